@@ -43,7 +43,7 @@ def random_weights(shapes: Shapes) -> dict[str, np.ndarray]:
 
 
 def losses(contestant: str, job: Job = JOB, **options) -> list[float]:
-    module = importlib.import_module(f"bench.throughput.peers.{MODULES[contestant]}")
+    module = importlib.import_module(f"bench.throughput.peers.{MODULES.get(contestant, contestant)}")
     trainer = module.Contestant(job, random_weights(job.shapes), **options)
     return trainer.wait([trainer.step() for _ in range(STEPS)])
 
@@ -53,32 +53,24 @@ def ours():
     return {dtype: losses("ours", dataclasses.replace(JOB, dtype=dtype)) for dtype in TOLERANCE}
 
 
+SAME = [("plain-jax", {"dtype": dtype}) for dtype in TOLERANCE] + [("torch", {"dtype": dtype}) for dtype in TOLERANCE]
+SAME += [(contestant, {"d": 4, "t": 2}) for contestant in ("ours", "plain-jax")]
+OF_XLA = {"r": 2, "d": 2, "t": 2}
+SAME += [("plain_jax", OF_XLA | {"save": "everything"}), ("plain_jax", OF_XLA | {"save": "marked"})]
+SAME += [("flax_nnx", OF_XLA | {"save": "everything"})]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("contestant", ["plain-jax", "torch"])
-def test_peers_train_the_same_model(contestant, dtype, ours):
-    if contestant == "torch":
-        pytest.importorskip("torch")
-        pytest.importorskip("transformers")
+@pytest.mark.parametrize(("contestant", "changes"), SAME)
+def test_peers_train_the_same_model(contestant, changes, ours):
+    """On one device or a mesh, as ours on one device."""
+    for package in {"torch": ("torch", "transformers"), "flax_nnx": ("flax",)}.get(contestant, ()):
+        pytest.importorskip(package)
     options = {"compiled": False} if contestant == "torch" else {}
-    found = losses(contestant, dataclasses.replace(JOB, dtype=dtype), **options)
+    found = losses(contestant, dataclasses.replace(JOB, **changes), **options)
+    dtype = changes.get("dtype", "f32")
     np.testing.assert_allclose(found, ours[dtype], rtol=TOLERANCE[dtype])
     assert found[STEPS - 2] < found[0] - 0.5  # the same batch, some updates later
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("contestant", "save"), [("plain_jax", "everything"), ("plain_jax", "marked"), ("flax_nnx", "everything")]
-)
-def test_what_xla_shards_trains_the_same_model(contestant, save, ours):
-    """On a mesh of all three axes, as on one device."""
-    if contestant == "flax_nnx":
-        pytest.importorskip("flax")
-    module = importlib.import_module(f"bench.throughput.peers.{contestant}")
-    job = dataclasses.replace(JOB, r=2, d=2, t=2, save=save)
-    trainer = module.Contestant(job, random_weights(job.shapes))
-    found = trainer.wait([trainer.step() for _ in range(STEPS)])
-    np.testing.assert_allclose(found, ours["f32"], rtol=TOLERANCE["f32"])
 
 
 @pytest.mark.slow
@@ -102,13 +94,6 @@ print(trainer.wait([trainer.step() for _ in range({STEPS})]))
     found = json.loads(done.stdout.splitlines()[-1])
     expected = losses("ours", dataclasses.replace(job, checkout=""))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE["bf16"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("contestant", ["ours", "plain-jax"])
-def test_eight_devices_train_as_one(contestant, ours):
-    found = losses(contestant, dataclasses.replace(JOB, d=4, t=2))
-    np.testing.assert_allclose(found, ours["f32"], rtol=TOLERANCE["f32"])
 
 
 def test_a_job_and_its_configuration():

@@ -40,30 +40,22 @@ def compare(mesh: str, chunk: int, model) -> list[str]:
     return programs
 
 
-@pytest.mark.slow
-def test_chunks_change_nothing_but_memory():
-    """d=4 t=2, two microbatches: rows and vocabulary of a device are 1 and 80, the positions of a chunk 4 of 16."""
-    whole, chunked = compare("d=4 t=2", 4, tiny.model(vocab=160, d_model=48, layers=2, logit_softcap=0.5))
-    assert 16 * 80 in arrays(whole, 80), "this test can fail"
-    assert 16 * 80 not in arrays(chunked, 80)
-    assert 4 * 80 in arrays(chunked, 80)
+WIDE = {"vocab": 160, "d_model": 48, "logit_softcap": 0.5}
+CHUNKS = [("d=4 t=2", 4, WIDE), ("p=2 d=2 t=2", 4, {"tied_embeddings": True}), ("one device", 4, {})]
+CHUNKS += [("r=2 d=2 t=2", 8, {"tied_embeddings": True}), ("d=4 t=2", 2, "gpt2")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "chunk", "changes"),
-    [
-        ("p=2 d=2 t=2", 4, {"tied_embeddings": True}),
-        pytest.param("one device", 4, {}, marks=pytest.mark.slow),
-        pytest.param("r=2 d=2 t=2", 8, {"tied_embeddings": True}, marks=pytest.mark.slow),
-        pytest.param("d=4 t=2", 2, "gpt2", marks=pytest.mark.slow),
-    ],
-)
-def test_chunks_change_nothing(mesh, chunk, changes):
-    if changes == "gpt2":
-        compare(mesh, chunk, gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, bos_id=0))
-    else:
-        compare(mesh, chunk, tiny.model(layers=2, **changes))
+@pytest.mark.parametrize(("mesh", "chunk", "changes"), CHUNKS)
+def test_chunks_change_nothing_but_memory(mesh, chunk, changes):
+    """Two microbatches. With WIDE a device has one row and 80 of the vocabulary, and a chunk 4 of 16 positions."""
+    gpt = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, bos_id=0)
+    programs = compare(mesh, chunk, gpt if changes == "gpt2" else tiny.model(layers=2, **changes))
+    if changes is WIDE:
+        whole, chunked = (arrays(program, 80) for program in programs)
+        assert 16 * 80 in whole, "this test can fail"
+        assert 16 * 80 not in chunked
+        assert 4 * 80 in chunked
 
 
 @pytest.mark.long

@@ -19,7 +19,6 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import PipelineConfig
 from shardwright.run.step import trace_step
 from tools import checkpoint_to_huggingface
-from tools.generate import Settings, generate
 
 
 def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training) -> dict[str, str]:
@@ -223,15 +222,6 @@ def test_an_export_is_refused_by_other_source(run_directory, tmp_path):
     assert any(line.startswith("source     ") for line in said)
     tensors = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], embed)
-
-
-@pytest.mark.slow
-def test_drawing_is_refused_by_other_source(run_directory):
-    directory, _ = run_directory
-    config = {"run": str(directory), "prompt_ids": [5], "max_tokens": 4, "temperature": 0.0}
-    with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
-        generate(Settings(**config))
-    assert generate(Settings(**config, other_source=True))
 
 
 @pytest.mark.quick

@@ -1,12 +1,11 @@
 """Text of strangers, as a terminal may show it."""
 
-import os
 import unicodedata
 
 import pytest
 
 from shardwright.settings.program import refusal
-from shardwright_data.untrusted import one_line, parse_json, read_file, shown
+from shardwright_data.untrusted import one_line, parse_json, shown
 
 pytestmark = pytest.mark.quick
 
@@ -34,10 +33,3 @@ def test_a_message_that_quotes_data_is_shown_so():
 def test_json_that_python_cannot_take_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"deep|digits|Expecting"):
         parse_json(text)
-
-
-def test_no_pipe_and_no_device_is_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "/dev/null"):
-        with pytest.raises(ValueError, match=f"{path} cannot be read: it is a directory, a pipe or a device"):
-            read_file(path)

@@ -113,6 +113,7 @@ def test_the_page_refers_to_nothing_and_escapes_what_it_shows(tmp_path):
     assert not re.search(r"""(src|href)=["'](?!#)|https?://|@import|url\(""", own)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium")
 @pytest.mark.parametrize("width", [1400, 700])
 def test_the_page_draws_memory_up_to_the_peak(tmp_path, width):

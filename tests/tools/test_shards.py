@@ -8,12 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenization import config, driver, random_texts, small, tree, write_jsonl
+from tokenization import config, random_texts, small, tree, write_jsonl
 
 from shardwright_data import flat_tokens
 from tools import huggingface_to_flat_tokens as tool
@@ -178,26 +177,6 @@ def test_shards_of_a_dataset_on_the_hub_need_its_revision():
     with pytest.raises(ValueError, match=r"^dataset=c4 may change .* Give dataset_revision=<commit or tag>\.$"):
         tool.check_shards(hub, "train", 7)
     tool.check_shards(dataclasses.replace(hub, dataset_revision="607bd4c8"), "train", 7)
-
-
-@pytest.mark.slow
-def test_a_killed_job_is_run_again(tmp_path, small, files):
-    """SIGKILL once it has a state; the same command finishes the shard."""
-    command, env = driver(tmp_path, 0.05)
-    out = tmp_path / "d"
-    run = [*command, f"out={out}", f"train.files=[{','.join(files)}]", "validation=null", "tokenizer.end_token='</s>'"]
-    run += ["num_workers=1", "max_bad_rows=2", f"num_shards={N}"]
-    state = Path(f"{out}.shards/00001-of-{N:05}/unfinished_train.npz")
-    with subprocess.Popen([*run, "shard=1"], env=env, cwd=tmp_path) as process:
-        while process.poll() is None and not state.exists():
-            time.sleep(0.01)
-        process.kill()
-    assert process.returncode < 0
-    for shard in range(N):
-        subprocess.run([*run, f"shard={shard}"], env=env, cwd=tmp_path, check=True)
-    subprocess.run(run, env=env, cwd=tmp_path, check=True)
-    tool.run(settings(tmp_path / "one", files))
-    assert tree(out) == tree(tmp_path / "one")
 
 
 @pytest.mark.slow

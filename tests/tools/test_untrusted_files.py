@@ -22,7 +22,6 @@ from shardwright_data.text.tokenizers import open_tokenizer, tokenizer_of_run
 from shardwright_data.untrusted import MEMORY, check_types, read_file, read_object, refused
 from tools import huggingface_to_checkpoint, inspect_data
 from tools.generate import Settings, read_prompts
-from tools.report.reading import read_run
 
 QUIET = Console(file=io.StringIO())
 DEEP = "[" * 10**5 + "]" * 10**5
@@ -159,14 +158,6 @@ def test_a_file_for_which_memory_has_no_room_is_refused_however_large_its_chunks
     os.truncate(array / "c/0", MEMORY // 2 + 1)
     with pytest.raises(ValueError, match=r"c/0 cannot be read: it has .* bytes, of at most"):
         inspect(filespec=str(tmp_path / "data"))
-
-
-def test_the_report_reads_no_pipe(given, tmp_path):
-    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
-        os.mkfifo(tmp_path / name)
-    (tmp_path / "source" / "0").mkdir(parents=True)
-    os.mkfifo(tmp_path / "source" / "0" / "provenance.json")
-    assert any("cannot be read" in note for note in read_run(tmp_path).notes)
 
 
 @pytest.mark.parametrize("field", ["compressor", "filters"])
