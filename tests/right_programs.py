@@ -215,10 +215,7 @@ def ulysses_attention(q: f32["B/d L/t K D"], k: f32["B/d L/t K D"], v: f32["B/d 
     return lax.all_to_all(attention(q, k, v), "t", split_axis=1, concat_axis=2, tiled=True)
 
 
-@program(
-    whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v,
-    axes=("d", "x"),
-)
+@program(whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v, axes=("d", "x"))
 def ring_attention(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]) -> f32["B/d L/x D"]:
     total, weight = 0.0, 0.0
     for _ in range(lax.axis_size("x")):

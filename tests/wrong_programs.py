@@ -916,7 +916,7 @@ HANGING = {
     "collective beneath a local loop": (
         "B/d M -> B/d M",
         lambda x: lax.while_loop(lambda x: jnp.sum(x * x) > 1.0, lambda x: x - 0.1 * lax.pmean(x, "d"), x),
-    ),
+    )
 }
 """Devices wait for each other for ever: they are traced, and not run."""
 

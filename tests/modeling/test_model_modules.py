@@ -60,10 +60,7 @@ def test_as_it_is(module):
         ([("def logits(", "def output(")], r"no Model\.logits; see docs/models.md"),
         ([("    Weights = GPT2\n", "")], r"no Model\.Weights;"),
         ([(TABLE, "self.c = c")], "table is a NoneType; it must be a GPT2"),
-        (
-            [("    Weights = GPT2\n", "    Weights = GPT2Layer\n")],
-            "table is a GPT2; it must be a GPT2Layer",
-        ),
+        ([("    Weights = GPT2\n", "    Weights = GPT2Layer\n")], "table is a GPT2; it must be a GPT2Layer"),
         (
             [(TABLE, TABLE.replace("GPT2, c,", "GPT2, dataclasses.replace(c, layers=2 * c.layers),"))],
             r"table has a stack of shape \(24, 768\) in `layers`; its first dim must be model.layers = 12",

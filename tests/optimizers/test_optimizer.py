@@ -33,11 +33,7 @@ SCHEDULES = {  # settings -> the same schedule by optax
     "wsd": (
         {"schedule": "wsd", "cooldown_steps": 4},
         optax.join_schedules(
-            [
-                optax.linear_schedule(0.0, PEAK, 3),
-                optax.constant_schedule(PEAK),
-                optax.linear_schedule(PEAK, FLOOR, 4),
-            ],
+            [optax.linear_schedule(0.0, PEAK, 3), optax.constant_schedule(PEAK), optax.linear_schedule(PEAK, FLOOR, 4)],
             [3, 8],
         ),
     ),

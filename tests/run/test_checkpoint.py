@@ -64,11 +64,7 @@ def make_state():
             "norm": rng.standard_normal(8).astype(np.float16),
         },
         "optimizer": (
-            {
-                "step": np.int32(-7),
-                "zeros": np.zeros(16, np.float32),
-                "mask": rng.integers(0, 2, 8).astype(bool),
-            },
+            {"step": np.int32(-7), "zeros": np.zeros(16, np.float32), "mask": rng.integers(0, 2, 8).astype(bool)},
             rng.integers(0, 2**32, (2, 8), dtype=np.uint32),
         ),
     }

@@ -89,11 +89,7 @@ def test_several_processes_keep_programs_only_where_they_are_told_to(monkeypatch
     monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for count, cache, kept in (
-        (2, None, None),
-        (1, None, ".cache/shardwright/compiled"),
-        (2, tmp_path / "all", "all"),
-    ):
+    for count, cache, kept in ((2, None, None), (1, None, ".cache/shardwright/compiled"), (2, tmp_path / "all", "all")):
         set_to.clear()
         processes = DistributedConfig(count=count, coordinator="a:1", id=0)
         start_devices(processes, HardwareConfig(**({"compilation_cache": str(cache)} if cache else {})))

@@ -19,12 +19,7 @@ SPEED = Speed(64, 1000, PeakFlops(1e9, "test"))
 
 
 def run_log(directory, **changes):
-    arguments = {
-        "total_steps": 25,
-        "start_step": 0,
-        "speed": SPEED,
-        "print_every": 10,
-    }
+    arguments = {"total_steps": 25, "start_step": 0, "speed": SPEED, "print_every": 10}
     return RunLog(directory, **arguments | changes)
 
 

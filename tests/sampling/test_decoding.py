@@ -151,12 +151,7 @@ OTHER = "with a cache, the logits of random texts are not those of training's fo
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [
-        (TokenShift, OTHER),
-        (HiddenShift, OTHER),
-        (Twice, "a layer calls attend 2 times"),
-        (OfTheLength, OTHER),
-    ],
+    [(TokenShift, OTHER), (HiddenShift, OTHER), (Twice, "a layer calls attend 2 times"), (OfTheLength, OTHER)],
 )
 def test_what_cannot_be_decoded_with_a_cache_is_refused(kind, message):
     with pytest.raises((ValueError, ShardError), match=message):

@@ -199,10 +199,7 @@ BPE = TokenizerConfig(kind="train_bpe")
         ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No file matches 'nothing/\*.jsonl' in "),
         ({"train": SplitConfig(files=[__file__])}, r"name files of one of these kinds: .jsonl"),
         ({"train": None, "validation": AUSTEN, "tokenizer": BPE}, "train_bpe needs a training split"),
-        (
-            {"tokenizer": TokenizerConfig(end_token="<eos>")},
-            "no token '<eos>' for tokenizer.end_token",
-        ),
+        ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "no token '<eos>' for tokenizer.end_token"),
         (
             {"tokenizer": TokenizerConfig(name="gpt2")},
             "tokenizer.name is 'gpt2' and tokenizer.kind bytes: bytes need no name",

@@ -99,10 +99,7 @@ def test_only_what_differs_is_a_column(tmp_path):
     assert head.split() == ["#", *c.differing, *c.metrics]
 
 
-@pytest.mark.parametrize(
-    ("sort", "order"),
-    [("loss", "bca"), ("tokens/s", "acb"), ("time", "acb"), ("run", "abc")],
-)
+@pytest.mark.parametrize(("sort", "order"), [("loss", "bca"), ("tokens/s", "acb"), ("time", "acb"), ("run", "abc")])
 def test_sorted_best_first_and_unknown_last(tmp_path, sort, order):
     write(tmp_path / "a", [3.0] * 4, 0.1, learning_rate=0.1)
     write(tmp_path / "b", [1.0] * 4, 0.9, learning_rate=0.01)

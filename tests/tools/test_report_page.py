@@ -103,9 +103,7 @@ def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
 
 def test_the_plots_of_a_run_alone(tmp_path):
     loss, norm, *others = panels_of(report(write_run(tmp_path / "run")))
-    assert [panel.title for panel in others] == [
-        *("Learning rate", "Tokens/s", "noise", "pair", "stream"),
-    ]
+    assert [panel.title for panel in others] == [*("Learning rate", "Tokens/s", "noise", "pair", "stream")]
     by_name = {trace["name"]: trace for trace in loss.traces}
     assert [*by_name] == ["each step", "average", "validation"]
     assert [*by_name["validation"]["x"]] == [50, 100, 150, 200]
