@@ -203,8 +203,13 @@ def one_copy(x, repeats, axis):
     return rest.at[(*[slice(None)] * (axis + 1), 0)].set(x).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-@pytest.mark.parametrize("path", ["einsum", pytest.param("blockwise", marks=pytest.mark.long)])
-@pytest.mark.parametrize("wrong", ["one copy", "order"])
+@pytest.mark.parametrize(
+    ("wrong", "path"),
+    [
+        ("order", "einsum"),
+        *(pytest.param(wrong, "blockwise", marks=pytest.mark.long) for wrong in ("one copy", "order")),
+    ],
+)
 def test_heads_that_ulysses_divides_otherwise_are_found(wrong, path, monkeypatch):
     """The proof's one device divides them as the mesh does, and einsum by ulysses would be as wrong as blockwise."""
     if wrong == "one copy":

@@ -122,7 +122,12 @@ def used(w: moe.Layer):
 
 
 @pytest.mark.parametrize(
-    ("platform", "slots", "pools"), [("gpu", None, None), ("gpu", 8, None), ("tpu", None, None), ("tpu", 16, 2)]
+    ("platform", "slots", "pools"),
+    [
+        ("gpu", 8, None),
+        ("tpu", 16, 2),
+        *(pytest.param(platform, None, None, marks=pytest.mark.long) for platform in ("gpu", "tpu")),
+    ],
 )
 def test_a_layer_is_that_of_plain_loops_as_on(platform, slots, pools, monkeypatch):
     """On a GPU rows are added in turns, not by a scatter. On a TPU groups of rows are multiplied by `ragged_dot`."""
@@ -187,7 +192,10 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
             near(ours, theirs)
 
 
-@pytest.mark.parametrize(("platform", "slots", "pools"), [("cpu", 8, None), ("tpu", None, None), ("tpu", 16, 2)])
+@pytest.mark.parametrize(
+    ("platform", "slots", "pools"),
+    [("cpu", 8, None), ("tpu", None, None), pytest.param("tpu", 16, 2, marks=pytest.mark.long)],
+)
 def test_an_expert_without_tokens_has_a_zero_gradient(platform, slots, pools, monkeypatch):
     """Not NaN, and not what was there before: https://github.com/openxla/tokamax/issues/887."""
     monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform=platform))
@@ -379,6 +387,7 @@ LAST_CHOICES = {  # an edit that gives slots to the last choices of a sequence
 }
 
 
+@pytest.mark.long
 def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
     source = Path(moe.__file__).read_text()
     for old, new in LAST_CHOICES.items():

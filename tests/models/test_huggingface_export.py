@@ -215,6 +215,7 @@ def test_another_model_is_refused_with_the_name(edited, tmp_path, edit):
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.long
 def test_an_edit_that_changes_nothing_is_exported(edited, tmp_path):
     """Another file with the same math; and attention within no documents, as the exported model has it."""
     need_transformers()

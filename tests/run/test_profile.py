@@ -80,7 +80,7 @@ def test_no_other_thread_uses_the_devices_while_the_trace_starts_and_ends(tmp_pa
     assert stopped_on == [threading.main_thread()]
 
 
-@pytest.mark.parametrize("steps", [3, 1])
+@pytest.mark.parametrize("steps", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_short_run_profiles_its_last_steps(tmp_path, steps):
     assert train(tmp_path, steps).is_file()
 
@@ -91,7 +91,7 @@ def test_a_run_that_ends_within_the_profile(tmp_path, capsys):
     assert train(tmp_path / "next", 4).is_file()  # the trace was ended
 
 
-@pytest.mark.parametrize("name", ["plugins", "trace.tmp"])
+@pytest.mark.parametrize("name", ["plugins", pytest.param("trace.tmp", marks=pytest.mark.long)])
 def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys, name):
     (tmp_path / name).write_text("in the way")
     assert train(tmp_path, 4) is None
@@ -132,7 +132,7 @@ def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, 
     assert (told in capsys.readouterr().out.splitlines()) == among
 
 
-@pytest.mark.parametrize("broken", [b"no trace", None])
+@pytest.mark.parametrize("broken", [b"no trace", pytest.param(None, marks=pytest.mark.long)])
 def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch, broken):
     end = profile._end_of_trace
 

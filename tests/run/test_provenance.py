@@ -99,6 +99,7 @@ def test_what_computes_something_else_has_another(plain, name):
     assert {which for which in plain if found[which] != plain[which]} == differs
 
 
+@pytest.mark.long
 def test_a_loss_of_pairs_has_both_hashes_and_a_reference_that_is_not_there_leaves_one():
     found = {}
     for recipe, reason in {"simpo": None, "distillation": "ShardError"}.items():

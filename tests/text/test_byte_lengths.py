@@ -90,7 +90,7 @@ def test_no_damage_ends_a_run(tmp_path):
         assert byte_lengths_of_datasets(Reader(path, "train")) is None
 
 
-@pytest.mark.parametrize("kind", ["bytes", "train_bpe"])
+@pytest.mark.parametrize("kind", ["train_bpe", pytest.param("bytes", marks=pytest.mark.long)])
 def test_a_whole_split_has_the_bytes_of_the_text(tmp_path, texts, kind):
     """A part has fewer, and a mixture of both those of both."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

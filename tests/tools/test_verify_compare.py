@@ -81,7 +81,7 @@ def test_of_a_program_that_is_right_no_value_differs():
 
 
 @pytest.mark.parametrize(
-    "rules", [(scaled_in_one_turn, right), (right, scaled_in_one_turn)], ids=["forward", "gradient"]
+    "rules", [pytest.param((scaled_in_one_turn, right), marks=pytest.mark.long), (right, scaled_in_one_turn)]
 )
 def test_the_first_value_that_differs_has_its_line_and_its_turn(rules):
     """The loop of the gradient runs backwards: what is wrong in turn 1 comes to turn 0, and not to turn 2."""
