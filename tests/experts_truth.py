@@ -6,8 +6,12 @@ import pytest
 
 from models import moe
 
-torch = pytest.importorskip("torch", reason="the oracles of experts need torch, installed on Python 3.11 only")
-transformers = pytest.importorskip("transformers", reason="the oracles of experts need transformers")
+
+def oracles():
+    """torch and transformers, which take seconds to import."""
+    torch = pytest.importorskip("torch", reason="the oracles of experts need torch, installed on Python 3.11 only")
+    return torch, pytest.importorskip("transformers", reason="the oracles of experts need transformers")
+
 
 KINDS = {  # of each: its classes, their names of settings, and settings of ours
     "mixtral": ("Mixtral", {"num_local_experts": "experts", "intermediate_size": "d_ff"}, {}),
@@ -32,6 +36,7 @@ def model(kind: str = "mixtral", **changes) -> moe.ModelConfig:
 
 def to_theirs(w: moe.Weights) -> dict:
     """Our weights under the names, and in the layouts, of transformers' models in memory."""
+    torch, _ = oracles()
     tensor = lambda x: torch.tensor(np.asarray(x))
     state = {
         "model.embed_tokens.weight": tensor(w.embed),
@@ -61,7 +66,7 @@ def to_theirs(w: moe.Weights) -> dict:
 
 def theirs(kind: str, w: moe.Weights, c: moe.ModelConfig):
     """The model of transformers with these weights, which runs one expert after the other."""
-    prefix, names, _ = KINDS[kind]
+    (_, transformers), (prefix, names, _) = oracles(), KINDS[kind]
     config = getattr(transformers, f"{prefix}Config")(
         vocab_size=c.vocab,
         hidden_size=c.d_model,

@@ -6,6 +6,7 @@ import re
 import types
 from pathlib import Path
 
+import experts_truth as truth
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +27,6 @@ from shardwright.modeling.model import load_model
 from shardwright.run.step import trace_step
 from shardwright_data.loader import TokenBatch
 from tools.verify.meshes import abstract_mesh_of
-
-truth = pytest.importorskip("experts_truth")
 
 
 def assert_same_experts(gradients: dict, their) -> None:
@@ -246,9 +245,10 @@ def extras(c, w, x, mesh, counts=None):
 
 @pytest.mark.parametrize("mesh", ONE_AND_ALL)
 def test_the_balance_loss_is_that_of_transformers_for_each_sequence(mesh):
+    torch, _ = truth.oracles()
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    torch, c = truth.torch, truth.model(balance_loss=0.25, router_z_loss=0.5)
+    c = truth.model(balance_loss=0.25, router_z_loss=0.5)
     x, w = np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32), layer_of(c)
     router = torch.tensor(w.router, requires_grad=True)
     logits = torch.tensor(x) @ router
@@ -422,13 +422,13 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
 
 def test_the_block_of_deepseek_v3():
     """Router, experts and two shared ones: values and all gradients, each expert by its own largest entry."""
+    torch, transformers = truth.oracles()
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-    torch = truth.torch
     settings = {"scores": "sigmoid", "groups": 4, "groups_per_token": 2, "correction_bias": True, "weight_scale": 2.5}
     c = truth.model(**settings, experts=16, experts_per_token=3, shared_experts=2)
     w, (x, out) = layer_of(c), np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32)
-    config = truth.transformers.DeepseekV3Config(
+    config = transformers.DeepseekV3Config(
         hidden_size=32, moe_intermediate_size=c.d_ff, n_routed_experts=16, num_experts_per_tok=3, n_group=4,
         topk_group=2, routed_scaling_factor=2.5, n_shared_experts=2,
     )  # fmt: skip

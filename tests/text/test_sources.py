@@ -6,7 +6,6 @@ import json
 import lzma
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -113,6 +112,8 @@ def test_arrow(tmp_path, write):
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_csv(tmp_path, suffix):
     """Against what pandas wrote: quotes, commas and line breaks in the text; numbers and NA are texts."""
+    import pandas as pd
+
     texts = ["NA", "12", "", "null", 'he said "so", and\r\nleft', *random_texts(30)]
     pd.DataFrame({"n": range(len(texts)), "text": texts}).to_csv(tmp_path / f"a.csv{suffix}", index=False)
     check(lambda: open_files([str(tmp_path / f"a.csv{suffix}")]), texts)
