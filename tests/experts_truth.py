@@ -1,7 +1,5 @@
 """Logits and gradients of transformers' mixtures of experts with weights of ours."""
 
-import jax
-import numpy as np
 import pytest
 
 from models import moe
@@ -34,39 +32,11 @@ def model(kind: str = "mixtral", **changes) -> moe.ModelConfig:
     return moe.ModelConfig(**sizes | experts | KINDS[kind][2] | changes)
 
 
-def to_theirs(w: moe.Weights) -> dict:
-    """Our weights under the names, and in the layouts, of transformers' models in memory."""
-    torch, _ = oracles()
-    tensor = lambda x: torch.tensor(np.asarray(x))
-    state = {
-        "model.embed_tokens.weight": tensor(w.embed),
-        "model.norm.weight": tensor(w.final_norm),
-        "lm_head.weight": tensor(w.unembed),
-    }
-    for i in range(w.layers.w_q.shape[0]):
-        layer = jax.tree.map(lambda x, i=i: tensor(x[i]), w.layers)
-        model_dim = layer.w_q.shape[0]
-        named = {
-            "input_layernorm.weight": layer.attention_norm,
-            "self_attn.q_proj.weight": layer.w_q.reshape(model_dim, -1).T,
-            "self_attn.k_proj.weight": layer.w_k.reshape(model_dim, -1).T,
-            "self_attn.v_proj.weight": layer.w_v.reshape(model_dim, -1).T,
-            "self_attn.o_proj.weight": layer.w_o.reshape(-1, model_dim).T,
-            "post_attention_layernorm.weight": layer.mlp_norm,
-            "mlp.gate.weight": layer.router.T,
-            "mlp.experts.gate_up_proj": torch.cat([layer.w_gate, layer.w_up], dim=2).transpose(1, 2),
-            "mlp.experts.down_proj": layer.w_down.transpose(1, 2),
-        }
-        for name in ("q_norm", "k_norm"):
-            weight = next((x for x in (getattr(layer, name), getattr(layer, f"{name}_all")) if x is not None), None)
-            named |= {} if weight is None else {f"self_attn.{name}.weight": weight.reshape(-1)}
-        state |= {f"model.layers.{i}.{name}": value.contiguous() for name, value in named.items()}
-    return state
-
-
 def theirs(kind: str, w: moe.Weights, c: moe.ModelConfig):
     """The model of transformers with these weights, which runs one expert after the other."""
     (_, transformers), (prefix, names, _) = oracles(), KINDS[kind]
+    from llama_truth import to_llama
+
     config = getattr(transformers, f"{prefix}Config")(
         vocab_size=c.vocab,
         hidden_size=c.d_model,
@@ -84,5 +54,5 @@ def theirs(kind: str, w: moe.Weights, c: moe.ModelConfig):
         **{their: getattr(c, ours) for their, ours in names.items()},
     )
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
-    model.load_state_dict(to_theirs(w), strict=True)
+    model.load_state_dict(to_llama(w), strict=True)
     return model

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", reason="the Llama oracle need
 
 
 def to_llama(w: train.Transformer) -> dict:
-    """Our weights under the names, and in the layouts, of transformers' Llama."""
+    """Our weights under the names, and in the layouts, of transformers' Llama, or of its mixtures of experts."""
     tensor = lambda x: torch.tensor(np.asarray(x))
     state = {
         "model.embed_tokens.weight": tensor(w.embed),
@@ -27,19 +27,23 @@ def to_llama(w: train.Transformer) -> dict:
         layer = jax.tree.map(lambda x, i=i: tensor(x[i]), w.layers)
         model_dim = layer.w_q.shape[0]
         named = {
-            "input_layernorm": layer.attention_norm,
-            "self_attn.q_proj": layer.w_q.reshape(model_dim, -1).T,
-            "self_attn.k_proj": layer.w_k.reshape(model_dim, -1).T,
-            "self_attn.v_proj": layer.w_v.reshape(model_dim, -1).T,
-            "self_attn.o_proj": layer.w_o.reshape(-1, model_dim).T,
-            "post_attention_layernorm": layer.mlp_norm,
-            "mlp.gate_proj": layer.w_gate.T,
-            "mlp.up_proj": layer.w_up.T,
-            "mlp.down_proj": layer.w_down.T,
+            "input_layernorm.weight": layer.attention_norm,
+            "self_attn.q_proj.weight": layer.w_q.reshape(model_dim, -1).T,
+            "self_attn.k_proj.weight": layer.w_k.reshape(model_dim, -1).T,
+            "self_attn.v_proj.weight": layer.w_v.reshape(model_dim, -1).T,
+            "self_attn.o_proj.weight": layer.w_o.reshape(-1, model_dim).T,
+            "post_attention_layernorm.weight": layer.mlp_norm,
         }
-        if layer.q_norm is not None:
-            named |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
-        state |= {f"model.layers.{i}.{name}.weight": value.contiguous() for name, value in named.items()}
+        if hasattr(layer, "router"):
+            named["mlp.gate.weight"] = layer.router.T
+            named["mlp.experts.gate_up_proj"] = torch.cat([layer.w_gate, layer.w_up], dim=2).transpose(1, 2)
+            named["mlp.experts.down_proj"] = layer.w_down.transpose(1, 2)
+        else:
+            named |= {f"mlp.{name}_proj.weight": getattr(layer, f"w_{name}").T for name in ("gate", "up", "down")}
+        for name in ("q_norm", "k_norm"):
+            found = [getattr(layer, each, None) for each in (name, f"{name}_all")]
+            named |= {f"self_attn.{name}.weight": weight.reshape(-1) for weight in found if weight is not None}
+        state |= {f"model.layers.{i}.{name}": value.contiguous() for name, value in named.items()}
     return state
 
 

@@ -174,6 +174,7 @@ def test_a_matrix_without_inputs_is_refused():
         updated_on("one device", muon_update(config(), table), fresh_state(table), table)
 
 
+@pytest.mark.long
 def test_five_updates_are_those_of_torch():
     """torch.optim.Muon computes Newton-Schulz in bf16: its updates and those here differ by the rounding of that."""
     torch = pytest.importorskip("torch")

@@ -79,6 +79,7 @@ def test_transformers_opens_them(tmp_path, bpe):
             assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bos", "end", "pad"), [(0, "<|end|>", 1), (300, None, 0)])
 def test_a_batch_of_a_bpe_is_padded(tmp_path, bpe, bos, end, pad):
     """A model of transformers gives each text of a padded batch the logits that it has alone."""
