@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from simulated import without_cache, xla_flags
 
 from shardwright.inspect.examine import draw_step
+from shardwright.run import background
 from shardwright.run.compiling import compile_step, free_kept_memory
 
 ROOT = Path(__file__).parents[2]

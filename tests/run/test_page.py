@@ -11,6 +11,7 @@ from written_runs import write_run
 
 import train
 from shardwright.modeling.model import load_model
+from shardwright.run import background
 from shardwright.run import page as pages
 from shardwright.run.page import Page
 from tools.report.reading import read_run
