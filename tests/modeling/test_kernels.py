@@ -33,7 +33,7 @@ RULES = {
     ("splash", "everything"): AttentionMask(()),
     ("splash", "soft-cap"): AttentionMask(score_mod=SoftCap(1.5)),
 }
-QUICK = {("triton", "causal, documents"), ("triton", "causal"), ("splash", "window"), ("splash", "soft-cap")}
+QUICK = {("triton", "causal, documents"), ("splash", "window"), ("splash", "soft-cap")}
 CASES = [pytest.param(*case, 2, marks=[] if case in QUICK else pytest.mark.long(every_case=True)) for case in RULES]
 CASES += [pytest.param("triton", "causal, documents", 1, marks=pytest.mark.long(every_case=True))]
 

@@ -79,6 +79,7 @@ OLD_NAMES = [  # as models/gpt2.py has it, and as version 0.1 wrote it
 ]
 
 
+@pytest.mark.long
 def test_the_names_of_version_0_1_trace_the_same_step_and_say_what_to_write(written):
     old = SOURCE
     for new_text, old_text in OLD_NAMES:

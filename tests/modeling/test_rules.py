@@ -76,7 +76,7 @@ def forward_of(kind, compute_dtype="f32", attention="auto", **changes) -> train.
     return train.Forward(kind(c.model), c.training)
 
 
-@pytest.mark.parametrize("mesh", ["d=4 t=2", "t=8"])
+@pytest.mark.parametrize("mesh", ["d=4 t=2", pytest.param("t=8", marks=pytest.mark.long)])
 def test_calls_are_those_of_each_layer_of_a_period(mesh):
     with jax.set_mesh(tiny.mesh(mesh)):
         calls = calls_of(forward_of(Alternating), 256)

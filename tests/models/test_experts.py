@@ -296,7 +296,8 @@ def test_the_correction_bias_moves_alone():
     assert g.router_bias.any()
 
 
-@pytest.mark.parametrize("mesh", ["e=2 c=2", pytest.param("p=2 d=2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["e=2 c=2", "p=2 d=2"])
 def test_microbatches_change_no_gradient_and_no_metric(mesh):
     """Nor does the loss: those of the layers are means over the tokens that count, of which a microbatch has more."""
     c = truth.model(correction_bias=True, bias_rate=0.5, balance_loss=0.25, router_z_loss=0.5, capacity_factor=0.5)

@@ -247,7 +247,7 @@ def other_activation(monkeypatch):
     ("wrong", "case", "message"),
     [
         (transposed, "grouped", r"are not the run's own: .*"),
-        (other_activation, GPT2, r"are not the run's own: .*"),
+        pytest.param(other_activation, GPT2, r"are not the run's own: .*", marks=pytest.mark.long),
         (without_package, "grouped", r"needs torch: pip install torch transformers, or set check=false"),
     ],
 )

@@ -1,16 +1,10 @@
 """tools.checkpoint: lists and verifies; refuses in one line."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import jax.numpy as jnp
 import pytest
 
 from shardwright.run.checkpoint import Checkpointer
 from tools.checkpoint import Settings, run
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -50,9 +44,7 @@ def test_verify(place, capsys):
     assert out.count("MiB  whole") == 2
 
 
-def test_no_checkpoint(place):
-    command = [sys.executable, "-m", "tools.checkpoint", f"run={place}/none"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 1
-    (line,) = found.stderr.splitlines()
-    assert line.startswith(f"Error: no complete checkpoint in {place}/none/checkpoints: give a run's directory")
+def test_no_checkpoint(tmp_path):
+    message = f"^no complete checkpoint in {tmp_path}/none/checkpoints: give a run's directory"
+    with pytest.raises(ValueError, match=message):
+        run(Settings(f"{tmp_path}/none"))

@@ -286,7 +286,10 @@ def test_results_are_in_order_and_few_are_held(num_items):
 
 @pytest.mark.parametrize(
     ("item", "message"),
-    [(1000, "1000 is too much"), (2000, "One of 2 processes was killed, perhaps for want of memory")],
+    [
+        (1000, "1000 is too much"),
+        pytest.param(2000, "One of 2 processes was killed, perhaps for want of memory", marks=pytest.mark.long),
+    ],
 )
 def test_errors_in_processes_are_raised(item, message):
     with pytest.raises(ValueError, match=message):
