@@ -188,6 +188,7 @@ def test_values_of_another_device_of_a_ring_are_found(monkeypatch):
         check_paths(tiny.step_of(forward_of(train.Llama, context="ring"), 256))
 
 
+@pytest.mark.long
 def test_nan_on_one_device_is_found(monkeypatch):
     """Of queries of later documents that see nothing. They and their keys are on one device."""
     seen = blockwise_module._seen_blocks

@@ -294,6 +294,7 @@ def schedule(c):
     return optax.cosine_decay_schedule(c.learning_rate, c.schedule_steps, c.final_fraction)
 
 
+@pytest.mark.long
 def test_adafactor_is_optaxs():
     decay, table = 0.1, load_table()
     c = config(ADAFACTOR, weight_decay=decay)

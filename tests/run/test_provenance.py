@@ -85,7 +85,9 @@ def test_what_computes_the_same_has_the_same_hash(plain):
     assert programs(source) == plain
 
 
-@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize(
+    "name", ["stages, and how it is computed", pytest.param("microbatches side by side", marks=pytest.mark.long)]
+)
 def test_what_a_run_may_change_makes_no_difference(plain, name):
     assert programs(SOURCE, **FREE[name]) == plain
 

@@ -122,7 +122,7 @@ def test_trained_bpe(tmp_path):
     assert attributes["num_tokens"] < 0.7 * sum(len(text.encode()) for text in TEXTS)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "huggingface"])
+@pytest.mark.parametrize("kind", ["huggingface", pytest.param("bytes", marks=pytest.mark.long)])
 def test_workers_change_nothing(tmp_path, bpe, kind, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 2)
