@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 RUN_BY = {
     "data.md": "tools/test_shards.py",
     "evaluation.md": "tools/test_evaluate.py",
-    "experts.md": "models/test_experts.py",
+    "experts.md": "repository/test_snippets.py",
     "flat-tokens.md": "flat_tokens/test_flat_tokens.py",
     "huggingface.md": "models/test_huggingface_export.py",
     "loading.md": "repository/test_snippets.py",
@@ -66,6 +66,11 @@ def test_loading(monkeypatch):
     assert step == 3
     assert batch.targets.shape == (2, 4, 64)
     assert names["steps"] > 100
+
+
+def test_the_page_on_experts_quotes_the_source():
+    source = (ROOT / "models/moe.py").read_text()
+    assert [block for block in blocks("experts.md") if block not in source] == []
 
 
 def test_the_scale_of_seqax():
