@@ -43,7 +43,7 @@ def run(directory: Path, steps: int, reference: str | None) -> Path:
     c = config(reference, checkpoint_interval=2, eval_batches=0, microscope_interval=3)
     c.training.steps, c.paths = steps, dataclasses.replace(c.paths, model_name=directory.name)
     directory.mkdir(exist_ok=True)
-    with module_of(changed("Distillation")) as train, jax.set_mesh(tiny.mesh("d=2 t=2")):
+    with module_of(changed("distillation")) as train, jax.set_mesh(tiny.mesh("d=2 t=2")):
         train.train(c, load_model(c.model), directory)
     return directory
 
@@ -70,7 +70,7 @@ def test_a_run_resumes_with_its_reference_alone(tmp_path, capsys):
 
 
 def reference_record_of(path: str):
-    with module_of(changed("Distillation")), jax.set_mesh(tiny.mesh("d=2 t=2")):
+    with module_of(changed("distillation")), jax.set_mesh(tiny.mesh("d=2 t=2")):
         return reference_record(config(path))
 
 
@@ -105,12 +105,12 @@ def test_no_code_that_a_reference_names_is_imported(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["Distillation", "Preferences", "Preferences without a reference"])
+@pytest.mark.parametrize("recipe", ["distillation", "dpo", "simpo"])
 def test_in_f64_the_step_is_that_of_one_device(tmp_path, recipe):
     """With c too, and with chunks where targets are apart. verify.small has a vocabulary of 112."""
     path = saved(tmp_path / "teacher", tiny.model(vocab=112, layers=2, d_model=64))
     (tmp_path / "train.py").write_text(changed(recipe))
     settings = ["verify.meshes=[2x2x2,d2c2t2]", "mesh.p=1", "mesh.c=2"]
-    settings += [] if "without" in recipe else [f"training.reference={path}"]
-    done = verify(tmp_path, *settings, *(["training.loss_chunk=8"] if recipe == "Distillation" else []))
+    settings += [] if recipe == "simpo" else [f"training.reference={path}"]
+    done = verify(tmp_path, *settings, *(["training.loss_chunk=8"] if recipe == "distillation" else []))
     assert "In f64, all 2 meshes agree with one device." in done.stdout, done.stdout + done.stderr
