@@ -158,11 +158,14 @@ def _shortened(said: str) -> str:
 def _about_sizes(said: str, values: dict[str, Any]) -> str:
     """Remedy for the sizes of two shapes, compared from the last, that differ; empty if none do."""
     shapes = [[int(n) for n in re.findall(r"\d+", shape)] for shape in re.findall(r"\(([\d, ]+)\)", said)]
-    pairs = [pair for a, b in itertools.combinations(shapes, 2) for pair in zip(a[::-1], b[::-1], strict=False)]
-    pairs = [(min(pair), max(pair)) for pair in pairs if 1 < min(pair) < max(pair)]
-    for (small, large), (name, value) in itertools.product(pairs, values.items()):
+    of_two = [enumerate(zip(a[::-1], b[::-1], strict=False)) for a, b in itertools.combinations(shapes, 2)]
+    pairs = [(min(pair), max(pair), k) for pairs in of_two for k, pair in pairs if 1 < min(pair) < max(pair)]
+    for (small, large, k), (name, value) in itertools.product(pairs, values.items()):
         spec = noted_type(value)[0] or ShapeSpec()
+        is_operand = [*value.shape] in shapes  # else the shapes are those of some of its dims
         for i, dim in enumerate(spec.dims):
+            if is_operand and i != len(value.shape) - 1 - k:
+                continue
             if value.shape[i] == small and small * devices_along(dim.axes) == large:
                 gathered = ShapeSpec((*spec.dims[:i], Dim(dim.name), *spec.dims[i + 1 :]))
                 return (

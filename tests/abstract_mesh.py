@@ -31,7 +31,7 @@ OPERANDS = {
 
 def mapped(body: Callable, result=f32[""], **operands) -> tuple[Callable, list]:
     """The typed_shard_map of `body`, and the types of the operands that its parameters name."""
-    operands = {name: (operands | OPERANDS)[name] for name in inspect.signature(body).parameters}
+    operands = {name: (OPERANDS | operands)[name] for name in inspect.signature(body).parameters}
 
     def fn(*args):
         return body(*args)

@@ -349,3 +349,8 @@ def test_jax_refuses_a_gathered_operand_of_plain_jnp_under_grad():
 def test_what_costs_a_collective_unseen_is_right():
     abstract_mesh.on_mesh(lambda x, bias: x + bias, f32["B/d L/t M"])
     assert unsound(lambda x, bias: x + bias, f32["B/d L/t M"]) == []
+
+
+def test_the_remedy_gathers_the_dim_that_differs_and_not_one_of_its_size():
+    with pytest.raises(ShardError, match=r"remedy: dim L/t of x has a block of 3 here, where the other has 6"):
+        abstract_mesh.on_mesh(lambda y, x: y * x, y=f32["S/d L F/t"], x=f32["S/d L/t M"])

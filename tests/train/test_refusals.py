@@ -33,10 +33,10 @@ def test_a_wrong_edit(train, tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         f"train.py:{line}: `jax.nn.silu(jnp.float32(gate)) * x`: mul got incompatible shapes for broadcasting: "
-        "(1, 64, 512), (1, 32, 256)",
-        "  gate: like `B/b L F/t`, f32[1,64,512] {varying over r, t, d}",
-        "  x: `B/b L/t M`, f32[1,32,256] {varying over r, t, d}",
-        "  sizes so far: B=2, L=64, M=256, K=2, Q=2, D=32, F=1024; mesh: r=1, d=2, t=2",
+        "(32, 64, 512), (32, 32, 256)",
+        "  gate: like `B/b L F/t`, f32[32,64,512] {varying over r, t, d}",
+        "  x: `B/b L/t M`, f32[32,32,256] {varying over r, t, d}",
+        "  sizes so far: B=64, L=64, M=256, K=2, Q=2, D=32, F=1024; mesh: r=1, d=2, t=2",
         "  groups of axes: b = r/d/e",
         "  remedy: dim L/t of x has a block of 32 here, where the other has 64: "
         "all_gather('B/b L/t M -> B/b L M', x) first, or shard the other over t too",
