@@ -1,1 +1,1 @@
-"""A run: its configuration, start, checkpoints, metrics, profile and stages."""
+"""Everything around the training step: configuration, launch, checkpoints, metrics, profile, pipeline stages."""

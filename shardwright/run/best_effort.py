@@ -8,7 +8,7 @@ from shardwright.settings.words import say
 
 @contextlib.contextmanager
 def best_effort(what: str) -> Iterator[None]:
-    """Context for writing `what`, in which an OSError prints a line and is not raised."""
+    """Context for writing `what`: an OSError is printed as a warning instead of raised."""
     try:
         yield
     except OSError as error:
@@ -16,10 +16,10 @@ def best_effort(what: str) -> Iterator[None]:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The kind of an error, and the first line of what it says."""
+    """Formats an error as its class name and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:500]}"
 
 
 def why(error: Exception) -> str:
-    """The reason alone, for people to read: `No space left on device`."""
+    """Returns only the reason of an error, such as `No space left on device`."""
     return getattr(error, "strerror", None) or str(error)

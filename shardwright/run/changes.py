@@ -1,6 +1,6 @@
 """Settings that change during a run, at the steps of training.changes.
 
-The settings of a step, and the place of its batch in the data, are pure functions of the configuration and the step.
+The settings of a step, and the position of its batch in the data, depend only on the configuration and the step.
 """
 
 import copy
@@ -30,26 +30,26 @@ MAY_CHANGE = (
     *(f"optimizer.{name}" for name in ("learning_rate", "warmup_steps", "schedule", "schedule_steps")),
     *(f"optimizer.{name}" for name in ("cooldown_steps", "final_fraction", "weight_decay", "clip_norm", "z_loss")),
 )
-"""Settings that may change during a run: of the loader, of the schedule, and numbers of the update."""
+"""Settings that may change during a run: of the loader, the learning-rate schedule, and the update."""
 
 
 MOST_CHANGES = 128
-"""Entries of training.changes: each costs a start a tenth of a second."""
+"""Most entries of training.changes: each adds a tenth of a second to the start of a run."""
 
 
 def may_change(name: str) -> bool:
-    """Whether a setting may change during a run."""
+    """Returns whether a setting may change during a run."""
     return name in MAY_CHANGE or name.startswith("data.mixture.")
 
 
 def firsts(config: Any) -> list[int]:
-    """The steps from which settings hold: 0, and those of training.changes. `config` is a Config or a plain dict."""
+    """Returns the first step of each phase: 0 and the steps of training.changes. `config` is a Config or a dict."""
     training = config["training"] if isinstance(config, dict) else vars(config.training)
     return [0, *(change["step"] for change in training.get("changes", ()))]
 
 
 def settings_at(config: dict, step: int) -> dict:
-    """A plain configuration as it is at a step, with no change left. Raises ValueError for one below a value."""
+    """Applies the changes up to `step` to a configuration dict. Raises ValueError if a change is not in a section."""
     found = copy.deepcopy(config)
     for change in found["training"].pop("changes", ()):
         for setting in filter(may_change, change if change["step"] <= step else ()):
@@ -62,7 +62,7 @@ def settings_at(config: dict, step: int) -> dict:
 
 
 def config_at(c: "Config", step: int) -> Any:
-    """A Config as it is at a step, with no change left in it. Raises ValueError for a value of another type."""
+    """Applies the changes up to `step` to a Config. Raises ValueError for a value of the wrong type."""
     if not c.training.changes:
         return c
     found, sections = settings_at(dataclasses.asdict(c), step), {}
@@ -82,7 +82,7 @@ def check_number(changes: Sequence[Any]) -> None:
 
 
 def check_changes(c: "Config", check: Callable[[Any], None]) -> None:
-    """Raises ValueError for an entry of training.changes that is wrong, or whose settings `check` refuses."""
+    """Raises ValueError for an invalid entry of training.changes, or one whose settings `check` rejects."""
     check_number(c.training.changes)
     for i, (before, change) in enumerate(itertools.pairwise([{"step": 0}, *c.training.changes])):
         name, step = f"training.changes[{i}]", change.get("step")
@@ -104,7 +104,7 @@ def check_changes(c: "Config", check: Callable[[Any], None]) -> None:
 
 
 def described_change(c: "Config", first: int) -> str:
-    """Each setting that changes at a step, with both values."""
+    """Describes the settings that change at step `first`, as `name old -> new`."""
     whole = dataclasses.asdict(c)
     before, now = (flat(settings_at(whole, step)) for step in (first - 1, first))
     differing = (name for name in sorted({*before, *now}) if before.get(name) != now.get(name))
@@ -112,7 +112,7 @@ def described_change(c: "Config", first: int) -> str:
 
 
 def _phases(c: "Config") -> Iterator[tuple[int, Any, int]]:
-    """The first step with the same settings, the end of these steps, and the tokens of each."""
+    """Yields (first step, end step, tokens per step) of each phase with constant settings."""
     ends: list[Any] = [*firsts(c), math.inf]
     for first, end in itertools.pairwise(ends):
         t = config_at(c, first).training
@@ -120,12 +120,12 @@ def _phases(c: "Config") -> Iterator[tuple[int, Any, int]]:
 
 
 def tokens_before(c: "Config", step: int) -> int:
-    """Tokens of the batches before a step."""
+    """Counts the tokens of all batches before a step."""
     return sum(max(0, min(end, step) - first) * each for first, end, each in _phases(c))
 
 
 def steps_of(c: "Config", tokens: int) -> int:
-    """Number of steps that take at most so many tokens."""
+    """Counts the steps that `tokens` tokens are enough for."""
     steps = 0
     for first, end, each in _phases(c):
         taken = min(end - first, tokens // each)
@@ -136,7 +136,7 @@ def steps_of(c: "Config", tokens: int) -> int:
 
 
 def total_steps(c: "Config", loader: Loader) -> int:
-    """Number of steps of a run with such a loader. Raises ValueError as steps_for."""
+    """Computes the number of steps of a run with this loader. Raises ValueError as steps_for does."""
     t = c.training
     length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
     if t.changes and t.tokens is not None and t.steps is None:
@@ -145,9 +145,9 @@ def total_steps(c: "Config", loader: Loader) -> int:
 
 
 def loader_at(c: "Config", step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None) -> Loader:
-    """The loader of the training batch of a step, which goes on where the batches before its settings ended.
+    """Makes the loader for the training batch of a step. It continues in the data where the phase before ended.
 
-    `state` is that of a checkpoint of `step`. Raises ValueError as make_loader.
+    `state` is the loader state in the checkpoint of `step`. Raises ValueError as make_loader does.
     """
     settings = [(first, config_at(c, first)) for first in firsts(c) if first <= step]
     of_batches = lambda x: (x[1].data, x[1].training.batch_size, x[1].training.seq_len)

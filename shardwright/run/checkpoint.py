@@ -1,4 +1,4 @@
-"""Checkpoints: a directory for each step, with a zarr v3 array for each leaf and a manifest that is written last.
+"""Saves and restores checkpoints: per step a directory, with a zarr v3 array per leaf and a manifest written last.
 
 The format is specified in docs/pytree-zarr-checkpoint.md.
 """
@@ -47,27 +47,27 @@ if TYPE_CHECKING:
     from train import State
 
 COMMIT_TIMEOUT_S = 1800.0
-"""Seconds that a process waits for the others to finish writing, before the save fails."""
+"""Seconds that process 0 waits for the others to finish writing before the save fails."""
 SET_ASIDE = "set_aside"
-"""Directory, beside the checkpoints, of those that a run went back before."""
+"""Directory next to the checkpoints for those that a run abandoned by resuming from an earlier step."""
 _STEP = re.compile("[0-9]{10}")
 
 
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
 OWNER = ".owner"
-"""Key of the file that names the run that saves here, where paths.checkpoints is set."""
+"""File with the name of the run that saves here, if paths.checkpoints is set."""
 
 
 class Checkpointer(contextlib.AbstractContextManager):
     """Saves and restores pytrees of jax.Arrays under `<place>/<step, 10 digits>/<leaf path>`.
 
-    With several processes, all reach the same `place`, all make the same calls in the same order, and each writes its
-    own shards only (those with replica_id 0).
+    With several processes, all make the same calls in the same order on the same `place`, and each writes only its own
+    shards (those with replica_id 0).
 
     Args:
         place: path in a file system that all processes share, created by the first save; or a URL, as for Store.
-        keep: number of the latest complete checkpoints that are kept, at least 1; None keeps all. Older ones are
-            removed when a new one is complete.
+        keep: number of complete checkpoints to keep, at least 1; None keeps all. Older ones are removed when a new one
+            is complete.
     """
 
     def __init__(self, place: str | os.PathLike, *, keep: int | None = None):
@@ -76,27 +76,27 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: concurrent.futures.Future | None = None
         self.rotates = True
-        """Whether a complete checkpoint removes older ones than the latest `keep`."""
+        """True if completing a checkpoint removes all but the latest `keep`."""
         self._owner: bytes | None = None
 
     def __exit__(self, *exc_info) -> None:
         self.close()
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending. A directory without a manifest is not a checkpoint."""
+        """Lists the steps of all complete checkpoints, ascending. A directory without a manifest is not one."""
         return sorted(int(name) for name, done in self.store.directories().items() if done and _STEP.fullmatch(name))
 
     def latest_step(self, without: Iterable[int] = ()) -> int | None:
-        """Step of the last complete checkpoint but those `without`, or None. All processes get that of process 0."""
+        """Returns the last complete step that is not in `without`, or None. All processes get process 0's answer."""
         several = jax.distributed.is_initialized()
-        is_first = not several or jax.process_index() == 0  # at a URL, its list has the files of all processes
+        is_first = not several or jax.process_index() == 0  # listing a URL yields the files of all processes
         latest = agreed(lambda: max({*self.steps()} - {*without}, default=-1) if is_first else -1)
         if several:
             latest = int(multihost_utils.broadcast_one_to_all(np.int32(latest)))
         return None if latest < 0 else latest
 
     def metadata(self, step: int) -> dict:
-        """The metadata that `save` was given for this step."""
+        """Returns the metadata that `save` was given for this step."""
         return self.manifest(step)["metadata"]
 
     @pause("saving a checkpoint")
@@ -111,33 +111,33 @@ class Checkpointer(contextlib.AbstractContextManager):
     ) -> None:
         """Copies `state` to host memory, then writes it in the background.
 
-        Afterwards the buffers of `state` may be donated or deleted. Waits for the previous save first, and raises its
-        error, as the next `save` or `wait` raises that of this one.
+        Afterwards the buffers of `state` may be donated or deleted. Waits for the previous save first. The error of a
+        save is raised by the next `save` or `wait`.
 
         Args:
             step: 0 to 2**31 - 1; not saved before, unless `again`.
             state: a pytree of jax.Arrays of booleans, integers, f16, f32, or f64, in containers with named or numbered
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
-            metadata: what json can write, without NaN or infinity. Kept in the manifest. `check` may add to it.
-            orders: by name, the orders of the stacks of layers, which are written in the order of the layers.
+            metadata: JSON values without NaN or infinity, kept in the manifest. `check` may add to it.
+            orders: for each stack of layers, by name, its order in memory. Stacks are written in layer order.
             check: called in every process. Nothing is written if it raises. An OSError, which all processes must raise,
-                fails the save. It may wait for the step that computes `state`, which the work before it overlaps.
-            again: whether a save of this step has failed. It may be there all the same, and is replaced.
+                fails the save. It may wait for the step that computes `state`; the work before it overlaps with that.
+            again: True to retry a failed save of this step, replacing what it left.
 
         Raises:
-            ValueError: a step, leaf or name that cannot be saved, by name.
+            ValueError: a step, leaf or name cannot be saved. The message names it.
             OSError: the previous save failed.
         """
         self.wait()
         leaves = named_leaves(state)
         if odd := [name for name, leaf in leaves.items() if str(leaf.dtype) not in DTYPES]:
-            raise ValueError(f"cannot save {odd[0]!r}: it is of none of the types {', '.join(sorted(DTYPES))}.")
+            raise ValueError(f"cannot save {odd[0]!r}: its dtype is not one of {', '.join(sorted(DTYPES))}.")
         leaves = gather_small(leaves)
         for leaf in leaves.values():
             leaf.copy_to_host_async()
         try:
-            # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
-            # copies below have to wait for the running step anyway.
+            # On the main thread, so that every process issues its collectives in the same order. The copies below wait
+            # for the running step anyway.
             agreed(lambda: self._make_room(step, again) if jax.process_index() == 0 else None)
             check()
         except OSError as error:
@@ -148,37 +148,37 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     @pause("waiting for a checkpoint to be written")
     def wait(self) -> None:
-        """Waits until the save that is being written is complete. Raises OSError if it failed."""
+        """Waits for the save in progress. Raises OSError if it failed."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.result()
 
     def close(self) -> None:
-        """Waits as `wait` does, then ends the background thread, and leaves the place to others."""
+        """Waits for the save in progress, ends the background thread, and gives up ownership of the directory."""
         try:
             self.wait()
         finally:
             self._executor.shutdown()
             with contextlib.suppress(OSError):  # then the next run takes it
                 if self._owner and self.store.read(OWNER) == self._owner:
-                    self.store.write(OWNER, b"")  # where it is missing, an older run that hung would save again
+                    self.store.write(OWNER, b"")  # emptied, not removed: without it an older, hung run would save again
 
     @pause("restoring a checkpoint")
     def restore(self, step: int, like: object, orders: Orders = NO_ORDERS, partly: bool = False) -> Any:
-        """The state that was saved at `step`, with the shardings of `like`. All processes raise the error of one.
+        """Restores the state saved at `step`, with the shardings of `like`. An error in one process is raised in all.
 
-        Each process reads the chunks that its devices need, each once.
+        Each process reads only the chunks that its devices need, each once.
 
         Args:
             step: step of a complete checkpoint.
             like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh. It may lack whole children
                 of what was saved, such as the optimizer's state, which are not read.
             orders: as for `save`.
-            partly: whether `like` may lack any arrays, and have more rows than what was saved, which are 0.
+            partly: allows `like` to lack any arrays, and to have more rows than were saved; these are 0.
 
         Raises:
-            ValueError: the checkpoint has other arrays than `like`. The message names them.
-            Damaged: an array is missing, or not what was saved at this step.
+            ValueError: the arrays of the checkpoint and of `like` differ. The message names them.
+            Damaged: an array is missing, or differs from what was saved at this step.
             OSError: the store fails.
         """
         name, manifest = directory_of(step), agreed(lambda: self.manifest(step))
@@ -192,14 +192,14 @@ class Checkpointer(contextlib.AbstractContextManager):
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
     def manifest(self, step: int) -> dict:
-        """The checkpoint's manifest. Raises ValueError if there is no such checkpoint, Damaged if it is damaged."""
+        """Reads the manifest of a checkpoint. Raises ValueError if there is none, Damaged if it is damaged."""
         manifest = read_manifest(self.store, step)
         if manifest is None:
-            raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; there are {self.steps()}.")
+            raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; it has {self.steps()}.")
         return manifest
 
     def own(self) -> None:
-        """Makes this the run that saves here: saves of a run that started before fail. One process calls this."""
+        """Takes ownership of the directory: saves of a run that started before fail. One process calls this."""
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         name = f"process {os.getpid()} on {socket.gethostname()}, since {since} ({secrets.token_hex(8)})"
         self._owner = name.encode()
@@ -208,14 +208,14 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _check_owner(self) -> None:
         owner = self.store.read(OWNER) if self._owner else None
         if owner not in (None, self._owner):
-            whose = owner.decode(errors="replace") or "one that began later, and has ended"
+            whose = owner.decode(errors="replace") or "one that started later, and has ended"
             raise OSError(
                 f"another run saves to {self.store.url}: {whose}. End one of the two, or "
-                f"rename it (paths.model_name). If this one shall go on here, delete {self.store.url}/{OWNER}."
+                f"rename it (paths.model_name). To continue with this one, delete {self.store.url}/{OWNER}."
             )
 
     def remove_leftovers(self) -> None:
-        """Removes what killed and failed saves left. One process calls this. What cannot be removed is told."""
+        """Removes what killed and failed saves left; a failure is printed. One process calls this."""
         with self._if_possible():
             for name, done in self.store.directories().items():
                 if not done and _STEP.fullmatch(name):
@@ -226,22 +226,22 @@ class Checkpointer(contextlib.AbstractContextManager):
         try:
             yield
         except OSError as error:
-            say(f"WARNING: checkpoints in {self.store.url} that are not needed cannot be removed: {error}")
+            say(f"WARNING: cannot remove old checkpoints in {self.store.url}: {error}")
 
     def _make_room(self, step: int, again: bool) -> None:
-        """Makes sure that nothing is where the checkpoint goes. If one is, raises ValueError, unless `again`."""
+        """Clears the directory of a new checkpoint. Raises ValueError if it has a complete one, unless `again`."""
         name = directory_of(step)
         self._check_owner()
         if not again and self.store.read(f"{name}/{MANIFEST}") is not None:
             raise ValueError(
-                f"cannot save step {step}: {self.store.url}/{name} is there already. Save each step once, or move it "
+                f"cannot save step {step}: {self.store.url}/{name} exists already. Save each step once, or move it "
                 "away."
             )
         self.remove_leftovers()
-        self.store.remove(name)  # or this save fails: what is there would be taken for a part of it
+        self.store.remove(name)  # if it cannot be removed, the save must fail: leftovers would become part of it
 
     def verify(self, step: int) -> list[str]:
-        """Reads all chunks of a checkpoint. Returns a sentence for each that is damaged: none if it is whole."""
+        """Reads all chunks of a checkpoint. Returns a message for each damaged one; empty if it is intact."""
         directory = directory_of(step)
         try:
             arrays = saved_arrays(self.manifest(step)).values()
@@ -262,7 +262,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return sorted(problems)
 
     def set_aside(self, steps: Iterable[int]) -> str:
-        """Moves checkpoints, damaged or not, into a place of checkpoints of their own. Returns it."""
+        """Moves checkpoints, damaged or not, into a new directory under SET_ASIDE. Returns its path or URL."""
         place = time.strftime(f"{SET_ASIDE}/%Y%m%dT%H%M%SZ", time.gmtime())
         for name in map(directory_of, steps):
             self.store.move(name, f"{place}/{name}")
@@ -282,8 +282,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         except OSError as error:
             with contextlib.suppress(OSError):
                 if is_first:
-                    self._check_owner()  # what is there may be another run's
-                    self.store.remove(directory)  # it may have filled the disk, which the metrics need
+                    self._check_owner()  # the directory may be another run's
+                    self.store.remove(directory)  # it may have filled the disk, and the metrics need room
                 else:
                     self.store.write(told, json.dumps({"failed": str(error)}).encode())
             self._fail(step, error)
@@ -294,15 +294,15 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def _fail(self, step: int, error: OSError) -> None:
         raise OSError(
-            f"{str(error).rstrip('.')}. The checkpoint {self.store.url}/{directory_of(step)} was not saved. Those "
-            "before it, if there are any, stay as they are."
+            f"{str(error).rstrip('.')}. The checkpoint {self.store.url}/{directory_of(step)} was not saved. Earlier "
+            "ones, if any, are unchanged."
         ) from error
 
     def _await_others(self, directory: str) -> Checksums:
-        """What the other processes wrote.
+        """Waits for the other processes and returns their checksums.
 
-        A barrier made of files. A collective on this background thread could come between the collectives of the
-        training step in another order on each host, and hang them all.
+        The barrier is made of files, because a collective on this background thread could interleave differently with
+        those of the training step on each host, and hang them all.
         """
         deadline, written = time.monotonic() + COMMIT_TIMEOUT_S, {}
         others = range(1, jax.process_count())
@@ -327,10 +327,10 @@ class Checkpointer(contextlib.AbstractContextManager):
 
 
 def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[Checkpointer, int]:
-    """Checkpoints of a run, which the caller closes, and the step of one of them, the same in all processes.
+    """Opens the checkpoints of a run, which the caller closes. Also returns a step, the same in all processes.
 
-    `path` is the directory or URL of a run, or of one of its checkpoints. Without a step it is that one, or the last.
-    Raises ValueError if there is none.
+    `path` is the directory or URL of a run, or of one of its checkpoints. Without `step`, the step is that checkpoint's
+    or the last. Raises ValueError if there is none.
     """
     place = os.fspath(path).rstrip("/")
     above, _, name = place.rpartition("/")
@@ -342,15 +342,15 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
     if found is None:
         checkpoints.close()
         raise ValueError(
-            f"no complete checkpoint in {checkpoints.store.url}: give a run's directory, such as runs/<name>, or that "
-            "of one checkpoint, such as runs/<name>/checkpoints/0000000500. If the run set paths.checkpoints, they are "
+            f"no complete checkpoint in {checkpoints.store.url}. Give the directory of a run, such as runs/<name>, or "
+            "of one checkpoint, such as runs/<name>/checkpoints/0000000500. If the run set paths.checkpoints, look "
             "there."
         )
     return checkpoints, found
 
 
 def check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, Any], remedy: str = REMEDY) -> None:
-    """Raises ValueError with the differences between arrays of a checkpoint and those that are to be read from it."""
+    """Raises ValueError, with the differences, unless a checkpoint has the expected arrays."""
     found = {name: f"{array.dtype}{list(array.shape)}" for name, array in saved.items()}
     wanted = {name: f"{x.dtype}{list(x.shape)}" for name, x in expected.items()}
     if problems := config_differences(found, wanted, (*found, *wanted)):

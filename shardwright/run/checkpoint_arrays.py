@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: arrays, each in a zarr v3 array, and the manifest, which binds each file to its place.
+"""Reads and writes the files of a checkpoint: zarr v3 arrays, and the manifest with the checksum of each chunk.
 
 The format is specified in docs/pytree-zarr-checkpoint.md.
 """
@@ -27,7 +27,7 @@ from shardwright_data.untrusted import check_types, parse_object
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 3
 VERSIONS = (2, FORMAT_VERSION)
-"""Versions that are read. Version 2 also has checksums of the zarr.json of the arrays, which are not needed."""
+"""Format versions that can be read. Version 2 also has checksums of each zarr.json, which are ignored."""
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 CHECKSUM_BYTES = 4
 DTYPES = frozenset(
@@ -35,9 +35,9 @@ DTYPES = frozenset(
     bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 bfloat16
     """.split()  # noqa: SIM905
 )
-"""Types that tensorstore reads and writes, and zarr-python too, but for bfloat16."""
+"""Dtypes that tensorstore reads and writes; zarr-python too, except bfloat16."""
 Index = tuple[int, ...]
-"""Index of a chunk in the grid of the chunks of an array."""
+"""Index of a chunk in the chunk grid of an array."""
 Box = tuple[slice, ...]
 """A region of an array, with bounds."""
 Checksums = dict[str, int]
@@ -46,11 +46,11 @@ _ARRAY = {"shape": [int], "dtype": str, "chunk_shape": [int], "crc32c": str}
 _ATTRIBUTES = {"step": int, "saved_at": str, "arrays": {str: _ARRAY}, "metadata": dict}
 """Types of the attributes, for check_types."""
 SMALL_BYTES = 2**14
-"""Shards below it are not worth a file each."""
+"""Arrays with shards smaller than this are gathered into one file instead of one file per shard."""
 MOST_GATHERED = 2**22
-"""Largest array that is gathered for that: a small model on many devices would else be whole on each."""
+"""Largest array to gather for that, or a small model on many devices would be replicated on each."""
 CHUNK_BYTES = 2**28
-"""Largest size of a chunk, where that is possible. Whoever reads a part of a chunk reads all of it."""
+"""Largest size of a chunk, where possible: a reader of any part of a chunk reads all of it."""
 MOST_PIECES = 64
 Orders = Mapping[str, np.ndarray]
 NO_ORDERS: Orders = MappingProxyType({})
@@ -80,27 +80,27 @@ class SavedArray(NamedTuple):
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of the file of a chunk."""
+        """Size of a chunk's file, in bytes."""
         return math.prod(self.chunk) * np.dtype(self.dtype).itemsize + CHECKSUM_BYTES
 
     def box(self, index: Index) -> Box:
-        """The region of a chunk."""
+        """Returns the region of the array that a chunk covers."""
         sizes = zip(index, self.chunk, self.shape, strict=True)
         return tuple(slice(i * part, min(size, (i + 1) * part)) for i, part, size in sizes)
 
     def overlapping(self, box: Box) -> Iterable[Index]:
-        """Index of each chunk that has a part of a region, which may end after the array does."""
+        """Lists the indices of the chunks that overlap a region. The region may extend beyond the array."""
         dims = zip(box, self.chunk, self.grid, strict=True)
         spans = [range(at.start // part, min(count, -(-at.stop // part))) for at, part, count in dims]
         return itertools.product(*spans) if all(at.start < at.stop for at in box) else ()
 
     def key(self, index: Index) -> str:
-        """Key of the file of a chunk, in the checkpoint."""
+        """Returns the key of a chunk's file in the checkpoint."""
         return "/".join([self.name, "c", *map(str, index)])
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the array's zarr.json says, which is all that tensorstore has to know of it."""
+        """Content of the array's zarr.json, with which tensorstore can read the array."""
         return {
             "zarr_format": 3,
             "node_type": "array",
@@ -115,16 +115,16 @@ class SavedArray(NamedTuple):
 
 
 def directory_of(step: int) -> str:
-    """Name of the directory of a checkpoint."""
+    """Returns the name of the directory of a checkpoint."""
     return f"{step:010}"
 
 
 Part = tuple[SavedArray, Mapping[Index, np.ndarray]]
-"""An array to be written, and the chunks of it that this process has."""
+"""An array to write, and the chunks of it that this process has."""
 
 
 def named_leaves(tree: object) -> dict[str, Any]:
-    """Leaves by their path, such as `weights/layers/w_q`: field names, dict keys, and indices, joined by slashes."""
+    """Maps the path of each leaf, such as `weights/layers/w_q`, to the leaf. Indices are part of the path too."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
@@ -133,12 +133,12 @@ def named_leaves(tree: object) -> dict[str, Any]:
 
 
 def _within(box: Box, outer: Box) -> Box:
-    """The region `box`, counted from the start of `outer`."""
+    """Returns the region `box` relative to the start of `outer`."""
     return tuple(slice(at.start - o.start, at.stop - o.start) for at, o in zip(box, outer, strict=True))
 
 
 def _stored_regions(index: Sequence[slice], shape: Sequence[int], order: np.ndarray | None) -> list[tuple[Box, Any]]:
-    """Regions of the array on disk that a device's part of a leaf consists of, each with its rows in that part."""
+    """Lists the regions on disk that make up a device's shard of a leaf, each with its rows in the shard."""
     box = tuple(slice(*at.indices(size)[:2]) for at, size in zip(index, shape, strict=True))
     if order is None:
         return [(box, ...)]
@@ -146,10 +146,10 @@ def _stored_regions(index: Sequence[slice], shape: Sequence[int], order: np.ndar
 
 
 def _chunk_shape(leaf: jax.Array, order: np.ndarray | None) -> tuple[int, ...]:
-    """Shape of the chunks: of a shard, or of one of up to MOST_PIECES equal parts of it where it is large."""
+    """Chooses the chunk shape: a shard, or one of up to MOST_PIECES equal parts of a large shard."""
     chunk = [max(1, size) for size in leaf.sharding.shard_shape(leaf.shape)]
     if order is not None and not leaf.is_fully_replicated:
-        # No chunk may be shared by two processes: both would write it.
+        # Two processes must not share a chunk: both would write it.
         indices = leaf.sharding.devices_indices_map(leaf.shape).values()
         layers = [layers for index in indices for layers, _ in consecutive(order, index[0])]
         chunk[0] = math.gcd(*(edge for at in layers for edge in (at.start, at.stop)))
@@ -163,9 +163,9 @@ def _chunk_shape(leaf: jax.Array, order: np.ndarray | None) -> tuple[int, ...]:
 
 
 def gather_small(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The leaves. Small ones in shards below SMALL_BYTES are whole on each device: one process writes one file.
+    """Replicates the leaves with shards below SMALL_BYTES, so that one process writes each as one file.
 
-    Else the norms of a model alone would be a file for each device of a run. All processes call this.
+    Otherwise even the norms of a model would take one file per device. All processes call this.
     """
     shard_bytes = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     is_small = lambda x: shard_bytes(x) < SMALL_BYTES and x.nbytes <= MOST_GATHERED and not x.is_fully_replicated
@@ -174,15 +174,15 @@ def gather_small(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
-    """The arrays, each with the chunks in the shards that this process saves. Waits for them."""
+    """Copies the shards that this process saves to host memory, as chunks of each array. Waits for them."""
     arrays = []
     for name, leaf in leaves.items():
         order = orders.get(name)
         saved = SavedArray(name, leaf.shape, str(leaf.dtype), _chunk_shape(leaf, order))
         chunks: dict[Index, np.ndarray] = {}
         for shard in [shard for shard in leaf.addressable_shards if shard.replica_id == 0]:
-            # On a CPU device this is a reference to the buffer, not a copy. While it lives, JAX does not let a step
-            # take over the buffer that it was donated: the step gets a copy.
+            # On CPU this references the buffer instead of copying. While it lives, JAX copies the buffer when a step
+            # donates it.
             values = np.asarray(shard.data)
             if order is not None and leaf.is_fully_replicated:
                 values, order = values[np.argsort(order)], None
@@ -193,9 +193,9 @@ def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
 
 
 def write_arrays(store: Store, directory: str, arrays: list[Part]) -> Checksums:
-    """Writes this process's chunks of the arrays, each at once to the disk. Returns their checksums.
+    """Writes this process's chunks, each synced to the disk. Returns their checksums.
 
-    Raises OSError, with the array's name, once all writing has ended.
+    Raises OSError, with the array's name, after all writing has ended.
     """
     write = functools.partial(_write_chunk, store, directory)
     chunks = [(saved, *chunk) for saved, chunks in arrays for chunk in chunks.items()]
@@ -208,7 +208,7 @@ def write_arrays(store: Store, directory: str, arrays: list[Part]) -> Checksums:
 
 
 def _write_chunk(store: Store, directory: str, saved: SavedArray, index: Index, values: np.ndarray) -> tuple[str, int]:
-    """Writes the values of a chunk, and after them their checksum. Returns the key of the file, and the checksum."""
+    """Writes the values of a chunk followed by their checksum. Returns the key of the file and the checksum."""
     content, key = np.ascontiguousarray(values).reshape(-1).view(np.uint8), saved.key(index)
     checksum = google_crc32c.value(content)
     try:
@@ -219,7 +219,7 @@ def _write_chunk(store: Store, directory: str, saved: SavedArray, index: Index, 
 
 
 def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) -> np.ndarray:
-    """The values of a chunk. Raises Damaged if they are not those that were written there, or OSError."""
+    """Reads the values of a chunk. Raises Damaged if they differ from what was written, or OSError."""
     key, checksum = saved.key(index), saved.checksums[index]
     content, problem = None, f"is not a file of {saved.chunk_bytes} bytes"
     try:
@@ -229,13 +229,13 @@ def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) ->
     if content is not None and len(content) == saved.chunk_bytes:
         values = np.frombuffer(content, np.uint8)[:-CHECKSUM_BYTES]
         is_written = {google_crc32c.value(values), int.from_bytes(content[-CHECKSUM_BYTES:], "little")} == {checksum}
-        problem = "" if is_written else "is not what was written: the manifest has another checksum"
+        problem = "" if is_written else "is not what was written: its checksum differs from the manifest's"
     if problem:
         raise Damaged(
             f"cannot read the array {saved.name!r}: {key} {problem}. The checkpoint {store.url}/{directory} is "
-            "damaged. Restore another step, or copy it again."
+            "damaged. Restore another step, or copy the checkpoint again."
         )
-    region = saved.box(index)  # at the end of a dim, a part of the chunk
+    region = saved.box(index)  # the last chunk of a dim is padded
     return values.view(saved.dtype).reshape(saved.chunk)[_within(region, region)]
 
 
@@ -245,9 +245,9 @@ def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) ->
 def read_arrays(
     store: Store, directory: str, saved: Mapping[str, SavedArray], like: Mapping[str, Any], orders: Orders
 ) -> list[jax.Array]:
-    """The arrays, sharded as `like`. Each process reads the chunks that its devices need, each once.
+    """Reads arrays, sharded as `like`. Each process reads only the chunks that its devices need, each once.
 
-    Where `like` has more rows than what was saved, they are 0.
+    Rows of `like` beyond those saved are 0.
     """
     jobs, shards = [], []
     for name, leaf in like.items():
@@ -268,7 +268,7 @@ def read_arrays(
 
 
 def _reads(read_chunk: Callable[..., Any], saved: SavedArray, targets: list[tuple[Box, np.ndarray]]) -> list[Callable]:
-    """Jobs that read regions of an array, each into its NumPy array: one job for each chunk."""
+    """Makes one job per chunk that reads regions of an array into NumPy arrays."""
     by_chunk = collections.defaultdict(list)
     for box, values in targets:
         for index in saved.overlapping(box):
@@ -297,16 +297,16 @@ def _digest(attributes: Mapping[str, Any]) -> str:
 
 
 def commit(store: Store, step: int, arrays: list[SavedArray], written: Checksums, metadata: object) -> None:
-    """Turns the chunks in the directory of a step into a checkpoint: writes all metadata, and the manifest last.
+    """Completes a checkpoint whose chunks are written: writes all metadata, and the manifest last.
 
-    `written` is what write_arrays returned, of all processes, and `metadata` what the program adds to the manifest.
-    Raises OSError if the store failed, or no process wrote a chunk.
+    `written` joins what write_arrays returned in all processes; `metadata` goes into the manifest.
+    Raises OSError if the store fails, or if a chunk was not written.
     """
     directory, files, entries = directory_of(step), {}, {}
     for array in arrays:
         keys = [array.key(index) for index in np.ndindex(array.grid)]
         if lost := [key for key in keys if key not in written]:
-            raise OSError(f"no process wrote {lost[0]}.")
+            raise OSError(f"no process wrote the chunk {lost[0]}.")
         checksums = "".join(f"{written[key]:08x}" for key in keys)
         entries[array.name] = {"shape": array.shape, "dtype": array.dtype, "chunk_shape": array.chunk}
         entries[array.name]["crc32c"] = checksums
@@ -327,24 +327,24 @@ def commit(store: Store, step: int, arrays: list[SavedArray], written: Checksums
 
 
 def saved_arrays(manifest: Mapping[str, Any]) -> dict[str, SavedArray]:
-    """The arrays of a manifest, by name. Raises ValueError for one that no run writes."""
+    """Parses the arrays of a manifest, by name. Raises ValueError for an entry that is not valid."""
     arrays = {}
     for name, entry in manifest["arrays"].items():
         array = SavedArray(name, tuple(entry["shape"]), entry["dtype"], tuple(entry["chunk_shape"]))
         text = entry["crc32c"]
         if array.dtype not in DTYPES or len(text) != 8 * math.prod(array.grid):
-            raise ValueError(f"{name!r} has no dtype, or not a checksum for each chunk")
+            raise ValueError(f"{name!r} has an unknown dtype, or not one checksum per chunk")
         checksums = {index: int(text[8 * i : 8 * i + 8], 16) for i, index in enumerate(np.ndindex(array.grid))}
         arrays[name] = array._replace(checksums=checksums)
     return arrays
 
 
 def read_manifest(store: Store, step: int) -> dict | None:
-    """The attributes of the manifest of a checkpoint; None if there is none.
+    """Reads the attributes of a checkpoint's manifest; None if there is none.
 
     Raises:
-        Damaged: it is not what was written.
-        ValueError: it is of a version that this program does not read.
+        Damaged: it differs from what was written.
+        ValueError: this program cannot read its version.
     """
     key = f"{directory_of(step)}/{MANIFEST}"
     content, where = store.read(key), f"{store.url}/{key}"
@@ -364,6 +364,6 @@ def read_manifest(store: Store, step: int) -> dict | None:
     except (ValueError, ZeroDivisionError) as error:
         raise Damaged(f"{where} is not the manifest that was written ({error!r}).") from error
     raise ValueError(
-        f"{where} is of version {version}; this program reads the versions {VERSIONS}. Restore it with the version of "
-        "the program that wrote it."
+        f"{where} is of version {version}; this program reads the versions {VERSIONS}. Restore it with the release "
+        "that wrote it."
     )

@@ -1,4 +1,4 @@
-"""The compiled training step, and the file of its optimized HLO text."""
+"""Compiles the training step and keeps its optimized HLO text."""
 
 import ctypes
 import time
@@ -18,20 +18,20 @@ from shardwright.settings.words import say
 def compile_step(
     lowered: jax.stages.Lowered, directory: Path, options: dict[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, Path | None]:
-    """Compiles a step for the current mesh, and keeps its optimized HLO text. Prints why, if it keeps none.
+    """Compiles a step for the current mesh and writes its optimized HLO text. Prints the reason if that fails.
 
-    The texts, tables and pictures of earlier starts are removed.
+    Removes the texts, tables and pictures of earlier starts.
 
     Args:
         lowered: the lowered training step.
         directory: where `training_step_optimized_hlo_<date>.txt` is written.
-        options: of the compiler.
+        options: compiler options.
 
     Returns:
-        The compiled step and the path of the text, which has the source lines of now. The path is None where the text
-        cannot be written, and on processes other than 0.
+        The compiled step and the path of the text, with current source lines. The path is None if the text cannot be
+        written, and on processes other than 0.
     """
-    # So that a program from JAX's compilation cache has the source lines of now, not those of its time.
+    # Otherwise a program from JAX's compilation cache would have the source lines of the time it was compiled.
     in_key = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, in_key)
     jax.config.update(in_key, True)
@@ -45,7 +45,7 @@ def compile_step(
 
 
 def free_kept_memory() -> None:
-    """Gives the system what glibc keeps of freed memory: a compiler leaves hundreds of MiB. Nothing without glibc."""
+    """Returns freed memory from glibc to the system: compiling leaves hundreds of MiB. Without glibc, does nothing."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
@@ -55,7 +55,7 @@ def _keep_hlo(compiled: jax.stages.Compiled, directory: Path) -> Path | None:
     try:
         text = compiled.as_text()
         if text is None:
-            raise NotImplementedError("the compiler gives none")
+            raise NotImplementedError("the compiler provides none")
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(path, with_mesh(text, jax.sharding.get_mesh().shape))
         remove_older(path, "training_step_optimized_hlo_20*")
@@ -66,5 +66,5 @@ def _keep_hlo(compiled: jax.stages.Compiled, directory: Path) -> Path | None:
 
 
 def with_mesh(text: str, mesh: Mapping[str, int]) -> str:
-    """The text of a program, after a comment with the mesh that it was compiled for."""
+    """Prefixes the text of a program with a comment that names the mesh it was compiled for."""
     return f"// mesh {' '.join(f'{axis}={size}' for axis, size in mesh.items())}\n{text}"

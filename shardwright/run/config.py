@@ -1,6 +1,6 @@
-"""All settings of a run with their types, against which configs/*.yaml and the command line are checked.
+"""Defines all settings of a run with their types; configs/*.yaml and the command line are checked against them.
 
-The configuration of a run has to set each field that has no default. The other sections are in ../modeling/settings.py,
+The configuration of a run must set each field that has no default. The other sections are in ../modeling/settings.py,
 ../optimizers/config.py, ../cluster/config.py, shardwright_data/loader/config.py, and trackers.py.
 """
 
@@ -35,149 +35,145 @@ from shardwright_data.loader import DataConfig
 
 @dataclasses.dataclass
 class TrainingConfig:
-    """Settings of the training loop, its step, and what it does between steps."""
+    """Settings of the training loop, its step, and the work between steps."""
 
     batch_size: int = within(1, 2**24)
-    """Sequences in a step, over all devices. A multiple of the r·d·e devices."""
+    """Sequences per step, over all devices. A multiple of r·d·e."""
     seq_len: int = within(1, 2**25)
-    """Tokens in a sequence. A multiple of the c·t devices."""
+    """Tokens per sequence. A multiple of c·t."""
     steps: int | None = at_least_1(None)
     """Length of the run in steps. Give one of steps, tokens and epochs."""
     tokens: int | None = within(1, 2**50, None)
-    """Length of the run in tokens, padding included; a last batch that would exceed it is left out."""
+    """Length of the run in tokens, padding included. A last batch that would exceed it is dropped."""
     epochs: float | None = within(0, 2**20, None)
     """Length of the run in passes over the dataset."""
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """Settings that change during the run, each by its whole name from a step on, such as
-    [{step: 1000, training.seq_len: 2048}]. A resumed run may add some (docs/phases.md)."""
+    """Settings that change from a given step on, by their full names, such as
+    [{step: 1000, training.seq_len: 2048}]. A resumed run may add entries (docs/phases.md)."""
     seed: int = within(0, 2**63, 0)
     """Random seed of the initial weights, in [0, 2**63). JAX reads its lowest 32 bits."""
     init_from: str | None = None
-    """Directory or URL of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its
-    model must be the same, but for what the next two settings allow. A resumed run reads its own checkpoint instead."""
+    """Directory or URL of a run or checkpoint to warm-start from (fine-tuning): its weights, with a fresh optimizer and
+    data position. The model must be the same except as the next two settings allow. Ignored when a run resumes."""
     init_from_missing: str = "refuse"
-    """Weights that init_from does not have. fresh: they begin as in a run without init_from, such as LoRA's factors or
-    another head; of a table that is longer here, such as that of a longer vocabulary, the last rows do. refuse: an
-    error."""
+    """What to do with weights that init_from lacks. fresh: initialize them as in a new run, for example LoRA's factors
+    or a new head, or the additional rows of a larger vocabulary. refuse: raise an error."""
     init_from_unused: str = "refuse"
-    """Weights that init_from has and the model does not. leave: they are not read. refuse: an error."""
+    """What to do with weights that only init_from has. leave: do not read them. refuse: raise an error."""
     resume_step: int | None = at_least_0(None)
-    """Step of the checkpoint that the run goes on from; later ones are set aside. If the latest was made by a run that
-    went back to this step already, that one. Null: the latest that is whole."""
+    """Step of the checkpoint to resume from; later ones are set aside. If a run with this setting saved the latest
+    checkpoint, resumes from that. Null: the latest intact checkpoint."""
     other_source: bool = False
-    """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
+    """Allows resuming with source that computes something else than the source of the checkpoint."""
     reference: str | None = None
-    """Directory or URL of a run, or of one of its checkpoints. The training step runs its model beside the one that is
-    trained: a teacher or a reference policy, of any size with the same vocabulary. Its weights stay as they are, and
+    """Directory or URL of a run or checkpoint whose model the training step also runs, for distillation (teacher) or
+    preference optimization (reference policy). Any size with the same vocabulary; its weights are frozen, and
     training_loss in train.py gets its logits (docs/changing.md). Checkpoints keep its path, step and hash. Needs
     mesh.p=1. Null: none."""
     microbatches: int = within(1, 2**16, 1)
-    """Parts of the batch that go through the model one after the other, or side_by_side at a time, each with the same
-    consecutive sequences on every mesh. batch_size must be a multiple of r·d·e times this number. For interleaved_1f1b
-    the number must be a multiple of p."""
+    """Microbatches per step (gradient accumulation), processed one after another or side_by_side at a time; each has
+    the same consecutive sequences on every mesh. batch_size must be a multiple of r·d·e times this number, which for
+    interleaved_1f1b must be a multiple of p."""
     side_by_side: int = within(1, 2**16, 1)
-    """Microbatches whose layers are computed side by side in training: collectives of one can run beside products of
-    another (docs/performance.md). What all of them keep for their backward pass is in memory at once. It divides
-    microbatches. Needs mesh.p=1: stages have an order of their own."""
+    """Microbatches whose layers are interleaved in training, so that collectives of one overlap with matmuls of another
+    (docs/performance.md). The saved activations of all of them are in memory at once. Must divide microbatches. Needs
+    mesh.p=1, because the pipeline schedule orders microbatches itself."""
     gather_weights: str = "auto"
-    """layer: weights are cast, and gathered over d, where they are used, once for microbatches side by side. step: once
-    a step, before the microbatches, and their gradients are scattered once after them; each device of d then holds all
-    weights and gradients, in the compute dtype. auto: step where c, d and e are 1, else layer."""
+    """When weights are cast and gathered over d. layer: where they are used (FSDP). step: once per step, before the
+    microbatches, with one reduce-scatter of the gradients after them; each device of d then holds all weights and
+    gradients in the compute dtype. auto: step if c, d and e are 1, else layer."""
     compute_dtype: str = "bf16"
-    """bf16, or f32 for exact work. Weights and optimizer state are f32 with both. GPUs multiply f32 as TF32, TPUs as
+    """bf16 (mixed precision) or f32. Weights and optimizer state are f32 with both. GPUs multiply f32 as TF32, TPUs as
     bf16, unless JAX_DEFAULT_MATMUL_PRECISION=highest is in the environment."""
     reduce_dtype: str = "compute"
-    """Dtype in which the gradients of matrices are summed over d and r. compute: that of compute_dtype. f32: twice the
-    bytes of bf16, and no rounding at each addition (docs/performance.md). A sum over microbatches is in f32, but of
-    those side by side in compute_dtype."""
+    """Dtype in which gradients of matrices are reduced over d and r. compute: compute_dtype. f32: twice the bytes of
+    bf16, without rounding at each addition (docs/performance.md). Microbatches are accumulated in f32, but those side
+    by side in compute_dtype."""
     attention: str = "auto"
-    """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
-    scores at a time. cudnn: NVIDIA's fused kernel. triton: a kernel for NVIDIA GPUs that knows documents. splash: one
-    for TPUs. auto: the implementation that suits device, mask and seq_len, which the run prints when it starts
-    (shardwright/modeling/attention.py)."""
+    """Implementation of attention. einsum: materializes all scores. blockwise: one block of scores at a time. cudnn:
+    NVIDIA's fused flash attention. triton: a kernel for NVIDIA GPUs that skips other documents. splash: a kernel for
+    TPUs. auto: chosen by device, mask and seq_len; the run prints the choice (shardwright/modeling/attention.py)."""
     attention_block: int | None = at_least_1(None)
-    """Largest number of positions in a block of blockwise attention, and of a ring. Null: that of the platform."""
+    """Largest block size, in positions, of blockwise and ring attention. Null: the platform's default."""
     context: str = "gather"
-    """How queries meet the keys of other devices where positions are sharded over c. gather: each device gathers all
-    keys and values. ring: keys and values pass around. ulysses: each device has some heads of all positions
-    (docs/long-context.md)."""
+    """Strategy of context parallelism over c. gather: all-gathers keys and values. ring: passes keys and values around
+    a ring. ulysses: an all-to-all gives each device some heads of all positions (docs/long-context.md)."""
     document_mask: bool = True
-    """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document, which
-    cudnn computes without a mask."""
+    """Restricts attention to tokens of the same document. false: treats each sequence as one document, which cudnn
+    computes without a mask."""
     fp8: bool = False
-    """Whether the products of a layer with its weights have operands rounded to FP8: faster on NVIDIA GPUs from Hopper
-    on, slower elsewhere, and less exact (shardwright/modeling/fp8.py)."""
+    """Rounds the operands of the layers' weight matmuls to FP8: faster on NVIDIA GPUs from Hopper on, slower elsewhere,
+    and less precise (shardwright/modeling/fp8.py)."""
     loss_chunk: int | None = within(1, 2**25, None)
-    """Positions of each sequence whose logits are in memory at a time: a multiple of c·t that divides seq_len. Null:
-    all, which is faster while they fit."""
+    """Positions per sequence whose logits are in memory at a time: a multiple of c·t that divides seq_len. Null: all,
+    which is faster if they fit."""
     save: str = "marked"
-    """Values that the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: those
-    that the model marks with save_for_backward. offload: the same, in the memory of the device's host. It needs a loop
-    over layers, and a mesh without stages. nothing: the layer's input only. dots: products with weights.
-    everything: all that it needs."""
+    """Activation checkpointing: what a layer saves for its backward pass, which recomputes the rest. marked: values
+    that the model marks with save_for_backward. offload: the same, in host memory; needs a loop over layers and no
+    stages. nothing: only the layer's input. dots: outputs of weight matmuls. everything: recomputes nothing."""
     unroll: int | None = within(1, 2**16, 1)
-    """Layers in one iteration of the loop over layers, at least 1. Null: all, so that there is no loop. That takes
-    longer to compile, and a GPU copies less of what is kept for the backward pass."""
+    """Layers per iteration of the loop over layers, at least 1. Null: all, without a loop. This takes longer to
+    compile, but a GPU copies fewer saved activations."""
     eval_batches: int = within(0, 2**31, 8)
-    """Largest number of batches of the validation split in an evaluation; 0 for no evaluations."""
+    """Most batches of the validation split per evaluation; 0 for no evaluations."""
     eval_interval: int | None = at_least_1(None)
-    """Steps between evaluations. There is one after the last step too. Null: only that one."""
+    """Steps between evaluations. The last step is always followed by one. Null: only that."""
     eval_epochs: float | None = above_0(None)
-    """Passes over the dataset between evaluations, beside those of eval_interval. Null: none."""
+    """Passes over the dataset between evaluations, in addition to eval_interval. Null: none."""
     sample_interval: int | None = at_least_1(None)
-    """Steps between samples, texts that the model writes into samples.jsonl. There are some before the first step and
-    after the last too. Null: none."""
+    """Steps between samples, texts that the model generates into samples.jsonl; also before the first step and after
+    the last. Null: none."""
     sample_prompts: list[str] = dataclasses.field(default_factory=lambda: [""])
-    """Beginnings of the samples. An empty one is the beginning of a document."""
+    """Prompts of the samples. An empty one starts a document."""
     sample_tokens: int = within(1, 2**24, 64)
-    """Tokens to add to each prompt, at least 1; fewer where a document ends."""
+    """Most tokens to generate per prompt, at least 1; the end of a document stops earlier."""
     sample_temperature: float = at_least_0(0.8)
-    """Number that logits are divided by, at least 0; 0 always takes the likeliest token."""
+    """Temperature: logits are divided by it. At least 0; 0 always takes the most likely token."""
     sample_top_k: int | None = at_least_1(None)
-    """Number of the likeliest tokens to draw from, at least 1; null: all."""
+    """Number of most likely tokens to sample from, at least 1; null: all."""
     max_skipped: int | None = at_least_1(10)
-    """A step whose loss or gradients are not finite is skipped: the state stays as it was. This number of them in a
-    row, at least 1, ends the run; null: they never do."""
+    """Consecutive skipped steps after which the run ends, at least 1; null: never. A step whose loss or gradients are
+    not finite is skipped: the state does not change."""
     spike_factor: float | None = above_0(1.5)
-    """A loss that exceeds the lowest so far, of medians of 20 steps, by this factor is announced, with the command to
-    replay the step; a norm of the gradients by ten times this factor. Nothing else changes. Null: none is."""
+    """Reports a loss above this factor times the lowest median of 20 steps so far, or a gradient norm above ten times
+    the factor, with the command to replay the step. Training is not affected. Null: off."""
     microscope_interval: int | None = at_least_1(None)
-    """Steps between looks at the step with the microscope, whose statistics are events in metrics.jsonl
-    (docs/replay.md). Null: none."""
+    """Steps between activation and gradient statistics, which are events in metrics.jsonl (docs/replay.md). Null:
+    none."""
     log_interval: int = at_least_1(10)
     """Steps between printed lines."""
     checkpoint_interval: int = at_least_1(1000)
-    """Steps between checkpoints. There is one after the last step too."""
+    """Steps between checkpoints. One is also saved after the last step."""
     keep_checkpoints: int | None = at_least_1(3)
-    """Number of the latest checkpoints that are kept, at least 1; null: all."""
+    """Number of latest checkpoints to keep, at least 1; null: all."""
     report: bool = True
-    """Whether the run keeps a page in its directory, report.html, and makes it anew while it trains: at most once a
-    minute, and in at most a thirtieth of the time (shardwright/run/page.py)."""
+    """Keeps report.html in the run's directory up to date during training: at most once a minute, in at most a
+    thirtieth of the time (shardwright/run/page.py)."""
 
 
 @dataclasses.dataclass
 class PipelineConfig:
-    """Settings of the stages of a mesh with p (docs/pipeline.md). Without p none of them has an effect."""
+    """Settings of pipeline parallelism (docs/pipeline.md). They have no effect if mesh.p is 1."""
 
     schedule: str = "interleaved_1f1b"
     """gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, or your own as module:function (shardlib/schedules.py)."""
     virtual_stages: int = within(1, 2**10, 1)
-    """Number v of stages on each device of p, at least 1: any number for interleaved_1f1b or your own schedule, 2 for
-    zb_v, 1 for the others. The number of layers is a multiple of p·v."""
+    """Stages v per device of p: any number for interleaved_1f1b or your own schedule, 2 for zb_v, 1 for the others. The
+    number of layers must be a multiple of p·v."""
 
 
 @dataclasses.dataclass
 class PathsConfig:
-    """Settings of the directory of a run."""
+    """Where a run keeps its files."""
 
     root_working_dir: str = "runs"
-    """Directory of all runs, in a file system. `~` at its beginning is your home."""
+    """Directory of all runs, not a URL. A leading `~` is your home directory."""
     model_name: str | None = None
-    """The run's directory inside of root_working_dir. If it has a run, that is resumed. Null: name of the
-    configuration, and the time."""
+    """The run's directory inside root_working_dir. A run that is there already is resumed. Null: name of the
+    configuration and the time."""
     checkpoints: str | None = None
-    """Directory, or URL that tensorstore knows, such as s3://bucket/runs. The run's checkpoints are in it, in
-    <model_name>/checkpoints; all other files stay in the run's directory. Null: they too."""
+    """Directory, or URL that tensorstore can open, such as s3://bucket/runs, for <model_name>/checkpoints. All other
+    files stay in the run's directory. Null: the checkpoints too."""
 
 
 @dataclasses.dataclass
@@ -185,7 +181,7 @@ class Config:
     """All settings of a run, by section."""
 
     model: Any
-    """The ModelConfig of the module that model.module names."""
+    """The ModelConfig of the module model.module."""
     optimizer: OptimizerConfig
     mesh: MeshConfig
     data: DataConfig
@@ -198,20 +194,20 @@ class Config:
 
 
 def register_schema() -> None:
-    """Registers the types of all fields with Hydra. Required fields have no value, but overrides can set them."""
+    """Registers the types of all fields with Hydra. Required fields have no value until overrides set them."""
     schema = OmegaConf.structured(Config)
     for section in dataclasses.fields(Config):
         if section.name != "model":
             schema[section.name] = OmegaConf.structured(section.type)
-    # Only the model's module knows its fields, and Hydra's composition chooses that module: see to_config.
+    # The model's fields are known only after Hydra's composition has chosen its module: see to_config.
     schema.model = OmegaConf.create({"module": "train"}, flags={"struct": False})
     ConfigStore.instance().store(name="config_schema", node=schema)
 
 
 def to_config(composed: DictConfig) -> Config:
-    """The configuration that Hydra composed, with types: for the model those of its own ModelConfig.
+    """Converts what Hydra composed to a typed and checked Config, with the model's own ModelConfig.
 
-    Raises ValueError for a setting that is missing, unknown, or out of its range.
+    Raises ValueError for a setting that is missing, unknown, or out of range.
     """
     config = composed.copy()
     name = config.model.module
@@ -231,7 +227,7 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def check_config(c: Config) -> None:
-    """Raises ValueError for a setting out of its range."""
+    """Raises ValueError for a setting that is out of range."""
     for section in dataclasses.fields(c):
         check_ranges(section.name, getattr(c, section.name))
     check_range("model.vocab", c.model.vocab)
@@ -243,9 +239,7 @@ def check_config(c: Config) -> None:
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
-            raise ValueError(
-                f"{name} is {value!r}; give a finite number, a text or null: a checkpoint is JSON."
-            ) from None
+            raise ValueError(f"{name} is {value!r}, which is not JSON; give a finite number, a text or null.") from None
     try:
         schedule_of(c.pipeline.schedule)
     except ValueError as error:
@@ -267,8 +261,8 @@ def check_config(c: Config) -> None:
         )
     if c.training.side_by_side > 1 and c.mesh.p > 1:
         raise ValueError(
-            f"training.side_by_side is {c.training.side_by_side}, and mesh.p is {c.mesh.p}: stages have an order of "
-            "microbatches of their own. Set training.side_by_side=1."
+            f"training.side_by_side is {c.training.side_by_side} with mesh.p={c.mesh.p}, whose schedule orders the "
+            "microbatches. Set training.side_by_side=1."
         )
     in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
     if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):
@@ -281,14 +275,14 @@ def check_config(c: Config) -> None:
             f"training.loss_chunk is {c.training.loss_chunk}; it must divide training.seq_len = {c.training.seq_len}."
         )
     if not c.distributed.is_single and c.paths.model_name is None:
-        raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
+        raise ValueError("give paths.model_name, the same in all processes: distributed sets up several.")
     check_changes(c, check_config)
 
 
 def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True, of_sequences: bool = True) -> None:
     """Raises ValueError for a size of the model, the batch or the sequences that the axes of the mesh do not divide.
 
-    `of_batch`, `of_sequences`: whether to check the size of the batch and those of sequences too, not only of weights.
+    `of_batch` and `of_sequences` also check the batch size and the sequence lengths, not only the weights.
     """
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # types with all their axes
         weights = arrays_in(type(table := load_model(c.model).table), table)

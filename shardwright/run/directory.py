@@ -1,7 +1,7 @@
-"""The directory of a run: one run at a time in it, tried before the first step, and gone again if no step was done.
+"""Prepares the directory of a run: locks it, checks that it can be written, and removes it if no step was done.
 
-A run locks `.lock` in its directory. The kernel releases the lock when the process ends, however it ends. What a start
-has not finished is named `*.tmp`, and the next start removes it.
+The lock is on the file `.lock`; the kernel releases it when the process ends, however it ends. Unfinished files are
+named `*.tmp`, and the next start removes them.
 """
 
 import contextlib
@@ -26,60 +26,61 @@ from shardwright.run.stores import agreed
 from shardwright.settings.words import say
 
 TRACE = "trace.tmp"
-"""Directory in that of a run in which JAX writes a trace."""
+"""Subdirectory of a run in which JAX writes a trace."""
 
 
 def check_place(root: str, name: str | None) -> None:
-    """Raises ValueError if paths.root_working_dir and paths.model_name cannot be those of a run. Looks at no disk."""
+    """Raises ValueError if paths.root_working_dir or paths.model_name is not valid. Does not access the disk."""
     for setting, value in {"paths.root_working_dir": root, "paths.model_name": "x" if name is None else name}.items():
         if not value or "://" in value or "\\" in value or not value.isprintable():
             raise ValueError(
-                f"{setting} is {value!a}; give a directory, without backslashes and what cannot be printed. Only "
+                f"{setting} is {value!a}; give a directory without backslashes and unprintable characters. Only "
                 "paths.checkpoints may be a URL."
             )
     inside = os.path.normpath(name or "x")
-    # In a name that Hydra made of a path, `..` would lead two jobs of a sweep to one directory.
+    # `..` in a name that Hydra made from a swept path could lead two jobs to one directory.
     if inside == "." or inside.startswith("~") or os.path.isabs(inside) or ".." in (name or "").split(os.sep):
         raise ValueError(
-            f"paths.model_name is {name!r}, which is no directory inside of paths.root_working_dir; give the run a "
-            "name without .. (so swept values too), and the place of all runs in paths.root_working_dir."
+            f"paths.model_name is {name!r}, which is not a directory inside paths.root_working_dir; give a name "
+            "without .. (swept values too), and set the directory of all runs with paths.root_working_dir."
         )
 
 
 def place(root: str, name: str) -> Path:
-    """The directory of the run, without `..`, which tensorstore does not take: relative if below the current one."""
-    # Symbolic links in the name stay: they may lead to another disk.
+    """Returns the directory of a run, relative if below the current one; without `..`, which tensorstore rejects."""
+    # Symbolic links in the name are kept: they may lead to another disk.
     return Path(shown_path(str(Path(os.path.expanduser(root)).resolve() / os.path.normpath(name))))
 
 
 def quoted(text: str) -> str:
-    """The text as a value on Hydra's command line, in double quotes."""
+    """Quotes a text as a value on Hydra's command line."""
     # A backslash is special before a quote, before "${", and at the end.
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
     return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + '\\"' * bool(found[2]), text) + '"'
 
 
 def override(setting: str, value: str) -> str:
-    """The argument, quoted for a shell where that is needed, that gives a setting this value."""
+    """Formats `setting=value` as a command-line argument, quoted for a shell if needed."""
     plain = re.fullmatch(r"[\w+./:-]+", value, re.ASCII)
     return f"{setting}={value}" if plain else shlex.quote(f"{setting}={quoted(value)}")
 
 
 def find_place(root: str, name: str | None, config: str) -> tuple[str, Path]:
-    """Name and directory of a run. A run without a name is called by the configuration and the time."""
+    """Returns the name and directory of a run. Without a name, uses the configuration and the time."""
     name = name or f"{config}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     return name, place(root, name)
 
 
 @contextlib.contextmanager
 def run_directory(root: str, name: str | None, config: str, is_shared: bool = True) -> Iterator[tuple[str, Path]]:
-    """Name and directory of a run. Inside the context no other run is in it; it can be written; no rest is in it.
+    """Creates and locks the directory of a run for the context, and removes leftovers. Gives its name and path.
 
-    With several processes all call this: process 0 makes and locks the directory, and all look for it, if it
-    `is_shared`. If one fails, all raise the same error. After an error before the first step, a directory that this
-    start made is removed.
+    With several processes all call this: process 0 makes and locks the directory, and all check that they see it if it
+    `is_shared`. An error in one is raised in all. If a start fails before the first step, the directory it made is
+    removed.
 
-    `name` is None only with one process. Raises ValueError if another run is there, or if it cannot be written.
+    `name` may be None only with one process. Raises ValueError if another run uses the directory, or if it cannot be
+    written.
     """
     name, directory = find_place(root, name, config)
     with contextlib.ExitStack() as cleanup:
@@ -100,8 +101,8 @@ def _prepare(directory: Path, cleanup: contextlib.ExitStack) -> None:
                 _remove(path)
     except OSError as error:
         raise ValueError(
-            f"{directory} cannot be written: {why(error)}. See to its room, its rights and files in the way, or choose "
-            "another paths.root_working_dir."
+            f"{directory} cannot be written: {why(error)}. Check free space, permissions and files in the way, or "
+            "choose another paths.root_working_dir."
         ) from error
 
 
@@ -115,10 +116,10 @@ def _see(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Context in which no other process, on any host, locks this directory.
+    """Locks a directory for the context, against processes on any host.
 
-    Prints a line and locks nothing where the file system has no locks. Raises ValueError, with the other process, if
-    one has it.
+    Prints a line and locks nothing if the file system has no locks. Raises ValueError, naming the other process, if the
+    directory is locked.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / LOCK, "a+") as file:
@@ -126,11 +127,11 @@ def locked(directory: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"{directory} is in use by {_holder(file)}. Wait for that run or end it, or start another one with a "
-                "new paths.model_name."
+                f"{directory} is in use by {_holder(file)}. Wait for that run, end it, or start another one with a new "
+                "paths.model_name."
             ) from None
         except OSError as error:
-            say(f"lock       none on this file system ({why(error)}): start no second run in {directory}")
+            say(f"lock       none on this file system ({why(error)}): do not start a second run in {directory}")
         file.truncate(0)
         who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         file.write(json.dumps(who) + "\n")
@@ -142,7 +143,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _holder(file: Any) -> str:
-    """Words for the process that has the lock."""
+    """Describes the process that has the lock."""
     file.seek(0)
     try:
         who = json.loads(file.read(1000))
@@ -152,7 +153,7 @@ def _holder(file: Any) -> str:
 
 
 def _remove_start(directory: Path) -> None:
-    """Removes the directory that a start made, if no step was logged or saved."""
+    """Removes the directory that a start made if no step was logged or saved."""
     log, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     is_logged = any('"event": ' not in line for line in lines)  # lines of events have "event"
@@ -161,7 +162,7 @@ def _remove_start(directory: Path) -> None:
 
 
 def remove_older(newest: Path, pattern: str) -> None:
-    """Removes what earlier starts left beside the path `newest`, by the pattern of its name."""
+    """Removes what earlier starts left in the directory of `newest`, by a glob pattern."""
     for path in newest.parent.glob(pattern):
         if path.stem != newest.stem:
             _remove(path)

@@ -1,4 +1,4 @@
-"""Validation: the mean loss over a fixed set of batches."""
+"""Computes the validation loss over a fixed set of batches."""
 
 import math
 from collections.abc import Callable
@@ -9,22 +9,19 @@ from shardwright.run.stores import agreed
 
 
 def evaluate(evaluation_step: Callable[..., Any], weights: object, validation: Any, batches: int) -> dict[str, float]:
-    """Mean loss in nats a token over the first `batches` batches of the validation split.
+    """Computes the mean loss, in nats per token, over the first `batches` batches of the validation split.
 
-    No sequence of a dataset comes in two batches. Sources of a mixture begin again until the one that lasts longest is
-    over.
-
-    Also in bits for each UTF-8 byte of the text of these targets, where the bytes of the tokens are known.
+    No sequence of a dataset is in two batches. Sources of a mixture repeat until the longest ends. If the UTF-8 bytes
+    of the tokens are known, also gives the loss in bits per byte.
 
     Args:
         evaluation_step: (weights, batch) -> (nats summed over the batch's targets, number of targets).
         weights: weights of the model.
         validation: loader of the validation split.
-        batches: at least 1. Where the split is shorter, fewer are used, but always one, in which sequences of a split
-            that is shorter come again.
+        batches: at least 1. A shorter split gives fewer; one smaller than a batch gives one, with repeated sequences.
 
     Raises:
-        OSError, ValueError: a batch cannot be read, on any process, or none of their tokens is a target.
+        OSError, ValueError: a batch cannot be read, on any process, or no token is a target.
     """
     once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
     with pause("in the validation"):
@@ -36,8 +33,8 @@ def evaluate(evaluation_step: Callable[..., Any], weights: object, validation: A
         nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
     if not targets:
         raise ValueError(
-            f"the validation has no target in its first {len(sums)} batches. Does data.loss_mask name the right input? "
-            "Give more training.eval_batches or a longer training.seq_len, or set training.eval_batches=0."
+            f"the first {len(sums)} validation batches have no target. Check that data.loss_mask names the right "
+            "input, raise training.eval_batches or training.seq_len, or set training.eval_batches=0."
         )
     result = {"loss": nats / targets, "targets": int(targets)}
     if None not in sizes and (size := sum(sizes)):

@@ -1,4 +1,4 @@
-"""Files of a run, for programs without jax: their names, config.yaml as data, and files that are written whole."""
+"""Names, reads and atomically writes the files of a run. Works without jax."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from typing import Any
 from shardwright_data.untrusted import COPY_AGAIN, parse_json, parse_yaml, read_file, read_text
 
 LOCK = ".lock"
-"""File that a run locks. Its line says which process on which host that is; it is empty when no run is there."""
+"""File that a run locks. It names the process and host of the run, and is empty if there is none."""
 REPORT = "report.html"
-"""The page that shows the run."""
+"""The run's report page."""
 OF_A_STEP = ("step", "event", "tokens", "seconds", "tokens_per_second", "mfu")
 """Names that RunLog adds to the metrics of a step."""
 
@@ -21,7 +21,7 @@ _MOST_CONFIG = 2**20
 
 
 def read_config(path: Path) -> dict[str, dict]:
-    """The configuration in a run's config.yaml. Raises ValueError if the file has none."""
+    """Reads the configuration from a run's config.yaml. Raises ValueError if the file has none."""
     try:
         found = parse_yaml(read_text(path, _MOST_CONFIG))
     except (OSError, ValueError) as error:
@@ -30,18 +30,18 @@ def read_config(path: Path) -> dict[str, dict]:
 
 
 def as_config(found: object, where: str) -> dict[str, dict]:
-    """`found` if it has the form of a configuration. Raises ValueError, which begins with `where`, if it has not."""
+    """Returns `found` if it is a dict of sections. Otherwise raises ValueError, which begins with `where`."""
     if not isinstance(found, dict) or not all(isinstance(section, dict) for section in found.values()):
         raise ValueError(f"{where} has no configuration of a run: sections of settings. Is it a run of this program?")
     try:
         json.dumps(found)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where} has what is no setting: {error}. Is it a run of this program?") from error
+        raise ValueError(f"{where} has a value that is not a setting: {error}. Is it a run of this program?") from error
     return found
 
 
 def literal(value: object) -> Any:
-    """A saved value as OmegaConf takes it for what it says: `${oc.env:HOME}` is that text, and not a directory."""
+    """Escapes a saved value so that OmegaConf does not interpolate it: `${oc.env:HOME}` remains that text."""
     if isinstance(value, Mapping):
         return {key: literal(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -53,7 +53,7 @@ _MOST_BYTES, _MOST_STEP = 2**32, 2**53
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The objects in a run's file of JSON lines, each with a step; None for a line that is none, as of a killed run.
+    """Yields the objects of a run's JSON-lines file; None for a line that is not valid, such as a killed run leaves.
 
     Raises what `read_file` raises.
     """
@@ -67,13 +67,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def duration(seconds: float) -> str:
-    """The time as h:mm:ss: `0:01:05` for 65 seconds."""
+    """Formats a time as h:mm:ss: `0:01:05` for 65 seconds."""
     seconds = round(seconds)
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that has this name only once it is complete, and the directory that it is in."""
+    """Writes a file atomically, and creates its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -84,5 +84,5 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Writes data as a JSON file that has this name only once it is complete."""
+    """Writes data as a JSON file, atomically."""
     write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""What a run prints, logs and shows of itself: its lines, metrics.jsonl, the profile, the picture and the page."""
+"""Writes everything a run reports: printed lines, metrics.jsonl, profile, picture of the step, report page."""
 
 import concurrent.futures
 import contextlib
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from shardwright.run.run import Run
 
 DRAWN_AFTER = 6
-"""Steps of this process before the compiled step is drawn. The profiled steps are among them."""
+"""Steps of this process before the compiled step is drawn: after the profiled steps."""
 
 
 class Journal(contextlib.ExitStack):
-    """The log of a run and what goes with it. A context manager, which closes them.
+    """Keeps the log, profile, picture and page of a run. A context manager, which closes them.
 
     Args:
         run: the run.
@@ -48,8 +48,8 @@ class Journal(contextlib.ExitStack):
         self._run, self._directory, self._examine, t = run, run.directory, examine, run.c.training
         if run.step.inputs and t.sample_interval is not None:
             raise ValueError(
-                f"training.sample_interval is {t.sample_interval}, but the model reads {', '.join(run.step.inputs)} "
-                "beside the tokens, which a drawn token does not have. Set training.sample_interval=null."
+                f"training.sample_interval is {t.sample_interval}, but the model also reads "
+                f"{', '.join(run.step.inputs)}, which generated tokens lack. Set training.sample_interval=null."
             )
         self._page, self._hlo = Page(run.directory, t.report), None
         self._drawing: concurrent.futures.Future[str] | None = None
@@ -57,9 +57,9 @@ class Journal(contextlib.ExitStack):
         self._peak = peak_flops([*jax.sharding.get_mesh().devices.flat], COMPUTE_DTYPES[t.compute_dtype])
 
     def begin(self, skips: dict[str, Any], damaged: dict[int, str]) -> dict[str, Any]:
-        """Opens the log. Returns what provenance.json keeps for the page.
+        """Opens the log. Returns the facts that provenance.json keeps for the page.
 
-        `skips` is the state of SkippedSteps, `damaged` says by step which checkpoints are not used, and why.
+        `skips` is the state of SkippedSteps; `damaged` maps the step of each unusable checkpoint to the reason.
         """
         run, c = self._run, self._run.whole
         t = run.c.training
@@ -78,25 +78,25 @@ class Journal(contextlib.ExitStack):
         return facts_of(run, speed)
 
     def compile(self) -> jax.stages.Compiled:
-        """The compiled training step. Its HLO text is kept, for a picture and the profile."""
+        """Compiles the training step and keeps its HLO text, for the picture and the profile."""
         lowered = self._run.step.lower()
         check_metrics(lowered.out_info[1])
         self._program, self._hlo = compile_step(lowered, self._directory, self._run.options)
         return self._program
 
     def profile(self, settle: Callable[[], Any]) -> contextlib.AbstractContextManager[StepProfiler]:
-        """The profiler of these steps. `settle` waits until no other thread uses the devices."""
+        """Makes the profiler of these steps. `settle` waits until no other thread uses the devices."""
         count = self._run.end_step - self._run.start
         self._profiler = StepProfiler(self.log, self._examine.read_trace, self._hlo, count, settle)
         return contextlib.closing(self._profiler)
 
     def dispatched(self, step: int, metrics: Any) -> None:
-        """Takes the metrics of the step just dispatched, and writes those of the step before."""
+        """Queues the metrics of the step just dispatched and writes those of the step before."""
         self._loss = metrics.loss
         self.log.log(step, vars(metrics))
 
     def see(self, step: int, metrics: object) -> None:
-        """Goes on with the profile and the page, after a step was dispatched."""
+        """Advances the profile and the page after a step was dispatched."""
         self._profiler.after_step(step - self._run.start, metrics)
         if step == self._run.start:
             self.log.log_event(step, "memory", peak_memory(self._program, metrics))
@@ -109,15 +109,15 @@ class Journal(contextlib.ExitStack):
             self._drawing = in_background(self._examine.draw_step, self._hlo)
 
     def settle(self) -> tuple[dict[str, Any], bool]:
-        """Before a checkpoint is complete: has the lines of all its steps. The state of SkippedSteps.
+        """Syncs the log before a checkpoint completes. Returns the state of SkippedSteps and whether to rotate.
 
-        And whether older checkpoints may go: what made steps fail may be in the newest already.
+        After a skipped step older checkpoints are kept, because the cause may be in the newest already.
         """
         agreed(self.log.sync)
         return self.skips.state(), not self.skips.in_a_row
 
     def replay_of(self, step: int) -> str:
-        """The command that shows a step again."""
+        """Returns the command that replays a step."""
         return f"python -m tools.replay {override('run', str(self._directory))} step={step}"
 
     def _tell_step(self, step: int, why: str, event: str) -> None:
@@ -131,7 +131,7 @@ class Journal(contextlib.ExitStack):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no step was done."""
+        """True if no step was done."""
         return self._loss is None
 
     def wait(self) -> None:
@@ -149,12 +149,12 @@ class Journal(contextlib.ExitStack):
         return signal
 
     def pause(self) -> None:
-        """Prints where the picture is, before the run goes on with other settings."""
+        """Prints the path of the picture before the run continues with other settings."""
         if self._drawing:
             log(self._drawing.result())
 
     def finish(self, checkpoints: str) -> None:
-        """Prints what came of a run that is done, whose checkpoints are at a path or URL."""
+        """Prints the results of a finished run. `checkpoints` is their path or URL."""
         at = self._run
         self.skips.check_any_taken(at.done - at.start)
         if self.skips.count:
@@ -166,7 +166,7 @@ class Journal(contextlib.ExitStack):
         self._finish_page("finished")
 
     def _finish_page(self, state: str, why: str | None = None) -> None:
-        """Makes the page a last time, with what draw_step drew, and prints where it is, or where the metrics are."""
+        """Makes the page a last time and prints its path, or that of the metrics if there is no page."""
         self.pause()
         self.log.add_event(self._run.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
         if (page := self._page.finish()) or (self._directory / "metrics.jsonl").exists():

@@ -1,4 +1,4 @@
-"""The state of a run: which checkpoint it goes on from, its first state, and its saves."""
+"""Chooses the checkpoint that a run resumes from, makes its first state, and saves it."""
 
 import dataclasses
 import time
@@ -22,13 +22,13 @@ from shardwright.run.stores import Damaged, agreed
 from shardwright_data.loader import check_skips
 
 MAX_FAILED = 3
-"""Number of saves that fail one after the other before the run ends."""
+"""Consecutive failed saves after which the run ends."""
 AGAIN_S = 5.0
-"""Seconds from a failure after the last step to the next try."""
+"""Seconds before the save after the last step is retried."""
 
 
 class Keeper:
-    """The checkpoints of a run, and the state that it begins with.
+    """Restores the first state of a run and saves its checkpoints.
 
     Args:
         whole: the configuration with all changes.
@@ -37,9 +37,9 @@ class Keeper:
         placement: of its layers.
 
     Attributes:
-        record: what provenance.json keeps beside facts: the reference, and what was done with given weights.
-        damaged: by step, what is wrong with the checkpoints that are not used.
-        source_differs: how the source differs from that of the checkpoint; None where it does not.
+        record: entries for provenance.json: the reference, and what was done with the weights of init_from.
+        damaged: step of each unusable checkpoint → what is wrong with it.
+        source_differs: how the source differs from that of the checkpoint; None if it does not.
     """
 
     def __init__(self, whole: Config, directory: Path, model: object, placement: LayerPlacement):
@@ -52,9 +52,9 @@ class Keeper:
         self._failed = 0
 
     def last(self, provenance_at: Callable[[int], dict[str, Any]]) -> tuple[int, dict, dict]:
-        """Step of the checkpoint to go on from, and the states of the loader and of SkippedSteps; 0, {}, {} without.
+        """Finds the checkpoint to resume from: (step, loader state, SkippedSteps state), or (0, {}, {}).
 
-        `provenance_at` gives the provenance of this program with the settings of a step.
+        `provenance_at` maps a step to the provenance of this program with the settings of that step.
         """
         wanted, skips = self._whole.training.resume_step, self._whole.data.skip_steps
         found = choose_checkpoint(self.checkpoints, wanted, self.damaged, skips)
@@ -67,14 +67,14 @@ class Keeper:
         reference.check_reference(metadata.get("reference"), self.record["reference"])
         allow = None if self._whole.training.other_source else "training.other_source=true"
         saved, which = metadata.get("provenance"), ("training", "evaluation")
-        # By the settings of the step that made it.
+        # With the settings of the step that saved it.
         self.source_differs = compare_source(saved, provenance_at(done - 1), which, allow)
         if "loader" not in metadata:
-            raise ValueError(f"checkpoint {done} is of no run: begin one with its weights (training.init_from).")
+            raise ValueError(f"checkpoint {done} is not of a run. Start a run from its weights (training.init_from).")
         return done, metadata["loader"], metadata.get("skips", {})
 
     def state(self, start: int, step: Step, State: Any) -> Any:
-        """The state of `step` after `start` steps; None, and another of `damaged`, if the checkpoint is damaged."""
+        """Restores or initializes the state after `start` steps; None, and an entry in `damaged`, if it is damaged."""
         try:
             if not start:
                 return fresh_state(step, self.record)
@@ -86,33 +86,33 @@ class Keeper:
             return None
 
     def clean(self, start: int, is_over: bool) -> None:
-        """Moves the checkpoints aside that are damaged or later than the start, and removes what is unfinished."""
+        """Sets damaged and later checkpoints aside, and removes unfinished ones."""
         if self._whole.paths.checkpoints and not is_over:
             self.checkpoints.own()
         if later := [step for step in self.checkpoints.steps() if step > start or step in self.damaged]:
             place = self.checkpoints.set_aside(later)
-            log(f"WARNING    going on from step {start}; the checkpoints {later} are moved to {place}")
+            log(f"WARNING    resuming from step {start}; the checkpoints {later} are moved to {place}")
         if not is_over:
             self.checkpoints.remove_leftovers()
 
     def save(
         self, done: int, state: Any, metadata: dict[str, Any], settle: Callable[[], Any], ask: str, is_last: bool
     ) -> None:
-        """Saves a checkpoint: in the background, but for the last of this start, which is waited for.
+        """Saves a checkpoint in the background; waits only for the last one of this start.
 
-        A save that fails is told, and the next one is tried. The last one is tried again.
+        A failed save is printed, and the next one is attempted as usual. The last one is retried.
 
         Args:
             done: number of steps done.
             state: the state after them.
-            metadata: what the checkpoint keeps beside the configuration.
+            metadata: what the checkpoint keeps in addition to the configuration.
             settle: Journal.settle, called before the checkpoint is complete.
             ask: a command that names what is not finite.
-            is_last: whether no save may follow.
+            is_last: True if no save follows.
 
         Raises:
             FloatingPointError: a value of the state is not finite.
-            OSError: MAX_FAILED saves failed, one after the other.
+            OSError: MAX_FAILED consecutive saves failed.
         """
         finite = are_finite(state)
         metadata = {"config": dataclasses.asdict(self._whole)} | metadata
@@ -123,14 +123,14 @@ class Keeper:
             check_finite(finite, done, ask)
 
         orders = stack_orders(self._placement, type(state), state)
-        self._has_ended("The run goes on, and saves the next one.")
+        self._has_ended("Training continues, and the next one is saved as usual.")
         self.checkpoints.save(done, state, metadata, orders, check=complete)
-        while is_last and not self._has_ended("It is tried again."):
+        while is_last and not self._has_ended("Retrying."):
             time.sleep(AGAIN_S)
             self.checkpoints.save(done, state, metadata, orders, check=complete, again=True)
 
     def _has_ended(self, then: str) -> bool:
-        """Waits. Whether the save that was begun last, if any, is complete; if not, says what is done then."""
+        """Waits for the last save. Returns True if it succeeded; otherwise prints the error and what happens `then`."""
         try:
             with pause("waiting for a checkpoint to be written"):
                 agreed(self.checkpoints.wait)

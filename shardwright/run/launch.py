@@ -1,4 +1,4 @@
-"""Start of a run: Hydra, the configuration, the devices, the model."""
+"""Starts a run: composes its configuration with Hydra, starts the devices, loads the model."""
 
 import contextlib
 import dataclasses
@@ -36,9 +36,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callable[[], None]:
-    """Decorator: `run` as a program, called as `launched` says of what Hydra composes from configs/ and a command line.
+    """Decorator: makes `run` a program, called with what `launched` gives for configs/ and the command line.
 
-    `run` returns the name of the signal that stopped it, or None. The exit code is then that of STOPPED.
+    `run` returns None, or the name of the signal that stopped it; the exit code is then STOPPED's.
     """
 
     @functools.wraps(run)
@@ -51,7 +51,7 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
 
     @functools.wraps(run)
     def main() -> None:
-        gc.freeze()  # each collection would walk the modules again, in the loop too
+        gc.freeze()  # or each collection would traverse all modules, in the training loop too
         print_if_possible()
         register_schema()
         about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
@@ -64,25 +64,25 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
 
 
 def composed(name: str, *overrides: str) -> Config:
-    """The configuration configs/<name>.yaml with overrides, such as `training.steps=10`, like a command line."""
+    """Composes configs/<name>.yaml with overrides such as `training.steps=10`, as on the command line."""
     register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return to_config(compose(name, [*overrides]))
 
 
 def _sections() -> dict[str, type]:
-    """The settings of the model that the command line names by model.module, for the help."""
+    """Returns the settings of the model named on the command line (model.module), for --help."""
     named = [text.partition("=")[2] for text in sys.argv if text.startswith("model.module=")]
     return {"model": module_of(named[-1] if named else "train").ModelConfig}
 
 
 def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any], doc: str) -> None:
-    """Starts the program tools.<name>, which takes the configuration of a run, and a section <name> of its own.
+    """Starts the program tools.<name>, whose configuration is that of a run plus a section <name>.
 
     Args:
         name: of the program, and of the section.
         schema: a subclass of Config with the section, whose default is that of its dataclass.
-        job: function of the configuration and of the section. What it refuses is one line, as in other programs.
+        job: function of the configuration and of the section. Its ValueErrors are printed as one line.
         doc: docstring of the program.
     """
 
@@ -106,9 +106,9 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
 
 @contextlib.contextmanager
 def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
-    """The configuration, model and directory of a run. Inside the context its mesh is set and the run is watched.
+    """Gives the configuration, model and directory of a run, with its mesh set and the run watched for hangs.
 
-    Raises ValueError for a setting that is missing, unknown or out of its range, before anything is computed.
+    Raises ValueError for a setting that is missing, unknown or out of range, before anything is computed.
     """
     c = to_config(composed)
     check_place(c.paths.root_working_dir, c.paths.model_name)

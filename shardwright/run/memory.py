@@ -1,14 +1,14 @@
-"""Peak memory of a device in the training step: measured by the device, or predicted by the compiler."""
+"""Reports the peak memory of a device in the training step: measured, or predicted by the compiler."""
 
 import jax
 
 
 def peak_memory(compiled: jax.stages.Compiled, done: object) -> dict[str, int | str]:
-    """Peak memory of the fullest device of this process, in bytes, and its source.
+    """Returns the peak memory of the fullest device of this process, in bytes, and its source.
 
-    The source is "device" for the peak since the process began, in which a sweep may have run other jobs. A CPU
-    measures nothing: then it is "compiler", for what the step needs, arguments and results included. Donated arguments,
-    whose memory the results take over, count once. Empty where nothing is known.
+    The source "device" is the peak since the process started, including earlier jobs of a sweep. Where devices do not
+    report it, such as on CPU, the source is "compiler": what the step needs, with arguments and results; donated
+    arguments count once. Empty if neither is known.
 
     Args:
         compiled: the training step.

@@ -1,4 +1,4 @@
-"""The metrics of a run: lines of JSON in metrics.jsonl, of which some are printed."""
+"""Writes the metrics of a run as JSON lines to metrics.jsonl, and prints some of them."""
 
 import collections
 import contextlib
@@ -21,7 +21,7 @@ from shardwright.settings.words import say
 from shardwright_data.untrusted import check_file, parse_json
 
 _UNSYNCED = 2**20
-"""Bytes of lines that may wait for an fsync, in memory too. A checkpoint makes one."""
+"""Bytes of lines kept in memory until an fsync is forced. Saving a checkpoint also forces one."""
 _SPEED_WINDOW = 20
 """Steps over which the printed speed is averaged."""
 
@@ -32,26 +32,26 @@ class RunLog(contextlib.AbstractContextManager):
     Steps count from 0. The line of a step holds the metrics given to `log`, as floats, and
 
         step               index of the step
-        tokens             tokens that the run has trained on after the step, those before it was resumed included
-        seconds            from the end of the step before to the end of this one, with whatever ran between them
+        tokens             tokens that the run has trained on after the step, including before it was resumed
+        seconds            from the end of the previous step to the end of this one, with whatever ran between them
         tokens_per_second
-        mfu                of the pairs of positions that attention sees, as if each sequence were one document
+        mfu                counts only query-key pairs that attention computes, as if each sequence were one document
 
-    The last three are not in the first line of a run, which has no step before it. NaN and the infinities, which JSON
-    does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event",
-    which no step's line has.
+    The first line of a run lacks the last three, because no step precedes it. NaN and the infinities, which JSON does
+    not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event"; lines of
+    steps have no "event".
 
-    With several processes all make the same calls, and process 0 writes and prints. Lines that cannot be written wait
-    in memory, and are tried again with the next one. `sync` and `close` raise OSError while there are any.
+    With several processes all make the same calls, and process 0 writes and prints. Lines that cannot be written stay
+    in memory and are retried with the next one. `sync` and `close` raise OSError while there are any.
 
     Args:
         directory: of the run; created if missing.
-        total_steps: steps of the whole run, those before it was resumed included.
-        start_step: the first step to be run. Lines of it and of later steps, of an earlier run, are moved aside.
-        speed: gives the metrics of a step from its time.
-        print_every: steps from one printed line to the next, at least 1. The first and the last step always have one.
+        total_steps: steps of the whole run, including those before it was resumed.
+        start_step: the first step to run. Lines that an earlier start wrote for it and for later steps are moved aside.
+        speed: computes the metrics of a step from its time.
+        print_every: steps between printed lines, at least 1. The first and the last step are always printed.
         see: called in all processes with each step and its values, after they were written.
-        send: called with each line of the file, as a dict, from the thread that has it; it must wait for nothing.
+        send: called with each line of the file, as a dict, from any thread; it must not block.
     """
 
     def __init__(
@@ -69,23 +69,23 @@ class RunLog(contextlib.AbstractContextManager):
         self.start_step, self.total_steps, self._print_every = start_step, total_steps, print_every
         self._see, self._send = see, send
         self.events: list[tuple[int, str]] = []
-        """Name of each event that was logged, and the step after which it came."""
+        """(step after which it came, name) of each logged event."""
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._path: Path | Any = None
         self._lock, self._closed = threading.Lock(), False
-        # Lines that the disk may not have, how many of their bytes are in the file, and its size without them.
+        # Lines since the last fsync, how many of their bytes are written, and the size of the file without them.
         self._lines, self._written, self._synced = b"", 0, 0
         self._torn = False
-        """Whether the last write failed, so that the file may lack a part of what was written since the last fsync."""
+        """True if the last write failed, so that the file may lack parts of what was written since the last fsync."""
         if jax.process_index() != 0:
             return
         self._path = path = Path(directory) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if moved := move_later_lines(path, start_step):
-            again = "" if start_step else "WARNING: no checkpoint, so the run begins again. "
-            self._print(f"{again}{path}: {moved} lines of steps done again, or torn, are moved to {path.name}.left")
+            again = "" if start_step else "WARNING: no checkpoint, so the run restarts from step 0. "
+            self._print(f"{again}{path}: {moved} lines, torn or of steps to be redone, are moved to {path.name}.left")
         path.touch()
         self._synced = path.stat().st_size
 
@@ -93,15 +93,15 @@ class RunLog(contextlib.AbstractContextManager):
         self.close()
 
     def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Takes the metrics of a step that was just dispatched, and writes those of the step before.
+        """Queues the metrics of the step just dispatched and writes those of the step before.
 
-        Reading the metrics of a step waits for it. By then the next one is queued, so that the devices do not wait. The
-        last step of the run has no next one, and is written at once.
+        Reading metrics waits for their step. Because the next one is dispatched by then, the devices do not idle. The
+        last step of the run is written at once.
 
         Args:
             step: index of the step.
-            metrics: by name: scalars, the same on all devices; vectors and LayerMetrics, of which the mean is
-                printed; or None.
+            metrics: by name: scalars, the same on all devices; vectors and LayerMetrics, whose mean is printed; or
+                None.
         """
         for value in jax.tree.leaves(dict(metrics)):
             value.copy_to_host_async()
@@ -111,12 +111,12 @@ class RunLog(contextlib.AbstractContextManager):
             self.flush()  # no step follows that would have to be dispatched first
 
     def flush(self) -> None:
-        """Writes the metrics of the last step, and so waits for the devices. The time of that step ends here."""
+        """Writes the metrics of the last step, which waits for the devices and ends the timing of that step."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
         values = _fetch(metrics)
-        if not values.get("skipped"):  # the lines of other steps do without it
+        if not values.get("skipped"):  # only lines of skipped steps have it
             values.pop("skipped", None)
         now = time.perf_counter()
         seconds, self._last_end = None if self._last_end is None else now - self._last_end, now
@@ -131,10 +131,10 @@ class RunLog(contextlib.AbstractContextManager):
     def log_event(
         self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]], before: bool = False
     ) -> None:
-        """Writes and prints an event after step `step`, such as a validation; one `before` the step is not printed.
+        """Writes and prints an event after `step`, such as a validation. An event `before` the step is not printed.
 
-        Waits for the devices. `values` are scalars, strings, or anything JSON can hold, by name; or a function that
-        computes them, whose time counts for no step.
+        Waits for the devices. `values` are JSON values or scalar arrays, by name, or a function that computes them; its
+        time is not part of any step.
         """
         self.flush()
         self.events.append((step - before, event))
@@ -146,16 +146,16 @@ class RunLog(contextlib.AbstractContextManager):
             self._last_end = time.perf_counter()
 
     def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
-        """Writes an event of an earlier step that became known later, without arrays. Prints only if it cannot.
+        """Writes an event of an earlier step, without arrays. Prints only an error.
 
-        Waits for nothing. May come from any thread, and after `close`.
+        Does not wait. May be called from any thread, and after `close`.
         """
         self._write_line({"step": step, "event": event} | {name: _plain(x) for name, x in values.items()})
 
     def sync(self) -> None:
-        """Writes the metrics of the last step, and waits until the disk has all lines.
+        """Writes the metrics of the last step and fsyncs all lines.
 
-        Raises OSError, with the path, if it does not take them. They stay in memory.
+        Raises OSError, with the path, if that fails. The lines stay in memory.
         """
         self.flush()
         if self._path is not None:
@@ -168,7 +168,7 @@ class RunLog(contextlib.AbstractContextManager):
     def close(self) -> None:
         """Writes the metrics of the last step. Further calls do nothing.
 
-        Raises OSError, with the path, if lines are missing in the file.
+        Raises OSError, with the path, if lines could not be written.
         """
         if self._closed:
             return
@@ -177,7 +177,7 @@ class RunLog(contextlib.AbstractContextManager):
         try:
             self.sync()
         except OSError as error:
-            raise OSError(f"{error}; lines of its last steps are lost.") from error
+            raise OSError(f"{error}; the metrics of the last steps are lost.") from error
 
     def _write_line(self, record: dict[str, Any]) -> None:
         if self._path is None:
@@ -189,23 +189,23 @@ class RunLog(contextlib.AbstractContextManager):
             try:
                 self._write(sync=len(self._lines) > _UNSYNCED)
                 if others_wait:
-                    self._print(f"{self._path} is written again; nothing is lost")
+                    self._print(f"{self._path} can be written again; nothing is lost")
             except OSError as error:
                 if not others_wait:
-                    self._print(f"WARNING: {self._problem(error)}; its lines wait in memory")
+                    self._print(f"WARNING: {self._problem(error)}; its lines are kept in memory")
 
     def _write(self, sync: bool = False) -> None:
-        """Appends all lines that are not written yet. Raises OSError where it cannot, or if the file is gone.
+        """Appends all lines that are not written yet. Raises OSError if that fails or the file is gone.
 
-        After an error the next call writes all lines since the last fsync again: of those that were written before an
-        fsync or close failed, the file may lack any, and a second fsync would not say so.
+        After an error the next call rewrites all lines since the last fsync: when an fsync or close fails, any of them
+        may be missing, and a second fsync would not report it.
         """
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
             if self._torn:
                 self._written, self._synced = 0, min(self._synced, os.fstat(file).st_size)
                 os.ftruncate(file, self._synced)
-            self._torn = True  # until the disk has taken all without an error
+            self._torn = True  # until all of this succeeds
             while self._written < len(self._lines):
                 self._written += os.write(file, self._lines[self._written :])
             if sync:
@@ -245,13 +245,10 @@ class RunLog(contextlib.AbstractContextManager):
 
 
 def move_later_lines(path: Path, step: int) -> int:
-    """Moves lines of a file of JSON lines to `<name>.left`: those of `step` and later, and those that are not JSON.
-
-    Returns their number.
-    """
+    """Moves the lines of `step` and later, and those that are not JSON, to `<name>.left`. Returns their number."""
     if not path.exists():
         return 0
-    check_file(path)  # to open a pipe would wait
+    check_file(path)  # opening a pipe would block
     later, temporary = [], path.with_name(f"{path.name}.tmp")
     with open(path, errors="replace") as lines, open(temporary, "w") as file:
         for line in lines:
@@ -276,20 +273,20 @@ def move_later_lines(path: Path, step: int) -> int:
 
 
 def check_metrics(metrics: object) -> None:
-    """Raises ValueError for metrics of a step that RunLog cannot write. Their shapes are enough."""
+    """Raises ValueError for metrics of a step that RunLog cannot write. Takes arrays or their shapes."""
     fields = vars(metrics)
     layers = [name for value in fields.values() if isinstance(value, LayerMetrics) for name in value.names]
     names = [*OF_A_STEP, *fields, *layers]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
-            f"the step's Metrics, or the LayerAux of a layer, have {twice[0]!r}, a name that the log or the step has "
-            "already; choose another."
+            f"the step's Metrics, or the LayerAux of a layer, use the name {twice[0]!r}, which is taken by the log or "
+            "the step. Choose another."
         )
     for name, value in fields.items():
         if value is not None and not isinstance(value, LayerMetrics) and len(value.shape) > 1:
             raise ValueError(
-                f"the step's Metrics have {name} of shape {value.shape}; the log takes scalars and vectors. Reduce it, "
-                "or make it several fields."
+                f"the step's Metrics have {name} of shape {value.shape}; the log takes scalars and vectors. Reduce it "
+                "or split it into several fields."
             )
 
 
@@ -306,7 +303,7 @@ def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value for JSON: Python numbers at full precision, strings for what is not finite, lists for vectors."""
+    """Converts a value for JSON: Python numbers at full precision, strings for NaN and infinities, lists."""
     if getattr(value, "ndim", 0) == 1:
         return [_plain(x) for x in value]
     value = value.item() if hasattr(value, "item") else value
@@ -316,7 +313,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(name: str, value: Any) -> str:
-    """Name and value for people to read; bytes in MiB."""
+    """Formats a name and value for people to read; bytes in MiB."""
     if name.endswith("_bytes"):
         return f"{name.removesuffix('_bytes')} {value / 2**20:,.1f} MiB"
     return f"{name} {_short(value)}"

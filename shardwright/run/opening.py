@@ -1,4 +1,4 @@
-"""What a run or a tool begins with: a mesh for the devices at hand, and fresh or saved weights on it."""
+"""Prepares what a run or a tool starts from: a mesh for the available devices, and fresh or saved weights on it."""
 
 import contextlib
 import dataclasses
@@ -34,13 +34,13 @@ from shardwright_data.untrusted import shown
 
 Write = Callable[[str], None]
 DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")
-"""Settings of a model that may differ from those of training.init_from where its weights may."""
+"""Model settings that may differ from those of training.init_from if its weights may."""
 NAMED = 4
-"""Number of weights taken that are printed by name; all others are."""
+"""Most weights taken from a checkpoint that are printed by name. Fresh and unused ones are all printed."""
 REMEDY = (
-    "Start from a checkpoint of this model. Or give training.init_from_missing=fresh to make fresh the weights, and "
-    "the last rows of longer tables, that it does not have; training.init_from_unused=leave to leave those that this "
-    "run does not have. No table can be made shorter."
+    "Start from a checkpoint of this model. Or give training.init_from_missing=fresh to initialize weights, and last "
+    "rows of longer tables, that the checkpoint lacks; training.init_from_unused=leave to ignore weights that this "
+    "run lacks. Tables cannot be shortened."
 )
 
 
@@ -55,7 +55,7 @@ class MeshChoice:
 
 @dataclass
 class StepChoice(MeshChoice):
-    """Devices along each axis, also those that only steps use, but for stages; None: not chosen."""
+    """Devices along each axis except p, including the axes that only steps use; None: not chosen."""
 
     e: int | None = within(-1, 2**20, None)
     c: int | None = within(-1, 2**20, None)
@@ -63,17 +63,17 @@ class StepChoice(MeshChoice):
 
 @dataclass
 class StagesChoice(StepChoice):
-    """Devices along each axis; None: not chosen."""
+    """Devices along each axis, including p; None: not chosen."""
 
     p: int | None = within(1, 2**20, None)
 
 
 def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
-    """Makes the mesh that is chosen, with 1 for other axes but d, or that of `c`.
+    """Makes the chosen mesh, with d for the remaining devices; if nothing is chosen, the mesh of `c`.
 
-    A StagesChoice is one for training steps, which the batch has to fit too. A StepChoice fits the sequences of a run.
-    Of the mesh of `c`, axes that cannot be chosen are left out, and all devices are along d where the others do not fit
-    them. A path of attention that this platform lacks becomes `auto` in `c`.
+    A StagesChoice, for training steps, must also fit the batch, a StepChoice the sequences. Axes of `c` that `choice`
+    lacks are dropped; if the rest does not fit the devices, all are along d. An attention implementation that this
+    platform lacks becomes `auto` in `c`.
 
     Raises ValueError if the devices or the model do not fit.
     """
@@ -105,16 +105,16 @@ class CheckpointChoice:
     other_source: bool = False
     """Allows source that computes something else than the source that made the checkpoint."""
     trust: bool = False
-    """Imports the modules that the run names beside those shipped here, fetches its data and tokenizer from other
-    hosts, and takes its options of XLA that are texts. For a run that is not yours, read them first."""
+    """Allows importing modules that the run names and that are not shipped here, fetching its data and tokenizer from
+    other hosts, and using its XLA options that are texts. For a run that is not yours, read them first."""
     tokenizer: str | None = None
     """The tokenizer, if the run's data has moved or names none: `bytes`, `tiktoken:<encoding>`, a flat-tokens dataset,
-    or a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
+    a name on the Hugging Face hub, a tokenizer.json, or a directory with one."""
 
 
 @dataclass
 class SavedRun:
-    """A checkpoint of a run, and its configuration as it was at the last step before."""
+    """A checkpoint of a run, with the configuration of the last step before it."""
 
     checkpoints: Checkpointer
     step: int
@@ -122,9 +122,9 @@ class SavedRun:
     c: run_config.Config
 
     def read_weights(self, model: LanguageModel, other_source: bool, write_line: Write) -> tuple[Any, Any]:
-        """The weights, sharded as in training on the current mesh, and the hashes of the source.
+        """Reads the weights, sharded as in training on the current mesh. Also returns the hashes of the source.
 
-        Says by `write_line` how the source differs from that of the checkpoint, and which weights are not finite.
+        Reports with `write_line` how the source differs from that of the checkpoint, and weights that are not finite.
         Raises ValueError if the source computes something else, unless `other_source`.
         """
         now = provenance_of(trace_step(self.c, model))
@@ -134,60 +134,60 @@ class SavedRun:
         like = sharded(model.Weights, shapes_of(model.table))
         weights = self.checkpoints.restore(self.step, {"weights": like})["weights"]
         if odd := [name for name, is_finite in named_leaves(are_finite(weights)).items() if not is_finite]:
-            write_line(shown(f"WARNING     {odd[0]} is not finite: the texts and losses of these weights mean nothing"))
+            write_line(shown(f"WARNING     {odd[0]} is not finite: texts and losses of these weights are meaningless"))
         return weights, now["source"]
 
 
 def read_state(
     checkpoints: Checkpointer, step: int, State: Any, shapes: Any, model: Any, placement: LayerPlacement
 ) -> Any:
-    """The state of a checkpoint on the current mesh. `State` is its class, generic in the class of the weights.
+    """Reads the state of a checkpoint onto the current mesh.
 
-    `shapes` are those of its arrays, `placement` is that of the layers.
+    `State` is its class, generic in the class of the weights; `shapes` those of its arrays; `placement` the layers'.
     """
     like = sharded(State[model.Weights], shapes)
     return checkpoints.restore(step, like, stack_orders(placement, State, shapes))
 
 
 def trusted_options(c: run_config.Config, trust: bool, write_line: Write) -> dict[str, Any]:
-    """The run's options of XLA. Without trust none that is a text, which could be the place of files or of code."""
+    """Returns the run's XLA options. Without trust, omits texts, which could be paths of files or code."""
     options = c.hardware.options
     left = [name for name, value in options.items() if isinstance(value, str) and not trust]
     for name in left:
-        write_line(f"compiler    {shown(name)} of the run is left out: trust=true takes it")
+        write_line(f"compiler    the run's option {shown(name)} is ignored; give trust=true to use it")
     return {name: value for name, value in options.items() if name not in left}
 
 
 @contextlib.contextmanager
 def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
-    """Opens a checkpoint until the context ends. The arguments are as in CheckpointChoice.
+    """Opens a checkpoint for the context. The arguments are as in CheckpointChoice.
 
-    Raises ValueError if there is no such run or checkpoint, Damaged if the checkpoint is damaged.
+    Raises ValueError if there is no such run or checkpoint, Damaged if it is damaged.
     """
     checkpoints, step = find_checkpoint(run, step)
     with checkpoints:
         metadata = checkpoints.metadata(step)
         config = saved_config(metadata)
-        config["training"].setdefault("compute_dtype", "f32")  # of an import
+        config["training"].setdefault("compute_dtype", "f32")  # imports do not set it
         c = config_at(config_of(config, trust), step - 1)
-        c.training.reference = None  # which training alone reads, from a place that may be a stranger's
+        c.training.reference = None  # only training reads it, and its path may be untrusted
         yield SavedRun(checkpoints, step, metadata, c)
 
 
 def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:
-    """Path or URL of the checkpoints of the run in `directory`.
+    """Returns the path or URL of the checkpoints of the run in `directory`.
 
-    Raises ValueError if the run has them elsewhere: it would begin again, over the steps that were done.
+    Raises ValueError if the run saved them elsewhere, because it would restart from step 0.
     """
     try:
         was = read_config(directory / "config.yaml")["paths"]
-    except (KeyError, ValueError):  # a new run has none, and a kill may have cut it off
+    except (KeyError, ValueError):  # a new run has none, and a killed one may have a partial file
         was = dataclasses.asdict(paths)
     had, name = was.get("checkpoints"), was.get("model_name") or paths.model_name
     if had != paths.checkpoints:
         raise ValueError(
-            f"the run in {directory} was made with paths.checkpoints={had}, not {paths.checkpoints}. Give what it had, "
-            "or start another run with a new paths.model_name."
+            f"the run in {directory} was made with paths.checkpoints={had}, not {paths.checkpoints}. Restore that "
+            "value, or start another run with a new paths.model_name."
         )
     if had and os.path.normpath(str(name)) != os.path.normpath(str(paths.model_name)):
         raise ValueError(
@@ -201,25 +201,25 @@ def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:
 def read_weights(
     path: str | os.PathLike, like: object, config: dict, orders: Orders = NO_ORDERS
 ) -> tuple[Any, dict[str, list[str]]]:
-    """The weights of another run, for one with weights `like` and this configuration, and what was done with each.
+    """Reads the weights of another run to warm-start one with weights `like`. Also returns what was done with each.
 
-    What training.init_from_missing and init_from_unused allow is taken from `like`, or left: all of an array, or the
-    rows that only `like` has. Prints how the models differ.
+    Arrays or rows that the checkpoint lacks are taken from `like`, and its others ignored, as far as
+    training.init_from_missing and init_from_unused allow. Prints how the models differ.
 
     `path` is as for `find_checkpoint`, `orders` as for `Checkpointer.restore`. Raises ValueError if there is no such
-    checkpoint, or if it is of another model or has other arrays, and Damaged if it is damaged.
+    checkpoint or its model or arrays differ, and Damaged if it is damaged.
     """
     t = config.get("training", {})
     fresh, leave = t.get("init_from_missing") == "fresh", t.get("init_from_unused") == "leave"
     checkpoints, step = find_checkpoint(path)
     with checkpoints:
         saved = with_defaults(saved_config(checkpoints.metadata(step)), config["model"].get("module"))
-        # Further training may change RoPE scaling, for longer sequences, dropout, and what training adds to experts.
+        # Fine-tuning may change RoPE scaling (for longer sequences), dropout, and the losses of experts.
         free = ("embed_init_scale", "weight_init_scale", "init_std", "family", "rope_scaling", "dropout")
         free += ("pools", "capacity_factor", "balance_loss", "router_z_loss", "bias_rate")
-        if fresh or leave:  # what decides which weights there are, and what only this model has
+        if fresh or leave:  # settings that decide which weights exist, and those that only this model has
             free += (*DECIDE_WEIGHTS, *(config["model"].keys() - saved["model"].keys()))
-        # And what the checkpoint's model computes by a setting that this one lacks.
+        # Also compare settings of the checkpoint's model that this one lacks, unless they have their default.
         of_saved = {"model": {"module": saved["model"].get("module", "train")}}
         plain = with_defaults(of_saved, config["model"].get("module"))["model"]
         extra = saved["model"].keys() - config["model"].keys()
@@ -229,7 +229,7 @@ def read_weights(
             raise ValueError(
                 f"training.init_from is {path}, which has the weights of another model:\n  "
                 + "\n  ".join(differences)
-                + "\nChange these to what the checkpoint has, or start from another one. With "
+                + "\nSet these to what the checkpoint has, or start from another one. With "
                 f"training.init_from_missing=fresh or init_from_unused=leave {', '.join(DECIDE_WEIGHTS)} may differ."
             )
         has = {name: x for name, x in saved_arrays(checkpoints.manifest(step)).items() if name.startswith("weights/")}
@@ -262,9 +262,9 @@ def read_weights(
 
 
 def fresh_state(step: Step, record: dict[str, Any] | None = None) -> Any:
-    """State before the first step of a run, on the mesh of `step`, with the weights of training.init_from if given.
+    """Makes the state before the first step, on the mesh of `step`, with the weights of training.init_from if given.
 
-    `record` gets what was done with the weights.
+    What was done with each weight is added to `record`.
     """
     c, start = step.c, step.other(name="start").lower().compile()
     state = start(jax.random.key(c.training.seed))

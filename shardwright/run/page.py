@@ -1,4 +1,4 @@
-"""The page of a run, report.html, made anew while the run trains."""
+"""Keeps the report page of a run, report.html, up to date during training."""
 
 import concurrent.futures
 import time
@@ -12,22 +12,22 @@ from shardwright.run.files import REPORT
 from shardwright.settings.words import say
 
 FIRST_S = 10.0
-"""Seconds from the first step to the first page: after the steps that are profiled, which it would slow."""
+"""Seconds from the first step to the first page, so that it does not slow the profiled steps."""
 INTERVAL_S = 60.0
-"""Shortest time in seconds from one start of `tools.report` to the next."""
+"""Least seconds from one start of `tools.report` to the next."""
 LARGEST_SHARE = 1 / 30
-"""Largest share of the run's time in which `tools.report` runs."""
+"""Largest share of the run's time that `tools.report` takes."""
 
 
 class Page:
-    """Keeps `<directory>/report.html` up to date, by `python -m tools.report` in processes of the lowest priority.
+    """Keeps `<directory>/report.html` up to date, with `python -m tools.report` at the lowest priority.
 
-    There is never more than one. A page that cannot be made is told once, and ends no run. With several processes of a
-    run, process 0 makes the page.
+    At most one such process runs at a time. A failure is printed once, and training continues. In a run of several
+    processes, process 0 makes the page.
 
     Args:
         directory: of the run.
-        wanted: whether there is to be a page.
+        wanted: False to make no page.
     """
 
     def __init__(self, directory: Path, wanted: bool):
@@ -37,7 +37,7 @@ class Page:
         self._told = False
 
     def refresh(self) -> None:
-        """Starts to make the page if it is time. Waits for nothing."""
+        """Starts making the page if it is due. Does not wait."""
         if self._next is None:
             self._next = time.monotonic() + FIRST_S
         is_free = self._made is None or self._made.done()
@@ -46,19 +46,19 @@ class Page:
             self._made = in_background(self._make)
 
     def finish(self) -> Path | None:
-        """Makes the page a last time, and waits for it. Returns its path; None if there is none, after telling why."""
+        """Makes the page a last time and waits for it. Returns its path; None, after printing why, if there is none."""
         self.close()
         return self._directory / REPORT if self._wanted and self._make() else None
 
     def close(self) -> None:
-        """Waits for a page that is being made, and raises what nobody foresaw in making it."""
+        """Waits for a page in progress, and raises any unexpected error from it."""
         if self._made is not None:
             self._made.result()
 
     def _make(self) -> bool:
         begin, reason = time.monotonic(), None
         try:
-            # In the run's directory, so that Hydra need not read its name.
+            # In the run's directory, so that its name need not be quoted for Hydra.
             run_at_low_priority("tools.report", "run=.", directory=self._directory)
         except FAILURES as error:
             reason = why(error).removeprefix("Error: ")

@@ -1,4 +1,4 @@
-"""A few profiled training steps: a trace for Perfetto, how long devices wait, and time by line."""
+"""Profiles a few training steps: a trace for Perfetto, idle time between steps, and time per source line."""
 
 import concurrent.futures
 import contextlib
@@ -16,7 +16,7 @@ from shardwright.run.metrics import RunLog
 from shardwright.settings.words import say
 
 MODULE = "jit_training_step"
-"""Name of the training step's program."""
+"""Name of the training step in a trace."""
 
 
 class StepProfiler:
@@ -28,21 +28,21 @@ class StepProfiler:
         ...
         profiler.after_step(i, metrics)
 
-    The main loop waits for the devices before the first profiled step and after the last one, where it writes the
-    trace. A background thread reads it. It is complete when `close` returns, at
-    `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Process 0 alone traces.
+    The main loop waits for the devices before the first profiled step and after the last one, when the trace is
+    written. A background thread reads it. When `close` returns, it is complete at
+    `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Only process 0 traces.
 
     Args:
-        log: log of the run. It gets the event "step_bubble", of the last step, when the trace has been read; see
+        log: log of the run. It gets the event "step_bubble" of the last step when the trace has been read; see
             shardwright/inspect/compiled/trace.py.
         read: reads a trace: inspect.examine.read_trace.
-        hlo: HLO text of the step, with which the time by source line is found; None if there is none.
+        hlo: HLO text of the step, which maps time to source lines; None if there is none.
         steps: number of steps of this process.
-        settle: waits until no other thread uses the devices. On NVIDIA GPUs the end of a trace unloads CUPTI, and a
-            call of CUDA on another thread at that moment ends the process with a segmentation fault.
+        settle: waits until no other thread uses the devices. On NVIDIA GPUs, ending a trace unloads CUPTI; a CUDA call
+            on another thread at that moment segfaults.
 
     Attributes:
-        by_line: the lines that take longest, for a terminal, or why they are not known; None before `close`, and if
+        by_line: the slowest source lines, for a terminal, or why they are not known; None before `close`, and if
             nothing was traced.
     """
 
@@ -62,7 +62,7 @@ class StepProfiler:
         self._task: concurrent.futures.Future | None = None
 
     def before_step(self, i: int) -> None:
-        """Begins the trace if step `i` is the first profiled one."""
+        """Starts the trace if step `i` is the first profiled one."""
         if i != self._first or jax.process_index() != 0:
             return
         with pause("starting the profiler"):
@@ -76,11 +76,11 @@ class StepProfiler:
             self._traces = True
 
     def after_step(self, i: int, outputs: object) -> None:
-        """Ends the trace, once its outputs are there, if step `i`, just dispatched, is the last profiled one.
+        """Waits for step `i`, just dispatched, and ends the trace, if it is the last profiled one.
 
         Args:
             i: the step.
-            outputs: arrays that the step computed and that no later step donates, such as its metrics.
+            outputs: arrays that the step computed and no later step donates, such as its metrics.
         """
         if not self._traces or i != self._last:
             return
@@ -116,7 +116,7 @@ class StepProfiler:
         bubble, self.by_line = self._read(*given)
         begin, end = self._log.start_step + self._first, self._log.start_step + self._last
         if stops := {event for step, event in self._log.events if begin <= step < end}:
-            bubble = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
+            bubble = {"because": f"training paused during these steps for: {', '.join(sorted(stops))}"}
         if "because" in bubble:
             say(f"idle       not measured, because {bubble['because']}", flush=True)
         else:
@@ -128,15 +128,14 @@ class StepProfiler:
 
 def _options() -> jax.profiler.ProfileOptions:
     options = jax.profiler.ProfileOptions()
-    # No frames of Python. Their tracer replaces the interpreter's current thread for a moment. A thread that requests
-    # the lock in that moment believes that it holds it, and the process ends with a segmentation fault. The tracer also
-    # slows the timed steps.
+    # No Python frames: their tracer briefly replaces the interpreter's current thread, and another thread that requests
+    # the GIL then segfaults. The tracer also slows the timed steps.
     options.python_tracer_level = 0
     return options
 
 
 def _end_of_trace(directory: Path) -> Path:
-    """Ends the trace. Returns the directory with its files."""
+    """Ends the trace and returns the directory of its files."""
     try:
         jax.profiler.stop_trace()
         made = [*(directory / TRACE / "plugins" / "profile").glob("*")]

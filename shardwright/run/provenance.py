@@ -1,12 +1,12 @@
-"""The source that made a run, kept in its directory and its checkpoints, and compared when the run is used again.
+"""Records the source of a run in its directory and checkpoints, and compares it when the run is used again.
 
     <run>/source/<step>/    for each start of the run that did a step, named by the number of steps done before
         train.py, <module>.py   as they ran, and modules that are not of this project
-        source.zip              the project's source, from which tools.replay does the run's steps again
+        source.zip              the project's source, with which tools.replay replays steps
         provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run
 
-The training step and the evaluation step are compared. They are traced on one device, and the text that JAX lowers them
-to is hashed, so that comments and the names of values do not count.
+Compared are the training step and the evaluation step: each is traced on one device, and the hash is of its lowered
+text, so comments and names of values do not matter.
 """
 
 import dataclasses
@@ -38,13 +38,13 @@ from shardwright.settings.words import listed
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ("train.py", "models", "jax_extra.py", "shardlib", "shardwright", "shardwright_data")
-"""The project's source, without the programs beside train.py."""
+"""The project's source, without programs other than train.py."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
-"""Beginnings of the names of variables that are kept. Others may be secrets."""
+"""Prefixes of the environment variables that are kept. Others may be secrets."""
 
 
 def own_modules() -> list[Path]:
-    """Files of the loaded modules that are not of Python, of packages, or of this project."""
+    """Lists the files of loaded modules that are the user's own: not Python's, of packages, or of this project."""
     others = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
     others += [str(ROOT / name) for name in (*PROJECT, "tools", "bench", "tests")]
     within = tuple(f"{path}/" for path in others)
@@ -54,31 +54,31 @@ def own_modules() -> list[Path]:
 
 @functools.cache
 def bytes_of(path: Path) -> bytes:
-    """A file of the source as it was when this program first read it, which may be edited while it runs."""
+    """Returns a source file as it was when this program first read it; it may be edited during the run."""
     return path.read_bytes()
 
 
 def is_edited(path: Path) -> bool:
-    """Whether a file of the source was edited since. Which of the two runs is not known: a notebook reloads modules."""
+    """Returns whether a source file was edited since. Either version may run, because notebooks reload modules."""
     return path.read_bytes() != bytes_of(path)
 
 
 def files_of_source() -> dict[str, list[Path]]:
-    """The files of each part of the source, by name."""
+    """Lists the files of each part of the source, by name."""
     files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in PROJECT}
-    for path in own_modules():  # of one name there may be several, such as __init__.py
+    for path in own_modules():  # several may have one name, such as __init__.py
         files[path.name] = [*files.get(path.name, ()), path]
     return files
 
 
 def source_of() -> dict[str, str]:
-    """Hash of each part of the source, by name."""
+    """Hashes each part of the source, by name."""
     digest = lambda paths: hashlib.sha256(b"".join(map(bytes_of, paths))).hexdigest()[:20]
     return {name: digest(paths) for name, paths in files_of_source().items()}
 
 
 def _device() -> Device:
-    """The device that programs are traced for: a CPU if JAX has one, as a run may be resumed on other devices."""
+    """Returns the device to trace for: a CPU if JAX has one, because a run may resume on other devices."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out
@@ -86,7 +86,7 @@ def _device() -> Device:
 
 
 def text_of(part: Any) -> bytes:
-    """The file of a module or class, which may be of a package. Without one, or if it is edited: other bytes."""
+    """Reads the source file of a module or class. Returns random bytes if there is none or it was edited."""
     try:
         path = Path(inspect.getsourcefile(part) or "")
         return os.urandom(16) if is_edited(path) else bytes_of(path)
@@ -95,15 +95,15 @@ def text_of(part: Any) -> bytes:
 
 
 def read_by(step: Step) -> tuple:
-    """What the programs of a step follow from, beside the hashed source: settings, further files, a reference."""
+    """Returns what determines the programs of a step besides the hashed source: settings, files, the reference."""
     settings = [dataclasses.asdict(part) for part in (step.c.model, step.c.optimizer, step.c.training, step.c.pipeline)]
     return settings, text_of(type(step.model)), text_of(step.trainer), reference_record(step.c)
 
 
 def record_of(name: str, source: object, *parts: object) -> Path | None:
-    """The file, beside compiled programs, of what is known of a program of this source that reads `parts`.
+    """Returns the cache file, next to compiled programs, for facts about a program of this source and these `parts`.
 
-    None where nothing is kept, or where a file of the source was edited since: which of both runs is not known.
+    None if there is no cache, or if a source file was edited since, because either version may run.
     """
     if not source or any(map(is_edited, itertools.chain(*files_of_source().values()))):
         return None
@@ -115,7 +115,7 @@ def record_of(name: str, source: object, *parts: object) -> Path | None:
 
 
 def _loaded() -> list[tuple]:
-    """Path, size and time of the files of all modules but those of JAX, which lowering a program may import."""
+    """Lists path, size and mtime of the files of all modules except JAX's, which lowering may import."""
     modules = [(name, getattr(module, "__file__", None)) for name, module in [*sys.modules.items()]]
     paths = {
         file for name, file in modules if file and not name.startswith(("jax.", "jaxlib.")) and os.path.exists(file)
@@ -124,11 +124,11 @@ def _loaded() -> list[tuple]:
 
 
 def provenance_of(step: Step) -> dict[str, Any]:
-    """Provenance for a checkpoint: hashes of the source and of the plain programs, and what traced the programs.
+    """Makes the provenance for a checkpoint: hashes of the source and of the plain programs, and what traced them.
 
-    The plain programs are of one device, and of no setting that may change when a run is resumed. A program that cannot
-    be traced so has no hash, and `untraced` is the reason. They are traced once for all that they follow from: the
-    source, packages, settings and flags of JAX.
+    The plain programs are for one device, without settings that may change on resuming. A program that cannot be traced
+    has no hash, and `untraced` is the reason. The hashes are cached by what determines them: source, packages, settings
+    and flags of JAX.
     """
     source, files = source_of(), _loaded()
     record = record_of("programs", source, *read_by(step), files, jax.config.values)
@@ -152,7 +152,7 @@ def _hashed(step: Step) -> dict[str, Any]:
         try:
             hashes[name] = step.other(form, name=name, mesh=mesh).hash
             untraced.pop(name, None)
-        except Exception as error:  # of a model that needs more devices, sequences or microbatches than these
+        except Exception as error:  # the model may need more devices, sequences or microbatches
             untraced[name] = in_a_line(error)
     return {"programs": hashes} | ({"untraced": [*untraced.values()][-1]} if untraced else {})
 
@@ -160,13 +160,13 @@ def _hashed(step: Step) -> dict[str, Any]:
 def compare_source(
     saved: dict[str, Any] | None, now: dict[str, Any], which: tuple[str, ...], allow: str | None
 ) -> str | None:
-    """A line on how the source differs from the source of a checkpoint; None where it does not, or is not known.
+    """Describes how the source differs from that of a checkpoint; None if it does not, or if that is not known.
 
     Args:
         saved: provenance_of the checkpoint; None in older checkpoints.
         now: provenance_of this run.
-        which: the programs that have to be the same.
-        allow: the setting that allows other programs; None where it is set.
+        which: the programs that must be the same.
+        allow: the setting that allows other programs; None if it is set.
 
     Raises:
         ValueError: the source computes something else.
@@ -174,26 +174,25 @@ def compare_source(
     if saved is None:
         return None
     names = sorted({name for name, _ in set(saved["source"].items()) ^ set(now["source"].items())})
-    differs = f"{listed(names, 5)}: other source than the checkpoint was made with"
+    differs = f"{listed(names, 5)}: the source differs from that of the checkpoint"
     if saved["traced_by"] != now["traced_by"] or not {*which} <= {*saved["programs"]} & {*now["programs"]}:
         untraced = saved["traced_by"] == now["traced_by"] and (now.get("untraced") or saved.get("untraced"))
-        why = untraced or f"that was traced by {saved['traced_by']}"
-        return f"{differs}; whether it computes the same is not known: {why}" if names else None
+        why = untraced or f"the checkpoint was traced by {saved['traced_by']}"
+        return f"{differs}; cannot tell if it computes the same: {why}" if names else None
     others = [name for name in which if saved["programs"][name] != now["programs"][name]]
     if not others:
         return f"{differs}; it computes the same in {' and '.join(which)}" if names else None
-    differs = differs if names else "by settings, packages or modules that are not compared, this is another program"
+    differs = differs if names else "settings, packages or modules that are not compared changed the program"
     found = f"{differs}, and it computes something else in {' and '.join(others)}"
     if allow is not None:
         raise ValueError(
-            f"{found}. Take the source that the run's directory keeps in source/, or give {allow} to continue with "
-            "this one."
+            f"{found}. Use the source kept in the run's directory (source/), or give {allow} to continue with this one."
         )
     return found
 
 
 def keep_source(directory: Path, step: int, model: object, about: Mapping[str, Any]) -> None:
-    """Writes <directory>/source/<step>, on process 0 alone. `about`, as JSON, is in its provenance.json."""
+    """Writes <directory>/source/<step>, on process 0 only. Its provenance.json includes `about`."""
     if jax.process_index() != 0:
         return
     kept = directory / "source" / f"{step:010}"
@@ -220,7 +219,7 @@ def keep_source(directory: Path, step: int, model: object, about: Mapping[str, A
 
 
 def _commit() -> str | None:
-    """The commit of the source; None where there is no git, or no repository."""
+    """Returns the commit of the source; None without git or a repository."""
     try:
         found = subprocess.run(
             ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=60

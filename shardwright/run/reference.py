@@ -1,4 +1,4 @@
-"""The reference model of training.reference, a teacher or a policy: a step reads it and leaves it as it is."""
+"""Loads the frozen model of training.reference, a teacher or reference policy, whose logits the training step uses."""
 
 import dataclasses
 import functools
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
     from train import Forward
 
 
-@functools.cache  # so that one process sees one checkpoint, though the run that saves it goes on
+@functools.cache  # so that a process keeps using one checkpoint while the reference's run saves more
 def _manifest(path: str) -> tuple[int, dict]:
-    """Step and manifest of the checkpoint at a path, as for find_checkpoint."""
+    """Reads the step and manifest of the checkpoint at a path, as for find_checkpoint."""
     checkpoints, step = find_checkpoint(path)
     with checkpoints:
         return step, agreed(lambda: checkpoints.manifest(step))
 
 
 def model_of(c: Config) -> LanguageModel | None:
-    """The model of training.reference, of its own run's configuration; None without one.
+    """Loads the model of training.reference by the configuration of its own run; None without one.
 
-    Raises ValueError if there is no such checkpoint, or if the training step cannot run this model on the current mesh.
+    Raises ValueError if there is no such checkpoint, or if the training step cannot run the model on the current mesh.
     """
     if (path := c.training.reference) is None:
         return None
     try:
         if mesh_axes().get(PIPELINE_AXIS, 1) > 1:
-            raise ValueError(f"pipeline stages have no place for it. Set mesh.{PIPELINE_AXIS}=1.")
+            raise ValueError(f"it cannot run with pipeline stages. Set mesh.{PIPELINE_AXIS}=1.")
         metadata = _manifest(path)[1]["metadata"]
         saved = saved_config(metadata)
         metadata["config"].pop("pipeline", None)  # reference_record has never hashed it
-        # They may name code and addresses, and no step of this run has them.
+        # Not used in this run, and they may name untrusted code and addresses.
         saved |= {"pipeline": {}, "data": {}, "training": saved["training"] | {"changes": []}}
         sizes = config_of(saved, trust=saved["model"].get("module") == c.model.module).model
         model, inputs = load_model(sizes), inputs_of(load_model(c.model))
         if sizes.vocab != c.model.vocab:
-            raise ValueError(f"it has {sizes.vocab} token ids. Take one with model.vocab = {c.model.vocab}.")
+            raise ValueError(f"it has {sizes.vocab} token ids. Choose one with model.vocab = {c.model.vocab}.")
         if inputs_of(model) not in ((), inputs):
-            raise ValueError(f"it reads {', '.join(inputs_of(model))} beside the tokens, and this run does not.")
+            raise ValueError(f"it reads the inputs {', '.join(inputs_of(model))}, which this run does not have.")
         sizes.check(c.training.seq_len)
         check_divides(dataclasses.replace(c, model=sizes), mesh_axes(), of_batch=False)
     except ValueError as error:
@@ -60,25 +60,25 @@ def model_of(c: Config) -> LanguageModel | None:
 
 
 def check_paths_with_reference(step: Any, options: dict[str, Any]) -> None:
-    """check_paths for a Step, and for that of the model of training.reference."""
+    """Runs check_paths for a Step, and for the same step with the model of training.reference."""
     check_paths(step, options)
     if model := model_of(step.c):
         check_paths(dataclasses.replace(step, model=model, _known={}), options)
 
 
 def weights_of(c: Config) -> Any:
-    """The weights of training.reference, as shapes; None without one."""
+    """Returns the shapes of the weights of training.reference; None without one."""
     return (model := model_of(c)) and shapes_of(model.table)
 
 
 def logits_of(forward: "Forward", w: object) -> Callable[[Any], Any]:
-    """Maps a TokenBatch to its logits by train.Forward of the reference, with weights `w` at rest. Per-device code."""
-    copies = scope(forward.prepare)(w)  # in scopes of their own, as its dims are other ones
+    """Makes a function from a TokenBatch to the logits of the reference with weights `w` at rest. Per-device code."""
+    copies = scope(forward.prepare)(w)  # in separate scopes, because its dims have other sizes
     return scope(lambda batch: forward(copies, (forward.tokens(batch),), forward.model.logits)[0])
 
 
 def read_reference(c: Config) -> Any:
-    """The weights of training.reference, sharded as at rest on the current mesh; None without one."""
+    """Reads the weights of training.reference, sharded as at rest on the current mesh; None without one."""
     path, shapes = c.training.reference, weights_of(c)
     if path is None or shapes is None:
         return None
@@ -89,7 +89,7 @@ def read_reference(c: Config) -> Any:
 
 
 def reference_record(c: Config) -> dict[str, Any] | None:
-    """What a checkpoint keeps of training.reference: its path, step and the hash of its manifest; None without one."""
+    """Returns what a checkpoint keeps of training.reference: path, step and hash of its manifest; None without one."""
     if model_of(c) is None:
         return None
     step, manifest = _manifest(c.training.reference)
@@ -98,11 +98,11 @@ def reference_record(c: Config) -> dict[str, Any] | None:
 
 
 def check_reference(saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
-    """Raises ValueError if a run that was made with the reference `saved`, a record, goes on with another one."""
+    """Raises ValueError if the records of a run's `saved` reference and the one of `now` differ."""
     if (saved or {}).get("manifest") != (now or {}).get("manifest"):
         shown = lambda record: f"{record['path']} after {record['step']} steps" if record else "none"
         raise ValueError(
-            f"training.reference is {shown(now)}, and the run was made with {shown(saved)}. Give that one, by the path "
-            "of its checkpoint, <run>/checkpoints/<step>, if its run went on; or start another run with a new "
+            f"training.reference is {shown(now)}, and the run was made with {shown(saved)}. Give that one (by the path "
+            "of the checkpoint, <run>/checkpoints/<step>, if there are later ones), or start another run with a new "
             "paths.model_name."
         )

@@ -1,4 +1,4 @@
-"""Lines that a run prints when it starts, and what it keeps for its page."""
+"""Prints the lines that describe a run at its start, and collects facts for its page."""
 
 import math
 import time
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 def log(text: str) -> None:
-    """Prints a text, on process 0 alone."""
+    """Prints a text, on process 0 only."""
     if jax.process_index() == 0:
         say(text)
 
 
 def parameters_of(model: Any) -> int:
-    """Number of weights of a model."""
+    """Counts the parameters of a model."""
     return sum(math.prod(weight.shape) for weight in jax.tree.leaves(model.table))
 
 
 def introduce(run: "Run", planned: str | None, source_differs: str | None) -> dict[str, Any]:
-    """Prints what a Run is: its directory, devices, model, data, plan, attention, stages and changes.
+    """Prints the directory, devices, model, data, plan, attention, stages and changes of a Run.
 
-    Returns the compiler options that the installed XLA knows. Raises ValueError for settings that are refused.
+    Returns the compiler options that the installed XLA knows. Raises ValueError for invalid settings.
     """
-    # Before the first line: what the settings say may be refused.
+    # Before the first printed line, because these may raise.
     attention = describe_attention(run.step)
     described = describe_stages(run.c, run.model)
     check_deterministic(run.c, attention)
@@ -57,7 +57,7 @@ def _print_start(run: "Run") -> None:
     mesh, data, t, loader = jax.sharding.get_mesh(), run.c.data, run.c.training, run.loader
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
-    fp8 = ", products with weights in fp8" * t.fp8
+    fp8 = ", weight matmuls in fp8" * t.fp8
     log(f"run        {run.directory}" + (f", resumed after {run.start} steps" if run.start else ""))
     log(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
     summed = t.compute_dtype if t.reduce_dtype == "compute" else t.reduce_dtype
@@ -68,14 +68,14 @@ def _print_start(run: "Run") -> None:
 
 
 def save_config(directory: Path, config: object) -> None:
-    """Writes the settings of a run, a dataclass, into config.yaml, on process 0 alone."""
+    """Writes the settings of a run, a dataclass, to config.yaml, on process 0 only."""
     if jax.process_index() == 0:
         with best_effort(str(directory / "config.yaml")):
             write_whole(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def facts_of(run: "Run", speed: Speed) -> dict[str, Any]:
-    """Facts of this start of a Run that its page shows, for provenance.json."""
+    """Collects facts of this start of a Run for provenance.json; the page shows them."""
     mesh, hydra = jax.sharding.get_mesh(), HydraConfig.get() if HydraConfig.initialized() else None
     module = run.c.model.module
     return {
@@ -87,8 +87,8 @@ def facts_of(run: "Run", speed: Speed) -> dict[str, Any]:
             "parameters": parameters_of(run.model),
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
-            "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP, of the pairs that attention sees (of all pairs "
-            f"{speed.of_all_pairs / 1e6:,.2f} MFLOP, and {speed.of_all_pairs / speed.flops:.4g} times the MFU)",
+            "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP, counting pairs that attention computes (all pairs: "
+            f"{speed.of_all_pairs / 1e6:,.2f} MFLOP, {speed.of_all_pairs / speed.flops:.4g} times the MFU)",
             "peak_source": speed.peak.source,
         },
     }

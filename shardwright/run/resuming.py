@@ -1,7 +1,7 @@
-"""Configurations that runs and checkpoints keep, and what a run and the checkpoint it starts from must agree on.
+"""Reads the configurations saved in checkpoints, and checks that a run may resume from one.
 
-A saved configuration is data: it may be a stranger's. Nothing in it is resolved. A module that it names is imported
-only if it is shipped here, the user named it himself, or he trusts the configuration.
+A saved configuration may be untrusted: nothing in it is interpolated, and a module that it names is imported only if it
+is shipped here, or the user named it or trusts the configuration.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from shardwright_data.untrusted import check_types
 RETIRED = {
     "data": ("max_epochs", "cache_bytes"),  # and of each source of a mixture
     "hardware": ("xla_flags", "hosts", "coordinator", "host", "name", "memory_fraction"),
-    "optimizer": ("state_dtype",),  # bf16 is refused where its arrays are read
+    "optimizer": ("state_dtype",),  # bf16 is rejected when its arrays are read
     "pipeline": ("layers_per_stage", "recompute"),
     "distributed": ("stopped_exit_code",),
     "trackers": ("num_hosts",),
     "training": ("ema_decay", "eval_weights", "skip_above"),
 }
-"""Settings of older checkpoints that no run has. Where one changed what a step computes, so does its program's hash."""
+"""Settings of older checkpoints that no longer exist. If one changes what a step computes, the program hash differs."""
 _METADATA = {
     "config?": {
         "model": {"module?": str},
@@ -54,14 +54,14 @@ _METADATA = {
     "reference?": {"path": str, "step": int, "manifest": str},
     "skips?": {"count?": int, "in_a_row?": int, "recent?": [(float, float)], "lowest?": [float]},
 }
-"""Types of a checkpoint's metadata beside the configuration, for check_types; older checkpoints lack some."""
+"""Types of a checkpoint's metadata, for check_types; older checkpoints lack some."""
 
 
 def saved_config(metadata: object) -> dict[str, dict]:
-    """The configuration in the metadata of a checkpoint. An import's lacks most sections.
+    """Returns the configuration in the metadata of a checkpoint. Imported checkpoints lack most sections.
 
     Raises:
-        ValueError: it has none, or another part of the metadata has not the type with which it is saved.
+        ValueError: it has none, or another part of the metadata has the wrong type.
     """
     config = as_config(metadata.get("config") if isinstance(metadata, dict) else None, "the checkpoint's metadata")
     check_types("the checkpoint's metadata", metadata, _METADATA, "Take another checkpoint.")
@@ -71,9 +71,9 @@ def saved_config(metadata: object) -> dict[str, dict]:
 
 
 def with_defaults(saved: dict, named: str | None = None) -> dict:
-    """A checkpoint's configuration, with defaults for the settings that it does not have.
+    """Fills in defaults for the settings that a checkpoint's configuration lacks.
 
-    A model has defaults if its module is shipped here, or is the one that the user named: no other is imported.
+    For the model only if its module is shipped here or is `named`, by the user: no other is imported.
     """
     filled = {}
     for section in dataclasses.fields(Config):
@@ -97,10 +97,10 @@ def _without(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
 
 
 def config_of(saved: dict, trust: bool = False) -> Config:
-    """A checkpoint's configuration, typed and checked.
+    """Converts a checkpoint's configuration to a checked Config.
 
-    Raises ValueError for a setting that is missing, unknown or out of its range; and, unless `trust`, for a module that
-    is not shipped here, and for data or a tokenizer at another host.
+    Raises ValueError for a setting that is missing, unknown or out of range; and, unless `trust`, for a module that is
+    not shipped here, and for data or a tokenizer on another host.
     """
     module = saved["model"].get("module", "train")
     schedule = saved.get("pipeline", {}).get("schedule", "gpipe")
@@ -108,8 +108,8 @@ def config_of(saved: dict, trust: bool = False) -> Config:
     for name, value, known in named:
         if not (known or trust):
             raise ValueError(
-                f"{name} of the checkpoint is {value!r}, which is not shipped here: importing it runs its code. If the "
-                "run is yours, or you have read that file, give trust=true."
+                f"{name} of the checkpoint is {value!r}, which is not shipped here; importing it would run its code. "
+                "Give trust=true if the run is yours or you have read that file."
             )
     register_schema()
     schema = ConfigStore.instance().load("config_schema.yaml").node
@@ -120,14 +120,14 @@ def config_of(saved: dict, trust: bool = False) -> Config:
         raise ValueError(wrong_setting(Config, error)) from None
     for name, value in () if trust else fetched(c):
         raise ValueError(
-            f"{name} of the run is {value!r}, which would be fetched. If the run is yours, or you trust that address, "
-            "give trust=true."
+            f"{name} of the run is {value!r}, which would be downloaded. Give trust=true if the run is yours or you "
+            "trust that address."
         )
     return c
 
 
 def fetched(c: Config) -> Iterator[tuple[str, str]]:
-    """Settings of the data that reading a run's batches, or its tokenizer, would ask another host for."""
+    """Yields the data settings that would access another host when a run's batches or tokenizer are read."""
     values = flat({"data": dataclasses.asdict(c.data), "training.changes": c.training.changes})
     yield from (
         (name, url[0]) for name, value in values.items() if (url := re.search(r"[^\s'\"]+://[^'\"]*", str(value)))
@@ -140,24 +140,24 @@ def fetched(c: Config) -> Iterator[tuple[str, str]]:
 
 
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
-    """Dotted names of the settings that a checkpoint and the run that resumes from it must agree on.
+    """Lists the dotted names of settings that may not change when a run resumes.
 
-    Mesh, processes, logging, microbatches, and the length of the run may differ.
+    Mesh, processes, logging, microbatches, and the length of the run may.
     """
     data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
     training = tuple(
         f"training.{name}"
         for name in ("batch_size", "seq_len", "seed", "compute_dtype", "reduce_dtype", "document_mask", "fp8")
     )
-    # A resumed run does not read init_from, whose directory may be gone. So it may be left out, but not changed.
+    # A resumed run does not read init_from, whose directory may be gone, so it may be omitted but not changed.
     training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
     return ("model", "optimizer", *data, *training)
 
 
 def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
-    """Raises ValueError if `c` cannot resume the run in `directory`, made with `saved`: with the differences.
+    """Raises ValueError, with the differences, if `c` cannot resume the run in `directory`, made with `saved`.
 
-    Both must have the same settings in each of the `done` steps. Later ones are those of `c`.
+    Both must have the same settings in each of the first `done` steps; later ones are those of `c`.
     """
     saved, current = with_defaults(saved, c.model.module), dataclasses.asdict(c)
     for first in sorted({*firsts(saved), *firsts(current)}):
@@ -172,7 +172,7 @@ def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
             change = ", ".join(f"{name}: {'null' if x is None else x}" for name, x in {"step": done, **changed}.items())
             instead = f" To change it from here on instead, change it back and add {{{change}}} to training.changes."
             raise ValueError(
-                f"the run in {directory} was made with another configuration{since}:\n  "
+                f"the run in {directory} was made with other settings{since}:\n  "
                 + "\n  ".join(differences)
                 + "\nChange these back to resume it, or start another run with a new paths.model_name."
                 + instead * bool(changed)
@@ -180,7 +180,7 @@ def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
 
 
 def deciding_settings(config: Config) -> dict[str, Any]:
-    """The settings that decide what the steps compute, in parts. Paths of data may differ between hosts."""
+    """Returns the settings that determine what the steps compute, by section. Data paths may differ between hosts."""
     data = config.data
     weights = {name: source.weight for name, source in (data.mixture or {}).items()}
     parts = {name: getattr(config, name) for name in ("model", "optimizer", "training", "pipeline", "mesh")}
@@ -189,9 +189,9 @@ def deciding_settings(config: Config) -> dict[str, Any]:
 
 
 def check_processes(parts: Mapping[str, Any]) -> None:
-    """Raises ValueError, in all processes, if a part is not the same in all, which call this with as many parts.
+    """Raises ValueError in all processes if a part differs between processes. All call this with the same names.
 
-    Each process updates its own shards, so that a stale file on one host would change the result in silence.
+    Each process updates its own shards, so a stale file on one host would silently change the result.
     """
     if jax.process_count() == 1:
         return
@@ -199,26 +199,26 @@ def check_processes(parts: Mapping[str, Any]) -> None:
     every = multihost_utils.process_allgather(np.stack(digests))
     for process, part in np.argwhere((every != every[0]).any(-1)):
         raise ValueError(
-            f"process {process} has another {[*parts][part]} than process 0: give all the same, and begin again."
+            f"process {process} has another {[*parts][part]} than process 0: give all the same and restart."
         )
 
 
 def choose_checkpoint(
     checkpoints: Checkpointer, wanted: int | None, damaged: dict[int, str], skip_steps: Sequence[int] = ()
 ) -> tuple[int, dict] | None:
-    """Step and metadata of the checkpoint that a run goes on from; None if it has none. The same in all processes.
+    """Chooses the checkpoint to resume from. Returns its step and metadata, the same in all processes; None without.
 
-    It is the latest one whose manifest is whole. If `wanted` is a step, it is that one, unless the latest was made by a
-    run that went back to this step already, with the same batches: then the same command goes on with that run.
+    It is the latest with an intact manifest, or the one of step `wanted`. If a run that already went back to `wanted`,
+    with the same batches, saved the latest, it is that: repeating a command continues the run.
 
     Args:
         checkpoints: of the run.
         wanted: training.resume_step.
-        damaged: by step, what is damaged in the checkpoints that were tried. Those that turn out to be are added.
+        damaged: step of each damaged checkpoint → what is wrong. Newly found ones are added.
         skip_steps: data.skip_steps.
 
     Raises:
-        ValueError: there is no such checkpoint that is whole.
+        ValueError: there is no such intact checkpoint.
     """
     while (step := checkpoints.latest_step(without=damaged)) is not None:
         try:
@@ -233,16 +233,16 @@ def choose_checkpoint(
         return wanted, agreed(lambda: checkpoints.metadata(wanted))
     if wanted is None and not damaged:
         return None
-    # A run that went back may have deleted, as the oldest, the checkpoint that it went back to.
+    # A run that went back may since have deleted the checkpoint it went back to, as its oldest.
     which = "; ".join(f"step {step}: {why}" for step, why in sorted(damaged.items(), reverse=True))
     raise ValueError(
-        f"no checkpoint in {checkpoints.store.url} is whole that this run could go on from: training.resume_step is "
-        f"{wanted}. {which} Choose another step, copy one there, or start a run of another name."
+        f"no intact checkpoint in {checkpoints.store.url} to resume from: training.resume_step is {wanted}. {which} "
+        "Choose another step, copy a checkpoint there, or start a run with another name."
     )
 
 
 def _went_back(metadata: dict, wanted: int, skip_steps: Sequence[int], step: int) -> bool:
-    """Whether a run with these settings made the checkpoint of `step`, with the batches up to there."""
+    """Returns whether a run with these settings saved the checkpoint of `step`, after the same batches."""
     config = saved_config(metadata)
     with contextlib.suppress(ValueError):
         check_skips(config.get("data", {}).get("skip_steps", []), skip_steps, step)

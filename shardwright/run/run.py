@@ -1,4 +1,4 @@
-"""A run around the training step: the order in which its schedule, its checkpoints and its log work."""
+"""Runs training around the training step: combines the schedule, checkpoints and log of a run."""
 
 import contextlib
 import functools
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     from train import State
 
 CHANGES = "changes"
-"""What `end` returns where settings change, and the run goes on."""
+"""What `end` returns if the run continues with changed settings."""
 
 
 class Run(Schedule):
-    """A run in its directory, resumed from its last checkpoint if it has one. A context manager, which closes it.
+    """Runs or resumes training in a directory, until the next of training.changes or the end. A context manager.
 
-    It goes to the next of training.changes, from where another one resumes it. train.train shows the order of its
-    methods. With several processes all make the same calls, and process 0 writes and prints.
+    After a change, another Run resumes. train.train shows the order of the methods. With several processes all make
+    the same calls, and process 0 writes and prints.
 
     Args:
-        c, model, trainer: as of Schedule.
+        c, model, trainer: as for Schedule.
         directory: of the run.
         examine: the module shardwright.inspect.examine.
 
     Attributes:
         options: compiler options that the installed XLA knows.
         reference: the weights of training.reference, or None.
-        stopped_by: name of the signal that asked the run to stop; None without one.
+        stopped_by: name of the signal that requested a stop; None without one.
 
     Raises:
-        ValueError: the data is too short for the run, or a checkpoint is of another configuration.
+        ValueError: the data is too short for the run, or a checkpoint has other settings.
     """
 
     def __init__(self, c: Config, model: LanguageModel, directory: Path, trainer: str, examine: ModuleType):
@@ -73,12 +73,10 @@ class Run(Schedule):
     # ---- before the first step ----------------------------------------------------------------------------------
 
     def begin(self, State: Any) -> Any:
-        """The state to begin with, of the last checkpoint or fresh.
-
-        Prints the lines that describe the run, and opens its log.
+        """Restores the state of the last checkpoint, or initializes it. Describes the run and opens its log.
 
         Args:
-            State: class of the state, generic in the class of the weights. Its fields are `weights`, those of the
+            State: class of the state, generic in the class of the weights. Its fields are `weights` and those of the
                 optimizer.
         """
         state, keeper = None, self._keeper
@@ -86,7 +84,7 @@ class Run(Schedule):
             start, loader_state, skips = keeper.last(self._provenance_at)
             self.resume(start, loader_state)
             check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
-            planned = self._planned()  # before the state takes memory that a device may not have
+            planned = self._planned()  # before allocating the state, which may not fit
             state = keeper.state(start, self.step, State)
         for step, why in keeper.damaged.items():
             log(f"WARNING    the checkpoint of step {step} is not used: {why}")
@@ -105,21 +103,21 @@ class Run(Schedule):
         return self.provenance
 
     def _planned(self) -> str | None:
-        """What the run's plan says, on process 0."""
+        """Plans the next steps, on process 0. Returns the line to print."""
         plan = lambda c: self._examine.plan_run(self.traced(c), self.total, self.directory)
         plans = lambda: [plan(c) for c in reversed(self.ahead)][-1]  # plan.json is of the next steps
         return agreed(lambda: plans() if jax.process_index() == 0 and self.start < self.total else None)
 
     def prove(self) -> None:
-        """Refuses steps that do not compute on this mesh what they compute on one device, or that look ahead."""
+        """Raises if a step does not compute on this mesh what it computes on one device, or is not causal."""
         self._examine.prove(list(map(self.traced, self.ahead)), self.provenance["source"])
 
     def check_kernels(self) -> None:
-        """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
+        """Runs each platform-specific kernel and its reference implementation, and raises if they differ."""
         self._examine.check_kernels(list(map(self.traced, self.ahead)), self.options)
 
     def compile(self) -> jax.stages.Compiled:
-        """The compiled training step. Keeps its HLO text, for a picture."""
+        """Compiles the training step. Keeps its HLO text, for a picture."""
         return self._journal.compile()
 
     @functools.cached_property
@@ -127,13 +125,13 @@ class Run(Schedule):
         return self.step.other(name="evaluation").lower().compile(compiler_options=self.options)
 
     def evaluation_step(self, weights: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """The evaluation step that was proved: sum of losses in nats, number of targets."""
+        """Runs the verified evaluation step: sum of losses in nats, number of targets."""
         return self._evaluation(weights, batch)
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
-        """Index of each step that is still to be done, and its batch. Ends early on a signal. Reads batches ahead."""
+        """Yields the index and batch of each remaining step; prefetches batches. Ends early on a signal."""
         load = lambda step: self.loader.load(self.batch_of(step))
         ahead = self.c.data.prefetch, self.loader.parallel_loads
         batches = self._cleanup.enter_context(prefetch(load, self.start, self.end_step, *ahead))
@@ -141,7 +139,7 @@ class Run(Schedule):
         self._stop = self._cleanup.enter_context(StopRequest())
         for step in range(self.start, self.end_step):
             profiler.before_step(step - self.start)
-            first = step == self.start  # it may take longer: devices and networks are set up in it
+            first = step == self.start  # takes longer, because it sets up devices and networks
             now_at("waiting for a batch", step, paused=first)
             batch = next(batches)
             now_at("in the training step", paused=first)
@@ -151,7 +149,7 @@ class Run(Schedule):
                 return
 
     def log_statistics(self, step: int, state: "State", batch: TokenBatch) -> None:
-        """Logs the event `microscope` of a step, before it is dispatched, if it is due."""
+        """Logs activation and gradient statistics, the event `microscope`, before a step is dispatched, if due."""
         interval = self.c.training.microscope_interval
         if interval is not None and step % interval == 0:
             look = lambda: self._microscope.collect(state, batch, np.int32(step), self.reference)
@@ -162,9 +160,9 @@ class Run(Schedule):
         return self._examine.RunStatistics(self.step, self.placement, self.options)
 
     def log(self, step: int, metrics: object) -> None:
-        """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.
+        """Queues the metrics of the step just dispatched and writes those of the step before, so no device idles.
 
-        `metrics` is a dataclass. Its fields are those that RunLog.log takes, and one is `loss`.
+        `metrics` is a dataclass with fields that RunLog.log accepts, one of them `loss`.
         """
         self.done = step + 1
         self._journal.dispatched(step, metrics)
@@ -174,7 +172,7 @@ class Run(Schedule):
         self._journal.see(step, metrics)
 
     def save(self, state: "State") -> None:
-        """Saves a checkpoint, in the background but for the last of this start. Raises as Keeper.save."""
+        """Saves a checkpoint, in the background except for the last of this start. Raises as Keeper.save does."""
         done, journal = self.done, self._journal
         journal.log.events.append((done - 1, "checkpoint"))
         metadata = {"loader": self.loader.state(self.batch_of(done - 1) + 1), "provenance": self.provenance}
@@ -182,7 +180,7 @@ class Run(Schedule):
         self._keeper.save(done, state, metadata, journal.settle, journal.replay_of(done - 1), is_last)
 
     def validate(self, evaluation_step: Callable[..., Any], weights: object) -> None:
-        """Logs the loss on the validation split, or why there is none; nothing if training.eval_batches is 0."""
+        """Logs the validation loss, or why there is none. Does nothing if training.eval_batches is 0."""
         if self.validation:
             self._journal.log.flush()  # the steps before end here
             self.log_event(*self.evaluated(evaluation_step, weights))
@@ -193,20 +191,18 @@ class Run(Schedule):
 
     @staticmethod
     def to_the_end(train: Callable[[], str | None]) -> str | None:
-        """Trains again, from the checkpoint that is there then, as long as it ends where settings change."""
+        """Repeats `train`, which resumes from the last checkpoint, while it ends because settings change."""
         while (ended := train()) == CHANGES:
             log("")
         return ended
 
     def end(self) -> str | None:
-        """Waits until all is written, and prints where. Returns the signal that stopped the run, if any, or CHANGES.
+        """Waits until all is written, and prints where. Returns the signal that stopped the run, CHANGES, or None.
 
-        Raises OSError, with the path, if the last checkpoint or lines of the metrics cannot be written.
+        Raises OSError, with the path, if the last checkpoint or metrics cannot be written.
         """
         if self._journal.is_empty:
-            log(
-                f"{self.start} steps are done already, of {self.total}; to continue, train for longer (training.steps)."
-            )
+            log(f"{self.start} of {self.total} steps are done already. To continue, train for longer (training.steps).")
             return None
         self._journal.log.close()
         self._keeper.checkpoints.wait()

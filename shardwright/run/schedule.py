@@ -1,4 +1,4 @@
-"""The steps of a run: which are still to be done, and the settings and the data of each."""
+"""Determines the remaining steps of a run, and the settings and data of each."""
 
 import functools
 from collections.abc import Callable
@@ -27,12 +27,12 @@ class Schedule:
         trainer: name of the module of the training program.
 
     Attributes:
-        c, step: as they are at these steps.
-        start, done: number of steps done before this start, and until now.
+        c, step: settings and Step until the next change.
+        start, done: number of steps done before this start, and so far.
         end_step: number of steps done at the next change, or at the end.
         total: number of steps of the whole run.
-        ahead: the settings of these steps, and those after each change that is to come.
-        loader, validation: of the batches; validation is None without any.
+        ahead: the current settings, and those after each future change.
+        loader, validation: loaders of the two splits; validation is None without evaluations.
     """
 
     def __init__(self, whole: Config, model: LanguageModel, trainer: str):
@@ -41,29 +41,29 @@ class Schedule:
         self.step = trace_step(self.c, model, trainer=trainer)
 
     def be_at(self, step: int) -> None:
-        """Takes the settings of a step."""
+        """Switches to the settings of a step."""
         c = config_at(self.whole, step)
         if c != self.c:
             self.c, self.step = c, self.traced(c)
             self.__dict__.pop("provenance", None)
 
     def traced(self, c: Config) -> Step:
-        """The training step with the settings of one of the steps."""
+        """Returns the training step with these settings."""
         return self.step if c == self.c else trace_step(c, self.model, trainer=self._trainer)
 
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
-        """Of the steps with the settings `c`."""
+        """Provenance of the program with the current settings."""
         return provenance_of(self.step)
 
     def resume(self, start: int, loader_state: dict[str, Any]) -> None:
-        """Makes what depends on where the run is resumed. Raises ValueError for data that is missing or too short."""
+        """Makes the loaders and step counts for a run resumed at `start`. Raises ValueError for missing data."""
         self.be_at(start)
         whole, inputs, self.start, self.done = self.whole, inputs_of(self.model), start, start
         self.loader: Loader = loader_at(whole, start, inputs, loader_state)
         self.total = total_steps(whole, self.loader)
         later = [first for first in firsts(whole) if start < first < self.total]
-        # Those of the last change too, so that data which is missing or differs is known now.
+        # Also those of the last change, so that missing or differing data is reported now.
         loaders = [self.loader, *(loader_at(whole, first, inputs) for first in later[-1:])]
         self.end_step = min([self.total, *later])
         self.ahead = [self.c, *(config_at(whole, first) for first in later)]
@@ -76,13 +76,13 @@ class Schedule:
 
     @property
     def is_over(self) -> bool:
-        """Whether no step is left before the next change, or at all."""
+        """True if no step is left before the next change or the end."""
         return self.done >= self.end_step
 
     def due(self, interval: int | None, epochs: float | None = None) -> bool:
-        """Whether `interval` divides the number of steps done, or the last step passed a multiple of so many epochs.
+        """Returns whether `interval` divides the steps done, or the last step passed a multiple of `epochs` epochs.
 
-        It is when all are done. None: only then.
+        Always true after the last step. None: only then.
         """
         if epochs is not None:
             begin, end = (self.loader.epochs_before(self.batch_of(step)) for step in (self.done - 1, self.done))
@@ -90,21 +90,21 @@ class Schedule:
         return self.is_over or (interval is not None and self.done % interval == 0) or (epochs is not None and passed)
 
     def batch_of(self, step: int) -> int:
-        """Index of the batch of a step."""
+        """Returns the index of the batch of a step."""
         return batch_of(step, self.c.data.skip_steps)
 
     def tokens_before(self) -> int:
-        """Tokens of the steps before the start, less as many as they would have with the settings of now."""
+        """Computes Speed.tokens_before: tokens of the steps before the start, minus those at the current batch size."""
         return tokens_before(self.whole, self.start) - self.start * self.loader.tokens_per_batch
 
     def evaluated(self, evaluation_step: Callable[..., Any], weights: object) -> tuple[str, dict[str, Any]]:
-        """The event of a validation and its values: the loss on the validation split, or why there is none."""
-        alone = () if jax.process_count() > 1 else (RuntimeError,)  # others are raised in all processes
+        """Evaluates on the validation split. Returns the name and values of the event, which may be a failure."""
+        alone = () if jax.process_count() > 1 else (RuntimeError,)  # only the others are raised in all processes
         try:
             return "validation", evaluate(evaluation_step, weights, self.validation, self.c.training.eval_batches)
-        except (OSError, ValueError, *alone) as error:  # what was trained is to be saved
+        except (OSError, ValueError, *alone) as error:  # keep training, so that the work is saved
             return "validation_failed", {"why": in_a_line(error)}
 
     def changes(self) -> dict[int, str]:
-        """Each change of settings, by the step from which they hold."""
+        """Describes each change of settings, by the step from which it applies."""
         return {first: described_change(self.whole, first) for first in firsts(self.whole)[1:]}

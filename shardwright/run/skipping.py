@@ -1,4 +1,4 @@
-"""Skipped steps, whose loss or gradients are not finite, and spikes, where these jump."""
+"""Tracks skipped steps, whose loss or gradients are not finite, and spikes, where these jump."""
 
 import collections
 import itertools
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from train import State
 
 SMALLER_RATE = (
-    "begin another run with the weights of an earlier checkpoint (training.init_from) and a smaller "
+    "start another run from the weights of an earlier checkpoint (training.init_from) with a smaller "
     "optimizer.learning_rate"
 )
 
 
 RECENT, FEWEST = 20, 5
-"""Steps whose median smooths a loss or a gradient norm, and the fewest of which one is taken."""
+"""Steps in the median that smooths a loss or gradient norm, and the fewest that give one."""
 LEAST, OF_NORM, RISES = 0.5, 10, 2
-"""Least jump of a loss that is a spike; how many times more than the loss a gradient norm has to jump; and least jump
-of both, as a multiple of the largest rise within RECENT steps: batches of few tokens vary by themselves."""
+"""Thresholds of a spike: least jump of a loss; multiple of spike_factor for gradient norms; and least jump of both as a
+multiple of the largest rise within RECENT steps, because small batches are noisy."""
 
 
 class SkippedSteps:
-    """The steps of a run that were skipped, and those that spiked.
+    """Counts skipped steps and detects spikes.
 
     Args:
         most: training.max_skipped.
-        state: what `state` gave when the checkpoint was saved; empty for a new run.
-        tell: called with the step, a line about it, and `skipped` or `spike`.
+        state: what `state` returned when the checkpoint was saved; empty for a new run.
+        tell: called with the step, the reason, and `skipped` or `spike`.
         spike_factor: training.spike_factor.
     """
 
@@ -50,15 +50,15 @@ class SkippedSteps:
         self._recent = collections.deque(map(tuple, state.get("recent", [])), maxlen=RECENT)
         self._lowest: list[float] = state.get("lowest", [])
         self.count: int = state.get("count", 0)
-        """Number of skipped steps of the run."""
+        """Skipped steps of the run."""
         self.in_a_row: int = state.get("in_a_row", 0)
-        """Number of the last steps that were skipped, one after the other."""
+        """Consecutive skipped steps up to now."""
         self._before = self.count
 
     def see(self, step: int, loss: Any, grad_norm: Any, skipped: bool) -> None:
-        """Takes the numbers of a step, which are strings if they are not finite.
+        """Processes the loss and gradient norm of a step, which are strings if they are not finite.
 
-        Raises FloatingPointError if training.max_skipped steps in a row were skipped.
+        Raises FloatingPointError after training.max_skipped consecutive skipped steps.
         """
         if not skipped:
             self.in_a_row = 0
@@ -71,8 +71,8 @@ class SkippedSteps:
         if self._most is not None and self.in_a_row >= self._most:
             raise FloatingPointError(
                 f"{self.in_a_row} steps in a row were skipped, the last of them step {step} ({why}); "
-                f"training.max_skipped is {self._most}. Leave these batches out (data.skip_steps), from an earlier "
-                f"checkpoint (training.resume_step); or {SMALLER_RATE}."
+                f"training.max_skipped is {self._most}. Skip these batches (data.skip_steps) from an earlier "
+                f"checkpoint on (training.resume_step), or {SMALLER_RATE}."
             )
 
     def _see_spike(self, step: int, *values: float) -> None:
@@ -98,17 +98,18 @@ class SkippedSteps:
         """Raises FloatingPointError if all of the `steps` of this start were skipped."""
         if 0 < steps <= self.count - self._before:
             raise FloatingPointError(
-                f"all {steps} steps of this start were skipped, so that nothing was learned: the events `skipped` of "
-                f"metrics.jsonl say why. Start from an earlier checkpoint (training.resume_step); or {SMALLER_RATE}."
+                f"all {steps} steps of this start were skipped, so nothing was learned. The events `skipped` in "
+                f"metrics.jsonl have the reasons. Resume from an earlier checkpoint (training.resume_step), or "
+                f"{SMALLER_RATE}."
             )
 
     def state(self) -> dict[str, Any]:
-        """JSON values from which a resumed run goes on."""
+        """Returns the state, as JSON values, for a resumed run."""
         return {"count": self.count, "in_a_row": self.in_a_row, "recent": [*self._recent], "lowest": self._lowest}
 
 
 def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list]]:
-    """The documents of a batch in words, and as stretches by source for the log; those of a stream are not known."""
+    """Names the documents of a batch, in words and as ranges by source for the log. A stream's are not known."""
     try:
         found = loader.documents(batch)
     except (ValueError, OSError) as error:
@@ -121,17 +122,17 @@ def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list
 
 @jax.jit
 def are_finite(state: "State") -> Any:
-    """Whether all values of each array are finite, computed on the devices."""
+    """Computes, on the devices, whether all values of each array are finite."""
     return jax.tree.map(lambda x: jnp.isfinite(x).all(), state)
 
 
 def check_finite(finite: object, step: int, ask: str) -> None:
-    """Waits for what `are_finite` gave of the state after `step` steps, and raises FloatingPointError if it is not.
+    """Waits for the result of `are_finite` after `step` steps, and raises FloatingPointError if any value is false.
 
-    `ask` is a command that names the reason.
+    `ask` is a command that finds the reason.
     """
     if bad := [name for name, is_finite in named_leaves(finite).items() if not is_finite]:
         raise FloatingPointError(
-            f"{listed(bad)}: values are not finite after step {step}, so this state is not saved. {ask} names the "
-            f"first of them. The usual remedy: {SMALLER_RATE}."
+            f"{listed(bad)}: values are not finite after step {step}, so this state is not saved. Run {ask} to find "
+            f"the first of them. The usual remedy: {SMALLER_RATE}."
         )

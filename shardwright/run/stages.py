@@ -1,7 +1,7 @@
-"""Pipeline of a run: the layers of each stage, the schedule, and the order of the weights at rest.
+"""Runs the microbatches of a step, one after another or in pipeline stages, and places the layers on the stages.
 
-At rest a stack of layers is `layers/p`, in the order of shardlib/placement.py. That is the order of the layers if each
-device of p has one chunk.
+At rest a stack of layers is sharded `layers/p`, in the order of shardlib/placement.py: layer order if each device of p
+has one chunk.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ from shardwright.modeling.weights import are_stacks, initialize, is_stack
 from shardwright.run.config import Config, check_divides
 
 IN_ORDER = "in order"
-"""In place of a schedule's name: each device runs all layers, by shardlib.pipeline.run_in_order. This is proved."""
+"""Instead of a schedule: each device runs all layers, by shardlib.pipeline.run_in_order. Used for verification."""
 
 
 def has_stages() -> bool:
-    """Whether the current mesh has an axis p."""
+    """Returns whether the current mesh has an axis p."""
     return PIPELINE_AXIS in mesh_axes()
 
 
 def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
-    """Placement of the layers of a run on the current mesh. Raises ValueError if they cannot be placed so."""
+    """Places the layers of a run on the stages of the current mesh. Raises ValueError if they cannot be."""
     p, v = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages
     if p == 1 or c.pipeline.schedule == IN_ORDER:
         return place_layers(c.model.layers, in_a_ring(p, 1), period_of(model))
@@ -51,7 +51,7 @@ def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
 
 
 def training_table(c: Config, model: LanguageModel) -> TickTable:
-    """Table of a training step. Raises ValueError if the schedule does not allow so many microbatches."""
+    """Makes the tick table of a training step. Raises ValueError if the schedule rejects training.microbatches."""
     return tick_table(_orders(c, placement_of(c, model)))
 
 
@@ -61,27 +61,26 @@ def _orders(c: Config, placement: LayerPlacement) -> Orders:
 
 
 def executor(c: Config, model: LanguageModel) -> "InTurn | InStages":
-    """What runs the microbatches of a step on the current mesh: in turn, or with p by the schedule of c.pipeline."""
+    """Returns what runs the microbatches of a step on the current mesh: in turn, or with p by pipeline.schedule."""
     return InStages(c, model) if has_stages() else InTurn(c.training.microbatches, c.training.side_by_side)
 
 
 @dataclasses.dataclass(frozen=True)
 class InTurn:
-    """Runs microbatches one after the other, or so many side by side. Per-device code."""
+    """Runs microbatches one after another, or `side_by_side` at a time. Per-device code."""
 
     microbatches: int
     side_by_side: int
 
     @property
     def adds_up(self) -> bool:
-        """Whether gradients of several microbatches are added up."""
+        """True if gradients of several microbatches are accumulated."""
         return self.microbatches > self.side_by_side
 
     def gradients(self, loss: Callable[..., Any], w: Any, batch: Any) -> tuple[Any, Any, Any]:
-        """Loss and gradients, summed over the microbatches in `batch`, and the mean of the layers' metrics.
+        """Computes loss and gradients, summed over the microbatches in `batch`, and the mean of the layers' metrics.
 
-        `loss` maps w and the microbatches that are side by side to the sum of their losses and the means of their
-        LayerAux.
+        `loss` maps w and `side_by_side` microbatches to the sum of their losses and the mean of their LayerAux.
         """
         batch = jax.tree.map(lambda x: x.reshape(-1, self.side_by_side, *x.shape[1:]), batch)
         groups, layers = (len(jax.tree.leaves(x)[0]) for x in (batch, w.layers))
@@ -101,35 +100,32 @@ class InTurn:
         return total, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers)
 
     def loss(self, loss: Callable[..., Any], w: object, batch: object) -> jax.Array:
-        """The loss of `gradients`, without those of layers."""
+        """Computes the loss of `gradients`, without the layers' auxiliary losses."""
         return lax.scan(lambda sum, part: (sum + loss(w, part)[0], None), jnp.zeros(()), batch)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The parts of a train.MicrobatchLoss of one microbatch, as shardlib.pipeline.run_schedule takes them.
-
-    They are those that train.Forward and the loss compose: embed, layers, head.
-    """
+    """Splits a train.MicrobatchLoss into embed, layers and head, as shardlib.pipeline.run_schedule needs them."""
 
     loss: Any
 
     def gather_outer(self, w: object) -> Any:
-        """The weights for `first` and `last`."""
+        """Gathers the weights for `first` and `last`."""
         return self.loss.forward.gather_outer(w)
 
     def first(self, w: object, *microbatch: object) -> Any:
-        """The input of the first layer."""
+        """Computes the input of the first layer."""
         return self.loss.forward.model.embed(w, self.loss.forward.tokens(*microbatch))
 
     def layers(self, w: object, x: object, layer_ids: jax.Array, *microbatch: object) -> tuple[Any, Any]:
-        """`x` after the layers `layer_ids` of a stage, and their LayerAux."""
+        """Applies the layers `layer_ids` of a stage to `x`. Also returns their LayerAux."""
         forward = self.loss.forward
         (x,), _, aux = forward.layers(w, (x,), (forward.tokens(*microbatch),), layer_ids)
         return x, aux
 
     def last(self, w: object, x: object, *microbatch: object) -> Any:
-        """The loss, from the output of the last layer."""
+        """Computes the loss from the output of the last layer."""
         return self.loss.head(w, x, *microbatch)
 
 
@@ -149,7 +145,7 @@ class InStages:
         return shardops.psum("+p ->", total), g, metrics
 
     def loss(self, loss: object, w: object, batch: object) -> jax.Array:
-        """The loss of `gradients`, without those of layers."""
+        """Computes the loss of `gradients`, without the layers' auxiliary losses."""
         return shardops.psum("+p ->", self._run(loss, w, batch, training=False)[0])
 
     def _run(self, loss: object, w: object, batch: object, training: bool) -> tuple[Any, Any, Any]:
@@ -162,13 +158,13 @@ class InStages:
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
-    """Initial weights, as modeling.weights.initialize, in their order at rest on the current mesh. Under jit."""
-    placement = placement_of(c, model)  # which refuses layers that do not divide into stages
+    """Initializes weights, as modeling.weights.initialize, in their order at rest on the current mesh. Under jit."""
+    placement = placement_of(c, model)  # raises if the layers do not divide into stages
     return initialize(model.table, key, placement.order)
 
 
 def stack_orders(placement: LayerPlacement, kind: object, like: object) -> dict[str, np.ndarray]:
-    """Orders of the stacks in `like`, of type `kind`, by name in a checkpoint. Empty where it is that of the layers."""
+    """Returns the order of each stack in `like`, of type `kind`, by name in a checkpoint; {} if all in layer order."""
     if placement.order is None:
         return {}
     found = [(path, array) for path, array, part in arrays_of(kind, like) if part is not ABSENT]
@@ -176,11 +172,11 @@ def stack_orders(placement: LayerPlacement, kind: object, like: object) -> dict[
 
 
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
-    """The current mesh with the axes r, d and t alone: d takes the devices of all but t, or r does if d cannot."""
+    """Folds the current mesh into axes r, d and t: d takes all devices except t's, or r if they do not divide."""
     mesh = jax.sharding.get_mesh()
     if {*mesh.shape} <= {*ALWAYS}:
         return mesh
-    # In the same order, as JAX moves arrays only between meshes with the same order of devices.
+    # JAX moves arrays only between meshes with the same order of devices.
     others = mesh.size // mesh.shape["t"]
     try:
         check_divides(c, sizes := {"d": others, "t": mesh.shape["t"]}, of_batch=False, of_sequences=False)
@@ -190,7 +186,7 @@ def folded_mesh(c: Config) -> jax.sharding.Mesh:
 
 
 def without_stages(weights: object, placement: LayerPlacement, mesh: jax.sharding.Mesh) -> Any:
-    """The weights on a `folded_mesh`, with layers in their order. Moves one array after the other."""
+    """Moves weights to a `folded_mesh`, with layers in layer order, one array at a time."""
     if mesh == jax.sharding.get_mesh():
         return weights
     order, stacked = placement.order, are_stacks(weights)
@@ -207,7 +203,7 @@ def without_stages(weights: object, placement: LayerPlacement, mesh: jax.shardin
 
 
 def describe_stages(c: Config, model: LanguageModel) -> list[str]:
-    """A line on the schedule and its stages. None without stages."""
+    """Describes the schedule and its stages in one line; empty without stages."""
     if not has_stages():
         return []
     placement, ticks = placement_of(c, model), len(training_table(c, model).columns["forward"])

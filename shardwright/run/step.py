@@ -1,4 +1,4 @@
-"""A program of a run as a value, traced once: what proof, plan, statistics and hashes are functions of."""
+"""Represents a program of a run, traced once: the input of verification, plans, statistics and hashes."""
 
 import contextlib
 import dataclasses
@@ -36,38 +36,38 @@ NAMES = "training", "evaluation", "start"
 READ = ("model", "optimizer", "training", "pipeline", "mesh")
 """Sections of the settings that a program may read: those of provenance.read_by, and the mesh."""
 OF_MICROBATCH = "training loss", "evaluation loss", "logits"
-"""Programs of one microbatch: train.MicrobatchLoss, as in both steps, and the forward pass over texts."""
+"""Programs of one microbatch: train.MicrobatchLoss as in both steps, and the forward pass over texts."""
 _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "save": "marked", "unroll": 1}
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
 FORMS: dict[str, Mapping[str, Any]] = {
-    # Attention by train.attention, of all keys: computes what a AttentionMask says of all pairs of positions.
+    # Attention by train.attention over all keys, which applies an AttentionMask to all pairs of positions.
     "einsum attention": {"training.attention": "einsum", "training.context": "gather"},
-    # The loss of all positions at once, not in chunks.
+    # The loss of all positions at once instead of in chunks.
     "whole loss": {"training.loss_chunk": None},
-    # Documents are masked, whatever the run does: a text is one.
+    # Always masks documents, because each text is one.
     "document mask": {"training.document_mask": True},
-    # By the path of attention that is for these devices, and without FP8, in which a text depends on those beside it.
+    # With the attention for these devices, and without FP8, where a text depends on others in its batch.
     "for texts": {"training.attention": "auto", "training.fp8": False},
-    # The loss of a microbatch by the parts that stages run.
+    # The loss of a microbatch, computed in the parts that stages run.
     "in parts": {},
-    # Weights gathered once a step, as one device does by `auto`.
+    # Weights gathered once per step, as `auto` does on one device.
     "gathered ahead": {"training.gather_weights": "step"},
-    # With stages, each device runs all layers in their order: the parts of the schedule one after the other.
+    # With stages, each device runs all layers in layer order instead of following the schedule.
     "layers in order": {"pipeline.schedule": IN_ORDER},
-    # Microbatches one after the other, also those that run side by side.
+    # Microbatches one after another instead of side by side.
     "one after the other": {"training.side_by_side": 1},
-    # Any kernel of attention as one call, of which nothing is computed: for devices that are not there.
+    # Attention kernels as opaque calls, which are not computed: for devices that are not present.
     "kernels as calls": {},
-    # Without the settings that may change when a run is resumed: two microbatches, of one sequence or of two.
+    # Without settings that may change when a run resumes: two microbatches, of one sequence or of two.
     "plain": {**_PLAIN, "training.batch_size": 2},
     "plain, of pairs": {**_PLAIN, "training.batch_size": 4},
 }
-"""Other forms of a step, by name, as edits of its settings. No program of other settings is traced but by these."""
+"""Variants of a step, by name, as edits of its settings. No program is traced with any other edits."""
 
 
 def formed(c: Config, *forms: str) -> Config:
-    """The settings of a step in these forms."""
+    """Applies the edits of these forms to the settings of a step."""
     for name, value in (edit for form in forms for edit in FORMS[form].items()):
         section, _, field = name.partition(".")
         value = dataclasses.replace(getattr(c, section), **{field: value}) if field else value
@@ -77,16 +77,16 @@ def formed(c: Config, *forms: str) -> Config:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """A program of a run on a mesh. It is traced when it is first read, and once.
+    """A program of a run on a mesh, traced once, on first use.
 
     Attributes:
-        c: the settings, in this form.
+        c: the settings, with the edits of `forms`.
         model: the model of c.model.
-        mesh: the mesh on which it is traced, of devices or abstract.
+        mesh: the mesh to trace on, of devices or abstract.
         trainer: the module of the training program, train.py.
         name: one of NAMES or OF_MICROBATCH.
-        forms: those of FORMS in which it is traced, and its size if that is another; none: as it is run.
-        planned: sizes of the mesh for which it chooses what is fast.
+        forms: keys of FORMS that are applied, and its size if that differs; empty: as the run executes it.
+        planned: sizes of the mesh for which it chooses the fast implementation.
     """
 
     c: Config
@@ -103,7 +103,7 @@ class Step:
 
     @property
     def form(self) -> str:
-        """What kind of program it is, for messages."""
+        """Name of this variant, for messages."""
         return ", ".join(self.forms) or AS_RUN
 
     def other(
@@ -114,9 +114,9 @@ class Step:
         planned: Mapping[str, int] | None = None,
         size: tuple[int, int] | None = None,
     ) -> "Step":
-        """The same step in further forms, of another name, or on another mesh. Each is one value, and traced once.
+        """Returns the step in further forms, with another name, or on another mesh. Each variant is traced once.
 
-        `size` is the number of sequences of each microbatch, and their length; the loss has as many chunks.
+        `size` is the number of sequences per microbatch and their length; the number of loss chunks stays the same.
         """
         mesh, forms = mesh or self.mesh, tuple(x for x in forms if not FORMS[x] or formed(self.c, x) != self.c)
         planned = self.planned if planned is None else planned
@@ -135,12 +135,12 @@ class Step:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of what the model reads beside the tokens."""
+        """Names of the model's inputs other than tokens."""
         return inputs_of(self.model)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Sequences of a microbatch, and positions of each."""
+        """Sequences per microbatch, and positions per sequence."""
         return self.c.training.batch_size // self.c.training.microbatches, self.c.training.seq_len
 
     @property
@@ -150,18 +150,18 @@ class Step:
 
     @functools.cached_property
     def calls(self) -> list[Call]:
-        """The calls of attention in one period of its layers."""
+        """The attention calls in one period of its layers."""
         with tracing(self.mesh):
             return calls_of(self.forward, self.size[1], self.size[0])
 
     def batch(self) -> Any:
-        """Shapes of its batch, sharded over its mesh, which is in force."""
+        """Returns the shapes of its batch, sharded over its mesh, which must be the current one."""
         t = self.c.training
         return batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self.inputs))
 
     @property
     def state(self) -> Any:
-        """Shapes of the state, as the program `start` makes it."""
+        """Shapes of the state that the program `start` makes."""
         return self.other(name="start").traced.out_info
 
     @functools.cached_property
@@ -196,22 +196,22 @@ class Step:
 
     @property
     def types(self) -> list[list[ShapeSpec]]:
-        """The types of the arguments of each of its shard_maps."""
+        """Types of the arguments of each of its shard_maps."""
         return self._trace[1]
 
     @property
     def rules(self) -> list[AttentionMask]:
-        """With kernels as calls, the AttentionMask of each call of attention."""
+        """AttentionMask of each attention call, if kernels are traced as calls."""
         return self._trace[2]
 
     def lower(self) -> jax.stages.Lowered:
-        """What XLA is given. On a mesh of devices it can be compiled, while that is in force."""
+        """Lowers the program. On a mesh of devices, it can be compiled while that mesh is the current one."""
         with tracing(self.mesh, self.planned or self.mesh.shape):
             return self.traced.lower()
 
     @functools.cached_property
     def hash(self) -> str:
-        """Hash of the program, as the text that XLA is given. Comments and names of values do not count."""
+        """Hash of the lowered text, which does not depend on comments and names of values."""
         return hashlib.sha256(self.lower().as_text().encode()).hexdigest()[:20]
 
 
@@ -229,9 +229,9 @@ class _Unread:
 
 
 def _trace_microbatch(step: Step) -> jax.stages.Traced:
-    """A program of OF_MICROBATCH, of weights and the batch and seeds of a microbatch. What its loss gets has names.
+    """Traces a program of OF_MICROBATCH: a function of weights and a microbatch. Inputs of its loss are named.
 
-    With microbatches side by side it is of two: one that could see the other is enough.
+    With microbatches side by side it takes two, which is enough to detect that one reads another.
     """
     t, forward, model, trainer = step.c.training, step.forward, step.model, step.trainer
     Microbatch = tuple[TokenBatch, u32["B/b"] | None]
@@ -278,7 +278,7 @@ def trace_step(
     form: str = AS_RUN,
     trainer: ModuleType | str = "train",
 ) -> Step:
-    """The step of settings and their model on a mesh, the one in force by default. Step.other gives other forms of it.
+    """Makes the Step of these settings on a mesh, by default the current one. Step.other makes variants of it.
 
     `name` is one of NAMES, `form` one of FORMS. `trainer` is the training program: a module like train.py, or its name.
     """

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: a directory, or a URL that tensorstore opens. tensorstore does all reading and writing.
+"""Stores checkpoints in a directory, or at a URL, through tensorstore.
 
 A key is a path in a store, such as `0000000500/weights/embed/zarr.json`.
 """
@@ -21,9 +21,9 @@ from shardwright_data.untrusted import LARGE, MEMORY, Damaged
 T = TypeVar("T")
 
 MANIFEST = "zarr.json"
-"""Last part of the key of a checkpoint's manifest. zarr readers need this file, and complain about any other."""
+"""Last part of the key of a checkpoint's manifest. zarr readers require this file, and complain about any other."""
 _ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
-"""Exceptions of tensorstore, by the kind of the failure."""
+"""Exceptions that tensorstore raises."""
 WORKERS = 16
 """Files that a process reads or writes at a time."""
 _MESSAGE_BYTES = 6000
@@ -32,18 +32,18 @@ _MESSAGE_BYTES = 6000
 class Store:
     """A directory of a local or shared file system, or the keys at a URL: `s3://`, `gs://`, for reading `https://`.
 
-    Methods may be called from several threads. They raise OSError, with the place, if the store fails. What is written
-    is on the disk, as a whole, when `write` returns.
+    Methods are thread-safe. They raise OSError, with the path or URL, if the store fails. When `write` returns, the
+    whole file is on the disk.
 
     Args:
         place: path of a directory, which need not exist, or a URL.
 
     Attributes:
-        url: the place, for messages.
+        url: path or URL, for messages.
         path: the directory; None at a URL.
 
     Raises:
-        ValueError: a URL that tensorstore cannot read, or that does not answer.
+        ValueError: tensorstore cannot read the URL, or it does not respond.
     """
 
     def __init__(self, place: str | os.PathLike):
@@ -51,7 +51,7 @@ class Store:
         self.path = None if "://" in place else Path(place).expanduser()
         self.url = str(self.path or place.rstrip("/"))
         if self.path is None:
-            # In a context in which a wrong address shows in seconds.
+            # With a context that reports a wrong address within seconds.
             flat_tokens.read_file(flat_tokens.open_kvstore(self.url, flat_tokens.opening_context()), MANIFEST)
         self.kvstore = flat_tokens.open_kvstore(self.url)
 
@@ -65,7 +65,7 @@ class Store:
             raise OSError(f"{reason}: {place}" if reason else f"{place}: {error}") from error
 
     def read(self, key: str, most: int = LARGE) -> bytes | None:
-        """The content of a file; None if it is missing. Raises Damaged if it is none of at most `most` bytes."""
+        """Reads a file; None if it is missing. Raises Damaged if it is not a file of at most `most` bytes."""
         try:
             return flat_tokens.read_file(self.kvstore, key, min(most, MEMORY))
         except Damaged:
@@ -74,21 +74,21 @@ class Store:
             raise OSError(str(error)) from error
 
     def write(self, key: str, content: bytes | None) -> None:
-        """Writes a file. With None removes it, if it is there."""
+        """Writes a file, or with None removes it if it exists."""
         self._result(self.kvstore.write(key, content), key)
 
     def directories(self) -> dict[str, bool]:
-        """Name of each directory at the top, and whether there is a manifest in it. At a URL, lists all keys."""
+        """Maps the name of each top-level directory to whether it has a manifest. At a URL, lists all keys."""
         if self.path is not None:
             found = self.path.iterdir() if self.path.is_dir() else ()
-            # What is no file is damage, which is set aside: only a directory without a manifest may be removed.
+            # A manifest that is not a file is damage, which is set aside; without any, the directory may be removed.
             return {entry.name: os.path.lexists(entry / MANIFEST) for entry in found if entry.is_dir()}
         parts = [key.decode().partition("/") for key in self._result(self.kvstore.list(), "")]
         manifests = {name for name, _, rest in parts if rest == MANIFEST}
         return {name: name in manifests for name, slash, _ in parts if slash}
 
     def remove(self, directory: str) -> None:
-        """Removes a directory, if it is there: the manifest first, so that no half of it passes for a checkpoint."""
+        """Removes a directory if it exists, the manifest first, so that a partial one does not pass as complete."""
         if self.path is None or (self.path / directory).exists():
             self.write(f"{directory}/{MANIFEST}", None)
             self._result(self.kvstore.delete_range(_below(directory)), directory)
@@ -96,7 +96,7 @@ class Store:
                 (self.path / directory).rmdir()
 
     def move(self, directory: str, target: str) -> None:
-        """Gives a directory another key. At a URL its files are copied, the manifest last, and then removed."""
+        """Renames a directory. At a URL, copies its files, the manifest last, and then removes them."""
         if self.path is not None:
             (self.path / target).parent.mkdir(parents=True, exist_ok=True)
             (self.path / directory).rename(self.path / target)
@@ -107,7 +107,7 @@ class Store:
         self.remove(directory)
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Makes these files durable with all directories above them. tensorstore does so with the one they are in."""
+        """Fsyncs all directories above these files. tensorstore syncs only the directory that contains a file."""
         if self.path is None:
             return
         for parent in {parent for key in keys for parent in PurePosixPath(key).parents[1:]}:
@@ -123,16 +123,16 @@ def _below(directory: str) -> ts.KvStore.KeyRange:
 
 
 def in_parallel(jobs: Iterable[Callable[[], T]]) -> list[T]:
-    """The results of all, which ran WORKERS at a time. After an error no other begins.
+    """Runs jobs, WORKERS at a time, and returns their results. After an error no further job starts.
 
-    The error is raised once all have ended: a write that continued would bring back files that the next save removes.
+    The error is raised once all have ended, or a late write could recreate files that the next save removes.
     """
     with concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="chunk") as pool:
         return list(pool.map(lambda job: job(), jobs))
 
 
 def agreed(action: Callable[[], T], *more: type[Exception]) -> T:
-    """Result of `action`, which all processes call. Damaged, OSError, ValueError or `more` in one is raised in all."""
+    """Runs `action` in all processes. Damaged, OSError, ValueError or `more` in one is raised in all."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:  # asked in this order: no devices start
         return action()
     kinds, raised, sent = (*more, Damaged, OSError, ValueError), None, b""

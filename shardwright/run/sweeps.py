@@ -1,4 +1,4 @@
-"""Sweeps (`--multirun`): a directory for each job, and a list of the failed jobs at the end."""
+"""Runs sweeps (`--multirun`): gives each job a directory, and lists failed jobs at the end."""
 
 import atexit
 import functools
@@ -22,9 +22,9 @@ from shardwright.settings.program import Refused, refusals_shown
 
 
 class Job:
-    """A function of the configuration, whose refusals are shown without a traceback, in any process.
+    """A function of the configuration that prints rejected settings without a traceback, in any process.
 
-    Launchers send it to other processes. These import the program from its module, and take its attribute `job`.
+    Launchers pickle it: another process imports the program from its module and takes its attribute `job`.
     """
 
     __wrapped__: Callable
@@ -46,13 +46,13 @@ def _job_of(module: str, name: str) -> Job:
 
 
 class Sweep(Callback):
-    """Callbacks of Hydra around a sweep and its jobs, named in configs/base.yaml.
+    """Hydra callbacks around a sweep and its jobs, named in configs/base.yaml.
 
-    A sweep has the directory `<root_working_dir>/<paths.model_name>`, named by default as a run is, by configuration
-    and time. In it the run of each job is named only by the settings that are swept. So a sweep with another value of a
-    setting that all jobs share, such as a longer training.steps, finds the same runs and resumes them.
+    A sweep has the directory `<root_working_dir>/<paths.model_name>`, named by default by configuration and time, like
+    a run. Inside, the run of each job is named only by the swept settings, so a sweep that changes a setting shared by
+    all jobs, such as a longer training.steps, finds the same runs and resumes them.
 
-    Hydra turns an error that is raised here into a warning, so a wrong sweep ends the program (SystemExit).
+    Hydra turns errors raised here into warnings, so an invalid sweep ends the program (SystemExit).
     """
 
     def __init__(self):
@@ -60,7 +60,7 @@ class Sweep(Callback):
         self._failed: list[str] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
-        """Adds the directory of each job to its overrides, which reach it with any launcher, in any process."""
+        """Adds the directory of each job to its overrides, which reach it through any launcher."""
         parsed = OverridesParser.create().parse_overrides([*config.hydra.overrides.task])
         swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
         shared = sorted({override.key_or_group for override in parsed} - swept | {"paths.model_name"})
@@ -71,7 +71,7 @@ class Sweep(Callback):
             name, directory = find_place(root, name, config.hydra.job.config_name)
         except ValueError as error:
             sys.exit(f"Error: {error}")
-        # Of a quoted text Hydra computes nothing, so what it computes is put in behind it.
+        # Hydra does not interpolate quoted text, so the interpolation follows after the quoted part.
         run = quoted(f"{name}/")[:-1] + '${hydra:job.override_dirname}"' if swept else quoted(name)
         with read_write(config), open_dict(config):
             config.hydra.sweep.dir = str(directory)
@@ -85,15 +85,15 @@ class Sweep(Callback):
         atexit.register(self._end, directory)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: object) -> None:
-        """Prints at once why a job failed. Hydra itself shows only the first failure, at the end."""
+        """Prints immediately why a job failed. Hydra shows only the first failure, at the end."""
         if config.hydra.mode != RunMode.MULTIRUN:
             return
         self._jobs += 1
         if job_return.status == JobStatus.COMPLETED:
             if job_return.return_value is not None:  # the signal that stopped the run
                 sys.exit(
-                    f"{job_return.return_value}: the sweep stops here. To resume it: its command again, "
-                    f"with paths.model_name={self._name}"
+                    f"{job_return.return_value}: the sweep stops here. To resume: the same command, with "
+                    f"paths.model_name={self._name}"
                 )
             return
         try:
@@ -106,13 +106,13 @@ class Sweep(Callback):
                 traceback.print_exception(error)
                 said = f"{type(error).__name__}: {said}"
             self._failed.append(f"{config.hydra.job.override_dirname}: {said.splitlines()[0][:160]}")
-            # The frames of the failed job hold its state, whose memory the next job needs.
+            # Free the failed job's state, which its frames hold, for the next job.
             while error is not None:
                 traceback.clear_frames(error.__traceback__)
                 error = error.__cause__ or error.__context__
             gc.collect()
             if jax.distributed.is_initialized() and config.hydra.launcher._target_.endswith(".BasicLauncher"):
-                sys.exit("The sweep stops here: after an error all processes of a run end.")
+                sys.exit("The sweep stops here: an error ends all processes of a run.")
 
     def _end(self, directory: Path) -> None:
         if self._failed:
@@ -126,14 +126,14 @@ class Sweep(Callback):
 def _check_swept(swept: set[str], config: DictConfig) -> None:
     if "paths.model_name" in swept:
         raise ValueError(
-            "paths.model_name is swept, but it names the whole sweep; its jobs are named by what else is swept. "
-            "Give one name."
+            "paths.model_name cannot be swept: it names the whole sweep, and its jobs are named by the other swept "
+            "settings. Give one name."
         )
     fixed = sorted(key for key in swept if key.split(".")[0] in ("hardware", "distributed"))
     if fixed and config.hydra.launcher.get("_target_", "").endswith(".BasicLauncher"):
         raise ValueError(
-            f"{', '.join(fixed)} cannot be swept in one process, whose devices start once. "
-            "Give each job its own, with hydra/launcher=submitit_slurm or submitit_local, or start it by itself."
+            f"{', '.join(fixed)} cannot be swept in one process, whose devices start once. Give each job its own "
+            "process (hydra/launcher=submitit_slurm or submitit_local), or start the jobs separately."
         )
     if config.paths.model_name is None and (config.distributed.auto or config.distributed.count):
-        raise ValueError("distributed says that there are several processes; give the sweep a paths.model_name.")
+        raise ValueError("give the sweep a paths.model_name: distributed sets up several processes.")

@@ -1,7 +1,7 @@
-"""Experiment trackers: copies of the metrics of a run for TensorBoard, Weights & Biases, ClearML.
+"""Sends the metrics of a run to experiment trackers: TensorBoard, Weights & Biases, ClearML.
 
-metrics.jsonl stays the record of a run. A tracker gets the same numbers, by the same names. It is imported only where
-a run uses it, and where it is kept is its own default: its environment variables choose another place or a server.
+metrics.jsonl remains the record of a run; trackers get the same numbers by the same names. A tracker is imported only
+if a run uses it. Its own environment variables choose where it stores runs, such as a server.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from shardwright_data.checks import check_choice
 from shardwright_data.untrusted import read_object
 
 FILE = "trackers.json"
-"""File in a run's directory with the name of the run in each tracker, by which a resumed run goes on there."""
+"""File in a run's directory with the run's id in each tracker, with which a resumed run continues there."""
 TIMEOUT_S = 60.0
-"""Time that a run waits at its start and at its end for its trackers."""
+"""Most seconds that a run waits for its trackers at its start and at its end."""
 _SETTINGS = "settings"
-"""Section of a task of ClearML with the settings of the run, and the name of what they were before edits."""
+"""Section of a ClearML task with the settings of the run; also the object with their values before edits."""
 
 
 @dataclasses.dataclass
@@ -44,12 +44,12 @@ class TrackersConfig:
     """Settings of experiment trackers (docs/trackers.md)."""
 
     names: list[str] = dataclasses.field(default_factory=list)
-    """Trackers that get the metrics: any of tensorboard, wandb, clearml."""
+    """Trackers to send metrics to: any of tensorboard, wandb, clearml."""
     project: str = "shardwright"
     """Project, or experiment, of the run in the trackers."""
     queue: str | None = None
-    """Queue of ClearML, in which the run is put in place of running here; an agent of ClearML runs it. Needs clearml
-    among the names."""
+    """ClearML queue to enqueue the run in instead of running it here; a ClearML agent runs it. Needs clearml in
+    names."""
 
 
 def check_trackers(c: TrackersConfig) -> None:
@@ -58,14 +58,14 @@ def check_trackers(c: TrackersConfig) -> None:
         check_choice("trackers.names", name, tuple(TRACKERS))
     if c.queue is not None and "clearml" not in c.names:
         raise ValueError(
-            f"trackers.queue is {c.queue!r}, a queue of ClearML, but trackers.names is {c.names}. Add clearml to it."
+            f"trackers.queue is {c.queue!r}, a ClearML queue, but trackers.names is {c.names}. Add clearml to it."
         )
 
 
 class Facts(NamedTuple):
-    """What a tracker is told of a run before its first step, which is step `start`.
+    """Facts about a run that a tracker gets before its first step, which is step `start`.
 
-    `settings` are by dotted names. `known` is the name of the run in the tracker, if it was there before.
+    `settings` have dotted names. `known` is the run's id in the tracker, if it was there before.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Facts(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A run in a tracker: its name there, and functions that take numbers by name and their step, and that close it."""
+    """A run opened in a tracker: its id, a function to log numbers by name at a step, and one to close it."""
 
     id: str
     log: Callable[[dict[str, float], int], Any]
@@ -88,11 +88,11 @@ class Opened(NamedTuple):
 
 
 def _tensorboard(tensorboardx: Any, run: Facts) -> Opened:
-    # Beside plugins/profile, so that TensorBoard shows both. purge_step hides what a killed run had after the start.
-    suffix = f".{run.start}"  # two starts within a second would have one file
+    # Next to plugins/profile, so that TensorBoard shows both. purge_step hides what a killed run logged after start.
+    suffix = f".{run.start}"  # or two starts within a second would share a file
     writer = tensorboardx.SummaryWriter(str(run.directory), purge_step=run.start or None, filename_suffix=suffix)
     writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in run.settings.items()))
-    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns of each NaN, which the run tells
+    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # no warning per NaN: the run reports them
 
     def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -105,7 +105,7 @@ def _wandb(wandb: Any, run: Facts) -> Opened:
     mode = os.environ.get("WANDB_MODE")
     if mode is None and not wandb.login(prompt=False):
         mode = "offline"
-        say(f"tracker    wandb: no login here, so it writes files: wandb sync {run.directory}/wandb/offline-*")
+        say(f"tracker    wandb: not logged in, so it writes files; upload: wandb sync {run.directory}/wandb/offline-*")
     opened = wandb.init(
         mode=mode,
         project=run.project,
@@ -117,19 +117,19 @@ def _wandb(wandb: Any, run: Facts) -> Opened:
         reinit="create_new",  # a sweep has several runs in one process
         settings=wandb.Settings(console="off", silent=True, login_timeout=30),
     )
-    # Its own counter of steps only grows; a step that a resumed run repeats has a step of its own.
+    # W&B's step counter cannot go back when a resumed run repeats steps, so the step is logged as a metric.
     opened.define_metric("*", step_metric="step")
     return Opened(opened.id, lambda values, step: opened.log({"step": step} | values), opened.finish)
 
 
 def _clearml(clearml: object, run: Facts) -> Opened:
     task = _clearml_task(clearml, run.project, run.name, run.known, run.settings)
-    task.set_initial_iteration(0)  # or the steps of a resumed run would be counted behind its last one
+    task.set_initial_iteration(0)  # or ClearML would add its last step to the steps of a resumed run
 
     def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             title, _, series = name.partition("/")
-            if math.isfinite(value):  # ClearML would show 0
+            if math.isfinite(value):  # ClearML would show others as 0
                 task.get_logger().report_scalar(title, series or title, value, step)
 
     def close() -> None:
@@ -144,20 +144,20 @@ TRACKERS = {
     "wandb": ("wandb", _wandb),
     "clearml": ("clearml", _clearml),
 }
-"""By their names in trackers.names: the package to import and to install, and a function of the package and Facts that
-opens a run."""
+"""Maps a name in trackers.names to the package to import and install, and a function of package and Facts that opens a
+run."""
 
 
 # ---- the queue of ClearML ---------------------------------------------------------------------------------------
 
 
 def _clearml_task(clearml: Any, project: str, name: str, known: str | None, settings: Mapping[str, Any]) -> Any:
-    # Or ClearML forks this process, in which JAX has threads, and hangs.
+    # Otherwise ClearML forks this process, which hangs because of JAX's threads.
     overrides = {"sdk": {"development": {"report_use_subprocess": False}}}
     importlib.import_module("clearml.config").config_obj.set_overrides(overrides)
     if task := clearml.Task.current_task():
         return task
-    clearml.Task.force_requirements_env_freeze()  # or ClearML would read all source, and name packages of the tests
+    clearml.Task.force_requirements_env_freeze()  # or ClearML would scan all source, including the tests, for packages
     task = clearml.Task.init(
         project_name=project,
         task_name=name,
@@ -168,48 +168,48 @@ def _clearml_task(clearml: Any, project: str, name: str, known: str | None, sett
         auto_connect_streams=False,
         auto_resource_monitoring=False,
     )
-    if clearml.Task.running_locally():  # what an agent runs has them, as its user left them
+    if clearml.Task.running_locally():  # an agent's task has them already, as edited by its user
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
         task.connect(texts, name=_SETTINGS)
         task.set_configuration_object(_SETTINGS, config_text=json.dumps(texts, indent=1))
-        task.set_packages(_packages())  # which waits for what ClearML finds of the source by itself
-        if HydraConfig.initialized():  # of `-m train` it finds train.py, without arguments
+        task.set_packages(_packages())  # also waits for ClearML's own analysis of the source
+        if HydraConfig.initialized():  # of `-m train` ClearML records only train.py, without arguments
             task.set_script(entry_point=shlex.join(_command()))
     return task
 
 
 def _packages() -> list[str]:
-    """The installed packages with their versions, but those that came from a directory, as this project does."""
-    found = list(importlib.metadata.distributions())  # such a package has an egg-info in its directory, too
+    """Lists the installed packages with versions, except those installed from a directory, like this project."""
+    found = list(importlib.metadata.distributions())  # may list such a package twice: its directory has an egg-info
     local = {x.name for x in found if x.read_text("direct_url.json") is not None}
     return sorted({f"{x.name}=={x.version}" for x in found if x.name not in local})
 
 
 def _command() -> list[str]:
-    """Arguments of Python that start this run, or this job of a sweep."""
+    """Returns the arguments of Python that start this run, or this job of a sweep."""
     hydra = HydraConfig.get()
     flags = [text for text in sys.argv[1:] if text.startswith(("--config-dir=", "--config-path="))]
     return ["-m", "train", *flags, f"--config-name={hydra.job.config_name}", *hydra.overrides.task]
 
 
 def with_edits(arguments: list[str]) -> list[str]:
-    """A command line, with the settings that were edited in the task of ClearML that this process runs, if it does."""
+    """Adds to a command line the settings that a user edited in the ClearML task that this process runs, if any."""
     if not os.environ.get("CLEARML_TASK_ID"):
         return arguments
     task = importlib.import_module("clearml").Task.get_task(task_id=os.environ["CLEARML_TASK_ID"])
     before = json.loads(task.get_configuration_object(_SETTINGS) or "null")
-    if before is None:  # a task of something else
+    if before is None:  # not a task of ours
         return arguments
     section = f"{_SETTINGS}/"
     found = {key[len(section) :]: x for key, x in task.get_parameters().items() if key.startswith(section)}
     edits = {key: value for key, value in found.items() if before.get(key) != value}
     kept = [text for text in arguments if text.partition("=")[0].lstrip("+") not in edits]
-    # A setting may be one that the command line had added, with a plus.
+    # Settings that the run did not have may need the plus that the command line gave them.
     return kept + [f"{'++' if key in before else ''}{key}={value}" for key, value in edits.items()]
 
 
 def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) -> None:
-    """Puts the program into trackers.queue, and ends it. An agent's run of the program goes on here.
+    """Enqueues the program in trackers.queue, if set, and exits. In an agent's run it returns.
 
     Args:
         c: which trackers and queue.
@@ -222,7 +222,7 @@ def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) 
     for which in c.names:
         package, _ = TRACKERS[which]
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"trackers.names has {which}, whose package is not installed: pip install {package}")
+            raise ValueError(f"trackers.names has {which}, which is not installed. Run: pip install {package}")
     if c.queue is not None:
         clearml = importlib.import_module("clearml")
         task = _clearml_task(clearml, c.project, name, None, flat(dict(settings)))
@@ -236,10 +236,10 @@ def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) 
 def tracked(
     c: TrackersConfig, directory: Path, name: str, start: int, settings: Mapping[str, Any]
 ) -> Iterator[Callable]:
-    """Opens the trackers of a run until the context ends, on process 0. Gives the function that takes lines of metrics.
+    """Opens the trackers of a run for the context, on process 0. Gives the function that sends lines of metrics.
 
-    It takes each line of metrics.jsonl as a dict, from any thread, and waits for nothing: each tracker has a thread of
-    its own. One that fails is told in a line, and left; training goes on.
+    It takes each line of metrics.jsonl as a dict, from any thread, and does not block, because each tracker has its own
+    thread. If a tracker fails, a warning is printed and training continues without it.
 
     Args:
         c: which trackers.
@@ -254,7 +254,7 @@ def tracked(
         for which in dict.fromkeys(c.names):
             facts = Facts(name, directory, c.project, start, flat(dict(settings)), known.get(which))
             followed.append(_Followed(which, facts))
-            # Python 3.11 parses source in one thread at a time: else the proof may fail by what a tracker imports.
+            # Python 3.11 parses source in one thread at a time: verification could fail while a tracker imports.
             followed[-1].opened.wait(TIMEOUT_S)
             known |= {which: followed[-1].id} if followed[-1].id else {}
         with best_effort(str(directory / FILE)):
@@ -267,13 +267,11 @@ def tracked(
         for each in followed:
             each.thread.join(TIMEOUT_S)
             if each.thread.is_alive():
-                _leave(
-                    each.thread.name, f"it was not done within {TIMEOUT_S:g} s of the end; its last lines may be lost"
-                )
+                _leave(each.thread.name, f"it did not finish within {TIMEOUT_S:g} s; its last lines may be lost")
 
 
 class _Followed:
-    """A tracker, which is opened and gets lines in a thread of its own, until one of them is None."""
+    """Opens a tracker and sends it lines, in its own thread, until a line is None."""
 
     def __init__(self, name: str, facts: Facts):
         self.id, self.opened = None, threading.Event()
@@ -299,14 +297,14 @@ class _Followed:
 
 
 def _leave(name: str, why: str) -> None:
-    say(f"WARNING: the tracker {name} is left: {why}. The run goes on, and metrics.jsonl has its metrics.")
+    say(f"WARNING: the tracker {name} failed: {why}. Training continues; metrics.jsonl has all metrics.")
 
 
 def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """The step and the numbers of a line of metrics.jsonl, by name; numbers of an event as `event/name`.
+    """Extracts the step and the numbers, by name, from a line of metrics.jsonl; numbers of an event as `event/name`.
 
-    Entries of lists and dicts have names with `/`; a dict in a list has that of its entry `name`. What is not finite is
-    NaN or an infinity. Texts are left out.
+    Entries of lists and dicts are named with `/`; a dict in a list by its entry `name`. The strings for NaN and the
+    infinities become floats; other texts are dropped.
     """
     event = record.get("event")
     found: dict[str, float] = {}
@@ -328,9 +326,9 @@ def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
 
 
 def _known(path: Path) -> dict[str, str]:
-    """The names of a run in its trackers, which an earlier start kept."""
+    """Reads the run's ids in its trackers, which an earlier start saved."""
     try:
         return read_object(path, {str: str}, 2**16) if path.exists() else {}
     except (OSError, ValueError) as error:
-        say(f"WARNING: {path} is not readable: {error}. The trackers begin new runs.")
+        say(f"WARNING: {path} cannot be read: {error}. The trackers start new runs.")
         return {}

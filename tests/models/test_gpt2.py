@@ -124,7 +124,7 @@ def test_a_setting_that_no_checkpoint_keeps_is_refused():
     class Own(gpt2.ModelConfig):
         window: float = math.inf
 
-    with pytest.raises(ValueError, match=r"^model.window is inf; give a finite number, a text or null: a checkpoint"):
+    with pytest.raises(ValueError, match=r"^model.window is inf, which is not JSON; give a finite number"):
         check_config(tiny.config(Own(**vars(model()))))
 
 

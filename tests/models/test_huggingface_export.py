@@ -122,7 +122,7 @@ def test_what_an_export_has(saved, tmp_path):
     assert config["shardwright"] == {"step": 5, "programs": None}
     assert "after 9 steps" in export(run, tmp_path / "last", check=False)
     for settings, message in [
-        ({"step": 6}, r"no complete checkpoint of step 6 .* there are \[5, 9\]"),
+        ({"step": 6}, r"no complete checkpoint of step 6 .* it has \[5, 9\]"),
         ({"output": str(tmp_path / "exported")}, r"output is .*exported, which exists already"),
     ]:
         with pytest.raises(ValueError, match=message):

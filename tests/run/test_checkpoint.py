@@ -384,7 +384,7 @@ def test_what_fills_the_disk_is_told_and_leaves_nothing_visible(tmp_path):
         checkpointer.save(2, state, {})
         with pytest.raises(
             OSError,
-            match=r"^File too large: .*c/0 \(the array 'big'\)\. The checkpoint .*0000000002 was not saved\. Those",
+            match=r"^File too large: .*c/0 \(the array 'big'\)\. The checkpoint .*0000000002 was not saved\. Earlier",
         ):
             checkpointer.save(3, state, {})
         checkpointer.wait()  # told once
@@ -418,7 +418,7 @@ def test_every_array_that_does_not_fit_is_named(tmp_path):
 
 
 def test_what_cannot_be_saved_is_named(tmp_path):
-    refused = pytest.raises(ValueError, match="cannot save 'w': it is of none of the types bfloat16, bool")
+    refused = pytest.raises(ValueError, match="cannot save 'w': its dtype is not one of bfloat16, bool")
     with Checkpointer(tmp_path) as checkpointer, refused:
         checkpointer.save(0, {"w": jnp.ones(3, jnp.float8_e5m2)}, {})
     assert list(tmp_path.iterdir()) == []
@@ -577,7 +577,7 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
     for i, output in enumerate(outputs):
         assert "restored 1234567 5" in output, output
         begin, there, damage, full = [line for line in output.splitlines() if line.startswith("told: ")]
-        assert begin.endswith("0001234568 was not saved. Those before it, if there are any, stay as they are.")
+        assert begin.endswith("0001234568 was not saved. Earlier ones, if any, are unchanged.")
         assert "Input/output error" in begin[:200]
         assert "ValueError cannot save step 1234567: " in there
         assert "is not what was written: " in damage

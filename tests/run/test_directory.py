@@ -34,12 +34,12 @@ quick = pytest.mark.quick
         ("runs", "back\\slash", "paths.model_name is 'back"),
         ("", "x", "paths.root_working_dir is ''; give a directory"),
         ("runs", "a\u202eb", r"paths.model_name is 'a\u202eb'; give a directory"),
-        ("runs", "../x", "paths.model_name is '../x', which is no directory inside of paths.root_working_dir"),
-        ("runs", "a/../..", "is no directory inside"),
-        ("runs", "sweep/init_from-../../a", "is no directory inside"),
-        ("runs", ".", "is no directory inside"),
-        ("runs", "/tmp/x", "is no directory inside"),
-        ("runs", "~/x", "is no directory inside"),
+        ("runs", "../x", "paths.model_name is '../x', which is not a directory inside paths.root_working_dir"),
+        ("runs", "a/../..", "is not a directory inside"),
+        ("runs", "sweep/init_from-../../a", "is not a directory inside"),
+        ("runs", ".", "is not a directory inside"),
+        ("runs", "/tmp/x", "is not a directory inside"),
+        ("runs", "~/x", "is not a directory inside"),
     ],
 )
 def test_a_place_that_is_none_is_refused(root, name, message):
@@ -159,11 +159,11 @@ def test_what_is_of_others_or_of_a_step_stays(tmp_path):
 def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path):
     (tmp_path / "file").touch()
     for root, name, message in [
-        (tmp_path / "file", "x", f"{tmp_path}/file/x cannot be written: Not a directory. See to"),
+        (tmp_path / "file", "x", f"{tmp_path}/file/x cannot be written: Not a directory. Check"),
         (tmp_path / "file", None, "cannot be written: "),
-        (tmp_path, "file", f"{tmp_path}/file cannot be written: File exists. See to"),
-        (tmp_path, "x" * 300, "cannot be written: File name too long. See to"),
-        (Path("/proc"), "x", "/proc/x cannot be written: No such file or directory. See to"),
+        (tmp_path, "file", f"{tmp_path}/file cannot be written: File exists. Check"),
+        (tmp_path, "x" * 300, "cannot be written: File name too long. Check"),
+        (Path("/proc"), "x", "/proc/x cannot be written: No such file or directory. Check"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)) as error, run_directory(str(root), name, "demo"):
             pass
@@ -215,7 +215,7 @@ def test_a_full_disk_loses_no_step_while_the_run_can_go_on(tmp_path):
     try:
         run.wait_for_step(50)
         limit(100_000)
-        wait_for(run, "The run goes on, and saves the next one.")
+        wait_for(run, "Training continues, and the next one is saved as usual.")
         limit(resource.RLIM_INFINITY)
         before = steps()
         deadline = time.monotonic() + 60
@@ -229,7 +229,7 @@ def test_a_full_disk_loses_no_step_while_the_run_can_go_on(tmp_path):
     (error,) = run.stderr(0).splitlines()
     assert error.startswith(f"Error: File too large: {tmp_path}/run/checkpoints/")
     assert error.endswith("3 checkpoints in a row were not saved.")
-    assert "if there are any, stay as they are" in error
+    assert "if any, are unchanged" in error
     (kept,) = steps()
     assert not kept.endswith(".tmp")
     assert len(run.losses()) > int(kept)
@@ -252,8 +252,10 @@ def test_one_run_in_a_directory_and_none_without_one(tmp_path):
     finally:
         first.kill()
     path = tmp_path / "run" / "metrics.jsonl"
-    assert f"WARNING: {path} cannot be written: No such file or directory; its lines wait" in first.stdout(0)
-    assert f"Error: {path} cannot be written: No such file or directory; lines of its last steps" in first.stderr(0)
+    assert f"WARNING: {path} cannot be written: No such file or directory; its lines are kept" in first.stdout(0)
+    assert f"Error: {path} cannot be written: No such file or directory; the metrics of the last steps" in first.stderr(
+        0
+    )
     assert "Traceback" not in first.stderr(0)
     assert not [line for line in first.stdout(0).splitlines() if line.startswith("metrics ")]
 

@@ -99,7 +99,7 @@ def test_known_chips_have_their_makers_dense_peak(kind, dtype, count, total):
     peak = peak_flops([FakeDevice(kind)] * count, dtype)
     assert peak.total == pytest.approx(total)
     assert f"{count} x" in peak.source
-    assert f"the maker's dense {dtype} figure for {kind}" in peak.source
+    assert f"the vendor's dense {dtype} figure for {kind}" in peak.source
 
 
 def test_an_unknown_device_is_measured_and_the_source_says_so():

@@ -69,7 +69,7 @@ def test_vectors_are_lists_and_layers_have_their_names(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mfu": jnp.float32(1)}, "have 'mfu', a name that the log or the step has already"),
+        ({"mfu": jnp.float32(1)}, "use the name 'mfu', which is taken by the log or the step"),
         ({"table": jnp.zeros((2, 3))}, r"the step's Metrics have table of shape \(2, 3\); the log takes scalars and"),
         ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("loss",))}, "the LayerAux of a layer, have 'loss', a name that"),
     ],
@@ -122,7 +122,7 @@ def test_resuming_replaces_later_and_torn_lines(tmp_path, capsys):
         log.log(4, metrics(2.0))
     assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3, 4]
     assert read(tmp_path)[-1]["loss"] == 2.0
-    assert "4 lines of steps done again, or torn, are moved to metrics.jsonl.left" in capsys.readouterr().out
+    assert "4 lines, torn or of steps to be redone, are moved to metrics.jsonl.left" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl.left").read_text().endswith('{"step": 6, "lo\n')
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.jsonl.left"}
 
@@ -193,8 +193,8 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn(tmp_path, capsys):
     assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3]
     said = [line for line in capsys.readouterr().out.splitlines() if str(path) in line]
     assert said == [
-        f"WARNING: {path} cannot be written: File too large; its lines wait in memory",
-        f"{path} is written again; nothing is lost",
+        f"WARNING: {path} cannot be written: File too large; its lines are kept in memory",
+        f"{path} can be written again; nothing is lost",
     ]
 
 
@@ -233,7 +233,7 @@ def test_a_log_that_cannot_be_finished_says_so(tmp_path, why, capsys):
     if why != "File too large":
         (tmp_path / "metrics.jsonl").unlink()
         log.log(1, metrics(3.0))
-    expected = rf"^{tmp_path}/metrics.jsonl cannot be written: {why}; lines of its last steps are lost\.$"
+    expected = rf"^{tmp_path}/metrics.jsonl cannot be written: {why}; the metrics of the last steps are lost\.$"
     with files_of_at_most(10), pytest.raises(OSError, match=expected):
         log.close()
     log.close()  # nothing more to close

@@ -128,7 +128,7 @@ def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys):
 def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, after, among):
     train(tmp_path, 8, sample_after=after)
     assert [event["event"] for event in events(tmp_path)] == (["sample"] if among else ["sample", "step_bubble"])
-    told = "idle       not measured, because the training stopped among these steps for: sample"
+    told = "idle       not measured, because training paused during these steps for: sample"
     assert (told in capsys.readouterr().out.splitlines()) == among
 
 

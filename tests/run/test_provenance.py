@@ -126,12 +126,12 @@ def test_other_source_is_said_or_refused(monkeypatch):
         assert compared(None) is None, "a checkpoint of before"
         source = saved["source"] | {"train.py": "other"}
         assert compared(saved | {"source": source}) == (
-            "train.py: other source than the checkpoint was made with; it computes the same in evaluation"
+            "train.py: the source differs from that of the checkpoint; it computes the same in evaluation"
         )
         other = saved | {"source": source, "programs": saved["programs"] | {"training": "other"}}
         assert "it computes the same in evaluation" in compared(other), "what is not asked for does not matter"
         unseen = saved | {"programs": {"evaluation": "other"}}
-        with pytest.raises(ValueError, match="not compared, this is another program, and it computes something else"):
+        with pytest.raises(ValueError, match="not compared changed the program, and it computes something else"):
             compared(unseen)
         untraced = saved | {"source": source, "programs": {}, "untraced": "ValueError: of two rows"}
         assert compared(untraced).endswith("whether it computes the same is not known: ValueError: of two rows")

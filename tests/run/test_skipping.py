@@ -258,7 +258,7 @@ class Broken(train.Llama):
 
 @pytest.mark.long
 def test_a_run_whose_steps_are_all_skipped_fails_and_keeps_all_checkpoints(tmp_path, dataset):
-    with pytest.raises(FloatingPointError, match="all 3 steps of this start were skipped, so that nothing was learned"):
+    with pytest.raises(FloatingPointError, match="all 3 steps of this start were skipped, so nothing was learned"):
         run(tmp_path / "run", dataset, 3, model=Broken, checkpoint_interval=1, keep_checkpoints=1)
     assert Checkpointer(tmp_path / "run" / "checkpoints").steps() == [1, 2, 3]
 

@@ -54,7 +54,7 @@ def test_everything_works_at_every_kind_of_place(place):
     assert checkpoints.metadata(3) == {"tokens": 3}
     restored = Checkpointer(place).restore(3, like())
     jax.tree.map(np.testing.assert_array_equal, restored, state(3))
-    with pytest.raises(ValueError, match=r"cannot save step 3: .*checkpoints/0000000003 is there already"):
+    with pytest.raises(ValueError, match=r"cannot save step 3: .*checkpoints/0000000003 exists already"):
         save(place, 3)
     assert checkpoints.verify(2) == []
     for name, step in ((f"{place}/0000000002", 2), (place.removesuffix("/checkpoints"), 3)):
@@ -111,7 +111,7 @@ def test_the_run_that_started_last_saves(place):
     assert second.steps() == [1, 2]
     second.close()  # a run that hung must not go on among the checkpoints of a later one
     first.save(4, state(), {})
-    with pytest.raises(OSError, match=r"another run saves to .*checkpoints: one that began later, and has ended"):
+    with pytest.raises(OSError, match=r"another run saves to .*checkpoints: one that started later, and has ended"):
         first.wait()
     first.store.write(OWNER, None)
     first.save(4, state(), {})

@@ -269,7 +269,7 @@ def test_weights_that_are_not_finite_are_told(stranger):
         checkpoints.save(5, {"weights": jax.tree.map(jax.numpy.asarray, state)}, saved.metadata)
     with open_run(run, 5, False) as saved, jax.set_mesh(tiny.mesh("d=8")):
         saved.read_weights(load_model(saved.c.model), True, lines.append)
-    assert "embed is not finite: the texts and losses of these weights mean nothing" in lines[-1]
+    assert "embed is not finite: texts and losses of these weights are meaningless" in lines[-1]
 
 
 # ---- addresses ----------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_no_address_of_a_saved_configuration_is_opened(stranger, opener, section
     with LocalServer(Counting) as server:
         text = json.dumps(values).replace(URL, f"{server.url}/x")
         stranger.write(**{f"{section}__{key}": value for key, value in json.loads(text).items()})
-        message = rf"^{re.escape(name)} of the run is '.*', which would be fetched\. .* give trust=true\.$"
+        message = rf"^{re.escape(name)} of the run is '.*', which would be downloaded\. .* give trust=true\.$"
         with pytest.raises(ValueError, match=message):
             OPENERS[opener](stranger)
         assert server.requests == []

@@ -108,7 +108,7 @@ def test_a_signal_ends_the_sweep(program):
 @pytest.mark.parametrize(
     ("swept", "message"),
     [
-        ("paths.model_name=x,y", "paths.model_name is swept, but it names the whole sweep"),
+        ("paths.model_name=x,y", "paths.model_name cannot be swept: it names the whole sweep"),
         (
             "hardware.simulated_devices=2,4",
             "hardware.simulated_devices cannot be swept in one process, whose devices start once.",

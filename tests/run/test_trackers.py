@@ -176,7 +176,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fails, kind, tmp
     assert good.closed
     assert bad.closed == (fails == "log")
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("WARNING: the tracker fake0 is left: ")
+    assert line.startswith("WARNING: the tracker fake0 failed:  ")
     assert f"{kind.__name__}: no network in {fails}\N{REPLACEMENT CHARACTER}[2J" in line
 
 
@@ -187,7 +187,7 @@ def test_a_slow_tracker_does_not_wait_in_the_loop_and_is_told_at_the_end(tmp_pat
     send_to(monkeypatch, tmp_path, slow)
     assert time.perf_counter() - begin < 5
     slow.go.set()
-    assert "it was not done within 0.2 s of the end; its last lines may be lost" in capsys.readouterr().out
+    assert "it did not finish within 0.2 s; its last lines may be lost" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"fake0": 3}', "\xff"])
@@ -196,7 +196,7 @@ def test_strange_names_are_not_given_to_a_tracker(text, tmp_path, monkeypatch, c
     fake = Fake(None)
     send_to(monkeypatch, tmp_path, fake)
     assert fake.facts.known is None
-    assert "is not readable" in capsys.readouterr().out
+    assert "cannot be read" in capsys.readouterr().out
     assert json.loads((tmp_path / trackers.FILE).read_text()) == {"fake0": "its name"}
     send_to(monkeypatch, tmp_path, fake)
     assert fake.facts.known == "its name"

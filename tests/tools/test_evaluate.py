@@ -90,7 +90,7 @@ def test_options_of_xla_that_are_texts_need_trust(run, tmp_path):
     opened = OpenRun(Settings(run=str(run)))
     opened.c.hardware.compiler_options = {"xla_dump_to": str(tmp_path), "xla_cpu_use_fusion_emitters": False}
     assert trusted_options(opened.c, opened.config.trust, lines.append) == {"xla_cpu_use_fusion_emitters": False}
-    assert "xla_dump_to of the run is left out: trust=true takes it" in lines[0]
+    assert "the run's option xla_dump_to is ignored; give trust=true to use it" in lines[0]
     opened.config.trust = True
     assert len(trusted_options(opened.c, opened.config.trust, lines.append)) == 2
 

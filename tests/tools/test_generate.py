@@ -153,7 +153,7 @@ def test_the_command(run, tmp_path):
     ("changes", "message"),
     [
         ({"run": "nowhere"}, r"no complete checkpoint in nowhere/checkpoints: give a run's directory"),
-        ({"step": 4}, r"no complete checkpoint of step 4 in .*; there are \[3, 5\]"),
+        ({"step": 4}, r"no complete checkpoint of step 4 in .*; it has \[3, 5\]"),
         ({"prompt": None}, r"give one of prompt, prompts_file and prompt_ids; given: none of them"),
         ({"prompt_ids": [3]}, r"give one of .*; given: prompt and prompt_ids"),
         ({"prompt": None, "prompt_ids": [3, 320]}, r"prompt_ids has the token id 320; .* 0 to 319"),

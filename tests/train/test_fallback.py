@@ -53,7 +53,7 @@ def test_the_latest_whose_manifest_is_whole(checkpoints, tmp_path):
 
 def test_a_step_is_chosen(checkpoints):
     assert choose_checkpoint(checkpoints, 10, {})[0] == 10
-    with pytest.raises(ValueError, match=r"no complete checkpoint of step 7 in .*; there are \[5, 10, 15\]"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint of step 7 in .*; it has \[5, 10, 15\]"):
         choose_checkpoint(checkpoints, 7, {})
     with pytest.raises(ValueError, match=r"no checkpoint .* step 10: spoiled"):
         choose_checkpoint(checkpoints, 10, {10: "spoiled."})
@@ -126,7 +126,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
     run(directory, 8)
     told = capsys.readouterr().out
     assert "WARNING    the checkpoint of step 6 is not used: cannot read the array 'weights/layers/w_q'" in told
-    assert f"WARNING    going on from step 4; the checkpoints [6] are moved to {checkpoints}/set_aside/" in told
+    assert f"WARNING    resuming from step 4; the checkpoints [6] are moved to {checkpoints}/set_aside/" in told
     assert losses(directory)[:6] == before
     assert sorted(path.name for path in checkpoints.iterdir() if path.name != "set_aside") == [
         "0000000004",
@@ -139,11 +139,11 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
     # Back to step 4 by choice: the same losses again, and no checkpoint of the other future is mixed in.
     whole = losses(directory)
     run(directory, 8, resume_step=4)
-    assert "going on from step 4; the checkpoints [6, 8] are moved to" in capsys.readouterr().out
+    assert "resuming from step 4; the checkpoints [6, 8] are moved to" in capsys.readouterr().out
     assert losses(directory) == whole
     for step in (2, 4):
         shutil.rmtree(tmp_path / f"other/checkpoints/{step:010}")
-    with pytest.raises(ValueError, match=r"^no checkpoint in .* is whole that this run .* step 6: cannot read"):
+    with pytest.raises(ValueError, match=r"^no intact checkpoint in .* to resume from.* step 6: cannot read"):
         run(tmp_path / "other", 8)
 
 
@@ -166,7 +166,7 @@ def test_checkpoints_at_a_url(tmp_path, monkeypatch):
         find_checkpoint(directory)
     # The place is forgotten, or given to a run that had none: no run begins again over the steps that were done.
     for name, saved, given in (("run", url, None), ("local", None, url)):
-        message = f"was made with paths.checkpoints={saved}, not {given}. Give what it had"
+        message = f"was made with paths.checkpoints={saved}, not {given}. Restore that value"
         done = losses(tmp_path / name)
         with pytest.raises(ValueError, match=re.escape(message)):
             run(tmp_path / name, 6, given)

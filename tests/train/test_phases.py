@@ -266,8 +266,8 @@ def test_a_wrong_entry_gets_one_line(data, changes, message):
             {"seq_len": 64},
             r"seq_len: checkpoint has 16, this run has 64.*add {step: 4, training.seq_len: 64} to",
         ),
-        ([], {}, r"configuration from step 3 on:\n  training.seq_len: checkpoint has 32, this run has 16"),
-        ([{"step": 2, "training.seq_len": 8}, *LENGTHS], {}, "configuration from step 2 on:"),
+        ([], {}, r"other settings from step 3 on:\n  training.seq_len: checkpoint has 32, this run has 16"),
+        ([{"step": 2, "training.seq_len": 8}, *LENGTHS], {}, "other settings from step 2 on:"),
         (
             LENGTHS,
             {"filespec": None, "mixture": {"a": SourceConfig("a"), "b": SourceConfig("b")}},

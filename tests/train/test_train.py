@@ -177,7 +177,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(unbroken, tmp_pat
 def test_a_finished_run_says_so(unbroken, capsys):
     before = (unbroken / "metrics.jsonl").read_bytes()
     run(unbroken, 8)
-    assert "8 steps are done already, of 8; to continue, train for longer (training.steps)." in capsys.readouterr().out
+    assert "8 of 8 steps are done already. To continue, train for longer (training.steps)." in capsys.readouterr().out
     assert (unbroken / "metrics.jsonl").read_bytes() == before
 
 
