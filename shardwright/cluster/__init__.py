@@ -1,1 +1,1 @@
-"""Devices and processes of a run: mesh, compiler options, joining, watching, stopping."""
+"""Sets up the devices and processes of a run: mesh, compiler options, joining, watching for stalls, stopping."""

@@ -1,4 +1,4 @@
-"""Kinds of chips, each a YAML file in chips/: what it computes and moves in a second, and constants of calibration."""
+"""Reads the kinds of chips, YAML files in chips/: FLOP/s, bandwidths, and calibration constants."""
 
 import bisect
 import csv
@@ -15,7 +15,7 @@ from shardlib.parsing import did_you_mean
 from shardwright_data.untrusted import parse_yaml, read_file, read_text
 
 CHIPS = Path(__file__).parent / "chips"
-"""Directory of the chips that are known by name."""
+"""Directory of the chips that have names."""
 _MOST_BYTES = 2**20
 _MAY_BE_0 = ("interference", "layer_s", "launch_s", "near_latency_s", "far_latency_s", "error")
 _PLATFORMS = ("gpu", "tpu", "cpu")
@@ -24,25 +24,25 @@ _MOST = {
     **dict.fromkeys(("interference", "error"), 1),
     "near": 2**20,
 }
-"""Largest values of some fields. A share of what was measured may be above 1; one in percent is a mistake."""
+"""Upper limits of some fields. A share of a measured rate may exceed 1; larger values are probably percentages."""
 _WORDS = {
     "title": "a text",
     "platform": f"one of {', '.join(_PLATFORMS)}",
     "kinds": "a list of names that JAX gives to the device",
     "peak": "a mapping of dtypes, bf16 among them, to FLOP/s",
 }
-"""What the fields that are no numbers must be."""
+"""What the non-numeric fields must be."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rates that were measured on a grid of sizes: between its points log-linear, above it the last."""
+    """Rates measured on a grid of sizes: log-linear between grid points, constant above the largest."""
 
     sizes: tuple[tuple[int, ...], ...]
     rates: np.ndarray
 
     def rate(self, *at: float) -> float:
-        """The rate at these sizes. Below the grid its first slope goes on."""
+        """Interpolates the rate at these sizes. Below the grid, extrapolates the first slope."""
         found = self.rates
         for sizes, size in zip(self.sizes, at, strict=True):
             if len(sizes) == 1:
@@ -56,31 +56,31 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A kind of device. Rates are of one device, in a second.
+    """A kind of device. Rates are per device and second.
 
     Attributes:
-        name, title: short, and as its maker calls it.
+        name, title: short name, and the vendor's.
         platform: gpu, tpu or cpu.
         kinds: names that JAX gives to it (jax.Device.device_kind).
-        peak: dense FLOPs by dtype.
-        memory_bytes: bytes that XLA can use.
-        memory_bandwidth: bytes that the memory moves.
-        near: number of devices that the fast links join.
-        near_bandwidth: bytes that a device sends to the others of those, in a ring.
-        far_bandwidth: bytes that a device sends to those beyond.
-        price_per_hour: dollars on demand; None where none is known.
-        matmul_share: share of `products` that a run reaches, or of the peak.
-        attention_share: share of the peak that kernels of attention reach.
-        memory_share, link_share: shares of the bandwidths that are reached.
-        interference: seconds by which a second of messages slows what is computed beside it.
-        launch_s: seconds to start a kernel.
-        layer_s: seconds of the host for each layer and microbatch; 0 for a compiled step.
-        near_latency_s, far_latency_s: seconds of each hop of a collective, near and from one near group to the next.
-        error: relative error of step times within which four of five runs were.
-        products: measured FLOPs of bf16 products alone, by m, k, n.
-        collectives: by operation, measured bytes of near collectives by devices and bytes. Then link_share is the
-            share of these.
-        sources: source of each number, by its name.
+        peak: dense FLOP/s by dtype.
+        memory_bytes: memory that XLA can use, in bytes.
+        memory_bandwidth: memory bandwidth, in bytes/s.
+        near: number of devices in a group with fast links.
+        near_bandwidth: bytes/s that a device sends within its group, in a ring.
+        far_bandwidth: bytes/s that a device sends to other groups.
+        price_per_hour: dollars on demand; None if unknown.
+        matmul_share: share of `products`, or of the peak, that matmuls of a run reach.
+        attention_share: share of the peak that attention kernels reach.
+        memory_share, link_share: shares of the bandwidths that a run reaches.
+        interference: seconds by which a second of communication slows down computation that overlaps with it.
+        launch_s: seconds to launch a kernel.
+        layer_s: host seconds per layer and microbatch; 0 for a compiled step.
+        near_latency_s, far_latency_s: seconds per hop of a collective, within a group and between groups.
+        error: relative error of step times that four of five runs stayed within.
+        products: measured FLOP/s of bf16 matmuls alone, by m, k, n.
+        collectives: by operation, measured bytes/s of collectives in a group, by devices and bytes; link_share is then
+            the share of these.
+        sources: source of each number, by name.
     """
 
     name: str
@@ -110,25 +110,25 @@ class Chip:
 
     @property
     def at_its_peaks(self) -> "Chip":
-        """This chip at its maker's figures: nothing waits, and nothing is lost. No step is faster."""
+        """This chip at the vendor's figures, without any losses: a lower bound of step times."""
         shares = dict.fromkeys(("matmul_share", "attention_share", "memory_share", "link_share"), 1.0)
         free = dict.fromkeys(("interference", "launch_s", "layer_s", "near_latency_s", "far_latency_s"), 0.0)
         return dataclasses.replace(self, products=None, collectives={}, **shares, **free)
 
     def peak_of(self, dtype: str) -> float:
-        """Dense FLOPs in a second. A dtype without a figure is multiplied as bf16."""
+        """Returns the dense FLOP/s of a dtype; bf16's if there is no figure."""
         return self.peak.get(dtype, self.peak["bf16"])
 
     def matmul_s(self, b: int, m: int, k: int, n: int, dtype: str) -> float:
-        """Seconds of b products of m×k and k×n matrices, without those of its traffic.
+        """Predicts the seconds of b matmuls of m×k by k×n matrices, without memory traffic.
 
-        A batch fills a chip as more rows do. Other dtypes take the share of their peak that bf16 takes of its own.
+        A batch counts as more rows. Other dtypes reach the same share of their peak as bf16 does.
         """
         measured = self.products.rate(b * m, k, n) if self.products else self.peak["bf16"]
         return 2 * b * m * k * n / (measured * self.matmul_share * self.peak_of(dtype) / self.peak["bf16"])
 
     def reach(self, mesh: Mapping[str, int], axes: Sequence[str]) -> tuple[float, int]:
-        """Of the devices along these axes, how many the fast links join, and how many such groups there are."""
+        """Returns how many devices along these axes are in a group with fast links, and the number of groups."""
         strides: dict[str, int] = {}
         for axis in reversed([*mesh]):
             strides[axis] = math.prod(mesh[inner] for inner in strides)
@@ -136,17 +136,17 @@ class Chip:
         return near, math.ceil(math.prod(mesh[axis] for axis in axes) / near)
 
     def collective_s(self, op: str, size: float, mesh: Mapping[str, int], axes: Sequence[str]) -> float:
-        """Seconds of a collective.
+        """Predicts the seconds of a collective.
 
-        A ring moves (n - 1) / n of the bytes past each device, and twice that for a sum that all get (NCCL's
-        performance page). Between groups of near devices, those of one group share what they send. A ring of groups
-        takes a step for each other group; NCCL sums along trees instead.
+        A ring moves (n - 1) / n of the bytes past each device, and twice that for an all-reduce (NCCL's performance
+        page). Between groups, the devices of a group share the traffic. A ring of groups takes a hop per other group;
+        NCCL all-reduces along trees instead.
 
         Args:
             op: all_gather, psum_scatter, psum, all_to_all or ppermute.
-            size: bytes of the whole array; of ppermute, psum and all_to_all, of one device.
-            mesh: number of devices along each axis, major to minor. The last axis is of neighbours.
-            axes: those of the collective.
+            size: bytes of the whole array; for ppermute, psum and all_to_all, of one device.
+            mesh: number of devices along each axis, major to minor. Devices along the last axis are neighbors.
+            axes: axes of the collective.
         """
         near, far = self.reach(mesh, axes)
         n = math.prod(mesh[axis] for axis in axes)
@@ -156,14 +156,14 @@ class Chip:
         hops = far_hops = 1
         if op != "ppermute":
             times = 2 if op == "psum" else 1
-            # Each device of an all_to_all sends its own bytes. Of the other operations near devices have the same, and
-            # those of all groups are one ring.
+            # In an all_to_all each device sends different bytes. In the others, devices of a group send the same, and
+            # all groups form one ring.
             shared, ring = (1, far) if op == "all_to_all" else (near, n)
             near_bytes, far_bytes = times * size * (near - 1) / near, times * size * (ring - 1) / ring / shared
             hops = times * (n - 1 if self.platform == "tpu" else math.ceil(math.log2(n)))
             far_hops = far - 1 if op in ("all_gather", "psum_scatter") else times * math.ceil(math.log2(far))
         if table := self.collectives.get(op):
-            size = max(size, table.sizes[-1][0])  # a smaller message takes as long
+            size = max(size, table.sizes[-1][0])  # a smaller message takes just as long
             near_s = size / (table.rate(near, size) * self.link_share) if near > 1 else 0.0
         else:
             near_s = near_bytes / (self.near_bandwidth * self.link_share) + hops * self.near_latency_s
@@ -173,20 +173,20 @@ class Chip:
 
 
 def known() -> list[str]:
-    """Names of the chips in CHIPS. Files whose names begin with _ are what other chips are like."""
+    """Lists the names of the chips in CHIPS. Files whose names begin with _ are bases for other chips."""
     return sorted(path.stem for path in CHIPS.glob("[!_]*.yaml"))
 
 
 def chip_of(name: str) -> Chip:
-    """The chip of this name, or of a YAML file at this path.
+    """Loads the chip of this name, or from a YAML file at this path.
 
-    Each number is given as {value, source}. A file may name a chip that it is `like`, and gives what differs. Raises
-    ValueError for a name that is not known, and for what is missing, unknown or no number in a file.
+    Each number is given as {value, source}. A file may name a chip that it is `like`, and then gives only differences.
+    Raises ValueError for an unknown name, and for a field that is missing, unknown or not valid.
     """
     path = Path(name) if name.endswith(".yaml") else CHIPS / f"{name}.yaml"
     if not path.exists():
         raise ValueError(
-            f"{name} is no chip: choose one of {', '.join(known())}, or give the path of a YAML file."
+            f"{name} is not a known chip: choose one of {', '.join(known())}, or give the path of a YAML file."
             f"{did_you_mean(name, known())}"
         )
     data, tables = _fields_of(path), ("products", "collectives")
@@ -201,30 +201,32 @@ def chip_of(name: str) -> Chip:
 
 @functools.cache
 def chip_for(kind: str) -> Chip | None:
-    """The chip of a jax.Device.device_kind; None if none is known."""
+    """Returns the chip of a jax.Device.device_kind; None if it is unknown."""
     return next((chip for chip in map(chip_of, known()) if kind in chip.kinds), None)
 
 
 def _fields_of(path: Path) -> dict[str, dict[str, Any]]:
-    """The fields of a file as {value, source}, after those of the chip that it is like."""
+    """Reads the fields of a file as {value, source}, on top of those of the chip that it is like."""
     text = read_text(path, _MOST_BYTES)
     try:
         data = parse_yaml(text)
         own = {key: x if isinstance(x, dict) else {"value": x, "source": path.name} for key, x in data.items()}
     except ValueError as e:
-        raise ValueError(f"{path} is no YAML of names with {{value, source}}: {e}.") from e
+        raise ValueError(f"{path} is not a YAML mapping of names to {{value, source}}: {e}.") from e
     except AttributeError:
-        raise ValueError(f"{path} is no YAML of names with {{value, source}}: begin it with like: h100.") from None
+        raise ValueError(
+            f"{path} is not a YAML mapping of names to {{value, source}}: start it with like: h100."
+        ) from None
     if wrong := [key for key, field in own.items() if set(field) != {"value", "source"}]:
-        raise ValueError(f"{path}: {wrong[0]} is no {{value, source}}.")
+        raise ValueError(f"{path}: {wrong[0]} is not {{value, source}}.")
     base = own.pop("like", {"value": None})["value"]
     if base is not None and not (CHIPS / f"{base}.yaml").exists():
-        raise ValueError(f"{path} is like {base}, which is no chip: choose one of {', '.join(known())}.")
+        raise ValueError(f"{path} is like {base}, which is not a known chip: choose one of {', '.join(known())}.")
     return (_fields_of(CHIPS / f"{base}.yaml") if base else {}) | own
 
 
 def _value(path: Path, key: str, x: object) -> Any:
-    """A field of a Chip. The tables are files beside `path`, or of CHIPS."""
+    """Converts a field of a Chip. Table files are next to `path` or in CHIPS."""
     if x is None and key == "price_per_hour":
         return x
     if key == "title" and isinstance(x, str):
@@ -245,13 +247,13 @@ def _value(path: Path, key: str, x: object) -> Any:
         number = math.nan
     most, least = _MOST.get(key, math.inf), 1 if key == "near" else 0
     if not (least <= number < math.inf and number <= most) or (number == 0 and key not in _MAY_BE_0):
-        limit = f"; it must be at most {most}" if most <= number < math.inf else ", which is no positive number"
+        limit = f"; it must be at most {most}" if most <= number < math.inf else ", which is not a positive number"
         raise ValueError(f"{path}: {key} is {x}{limit}.")
     return int(number) if key == "near" else number
 
 
 def _tables(path: Path, key: str, x: object) -> Any:
-    """The table of products in a file, or those of collectives by their operation."""
+    """Reads the table of matmuls in a file, or the tables of collectives by operation."""
     if not x:
         return None if key == "products" else {}
     if key == "products" and not str(x).endswith(".csv"):  # one rate, of all sizes
@@ -268,12 +270,12 @@ def _tables(path: Path, key: str, x: object) -> Any:
         what = f"it has no column {error}" if isinstance(error, KeyError) else error
         like = "m,k,n,tflops" if key == "products" else "op,devices,bytes,gb_per_s"
         raise ValueError(
-            f"{path}: {key} is {x}, no table of {like} with a row for each point of a grid: {what}."
+            f"{path}: {key} is {x}, which is not a table of {like} with a row per grid point: {what}."
         ) from None
 
 
 def _table(rows: list[dict[str, str]], keys: Sequence[str], rate: str, unit: float) -> Table:
-    """Rows of a CSV file with a rate for each point of a grid."""
+    """Makes a Table from the rows of a CSV file, one per grid point."""
     found = {tuple(int(row[key]) for key in keys): float(row[rate]) * unit for row in rows}
     if not found or not all(min(at) > 0 and 0 < found[at] < math.inf for at in found):
         raise ValueError("sizes and rates must be above 0")

@@ -1,4 +1,4 @@
-"""Settings of the devices: mesh, compiler and environment, and the processes of a run."""
+"""Defines the settings of the devices (mesh, compiler, environment) and processes of a run."""
 
 import dataclasses
 import re
@@ -9,20 +9,20 @@ from shardwright_data.checks import check_choice, check_range, within
 
 @dataclasses.dataclass
 class MeshConfig:
-    """Number of devices along each axis. At most one may be -1, which takes the devices that are left."""
+    """Number of devices along each axis. At most one may be -1, for the remaining devices."""
 
     p: int = within(1, 2**20, 1)
-    """Devices that each hold some of the layers, as stages of a pipeline (docs/pipeline.md)."""
+    """Pipeline parallelism: each device holds some of the layers (docs/pipeline.md)."""
     r: int = within(-1, 2**20, 1)
-    """Replicas: each has all weights."""
+    """Data parallelism with replicated weights."""
     d: int = within(-1, 2**20, -1)
-    """Devices over which the batch, and the weights at rest, are sharded (FSDP)."""
+    """Data parallelism with weights sharded at rest (FSDP)."""
     e: int = within(-1, 2**20, 1)
-    """Devices over which experts are sharded (docs/experts.md); elsewhere they are as those of d."""
+    """Expert parallelism (docs/experts.md); elsewhere, works like d."""
     c: int = within(-1, 2**20, 1)
-    """Devices that each hold some of the positions of a sequence (docs/long-context.md)."""
+    """Context parallelism: each device holds some of the positions of a sequence (docs/long-context.md)."""
     t: int = within(-1, 2**20, 1)
-    """Devices of tensor parallelism."""
+    """Tensor parallelism."""
 
 
 @dataclasses.dataclass
@@ -30,82 +30,80 @@ class HardwareConfig:
     """Settings of the devices, their compiler and their environment."""
 
     chip: str | None = None
-    """Kind of the devices, for plans (docs/plan.md): a name in shardwright/cluster/chips/, or the path of a YAML file
-    like those. A run takes the chip that JAX finds, if that is known, instead of a name. Null: that alone."""
+    """Kind of device, for plans (docs/plan.md): a name in shardwright/cluster/chips/, or the path of such a YAML file.
+    A run prefers the chip that JAX reports, if known, to a name. Null: only that."""
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of XLA for the compilation of the steps: its flags without their dashes, and what else it takes for a
-    program. An option that is null is left out. One that the installed XLA does not know is left out too, and a line
-    is printed for it. Flags in the environment's XLA_FLAGS hold for all programs, and an unknown one there ends the
-    run."""
+    """XLA options for compiling the steps: XLA flags without dashes, and other compiler options. Null omits an option.
+    An option that the installed XLA does not know is omitted, and a line is printed. Flags in the environment's
+    XLA_FLAGS apply to all programs, and an unknown one ends the run."""
     deterministic: bool = False
-    """True: the programs have no operation whose result differs from run to run, for a replay or a resumed run that
-    is equal bit for bit on an NVIDIA GPU; other devices need no setting. XLA then takes the first kernel that compiles
-    instead of the fastest, and cuDNN computes the gradient of attention in a fixed order: docs/reliability.md has the
-    price."""
+    """Makes replays and resumed runs bit-for-bit equal on NVIDIA GPUs; other devices do not need it. XLA then uses the
+    first kernel that compiles instead of the fastest, and cuDNN computes the gradient of attention in a fixed order
+    (cost in docs/reliability.md)."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Environment variables, such as NCCL's, that are set before the devices start. A variable that is set already
-    keeps its value."""
+    """Environment variables, such as NCCL's, to set before the devices start. Variables that are already set keep their
+    value."""
     simulated_devices: int | None = within(1, 4097, None)
-    """Number of devices, at most 4096, that this host's CPU simulates where JAX uses the CPU; null: one. Without effect
-    on other devices, and where XLA_FLAGS in the environment has xla_force_host_platform_device_count."""
+    """Number of devices, at most 4096, to simulate on this host's CPU; null: one. No effect if JAX uses other devices,
+    or if XLA_FLAGS in the environment has xla_force_host_platform_device_count."""
     compilation_cache: str | None = "~/.cache/shardwright/compiled"
-    """Directory in which compiled programs are kept for the next run of the same step; null: none. Let nobody write
-    there whom you would not let run programs as you. It grows, and what is in it can be deleted at any time. A run of
-    several processes, of which the first writes and all read, does not use the default, since each host may have its
-    own: give a directory that all hosts share. The variable JAX_COMPILATION_CACHE_DIR overrides it."""
+    """Directory that caches compiled programs for later runs of the same step; null: none. Whoever can write there can
+    run programs as you. It grows; delete its contents at any time. Runs of several processes ignore the default,
+    because the first writes and all read: give a directory that all hosts share. JAX_COMPILATION_CACHE_DIR
+    overrides it."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of XLA for the steps: `compiler_options`, and those of `deterministic`."""
+        """XLA options for the steps: `compiler_options`, and those of `deterministic`."""
         return self.compiler_options | ({"xla_gpu_exclude_nondeterministic_ops": True} if self.deterministic else {})
 
 
 @dataclasses.dataclass
 class DistributedConfig:
-    """The processes of a run, on one host or on many. docs/multi-host.md shows how to start them."""
+    """Settings of the processes of a run, on one host or many (docs/multi-host.md)."""
 
     auto: bool = False
-    """Whether JAX finds the processes by itself, as it can under Slurm, Open MPI, Kubernetes and on Cloud TPU.
-    Otherwise there is one process, or coordinator, count and id describe them."""
+    """Lets JAX detect the processes, under Slurm, Open MPI, Kubernetes and on Cloud TPU. Otherwise there is one
+    process, or coordinator, count and id describe them."""
     count: int | None = within(1, 2**31, None)
-    """Number of processes, at least 1. Null: one; with auto, as many as there are."""
+    """Number of processes, at least 1. Null: one; with auto, as many as JAX detects."""
     coordinator: str | None = None
-    """Address and port of process 0, as address:port, the same in all processes. The port has to be free there."""
+    """Address and port of process 0, as address:port, the same in all processes. The port must be free there."""
     id: int | None = None
     """Number of this process, in [0, count)."""
     devices: str = "all"
-    """all: a process uses all devices that it sees. one: it uses the one with its number on the host, which needs
-    auto, and Slurm or Open MPI."""
+    """all: each process uses all devices that it sees. one: it uses the device with its local rank, which needs auto,
+    and Slurm or Open MPI."""
     join_timeout: int = within(1, 2**31, 300)
-    """Seconds, at least 1, that the processes have to find one another."""
+    """Seconds, at least 1, for the processes to find one another."""
     heartbeat_timeout: int = within(1, 2**31, 60)
-    """Seconds, at least 1. When a process has sent no heartbeat for so long, JAX ends the others."""
+    """Seconds, at least 1, without a heartbeat from a process until JAX ends the others."""
     stall_timeout: int = within(1, 2**31, 600)
-    """Seconds, at least 1. A process that stays so long at one place of a step has stalled, and ends."""
+    """Seconds, at least 1, without progress in a step until a process counts as stalled and ends."""
     pause_timeout: int = within(1, 2**31, 3600)
-    """The same for places that may take longer: start, compilation, first step, checkpoints, validation, end."""
+    """Like stall_timeout, for what may take longer: start, compilation, first step, checkpoints, validation, end."""
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one process for certain, which then looks for no others."""
+        """True if there is certainly only one process, which then does not look for others."""
         return not self.auto and self.count in (None, 1)
 
 
 def check_distributed(c: DistributedConfig) -> None:
-    """Raises ValueError for a setting that is out of its range or contradicts another one."""
+    """Raises ValueError for a setting that is out of range or contradicts another."""
     check_range("distributed.id", c.id, 0, c.count or 2**31)
     check_choice("distributed.devices", c.devices, ("all", "one"))
     by_hand = {f"distributed.{name}": getattr(c, name) for name in ("coordinator", "count", "id")}
     given = [f"{name}={value}" for name, value in by_hand.items() if value is not None]
     if c.auto and (c.coordinator is not None or c.id is not None):
-        raise ValueError(f"distributed.auto is true beside {', '.join(given)}; give one of the two ways.")
+        raise ValueError(f"distributed.auto is true together with {', '.join(given)}; give only one of the two.")
     if not c.auto and c.devices == "one":
         raise ValueError("distributed.devices is one, which needs distributed.auto=true.")
     if not c.auto and 0 < len(given) < 3 and c.count != 1:
         missing = [name for name, value in by_hand.items() if value is None]
         raise ValueError(
-            f"{', '.join(given)}: give {' and '.join(missing)} too, or distributed.auto=true alone where JAX finds the "
-            "processes by itself: under Slurm, Open MPI, Kubernetes, and on Cloud TPU."
+            f"{', '.join(given)}: also give {' and '.join(missing)}, or only distributed.auto=true where JAX detects "
+            "the processes: under Slurm, Open MPI, Kubernetes, and on Cloud TPU."
         )
     if c.coordinator is not None:
         address, _, port = c.coordinator.rpartition(":")

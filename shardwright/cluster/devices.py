@@ -1,4 +1,4 @@
-"""The devices of a run: their mesh, their compiler, and the processes that they belong to."""
+"""Starts the devices of a run: joins its processes, makes the mesh, sets up the compiler."""
 
 import contextlib
 import math
@@ -24,9 +24,9 @@ _settings = cast(Any, jax.config)  # whose attributes are made as it runs
 
 
 def make_mesh(devices: Sequence[Device], **given: int) -> jax.sharding.Mesh:
-    """The mesh of all `devices` with these numbers of them along axes of shardlib.axes.AXES, 1 where none is given.
+    """Makes a mesh of all `devices` with the given sizes of axes of shardlib.axes.AXES, 1 by default.
 
-    One number may be -1, which takes the devices that are left. Raises ValueError for numbers that do not fit.
+    One size may be -1, for the remaining devices. Raises ValueError for sizes that do not fit.
     """
     sizes, wanted = axes_of_mesh(given), math.prod(map(abs, given.values()))
     if list(given.values()).count(-1) == 1:
@@ -36,7 +36,7 @@ def make_mesh(devices: Sequence[Device], **given: int) -> jax.sharding.Mesh:
         simulate = f" hardware.simulated_devices={wanted} simulates {wanted}." if devices[0].platform == "cpu" else ""
         raise ValueError(
             f"mesh {shown} does not fit {len(devices)} devices: the product of the sizes must be their number. Set "
-            f"mesh.<axis>; -1, for one axis, takes what is left.{simulate if wanted else ''}"
+            f"mesh.<axis>; one may be -1, for the remaining devices.{simulate if wanted else ''}"
         )
     sizes = axes_of_mesh(sizes)
     kinds = (AxisType.Explicit,) * len(sizes)
@@ -46,18 +46,18 @@ def make_mesh(devices: Sequence[Device], **given: int) -> jax.sharding.Mesh:
 def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> None:
     """Applies the settings of `hardware` and joins the other processes of the run, if there are any.
 
-    Must be called before anything else uses devices. Ends this process, as LOST does, if the processes do not find one
-    another within processes.join_timeout: JAX waits outside of Python, and would abort.
+    Must be called before anything else uses devices. Ends this process with LOST if the processes do not find one
+    another within processes.join_timeout, because JAX waits outside Python and would abort.
 
     Raises:
-        ValueError: JAX does not find the processes, or process 0 cannot use its port.
+        ValueError: JAX cannot detect the processes, or process 0 cannot use its port.
     """
     for name, value in hardware.environment.items():
-        older = name.replace("XLA_CLIENT_", "XLA_PYTHON_CLIENT_")  # JAX takes one of the two
+        older = name.replace("XLA_CLIENT_", "XLA_PYTHON_CLIENT_")  # JAX accepts one of the two
         if older not in os.environ:
             os.environ.setdefault(name, value)
     simulate_devices(hardware)
-    # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
+    # If hosts do not share their homes, only process 0 would have cached programs, and would not compile with the rest.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
     if directory := _settings.jax_compilation_cache_dir or (None if unshared else hardware.compilation_cache):
         _keep_programs(os.path.expanduser(directory))
@@ -69,8 +69,8 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
         _check_port(processes.coordinator)
         # Without it, JAX listens on all addresses of the host, 127.0.0.1 or not.
         named["coordinator_bind_address"] = processes.coordinator
-    # Empty, as gRPC reads it: no proxy. Processes of a run reach one another, and http_proxy is for other addresses.
-    # Only beside a proxy, as JAX warns of any such variable.
+    # An empty grpc_proxy disables the proxy, which processes of a run do not need. Set only if there is one, because
+    # JAX warns of any such variable.
     if any(os.environ.get(name) for name in ("http_proxy", "https_proxy")):
         os.environ.setdefault("grpc_proxy", "")
     waiting = threading.Timer(processes.join_timeout, _give_up_joining, [processes])
@@ -79,9 +79,9 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
     try:
         jax.distributed.initialize(
             **({} if processes.auto else named),
-            # None: under Slurm and Open MPI, the one device with the process's number on its host.
+            # None: under Slurm and Open MPI, the one device with the process's local rank.
             local_device_ids=None if processes.devices == "one" else [],
-            # Longer than join_timeout: _give_up_joining ends the process first, with a message of its own.
+            # Longer than join_timeout, so that _give_up_joining ends the process first, with its own message.
             initialization_timeout=processes.join_timeout + 30,
             heartbeat_timeout_seconds=processes.heartbeat_timeout,
             # At the end the others wait for process 0, which writes the last files.
@@ -91,13 +91,13 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
         raise _cannot_listen(processes.coordinator or "the port that JAX chose", error) from error
     except ValueError as error:
         raise ValueError(
-            f"distributed.auto is true, but JAX finds no cluster here ({error}) Start the processes with srun, mpirun, "
-            "or as a Kubernetes job, or give distributed.coordinator, count and id: see docs/multi-host.md."
+            f"distributed.auto is true, but JAX detects no cluster ({error}) Start the processes with srun, mpirun, or "
+            "as a Kubernetes job, or give distributed.coordinator, count and id (see docs/multi-host.md)."
         ) from error
     except RuntimeError as error:
         if not processes.auto:
             raise
-        # On Kubernetes JAX waits a minute at most until pod 0 has an address, which it has after its image is there.
+        # On Kubernetes, JAX waits at most a minute until pod 0 has an address, which needs its image to be pulled.
         print(f"Error: {error} {LOST.next}", file=sys.stderr)
         sys.exit(LOST.code)
     finally:
@@ -114,16 +114,16 @@ def simulate_devices(hardware: HardwareConfig) -> None:
 
 
 def kept_programs(name: str) -> Path | None:
-    """Directory of this name beside the compiled programs that JAX keeps; None if this process keeps none."""
+    """Returns a directory of this name in JAX's compilation cache; None without a cache."""
     directory = _settings.jax_compilation_cache_dir
     keeps = directory and _settings.jax_enable_compilation_cache
     return Path(directory) / name if keeps and "://" not in directory else None
 
 
 def _keep_programs(directory: str) -> None:
-    """Makes JAX keep compiled programs in `directory`, which is made.
+    """Creates `directory` and makes it JAX's compilation cache.
 
-    Prints a line, and keeps none, where that is not possible, or where others may write: they could put some there.
+    If that is not possible, or others could write programs there, prints a line and disables the cache.
     """
     kept: str | None = directory
     if "://" not in directory:
@@ -133,19 +133,19 @@ def _keep_programs(directory: str) -> None:
             tempfile.TemporaryFile(dir=path).close()
             about = path.stat()
             if about.st_uid != os.getuid() or about.st_mode & 0o022:
-                raise PermissionError(f"others may write in {path}: chmod go-w it, or choose a directory of your own")
+                raise PermissionError(f"others may write in {path}: chmod go-w it, or choose your own directory")
         except OSError as error:
-            say(f"hardware.compilation_cache: compiled programs are neither read nor kept: {error}.")
+            say(f"hardware.compilation_cache: not used: {error}.")
             kept = None
     jax.config.update("jax_compilation_cache_dir", kept)
-    # Short compilations too: a start has some fifty, which together take as long as a small model's step.
+    # Also short compilations: a start has about fifty, which together take as long as a small model's step.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def known_options(options: Mapping[str, Any], print_line: Callable[[str], None]) -> dict[str, Any]:
-    """The compiler options that the installed XLA knows. `print_line` is called with a line about each other one.
+    """Returns the compiler options that the installed XLA knows, and calls `print_line` for each other one.
 
-    Options that are None are left out. Raises ValueError for a value that XLA does not take. Starts the devices.
+    Omits options that are None. Raises ValueError for a value that XLA rejects. Starts the devices.
     """
     known = {name.lstrip("-"): value for name, value in options.items() if value is not None}
     program = jax.jit(lambda: 0).lower()
@@ -156,14 +156,14 @@ def known_options(options: Mapping[str, Any], print_line: Callable[[str], None])
         except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
             unknown = [name for name in known if f"No such compile option: '{name}'" in str(error)]
             if not unknown:
-                raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}: {error}") from error
+                raise ValueError(f"hardware.compiler_options: XLA rejects a value in {known}: {error}") from error
             known.pop(unknown[0])
-            print_line(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
+            print_line(f"compiler   {unknown[0]} is ignored: the XLA of jax {jax.__version__} does not know it")
     return known
 
 
 def _check_port(address: str) -> None:
-    """Raises ValueError if process 0 cannot listen at its address, on which JAX may crash without a message."""
+    """Raises ValueError if process 0 cannot listen at its address; JAX may crash without a message then."""
     host, _, port = address.rpartition(":")
     try:
         family = socket.getaddrinfo(host.strip("[]"), None)[0][0]
@@ -174,18 +174,18 @@ def _check_port(address: str) -> None:
 
 def _cannot_listen(address: str, error: Exception) -> ValueError:
     return ValueError(
-        f"process 0 cannot listen at {address}: {error}. Is the port in use? Give an address of its own host, and "
-        "a free port, in distributed.coordinator, or a port in JAX_COORDINATOR_PORT with distributed.auto."
+        f"process 0 cannot listen at {address}: {error}. Give an address of its host and a free port in "
+        "distributed.coordinator, or with distributed.auto a port in JAX_COORDINATOR_PORT."
     )
 
 
 def _give_up_joining(processes: DistributedConfig) -> None:
-    """Prints what is missing, and ends the process."""
+    """Prints why joining failed, and ends the process."""
     problem = f"not all processes found one another within {processes.join_timeout} s (distributed.join_timeout)."
     if processes.coordinator is not None:
-        problem += f" Does process 0 run, and is {processes.coordinator} its address for all hosts?"
+        problem += f" Check that process 0 runs and that all hosts reach it at {processes.coordinator}."
     if proxy := os.environ.get("grpc_proxy"):  # noqa: SIM112
-        problem += f" They connect by the proxy of the environment: unset grpc_proxy={proxy}."
+        problem += f" They connect through a proxy: unset grpc_proxy={proxy}."
     try:
         os.write(2, f"Error: process {processes.id} on {socket.gethostname()}: {problem} {LOST.next}\n".encode())
     finally:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as requests to stop after a step."""
+"""Turns Ctrl-C and SIGTERM into requests to stop after a step."""
 
 import os
 import signal
@@ -10,13 +10,13 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """Context in which the first SIGINT or SIGTERM asks the run to stop after a step. A second SIGINT acts as usual.
+    """Context in which the first SIGINT or SIGTERM requests a stop after a step. A second SIGINT acts as usual.
 
-    Further SIGTERMs change nothing: schedulers send several, and the last one may come during the last save.
+    Further SIGTERMs are ignored, because schedulers send several, and one may arrive during the last save.
 
-    With several processes a signal to any of them stops all after the same step. JAX's preemption service handles
-    SIGTERM from jax.distributed.initialize on, and lets them agree on the next step that none of them has begun. Only
-    the main thread gets signals: in other threads this does nothing.
+    With several processes, a signal to any of them stops all after the same step: JAX's preemption service, which
+    handles SIGTERM since jax.distributed.initialize, agrees on the next step that no process has started. Only the main
+    thread gets signals; in other threads this does nothing.
     """
 
     def __init__(self):
@@ -35,9 +35,9 @@ class StopRequest:
             signal.signal(*self._previous.popitem())
 
     def after(self, step: int) -> str | None:
-        """The name of the signal that stops all processes after this step; None where there is none.
+        """Returns the name of the signal that stops all processes after this step, or None.
 
-        To be called once a step, by every process. Does not wait for the devices.
+        Every process must call this once per step. Does not wait for the devices.
         """
         if jax.process_count() == 1:
             return self.alone
@@ -45,7 +45,7 @@ class StopRequest:
 
     @property
     def alone(self) -> str | None:
-        """The name of the signal to a run of one process; None where there is none, or several have to agree."""
+        """Name of the signal to a run of one process; None without one, or if several processes have to agree."""
         return self._name if jax.process_count() == 1 else None
 
     def _request(self, number: int, frame: object) -> None:
@@ -53,4 +53,4 @@ class StopRequest:
         if signal.SIGINT in self._previous:
             signal.signal(signal.SIGINT, self._previous.pop(signal.SIGINT))
         if jax.process_count() > 1:
-            os.kill(os.getpid(), signal.SIGTERM)  # the only signal that JAX passes on to the other processes
+            os.kill(os.getpid(), signal.SIGTERM)  # the only signal that JAX forwards to the other processes

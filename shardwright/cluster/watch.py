@@ -1,8 +1,7 @@
-"""Runs of several processes: one that stalls shows where and ends, and one that fails ends with its own error.
+"""Watches runs of several processes: ends a stalled one with its stack, and a failed one with its own error.
 
-JAX ends all processes of a run when one of them dies or sends no heartbeat (distributed.heartbeat_timeout). It leaves
-alone a process that is alive but never comes to its next step, for which all others wait. The watch ends that process,
-so that JAX ends the others.
+JAX ends all processes of a run when one dies or sends no heartbeat (distributed.heartbeat_timeout), but not when one is
+alive and never reaches its next step, for which all others wait. The watch ends that process, so JAX ends the others.
 """
 
 import atexit
@@ -28,7 +27,7 @@ from shardwright.settings.words import say
 _INTERVAL_S = 1.0
 _GRACE_S = 3.0
 SHOWN_HOSTS = 8
-"""Hosts that a run prints at its start; hosts.txt in its directory has all."""
+"""Most hosts that a run prints at its start; hosts.txt in its directory has all."""
 
 
 class _Place(NamedTuple):
@@ -38,16 +37,16 @@ class _Place(NamedTuple):
 
 
 _place = _Place()
-"""Place of the main thread. Each call of `now_at` makes another object."""
+"""What the main thread is doing. Each call of `now_at` makes a new object."""
 
 
 def now_at(what: str, step: int | None = None, *, paused: bool = False) -> None:
-    """Notes the place of the main thread from now on.
+    """Records what the main thread does from now on.
 
     Args:
-        what: the place, in words.
+        what: the activity, in words.
         step: index of the step, counted from 0; None: the same as before.
-        paused: whether distributed.pause_timeout limits the time here, instead of stall_timeout.
+        paused: True to apply distributed.pause_timeout instead of stall_timeout.
     """
     global _place
     _place = _Place(what, _place.step if step is None else step, paused)
@@ -55,7 +54,7 @@ def now_at(what: str, step: int | None = None, *, paused: bool = False) -> None:
 
 @contextlib.contextmanager
 def pause(what: str) -> Iterator[None]:
-    """Context in which the place of the main thread is `what`, where it may stay for longer than a step takes."""
+    """Context in which the main thread does `what`, which may take longer than a step."""
     before = _place
     now_at(what, paused=True)
     yield
@@ -64,20 +63,20 @@ def pause(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(c: DistributedConfig) -> Iterator[None]:
-    """Context that ends this process, as STALLED does, if its main thread stays too long at one place.
+    """Context that ends this process with STALLED if its main thread makes no progress for too long.
 
-    After an exception the process shows it and ends as `exit_of` says, without waiting for the others. Does nothing
-    where there is one process.
+    After an exception the process prints it and ends with the code of `exit_of`, without waiting for the others. Does
+    nothing in a run of one process.
 
     Raises:
-        ValueError: another number of processes found one another than distributed.count.
+        ValueError: the number of processes is not distributed.count.
     """
     global _place
     count = jax.process_count()
     if c.count not in (None, count):
         raise ValueError(
-            f"distributed.count is {c.count}, but {count} processes found one another. Start one process for each, "
-            "e.g. with srun, or set distributed.count."
+            f"distributed.count is {c.count}, but {count} processes found one another. Start that many, e.g. with "
+            "srun, or change distributed.count."
         )
     if count == 1:
         yield
@@ -95,9 +94,9 @@ def watched(c: DistributedConfig) -> Iterator[None]:
 
 
 def write_hosts(path: Path) -> None:
-    """Writes, in process 0, the host of each process to a file with a line for each, and prints a few of them.
+    """Writes the host of each process to a file, one per line, in process 0, and prints a few of them.
 
-    JAX's messages have the number of a process only, as that of a task. Does nothing where there is one process.
+    JAX's messages name a process only by its number, as a task. Does nothing in a run of one process.
     """
     if jax.process_count() == 1:
         return
@@ -114,7 +113,7 @@ def write_hosts(path: Path) -> None:
 def _watch(c: DistributedConfig, who: str, over: threading.Event) -> None:
     place, seconds = _place, 0.0
     while not over.wait(_INTERVAL_S):
-        # Only the seconds in which this process ran count: one that was stopped and continued has not stalled.
+        # Counts only seconds in which this process ran: one that was suspended has not stalled.
         seconds = seconds + _INTERVAL_S if _place is place else 0.0
         place = _place
         limit = c.pause_timeout if place.paused else c.stall_timeout
@@ -128,7 +127,7 @@ def _end_stalled(place: _Place, limit: str, who: str) -> None:
         where = place.what if place.step is None else f"{place.what}, at step {place.step}"
         message = (
             f"\n{show_cursor}shardwright: {who} stalled: it was {where}, for {limit}.\n"
-            "It ends, and so do the others. Where several stall, they wait for the one at the earliest place. "
+            "This ends all processes. If several stall, they wait for the one at the earliest point. "
             f"{STALLED.next} The threads of this one:\n"
         )
         os.write(2, message.encode())  # sys.stderr may be locked by the thread that hangs
@@ -138,9 +137,9 @@ def _end_stalled(place: _Place, limit: str, who: str) -> None:
 
 
 def _end_after_error(code: int) -> None:
-    """At exit, in place of JAX's own shutdown, which would wait for the other processes."""
+    """Ends the process at exit, instead of JAX's shutdown, which would wait for the other processes."""
     if jax.process_index() == 0:
-        # JAX's service ends with process 0, and JAX aborts the others, which may be about to show the same error.
+        # JAX's service ends with process 0, which aborts the others, maybe before they print the same error.
         time.sleep(_GRACE_S)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""Sampling of text from a model: the cache, the sampler, losses of texts, samples during a run."""
+"""Samples text from a model (KV cache, sampler, samples during a run) and computes losses of texts."""

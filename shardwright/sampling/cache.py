@@ -1,7 +1,8 @@
-"""The cache of keys and values, the forward pass that reads it, and a check that it serves a model.
+"""Implements the KV cache and the forward pass that reads it, and checks that a model can be decoded with it.
 
-The residual stream is sharded along L over t. The next token of a text is a single position, which cannot be sharded.
-So in decoding the dim L counts texts: N texts, sharded over r and d, are B = r·d sequences of L = N/(r·d) positions.
+The residual stream is sharded along L over t, but the next token of a text is a single position, which cannot be
+sharded. So in decoding, the dim L counts texts: N texts, sharded over r and d, are B = r·d sequences of L = N/(r·d)
+positions.
 """
 
 import dataclasses
@@ -30,9 +31,9 @@ W = TypeVar("W")
 
 @pytree_dataclass
 class KeyValues:
-    """Keys and values of the tokens of _N texts in one layer, with _S positions for each text.
+    """Keys and values of the tokens of _N texts in one layer, with _S positions per text.
 
-    Names of dims that begin with _ are the sampler's own, so that those of a model's weights cannot be the same.
+    The sampler's dims begin with _, so that they cannot clash with those of a model's weights.
     """
 
     k: act["_N/r/d _S K/t D"]
@@ -43,11 +44,11 @@ class KeyValues:
 class Texts:
     """The progress of _N texts."""
 
-    number: i32["_N/r/d"]  # of the text, which selects its noise
+    number: i32["_N/r/d"]  # index of the text, which selects its noise
     token: u32["_N/r/d"]  # the last token (bos in an empty text), which the model has not read yet
-    place: i32["_N/r/d"]  # of that token, counted from bos: the number of tokens so far
-    left: i32["_N/r/d"]  # tokens still to be drawn
-    seen: bool_["_N/r/d _V"] | None  # tokens that the text has, for repetition_penalty
+    place: i32["_N/r/d"]  # position of that token, counted from bos: the number of tokens so far
+    left: i32["_N/r/d"]  # tokens still to draw
+    seen: bool_["_N/r/d _V"] | None  # tokens in the text, for repetition_penalty
 
 
 @typed
@@ -62,11 +63,11 @@ def cached_attention(
     learned: tuple = (),
     sinks: f32["B/r/d K/t Q"] | None = None,
 ) -> act["B/r/d L K/t Q D"]:
-    """train.attention for one token of each of L texts. The cache holds the `place` tokens before it."""
+    """Computes train.attention for one token of each of L texts, whose `place` previous tokens are in the cache."""
     einsum = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
     past = einsum("B/r/d L K/t Q D, B/r/d L S K/t D -> B/r/d L K/t Q S", q, past_k)
     own = einsum("B/r/d L K/t Q D, B/r/d L K/t D -> B/r/d L K/t Q", q, k)
-    # For the pattern each text is a sequence with one query, whose keys are the tokens in the cache and its own.
+    # For the mask, each text is a sequence with one query; its keys are the cached tokens and its own.
     scores = jnp.concatenate([past, own[..., None]], axis=-1)
     scores = shardops.rearrange("B/r/d L K/t Q keys -> (B/r/d L) K/t Q 1 keys", scores)
     slots = jnp.broadcast_to(jnp.arange(past.shape[-1], dtype=jnp.int32), (*place.shape, past.shape[-1]))
@@ -88,11 +89,11 @@ def cached_attention(
 def next_logits(
     w: W, cache: Array["layers", KeyValues], texts: Texts, forward: Any
 ) -> tuple[act["B/r/d L V/t"], Array["layers", KeyValues]]:
-    """Logits of the token after `texts.token`, and the cache with `texts.token`. The N texts are B = r·d sequences.
+    """Computes the logits of the token after `texts.token`, and adds `texts.token` to the cache.
 
-    Here and below, `forward` is the train.Forward of the model.
+    The N texts are B = r·d sequences. Here and below, `forward` is the train.Forward of the model.
     """
-    # On each device the same array: _N/r/d texts are the L positions of its one sequence.
+    # Each device's _N/r/d texts are the L positions of its one sequence: the same local array.
     ids: u32["B/r/d L"] = texts.token[None]
     place: i32["B/r/d L"] = texts.place[None]
 
@@ -101,14 +102,14 @@ def next_logits(
         return read, KeyValues(k[0], v[0])
 
     logits, new, _ = forward(w, (Tokens(ids, place),), forward.model.logits, attend, cache)
-    # Written once, after the loop over layers. In the loop, each layer would copy its whole cache.
+    # Written once after the loop over layers, because inside it each layer would copy its whole cache.
     write = lambda old, x: old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
     return logits, jax.tree.map(write, cache, new)
 
 
 @typed
 def filled_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array["layers", KeyValues]:
-    """The cache after the first tokens of texts, with `size` positions. Padding at their ends is never read."""
+    """Prefills a cache of `size` positions with the first tokens of texts. Padding at their ends is never read."""
     positions: i32["_N/r/d _L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     one_document: i32["_N/r/d _L"] = jnp.zeros(ids.shape, jnp.int32)
     tokens = Tokens(ids, positions, one_document)
@@ -124,23 +125,23 @@ def filled_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array[
 # ---- check ----------------------------------------------------------------------------------------------------------
 
 LENGTH = 32
-"""Largest number of tokens that the check reads, half of them at once; a multiple of t if that is more."""
+"""Most tokens that the check reads, half of them at once; a multiple of t if that is more."""
 
 
 def check_cache(forward: "Forward", context: int) -> None:
-    """Checks that a model can be decoded with a cache, on random texts and with random weights.
+    """Checks that a model can be decoded with a cache, on random texts with random weights.
 
-    With the cache, each position of a forward pass belongs to another text. This is right if a position learns from
-    others through `attend` alone, and by positions alone. All weights are random, so that one that is 0 before training
-    hides nothing. One period of layers is checked, in f32, of some texts on each device. That positions learn from no
-    later ones is proved before: shardwright/inspect/causality.py.
+    In decoding, each position of a forward pass belongs to a different text. This is correct only if positions exchange
+    information through `attend` alone, by positions alone. All weights are random, because weights that are initially 0
+    would hide errors. Checks one period of layers in f32, with some texts on each device. Causality is checked before,
+    by shardwright/inspect/causality.py.
 
     Args:
         forward: train.Forward of the model, on the current mesh.
-        context: number of tokens that the next one can see.
+        context: number of tokens that the next one can attend to.
 
     Raises:
-        ValueError: the logits are not those of the forward pass without a cache.
+        ValueError: the logits differ from those of the forward pass without a cache.
     """
     model, mesh = forward.model, jax.sharding.get_mesh()
     t = mesh.shape["t"]
@@ -175,8 +176,7 @@ def check_cache(forward: "Forward", context: int) -> None:
         far = np.asarray(jax.jit(differences)(w, ids))
     if not far.max() <= TOLERANCE["f32"]:
         raise ValueError(
-            f"with a cache, the logits of random texts are not those of training's forward pass: they differ by "
-            f"{far.max():.2g} of the largest. A position may learn from others through attend alone, which each layer "
-            "calls once, and an attention mask may depend on positions, not on shapes. Train and evaluate this model "
-            "without samples."
+            f"with a KV cache, the logits of random texts differ from training's forward pass by {far.max():.2g} of "
+            "the largest. Positions may exchange information only through attend, once per layer, and an attention "
+            "mask may depend on positions, not on shapes. Or train and evaluate this model without samples."
         )

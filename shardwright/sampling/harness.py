@@ -1,4 +1,4 @@
-"""The models of lm-evaluation-harness: a run of this project as one of them. docs/evaluation.md shows its use."""
+"""Makes a run usable as a model of lm-evaluation-harness (docs/evaluation.md)."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from shardwright_data.text.tokenizers import Tokenizer
 
 
 def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
-    """An lm_eval.api.model.TemplateLM that computes with these weights, for lm_eval.simple_evaluate(model=…).
+    """Makes an lm_eval.api.model.TemplateLM with these weights, for lm_eval.simple_evaluate(model=…).
 
-    Texts begin with bos, as in training. Token ids, likelihoods and rolling windows are those of lm-eval's own model
-    `hf` on the exported checkpoint. Rolling likelihoods are those of its option add_bos_token=False, without which it
-    reads bos twice.
+    Texts begin with bos, as in training. Token ids, likelihoods and rolling windows equal those of lm-eval's model `hf`
+    on the exported checkpoint. Rolling likelihoods equal those with its add_bos_token=False, without which it reads bos
+    twice.
 
     Args:
         scorer: computes the losses.
@@ -50,7 +50,7 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             by_settings: dict[Sampling, list[tuple[int, list[str]]]] = {}
             for i, request in enumerate(requests):
-                # Of 256 tokens, as in lm-eval, if the task does not say how many.
+                # 256 tokens by default, as in lm-eval.
                 options = normalize_gen_kwargs(dict(request.args[1]), 256)
                 settings = Sampling(
                     max_tokens=options["max_gen_toks"],

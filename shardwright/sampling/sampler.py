@@ -1,10 +1,10 @@
-"""Text from a model: batched, with a cache of keys and values, sharded as in training.
+"""Samples text from a model: batched, with a KV cache, sharded as in training.
 
     sampler = Sampler(trace_step(c, model), Sampling(max_tokens=100, temperature=0.8), context=c.training.seq_len)
     continuations = sampler.generate(weights, [[5, 8, 13], []])
 
-It runs the forward pass of training, with any model. All that a token learns from others passes through `attend`, which
-can read a cache, so that the positions of a forward pass need not be those of one text. See docs/sampling.md.
+It runs the forward pass of training, with any model. Tokens get information from others only through `attend`, which
+can read a cache, so the positions of a forward pass need not belong to one text. See docs/sampling.md.
 """
 
 import contextlib
@@ -30,11 +30,10 @@ from shardwright.sampling.cache import KeyValues, Texts, check_cache, filled_cac
 from shardwright_data.checks import above_0, at_least_0, check_ranges, within
 
 CHUNK = 32
-"""Usual number of tokens of each text that are drawn before the host reads them."""
+"""Default number of tokens per text that are drawn before the host reads them."""
 TEXTS_ARE_POSITIONS = "the positions of a device are its texts here, and how many these are depends on the mesh"
 SHORTEST = 16
-"""Smallest number of positions of a forward pass over texts. Others are powers of two, so that few programs are
-compiled."""
+"""Fewest positions of a forward pass over texts. Longer ones are powers of two, so that few programs are compiled."""
 
 
 # ---- the draw -----------------------------------------------------------------------------------------------------
@@ -42,39 +41,39 @@ compiled."""
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Sampling:
-    """Settings of drawing the next token: from logits / temperature, after top_k, then top_p, then min_p."""
+    """Settings of sampling the next token: from logits / temperature, after top_k, then top_p, then min_p."""
 
     max_tokens: int = within(1, 2**31, 200)
-    """Largest number of tokens to add to a prompt; at least 1."""
+    """Most tokens to add to a prompt; at least 1."""
     temperature: float = at_least_0(1.0)
-    """At least 0; 0 takes the likeliest token."""
+    """At least 0; 0 takes the most likely token."""
     top_k: int | None = within(1, 2**31, None)
-    """Number of likeliest tokens to draw from, at least 1, and with them those as likely as the last. None: all."""
+    """Number of most likely tokens to sample from, at least 1, plus ties with the last of them. None: all."""
     top_p: float = within(math.ulp(0), math.nextafter(1, 2), 1.0)
-    """Draws only from the likeliest tokens that together have this probability, and from those as likely as the last
-    of them. In (0, 1] (arXiv 1904.09751)."""
+    """Samples only from the most likely tokens that together have this probability, plus ties with the last of them.
+    In (0, 1] (arXiv 1904.09751)."""
     seed: int = within(0, 2**63, 0)
-    """In [0, 2**63). The noise of a token depends only on the lowest 32 bits of the seed, the number of its text,
-    and its place in it."""
+    """In [0, 2**63). The noise of a token depends only on the lowest 32 bits of the seed, the index of its text, and
+    its position in it."""
     min_p: float = within(0, math.nextafter(1, 2), 0.0)
-    """Draws only from tokens with at least this share of the probability of the likeliest. In [0, 1]; 0 keeps all
-    (arXiv 2407.01082)."""
+    """Samples only from tokens with at least this share of the probability of the most likely one. In [0, 1]; 0 keeps
+    all (arXiv 2407.01082)."""
     repetition_penalty: float = above_0(1.0)
-    """Before all else, the logits of the tokens that the text has are divided by it if positive, else multiplied by it;
-    the prompt and bos count. 1 changes none (arXiv 1909.05858)."""
+    """First of all, divides positive logits of tokens that are in the text already by this, and multiplies negative
+    ones; includes the prompt and bos. 1 changes none (arXiv 1909.05858)."""
     stop: tuple[int, ...] = ()
     """Token ids that end a text."""
 
 
 def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
-    """Raises ValueError for a token id outside of [0, vocab); `name` says where it comes from."""
+    """Raises ValueError for a token id outside [0, vocab); `name` says where it comes from."""
     for token in ids:
         if not 0 <= token < vocab:
             raise ValueError(f"{name} has the token id {token}; those of the model are 0 to {vocab - 1}.")
 
 
 def lowest_kept(scaled: jax.Array, s: Sampling) -> jax.Array:
-    """Lowest of the scaled logits[…, V] that top_k, top_p and min_p leave, […, 1]."""
+    """Computes the lowest scaled logit […, 1], of […, V], that top_k, top_p and min_p keep."""
     least = jnp.max(scaled, axis=-1, keepdims=True) + (math.log(s.min_p) if s.min_p else -math.inf)
     if s.top_k is None and s.top_p == 1:
         return least
@@ -88,7 +87,7 @@ def lowest_kept(scaled: jax.Array, s: Sampling) -> jax.Array:
 
 
 def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Sampling) -> jax.Array:
-    """Noise […, vocab] for the token at `place[…]` of the text `number[…]`.
+    """Draws noise […, vocab] for the token at `place[…]` of the text `number[…]`.
 
     The argmax of the logits plus this noise is a sample from their softmax (Gumbel-max).
     """
@@ -108,7 +107,7 @@ def choose(
     s: Sampling,
     seen: bool_["B/r/d L V"] | None = None,
 ) -> u32["B/r/d L"]:
-    """Draws the token at `place` of the text `number`, which has the tokens `seen`. All devices of t draw the same."""
+    """Samples the token at `place` of the text `number`, which has the tokens `seen`, the same on all devices of t."""
     logits = jnp.float32(shardops.all_gather("B/r/d L V/t -> B/r/d L V", logits, replicated=True))
     if seen is not None:
         penalty = s.repetition_penalty
@@ -123,30 +122,30 @@ def choose(
 
 
 def padded(length: int, most: int, t: int) -> int:
-    """Number of positions of a forward pass over up to `length` of `most` tokens: one of few multiples of t."""
+    """Rounds `length`, at most `most`, up to one of few forward-pass lengths, multiples of t."""
     short = max(SHORTEST, 1 << (length - 1).bit_length())
     return -(-min(short, most) // t) * t
 
 
 class Programs:
-    """What runs a model's forward pass over texts, on the current mesh. Each program is compiled once for its shapes.
+    """Runs programs with a model's forward pass over texts, on the current mesh. Compiles each once per shape.
 
     Args:
-        step: a Step of the model. Its settings have the compute dtype, and gather_weights: whether weights are gathered
-            in each layer for each token, or once for CHUNK tokens.
-        source: hashes of the source, from provenance.source_of; None: programs are checked each time.
-        settings: all that the programs read beside the model and `training`.
-        forms: of run.step.FORMS, beside "for texts".
+        step: a Step of the model. Of its settings, training.gather_weights decides if weights are gathered in each
+            layer for each token, or once for CHUNK tokens.
+        source: hashes of the source, from provenance.source_of; None: verifies programs each time.
+        settings: everything the programs read in addition to the model and `training`.
+        forms: of run.step.FORMS, in addition to "for texts".
 
     Raises:
-        ValueError: a model that reads more than tokens.
+        ValueError: the model has inputs other than tokens.
     """
 
     def __init__(self, step: Step, source: Any, settings: tuple = (), *forms: str):
         if inputs := step.inputs:
             raise ValueError(
-                f"model.module {step.model.c.module!r} reads {', '.join(inputs)} beside the tokens, which a text "
-                "does not have. Evaluate it on its run's own validation data."
+                f"model.module {step.model.c.module!r} also reads {', '.join(inputs)}, which texts do not have. "
+                "Evaluate it on the validation data of its run."
             )
         self.step = step.other("for texts", *forms, name="logits")
         self.forward, self.c = self.step.forward, step.model.c
@@ -155,13 +154,13 @@ class Programs:
         self._compiled: dict[Any, Any] = {}
 
     def jit(self, per_device: Any, kept: int, donated: tuple = ()) -> Any:
-        """Jits `per_device`. Its results after the first `kept` are put on every device, for the host to read."""
+        """Jits `per_device`. Its results after the first `kept` are replicated, for the host to read."""
         dtype = self.forward.training.compute_dtype
 
         @functools.partial(jax.jit, donate_argnums=donated)
         @functools.wraps(per_device)
         def program(*args):
-            # By default GPUs round products in f32 to TF32.
+            # By default, GPUs round operands of f32 matmuls to TF32.
             exact = jax.default_matmul_precision("highest") if dtype == "f32" else contextlib.nullcontext()
             with compute_scope(dtype), exact:
                 out = per_device(*args)
@@ -171,7 +170,7 @@ class Programs:
         return program
 
     def run(self, program: Any, *args: Any) -> Any:
-        """The results of program(*args), where `jit` made `program`; on several devices it is checked first."""
+        """Runs program(*args), where `jit` made `program`. On several devices, verifies it first."""
         key = (program, tuple(np.shape(x) for x in jax.tree.leaves(args)))
         if key not in self._compiled:
             if self.mesh.size > 1:
@@ -184,16 +183,16 @@ class Sampler(Programs):
     """Continues texts with the weights of a model, on the current mesh.
 
     Args:
-        forward: as for Programs.
-        settings: how to draw.
-        context: number of tokens that the next one can see, with bos; no more than the model has positions. A text that
+        step: as for Programs.
+        settings: how to sample.
+        context: number of tokens that the next one can attend to, with bos; at most the model's positions. A text that
             fills it ends.
-        batch: largest number of texts at once; rounded up to a multiple of the devices.
+        batch: most texts at once; rounded up to a multiple of the devices.
         source: as for Programs.
-        chunk: tokens of each text that are drawn before the host reads them.
+        chunk: tokens per text that are drawn before the host reads them.
 
     Raises:
-        ValueError: a setting out of its range, or a model that reads more than tokens.
+        ValueError: a setting is out of range, or the model has inputs other than tokens.
     """
 
     def __init__(
@@ -251,20 +250,20 @@ class Sampler(Programs):
         is_over: Callable[..., Any] = lambda prompt, ids: False,
         first: int = 0,
     ) -> list[list[int]]:
-        """The tokens drawn after each prompt, with the one that ended the text.
+        """Generates tokens after each prompt, including the one that ended the text.
 
         Each process passes the same prompts and receives all texts.
 
         Args:
             weights: of the model, sharded as in training.
             prompts: token ids. After an empty prompt, the text begins after bos.
-            is_over: whether a text is, of its prompt and the ids that were added. It is asked after every chunk of
-                them, so that a text may have some more.
-            first: number of the first text, on which its noise depends.
+            is_over: maps a prompt and the ids added to it to whether the text is complete. Called after every chunk, so
+                texts may have more tokens.
+            first: index of the first text, on which its noise depends.
 
         Raises:
-            ValueError: token ids outside the model's vocabulary, a prompt that fills the context, or a model that
-                cannot be decoded with a cache.
+            ValueError: token ids are outside the model's vocabulary, a prompt fills the context, or the model cannot be
+                decoded with a cache.
         """
         self.check(prompts)
         batch, result = -(-min(len(prompts), self._batch) // self.mesh.size) * self.mesh.size, []
@@ -273,17 +272,15 @@ class Sampler(Programs):
         return result
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError where `generate` would."""
+        """Raises ValueError if `generate` would."""
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.c.vocab)
             if len(prompt) >= self.context:
-                raise ValueError(f"prompt {i} has {len(prompt)} tokens; a context of {self.context} takes fewer.")
+                raise ValueError(f"prompt {i} has {len(prompt)} tokens; it must have fewer than {self.context}.")
         if not self._checked:
             positions = padded(self.context, self.context, self._t)
             if unproved := check_causal(self.step, self.source, positions):
-                raise ValueError(
-                    f"it is not proved that a position sees no later token, so texts cannot be continued: {unproved}"
-                )
+                raise ValueError(f"cannot sample texts, because the model is not proved to be causal: {unproved}")
             check_cache(self.forward, self.context)
             self._checked = True
 

@@ -1,4 +1,4 @@
-"""Texts that a run samples during training: noise becomes sentences."""
+"""Samples texts during training."""
 
 import json
 
@@ -15,22 +15,22 @@ from shardwright.settings.words import say
 from shardwright_data.text.tokenizers import REMEDY, tokenizer_of_run
 
 SHOWN = 100
-"""Number of characters of a sample on the terminal."""
+"""Most characters of a sample on the terminal."""
 
 
 class TrainingSamples:
     """Continues training.sample_prompts with the weights of a run during training.
 
     Each sample is a line in `<directory>/samples.jsonl`: step (number of steps done), prompt, text (what was added),
-    and ended (whether by the token that ends the documents of the data). The noise is the same each time, so that texts
-    differ only by what was learned. All processes make the same calls; process 0 writes.
+    and ended (true if by the data's end-of-document token). The noise is the same each time, so texts differ only by
+    what was learned. All processes make the same calls; process 0 writes.
 
     Args:
         c: configuration of the run.
-        run: the run, which may not have begun. If it resumes, the first `write` removes lines of later steps.
+        run: the run, which need not have begun. If it resumes, the first `write` removes lines of later steps.
 
     Raises:
-        ValueError: a prompt that the data's tokenizer cannot encode, or a setting out of its range.
+        ValueError: the data's tokenizer cannot encode a prompt, or a setting is out of range.
     """
 
     def __init__(self, c: Config, run: Run):
@@ -42,7 +42,7 @@ class TrainingSamples:
             for text, ids in zip(self._texts, self._prompts, strict=True):
                 check_ids(f"training.sample_prompts: {text!r}", ids, c.model.vocab)
         except ValueError as e:
-            instead = "Set training.sample_interval=null for no samples, or read a dataset that has its tokenizer.json."
+            instead = "Set training.sample_interval=null for no samples, or use a dataset that has its tokenizer.json."
             raise ValueError(f"training.sample_prompts: {str(e).replace(REMEDY, instead)}") from e
         self._stop = () if self._tokenizer.end is None else (self._tokenizer.end,)
         settings = Sampling(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
@@ -52,9 +52,9 @@ class TrainingSamples:
         self._path, self._wrote, self._failed = run.directory / "samples.jsonl", False, False
 
     def write(self, weights: object) -> None:
-        """Samples with these weights, after the steps that are done.
+        """Samples with these weights, after the steps done so far.
 
-        If that fails, a warning says why, and there are no more samples: a run can do without them.
+        On failure, prints a warning and disables samples; training continues.
         """
         done = self._run.done
         weights = without_stages(weights, self._placement, self._mesh)
@@ -63,9 +63,9 @@ class TrainingSamples:
         try:
             with pause("sampling texts"), jax.set_mesh(self._mesh):
                 drawn = self._sampler.generate(weights, self._prompts)
-        except Exception as error:  # of the user's model, on every process alike
+        except Exception as error:  # from the user's model, in every process
             self._failed = True
-            say(f"WARNING: no samples: {type(error).__name__}: {error}\nThe run goes on without samples.")
+            say(f"WARNING: no samples: {type(error).__name__}: {error}\nTraining continues without samples.")
             return
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):

@@ -1,11 +1,11 @@
-"""Losses of given tokens: batched, by training's forward pass, sharded as in training.
+"""Computes the losses of given tokens: batched, with training's forward pass, sharded as in training.
 
     scorer = Scorer(trace_step(c, model), train.cross_entropy, length=c.training.seq_len)
     for losses, likeliest in scorer.losses(weights, [[bos, 5, 8, 13], [bos, 21]]):
         …
 
-A sequence begins with a token that is only read. Each sequence stands alone in its row, padded at its end, so that its
-losses do not depend on the others, but for rounding.
+The first token of a sequence has no loss. Each sequence has its own row, padded at its end, so its losses do not depend
+on the others, except for rounding.
 """
 
 import dataclasses
@@ -25,25 +25,25 @@ from shardwright.sampling.sampler import Programs, check_ids, padded
 from shardwright_data.loader import TokenBatch
 
 LOGITS = 2**27
-"""Largest number of logits on a device, but for those of a single sequence: 512 MiB in f32."""
+"""Most logits per device, unless a single sequence has more: 512 MiB in f32."""
 POSITIONS = 2**14
-"""Largest number of positions on a device, but for those of a single sequence."""
+"""Most positions per device, unless a single sequence has more."""
 READ_AHEAD = 2**12
-"""Number of sequences that are sorted by length before they are computed."""
+"""Number of sequences that are sorted by length at a time."""
 
 
 class Scored(NamedTuple):
-    """What a model says of a sequence of n + 1 tokens, the first of which is only read."""
+    """The losses of a sequence of n + 1 tokens, whose first token has none."""
 
     losses: np.ndarray
     """f32[n]: -log of the probability of each token, in nats."""
     likeliest: np.ndarray
-    """bool[n]: whether no other token is likelier."""
+    """bool[n]: true if no other token is more likely."""
 
 
 @typed
 def is_likeliest(logits: act["B/b L/c V/t"], targets: u32["B/b L/c"]) -> bool_["B/b L/c"]:
-    """Whether the target has the largest logit of its position."""
+    """Computes whether each target has the largest logit of its position."""
     at_target = shardops.index_unreduced("B/b L/c [V/t], B/b L/c -> B/b L/c +t", logits, targets)
     at_target = shardops.psum("B/b L/c +t -> B/b L/c", at_target)
     return at_target >= shardops.pmax("B/b L/c V/t -> B/b L/c", logits)
@@ -55,19 +55,19 @@ class Scorer(Programs):
     Args:
         step: as for Programs.
         loss: train.cross_entropy.
-        length: largest number of tokens that a sequence has beside the first.
+        length: most tokens of a sequence after the first.
         source: as for Programs.
 
     Raises:
-        ValueError: a model that reads more than tokens.
+        ValueError: the model has inputs other than tokens.
     """
 
     def __init__(self, step: Step, loss: Callable, length: int, source: Any = None):
-        # The padding after a sequence is another document, for rules that see ahead. So document_mask must be on.
+        # document_mask must be on: the padding is another document, which non-causal masks must not see.
         super().__init__(step, source, (), "document mask")
         sizes, self.length = dict.fromkeys("ct", 1) | dict(self.mesh.shape), length
         self._rows = self.mesh.size // (sizes["c"] * sizes["t"])
-        # Of which devices of c and t have equal parts, and each device of a ring two chunks.
+        # Sequence lengths must divide over c and t, and into two chunks per device of a ring.
         self._multiple = math.lcm(sizes["c"] * sizes["t"], 2 * sizes["c"] if sizes["c"] > 1 else 1)
         self._positions = min(POSITIONS, LOGITS * sizes["t"] // self.c.vocab)
         forward, Weights = self.forward, self.forward.model.Weights
@@ -85,14 +85,14 @@ class Scorer(Programs):
         self._program = self.jit(losses, 0)
 
     def losses(self, weights: object, sequences: Iterable[Sequence[int]]) -> Iterator[Scored]:
-        """What the model says of each sequence, in their order.
+        """Yields the losses of each sequence, in order.
 
         Args:
             weights: of the model, sharded as in training.
-            sequences: token ids, each 2 to `length` + 1. The first is read at position 0, where training reads bos.
+            sequences: 2 to `length` + 1 token ids each. The first is at position 0, where training has bos.
 
         Raises:
-            ValueError: token ids outside of the model's vocabulary, or a sequence of another length.
+            ValueError: token ids are outside the model's vocabulary, or a sequence is too short or too long.
         """
         sequences = iter(sequences)
         while block := [np.asarray(ids, np.int64) for ids in itertools.islice(sequences, READ_AHEAD)]:
@@ -118,7 +118,7 @@ class Scorer(Programs):
         return [found[i] for i in range(len(block))]
 
     def _compute(self, weights: object, part: list[np.ndarray], rows: int, length: int) -> Any:
-        """Losses of each row and whether they are of the likeliest tokens, f32[rows, length] and bool[rows, length]."""
+        """Computes the losses f32[rows, length], and whether each target is the most likely, bool[rows, length]."""
         ids, targets = np.zeros((2, rows, length), np.uint32)
         is_start = np.zeros(ids.shape, bool)
         is_start[:, 0] = True
@@ -137,17 +137,17 @@ class Scorer(Programs):
 
 
 def pieces(ids: Sequence[int], bos: int, length: int) -> list[list[int]]:
-    """A document as sequences: `bos` and the next `length` tokens, as a run reads a document that its batches cut.
+    """Splits a document into sequences of `bos` and the next `length` tokens, as training does.
 
-    A piece does not see those before it.
+    A piece does not attend to earlier ones.
     """
     return [[bos, *ids[i : i + length]] for i in range(0, len(ids), length)]
 
 
 def document_losses(scorer: Scorer, weights: object, documents: Iterable[Sequence[int]]) -> Iterator[float]:
-    """The sum of the losses of each document's tokens, in nats.
+    """Yields the summed loss of each document's tokens, in nats.
 
-    A document, token ids without bos, is cut into pieces if it has more than scorer.length.
+    Documents are token ids without bos. Those with more than scorer.length are split into pieces.
     """
     documents, again = itertools.tee(documents)
     cut = lambda ids: pieces(ids, scorer.c.bos_id, scorer.length)
@@ -159,9 +159,9 @@ def document_losses(scorer: Scorer, weights: object, documents: Iterable[Sequenc
 def log_likelihoods(
     scorer: Scorer, weights: object, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]
 ) -> Iterator[tuple[float, bool]]:
-    """For each (context, continuation), the log-probability of the continuation, in nats, and whether it is likeliest.
+    """Yields the log-probability of each continuation after its context, in nats, and whether it is greedy.
 
-    It is likeliest if each of its tokens is, after those before it. A context that is too long loses its beginning, bos
+    It is greedy if each of its tokens is the most likely one. A context that is too long is truncated at its start, bos
     included, as in lm-eval.
 
     Args:

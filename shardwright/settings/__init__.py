@@ -1,1 +1,1 @@
-"""Checks of settings, differences between configurations, and tools as programs."""
+"""Starts programs with settings: composes them, checks them, prints help and error messages."""

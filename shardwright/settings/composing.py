@@ -1,4 +1,4 @@
-"""The command line of a program: its flags and settings, and in one message what Hydra cannot compose of them."""
+"""Checks the command line of a program, and turns Hydra's composition errors into one message."""
 
 import dataclasses
 import re
@@ -15,10 +15,10 @@ from shardlib.places import shown_path
 from shardwright.settings.settings import is_section, kind_of, settings_of, words_for
 from shardwright_data.untrusted import first_line
 
-QUOTES = "Write name=value, and a value with signs such as , = [ { ~ é in quotes of both kinds: 'name=\"value\"'."
+QUOTES = "Write name=value; put a value with characters such as , = [ { ~ é in both kinds of quotes: 'name=\"value\"'."
 NAMES = ("--config-name", "-cn")
 UNNAMED = ("--hydra-help", "--version", "--shell-completion", "-sc", "--experimental-rerun", "--help", "-h")
-"""The flags for which no configuration need be named."""
+"""Flags that work without --config-name."""
 FLAGS = (*NAMES, *UNNAMED, "--config-dir", "-cd", "--config-path", "-cp", "--multirun", "-m", "--run", "-r")
 FLAGS += ("--cfg", "-c", "--package", "-p", "--info", "-i", "--resolve")
 
@@ -28,9 +28,9 @@ class Program:
     """A program with settings.
 
     Attributes:
-        command: how it is started: python -m <module>.
+        command: the command that starts it: python -m <module>.
         configs: directory of its configurations.
-        config_name: configuration that is read where --config-name is not given; None: none.
+        config_name: default of --config-name; None: it must be given.
         schema: dataclass of its settings.
         doc: its docstring.
     """
@@ -43,12 +43,12 @@ class Program:
 
 
 def is_setting(argument: str) -> bool:
-    """Whether an argument gives or removes a setting: others are flags, and their values."""
+    """Returns whether an argument sets or removes a setting; others are flags and their values."""
     return argument.startswith(("+", "~")) or ("=" in argument and not argument.startswith("-"))
 
 
 def check_flags(program: Program, arguments: Sequence[str]) -> None:
-    """Raises ValueError for a flag that Hydra does not know, and where no configuration is named."""
+    """Raises ValueError for an unknown flag, or if no configuration is named."""
     flags = [text.partition("=")[0] for text in arguments if text.startswith("-")]
     for flag in flags:
         if flag not in FLAGS:
@@ -62,14 +62,14 @@ def check_flags(program: Program, arguments: Sequence[str]) -> None:
 
 
 def is_of_composing(error: Exception) -> bool:
-    """Whether `error` is of what Hydra composes, and not of a job, which Hydra calls in its function run_job."""
-    kinds = HydraException, OmegaConfBaseException, AttributeError, AssertionError  # the last two of a null section
+    """Returns whether `error` comes from Hydra's composition, not from a job, which Hydra calls in run_job."""
+    kinds = HydraException, OmegaConfBaseException, AttributeError, AssertionError  # the last two if a section is null
     calls = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
     return isinstance(error, kinds) and "run_job" not in calls
 
 
 def explained(program: Program, error: Exception, arguments: Sequence[str]) -> str:
-    """The message for an error of Hydra's composition: what is wrong, with its value, and what to do."""
+    """Writes the message for an error of Hydra's composition: what is wrong, with its value, and what to do."""
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override}. {QUOTES}".replace("\n", "\\n")
     if isinstance(error, MissingConfigException):
@@ -81,7 +81,7 @@ def explained(program: Program, error: Exception, arguments: Sequence[str]) -> s
     is_null = isinstance(error, AttributeError | AssertionError) and "NoneType" in str(error)
     if is_null and (section := _null_section(program, overrides)):
         return section
-    reason = "a setting is given of a section that is null" if is_null else first_line(error)
+    reason = "a setting is in a section that is null" if is_null else first_line(error)
     if found := re.match(r"(?:Could not (?:override|append to|delete)|Ambiguous value for argument) '(.+?)'", reason):
         key, _, value = found[1].lstrip("+~").partition("=")
         try:
@@ -98,15 +98,15 @@ def explained(program: Program, error: Exception, arguments: Sequence[str]) -> s
 
 
 def _null_section(program: Program, overrides: Sequence[str]) -> str | None:
-    """The message for a setting of a section that is null, which OmegaConf fills from files alone; None if none is."""
+    """Writes the message for a setting in a section that is null, which only a file can fill; None if there is none."""
     for name in (text.lstrip("+~").partition("=")[0] for text in overrides):
         group, section = [*name.split("."), ""][:2]
         files = sorted((program.configs / group).glob("*.yaml"))
         if having := [f"{group}={path.stem}" for path in files if f"\n{section}:\n" in path.read_text()]:
             directory = shown_path(str(program.configs / group))
             return (
-                f"{name} cannot be given: {group}.{section} is null here. Choose a configuration that has this "
-                f"section, {' or '.join(having)}, beside it; or write one in {directory}/."
+                f"{name} cannot be set: {group}.{section} is null here. Also choose a configuration with this section, "
+                f"{' or '.join(having)}, or write one in {directory}/."
             )
     return None
 
@@ -126,7 +126,7 @@ def _missing_config(program: Program, error: MissingConfigException) -> str:
 
 
 def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequence[str] = (), prefix: str = "") -> str:
-    """The message for a setting that OmegaConf does not take. `prefix` is the section of `schema`, with a dot."""
+    """Writes the message for a setting that OmegaConf rejects. `prefix` is the section of `schema`, with a dot."""
     name, reason = f"{prefix}{error.full_key}", first_line(error)
     try:
         kind = kind_of(schema, re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).strip("."), prefix)

@@ -1,4 +1,4 @@
-"""Differences between two configurations, for messages."""
+"""Lists the differences between two configurations, for messages."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ _ABSENT = object()
 
 
 def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> list[str]:
-    """Differences between two nested plain dicts in the settings `fixed`.
+    """Lists the differences between two nested dicts in the settings `fixed`.
 
     Args:
         saved: configuration stored with the checkpoint.
         current: configuration of this run.
-        fixed: names of sections or settings, such as ("model", "optimizer", "data.seed").
+        fixed: names of sections or settings to compare, such as ("model", "optimizer", "data.seed").
 
     Returns:
         Lines like "optimizer.lr: checkpoint has 0.001, this run has 0.01", sorted by key; empty if all agree.
@@ -29,7 +29,7 @@ def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> li
 
 
 def flat(config: dict, prefix: str = "") -> dict[str, Any]:
-    """The values of a nested dict by their dotted names. An empty dict in it is a value."""
+    """Flattens a nested dict to dotted names. An empty dict counts as a value."""
     values: dict[str, Any] = {}
     for key, value in config.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

@@ -1,10 +1,10 @@
-"""How a program ends: its exit codes, and what a launcher does after each. docs/multi-host.md has the table."""
+"""Defines the exit codes of programs, and what a launcher should do after each (table in docs/multi-host.md)."""
 
 from typing import NamedTuple
 
 
 class Exit(NamedTuple):
-    """An exit code, what it says of the process, and what comes next."""
+    """An exit code, its meaning, and what the launcher should do."""
 
     code: int
     what: str
@@ -15,23 +15,23 @@ AGAIN = "Start all processes again with the same command: the run resumes from i
 
 ERROR = Exit(1, "failed", "It would fail again.")
 OUT_OF_MEMORY = Exit(
-    74, "is out of memory", "It would be again: more training.microbatches or devices, or fewer saved activations."
+    74, "is out of memory", "Use more training.microbatches or devices, or save fewer activations, or it will be again."
 )
 STALLED = Exit(75, "stalled", AGAIN)
 LOST = Exit(76, "lost another process, the network or a device", AGAIN)
 STOPPED = Exit(143, "was stopped by a signal, and saved", AGAIN)
-"""143 is that of a program that SIGTERM kills, 128 + 15."""
+"""143 = 128 + 15, as for a process killed by SIGTERM."""
 
 
 def exit_of(error: BaseException) -> Exit:
-    """How a process ends that `error` ends.
+    """Chooses the Exit for an uncaught error.
 
-    Of what JAX's runtime raises, an error of memory comes again, and so does one about an argument. In a run of several
-    processes the others are about connections or devices: gloo and NCCL have no kind of error of their own.
+    JAX runtime errors about memory or arguments would recur. With several processes, all others count as lost
+    connections or devices, because gloo and NCCL have no error class of their own.
     """
     if isinstance(error, MemoryError):
         return OUT_OF_MEMORY
-    import jax  # which takes a second, and not every program needs it
+    import jax  # takes a second, and not every program needs it
 
     if isinstance(error, jax.errors.JaxRuntimeError):
         status = str(error).partition(":")[0]

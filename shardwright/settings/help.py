@@ -1,4 +1,4 @@
-"""What `--help` prints: the configurations, the groups, and all settings with their types, defaults and docstrings."""
+"""Writes the text of `--help`: configurations, groups, and all settings with types, defaults and docstrings."""
 
 import re
 import textwrap
@@ -14,7 +14,7 @@ WIDTH = 80
 
 
 def help_text(program: Program, sections: dict[str, type] | None = None) -> str:
-    """The help of a program. `sections` are dataclasses of sections whose type the schema leaves open."""
+    """Writes the help of a program. `sections` are dataclasses for sections whose type the schema leaves open."""
     choice = "" if program.config_name else "--config-name=<configuration> "
     lines = [*_wrapped(_sentence(program.doc), 0), "", f"    {program.command} {choice}[<setting>=<value> ...]", ""]
     says_command = lambda path: f"{program.command} --config-name={path.stem}" in path.read_text()
@@ -34,7 +34,7 @@ def help_text(program: Program, sections: dict[str, type] | None = None) -> str:
         else:
             lines += _setting(setting)
     further = (
-        "Further flags: --multirun for a sweep (name=a,b), --config-dir=<directory> for configurations of your own, "
+        "Further flags: --multirun for a sweep (name=a,b), --config-dir=<directory> for your own configurations, "
         "--cfg=job to show the settings without running, --hydra-help for the rest."
     )
     return "\n".join([*lines, "", *_wrapped(further, 0)])

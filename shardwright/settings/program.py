@@ -1,4 +1,4 @@
-"""Programs: settings from Hydra, and errors that a user can read."""
+"""Starts programs with settings from Hydra, and prints errors that users can act on."""
 
 import contextlib
 import errno
@@ -36,13 +36,13 @@ FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
 
 
 def refusal(error: Exception) -> str | None:
-    """What a user is told of `error` instead of its traceback; None if the traceback is needed.
+    """Returns the message to print for `error` instead of its traceback; None if the traceback is needed.
 
-    That is the message of a ValueError, OSError or FloatingPointError with which this project, a model or the
-    configuration refuses what it was given; of an error of the system about a file, or a full disk; and of a missing
-    package that an extra installs. A ValueError that Python or a library raises is a bug. Of an error in code that
-    shardlib checks, the message begins with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback.
-    What a terminal would obey in a message, which may quote data, is left out.
+    Messages are for a ValueError, OSError or FloatingPointError that this project, a model or the configuration raises
+    on purpose; system errors about a file or a full disk; and missing packages that an extra installs. A ValueError
+    from Python or a library is a bug and needs its traceback, as does every error with HYDRA_FULL_ERROR=1. For errors
+    in code that shardlib checks, the message starts with the location. Control characters, which data may contain, are
+    removed.
     """
     on_purpose = isinstance(error, ValueError | OSError | FloatingPointError) and is_raised_on_purpose(error)
     refuses = (
@@ -54,12 +54,12 @@ def refusal(error: Exception) -> str | None:
     if not refuses or os.environ.get(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR")) == "1":
         return None
     if getattr(error, "place", ""):
-        return f"{shown(error)}\n  HYDRA_FULL_ERROR=1 shows the calls that lead there."
+        return f"{shown(error)}\n  Set HYDRA_FULL_ERROR=1 to see the traceback."
     return f"Error: {shown(message_of(error))}"
 
 
 def message_of(error: Exception) -> str:
-    """The message of an error, in words for a user."""
+    """Writes the message of an error for a user."""
     if isinstance(error, ModuleNotFoundError):
         return f"this needs the package {error.name}, which is not installed: pip install -e '.[{extra_of(error)}]'"
     if isinstance(error, OSError) and error.filename is not None:
@@ -71,7 +71,7 @@ def message_of(error: Exception) -> str:
 
 
 def extra_of(error: ImportError) -> str | None:
-    """The extra of pyproject.toml that installs the missing package; None if none does."""
+    """Returns the extra of pyproject.toml that installs the missing package; None if none does."""
     package = (error.name or "").partition(".")[0]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     has_it = lambda wanted: any(re.split(r"[^\w-]", line)[0].replace("-", "_") == package for line in wanted)
@@ -79,15 +79,15 @@ def extra_of(error: ImportError) -> str | None:
 
 
 class Refused(CompactHydraException):
-    """A refusal in one of several jobs: its message, as it is shown."""
+    """An error of one job of a sweep, with the message to print."""
 
 
 @contextlib.contextmanager
 def refusals_shown() -> Iterator[None]:
-    """Context in which a refusal ends the program with its message and status 1, without a traceback.
+    """Context that prints errors: one with a `refusal` message ends the program with that and status 1.
 
-    An error that `exit_of` knows ends it with its traceback, a line that says what happened and what comes next, and
-    the status of that. In one of several jobs a refusal becomes a Refused with the message, which ends the job.
+    An error that `exit_of` knows ends it with a traceback, a line on what happened and what to do, and its status. In a
+    sweep, an error with a message ends only the job, as Refused.
     """
     try:
         yield
@@ -106,31 +106,31 @@ def refusals_shown() -> Iterator[None]:
 
 
 def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]] = dict) -> None:
-    """Calls `job` with what Hydra composes from the command line, or answers what is wrong in it, or prints the help.
+    """Calls `job` with what Hydra composes from the command line, or prints the help or what is wrong.
 
     Args:
         program: the program and its settings.
-        job: function of the configuration that Hydra composed. It shows its own refusals, with refusals_shown.
-        sections: gives dataclasses of sections whose type the schema leaves open, for the help.
+        job: function of the configuration that Hydra composed. It prints its own errors, with refusals_shown.
+        sections: returns dataclasses for sections whose type the schema leaves open, for the help.
     """
-    for stream in (sys.stdout, sys.stderr):  # a character that a terminal lacks ends no program
+    for stream in (sys.stdout, sys.stderr):  # a character that the terminal lacks must not end the program
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    # Hydra wants the settings together, after the flags.
+    # Hydra requires flags before settings.
     sys.argv[1:] = sorted(sys.argv[1:], key=is_setting)
-    if not program.configs.is_dir():  # what `pip install .` installs is for `import` alone
+    if not program.configs.is_dir():  # `pip install .` installs only what can be imported
         sys.exit(
-            f"Error: {program.configs.parent} has no {program.configs.name}/: shardwright runs from its checkout. "
-            "Clone it, and run `pip install -e .` there."
+            f"Error: {program.configs.parent} has no {program.configs.name}/, because shardwright must run from its "
+            "checkout. Clone the repository and run `pip install -e .` there."
         )
     with refusals_shown():
         check_flags(program, sys.argv[1:])
     if not {"--help", "-h"}.isdisjoint(sys.argv):
-        with refusals_shown(), contextlib.suppress(BrokenPipeError):  # a reader such as `head` may read a part
+        with refusals_shown(), contextlib.suppress(BrokenPipeError):  # a reader such as `head` may stop early
             print(help_text(program, sections()), flush=True)
         return
     os.environ.setdefault(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR", "0"))
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, which are told here, and prints none
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which are printed here
     try:
         hydra.main(version_base="1.3", config_path=str(program.configs), config_name=program.config_name)(job)()
     except KeyboardInterrupt:
@@ -138,7 +138,7 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         sys.exit(130)
     except Refused as error:
         sys.exit(str(error))
-    except BrokenPipeError:  # a reader such as `head` has what it wanted
+    except BrokenPipeError:  # a reader such as `head` stopped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
@@ -151,10 +151,10 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
 def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
     """Calls `run` with the settings of the command line.
 
-    Of what a user caused, only the message is shown, as `refusal` says. The exit status of any error is 1.
+    Errors that `refusal` has a message for are printed without a traceback. The exit status of any error is 1.
 
     Args:
-        name: name of the file in tools/configs/ that is read where --config-name is not given.
+        name: default of --config-name, a file in tools/configs/.
         schema: dataclass of the settings. The config names it as `<name>_schema`.
         run: function of the program's main module, called with a `schema`.
     """
@@ -164,7 +164,7 @@ def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
     def job(config: object) -> None:
         with refusals_shown():
             if missing := sorted(OmegaConf.missing_keys(config)):
-                raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")
+                raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>.")
             settings = OmegaConf.to_object(config)
             check_ranges("", settings)
             run(settings)

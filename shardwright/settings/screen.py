@@ -1,4 +1,4 @@
-"""What programs print to a console of rich: lines and tables, of texts that a stranger may have written."""
+"""Prints lines and tables of possibly untrusted text to a rich console."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from shardwright_data.untrusted import shown
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:
-    """Prints a line, whole."""
+    """Prints a line without wrapping it."""
     console.print(Text(shown(text), style=style), soft_wrap=True)
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-    """Prints a table. Columns are numbers but the first and `text`. A cell that is a rich Text is printed as it is."""
+    """Prints a table. All columns but the first and `text` are numeric. Cells may be rich Texts."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     if title:
         print_line(console, title, "bold")

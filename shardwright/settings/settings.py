@@ -1,4 +1,4 @@
-"""What is known of settings from their dataclasses: names, types, defaults, docstrings."""
+"""Reads the names, types, defaults and docstrings of settings from their dataclasses."""
 
 import ast
 import dataclasses
@@ -18,9 +18,9 @@ class Setting:
     """A setting, or a section of settings.
 
     Attributes:
-        name: its name with those of its sections, as on the command line.
+        name: its dotted name, as on the command line.
         kind: its type.
-        default: its value where none is given; MISSING where one must be given.
+        default: its default; MISSING if it has none.
         doc: its docstring.
     """
 
@@ -31,7 +31,7 @@ class Setting:
 
 
 def settings_of(schema: type, prefix: str = "") -> Iterator[Setting]:
-    """The settings of a dataclass in their order. A section comes before its own settings."""
+    """Yields the settings of a dataclass in order. A section comes before its settings."""
     kinds, docs = typing.get_type_hints(schema), _docstrings(schema)
     for field in dataclasses.fields(schema):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -43,7 +43,7 @@ def settings_of(schema: type, prefix: str = "") -> Iterator[Setting]:
 
 
 def kind_of(schema: type, name: str, prefix: str = "") -> Any:
-    """The type of the setting `name`. Raises ValueError for a name that does not exist, with the nearest one.
+    """Returns the type of the setting `name`. For an unknown name raises ValueError, with the closest one.
 
     `prefix` is the section of `schema`, with a dot.
     """
@@ -67,7 +67,7 @@ def kind_of(schema: type, name: str, prefix: str = "") -> Any:
 
 
 def _known(schema: type, parts: list[str], i: int, known: list[str], prefix: str) -> str:
-    """Which name was meant where part `i` is unknown, in its section or elsewhere; or else the names of the section."""
+    """Suggests the closest name if part `i` is unknown, in its section or elsewhere, or lists those of the section."""
     path = (prefix + ".".join(parts[:i])).rstrip(".")
     if near := difflib.get_close_matches(parts[i], known, n=1):
         return f" Did you mean {prefix}{'.'.join([*parts[:i], near[0], *parts[i + 1 :]])}?"
@@ -84,12 +84,12 @@ def without_null(kind: object) -> Any:
 
 
 def is_section(kind: object) -> bool:
-    """Whether settings of this type have settings of their own."""
+    """Returns whether this type is a section, a dataclass of settings."""
     return dataclasses.is_dataclass(without_null(kind))
 
 
 def words_for(kind: object) -> str:
-    """What a value of this type is, after "it must be"."""
+    """Describes the values of a type, to follow "it must be"."""
     inner = without_null(kind)
     origin = typing.get_origin(inner)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -105,14 +105,14 @@ def words_for(kind: object) -> str:
 
 
 def shown_value(value: object) -> str:
-    """A default as it is written on the command line."""
+    """Formats a default as on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value) or "''"
 
 
 def _docstrings(schema: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, in one line."""
+    """Maps each field of a dataclass to the docstring below it, in one line."""
     found: dict[str, str] = {}
     for owner in (cls for cls in reversed(schema.__mro__) if dataclasses.is_dataclass(cls)):
         node: Any = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]

@@ -1,4 +1,4 @@
-"""Text that programs show."""
+"""Prints text for users."""
 
 import contextlib
 import io
@@ -11,10 +11,7 @@ from shardwright_data.untrusted import shown
 
 
 class _Optional(io.FileIO):
-    """stdout or stderr, without which a process goes on: what cannot be written is lost, as stderr says once.
-
-    A reader who left, such as `head`, is told as ever.
-    """
+    """stdout or stderr whose write errors are dropped, with one warning on stderr. BrokenPipeError is still raised."""
 
     _is_whole = True
 
@@ -27,12 +24,12 @@ class _Optional(io.FileIO):
             if self._is_whole:
                 self._is_whole = False
                 with contextlib.suppress(OSError):
-                    os.write(2, f"WARNING: stdout has lost lines: {error.strerror}. The run goes on.\n".encode())
+                    os.write(2, f"WARNING: stdout has lost lines: {error.strerror}. The run continues.\n".encode())
             return len(content)
 
 
 def print_if_possible() -> None:
-    """Makes stdout and stderr write ? for what they cannot encode, and lose what they cannot write: on a full disk."""
+    """Makes stdout and stderr write ? for what they cannot encode, and drop what they cannot write (full disk)."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):
@@ -43,10 +40,10 @@ def print_if_possible() -> None:
 
 
 def say(text: str, flush: bool = False) -> None:
-    """Prints a text, with no character that a terminal would obey."""
+    """Prints a text without control characters."""
     print(shown(text), flush=flush)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
+    """Joins the first names, and counts the rest: `a, b, c and 2 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

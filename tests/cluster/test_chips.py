@@ -121,28 +121,28 @@ def test_a_chip_is_added_as_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("like: h100\nnear: {value: -8, source: x}", "near is -8, which is no positive number"),
-        ("like: h100\nnear: {value: none, source: x}", "near is none, which is no positive number"),
+        ("like: h100\nnear: {value: -8, source: x}", "near is -8, which is not a positive number"),
+        ("like: h100\nnear: {value: none, source: x}", "near is none, which is not a positive number"),
         ("like: h100\npeak: {value: {f32: 1e12}, source: x}", "it must be a mapping of dtypes, bf16 among them"),
-        ("like: h100\nnear: {value: 8}", "near is no {value, source}"),
-        ("like: h1000", "like h1000, which is no chip: choose one of a100"),
+        ("like: h100\nnear: {value: 8}", "near is not {value, source}"),
+        ("like: h1000", "like h1000, which is not a known chip: choose one of a100"),
         ("like: h100\nspeed: 3", "has an unknown speed"),
-        ("like: h100\nlink_share: true", "link_share is True, which is no positive number"),
+        ("like: h100\nlink_share: true", "link_share is True, which is not a positive number"),
         ("like: h100\nlink_share: 82", "link_share is 82; it must be at most 2"),
         ("like: h100\nerror: 25", "error is 25; it must be at most 1"),
-        ("like: h100\nnear: 0.5", "near is 0.5, which is no positive number"),
+        ("like: h100\nnear: 0.5", "near is 0.5, which is not a positive number"),
         ("like: h100\nkinds: []", "kinds is []; it must be a list of names"),
         ("like: h100\nkinds: [5]", "kinds is [5]; it must be a list of names"),
         ("like: h100\nplatform: quantum", "platform is quantum; it must be one of gpu, tpu, cpu"),
         ("like: h100\ntitle: 5", "title is 5; it must be a text"),
-        ("like: h100\nproducts: lacks.csv", "products is lacks.csv, no table of m,k,n,tflops"),
-        ("like: h100\nproducts: zero.csv", "products is zero.csv, no table of m,k,n,tflops"),
-        ("like: h100\nproducts: holes.csv", "products is holes.csv, no table of m,k,n,tflops"),
+        ("like: h100\nproducts: lacks.csv", "products is lacks.csv, which is not a table of m,k,n,tflops"),
+        ("like: h100\nproducts: zero.csv", "products is zero.csv, which is not a table of m,k,n,tflops"),
+        ("like: h100\nproducts: holes.csv", "products is holes.csv, which is not a table of m,k,n,tflops"),
         ("like: h100\ncollectives: lacks.csv", "it has no column 'op'"),
         ("", "begin it with like: h100"),
         ("title: x", "has no attention_share"),
-        ("- x", "is no YAML of names"),
-        ("{", "is no YAML of names"),
+        ("- x", "is not a YAML mapping of names"),
+        ("{", "is not a YAML mapping of names"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path, text, says):
@@ -158,7 +158,9 @@ def test_a_wrong_file_is_one_line(tmp_path, text, says):
 
 
 def test_an_unknown_chip_is_one_line_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"^h10 is no chip: choose one of a100, .*v7x, or .* Did you mean h100\?$"):
+    with pytest.raises(
+        ValueError, match=r"^h10 is not a known chip: choose one of a100, .*v7x, or .* Did you mean h100\?$"
+    ):
         chip_of("h10")
 
 

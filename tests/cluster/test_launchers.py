@@ -45,7 +45,7 @@ CASES = {
 SAID = {
     "stalled": "stalled: it was waiting for a batch",
     "stopped": "SIGTERM: stopped and saved after",
-    "out of memory": "is out of memory. It would be again: more training.microbatches or devices",
+    "out of memory": "is out of memory. Use more training.microbatches or devices",
     "a wrong setting": "Error: model.layers is 0",
 }
 

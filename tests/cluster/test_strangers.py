@@ -53,7 +53,7 @@ def test_a_cache_that_belongs_to_another_user_is_refused(tmp_path, no_cache):
 def test_a_cache_that_cannot_be_written_is_told(tmp_path, no_cache, capsys):
     (tmp_path / "file").write_text("")
     assert start(tmp_path / "file" / "cache") is None
-    said = "hardware.compilation_cache: compiled programs are neither read nor kept: [Errno 20] Not a directory"
+    said = "hardware.compilation_cache: not used: [Errno 20] Not a directory"
     assert capsys.readouterr().out.startswith(said)
 
 

@@ -61,7 +61,7 @@ def test_devices_of_unknown_numbers_have_no_plan(tmp_path):
     assert of_run(c, tmp_path) is None
     assert not list(tmp_path.iterdir())
     c.hardware.chip = "h10"
-    with pytest.raises(ValueError, match="h10 is no chip"):
+    with pytest.raises(ValueError, match="h10 is not a known chip"):
         of_run(c, tmp_path)
 
 

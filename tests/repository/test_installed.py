@@ -79,7 +79,7 @@ def test_a_program_says_that_it_needs_the_checkout(installed, tmp_path, program)
     done = run(installed, tmp_path, "-m", program, "--help")
     assert done.returncode == 1
     assert re.fullmatch(
-        r"Error: \S+ has no configs/: shardwright runs from its checkout\. "
-        r"Clone it, and run `pip install -e \.` there\.\n",
+        r"Error: \S+ has no configs/, because shardwright must run from its checkout\. "
+        r"Clone the repository and run `pip install -e \.` there\.\n",
         done.stderr,
     ), done.stderr

@@ -145,7 +145,7 @@ def check_of(kind: type, mesh: str):
         cache.check_cache(train.Forward(kind(c.model), c.training), 16)
 
 
-OTHER = "with a cache, the logits of random texts are not those of training's forward pass"
+OTHER = "with a KV cache, the logits of random texts differ from training's forward pass"
 
 
 @pytest.mark.long(every_case=True)

@@ -289,5 +289,5 @@ def test_ids_and_contexts_out_of_range():
     with jax.set_mesh(tiny.mesh("one device")):
         with pytest.raises(ValueError, match=r"prompt 1 has the token id 64; those of the model are 0 to 63"):
             Sampler(tiny.step(tiny.config()), Sampling(), context=8).generate(None, [[1], [64]])
-        with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens; a context of 8 takes fewer"):
+        with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens; it must have fewer than 8"):
             Sampler(tiny.step(tiny.config()), Sampling(), context=8).generate(None, [[1], [2] * 8])

@@ -39,7 +39,7 @@ def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
     with open("/dev/full", "w") as full:
         done = run(stdout=full)
     assert done.returncode == 0
-    assert done.stderr == "WARNING: stdout has lost lines: No space left on device. The run goes on.\n"
+    assert done.stderr == "WARNING: stdout has lost lines: No space left on device. The run continues.\n"
 
 
 @pytest.mark.long

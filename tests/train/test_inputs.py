@@ -272,7 +272,7 @@ def test_it_is_not_sampled(data, tmp_path):
         losses(c, tmp_path / "run")
     with (
         jax.set_mesh(tiny.mesh("one device")),
-        pytest.raises(ValueError, match=r"'kinded' reads kind, weight .* Evaluate it"),
+        pytest.raises(ValueError, match=r"'kinded' also reads kind, weight, .* Evaluate it"),
     ):
         Sampler(tiny.step(c), Sampling(max_tokens=3), context=16)
 

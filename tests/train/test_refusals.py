@@ -40,7 +40,7 @@ def test_a_wrong_edit(train, tmp_path):
         "  groups of axes: b = r/d/e",
         "  remedy: dim L/t of x has a block of 32 here, where the other has 64: "
         "all_gather('B/b L/t M -> B/b L M', x) first, or shard the other over t too",
-        "  HYDRA_FULL_ERROR=1 shows the calls that lead there.",
+        "  Set HYDRA_FULL_ERROR=1 to see the traceback.",
     ]
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["train.py"]
 
