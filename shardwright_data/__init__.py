@@ -1,1 +1,1 @@
-"""Data of a run: text and tokenizers, datasets of flat tokens, batches; and how files from elsewhere are read."""
+"""Data of a run: text and tokenizers, flat-tokens datasets, batches; and safe reading of untrusted files."""

@@ -1,4 +1,4 @@
-"""Checks of settings. Each raises ValueError with the name of the setting, its value and the allowed values."""
+"""Checks settings. Each check raises ValueError with the name of the setting, its value and the allowed values."""
 
 import dataclasses
 import functools
@@ -9,11 +9,11 @@ from typing import Any
 from shardlib.parsing import did_you_mean
 
 _UPPER = {math.inf: "finite", math.nextafter(1, 2): "at most 1"} | {2**n: f"below 2**{n}" for n in range(10, 64)}
-"""Words for the upper limits of ranges, which are exclusive."""
+"""Words for the exclusive upper limits of ranges."""
 
 
 def within(low: float, end: float, default: Any = dataclasses.MISSING, **options: Any) -> Any:
-    """A dataclass field for a number in [low, end), which check_ranges checks. `options` are those of the field."""
+    """Makes a dataclass field for a number in [low, end), for check_ranges. `options` are those of the field."""
     return dataclasses.field(default=default, metadata={"range": (low, end)}, **options)
 
 
@@ -23,7 +23,7 @@ at_least_1 = functools.partial(within, 1, 2**31)
 
 
 def check_ranges(section: str, settings: Any) -> None:
-    """Checks the fields made by `within`, in `settings` and in the dataclasses that it holds."""
+    """Checks the fields made by `within`, in `settings` and in nested dataclasses."""
     for field in dataclasses.fields(settings):
         name, value = f"{section}.{field.name}" if section else field.name, getattr(settings, field.name)
         if "range" in field.metadata:

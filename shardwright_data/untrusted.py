@@ -1,4 +1,4 @@
-"""What others wrote, such as downloads: files within bounds, JSON as data, and text as a terminal may show it."""
+"""Reads untrusted files safely: bounded sizes, JSON and YAML as plain data, text without control characters."""
 
 import contextlib
 import errno
@@ -14,33 +14,33 @@ from typing import Any, get_args
 import yaml
 
 SMALL, LARGE = 2**24, 2**27
-"""Most bytes of a file that describes something, such as settings, and of a table, such as a vocabulary or prompts."""
+"""Most bytes of a descriptive file, such as settings, and of a table, such as a vocabulary or prompts."""
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 """Bytes of memory of this host."""
 COPY_AGAIN = "Copy or download it again."
 
 _UNSAFE = re.compile(r"[^\S \n\t\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]|[\x00-\x08\x0e-\x1b\x7f-\x9f\ud800-\udfff"
                      r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # fmt: skip
-"""What moves the cursor, changes the terminal, or reorders what is read: control characters, line breaks other than a
-line feed, halves of surrogate pairs, and the controls of bidirectional text."""
+"""Characters that control the terminal or reorder text: control characters, line breaks other than a line feed, halves
+of surrogate pairs, and the controls of bidirectional text."""
 
 
 def shown(text: object) -> str:
-    r"""`text` with U+FFFD in the place of each character that a terminal would obey, such as the ESC of a colour.
+    r"""Replaces characters that control the terminal, such as the ESC of a color, by U+FFFD.
 
-    Line feeds and tabs stay, and \r\n is a line feed.
+    Keeps line feeds and tabs; \r\n becomes a line feed.
     """
     return _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", str(text).replace("\r\n", "\n"))
 
 
 def one_line(text: str, characters: int) -> str:
-    """The first characters of a text, with signs for line ends and for unprintable characters."""
+    """Shortens a text to one line, with symbols for line ends and unprintable characters."""
     cut = text if len(text) <= characters else text[:characters] + "…"
     return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "�") for c in cut)
 
 
 class Damaged(OSError, ValueError):
-    """Something is missing, is not what was written, or is not a regular file of a size that it can have."""
+    """A file is missing, differs from what was written, is too large, or is not a regular file."""
 
 
 def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
@@ -48,14 +48,14 @@ def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
     kind, status, why = Damaged, None, None
     try:
         status = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # a null byte is in no name
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte in the name
         raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
-    except OSError as error:  # a link that leads back to itself is no file; of others it is not known
+    except OSError as error:  # a link to itself is damage; for other errors the file may be intact
         kind, why = Damaged if error.errno == errno.ELOOP else ValueError, error.strerror
     if status and not stat.S_ISREG(status.st_mode):
         why = "it is a directory, a pipe or a device"
     elif status and status.st_size > most:
-        why = f"it has {status.st_size:,} bytes, of at most {most:,}"
+        why = f"it has {status.st_size:,} bytes, more than the limit of {most:,}"
     elif status and not os.access(path, os.R_OK):
         kind, why = ValueError, "its permissions forbid it"
     if why is not None:
@@ -63,10 +63,10 @@ def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
 
 
 def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:
-    """The content of a file.
+    """Reads a file.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: it does not exist.
         Damaged: it is a directory, a pipe or a device, or has more than `most` bytes.
         ValueError: it cannot be read.
     """
@@ -76,7 +76,7 @@ def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:
 
 
 def read_text(path: str | os.PathLike, most: int = SMALL) -> str:
-    """The text of a file in UTF-8, without a byte order mark. Raises what `read_file` raises."""
+    """Reads a UTF-8 file, without a byte order mark. Raises what `read_file` raises."""
     try:
         return read_file(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -84,7 +84,7 @@ def read_text(path: str | os.PathLike, most: int = SMALL) -> str:
 
 
 def decode(content: bytes) -> str:
-    """The text of bytes in UTF-8. Raises ValueError, which tells the first byte that is wrong."""
+    """Decodes UTF-8 bytes. Raises ValueError, which names the first invalid byte."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -92,28 +92,28 @@ def decode(content: bytes) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a full stop; its kind if it says nothing."""
+    """Returns the first line of an error's message, without a full stop; its class name if there is no message."""
     if isinstance(error, UnicodeDecodeError) and error.encoding == "utf-8":
         return f"it is not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start}"
     return next(iter(str(error).splitlines()), "").rstrip(". ") or type(error).__name__
 
 
 def read_object(path: str | os.PathLike, kinds: object = dict, most: int = SMALL) -> dict:
-    """The JSON object in a file. Raises what `read_file` and `parse_object` raise."""
+    """Reads the JSON object in a file. Raises what `read_file` and `parse_object` raise."""
     return parse_object(str(path), read_text(path, most), kinds)
 
 
 def parse_object(where: str, content: str | bytes, kinds: object = dict, remedy: str = COPY_AGAIN) -> dict[str, Any]:
-    """The object in a JSON text.
+    """Parses a JSON object.
 
     Args:
-        where: what has the text, for messages.
+        where: source of the text, for messages.
         content: the text.
-        kinds: types of its values, as `check_types` says.
+        kinds: types of its values, as for `check_types`.
         remedy: last sentence of messages.
 
     Raises:
-        ValueError: it is not a JSON object, or has values of other types.
+        ValueError: it is not a JSON object, or a value has the wrong type.
     """
     try:
         found = parse_json(content)
@@ -137,14 +137,14 @@ _MISSING = object()
 
 
 def check_types(where: str, value: Any, kind: Any, remedy: str = COPY_AGAIN, name: str = "") -> None:
-    """Raises ValueError, with the name and the value, for a part of a JSON value that is not of the type of `kind`.
+    """Checks the types in a JSON value. Raises ValueError, with name and value, for the first part that is wrong.
 
     Args:
-        where: what has the value, for messages.
-        value: as `json` and `yaml` give it.
-        kind: a type, or several as in `str | None`; a whole number is a `float` too. A list of a kind is a list of any
-            length, a tuple of kinds one of that length. A dict has the kinds of keys; a key with ? may be missing, and
-            `str` stands for all keys.
+        where: source of the value, for messages.
+        value: as `json` and `yaml` return it.
+        kind: a type, or several as in `str | None`; a whole number is also a `float`. `[kind]` is a list of any length,
+            a tuple of kinds a list of that length. A dict maps keys to kinds; a key with ? may be missing, and `str`
+            stands for all keys.
         remedy: last sentence of the message.
         name: of the value, for messages.
     """
@@ -178,10 +178,10 @@ def _words(kind: object) -> str:
 
 @contextlib.contextmanager
 def refused(what: str, remedy: str = COPY_AGAIN) -> Iterator[None]:
-    """Context in which a library reads what others wrote: all that it raises is a ValueError that begins with `what`.
+    """Context in which a library reads untrusted data: turns any error into a ValueError that begins with `what`.
 
-    So is a panic of a library in Rust, which is no Exception. The message has the causes too, since `datasets` often
-    says only that something went wrong.
+    Also a panic of a Rust library, which is not an Exception. The message includes the causes, because `datasets` often
+    reports only that something went wrong.
     """
     try:
         yield
@@ -198,7 +198,7 @@ def refused(what: str, remedy: str = COPY_AGAIN) -> Iterator[None]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError if it is not JSON, or too deep for Python."""
+    """Parses a JSON text. Raises ValueError if it is not JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -207,21 +207,21 @@ def parse_json(text: str | bytes) -> Any:
 
 class _Plain(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):  # of ten lines, each ten times the one before, memory has no end
+        if self.check_event(yaml.AliasEvent):  # a few lines of nested aliases can expand to fill memory
             raise yaml.YAMLError(f"it repeats a part, *{self.peek_event().anchor}, instead of writing it again")
         return super().compose_node(parent, index)
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text without aliases. Raises ValueError, in one line, if it is not that."""
+    """Parses a YAML text without aliases. Raises ValueError, with a message of one line, if it is not valid."""
     try:
         return yaml.load(text, _Plain)
-    except Exception as error:  # of a tag that does not fit its value, PyYAML raises what it stumbles over
+    except Exception as error:  # PyYAML raises various errors for a tag that does not fit its value
         raise ValueError(" ".join(str(error).split())) from error
 
 
 def number(value: Any) -> float:
-    """A number of a JSON value, where infinities and NaN may be strings; NaN for what is not a number."""
+    """Converts a JSON value to a number; infinities and NaN may be strings. NaN if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""The flat-tokens dataset format (docs/flat-tokens.md): one split read, and one written."""
+"""Reads and writes datasets in the flat-tokens format (docs/flat-tokens.md)."""
 
 from shardwright_data.flat_tokens.format import decode, is_there, open_kvstore, opening_context, read_file
 from shardwright_data.flat_tokens.reader import Reader

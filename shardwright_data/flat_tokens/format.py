@@ -1,4 +1,4 @@
-"""The flat-tokens dataset format (docs/flat-tokens.md): constants, encoding, and the splits of a dataset."""
+"""Implements the flat-tokens format (docs/flat-tokens.md): constants, token encoding, access to stores and splits."""
 
 import contextlib
 import os
@@ -15,23 +15,23 @@ AnyEncoded = UInt32[np.ndarray, "*shape"]
 AnyIsStart = Bool[np.ndarray, "*shape"]
 
 IDENTITY = {"format": "flat-tokens", "version": 1}
-"""Attributes of a split that say how to read it."""
+"""Attributes that identify the format of a split."""
 MARKERS = ("zarr.json", ".zgroup")
-"""Files of which a complete split has one: of zarr v3, of zarr v2."""
+"""Files that mark a split as complete: of zarr v3, of zarr v2."""
 OPENING_RETRIES = 3
-"""Repetitions of a request while a dataset is opened: a wrong address should show in seconds. Later, when a run depends
-on it, tensorstore repeats a request for a quarter of an hour."""
+"""Retries of a request while a dataset is opened, so that a wrong address is reported within seconds. Later, when a run
+depends on it, tensorstore retries for a quarter of an hour."""
 
 
 def decode(encoded: AnyEncoded) -> tuple[AnyEncoded, AnyIsStart]:
-    """`(ids, is_start)` of stored tokens."""
+    """Decodes stored tokens to `(ids, is_start)`."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
 
 
 def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore:
-    """The directory `filespec`, a local path or a URL that tensorstore knows (`gs://`, `s3://`, `http://` …).
+    """Opens the directory `filespec`, a local path or a URL that tensorstore knows (`gs://`, `s3://`, `http://` …).
 
-    The environment variable AWS_ENDPOINT_URL gives the address of a server of `s3://` that is not Amazon's.
+    The environment variable AWS_ENDPOINT_URL selects an `s3://` server other than Amazon's.
     """
     scheme, _, rest = filespec.partition("://")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -47,26 +47,26 @@ def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore
 
 
 def opening_context() -> ts.Context:
-    """A context for `open_kvstore` in which a wrong address shows in seconds."""
+    """Makes a context for `open_kvstore` that reports a wrong address within seconds."""
     return ts.Context({f"{name}_request_retries": {"max_retries": OPENING_RETRIES} for name in ("http", "gcs", "s3")})
 
 
 def local_path(kvstore: ts.KvStore) -> str | None:
-    """The path of a directory in a local file system; None for any other store."""
+    """Returns the path of a local directory; None for any other store."""
     return kvstore.path if kvstore.spec().to_json()["driver"] == "file" else None
 
 
 def check_files(root: ts.KvStore, names: Iterable[str], most: int = untrusted.LARGE) -> None:
-    """Raises ValueError for a file that is there and cannot be read, Damaged for one of more than `most` bytes.
+    """Raises ValueError if an existing file cannot be read, Damaged if it has more than `most` bytes.
 
-    tensorstore waits for a pipe, and ends the process where memory ends.
+    tensorstore itself would block on a pipe, and crash if memory runs out.
     """
     if (path := local_path(root)) is not None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 untrusted.check_file(path + name, most)
         return
-    # A store does not say how large a file is; but one that is larger has a byte there.
+    # Stores do not report the size of a file, but a larger one has a byte at this offset.
     beyond = {name: root.read(name, byte_range=slice(most, most + 1)) for name in names}
     for name, byte in beyond.items():
         with _reading(root, name):
@@ -83,7 +83,7 @@ def check_files(root: ts.KvStore, names: Iterable[str], most: int = untrusted.LA
 
 
 def read_file(root: ts.KvStore, name: str, most: int = untrusted.LARGE) -> bytes | None:
-    """The content of a file of at most `most` bytes, None if it is missing. Raises what `check_files` raises."""
+    """Reads a file of at most `most` bytes; None if it is missing. Raises what `check_files` raises."""
     check_files(root, [name], most)
     with _reading(root, name):
         read = root.read(name).result()
@@ -91,22 +91,22 @@ def read_file(root: ts.KvStore, name: str, most: int = untrusted.LARGE) -> bytes
 
 
 def _reading(root: ts.KvStore, name: str) -> contextlib.AbstractContextManager:
-    return refused(f"{_shown(root)}{name} cannot be read", "Check the address, the connection and your rights.")
+    return refused(f"{_shown(root)}{name} cannot be read", "Check the address, the connection and your permissions.")
 
 
 def _shown(kvstore: ts.KvStore) -> str:
-    """The URL of a directory, for messages; also of `s3://` at another server, which has none for tensorstore."""
+    """Returns the URL of a directory, for messages; also for other `s3://` servers, for which tensorstore has none."""
     spec = kvstore.spec().to_json()
     return f"s3://{spec['bucket']}/{spec['path']}" if spec["driver"] == "s3" else kvstore.url
 
 
 def is_there(root: ts.KvStore, split: str) -> bool:
-    """Whether the dataset has a complete split of that name."""
+    """Returns whether the dataset has a complete split of that name."""
     return any(read_file(root, f"{split}/{marker}") is not None for marker in MARKERS)
 
 
 def stamps(root: ts.KvStore, split: str) -> list[tuple[int, ...]]:
-    """What changes when a local split is replaced: identities of the files that mark it as complete."""
+    """Identifies a local split by the inodes, sizes and times of its marker files, which change if it is replaced."""
     path = local_path(root)
     paths = [f"{path}{split}/{marker}" for marker in MARKERS if path is not None]
     found = [os.stat(path) for path in paths if os.path.exists(path)]
@@ -114,15 +114,15 @@ def stamps(root: ts.KvStore, split: str) -> list[tuple[int, ...]]:
 
 
 def clear_split(filespec: str, split: str, overwrite: bool) -> None:
-    """Deletes a complete split, if there is one. Unless `overwrite`, raises ValueError instead."""
+    """Deletes a complete split, if there is one. Without `overwrite`, raises ValueError instead."""
     root = open_kvstore(filespec)
     whole = is_there(root, split)
     if whole and not overwrite:
-        raise ValueError(f"{filespec.rstrip('/')}/{split} is already there. Delete it, or choose another path.")
+        raise ValueError(f"{filespec.rstrip('/')}/{split} exists already. Delete it, or choose another path.")
     root.write("finished.json", None).result()
     if not whole:
         return
-    # The marker goes first: a split that is half deleted must not look whole.
+    # Delete the marker first, so that a partly deleted split does not look complete.
     for marker in MARKERS:
         root.write(f"{split}/{marker}", None).result()
     root.delete_range(ts.KvStore.KeyRange(f"{split}/", f"{split}0")).result()

@@ -1,4 +1,4 @@
-"""A reader of one split of a flat-tokens dataset."""
+"""Reads one split of a flat-tokens dataset."""
 
 import functools
 import re
@@ -17,33 +17,33 @@ Places = Int64[np.ndarray, "spans"]
 SomeTokens = UInt32[np.ndarray, "_"]
 
 STORE_REQUESTS = 256
-"""Bound on the requests that a reader has under way at a remote store."""
+"""Most concurrent requests of a reader to a remote store."""
 CACHE_BYTES = 2**28
-"""Bound on the decoded chunks in memory, of a reader or of all sources of a mixture."""
+"""Most bytes of decoded chunks in memory, for a reader or for all sources of a mixture."""
 MOST_PROBES_LOCAL, MOST_PROBES_REMOTE = 4096, 64
-"""Bounds on the files of an array that are looked at when it is opened, and so on the time that takes."""
+"""Most files of an array that are checked when it is opened, which limits the time to open it."""
 _AGAIN = "Write or copy the dataset again."
 _ATTRIBUTES = {"max_token_id": int, "format?": str, "version?": int, "num_tokens?": int, "num_documents?": int}
 _MOST_BYTES = 64
-"""Bound on the bytes of an element in a file, beside 1024: it may be a chunk, with an entry in an index of a shard."""
+"""Most bytes per element in a file, plus 1024: each element may be a chunk with an entry in a shard's index."""
 
 
 class Reader:
     """Reads any part of one split of a dataset in zarr v3 (as `Writer` writes it) or zarr v2 (as seqax writes it).
 
-    In zarr v3 it first reads the index and one token at the end of each file. Their checksums show a file that is
-    missing, truncated, or of another array; of at most 4096 files of an array of a local dataset and 64 of a remote
-    one. Other damage is found when it is read: in zarr v3 by checksums, in zarr v2 where a file does not unpack.
+    For zarr v3, opening reads the index and one token at the end of up to 4096 files of each array, 64 of a remote
+    dataset; their checksums detect files that are missing, truncated, or of another array. Other damage is found on
+    reading: in zarr v3 by checksums, in zarr v2 if a file does not unpack.
 
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
         cache_bytes: bound on the decoded chunks and shard indexes kept in memory.
-        inputs: names of further arrays of the split, with a value for each token, to be read beside the tokens.
+        inputs: names of further arrays of the split to read, with a value per token.
 
     Raises:
         ValueError: the split, or an input, is missing, incomplete, truncated, not in this format, or cannot be reached.
-            Later, when a local split has been replaced since.
+            Also later, if a local split was replaced in the meantime.
     """
 
     num_tokens: int
@@ -52,18 +52,18 @@ class Reader:
     zarr_format: int
     """2 or 3."""
     inputs: Mapping[str, ts.TensorStore]
-    """The inputs that are read beside the tokens, by name."""
+    """Further arrays that are read, by name."""
     attributes: Mapping[str, Any]
-    """All attributes of the split's group, among them what the tokenization tool records."""
+    """All attributes of the split's group, including what the tokenization tool records."""
 
     def __init__(self, filespec: str, split: str, *, cache_bytes: int = CACHE_BYTES, inputs: Sequence[str] = ()):
         self.filespec, self.path = filespec, f"{filespec.rstrip('/')}/{split}"
         self._root, self._split = open_kvstore(filespec, opening_context()), split
         self._opened = stamps(self._root, split)
-        # A store that answers slowly should get all requests of a batch at once.
+        # Send all requests of a batch at once, because a store may respond slowly.
         stores = {f"{name}_request_concurrency": {"limit": STORE_REQUESTS} for name in ("http", "gcs", "s3")}
         self._files: dict[str, tuple[str, int, set[int]]] = {}
-        """Of each array: what the names of its files begin with, elements in one, and the files looked at."""
+        """For each array: prefix of its file names, elements per file, and files checked so far."""
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
         self.zarr_format, self.attributes = self._read_attributes()
         self.max_token_id = self.attributes["max_token_id"]
@@ -76,12 +76,12 @@ class Reader:
         self._check_files(MOST_PROBES_REMOTE if "://" in filespec else MOST_PROBES_LOCAL)
 
     def _read_json(self, key: str) -> dict[str, Any]:
-        """The JSON object at `key`, empty if there is none."""
+        """Reads the JSON object at `key`; empty if there is none."""
         content = read_file(self._root, key)
         return {} if content is None else parse_object(f"{self.path}: {key}", content, remedy=_AGAIN)
 
     def _read_attributes(self) -> tuple[int, dict[str, Any]]:
-        """The version of zarr, and the attributes of the split."""
+        """Reads the zarr version and the attributes of the split."""
         split = self._split
         attributes: Any
         if group := self._read_json(f"{split}/zarr.json"):
@@ -96,19 +96,19 @@ class Reader:
             usual = [x for x in ("train", "validation") if self._read_json(f"{x}/zarr.json")]
             there = f" It has {' and '.join(usual)}." if usual else ""
             raise ValueError(
-                f"No flat-tokens split at {self.path}.{there} Correct the address or the name of the split, or write "
-                "the dataset as docs/data.md says."
+                f"No flat-tokens split at {self.path}.{there} Correct the path or the name of the split, or write the "
+                "dataset (docs/data.md)."
             )
         check_types(self.path, {"attributes": attributes}, {"attributes": _ATTRIBUTES}, _AGAIN)
         found = {name: attributes.get(name, value) for name, value in IDENTITY.items()}
         if found != IDENTITY:
             raise ValueError(
-                f"{self.path} is {found}; this program reads {IDENTITY}. Update it, or write the dataset again."
+                f"{self.path} is {found}; this program reads {IDENTITY}. Update the program or rewrite the dataset."
             )
         return zarr_format, attributes
 
     def _check_files_of(self, key: str, starts: Places, ends: Places) -> None:
-        """Checks each file with elements of these spans once. One that is missing passes."""
+        """Checks each file with elements of these spans once. Missing files pass."""
         prefix, size, checked = self._files[key]
         spans = zip((starts // size).tolist(), ((ends - 1) // size + 1).tolist(), strict=True)
         new = {i for span in {*spans} for i in range(*span)} - checked
@@ -126,7 +126,7 @@ class Reader:
         }
         name = "zarr.json" if self.zarr_format == 3 else ".zarray"
         about = self._read_json(f"{key}/{name}")
-        with refused(f"{self.path}: its array {key} is missing or not readable", remedy):
+        with refused(f"{self.path}: the array {key} is missing or cannot be read", remedy):
             if about.get("filters"):
                 array = self._differences_added(spec, about)
             else:
@@ -138,7 +138,7 @@ class Reader:
             )
         layout: Any = array.chunk_layout
         (size,), (held,) = layout.write_chunk.shape, layout.read_chunk.shape
-        if held >= MEMORY // 8:  # of a file with several chunks each is read by itself
+        if held >= MEMORY // 8:  # chunks of one file are read separately
             raise ValueError(f"{self.path}: {key} has chunks of {held} elements, more than memory holds. {_AGAIN}")
         v3 = array.spec().to_json()["metadata"] if self.zarr_format == 3 else {}
         names = v3.get("chunk_key_encoding", {"name": "v2"})
@@ -147,12 +147,12 @@ class Reader:
         return array
 
     def _differences_added(self, spec: dict[str, Any], about: dict[str, Any]) -> ts.TensorStore:
-        """An array of zarr v2 with the filter delta, which tensorstore does not know: seqax's seq_starts."""
+        """Opens a zarr v2 array with the filter delta (seqax's seq_starts), which tensorstore does not support."""
         (delta,) = about["filters"]
         if delta["id"] != "delta":
             raise ValueError(f"its filter is {delta['id']!r}, not delta")
         spec = spec | {"metadata": about | {"filters": None}, "assume_metadata": True}
-        # Threads of its own: those of the other context wait for it.
+        # With its own threads, because those of the other context wait for it.
         stored = ts.open(spec, read=True, context=ts.Context({"data_copy_concurrency": {"limit": 1}})).result()
         layout: Any = stored.chunk_layout
         (size,) = layout.read_chunk.shape
@@ -166,15 +166,15 @@ class Reader:
         return ts.virtual_chunked(read, **like, context=self._context)
 
     def input_key(self, name: str) -> str:
-        """Key of the array of an input. Raises ValueError if it cannot have that name, or the split is in zarr v2."""
+        """Returns the key of an input's array. Raises ValueError for an invalid name, or if the split is in zarr v2."""
         if not re.fullmatch("[A-Za-z0-9_-]+", name):
-            raise ValueError(f"{name!r} is not a name of an input; it may have letters, digits, _ and -.")
+            raise ValueError(f"{name!r} is not a valid name of an input; use letters, digits, _ and -.")
         if self.zarr_format == 2:
-            raise ValueError(f"{self.path} is in zarr v2, which has no inputs; write it again with the tools.")
+            raise ValueError(f"{self.path} is in zarr v2, which has no inputs; rewrite it with the tools.")
         return f"{self._split}/input_{name}"
 
     def _check_extent(self) -> None:
-        """Raises ValueError if the arrays have other sizes than the attributes and the end of seq_starts state."""
+        """Raises ValueError if the sizes of the arrays contradict the attributes or the end of seq_starts."""
         tokens, documents = self.num_tokens, self.num_documents
         sizes = [("num_tokens", tokens), ("num_documents", documents)]
         stated = [(f"its attribute {name}", self.attributes.get(name, size), size) for name, size in sizes]
@@ -186,7 +186,7 @@ class Reader:
                 raise ValueError(f"{self.path} is damaged: {what} is {size}, not {found}. {_AGAIN}")
 
     def _check_files(self, most: int) -> None:
-        """Reads the last token of each file, of at most `most` files of an array; in zarr v2 of the first and last."""
+        """Reads the last token of up to `most` files per array; in zarr v2 only of the first and last file."""
         for name, array in (None, self._tokens), *self.inputs.items():
             layout: Any = array.chunk_layout
             size = layout.write_chunk.shape[0]
@@ -196,7 +196,7 @@ class Reader:
             self.read(np.minimum((files + 1) * size, self.num_tokens) - 1, np.ones_like(files), name)
 
     def _read(self, array: ts.TensorStore, key: str, starts: Places, lengths: Places, what: str) -> np.ndarray:
-        """The elements [starts[i], starts[i] + lengths[i]) of all spans i, joined. Spans that meet are one read."""
+        """Reads elements [starts[i], starts[i] + lengths[i]) of all spans i, joined. Adjacent spans are one read."""
         ends = starts + lengths
         self._check_files_of(f"{self._split}/{key}", starts, ends)
         first = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]))
@@ -205,22 +205,22 @@ class Reader:
             with refused(f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt", _AGAIN):
                 spans = zip(starts[first].tolist(), ends[last].tolist(), strict=True)
                 views = [array[start:end] for start, end in spans]
-                # One read of joined views costs tensorstore less than a read each.
+                # Reading joined views at once is faster than reading each.
                 return (ts.concat(views, axis=0) if len(views) > 1 else views[0]).read().result()
         finally:
             if stamps(self._root, self._split) != self._opened:
                 raise ValueError(
-                    f"{self.path} was replaced or deleted while it was read, so that its tokens are of two datasets. "
-                    "Start the program again; write another dataset to another path."
+                    f"{self.path} was replaced or deleted while it was read. Restart the program, and write other "
+                    "datasets to another path."
                 )
 
     def read(self, starts: Places, lengths: Places, name: str | None = None) -> SomeTokens:
-        """The stored tokens `[starts[i], starts[i] + lengths[i])` of all spans i, joined.
+        """Reads the stored tokens `[starts[i], starts[i] + lengths[i])` of all spans i, joined.
 
         Args:
             starts: of the spans.
             lengths: of the spans, each at least 1.
-            name: of an input, to read its values for these tokens instead.
+            name: of an input whose values for these tokens to read instead.
 
         Raises:
             ValueError: a file of the dataset is missing, truncated or corrupt.
@@ -232,7 +232,7 @@ class Reader:
         return self._read(array, key, starts, lengths, f"{of}tokens {starts.min()} to {(starts + lengths).max() - 1}")
 
     def document_spans(self, documents: Places) -> tuple[Places, Places]:
-        """`(starts, lengths)`, in tokens, of documents given by their index in [0, num_documents)."""
+        """Returns `(starts, lengths)`, in tokens, of documents given by their index in [0, num_documents)."""
         if not documents.size:
             return documents, documents
         ones = np.ones_like(documents)
@@ -242,9 +242,9 @@ class Reader:
         return starts.astype(np.int64), (ends - starts).astype(np.int64)
 
     def documents_at(self, places: Places) -> Places:
-        """The index of the document that each token belongs to. Tokens are given by their places in the split."""
+        """Finds the index of the document of each token, given by its position in the split."""
         low, high = np.zeros_like(places), np.full_like(places, self.num_documents)
-        # All places at once, so that a remote dataset gets some sixty requests at most.
+        # All positions at once: at most about sixty requests to a remote dataset.
         while (high - low > 1).any():
             middle = (low + high) // 2
             starts, _ = self.document_spans(middle)
@@ -253,9 +253,9 @@ class Reader:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identity of the split, wherever it is stored: its sizes, and a checksum of tokens at 16 places in it.
+        """Identity of the split, wherever it is stored: its sizes, and a checksum of tokens at 16 positions.
 
-        Also a checksum of each input that is read, at the same places. Raises ValueError as `read` does.
+        Also a checksum of each input that is read, at the same positions. Raises ValueError as `read` does.
         """
         length = min(self.num_tokens, 64)
         starts = np.unique(np.linspace(0, self.num_tokens - length, 16).astype(np.int64))

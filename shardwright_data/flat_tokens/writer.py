@@ -1,8 +1,8 @@
-"""A writer of one split of a flat-tokens dataset, of a dataset that resumes after a kill, and of further values.
+"""Writes splits of a flat-tokens dataset, resumably, and further arrays with a value per token.
 
-While a dataset is being written, `unfinished.json` beside it holds the settings, from before the first token until all
-splits are written. `unfinished_<split>.npz` holds the state of the split under way. `finished.json` takes their
-place: the settings, by which the same command finds nothing left to do.
+While a dataset is being written, `unfinished.json` in its directory holds the settings, and `unfinished_<split>.npz`
+the state of the current split. At the end `finished.json` with the settings replaces them, so that repeating the
+command does nothing.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ Lengths = Integer[np.ndarray, "documents"]
 MAX_TOKEN_ID = 2**31 - 1
 """The largest id that leaves room for the start bit in a uint32."""
 INNER_CHUNK = 2**13
-"""Elements compressed together: what reading one sequence costs."""
+"""Elements compressed together: the least that a read has to decompress."""
 TOKENS_SHARD = 2**24
-"""Tokens in one file, 64 MiB uncompressed: what the writer holds in memory."""
+"""Tokens per file, 64 MiB uncompressed, which the writer holds in memory."""
 STARTS_SHARD = 2**22
-"""Entries of seq_starts in one file, 32 MiB uncompressed."""
+"""Entries of seq_starts per file, 32 MiB uncompressed."""
 STATE_BYTES = 2**32
-"""Largest size of a file that `Writer.save` wrote."""
+"""Most bytes of a file that `Writer.save` wrote."""
 
 LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 CRC = {"name": "crc32c"}
@@ -47,34 +47,34 @@ COMPRESSION = {
 
 
 def mark_starts(ids: Ids, lengths: Lengths, where: str = "flat-tokens") -> Encoded:
-    """Whole documents as they are stored: 2·id, plus 1 where a document starts.
+    """Encodes whole documents for storage: 2·id, plus 1 where a document starts.
 
     Args:
-        ids: of one document after the other.
+        ids: of all documents, concatenated.
         lengths: number of tokens in each document.
-        where: place of the documents, for messages.
+        where: path of the documents, for messages.
 
     Raises:
         ValueError: a document is empty, or the lengths do not add up to the tokens.
     """
     if (ids.size and not lengths.size) or (lengths < 1).any():
-        raise ValueError(f"{where}: a document is empty, and has no token to carry its start. Leave it out.")
+        raise ValueError(f"{where}: a document is empty, so no token can mark its start. Remove it.")
     if lengths.sum() != ids.size:
-        raise ValueError(f"{where}: documents of {lengths.sum()} tokens in all, but {ids.size} tokens given.")
+        raise ValueError(f"{where}: the lengths of documents add up to {lengths.sum()}, but there are {ids.size} ids.")
     encoded = ids.astype(np.uint32) << np.uint32(1)
     encoded[np.cumsum(lengths) - lengths] |= np.uint32(1)
     return encoded
 
 
 class GrowingArray:
-    """An array of rank 1 that grows by whole files, each written once, and that resumes after a kill.
+    """Appends to an array of rank 1 by whole files, each written once. Can resume after a kill.
 
-    It holds up to a file in memory, and the file that is being written.
+    Holds up to two files in memory: the next one, and the one being written.
 
     Args:
         kvstore: the array's directory.
         dtype: np.uint32 for tokens, np.uint64 for seq_starts.
-        written: number of elements in the whole files from which it resumes; 0 to begin it.
+        written: number of elements in whole files to resume after; 0 for a new array.
     """
 
     def __init__(self, kvstore: ts.KvStore, dtype: type, written: int = 0):
@@ -86,15 +86,15 @@ class GrowingArray:
         self._array: ts.TensorStore | None = None
         self._write: ts.WriteFutures | None = None
         if written:
-            # Shards after these, if any, will be written again, with the same bytes.
+            # Later shards, if any, will be rewritten with the same bytes.
             self._array = self._open(self._shard, open=True).resize(exclusive_max=[written]).result()
         else:
-            # What an interrupted writer left must not mix with what comes.
+            # Remove what an interrupted writer left.
             kvstore.delete_range(ts.KvStore.KeyRange()).result()
 
     @property
     def pending(self) -> np.ndarray:
-        """The elements that are in no file yet."""
+        """Elements that are not in a file yet."""
         return self._buffer[: self._num_pending]
 
     @property
@@ -112,13 +112,13 @@ class GrowingArray:
                 self._write_file()
 
     def wait(self) -> None:
-        """Waits for the write under way. Raises ValueError if it failed."""
+        """Waits for the current write. Raises ValueError if it failed."""
         if self._write is not None:
             self._write.result()
             self._write = None
 
     def close(self) -> None:
-        """Writes what is left. Raises ValueError if a write failed."""
+        """Writes the pending elements. Raises ValueError if a write failed."""
         if self._num_pending or self._array is None:
             self._write_file()
         self.wait()
@@ -127,7 +127,7 @@ class GrowingArray:
         self.wait()
         values, end = self.pending, self.length
         if self._array is None:
-            # The index of a shard has a fixed size, so an array smaller than a shard takes a smaller one.
+            # The index of a shard has a fixed size, so an array smaller than a shard gets a smaller shard.
             chunks = min(self._shard, max(end, 1) + INNER_CHUNK - 1) // INNER_CHUNK
             self._array = self._open(chunks * INNER_CHUNK, create=True, shape=[0])
         self._array = self._array.resize(exclusive_max=[end], expand_only=True).result()
@@ -150,7 +150,7 @@ class GrowingArray:
         spec = {
             "driver": "zarr3",
             "kvstore": self._kvstore.spec().to_json(),
-            # Readers take a missing chunk for damage, so chunks of zeros are stored too.
+            # Readers treat a missing chunk as damage, so store chunks of zeros too.
             "store_data_equal_to_fill_value": True,
             "metadata": metadata,
         }
@@ -161,17 +161,17 @@ class GrowingArray:
 class Writer(contextlib.AbstractContextManager):
     """Writes one split of a dataset, in zarr v3.
 
-    Readers see the split only after `close`: the group's metadata is written last, when each write before it has been
-    checked. As a context manager it closes on a clean exit, and leaves the split incomplete on an exception.
+    Readers see the split only after `close`, which writes the group's metadata last, after all other writes succeeded.
+    As a context manager it closes on a clean exit, and leaves the split incomplete on an exception.
 
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
-        resume: go on from what `save` wrote, if it did: the files become what they would have been. An incomplete split
-            is replaced otherwise.
+        resume: True to resume from the last `save`, if any; the files become the same. Otherwise replaces an incomplete
+            split.
 
     Raises:
-        ValueError: the split is already there.
+        ValueError: the split exists already.
     """
 
     def __init__(self, filespec: str, split: str, *, resume: bool = False):
@@ -189,10 +189,10 @@ class Writer(contextlib.AbstractContextManager):
         self.num_documents = self._arrays["seq_starts"].length
         """Documents appended so far."""
         self.place: Any = json.loads(str(saved.get("done", "null")))
-        """What `save` was given, where it resumes; else None."""
+        """The `place` of the `save` from which it resumes; else None."""
         self._max_token_id = int(saved.get("max_token_id", 0))
         self.attributes: dict[str, Any] = {}
-        """JSON values to be written with the format's own attributes, by name."""
+        """Additional attributes to write, JSON values by name."""
 
     @property
     def num_tokens(self) -> int:
@@ -200,7 +200,7 @@ class Writer(contextlib.AbstractContextManager):
         return self._arrays["encoded_tokens"].length
 
     def append(self, ids: Ids, lengths: Lengths) -> None:
-        """Adds whole documents: their token ids one after the other, and the number of tokens of each.
+        """Adds whole documents, given by their concatenated token ids and the number of tokens of each.
 
         Raises:
             ValueError: an id is outside [0, MAX_TOKEN_ID], a document is empty, the lengths do not add up to the
@@ -211,7 +211,7 @@ class Writer(contextlib.AbstractContextManager):
         self.append_encoded(mark_starts(ids, lengths, self.path))
 
     def append_encoded(self, encoded: Encoded) -> None:
-        """Adds tokens as `mark_starts` gives them. Those before the first mark continue the last document.
+        """Adds tokens encoded by `mark_starts`. Those before the first start continue the last document.
 
         Raises ValueError if a write failed.
         """
@@ -224,21 +224,21 @@ class Writer(contextlib.AbstractContextManager):
         self._max_token_id = max(self._max_token_id, int(encoded.max()) >> 1)
 
     def append_split(self, reader: Reader) -> None:
-        """Adds all documents of a split. Raises ValueError if it is damaged, also where only its tokens show that."""
+        """Adds all documents of a split. Raises ValueError if it is damaged, or if its tokens contradict its sizes."""
         before, size = self.num_documents, reader.num_tokens
         for start in range(0, size, TOKENS_SHARD):
             encoded = reader.read(np.array([start]), np.array([min(TOKENS_SHARD, size - start)]))
             if int(encoded.max()) >> 1 > reader.max_token_id or not (start or encoded[0] & 1):
-                raise ValueError(f"{reader.path} is damaged: token {start} and those after it are not what it says.")
+                raise ValueError(f"{reader.path} is damaged: tokens from {start} on contradict its attributes.")
             self.append_encoded(encoded)
         if (found := self.num_documents - before) != reader.num_documents:
             raise ValueError(f"{reader.path} is damaged: it has {found} documents, not {reader.num_documents}.")
 
     def save(self, place: object = None) -> None:
-        """Writes `unfinished_<split>.npz` beside the split, so that after a kill another writer can resume from here.
+        """Writes `unfinished_<split>.npz` next to the split, from which another writer can resume after a kill.
 
-        It holds what is in no file of the arrays yet, and `place`, a JSON value. `close` deletes it. Raises ValueError
-        if a write failed.
+        It holds the pending elements and `place`, a JSON value. `close` deletes it. Raises ValueError if a write
+        failed.
         """
         state: dict[str, Any] = {"max_token_id": np.array(self._max_token_id), "done": np.array(json.dumps(place))}
         for name, array in self._arrays.items():
@@ -249,7 +249,7 @@ class Writer(contextlib.AbstractContextManager):
         self._root.write(self._state, content.getvalue()).result()
 
     def close(self) -> None:
-        """Writes what is left, then makes the split visible.
+        """Writes the pending elements, then makes the split visible.
 
         Raises ValueError if a write failed; the split stays incomplete.
         """
@@ -258,7 +258,7 @@ class Writer(contextlib.AbstractContextManager):
             array.close()
         sizes = {"num_tokens": self.num_tokens, "num_documents": self.num_documents}
         own = IDENTITY | {"max_token_id": self._max_token_id} | sizes
-        self._root.write(".zgroup", None).result()  # of a dataset in zarr v2 that was here
+        self._root.write(".zgroup", None).result()  # of an earlier dataset in zarr v2
         for prefix, attributes in (("", {}), (f"{self._split}/", self.attributes | own)):
             group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
             self._root.write(f"{prefix}zarr.json", json.dumps(group, indent=1).encode() + b"\n").result()
@@ -269,18 +269,18 @@ class Writer(contextlib.AbstractContextManager):
             self.close()
             return
         for array in self._arrays.values():
-            # The write under way would land in what another writer puts here. That it fails does not matter.
+            # Otherwise the current write could land in what another writer puts here. It may fail.
             with contextlib.suppress(ValueError):
                 array.wait()
 
 
 def state_of(split: str) -> str:
-    """Name of the file from which a split resumes."""
+    """Returns the name of the file from which a split resumes."""
     return f"unfinished_{split}.npz"
 
 
 def unfinished_settings(out: str) -> dict[str, Any] | None:
-    """The settings of the work on a dataset that was interrupted, None if there was none."""
+    """Reads the settings with which an unfinished dataset was started; None if there is none."""
     content = read_file(open_kvstore(out, opening_context()), "unfinished.json")
     return None if content is None else parse_object(f"{out}/unfinished.json", content, remedy="Delete it.")
 
@@ -289,21 +289,20 @@ def unfinished_settings(out: str) -> dict[str, Any] | None:
 def work_on(
     out: str, settings: Mapping[str, Any], splits: list[str], overwrite: bool, free: Sequence[str] = ()
 ) -> Iterator[bool]:
-    """Context of the work on a dataset, which begins or resumes; gives whether it resumes.
+    """Context for writing a dataset. Gives True if it resumes earlier work.
 
-    No other process may work on a local dataset then, if its file system has locks. At a clean end the dataset is
-    finished: the settings, and what `Writer.save` wrote, are deleted. Work that is finished already resumes too, with
-    nothing left to do.
+    Locks a local dataset if its file system has locks. A clean exit finishes the dataset and deletes the settings and
+    what `Writer.save` wrote. Finished work also resumes, with nothing left to do.
 
     Args:
         out: directory of the dataset; a local path or a URL that tensorstore knows.
         settings: JSON values by name, all that the result depends on.
         splits: names of the splits that will be written.
-        overwrite: replace splits that are there, and begin again what was begun with other settings.
-        free: names of settings that say how to work, and not what the result is.
+        overwrite: True to replace existing splits, and to restart work that was started with other settings.
+        free: names of settings that do not affect the result.
 
     Raises:
-        ValueError: another process works on it, a split is already there, or the work was begun with other settings.
+        ValueError: another process writes it, a split exists already, or the work was started with other settings.
     """
     settings, root = json.loads(json.dumps(settings)), open_kvstore(out)
     clear = lambda: root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()
@@ -311,12 +310,12 @@ def work_on(
     with _locked(out):
         before = unfinished_settings(out)
         if before is None and not overwrite and read_file(root, "finished.json") == finished:
-            before = settings  # a kill came after the end, or the command is given again
+            before = settings  # killed after the end, or the command is repeated
         if before not in (None, settings) and not overwrite:
             name = next(name for name in [*settings, *before] if before.get(name) != settings.get(name))
             raise ValueError(
-                f"{out} is unfinished, and was begun with other settings: {name} was {before.get(name)}, is "
-                f"{settings.get(name)}. Give the same to resume, overwrite=true to begin again, or another path."
+                f"{out} is unfinished and was started with other settings: {name} was {before.get(name)}, is "
+                f"{settings.get(name)}. Give the same to resume, overwrite=true to restart, or another path."
             )
         if before != settings:
             for split in splits:
@@ -334,14 +333,14 @@ def _locked(out: str) -> Iterator[None]:
         yield
         return
     os.makedirs(out, exist_ok=True)
-    file = os.open(f"{out}/.lock", os.O_RDWR | os.O_CREAT, 0o666)  # NFS has no locks of directories
+    file = os.open(f"{out}/.lock", os.O_RDWR | os.O_CREAT, 0o666)  # NFS cannot lock directories
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise ValueError(f"Another process is writing {out}. Wait for it, or end it.") from e
+            raise ValueError(f"Another process is writing {out}. Wait for it or end it.") from e
         except OSError:
-            pass  # it has no locks
+            pass  # the file system has no locks
         yield
     finally:
         os.close(file)
@@ -350,17 +349,16 @@ def _locked(out: str) -> Iterator[None]:
 def add_input(filespec: str, split: str, name: str, values: np.ndarray) -> None:
     """Adds the array `input_<name>` to a complete split, in zarr v3.
 
-    If the call is interrupted, the array is shorter than the tokens or lacks its last file. Readers refuse it.
+    If the call is interrupted, the array is shorter than the tokens or lacks its last file, and readers reject it.
 
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
         name: of the input; letters, digits, _ and -.
-        values: uint32[num_tokens], or of a smaller unsigned type: one for each token, in their order. It is read a
-            part at a time, so it may be a np.memmap.
+        values: one per token, uint32[num_tokens] or a smaller unsigned type. Read in parts, so it may be a np.memmap.
 
     Raises:
-        ValueError: the split is missing or in zarr v2, it has such an array already, `values` have another length or
+        ValueError: the split is missing or in zarr v2, has such an array already, `values` have the wrong length or
             type, or a write failed.
     """
     reader = Reader(filespec, split)
@@ -368,11 +366,11 @@ def add_input(filespec: str, split: str, name: str, values: np.ndarray) -> None:
     kvstore = open_kvstore(filespec) / f"{reader.input_key(name)}/"
     if values.shape != (reader.num_tokens,) or not np.can_cast(values.dtype, np.uint32):
         raise ValueError(
-            f"{where}: the values are {values.dtype}{list(values.shape)}, not uint32[{reader.num_tokens}], one for "
-            "each token. Give values.astype(np.uint32), or of numbers in float32 their bits, values.view(np.uint32)."
+            f"{where}: the values are {values.dtype}{list(values.shape)}, not uint32[{reader.num_tokens}], one per "
+            "token. Give values.astype(np.uint32), or for float32 their bits, values.view(np.uint32)."
         )
     if read_file(kvstore, "zarr.json") is not None:
-        raise ValueError(f"{where} is already there, or was begun. Delete it, or choose another name.")
+        raise ValueError(f"{where} exists already, maybe incomplete. Delete it, or choose another name.")
     array = GrowingArray(kvstore, np.uint32)
     for start in range(0, reader.num_tokens, TOKENS_SHARD):
         array.append(np.asarray(values[start : start + TOKENS_SHARD], np.uint32))

@@ -1,7 +1,7 @@
-"""Training batches: the tokens of the batch of a step, and their way to the devices (docs/loading.md).
+"""Loads training batches onto the devices (docs/loading.md).
 
-`make_loader` gives the loader that a configuration names: of flat-tokens datasets, one or several mixed, or of a stream
-that is tokenized on the fly. `prefetch` loads batches ahead of use.
+`make_loader` makes the loader of a configuration: for a flat-tokens dataset, a mixture of them, or a stream that is
+tokenized on the fly. `prefetch` loads batches ahead of use.
 """
 
 from shardwright_data.loader.batches import Loader, Piece, TokenBatch, batch_shapes, in_microbatches, prefetch

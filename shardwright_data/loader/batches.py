@@ -1,4 +1,4 @@
-"""Common parts of all loaders: batches, their way to the devices, and loading them ahead of use."""
+"""Implements the common parts of loaders: batches, placing them on the devices, and prefetching."""
 
 import contextlib
 import dataclasses
@@ -20,38 +20,38 @@ from shardwright_data.loader.order import Indices
 from shardwright_data.text.tokenizers import ByteLengths
 
 T = TypeVar("T")
-NO_EPOCHS = "Only a single flat-tokens dataset has epochs (training.eval_epochs): give a number of steps instead."
+NO_EPOCHS = "Only a single flat-tokens dataset has epochs (training.eval_epochs); give a number of steps instead."
 
 
 @pytree_dataclass
 class TokenBatch:
     """Sequences, on the devices or as host arrays. The batch of a step is an `Array["m", TokenBatch]`.
 
-    There microbatch k of m holds the sequences k·n to (k + 1)·n of the m·n in the batch, in order, on every mesh.
+    Microbatch k of m has the sequences k·n to (k + 1)·n of the m·n in the batch, in order, on every mesh.
     """
 
     targets: u32["B/b L"]
-    """Token ids, each to be predicted from those before it in its document; 0 in padding."""
+    """Token ids to predict, each from those before it in its document; 0 in padding."""
     is_seq_start: bool_["B/b L"]
-    """True where a document starts. Nothing before such a position in its sequence may be seen from it or after it."""
+    """True where a document starts. Attention may not look from or beyond such a position to earlier ones."""
     loss_mask: bool_["B/b L"]
     """False in padding, where there is nothing to predict."""
     inputs: u32["B/b L inputs"] | None = None
-    """Further values of the dataset for each target; 0 in padding. None where the model reads none."""
+    """Further values of the dataset for each target; 0 in padding. None if the model reads none."""
 
 
 @dataclasses.dataclass
 class Piece:
-    """The part of a document in a sequence of a batch."""
+    """A part of a document in a sequence of a batch."""
 
     sequence: int
     """Index of the sequence in the batch."""
     position: int
     """First position of the part in the sequence."""
     document: int | Any
-    """Index of the document in the split; None for a stream, which has none."""
+    """Index of the document in the split; None for a stream."""
     start: int
-    """Place of the first token of the part in the document."""
+    """Position of the first token of the part in the document."""
     length: int
     """Number of tokens."""
     source: str | None = None
@@ -59,18 +59,18 @@ class Piece:
 
 
 def in_microbatches(sequences: T, count: int) -> T:
-    """Host arrays [sequences, …], each as [count, sequences / count, …]: the microbatches of a batch."""
+    """Reshapes host arrays [sequences, …] to microbatches [count, sequences / count, …]."""
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sequences)
 
 
 def batch_shapes(batch_size: int, seq_len: int, microbatches: int, inputs: int = 0) -> TokenBatch:
-    """The `jax.ShapeDtypeStruct` of each array of a step's batch on the current mesh: enough to compile the step.
+    """Makes the `jax.ShapeDtypeStruct` of each array of a step's batch on the current mesh, to compile the step.
 
     Args:
         batch_size: sequences in the batch, over all hosts.
         seq_len: tokens in a sequence.
         microbatches: number of microbatches, which divides batch_size.
-        inputs: number of inputs beside the tokens.
+        inputs: number of inputs other than the tokens.
     """
     shape = microbatches, batch_size // microbatches, seq_len
     struct = jax.ShapeDtypeStruct
@@ -80,7 +80,7 @@ def batch_shapes(batch_size: int, seq_len: int, microbatches: int, inputs: int =
 
 
 class Loader:
-    """Batches of one split. The content of a batch does not depend on the mesh or on the number of hosts.
+    """Loads batches of one split. Their content does not depend on the mesh or the number of hosts.
 
     On a current mesh, `load` places batches on its devices. Without one, only `sequences` works.
 
@@ -89,9 +89,9 @@ class Loader:
         batch_size: sequences in a batch, over all hosts.
         seq_len: tokens in a sequence.
         vocab_size: bound on the token ids, or None for no check.
-        inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
-        microbatches: number of microbatches in the batches that `load` gives, at least 1.
-        pad: `load` adds sequences of padding at the end of a batch that the mesh does not divide.
+        inputs: names of further inputs of batches (docs/flat-tokens.md).
+        microbatches: number of microbatches in the batches that `load` returns, at least 1.
+        pad: True to add padding sequences at the end of a batch that the mesh does not divide.
 
     Raises:
         ValueError: a size is out of range, `microbatches` does not divide batch_size, or the mesh does not divide a
@@ -99,7 +99,7 @@ class Loader:
     """
 
     parallel_loads: int
-    """Number of calls of `load` that may run at once in different threads: the `threads` of `prefetch`."""
+    """Number of concurrent calls of `load` that are allowed: the `threads` of `prefetch`."""
     num_tokens: int | None
     """Tokens in the split, all sources together; None if unknown."""
 
@@ -127,7 +127,7 @@ class Loader:
         self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
         self.inputs, self.microbatches = tuple(inputs), microbatches
         self._shape = microbatches, size // microbatches, seq_len
-        """Microbatches, sequences in each, tokens in each of these."""
+        """(microbatches, sequences per microbatch, tokens per sequence)."""
         self.shardings: TokenBatch | None = None
         if not mesh.empty:
             like = TokenBatch(0, 0, 0, 0 if inputs else None)
@@ -139,7 +139,7 @@ class Loader:
         return self.batch_size * self.seq_len
 
     def sequences(self, step: int, indices: Indices) -> TokenBatch:
-        """Sequences of the batch of `step`, at least 0, on the host, given by their indices in [0, batch_size).
+        """Reads sequences of the batch of `step`, at least 0, to the host, by their indices in [0, batch_size).
 
         Raises:
             ValueError: the step cannot be read, or data is missing or damaged.
@@ -147,32 +147,32 @@ class Loader:
         raise NotImplementedError
 
     def state(self, step: int) -> dict[str, Any]:
-        """JSON values, for a checkpoint, with which `make_loader` resumes at the batch of `step`.
+        """Returns JSON values for a checkpoint, with which `make_loader` resumes at the batch of `step`.
 
-        They only name the datasets if any step can be read at any time.
+        They only identify the datasets if any step can be read at any time.
         """
         return {}
 
     def epoch_steps(self) -> dict[str, Fraction]:
-        """Batches until each sequence of a source has come once, by the source's name; empty if unknown."""
+        """Computes the number of batches per epoch of each source, by name; empty if unknown."""
         return {}
 
     def epochs_before(self, step: int) -> Fraction:
-        """Passes over the data before the batch of `step`. Raises ValueError if that is not known."""
+        """Counts the passes over the data before the batch of `step`. Raises ValueError if that is unknown."""
         raise ValueError(NO_EPOCHS)
 
     def pieces(self, step: int) -> list[Piece]:
-        """The parts of documents in the batch of `step`, in order.
+        """Lists the parts of documents in the batch of `step`, in order.
 
         Raises ValueError for a stream, whose batches are known only once they are read.
         """
         raise ValueError(
-            "The run reads a stream, whose batches are not known without reading it from the start. Write a dataset "
-            "with tools/huggingface_to_flat_tokens to be able to look at any step."
+            "The run reads a stream, whose batches are unknown until it is read from the start. Write a dataset with "
+            "tools/huggingface_to_flat_tokens to inspect any step."
         )
 
     def documents(self, step: int) -> dict[str | None, list[tuple[int, int]]]:
-        """First and last index of each stretch of documents in the batch of `step`, by source; raises as `pieces`."""
+        """Lists ranges (first, last index) of documents in the batch of `step`, by source. Raises as `pieces` does."""
         stretches: dict[str | None, list[tuple[int, int]]] = {}
         for piece in sorted(self.pieces(step), key=lambda piece: piece.document):
             known = stretches.setdefault(piece.source, [])
@@ -184,13 +184,13 @@ class Loader:
 
     @property
     def byte_lengths(self) -> ByteLengths | None:
-        """Bytes of the tokens; None if unknown."""
+        """Bytes of each token; None if unknown."""
         return None
 
     def utf8_bytes(self, step: int) -> int | None:
-        """UTF-8 bytes of the text that the targets of the batch of `step` stand for; None if unknown.
+        """Counts the UTF-8 bytes of the text of the targets in the batch of `step`; None if unknown.
 
-        Each host reads the whole batch, so the number does not depend on the mesh or on the number of hosts.
+        Each host reads the whole batch, so the number does not depend on the mesh or the number of hosts.
         """
         if self.byte_lengths is None:
             return None
@@ -198,12 +198,12 @@ class Loader:
         return self.byte_lengths.count(found.targets[found.loss_mask], found.is_seq_start[found.loss_mask])
 
     def load(self, step: int) -> TokenBatch:
-        """The batch of `step` on the devices, an Array["m", TokenBatch].
+        """Loads the batch of `step` onto the devices, as an Array["m", TokenBatch].
 
-        Each host reads the sequences of its own devices: a part of each microbatch. Raises ValueError as `sequences`.
+        Each host reads only the sequences of its own devices. Raises ValueError as `sequences` does.
         """
         if self.shardings is None:
-            raise ValueError("The loader has no mesh to place batches on. Make it under jax.set_mesh(mesh).")
+            raise ValueError("The loader has no mesh to place batches on. Create it under jax.set_mesh(mesh).")
         shape = self._shape
         count, size, _ = shape
         parts = self.shardings.targets.addressable_devices_indices_map(shape).values()
@@ -223,17 +223,17 @@ class Loader:
 
 
 class prefetch(contextlib.AbstractContextManager, Iterator[T]):
-    """Context and iterator of `load(step)` for the steps in [start, stop), computed in threads ahead of use.
+    """Iterates over `load(step)` for the steps in [start, stop), computed ahead of use in threads. A context manager.
 
-    An error in `load` is raised where its step is due. At the end of the context the batches that are left are dropped.
-    It waits for the calls of `load` that are running.
+    An error in `load` is raised when its step is due. The end of the context drops remaining batches and waits for
+    running calls of `load`.
 
     Args:
-        load: with more than one thread, it has to be thread-safe. It sees no mesh: `jax.set_mesh` is per thread.
+        load: must be thread-safe if threads > 1. It sees no mesh, because `jax.set_mesh` is per thread.
         start: the first step.
         stop: one past the last step.
         depth: batches loaded ahead of the one in use, at least 1; each takes memory on the devices.
-        threads: calls of `load` that run at once, at least 1. Several of them hide the latency of a store.
+        threads: concurrent calls of `load`, at least 1. Several hide the latency of a store.
     """
 
     def __init__(self, load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1):
@@ -249,7 +249,7 @@ class prefetch(contextlib.AbstractContextManager, Iterator[T]):
         return first.result()
 
     def settle(self) -> None:
-        """Waits until no call runs, nor will before the next result is taken."""
+        """Waits until no call runs and none will start before the next result is taken."""
         wait(self._ahead)
 
     def __exit__(self, *exc_info: object) -> None:

@@ -1,4 +1,4 @@
-"""The `data` section of a run's configuration, and which of its settings decide the batches."""
+"""Defines the `data` section of a run's configuration, and which of its settings determine the batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,18 +14,18 @@ class SourceConfig:
     filespec: str
     """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`)."""
     weight: float = above_0(1.0)
-    """Share of the sequences that come from this source, relative to the other weights; above 0. With sequence_packing
-    it is the share of the tokens too."""
+    """Share of sequences from this source, relative to the other weights; above 0. With sequence_packing, also the
+    share of tokens."""
 
 
 @dataclass
 class StreamConfig:
-    """Text to be tokenized while training. Either `dataset`, or `train_files` and `validation_files`."""
+    """Text to tokenize during training. Either `dataset`, or `train_files` and `validation_files`."""
 
     dataset: str | None = None
     """Name of a Hugging Face dataset."""
     dataset_config: str | None = None
-    """The dataset's configuration (subset), where it has several."""
+    """The dataset's configuration (subset), if it has several."""
     train: str = "train"
     """The dataset's split to train on."""
     validation: str = "validation"
@@ -39,40 +39,40 @@ class StreamConfig:
     tokenizer_kind: str = "bytes"
     """`bytes`, `huggingface` or `tiktoken`: as in tools/huggingface_to_flat_tokens, with the same ids."""
     tokenizer: str | None = None
-    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. For the other
-    kinds: what tools/huggingface_to_flat_tokens takes for a name. None for `bytes`."""
+    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory with one. For `tiktoken`: an
+    encoding, as in tools/huggingface_to_flat_tokens. Null for `bytes`."""
     end_token: str | None = None
     """Token added at the end of each document, `</s>` for bytes. Null: none."""
     shuffle_block: int = within(1, 2**24, 1024)
-    """With `shuffle`, documents change places within blocks of this many, at least 1, which are held in memory
-    and read again after a restart."""
+    """With `shuffle`, documents are shuffled within blocks of this many, at least 1. A block is held in memory and read
+    again after a restart."""
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """The source of the tokens: exactly one of `filespec`, `mixture` and `stream`. docs/loading.md has examples."""
+    """Source of the tokens: exactly one of `filespec`, `mixture` and `stream` (docs/loading.md)."""
 
     filespec: str | None = None
     """A flat-tokens dataset (docs/flat-tokens.md): a local path, or a URL (`gs://`, `s3://`, `http://`)."""
     mixture: dict[str, SourceConfig] = field(default_factory=dict)
     """Several flat-tokens datasets by name, with their weights."""
     stream: StreamConfig | None = None
-    """Text that is tokenized while training, for quick trials."""
+    """Text to tokenize during training, for quick trials."""
     seed: int = within(0, 2**63, 0)
-    """Selects the order of the sequences, in [0, 2**63). Other seeds and other epochs have unrelated orders."""
+    """Seed of the order of sequences, in [0, 2**63). Orders of different seeds and epochs are unrelated."""
     shuffle: bool = True
-    """True: sequences come in random order, another one in each epoch. False: in the order of the dataset."""
+    """True: random order, different in each epoch. False: the order of the dataset."""
     sequence_packing: bool = True
-    """True: sequences are consecutive windows of seq_len tokens, whatever documents they hold; the last
-    num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len."""
+    """True: sequences are consecutive windows of seq_len tokens, across documents; the last num_tokens % seq_len tokens
+    are dropped. False: each sequence is one document, truncated or padded to seq_len."""
     loss_mask: str | None = None
-    """Name of an input of the dataset that is 0 at the tokens which are no targets, such as those of a prompt
-    (docs/data.md). The loss and its mean are those of the others. Null: all tokens are targets."""
+    """Name of an input of the dataset that is 0 at tokens to exclude from the loss, such as those of a prompt
+    (docs/data.md). Null: all tokens are targets."""
     prefetch: int = within(1, 2**16, 8)
-    """Batches that are loaded ahead of use, at least 1."""
+    """Number of batches to load ahead of use, at least 1."""
     skip_steps: list[int] = field(default_factory=list)
-    """Training batches that are left out, by the steps that read them in a run without this setting. The others keep
-    their order. A resumed run may leave out batches that it has not trained on."""
+    """Training batches to skip, by the steps that read them in a run without this setting. The others keep their order.
+    A resumed run may skip batches that it has not trained on."""
 
 
 def check_data(config: DataConfig) -> None:
@@ -82,7 +82,7 @@ def check_data(config: DataConfig) -> None:
         found = " and ".join(f"data.{name}" for name in given) if given else "none of them"
         raise ValueError(f"Set one of data.filespec, data.mixture and data.stream; {found} is set.")
     if config.stream and config.loss_mask is not None:
-        raise ValueError(f"data.loss_mask is {config.loss_mask}, which a stream does not have; give a dataset.")
+        raise ValueError(f"data.loss_mask is {config.loss_mask}, but streams have no inputs; use a dataset.")
     check_ranges("data", config)
     for step in config.skip_steps:
         check_range("data.skip_steps", step, 0)
@@ -91,10 +91,10 @@ def check_data(config: DataConfig) -> None:
 
 
 def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names, without `data.`, of the settings that decide the content of batches. A resumed run must not change them.
+    """Lists the settings, without `data.`, that determine the batches and may not change when a run resumes.
 
-    prefetch may change. So may the path of a dataset, since `Loader.state` identifies it.
-    `data` are the data sections as plain dicts.
+    prefetch may change, and so may the path of a dataset, because `Loader.state` identifies it. `data` are the data
+    sections as plain dicts.
     """
     names = {"stream", "seed", "shuffle", "sequence_packing", "loss_mask"}
     for section in data:
@@ -103,19 +103,19 @@ def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def batch_of(step: int, skip_steps: Sequence[int]) -> int:
-    """Index of the batch of a step: the batches count from 0, and those in `skip_steps` have no step."""
+    """Returns the index of the batch of a step: batches count from 0, and those in `skip_steps` have no step."""
     for skipped in sorted(set(skip_steps)):
         step += skipped <= step
     return step
 
 
 def check_skips(saved: Sequence[int], current: Sequence[int], done: int) -> None:
-    """Raises ValueError if two settings of data.skip_steps differ in the batches of the first `done` steps."""
+    """Raises ValueError if two values of data.skip_steps differ in the batches of the first `done` steps."""
     last = batch_of(done - 1, saved) if done else -1
     differing = sorted(step for step in {*saved} ^ {*current} if step <= last)
     if differing:
         raise ValueError(
-            f"data.skip_steps is {list(current)}, and {list(saved)} in the checkpoint: they differ in {differing[0]}. "
-            f"The run has passed batch {last}. Give data.skip_steps={list(saved)}, with later ones if you like, or "
+            f"data.skip_steps is {list(current)}, but {list(saved)} in the checkpoint: they differ in {differing[0]}, "
+            f"and the run is past batch {last}. Give data.skip_steps={list(saved)}, with later ones if you like, or "
             "resume from an earlier step with training.resume_step."
         )

@@ -1,4 +1,4 @@
-"""Batches of flat-tokens datasets, one or several mixed: a pure function of datasets, weights, seed and step."""
+"""Makes batches from flat-tokens datasets, one or a mixture: a pure function of datasets, weights, seed and step."""
 
 import collections
 import functools
@@ -18,15 +18,15 @@ from shardwright_data.text.tokenizers import ByteLengths, byte_lengths_of_datase
 
 
 class Source:
-    """The sequences of one dataset, numbered over all epochs.
+    """Reads the sequences of one dataset, numbered over all epochs.
 
     Args:
         source: the dataset.
-        data: how it is read.
+        data: how to read it.
         split: of the dataset.
         seq_len: tokens in a sequence.
         inputs: names of the inputs of the batches.
-        options: those of its flat_tokens.Reader.
+        options: of its flat_tokens.Reader.
 
     Raises:
         ValueError: the dataset or an input is missing, damaged or too short.
@@ -47,7 +47,7 @@ class Source:
             )
 
     def spans(self, numbers: Indices) -> tuple[Indices, Indices]:
-        """`(starts, lengths)`, in tokens of the dataset, of sequences given by their numbers."""
+        """Returns `(starts, lengths)`, in tokens of the dataset, of sequences given by their numbers."""
         epoch, index = np.divmod(numbers, self.sequences_per_epoch)
         if self._data.shuffle:
             index = permute(index, self.sequences_per_epoch, self._data.seed, epoch)
@@ -57,9 +57,9 @@ class Source:
         return starts, np.minimum(lengths, self._seq_len)
 
     def number_after(self, before: "Source", number: int) -> int:
-        """Number of the sequence that comes next, after the first `number` of the same dataset as read `before`.
+        """Returns the number of the next sequence after the first `number` sequences of `before`, of the same dataset.
 
-        In another length it is the first that begins after as many tokens of the epoch, or the next epoch's first.
+        If seq_len differs, it is the first that begins after as many tokens of the epoch, or the next epoch's first.
         """
         epoch, index = divmod(number, before.sequences_per_epoch)
         if self._data.sequence_packing:
@@ -67,7 +67,7 @@ class Source:
         return epoch * self.sequences_per_epoch + index
 
     def sequences(self, numbers: Indices) -> TokenBatch:
-        """Sequences, given by their numbers."""
+        """Reads sequences, given by their numbers."""
         starts, lengths = self.spans(numbers)
         is_token = np.arange(self._seq_len) < lengths[:, None]
         encoded = np.zeros(is_token.shape, np.uint32)
@@ -87,13 +87,13 @@ class Source:
 
 
 class FlatTokensLoader(Loader):
-    """Batches of one split of a flat-tokens dataset, or mixed from several by weight.
+    """Loads batches of one split of a flat-tokens dataset, or of several mixed by weight.
 
     Any step can be read at any time, from several threads, at the same cost.
 
     Args:
         config: the dataset, or the mixture, and its order.
-        after: loader of the batches before `first`, in a run whose settings change there. Its datasets go on.
+        after: loader of the batches before `first`, if settings change there. Its datasets continue where they were.
         first: index of the first batch.
         batches: arguments of Loader.
         options: the same, by name.
@@ -119,18 +119,18 @@ class FlatTokensLoader(Loader):
         self.quotas = Quotas([source.weight for source in named.values()], config.seed)
         options = {"cache_bytes": CACHE_BYTES // len(named), "inputs": self.inputs}
         self.sources: dict[str | None, Source] = {}
-        """By their names in the mixture; None for a single dataset."""
+        """Sources by their names in the mixture; None for a single dataset."""
         for (name, source), share in zip(named.items(), self.quotas.shares.tolist(), strict=True):
             if share < 1:
                 raise ValueError(
-                    f"mixture.{name}.weight is {source.weight}: less than one sequence in {BLOCK * PERIOD} would "
-                    "come from it. Give it a larger weight, or leave it out."
+                    f"mixture.{name}.weight is {source.weight}, less than one sequence in {BLOCK * PERIOD}. Give it a "
+                    "larger weight or remove the source."
                 )
             self.sources[name] = Source(source, config, self.split, self.seq_len, **options)
             path, largest = self.sources[name].dataset.path, self.sources[name].dataset.max_token_id
             if self.vocab_size is not None and largest >= self.vocab_size:
                 raise ValueError(
-                    f"{path} holds token ids up to {largest}, the model's vocabulary has {self.vocab_size}. Set the "
+                    f"{path} has token ids up to {largest}, but the model's vocabulary is {self.vocab_size}. Set the "
                     f"vocabulary to {largest + 1} or more, or choose a dataset made with the model's tokenizer."
                 )
         self.num_tokens = sum(source.dataset.num_tokens for source in self.sources.values())
@@ -140,24 +140,24 @@ class FlatTokensLoader(Loader):
         """Number of the first sequence of each source."""
 
     def _numbers(self, step: int) -> np.ndarray:
-        """Number of the next sequence of each source before the batch of `step`."""
+        """Returns the number of each source's next sequence at the batch of `step`."""
         return self._begins + self.quotas.before((step - self._first) * self.batch_size)
 
     def _datasets(self) -> Iterator[tuple[tuple[str, int], Source]]:
-        """Each source with its dataset: its fingerprint, and how many sources before have the same one."""
+        """Yields each source with the key of its dataset: fingerprint, and number of earlier sources with the same."""
         seen = collections.Counter()
         for source in self.sources.values():
             yield (source.dataset.fingerprint, seen[source.dataset.fingerprint]), source
             seen[source.dataset.fingerprint] += 1
 
     def _read_before(self, step: int) -> dict[tuple[str, int], tuple[Source, int]]:
-        """Each dataset that batches before `step` read, and the number of its next sequence."""
+        """Maps each dataset read by batches before `step` to its source and the number of its next sequence."""
         read = self._after._read_before(self._first) if self._after else {}
         numbers = zip(self._datasets(), self._numbers(step).tolist(), strict=True)
         return read | {dataset: (source, number) for (dataset, source), number in numbers}
 
     def locate(self, step: int, indices: Indices) -> list[tuple[str | None, np.ndarray, np.ndarray]]:
-        """For each source in the batch of `step`: its name, the places of its sequences in `indices`, their numbers."""
+        """Lists each source in the batch of `step`: name, positions of its sequences in `indices`, their numbers."""
         which, numbers = self.quotas.locate((step - self._first) * self.batch_size + indices)
         numbers = numbers + self._begins[which]
         found = []
@@ -168,14 +168,14 @@ class FlatTokensLoader(Loader):
         return found
 
     def sequences(self, step: int, indices: Indices) -> TokenBatch:
-        """Sequences of the batch of `step`, as Loader.sequences describes."""
+        """Reads sequences of the batch of `step`, as Loader.sequences describes."""
         found = self.locate(step, indices)
         parts = [self.sources[name].sequences(numbers) for name, _, numbers in found]
         back = np.argsort(np.concatenate([places for _, places, _ in found]))
         return jax.tree.map(lambda *of_sources: np.concatenate(of_sources)[back], *parts)
 
     def pieces(self, step: int) -> list[Piece]:
-        """The parts of documents in the batch of `step`, as Loader.pieces describes."""
+        """Lists the parts of documents in the batch of `step`, as Loader.pieces describes."""
         pieces = []
         for name, indices, numbers in self.locate(step, np.arange(self.batch_size)):
             source = self.sources[name]
@@ -190,21 +190,21 @@ class FlatTokensLoader(Loader):
         return sorted(pieces, key=lambda piece: (piece.sequence, piece.position))
 
     def state(self, step: int) -> dict[str, Any]:
-        """Identity of each dataset, as Loader.state describes, and of those `before` the `first` batch."""
+        """Returns the identity of each dataset, as Loader.state describes, and of those `before` the `first` batch."""
         return ({"before": self._after.state(step), "first": self._first} if self._after else {}) | {
             "dataset" if name is None else f"mixture.{name}": source.dataset.fingerprint
             for name, source in self.sources.items()
         }
 
     def epochs_before(self, step: int) -> Fraction:
-        """Passes over the dataset before the batch of `step`, as Loader.epochs_before describes."""
+        """Counts passes over the dataset before the batch of `step`, as Loader.epochs_before describes."""
         if len(self.sources) != 1:
             raise ValueError(NO_EPOCHS)
         (source,) = self.sources.values()
         return Fraction(int(self._numbers(step)[0]), source.sequences_per_epoch)
 
     def epoch_steps(self) -> dict[str, Fraction]:
-        """Batches until each sequence of a source has come once. The next epoch follows without a gap."""
+        """Computes the number of batches per epoch of each source. The next epoch follows without a gap."""
         total = int(self.quotas.shares.sum())
         return {
             name or source.config.filespec: Fraction(source.sequences_per_epoch * total, share * self.batch_size)
@@ -213,5 +213,5 @@ class FlatTokensLoader(Loader):
 
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
-        """Bytes of the tokens; None if the tokenizers of the sources differ, or one is unknown."""
+        """Bytes of each token; None if the tokenizers of the sources differ, or one is unknown."""
         return byte_lengths_of_datasets(*(source.dataset for source in self.sources.values()))

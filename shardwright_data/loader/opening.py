@@ -1,4 +1,4 @@
-"""The loader that the `data` section names, and the length of a run."""
+"""Makes the loader for the `data` section, and computes the length of a run."""
 
 import dataclasses
 import json
@@ -24,10 +24,10 @@ def make_loader(
     state: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Loader:
-    """The loader that `config` names. Splits other than `train` are read in order.
+    """Makes the loader for `config`. Splits other than `train` are read in order.
 
-    `state` is what `Loader.state` gave for the step to resume with; None or empty for the beginning. The rest is for
-    Loader, and `after` and `first` for FlatTokensLoader.
+    `state` is what `Loader.state` returned for the step to resume at; None or empty for the beginning. Other arguments
+    are for Loader, `after` and `first` for FlatTokensLoader.
 
     Raises:
         ValueError: settings contradict each other or are out of range, the state does not fit them, or data is missing,
@@ -38,18 +38,18 @@ def make_loader(
         config = dataclasses.replace(config, shuffle=False)
     if config.stream is not None:
         if "after" in options:
-            raise ValueError("data.stream is read in order: what its batches hold may not change. Give a dataset.")
+            raise ValueError("data.stream is read in order, so settings of its batches cannot change. Use a dataset.")
         return StreamLoader(config, state, split, batch_size, seq_len, vocab_size, **options)
     loader = FlatTokensLoader(config, split, batch_size, seq_len, vocab_size, **options)
     if not state:
         return loader
     now = loader.state(0)
-    if json.dumps(state) != json.dumps(now):  # the order of its datasets too decides what a mixture gives
+    if json.dumps(state) != json.dumps(now):  # in order, because a mixture depends on the order of its datasets
         was, is_now = (", ".join(f"{name} of {value}" for name, value in x.items()) for x in (state, now))
         raise ValueError(
-            f"The checkpoint was made with other data than this run's: with {was}; not {is_now}. Resume with the same "
-            "datasets, wherever they are stored, in the same order, name other ones from this step on in "
-            "training.changes, or start another run."
+            f"The checkpoint was made with other data: {was}; this run has {is_now}. Resume with the same datasets in "
+            "the same order, wherever they are stored, change them from this step on with training.changes, or start "
+            "another run."
         )
     return loader
 
@@ -62,18 +62,18 @@ def steps_for(
     epochs: float | None = None,
     skip_steps: Sequence[int] = (),
 ) -> int:
-    """The number of steps in a run whose length is given in one of three ways.
+    """Computes the number of steps of a run whose length is given in one of three ways.
 
     Args:
         loader: of the training split.
-        steps: the steps themselves, at least 1.
-        tokens: bound on the tokens to train on, padding included; at least one batch.
-        epochs: number of times to read the dataset, at least one batch. Only whole batches, so that no sequence comes
-            more often. Only for a single flat-tokens dataset. Batches that are left out count as read.
-        skip_steps: batches that are left out.
+        steps: number of steps, at least 1.
+        tokens: most tokens to train on, padding included; at least one batch.
+        epochs: passes over a single flat-tokens dataset, at least one batch. Rounded down to whole batches; skipped
+            batches count.
+        skip_steps: batches to skip.
 
     Raises:
-        ValueError: none or several of them are given, or a value is out of range.
+        ValueError: none or several lengths are given, or a value is out of range.
     """
     lengths = {"steps": steps, "tokens": tokens, "epochs": epochs}
     given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)

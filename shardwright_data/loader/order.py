@@ -1,8 +1,8 @@
-"""The order of sequences: a random permutation, and the source of each sequence of a mixture.
+"""Computes the order of sequences: a random permutation, and the source of each sequence of a mixture.
 
-Both are computed at each place, and not stored. A mixture is a pure function of weights, seed and number. Its sequences
-are numbered over the whole run. Each block of 1024 of them holds a fixed number from each source, in random order. A
-source's sequences come in the order in which the source alone would give them, so that its epochs are exact.
+Both are computed on demand and not stored. A mixture is a pure function of weights, seed and sequence number, counted
+over the whole run. Each block of 1024 sequences has a fixed number from each source, in random order. A source's
+sequences come in the order of that source alone, so its epochs are exact.
 """
 
 import math
@@ -17,28 +17,28 @@ Words = UInt64[np.ndarray, "*shape"]
 Counts = Int64[np.ndarray, "sources"]
 
 BLOCK = 1024
-"""Sequences within which each source has its share, to within less than one sequence."""
+"""Sequences within which the share of each source is exact to less than one sequence."""
 PERIOD = 1024
-"""Blocks within which each source has its share exactly: shares are multiples of 1 / (BLOCK · PERIOD)."""
+"""Blocks within which the share of each source is exact: shares are multiples of 1 / (BLOCK · PERIOD)."""
 _SEED = 0x6D69_7874_7572_6573
-"""Makes the order within blocks another one than that of a dataset of BLOCK sequences."""
+"""Makes the order within blocks differ from that of a dataset of BLOCK sequences."""
 
 _U64 = np.uint64
 
 
 def _mix(x: Words) -> Words:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that scatters near values."""
+    """Applies the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words."""
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
     return x ^ (x >> _U64(31))
 
 
 def permute(index: Indices, size: int, seed: int, epoch: Indices) -> Indices:
-    """Places of `index` under the random permutation of range(size) that (seed, epoch) select for each index.
+    """Maps `index` by the random permutation of range(size) that (seed, epoch) selects for each index.
 
-    An eight-round Feistel network on pairs (high, low) of a grid just larger than `size`, applied again to what falls
-    outside of `size`. A place costs the same at any size, and nothing is stored. The values must never change: that
-    would alter the batches of every run that resumes.
+    An eight-round Feistel network on pairs (high, low) of a grid just larger than `size`, repeated for values outside
+    `size`. The cost does not depend on size, and nothing is stored. The values must never change, because that would
+    alter the batches of every run that resumes.
 
     Args:
         index: in [0, size).
@@ -48,7 +48,7 @@ def permute(index: Indices, size: int, seed: int, epoch: Indices) -> Indices:
     """
     width = math.isqrt(size - 1) + 1
     height = -(-size // width)
-    # (seed, epoch, round) are mixed one after the other, so that no two seeds share an epoch's order.
+    # seed, epoch and round are mixed in turn, so that no two seeds share an epoch's order.
     golden = _U64(0x9E3779B97F4A7C15)
     key = _mix(_mix(np.full_like(epoch, seed).astype(_U64) + golden) + epoch.astype(_U64))
     keys = [_mix(key + offset) for offset in np.arange(8, dtype=_U64) * golden]
@@ -69,7 +69,7 @@ def permute(index: Indices, size: int, seed: int, epoch: Indices) -> Indices:
 
 
 class Quotas:
-    """The source of each sequence of a mixture.
+    """Assigns a source to each sequence of a mixture.
 
     Args:
         weights: one for each source, above 0, and large enough for one sequence in BLOCK · PERIOD.
@@ -80,26 +80,26 @@ class Quotas:
         total = BLOCK * PERIOD
         exact = np.asarray(weights, np.float64) / np.sum(weights) * total
         shares = np.floor(exact).astype(np.int64)
-        # Largest remainders; the earlier source where they are equal.
+        # Largest remainders; ties go to the earlier source.
         shares[np.argsort(shares - exact, kind="stable")[: total - shares.sum()]] += 1
         self.shares: Counts = shares
         """Sequences of each source in each BLOCK · PERIOD."""
         self._seed = seed ^ _SEED
-        # A share of c + r/PERIOD sequences per block means c + 1 of them in r blocks of a period, and c in the others.
-        # The bounds between the sources shift by 1/PERIOD a block. With the bits of the shift reversed, the blocks in
-        # which a source has one sequence more are spread evenly over the period.
+        # A share of c + r/PERIOD sequences per block means c + 1 in r blocks of a period, and c in the others. The
+        # bounds between sources shift by 1/PERIOD per block; bit reversal of the shift spreads the blocks with c + 1
+        # evenly over the period.
         bits = PERIOD.bit_length() - 1
         shift = np.array([int(f"{block:0{bits}b}"[::-1], 2) for block in range(PERIOD)])
         self._bounds = -((shift[:, None] - np.cumsum(shares)) // PERIOD)
-        """[block of a period, source]: one past the source's places in the block, before they are permuted."""
+        """[block of a period, source]: one past the source's positions in the block, before permutation."""
         quotas = np.diff(self._bounds, axis=1, prepend=0)
         self._before = np.concatenate([np.zeros_like(quotas[:1]), np.cumsum(quotas, axis=0)])
         """[block of a period, source]: sequences of the source in the period before the block."""
 
     def locate(self, numbers: Indices) -> tuple[Indices, Indices]:
-        """`(source, number)` of sequences given by their numbers in the mixture.
+        """Returns `(source, number)` of sequences given by their numbers in the mixture.
 
-        They are the index of the source, and the sequence's number within that source, over all epochs.
+        These are the index of the source, and the sequence's number in that source, over all epochs.
         """
         if self.shares.size == 1:
             return np.zeros_like(numbers), numbers
@@ -111,14 +111,14 @@ class Quotas:
         return source, period * self.shares[source] + self._before[block, source] + rank
 
     def before(self, number: int) -> Counts:
-        """Sequences of each source among the first `number` of the mixture."""
+        """Counts the sequences of each source among the first `number` of the mixture."""
         period, block = divmod(number // BLOCK, PERIOD)
         source, _ = self._blocks(np.array([number // BLOCK]))
         begun = np.bincount(source[0, : number % BLOCK], minlength=self.shares.size)
         return period * self.shares + self._before[block] + begun
 
     def _blocks(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[block, place]: the source of each sequence, and the number before it in the block from the same source."""
+        """Returns [block, place] arrays: the source of each sequence, and how many of it precede in the block."""
         slots = np.tile(np.arange(BLOCK), which.size)
         place = permute(slots, BLOCK, self._seed, np.repeat(which, BLOCK)).reshape(which.size, BLOCK)
         bounds = self._bounds[which % PERIOD]

@@ -1,7 +1,7 @@
-"""Batches tokenized on the fly from a Hugging Face dataset or from text files, for trials that are not worth a dataset.
+"""Tokenizes batches on the fly from a Hugging Face dataset or text files, for quick trials.
 
-Unlike a flat-tokens dataset, a stream is read from its beginning to its end: only the steps that follow a known state
-can be read. Such a state is small, since it names a place in the stream and not what was read before it.
+Unlike a flat-tokens dataset, a stream is read sequentially: only steps that follow a known state can be read. Such a
+state is small, because it is only a position in the stream.
 """
 
 import functools
@@ -23,32 +23,31 @@ from shardwright_data.text.tokenizers import ByteLengths, byte_lengths, open_tok
 
 
 class _Place(NamedTuple):
-    """A place in the stream: some documents into a block, some tokens into the next document."""
+    """A position in the stream: after `documents` documents of a block, and `tokens` tokens of the next document."""
 
     epoch: int = 0
     block: int = 0
     """Blocks of the epoch before this one."""
     source: dict[str, Any] | None = None
-    """State of the `datasets` library at the beginning of the block; None for the beginning of the epoch."""
+    """State of the `datasets` library at the start of the block; None for the start of the epoch."""
     documents: int = 0
     tokens: int = 0
 
 
 class StreamLoader(Loader):
-    """Batches of one split of a stream. Every host reads the whole stream and places its own sequences.
+    """Loads batches of one split of a stream. Every host reads the whole stream and loads its own sequences.
 
-    `load` and `sequences` give the steps in order, from the one that `state` belongs to or from 0. To leave steps out
-    takes the time to read them. Step 0 and steps that were read can be given again: the stream is then read again from
-    there.
+    `load` and `sequences` return steps in order, from the step of `state` or from 0. Skipping steps still reads them.
+    Going back to step 0, or to a step that was read, rereads the stream from there.
 
     Args:
-        config: the stream, and how it is read.
-        state: what `state(step)` gave in another run of the same config; None for the beginning.
+        config: the stream, and how to read it.
+        state: what `state(step)` returned in another run of the same config; None for the beginning.
         batches: arguments of Loader.
 
     Raises:
         ValueError: a setting is out of range or missing, a dataset or tokenizer is missing, token ids exceed the
-            vocabulary, a package is not installed, or the files are not those of the state.
+            vocabulary, a package is not installed, or the files differ from those of the state.
     """
 
     parallel_loads = 1
@@ -58,8 +57,8 @@ class StreamLoader(Loader):
         super().__init__(*batches, **options)
         if self.inputs:
             raise ValueError(
-                f"data.stream is set, but the model reads {', '.join(self.inputs)} beside the tokens, which a stream "
-                "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
+                f"data.stream is set, but the model also reads {', '.join(self.inputs)}, which streams do not have. "
+                "Write a flat-tokens dataset with it (docs/flat-tokens.md) and set data.filespec."
             )
         stream: Any = config.stream
         self._config, self._stream = config, stream
@@ -71,7 +70,7 @@ class StreamLoader(Loader):
         if self.vocab_size is not None and size > self.vocab_size:
             raise ValueError(
                 f"The tokenizer of the stream {self._name} has {size} ids, more than the model's vocabulary of "
-                f"{self.vocab_size}. Set that to {size}, or choose another tokenizer."
+                f"{self.vocab_size}. Set the vocabulary to {size}, or choose another tokenizer."
             )
         self._beginning = self._data.state_dict()
         place, found = dict(state or {}), [path for path in sources.match(files) if "://" not in path]
@@ -79,49 +78,49 @@ class StreamLoader(Loader):
         self._files = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:20]
         if place.pop("files", self._files) != self._files:
             raise ValueError(
-                f"The stream {self._name} has other files than those of the checkpoint, by name or size, so that its "
-                "place in them means another text. Resume with the same files, or start another run."
+                f"The files of the stream {self._name} differ from the checkpoint's, by name or size, so it cannot "
+                "resume at its position. Resume with the same files, or start another run."
             )
         first = place.pop("step", 0)
         self._places = {0: _Place(), first: _Place(**place)}
-        """Where the batch of each step begins, as far as known."""
+        """Position where the batch of each step begins, as far as known."""
         self._last: tuple[int, TokenBatch | None] = first, None
-        """The step read last and its batch; or the step that is read next, without its batch."""
+        """The last step read and its batch; or the next step, with None."""
         self._steps = self._read_from(first)
 
     def sequences(self, step: int, indices: Indices) -> TokenBatch:
-        """Sequences of the batch of `step`, as Loader.sequences describes."""
+        """Reads sequences of the batch of `step`, as Loader.sequences describes."""
         at, batch = self._last
         if step < at:
             self._steps, at, batch = self._read_from(self.state(step)["step"]), step, None
-        while batch is None or at < step:  # batches that are left out are read too
+        while batch is None or at < step:  # also reads skipped batches
             try:
                 at, batch = next(self._steps)
-            except Exception:  # such as a bad row, or a network that fails: it may be read again
+            except Exception:  # such as a bad row or a network failure; the caller may retry
                 self._steps = self._read_from(at + (batch is not None))
                 raise
         self._last = at, batch
         return jax.tree.map(lambda x: x[indices], batch)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The state from which the batch of `step` is the next, known once the batch before it has been read."""
+        """Returns the state before the batch of `step`, which is known once the previous batch has been read."""
         if step not in self._places:
             raise ValueError(
-                f"The stream {self._name} has no state for step {step}, only for 0 and {max([*self._places])}, and "
-                "some between them: a stream is read in order. Resume from a checkpoint that holds its state."
+                f"The stream {self._name} has no state for step {step}, only for 0, {max([*self._places])} and some "
+                "in between, because streams are read in order. Resume from a checkpoint that has its state."
             )
         return {"step": step, "files": self._files} | self._places[step]._asdict()
 
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
-        """Bytes of the tokens; None if unknown."""
+        """Bytes of each token; None if unknown."""
         return byte_lengths(self._tokenizer)
 
     def _read_from(self, first: int) -> Iterator[tuple[int, TokenBatch]]:
-        """Each step from one whose place is known, and its batch. Keeps the place after it."""
+        """Yields each step and its batch, from a step whose position is known. Records the position after it."""
         documents = self._tokenize(self._places[first])
         ids, offset, shape = np.zeros(0, np.uint32), 0, (self.batch_size, self.seq_len)
-        # Packed, a batch is one stretch of documents; else each sequence is the beginning of one.
+        # Packed: a batch is one run of consecutive documents. Otherwise each sequence is the start of a document.
         packed = self._config.sequence_packing
         stretch = self.batch_size * self.seq_len if packed else self.seq_len
         for step in itertools.count(first):
@@ -145,8 +144,8 @@ class StreamLoader(Loader):
             yield step, batch
 
     def _tokenize(self, place: _Place) -> Iterator[tuple[_Place, _Place, np.ndarray]]:
-        """Each document with tokens from `place` on: its place, the place after it, and its ids."""
-        # Only the first document may be read from within.
+        """Yields each document with tokens from `place` on: its position, the position after it, and its ids."""
+        # Only the first document may start in the middle.
         tokens = place.tokens
         for block, texts, after_block in self._blocks(place):
             if self._config.shuffle:
@@ -162,13 +161,13 @@ class StreamLoader(Loader):
                     yield here, after, ids
 
     def _blocks(self, place: _Place) -> Iterator[tuple[_Place, list[str], _Place]]:
-        """Blocks of the stream from `place` on, epoch after epoch: its place, its documents, the place after it."""
+        """Yields the blocks of all epochs from `place` on: position, documents, and the position after it."""
         while True:
             self._data.load_state_dict(self._beginning if place.source is None else place.source)
             texts: list[str] = []
             field = self._stream.text_field
             for example in sources.readable(f"The stream {self._name}", self._data):
-                # Documents without text are left out.
+                # Skip documents without text.
                 if text := sources.text_of(example, field, self._name):
                     texts.append(text)
                 if len(texts) == self._stream.shuffle_block:
@@ -179,5 +178,5 @@ class StreamLoader(Loader):
             if texts:
                 yield place, texts, after
             elif place == _Place(place.epoch):
-                raise ValueError(f"The stream {self._name} holds no text. Check data.stream.text_field and the source.")
+                raise ValueError(f"The stream {self._name} has no text. Check data.stream.text_field and the source.")
             place = after

@@ -1,1 +1,1 @@
-"""Text and tokenizers: files, the hub, token ids and back."""
+"""Reads text from files or the Hugging Face hub, and encodes and decodes it with tokenizers."""

@@ -1,6 +1,6 @@
-"""The files that define tokenizers: loaded, found by name, translated to Hugging Face's tokenizer.json, trained.
+"""Loads, finds and trains tokenizers, and converts them to Hugging Face's tokenizer.json.
 
-Whatever library defines a tokenizer, its dataset keeps a tokenizer.json, so that all programs can read its ids.
+Whatever library defines a tokenizer, its dataset keeps a tokenizer.json, so that any program can decode its ids.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwright_data.untrusted import LARGE, parse_object, read_text, refused
 
-# GPT-2's letters for bytes: the printable ones of Latin-1 for themselves, characters from 256 on for the others.
+# GPT-2's letters for bytes: printable Latin-1 characters for themselves, characters from 256 on for the others.
 _PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
 _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABLE.index(byte)) for byte in range(256)}
@@ -20,35 +20,35 @@ BYTE_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABL
 
 @functools.lru_cache(maxsize=1)
 def load_definition(definition: str) -> Any:
-    """The tokenizers.Tokenizer of a tokenizer.json, which reads no special tokens in text and neither cuts nor pads.
+    """Loads the tokenizers.Tokenizer of a tokenizer.json, without special tokens in text, truncation and padding.
 
     Raises:
-        ValueError: the definition is damaged, or draws merges at random.
+        ValueError: the definition is damaged, or has dropout.
     """
     from tokenizers import Tokenizer
 
     model = parse_object("tokenizer.json", definition, {"model": {"dropout?": float | None}})["model"]
     if model.get("dropout"):
         raise ValueError(
-            f"tokenizer.json: model.dropout is {model['dropout']}: a text would have other ids at each run. Set it to "
-            "null."
+            f"tokenizer.json: model.dropout is {model['dropout']}, so a text would have different ids in each run. Set "
+            "it to null."
         )
     newer = "Download or write it again; or, if a newer version of `tokenizers` wrote it, install that."
     with refused("`tokenizers` cannot read the tokenizer.json", newer):
         tokenizer = Tokenizer.from_str(definition)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # A document that quotes "</s>" does not end there.
+    # A document that quotes "</s>" must not end there.
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def find_huggingface(name: str) -> str:
-    """The content of a tokenizer.json.
+    """Finds a tokenizer and returns its tokenizer.json.
 
     Args:
-        name: the file, a directory, or a name on the Hugging Face hub. What is there in another format is converted by
-            transformers' AutoTokenizer.
+        name: the file, a directory, or a name on the Hugging Face hub. Other formats are converted by transformers'
+            AutoTokenizer.
 
     Raises:
         ValueError: it is missing.
@@ -57,14 +57,14 @@ def find_huggingface(name: str) -> str:
     if os.path.exists(path):
         return read_text(path, LARGE)
     if name.endswith(".json"):
-        raise ValueError(f"There is no file {path!r} in {os.getcwd()}. Correct the path.")
+        raise ValueError(f"no file {path!r} in {os.getcwd()}. Correct the path.")
     remedy = "Check the name, the connection, and that you are logged in if access is restricted; or give a local "
     with refused(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
         return _download(name)
 
 
 def _download(name: str) -> str:
-    """The tokenizer.json of a repository on the Hugging Face hub, or what transformers makes of its other files."""
+    """Downloads the tokenizer.json of a Hugging Face repository, or converts its other files with transformers."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -82,14 +82,14 @@ def _download(name: str) -> str:
 
 
 def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], offset: int = 0) -> str:
-    """The tokenizer.json of a byte-level BPE as tiktoken has it.
+    """Converts a tiktoken byte-level BPE to a tokenizer.json.
 
-    tiktoken splits text by a pattern, then merges the two neighbours whose bytes together have the lowest rank. So each
-    way to cut a token in two is a merge, in the order of the ranks. Split text that is itself a token stays whole.
+    tiktoken splits text by a pattern, then merges the two neighbors whose joined bytes have the lowest rank. So each
+    way to split a token in two is a merge, in the order of ranks. Split text that is itself a token stays whole.
 
     Args:
-        ranks: of the tokens.
-        pattern: splits the text.
+        ranks: rank of each token.
+        pattern: regular expression that splits the text.
         special: ids of the special tokens, by name.
         offset: the id of rank 0.
     """
@@ -99,12 +99,12 @@ def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, i
         known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
         merges += [[_to_letters(a), _to_letters(b)] for a, b in sorted(known, key=lambda c: (ranks[c[0]], ranks[c[1]]))]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    # In tiktoken {1,3}+ takes no more back of what it took, in `tokenizers` it repeats. Both find the same without +.
+    # {1,3}+ is possessive in tiktoken and a repetition in `tokenizers`. Without + both find the same.
     pattern = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     by_id = sorted(special.items(), key=lambda item: item[1])
-    # `tokenizers` gives an added token that is not in the vocabulary another id than the one stated.
+    # Special tokens must be in the vocabulary, or `tokenizers` ignores their stated ids.
     vocab = {_to_letters(token): rank + offset for token, rank in ranks.items()} | dict(special)
     definition = {
         "version": "1.0",
@@ -121,12 +121,12 @@ def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, i
 BYTE_OFFSET = 3
 """The id of byte 0 in `byte_definition`."""
 PAD = "<pad>"
-"""The token that fills up short sequences of a batch in transformers; no text becomes it."""
+"""The token that pads batches in transformers; no text is encoded to it."""
 
 
 @functools.cache
 def byte_definition() -> str:
-    """The tokenizer.json of UTF-8 bytes, with ids as in ByT5: a byte-level BPE in which nothing is merged."""
+    """Makes the tokenizer.json of UTF-8 bytes, with ids as in ByT5: a byte-level BPE without merges."""
     special = {"<s>": 0, "</s>": 1, PAD: 2}
     return from_ranks({bytes([byte]): byte for byte in range(256)}, r"\n+|[^\n]+", special, BYTE_OFFSET)
 
@@ -139,10 +139,10 @@ def _to_letters(token: bytes) -> str:
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
-    """The tokenizer.json of a byte-level BPE trained on `documents`, with ids 0 and 1 for `<|begin|>` and `<|end|>`.
+    """Trains a byte-level BPE on `documents`, with ids 0 and 1 for `<|begin|>` and `<|end|>`. Returns tokenizer.json.
 
-    Its vocabulary is smaller than `vocab_size` if the documents are too few: once each word is a token, nothing is left
-    to merge. The size is at least 258.
+    With too few documents its vocabulary is smaller than `vocab_size`, because nothing is left to merge once each word
+    is a token. The size is at least 258.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,6 +1,6 @@
-"""Documents of text: a dataset of the Hugging Face hub, or files, read in order by the library `datasets`.
+"""Reads text documents in order, from a Hugging Face dataset or from files, with the library `datasets`.
 
-A place in a source is a small JSON value, which `datasets` gives. Reading resumes there.
+The position in a source is a small JSON value from `datasets`, from which reading can resume.
 """
 
 import codecs
@@ -16,14 +16,14 @@ from typing import IO, Any
 from shardwright_data.untrusted import decode, parse_json, refused, shown
 
 BLOCK_BYTES = 2**21
-"""Characters of a block of documents: large enough that passing it to a process costs little."""
+"""Characters per block of documents: large enough to make sending it to a process cheap."""
 RECORDS = 64
-"""Records that are read at once."""
+"""Records read at a time."""
 KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 KINDS |= {".csv": "csv", ".txt": "text"}
-"""Kinds of files by the ends of names; .gz, .bz2, .xz or .zst may follow but for .parquet, .arrow and .feather."""
+"""Kind of each file extension; .gz, .bz2, .xz or .zst may follow, except for .parquet, .arrow and .feather."""
 BAD = "why it is bad"
-"""Column, beside the documents of files, with what is wrong with a row; None in a good row."""
+"""Additional column of rows of files: what is wrong with the row; None if nothing is."""
 
 
 def open_text(
@@ -38,7 +38,7 @@ def open_text(
     separator: str | None = None,
     by_line: bool = False,
 ) -> tuple[str, Any]:
-    """The name, for messages, and the documents, a datasets.IterableDataset, of a dataset or of files.
+    """Opens a dataset or files. Returns a name, for messages, and the documents as a datasets.IterableDataset.
 
     Args:
         where: section of the settings, for messages.
@@ -50,25 +50,25 @@ def open_text(
             .txt.
         text_field: the column or JSON key that holds the document.
         revision: a commit or tag of the dataset; None for the newest.
-        separator: text between the documents of a .txt, to which the line breaks around it belong. None for none.
-        by_line: whether each line of a .txt is a document.
+        separator: text between the documents of a .txt, including adjacent line breaks. None: one document per file.
+        by_line: True if each line of a .txt is a document.
 
     Raises:
-        ValueError: both or none are given, the dataset, the split or a file is missing, or cannot be read.
+        ValueError: both or none are given, or the dataset, the split or a file is missing or cannot be read.
     """
     import datasets
     from fsspec.compression import register_compression
 
-    # For `datasets` too: what reads .zst files there does not notice that the end is missing.
+    # Also for `datasets`, whose reader of .zst files does not detect truncation.
     register_compression("zstd", lambda file, **_: io.BufferedReader(_Zstd(file)), ["zst", "zstd"], force=True)
     if (dataset is None) == (not files):
         raise ValueError(
-            f"{where}: give either `dataset`, to read from Hugging Face, or files; dataset is {dataset!r}, files "
-            f"are {list(files)}."
+            f"{where}: give either `dataset`, to read from Hugging Face, or files; dataset is {dataset!r}, files are "
+            f"{list(files)}."
         )
     if dataset is not None:
         if split is None:
-            raise ValueError(f"{where}.source is missing: the split of {dataset} to read, for example `train`.")
+            raise ValueError(f"{where}.source is missing; give the split of {dataset} to read, such as `train`.")
         name = f"{dataset} ({split})"
         with refused(
             f"Cannot read {name}", "Check its name, its split, the connection, and whether its files are whole."
@@ -77,26 +77,26 @@ def open_text(
             of_split = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}.get(split, [])
             if not any(path.endswith(".arrow") for path in of_split):
                 return name, builder.as_streaming_dataset(split)
-        # Of a truncated .arrow `datasets` would take what is left for the whole.
+        # `datasets` would not notice that an .arrow file is truncated.
         given = {"paths": list(of_split), "text_field": text_field, "separator": None}
         return name, datasets.IterableDataset.from_generator(_rows, gen_kwargs=given)
     name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
     if unknown := [file for file in files if kind_of(file) is None]:
-        raise ValueError(f"A file is {unknown[0]!r}; name files of one of these kinds: {', '.join(KINDS)}.")
+        raise ValueError(f"{unknown[0]!r} is not a supported file; choose one of these kinds: {', '.join(KINDS)}.")
     given = {"paths": match(files), "text_field": text_field, "separator": "\n" if by_line else separator}
     return name, datasets.IterableDataset.from_generator(_rows, gen_kwargs=given)
 
 
 def kind_of(path: str) -> str | None:
-    """The kind of a file, by its name; None if it is not one of KINDS."""
+    """Returns the kind of a file, by its name; None if it is not one of KINDS."""
     name = path.rsplit("/", 1)[-1]
-    # Of a .zip only the first file would be read.
+    # Only the first file of a .zip would be read.
     found = [(name.rfind(suffix), suffix) for suffix in KINDS if suffix in name and not name.endswith(".zip")]
     return KINDS[max(found)[1]] if found else None
 
 
 def match(patterns: list[str]) -> list[str]:
-    """The files that `patterns` name; URLs as they are. Raises ValueError if a pattern has no match."""
+    """Expands glob patterns to files; keeps URLs. Raises ValueError if a pattern has no match."""
     paths: list[str] = []
     for pattern in patterns:
         if "://" in pattern:
@@ -112,16 +112,16 @@ def match(patterns: list[str]) -> list[str]:
 def blocks(
     name: str, data: Any, text_field: str, place: dict[str, Any] | None = None, max_bad_rows: int = 0
 ) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Documents in blocks of about BLOCK_BYTES, each block with the place after it. A document without text is "".
+    """Yields documents in blocks of about BLOCK_BYTES, each with the position after it. Documents without text are "".
 
-    A place holds the number of `bad_rows` before it. They are left out, and reported on stderr.
+    A position includes the number of `bad_rows` before it, which are skipped and reported on stderr.
 
     Args:
         name: of the source, for messages.
-        data: what `open_text` gave.
+        data: what `open_text` returned.
         text_field: the column or JSON key that holds the document.
-        place: where to begin; None for the beginning.
-        max_bad_rows: largest number of bad rows, of files.
+        place: position to start from; None for the beginning.
+        max_bad_rows: most bad rows to skip, in files.
 
     Raises:
         ValueError: a file is damaged, there are more bad rows, or a record of the hub has no text.
@@ -149,9 +149,9 @@ def blocks(
 
 
 def text_of(row: Mapping[str, Any], text_field: str, where: str) -> str:
-    """The document of a row, "" if it is None. Raises ValueError if the row is bad; `where` names the source."""
+    """Returns the document of a row, "" for None. Raises ValueError if the row is bad; `where` names the source."""
     if row.get(BAD) is not None:
-        raise ValueError(f"{row[BAD]}. Correct it, or have max_bad_rows skip so many rows when you write a dataset.")
+        raise ValueError(f"{row[BAD]}. Correct it, or skip bad rows with max_bad_rows when you write a dataset.")
     try:
         return _document(row, text_field) or ""
     except ValueError as error:
@@ -162,7 +162,7 @@ def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
     """Yields `values`. Raises ValueError, which names `where`, if one of them cannot be read."""
     values, end = iter(values), object()
     while True:
-        with refused(f"{where} is corrupt, or cannot be read", "Download or write it again."):
+        with refused(f"{where} is corrupt or cannot be read", "Download or write it again."):
             value = next(values, end)
         if value is end:
             return
@@ -173,7 +173,7 @@ def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[dict[str, str | None]]:
-    """The rows of files: each with its document or, under BAD, its file, its place there, and what is wrong."""
+    """Yields the rows of files: each with its document, or under BAD its file, its position and what is wrong."""
     import fsspec
 
     for path in paths:
@@ -182,7 +182,7 @@ def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[
             opened: Any = fsspec.open(path, "rb", compression="infer")
             with opened as file:
                 if kind in ("csv", "text"):
-                    # Bytes that are no UTF-8 become halves of surrogate pairs, which `_document` refuses.
+                    # Bytes that are not UTF-8 become halves of surrogate pairs, which `_document` rejects.
                     newline = "" if kind == "csv" else None
                     file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
                 for place, row in READERS[kind](file, text_field, separator):
@@ -198,7 +198,7 @@ def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[
 
 
 class _Zstd(io.RawIOBase):
-    """Content of a .zst file, with a window of any size. Raises EOFError if its end is missing."""
+    """Decompresses a .zst file, with a window of any size. Raises EOFError if it is truncated."""
 
     def __init__(self, file: IO):
         from zstandard import ZstdDecompressor
@@ -227,7 +227,7 @@ class _Zstd(io.RawIOBase):
 
 
 def _document(row: object, text_field: str) -> str | None:
-    """The document of a row: its columns, or bytes of JSON. Raises ValueError if the row is bad, or is that error."""
+    """Extracts the document of a row: its columns, JSON bytes, or a ValueError to raise. Raises it for bad rows."""
     if isinstance(row, ValueError):
         raise row
     is_json = isinstance(row, bytes)
@@ -257,7 +257,7 @@ def _lines(file: IO, *_: object) -> Iterator[tuple[str, Any]]:
 
 
 def _json(file: IO, *_: object) -> Iterator[tuple[str, Any]]:
-    """The elements of an array; or lines, of which each is an object."""
+    """Yields the elements of an array, or lines that are objects."""
     lines = _lines(file)
     place, first = next(lines, ("", b""))
     if first.lstrip().startswith(b"["):
@@ -289,7 +289,7 @@ def _parquet(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]
 
 
 def _arrow(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
-    """Of the IPC format, as a stream or as a file, which Feather is too."""
+    """Reads Arrow's IPC format, as a stream or as a file (Feather)."""
     import pyarrow as pa
 
     try:
@@ -304,7 +304,7 @@ def _arrow(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
 
 
 def _records(batches: Iterable[Any], text_field: str) -> Iterator[tuple[str, Any]]:
-    """The rows of record batches of pyarrow."""
+    """Yields the rows of pyarrow record batches."""
     from pyarrow import large_binary, types
 
     number = itertools.count()
@@ -328,7 +328,7 @@ def _records(batches: Iterable[Any], text_field: str) -> Iterator[tuple[str, Any
 
 
 def _text(file: IO, text_field: str, separator: str | None) -> Iterator[tuple[str, Any]]:
-    """The text, or the documents between separators; what follows the last one is one only if there is something."""
+    """Yields the text, or the documents between separators; after the last one only if it is not empty."""
     if separator is None:
         yield "document 0", {text_field: file.read()}
         return
@@ -341,4 +341,4 @@ def _text(file: IO, text_field: str, separator: str | None) -> Iterator[tuple[st
 
 
 READERS = {"jsonl": _lines, "json": _json, "parquet": _parquet, "arrow": _arrow, "csv": _csv, "text": _text}
-"""What reads a file of each kind: its rows, each with its place. Lines count from 1, all else from 0."""
+"""Reader of each kind of file: yields rows with their positions. Lines count from 1, all else from 0."""

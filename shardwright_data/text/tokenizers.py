@@ -1,6 +1,6 @@
-"""Tokenizers: from documents to flat arrays of ids, and back to text. They can be sent to other processes.
+"""Tokenizers: encode documents to flat arrays of ids, and decode them. They can be pickled.
 
-They take plain text: they put no special tokens around it, and read none in it.
+They treat text as plain: they add no special tokens around it, and recognize none in it.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from shardwright_data.untrusted import check_types, one_line, refused
 
 KINDS = ("bytes", "huggingface", "tiktoken")
 """Kinds of tokenizers that `open_tokenizer` knows."""
-REMEDY = "tokenizer=<name, or a dataset made with it> says which tokenizer made the run's data."
+REMEDY = "Give tokenizer=<name, or a dataset made with it>, the tokenizer of the run's data."
 
 Ids = UInt32[np.ndarray, "tokens"]
 PerDocument = Int64[np.ndarray, "documents"]
 
 
 class Encoded(NamedTuple):
-    """Documents one after the other."""
+    """Encoded documents, concatenated."""
 
     ids: Ids
     lengths: PerDocument
@@ -36,16 +36,16 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """From documents to ids, and back. The library `tokenizers` encodes, unless tiktoken does; bytes need neither.
+    """Encodes documents to ids, and decodes them, with `tokenizers` or tiktoken; bytes need neither.
 
     Raises:
-        ValueError: the definition is damaged, or has no such end token.
+        ValueError: the definition is damaged, or lacks the end token.
     """
 
     definition: str | None = None
-    """Its tokenizer.json. None if no tokenizer is known: then nothing can be encoded, and ids are shown as numbers."""
+    """Its tokenizer.json. None if the tokenizer is unknown: it cannot encode, and decodes ids to numbers."""
     end_token: str | None = None
-    """The token at the end of each document that has tokens; None for none."""
+    """Token appended to each document that has tokens; None for none."""
     encoding: Any = None
     """A tiktoken.Encoding of the same tokens; None for `tokenizers`."""
 
@@ -57,8 +57,8 @@ class Tokenizer:
             return
         special = sorted(token.content for token in loaded.get_added_tokens_decoder().values())
         raise ValueError(
-            f"The tokenizer has no token {self.end_token!r} for tokenizer.end_token. Of its {len(special)} special "
-            f"tokens, the first are {special[:30]}."
+            f"The tokenizer has no token {self.end_token!r} for tokenizer.end_token. Choose one of its {len(special)} "
+            f"special tokens, such as {special[:30]}."
         )
 
     @property
@@ -68,16 +68,16 @@ class Tokenizer:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether the tokens are the UTF-8 bytes."""
+        """True if the tokens are UTF-8 bytes."""
         return self.definition == definitions.byte_definition()
 
     @property
     def vocab_size(self) -> int:
-        """The largest id, plus 1."""
+        """Largest id, plus 1."""
         return max(load_definition(self.definition).get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: list[str]) -> Encoded:
-        """The ids of documents, each that has tokens with the end token if there is one.
+        """Encodes documents, and appends the end token, if there is one, to those with tokens.
 
         Raises ValueError if the library cannot tokenize one.
         """
@@ -100,38 +100,35 @@ class Tokenizer:
     def _by_definition(self, texts: list[str]) -> list[np.ndarray]:
         longest = max(texts, key=len, default="")
         which = f"perhaps the one of {len(longest):,} characters that begins {one_line(longest, 50)!r}"
-        with refused(f"a document cannot be tokenized, {which}", "Split it, or leave it out."):
+        with refused(f"a document cannot be tokenized, {which}", "Split it or remove it."):
             encoded = load_definition(self.definition).encode_batch_fast(texts, add_special_tokens=False)
             return [np.array(encoding.ids, np.uint32) for encoding in encoded]
 
     def _by_tiktoken(self, text: str) -> np.ndarray:
-        # Its regex overflows on some hundred thousand spaces or line breaks in a row, which `tokenizers` splits.
+        # Its regex overflows on about 100,000 spaces or line breaks in a row, which `tokenizers` can split.
         with contextlib.suppress(ValueError), refused("tiktoken"):
-            # It finds no special tokens if none are allowed, and makes no list, as encode_ordinary does.
+            # Like encode_ordinary (no special tokens), but without making a list.
             return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         return self._by_definition([text])[0]
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text, without the end token. Raises ValueError if no tokenizer is known and there is text."""
+        """Encodes a text, without the end token. Raises ValueError if the tokenizer is unknown and there is text."""
         if not text:
             return []
         if self.definition is None:
-            raise ValueError(f"no tokenizer is known to encode {text!r}, because the data names none: {REMEDY}")
+            raise ValueError(f"cannot encode {text!r}, because the data names no tokenizer. {REMEDY}")
         return replace(self, end_token=None).encode([text]).ids.tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids. Those that the tokenizer does not have are left out.
-
-        Special tokens are there by their names, but for those of bytes, which are left out.
-        """
+        """Decodes ids to text. Drops unknown ids; special tokens become their names, except that bytes drop them."""
         if self.definition is None:
             return " ".join(map(str, ids))
         return load_definition(self.definition).decode(list(ids), skip_special_tokens=self.is_bytes)
 
     def continuation(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """The text that `ids` add to the text of `prompt`."""
+        """Decodes the text that `ids` add to the text of `prompt`."""
         before, whole = self.decode(prompt), self.decode([*prompt, *ids])
-        # A character may be cut between the two.
+        # A character may be split between the two.
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 
 
@@ -139,19 +136,19 @@ class Tokenizer:
 
 
 def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = None) -> Tokenizer:
-    """A tokenizer, encoding with the library that defines it.
+    """Opens a tokenizer that encodes with the library that defines it.
 
     Args:
         kind: one of KINDS.
-        name: what `definitions.find_huggingface` takes, or an encoding of tiktoken; None for bytes.
-        end_token: put at the end of each document, None for nothing.
+        name: as for `definitions.find_huggingface`, or an encoding of tiktoken; None for bytes.
+        end_token: appended to each document; None for none.
 
     Raises:
-        ValueError: the tokenizer is missing or damaged, or has no such end token.
+        ValueError: the tokenizer is missing or damaged, or lacks the end token.
     """
     check_choice("tokenizer.kind", kind, KINDS)
     if (kind == "bytes") != (name is None):
-        raise ValueError(f"tokenizer.name is {name!r} and tokenizer.kind {kind}: bytes need no name, all others do.")
+        raise ValueError(f"tokenizer.name is {name!r} with tokenizer.kind {kind}: give a name for all kinds but bytes.")
     if name is None:
         return Tokenizer(definitions.byte_definition(), end_token)
     if kind == "huggingface":
@@ -163,7 +160,7 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
     with refused(f"tiktoken cannot load the encoding {name!r}", remedy):
         encoding = tiktoken.get_encoding(name)
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-    # The rank of a token is its id. tiktoken gives the ranks one at a time.
+    # The rank of a token is its id. tiktoken returns ranks one at a time.
     ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
     return Tokenizer(definitions.from_ranks(ranks, encoding._pat_str, special), end_token, encoding)
 
@@ -172,16 +169,16 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
 
 
 def tokenizer_of_run(data: Any, named: str | None = None) -> Tokenizer:
-    """The tokenizer that is named, or else that of the data that a run reads, a DataConfig.
+    """Opens the tokenizer `named`, or else that of the run's data.
 
     Args:
-        data: the run's data.
-        named: `bytes`; `tiktoken:<encoding>`; a flat-tokens dataset; or a tokenizer of Hugging Face's: a name on the
-            hub, a tokenizer.json, or a directory. None: not named.
+        data: the run's DataConfig.
+        named: `bytes`; `tiktoken:<encoding>`; a flat-tokens dataset; or a Hugging Face tokenizer: a name on the hub, a
+            tokenizer.json, or a directory. None: the data's.
 
     Raises:
-        ValueError: the tokenizer or the dataset is missing, the datasets of a mixture have several, or there is no
-            dataset, as in an import.
+        ValueError: the tokenizer or the dataset is missing, the datasets of a mixture have different ones, or there is
+            no dataset, as in an imported checkpoint.
     """
     if named is not None:
         kind, _, rest = named.partition(":")
@@ -193,22 +190,22 @@ def tokenizer_of_run(data: Any, named: str | None = None) -> Tokenizer:
         return open_tokenizer(data.stream.tokenizer_kind, data.stream.tokenizer, data.stream.end_token)
     filespecs = [source.filespec for source in data.mixture.values()] or [data.filespec]
     if filespecs[0] is None:
-        raise ValueError(f"the run has no data, as it was imported: {REMEDY}")
+        raise ValueError(f"the run has no data, because it was imported. {REMEDY}")
     try:
         found = {tokenizer_of_dataset(Reader(filespec, "train")) for filespec in filespecs}
     except (ValueError, FileNotFoundError) as e:
-        raise ValueError(f"the tokenizer is that of the dataset {', '.join(filespecs)}, but: {e} {REMEDY}") from e
+        raise ValueError(f"cannot read the tokenizer of the dataset {', '.join(filespecs)}: {e} {REMEDY}") from e
     if len(found) > 1:
-        raise ValueError(f"the datasets {', '.join(filespecs)} have different tokenizers: {REMEDY}")
+        raise ValueError(f"the datasets {', '.join(filespecs)} have different tokenizers. {REMEDY}")
     return found.pop()
 
 
 def tokenizer_of_dataset(reader: Reader) -> Tokenizer:
-    """The tokenizer of a flat-tokens dataset; without a definition if it names none.
+    """Opens the tokenizer of a flat-tokens dataset; without a definition if the dataset names none.
 
     Raises:
         FileNotFoundError: its tokenizer.json is missing.
-        ValueError: its tokenizer.json or the attribute `tokenizer` is of another form.
+        ValueError: its tokenizer.json or the attribute `tokenizer` is not valid.
     """
     kinds = {"tokenizer?": {"kind": str, "name?": str | None, "end_token?": str | None}}
     given = {name: value for name, value in reader.attributes.items() if value}
@@ -236,29 +233,29 @@ PROBES = (
     "a" * 50 + " " * 50 + "\r\n" * 9 + "!?" * 9,
     "".join(chr(i) for i in range(33, 0x250)),
 )
-"""Texts whose bytes a tokenizer must give back. No text of them is other text in Unicode's composed form (NFC)."""
+"""Texts whose bytes a tokenizer must reproduce. All are in Unicode's composed form (NFC)."""
 
 
 @dataclass(frozen=True)
 class ByteLengths:
-    """The bytes of text in tokens. Exact where the tokenizer changes no text before it cuts it."""
+    """UTF-8 bytes of the text of each token. Exact if the tokenizer does not normalize text."""
 
     of_token: np.ndarray
     """int64[ids]; 0 for special tokens."""
     before_document: int
-    """1 if a space that is not in the text is put before each document, else 0."""
+    """1 if the tokenizer adds a space before each document, else 0."""
 
     def count(self, ids: np.ndarray, is_start: np.ndarray) -> int:
-        """Bytes of tokens of the vocabulary, of which `is_start` tells those that begin a document."""
+        """Counts the bytes of token ids. `is_start` marks those that begin a document."""
         return int(self.of_token[ids].sum()) - self.before_document * int(is_start.sum())
 
 
 def byte_lengths_of_datasets(*readers: Reader) -> ByteLengths | None:
-    """The bytes of the tokens of flat-tokens datasets; None if they are unknown, or the tokenizers differ."""
+    """Computes the ByteLengths of flat-tokens datasets; None if they are unknown or the tokenizers differ."""
     try:
         known = {tokenizer_of_dataset(reader) for reader in readers}
         found = byte_lengths(known.pop()) if len(known) == 1 else None
-    # A tokenizer.json or the package `tokenizers` that is missing: a number to report is no reason to end a run.
+    # The tokenizer.json or the package `tokenizers` is missing, which must not end a run for a reported number.
     except (FileNotFoundError, ImportError, ValueError):
         return None
     largest = max(reader.max_token_id for reader in readers)
@@ -266,11 +263,11 @@ def byte_lengths_of_datasets(*readers: Reader) -> ByteLengths | None:
 
 
 def byte_lengths(known: Tokenizer) -> ByteLengths | None:
-    """The bytes of the tokens of a tokenizer.
+    """Computes the ByteLengths of a tokenizer.
 
     Returns:
-        None if its tokens do not spell the text, as those of a byte-level tokenizer or of SentencePiece do: in PROBES,
-        their bytes are not those of the text. None too if no tokenizer is known.
+        None if the tokenizer is unknown, or if its tokens do not reproduce the bytes of PROBES, as those of byte-level
+        tokenizers and SentencePiece do.
     """
     if known.definition is None:
         return None
@@ -278,7 +275,7 @@ def byte_lengths(known: Tokenizer) -> ByteLengths | None:
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     letters = set(BYTE_LETTERS.values())
-    # Of a byte-level tokenizer each letter is a byte.
+    # In a byte-level tokenizer each letter is a byte.
     byte_level = lambda piece: len(piece) if letters.issuperset(piece) else 0
     sentence_piece = lambda piece: _BYTES.get(piece) or len(piece.replace(_SPACE, " ").encode())
     encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES]

@@ -1,4 +1,4 @@
-"""A function applied to many items by several processes, with the results in order."""
+"""Applies a function to many items in several processes, and yields the results in order."""
 
 import itertools
 import multiprocessing
@@ -17,11 +17,11 @@ _function: Callable[[Any], Any]
 def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], num_workers: int
 ) -> Generator[tuple[Any, Any], None, None]:
-    """Each item with its result, in order. At most three items for each worker are held.
+    """Yields each item with its result, in order. Holds at most three items per worker.
 
     Args:
         function: sent to each process once.
-        items: to apply it to.
+        items: its arguments.
         num_workers: processes, at least 1. With 1, none is started.
 
     Raises:
@@ -31,7 +31,7 @@ def map_in_order(
         yield from ((item, function(item)) for item in items)
         return
     context = multiprocessing.get_context("forkserver")
-    # What is imported before the fork, all workers share.
+    # All workers share what is imported before the fork.
     context.set_forkserver_preload(["__main__"])
     pool = ProcessPoolExecutor(num_workers, context, _begin, (function,))
     try:
@@ -43,15 +43,15 @@ def map_in_order(
             ahead.extend(itertools.islice(submitted, 1))
     except BrokenProcessPool as e:
         raise ValueError(
-            f"One of {num_workers} processes was killed, perhaps for want of memory: try fewer num_workers."
+            f"One of {num_workers} processes was killed, maybe because memory ran out: try fewer num_workers."
         ) from e
     finally:
-        # Not all results may have been taken.
+        # The caller may not have taken all results.
         pool.shutdown(cancel_futures=True)
 
 
 def _begin(function: Callable[[Any], Any]) -> None:
-    """Begins a process of the pool."""
+    """Initializes a process of the pool."""
     # The processes are the parallelism here.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Ctrl-C reaches all processes; the first one ends the others.
@@ -62,7 +62,7 @@ def _begin(function: Callable[[Any], Any]) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Ends this process when its parent ends, which may be killed: this process would wait for work for ever."""
+    """Ends this process when its parent ends: if the parent is killed, it would wait for work forever."""
     if parent := multiprocessing.parent_process():
         parent.join()
     os._exit(1)

@@ -132,9 +132,9 @@ def test_zeros_are_data_and_so_is_the_largest_id(tmp_path, small_chunks, ids):
     [
         ([1, -1], [2], r"token id -1 is outside \[0, 2147483647\]"),
         ([1, 2**31], [2], r"token id 2147483648 is outside"),
-        ([1, 2], [2, 0], r"a document is empty, and has no token to carry its start"),
+        ([1, 2], [2, 0], r"a document is empty, so no token can mark its start"),
         ([1, 2], [], r"a document is empty"),
-        ([1, 2], [3], r"documents of 3 tokens in all, but 2 tokens given"),
+        ([1, 2], [3], r"the lengths of documents add up to 3, but there are 2 ids"),
     ],
 )
 def test_writer_rejects(tmp_path, ids, lengths, message):
@@ -172,7 +172,7 @@ def test_failed_write_is_raised(tmp_path, small_chunks):
 def test_writer_keeps_a_complete_split(tmp_path):
     path = str(tmp_path / "d")
     write(path, [(np.arange(10), np.array([10]))])
-    with pytest.raises(ValueError, match="is already there"):
+    with pytest.raises(ValueError, match="exists already"):
         Writer(path, "train")
     assert Reader(path, "train").num_tokens == 10
 

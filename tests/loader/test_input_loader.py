@@ -157,7 +157,7 @@ def test_unpacked(dataset, shuffle):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": NUM_IDS}, f"holds token ids up to {NUM_IDS}, .* Set the vocabulary to {NUM_IDS + 1} or more"),
+        ({"vocab_size": NUM_IDS}, f"has token ids up to {NUM_IDS}, .* Set the vocabulary to {NUM_IDS + 1} or more"),
         ({"seq_len": 10**6}, r"is too short: \d+ tokens do not fill one sequence of seq_len 1000000"),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1 and below"),
         ({"seq_len": 0}, "seq_len is 0; it must be at least 1 and below"),
@@ -166,7 +166,7 @@ def test_unpacked(dataset, shuffle):
         ({"microbatches": 3}, r"batch of 4 sequences .* into 3 microbatches .* Choose a multiple of 3 for"),
         ({"microbatches": 0}, "microbatches is 0; it must be at least 1"),
         ({"mesh": {"r": 2, "d": 2, "t": 2}, "microbatches": 2}, r"into 2 microbatches on the mesh .*'d': 2.* of 8 for"),
-        ({}, "no mesh to place batches on. Make it under jax.set_mesh"),
+        ({}, "no mesh to place batches on. Create it under jax.set_mesh"),
     ],
 )
 def test_clear_errors(dataset, changes, message):

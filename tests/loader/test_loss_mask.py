@@ -98,5 +98,5 @@ def test_only_answers_count_in_the_loss_and_its_gradients(data, mesh):
 def test_a_mask_that_is_not_there_is_refused(data):
     with pytest.raises(ValueError, match="input_prompt"):
         make_loader(DataConfig(filespec=data.filespec, loss_mask="prompt"), "train", 2, LENGTH)
-    with pytest.raises(ValueError, match="answer, which a stream does not have"):
+    with pytest.raises(ValueError, match="answer, but streams have no inputs"):
         make_loader(DataConfig(stream=StreamConfig(dataset="x"), loss_mask="answer"), "train", 2, LENGTH)

@@ -115,7 +115,7 @@ def test_other_files_than_those_of_the_state_are_refused(tmp_path):
     state = json.loads(json.dumps(loader.state(2)))
     make([str(tmp_path / "b.txt")], state=state)
     (tmp_path / "a.txt").write_text("another\n")  # which is read first
-    with pytest.raises(ValueError, match=r"has other files than those of the checkpoint, by name or size"):
+    with pytest.raises(ValueError, match=r"differ from the checkpoint's, by name or size"):
         make([str(tmp_path / "*.txt")], state=state)
 
 
@@ -201,7 +201,7 @@ def test_a_step_again_and_one_out_of_order(files):
     first = batches(loader, [0, 0, 1, 2, 3])
     same(first[:1], first[1:2])
     same(batches(loader, [2, 3, 0]), [first[3], first[4], first[0]])
-    with pytest.raises(ValueError, match=r"has no state for step 9, only for 0 and 4, and some between them"):
+    with pytest.raises(ValueError, match=r"has no state for step 9, only for 0, 4 and some in between"):
         loader.state(9)
     same(batches(loader, [9]), batches(make(files), range(10))[9:])  # batches are left out by reading them
     resumed = make(files, state=loader.state(3))
@@ -236,12 +236,12 @@ def test_unknown_length(files):
         ({"seed": -1}, "seed is -1; it must be at least 0"),
         (
             {"stream_settings": {"tokenizer_kind": "huggingface", "tokenizer": "nowhere.json"}},
-            "There is no file 'nowhere.json'",
+            "no file 'nowhere.json'",
         ),
         ({"stream_settings": {"tokenizer_kind": "words"}}, "tokenizer.kind is 'words'; choose one of bytes, hugg"),
         (
             {"stream_settings": {"tokenizer": "gpt2"}},
-            "tokenizer.name is 'gpt2' and tokenizer.kind bytes: bytes need no name",
+            "tokenizer.name is 'gpt2' with tokenizer.kind bytes: give a name for all kinds but bytes",
         ),
     ],
 )
@@ -252,7 +252,7 @@ def test_clear_errors(files, settings, message):
 
 def test_a_stream_without_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
-    with pytest.raises(ValueError, match=r"The stream .*a.jsonl holds no text"):
+    with pytest.raises(ValueError, match=r"The stream .*a.jsonl has no text"):
         batches(make([str(tmp_path / "a.jsonl")]), [0])
 
 

@@ -81,7 +81,7 @@ def test_a_directory_is_of_one_process(tmp_path, text, who):
         fcntl.flock(file, fcntl.LOCK_EX)  # by another description of the file, as another process has it
         file.write(text)
         file.flush()
-        message = f"{tmp_path} is in use by {who}. Wait for that run or end it, or start"
+        message = f"{tmp_path} is in use by {who}. Wait for that run, end it, or start"
         with pytest.raises(ValueError, match=re.escape(message)), locked(tmp_path):
             pass
     with locked(tmp_path):

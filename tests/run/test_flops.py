@@ -114,7 +114,7 @@ def test_an_unknown_device_is_measured_and_the_source_says_so():
 
 
 def test_unlike_devices_are_rejected():
-    with pytest.raises(ValueError, match=r"\['NVIDIA H100 PCIe', 'NVIDIA H200'\] together"):
+    with pytest.raises(ValueError, match=r"\['NVIDIA H100 PCIe', 'NVIDIA H200'\] is undefined"):
         peak_flops([FakeDevice("NVIDIA H100 PCIe"), FakeDevice("NVIDIA H200")], "bfloat16")
 
 

@@ -71,7 +71,7 @@ def test_vectors_are_lists_and_layers_have_their_names(tmp_path, capsys):
     [
         ({"mfu": jnp.float32(1)}, "use the name 'mfu', which is taken by the log or the step"),
         ({"table": jnp.zeros((2, 3))}, r"the step's Metrics have table of shape \(2, 3\); the log takes scalars and"),
-        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("loss",))}, "the LayerAux of a layer, have 'loss', a name that"),
+        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("loss",))}, "the LayerAux of a layer, use the name 'loss', which"),
     ],
 )
 def test_what_the_log_cannot_write_is_refused(given, message):

@@ -134,7 +134,7 @@ def test_other_source_is_said_or_refused(monkeypatch):
         with pytest.raises(ValueError, match="not compared changed the program, and it computes something else"):
             compared(unseen)
         untraced = saved | {"source": source, "programs": {}, "untraced": "ValueError: of two rows"}
-        assert compared(untraced).endswith("whether it computes the same is not known: ValueError: of two rows")
+        assert compared(untraced).endswith("cannot tell if it computes the same: ValueError: of two rows")
         other = saved | {"source": source, "programs": {"training": "other", "evaluation": "other"}}
         with pytest.raises(ValueError, match=r"something else in evaluation\. Take .* or give other_source=true"):
             compared(other)

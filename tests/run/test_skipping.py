@@ -234,7 +234,7 @@ def test_batches_that_are_left_out_leave_the_order_of_the_others(tmp_path, datas
     assert len({*every}) == len(every)
     first = run(tmp_path / "some", dataset, steps=4, skip_steps=[1, 3], **still)
     assert losses(first) == [every[i] for i in (0, 2, 4, 5)]
-    with pytest.raises(ValueError, match=r"they differ in 3. The run has passed batch 5\. Give"):
+    with pytest.raises(ValueError, match=r"they differ in 3, and the run is past batch 5\. Give"):
         run(first, dataset, steps=5, skip_steps=[1], **still)
     run(first, dataset, steps=5, skip_steps=[1, 3, 6], **still)
     assert losses(first) == [every[i] for i in (0, 2, 4, 5, 7)]

@@ -181,7 +181,7 @@ def test_metadata_of_another_type_is_refused_by_name(stranger, changes, message)
         ("model: !!python/object/apply:os.system ['true']", "cannot be read: could not determine a constructor"),
         ("[1, 2]", "has no configuration of a run"),
         ("model: 3", "has no configuration of a run"),
-        ("model: {when: 2020-01-01}", "what is no setting"),
+        ("model: {when: 2020-01-01}", "a value that is not a setting"),
         ("model: \xff", "has no configuration of a run"),
         ("\x00", "cannot be read"),
         ("a: &a {x: [1]}\nb: *a", r"cannot be read: it repeats a part, \*a, instead of writing it again\. Copy"),
@@ -318,7 +318,7 @@ def test_no_address_of_a_saved_configuration_is_opened(stranger, opener, section
     with LocalServer(Counting) as server:
         text = json.dumps(values).replace(URL, f"{server.url}/x")
         stranger.write(**{f"{section}__{key}": value for key, value in json.loads(text).items()})
-        message = rf"^{re.escape(name)} of the run is '.*', which would be downloaded\. .* give trust=true\.$"
+        message = rf"^{re.escape(name)} of the run is '.*', which would be downloaded\. Give trust=true .*\.$"
         with pytest.raises(ValueError, match=message):
             OPENERS[opener](stranger)
         assert server.requests == []
@@ -331,7 +331,7 @@ def test_no_address_of_a_saved_configuration_is_opened(stranger, opener, section
 def test_a_trusted_address_is_opened(stranger):
     with LocalServer(Counting) as server:
         run = stranger.write(data__filespec=f"{server.url}/x", data__stream=None)
-        with pytest.raises(ValueError, match=r"the tokenizer is that of the dataset http"):
+        with pytest.raises(ValueError, match=r"cannot read the tokenizer of the dataset http"):
             generate(Settings(run=run, trust=True, prompt="a"), QUIET)
         assert server.requests
 

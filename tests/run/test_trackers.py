@@ -176,7 +176,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fails, kind, tmp
     assert good.closed
     assert bad.closed == (fails == "log")
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("WARNING: the tracker fake0 failed:  ")
+    assert line.startswith("WARNING: the tracker fake0 failed: ")
     assert f"{kind.__name__}: no network in {fails}\N{REPLACEMENT CHARACTER}[2J" in line
 
 
@@ -206,7 +206,9 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "absent", ("no_such_package", None))
     c = TrackersConfig(["absent"])
     check_trackers(c)  # a run made elsewhere can be read here
-    with pytest.raises(ValueError, match=r"trackers.names has absent, .* not installed: pip install no_such_package"):
+    with pytest.raises(
+        ValueError, match=r"trackers.names has absent, which is not installed. Run: pip install no_such_package"
+    ):
         check_or_enqueue(c, "x", {})
 
 

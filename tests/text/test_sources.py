@@ -137,7 +137,7 @@ def test_bad_rows_are_left_out_and_reported(tmp_path, capsys):
     assert told == [*expected, "c.parquet, row 1", "d.feather, row 1", "e.json, element 1", "e.json, element 2"]
     with pytest.raises(ValueError, match=r"e\.json, element 2: it is int, not an object"):
         list(sources.blocks("here", open_files(files), "text", None, 10))
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: .* have max_bad_rows skip so many rows"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: .* or skip bad rows with max_bad_rows"):
         list(sources.blocks("here", open_files(files), "text"))
 
 
@@ -293,7 +293,7 @@ def test_a_compressed_dataset_with_options_of_its_own(tmp_path):
 
 def test_files_that_are_none(tmp_path):
     with pytest.raises(
-        ValueError, match=r"A file is 'a.doc'; name files of one of these kinds: .jsonl, .json, .parquet"
+        ValueError, match=r"'a.doc' is not a supported file; choose one of these kinds: .jsonl, .json, .parquet"
     ):
         open_files(["a.jsonl", "a.doc"])
     with pytest.raises(ValueError, match=r"No file matches 'nowhere/\*.jsonl' in .* Correct the path or pattern"):

@@ -195,18 +195,18 @@ BPE = TokenizerConfig(kind="train_bpe")
         ({"train": None}, "train and validation are both null"),
         ({"train": SplitConfig()}, r"train: give either `dataset`.* or files"),
         ({"dataset": "c4"}, r"train: give either `dataset`.* or files"),
-        ({"train": SplitConfig(), "dataset": "c4"}, "train.source is missing: the split of c4"),
+        ({"train": SplitConfig(), "dataset": "c4"}, "train.source is missing; give the split of c4"),
         ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No file matches 'nothing/\*.jsonl' in "),
         ({"train": SplitConfig(files=[__file__])}, r"name files of one of these kinds: .jsonl"),
         ({"train": None, "validation": AUSTEN, "tokenizer": BPE}, "train_bpe needs a training split"),
         ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "no token '<eos>' for tokenizer.end_token"),
         (
             {"tokenizer": TokenizerConfig(name="gpt2")},
-            "tokenizer.name is 'gpt2' and tokenizer.kind bytes: bytes need no name",
+            "tokenizer.name is 'gpt2' with tokenizer.kind bytes: give a name for all kinds but bytes",
         ),
         (
             {"tokenizer": TokenizerConfig(kind="huggingface", name="no/tokenizer.json")},
-            "There is no file 'no/tokenizer.json'",
+            "no file 'no/tokenizer.json'",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_keeps_what_is_there(tmp_path, bpe):
     bytes_first, _ = run(tmp_path / "d", source)
     of_bpe = TokenizerConfig(kind="huggingface", name=bpe[0])
     for settings, message in [
-        ({"text_separator": "x"}, "d/train is already there"),
+        ({"text_separator": "x"}, "d/train exists already"),
         ({"tokenizer": of_bpe}, "tokenizer.json is another tokenizer than the settings name"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -127,8 +127,8 @@ def test_where_it_is_found(tmp_path, bpe):
     (tmp_path / "lost").mkdir()
     lost = write(tmp_path / "lost", attributes={"tokenizer": {"kind": "train_bpe"}})
     for data, message in [
-        (mixture(by_bpe, by_bytes), r"the datasets .* have different tokenizers: tokenizer=<name"),
-        (DataConfig(), r"the run has no data, as it was imported: tokenizer=<name"),
+        (mixture(by_bpe, by_bytes), r"the datasets .* have different tokenizers. Give tokenizer=<name"),
+        (DataConfig(), r"the run has no data, because it was imported. Give tokenizer=<name"),
         (DataConfig(filespec=lost), r"of the dataset .*lost, but: .*/tokenizer.json is missing\. tokenizer=<name"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -165,7 +165,9 @@ def test_other_settings_are_refused(tmp_path, small, monkeypatch, change, messag
     change = dict(change)
     files = [source, other][: change.pop("files", 1)]
     before = tree(tmp_path / "d")
-    with pytest.raises(ValueError, match=f"is unfinished, and was begun with other settings: {message}. Give the same"):
+    with pytest.raises(
+        ValueError, match=f"is unfinished and was started with other settings: {message}. Give the same"
+    ):
         tool.run(config(tmp_path / "d", files, **change))
     assert tree(tmp_path / "d") == before
     # What the result does not depend on may be another.
@@ -225,7 +227,7 @@ def test_a_finished_split_is_not_written_again(tmp_path, small, monkeypatch, cap
     tool.run(config(tmp_path / "d", [source]))
     assert tree(tmp_path / "d") == whole
     assert times("train") | times("validation") == {path: before[path] for path in times("train") | times("validation")}
-    with pytest.raises(ValueError, match="d/train is already there"):
+    with pytest.raises(ValueError, match="d/train exists already"):
         tool.run(config(tmp_path / "d", [source], train_max_tokens=50))
     tool.run(config(tmp_path / "d", [source], overwrite=True))
     assert times("train") != {path: before[path] for path in times("train")}
@@ -234,7 +236,7 @@ def test_a_finished_split_is_not_written_again(tmp_path, small, monkeypatch, cap
 
 def test_two_processes_do_not_write_one_dataset(tmp_path, small):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(6))
-    message = r"Another process is writing .*d\. Wait for it, or end it"
+    message = r"Another process is writing .*d\. Wait for it or end it"
     with work_on(str(tmp_path / "d"), {}, [], overwrite=False), pytest.raises(ValueError, match=message):
         tool.run(config(tmp_path / "d", [source]))
     tool.run(config(tmp_path / "d", [source]))
@@ -288,7 +290,7 @@ def test_results_are_in_order_and_few_are_held(num_items):
     ("item", "message"),
     [
         (1000, "1000 is too much"),
-        pytest.param(2000, "One of 2 processes was killed, perhaps for want of memory", marks=pytest.mark.long),
+        pytest.param(2000, "One of 2 processes was killed, maybe because memory ran out", marks=pytest.mark.long),
     ],
 )
 def test_errors_in_processes_are_raised(item, message):

@@ -95,5 +95,5 @@ def test_documents_are_their_tasks():
 
 
 def test_keeps_what_is_there(written):
-    with pytest.raises(ValueError, match="is already there"):
+    with pytest.raises(ValueError, match="exists already"):
         tool.write(tool.Settings(out=str(written)))

@@ -47,7 +47,7 @@ def test_the_latest_whose_manifest_is_whole(checkpoints, tmp_path):
     assert choose_checkpoint(checkpoints, None, damaged)[0] == 10
     assert "is not the manifest that was written" in damaged[15]
     damaged |= {10: "spoiled.", 5: "spoiled."}
-    with pytest.raises(ValueError, match=r"^no checkpoint in .* is whole .*step 15: .*; step 10: sp.*; step 5: .*$"):
+    with pytest.raises(ValueError, match=r"^no intact checkpoint in .*step 15: .*; step 10: sp.*; step 5: .*$"):
         choose_checkpoint(checkpoints, None, damaged)
 
 
@@ -55,7 +55,7 @@ def test_a_step_is_chosen(checkpoints):
     assert choose_checkpoint(checkpoints, 10, {})[0] == 10
     with pytest.raises(ValueError, match=r"no complete checkpoint of step 7 in .*; it has \[5, 10, 15\]"):
         choose_checkpoint(checkpoints, 7, {})
-    with pytest.raises(ValueError, match=r"no checkpoint .* step 10: spoiled"):
+    with pytest.raises(ValueError, match=r"no intact checkpoint .* step 10: spoiled"):
         choose_checkpoint(checkpoints, 10, {10: "spoiled."})
 
 
@@ -71,7 +71,7 @@ def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
         assert choose_checkpoint(again, 10, {}, [12, 30])[0] == 20, "the batch is not reached yet"
         again.store.remove("0000000010")
         assert choose_checkpoint(again, 10, {}, [12])[0] == 20
-        with pytest.raises(ValueError, match=r"step 7 in .*; there are \[5, 15, 20\]"):
+        with pytest.raises(ValueError, match=r"step 7 in .*; it has \[5, 15, 20\]"):
             choose_checkpoint(again, 7, {})
 
 
@@ -162,7 +162,7 @@ def test_checkpoints_at_a_url(tmp_path, monkeypatch):
     found, step = find_checkpoint(f"{url}/run")
     assert (found.store.url, step) == (f"{url}/run/checkpoints", 6)
     run(tmp_path / "next", 2, init_from=f"{url}/run/checkpoints/0000000004")
-    with pytest.raises(ValueError, match=r"no complete .* If the run set paths.checkpoints, they are"):
+    with pytest.raises(ValueError, match=r"no complete .* If the run set paths.checkpoints, look there"):
         find_checkpoint(directory)
     # The place is forgotten, or given to a run that had none: no run begins again over the steps that were done.
     for name, saved, given in (("run", url, None), ("local", None, url)):

@@ -82,8 +82,8 @@ def test_zarr_python_reads_it_and_the_split_stays_what_it_was(tmp_path, small_sh
             r"train/input_new: the values are uint32\[901\], not uint32\[902",
         ),
         ("new", lambda n: np.zeros(n, np.float32), r"values are float32\[902\], not .* values.view\(np.uint32\)"),
-        ("kind", lambda n: np.zeros(n, np.uint32), r"input_kind is already there, or was begun. Delete it"),
-        ("a/b", lambda n: np.zeros(n, np.uint32), r"'a/b' is not a name of an input"),
+        ("kind", lambda n: np.zeros(n, np.uint32), r"input_kind exists already, maybe incomplete. Delete it"),
+        ("a/b", lambda n: np.zeros(n, np.uint32), r"'a/b' is not a valid name of an input"),
     ],
 )
 def test_what_cannot_be_added(dataset, name, values, message):

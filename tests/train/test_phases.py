@@ -285,7 +285,7 @@ def test_what_was_done_does_not_change(tmp_path, data, changes, settings, messag
 def test_other_data_is_refused_with_the_remedy(data, tmp_path):
     run(tmp_path / "run", config(data, [], steps=2))
     other = written(tmp_path / "b.zarr", 2000, 30)
-    with pytest.raises(ValueError, match="name other ones from this step on"):
+    with pytest.raises(ValueError, match="change them from this step on"):
         run(tmp_path / "run", config(other, [], steps=4))
     run(tmp_path / "run", config(data, [{"step": 2, "data.filespec": other}], steps=4))
     assert len(losses(tmp_path / "run")) == 4
