@@ -1,1 +1,1 @@
-"""Programs beside training. A program larger than a file is a folder with __main__.py."""
+"""Programs other than training. A program larger than a file is a folder with __main__.py."""

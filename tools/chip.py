@@ -1,13 +1,13 @@
-"""The settings for this machine's devices, such as hardware=tpu hardware.chip=v5e; or what one of them can do.
+"""Prints the settings for this machine's devices, such as hardware=tpu hardware.chip=v5e, or measures one of them.
 
     python -m tools.chip
     python -m tools.chip minutes=12
     python -m tools.chip minutes=12 parts=[attention,fp8]
 
-With `minutes` it measures PARTS in their order, each in a process of its own with a time limit. Results are written at
-once: <out>/<part>.json, what the part printed in <part>.out and .err, and the table, in Markdown, in chip.md. Please
-paste it into an issue. A part that fails does not stop the others. Call it again to run what is missing or failed. On a
-CPU the same parts run on small shapes, as a rehearsal.
+With `minutes` it measures PARTS in order, each in its own process with a time limit. Results are written immediately:
+<out>/<part>.json, the part's output in <part>.out and .err, and a Markdown table in chip.md; please paste it into an
+issue. A part that fails does not stop the others. Call it again to run missing or failed parts. On a CPU the same parts
+run on small shapes, as a rehearsal.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ TRAINERS = (
 
 
 class Part(NamedTuple):
-    """A part of what is measured."""
+    """A measurement, run as a program."""
 
     name: str
     limit: int  # seconds
@@ -91,15 +91,15 @@ class Settings:
     """Settings of the program."""
 
     minutes: float | None = above_0(None)
-    """Time for all parts; the next call runs those for which none was left. Null: print the settings alone."""
+    """Minutes for all parts; the next call runs the remaining ones. Null: only prints the settings."""
     out: str = "runs/chip"
     """Directory of the results."""
     parts: list[str] | None = None
-    """Parts to measure, again if they were; null: all that are missing or failed."""
+    """Parts to measure, even if they were measured before; null: all that are missing or failed."""
 
 
 def settings_for(kind: str, platform: str) -> str:
-    """Settings for devices that JAX calls `kind`. Without hardware.chip if no chip of that kind is known."""
+    """Returns the settings for devices that JAX calls `kind`, without hardware.chip if that chip is unknown."""
     chip = chip_for(kind)
     return f"hardware={platform}" + (f" hardware.chip={chip.name}" if chip else "")
 
@@ -115,13 +115,13 @@ def print_settings() -> None:
 
 
 def hardware_of(out: Path) -> str:
-    """The settings that the part `devices` printed; if it did not, a guess."""
+    """Returns the settings that the part `devices` printed, or a guess."""
     found = re.findall(r"^hardware=.*$", _text(out / "devices.out"), re.MULTILINE)
     return found[-1] if found else "hardware=gpu" if shutil.which("nvidia-smi") else "hardware=cpu"
 
 
 def command_of(part: Part, out: Path) -> list[str]:
-    """Arguments of Python for a part, with `hardware_of`."""
+    """Returns the arguments of Python that run a part, with `hardware_of`."""
     hardware = hardware_of(out)
     at = {"chip": "h100"} | dict(word.removeprefix("hardware.").split("=") for word in hardware.split())
     command = f"{part.command} {part.small if at['hardware'] == 'cpu' else ''}"
@@ -130,17 +130,17 @@ def command_of(part: Part, out: Path) -> list[str]:
 
 
 def measured(part: Part, out: Path, seconds: float) -> dict[str, Any]:
-    """Runs a part, for `seconds` at most. Returns what it measured, and whether it failed; why is the last row."""
+    """Runs a part for at most `seconds`. Returns its rows, and if it failed, with the reason in the last row."""
     command, logs = [sys.executable, "-m", *command_of(part, out)], [out / f"{part.name}.{x}" for x in ("out", "err")]
     shutil.rmtree(out / part.name, ignore_errors=True)  # of a run that failed
     with logs[0].open("w") as stdout, logs[1].open("w") as stderr:
-        # In a session, so that a signal reaches what it starts.
+        # In a new session, so that signals also reach its children.
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, cwd=ROOT, start_new_session=True)
         try:
             why = f"exit status {code}" if (code := process.wait(seconds)) else ""
         except subprocess.TimeoutExpired:
             why = f"its limit of {seconds:.0f} s ended it"
-        finally:  # what is left of it would hold the device's memory
+        finally:  # remaining processes would occupy the device's memory
             for kill, grace in ((signal.SIGINT, GRACE), (signal.SIGKILL, None)):
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, kill)
@@ -161,7 +161,7 @@ def _text(path: Path) -> str:
 
 
 def table_of(results: Mapping[str, Mapping[str, Any]], hardware: str) -> str:
-    """The table in Markdown, whose head calls that of a CPU a rehearsal."""
+    """Writes the Markdown table; its head calls results on a CPU a rehearsal."""
     rows = [(name, *map(str, row)) for name, result in results.items() for row in result["rows"]]
     result = "rehearsal" if hardware.startswith("hardware=cpu") else "result"
     lines = [f"| part | measured | {result} |", "|---|---|---|"]
@@ -194,5 +194,5 @@ def run(config: Settings) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running part
     run_program("chip", Settings, run)

@@ -99,7 +99,7 @@ class Tokenizer:
 
     def _by_definition(self, texts: list[str]) -> list[np.ndarray]:
         longest = max(texts, key=len, default="")
-        which = f"perhaps the one of {len(longest):,} characters that begins {one_line(longest, 50)!r}"
+        which = f"maybe the one of {len(longest):,} characters that begins {one_line(longest, 50)!r}"
         with refused(f"a document cannot be tokenized, {which}", "Split it or remove it."):
             encoded = load_definition(self.definition).encode_batch_fast(texts, add_special_tokens=False)
             return [np.array(encoding.ids, np.uint32) for encoding in encoded]

@@ -139,7 +139,7 @@ def test_a_chip_is_added_as_a_file(tmp_path):
         ("like: h100\nproducts: zero.csv", "products is zero.csv, which is not a table of m,k,n,tflops"),
         ("like: h100\nproducts: holes.csv", "products is holes.csv, which is not a table of m,k,n,tflops"),
         ("like: h100\ncollectives: lacks.csv", "it has no column 'op'"),
-        ("", "begin it with like: h100"),
+        ("", "start it with like: h100"),
         ("title: x", "has no attention_share"),
         ("- x", "is not a YAML mapping of names"),
         ("{", "is not a YAML mapping of names"),

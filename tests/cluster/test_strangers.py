@@ -39,7 +39,7 @@ def test_a_cache_that_others_can_write_is_neither_read_nor_kept(mode, tmp_path, 
     assert start(directory) is None
     assert kept_programs("soundness") is None
     (line,) = capsys.readouterr().out.splitlines()
-    assert f"others may write in {directory}: chmod go-w it, or choose a directory of your own" in line
+    assert f"others may write in {directory}: chmod go-w it, or choose your own directory" in line
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only the administrator can give a directory away")

@@ -272,7 +272,7 @@ def test_a_dataset_that_was_replaced_is_not_read_on(tmp_path, small_chunks, how,
     if how == "half written":
         Writer(str(tmp_path / "d"), "train").append(new, np.array([300, 400]))
     for read in (lambda: reader.read(np.array([0]), np.array([700])), lambda: reader.document_spans(np.array([1]))):
-        with pytest.raises(ValueError, match=r"d/train was replaced or deleted while it was read, .* Start the"):
+        with pytest.raises(ValueError, match=r"d/train was replaced or deleted while it was read\. Restart the"):
             read()
 
 
@@ -318,7 +318,7 @@ def test_fingerprint(tmp_path, monkeypatch):
 def test_missing_dataset_and_split(tmp_path):
     write(tmp_path / "d", [(np.arange(10), np.array([10]))])
     for path, split, there in ((tmp_path / "nowhere", "train", ""), (tmp_path / "d", "validation", " It has train.")):
-        with pytest.raises(ValueError, match=f"No flat-tokens split at {path}/{split}.{there} Correct the address"):
+        with pytest.raises(ValueError, match=f"No flat-tokens split at {path}/{split}.{there} Correct the path"):
             Reader(str(path), split)
 
 

@@ -162,7 +162,7 @@ def test_unpacked(dataset, shuffle):
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1 and below"),
         ({"seq_len": 0}, "seq_len is 0; it must be at least 1 and below"),
         ({"seed": -1}, "seed is -1; it must be at least 0 and below"),
-        ({"split": "test"}, "No flat-tokens split at .*/test. It has train. Correct the address"),
+        ({"split": "test"}, "No flat-tokens split at .*/test. It has train. Correct the path"),
         ({"microbatches": 3}, r"batch of 4 sequences .* into 3 microbatches .* Choose a multiple of 3 for"),
         ({"microbatches": 0}, "microbatches is 0; it must be at least 1"),
         ({"mesh": {"r": 2, "d": 2, "t": 2}, "microbatches": 2}, r"into 2 microbatches on the mesh .*'d': 2.* of 8 for"),

@@ -203,7 +203,7 @@ def test_the_datasets_of_a_mixture_may_not_change_nor_their_order(filespecs, tmp
     shutil.copytree(filespecs["web"], tmp_path / "moved")
     moved = filespecs | {"web": str(tmp_path / "moved")}
     make_loader(data(moved, weights), "train", 4, SEQ_LEN, state=state)
-    with pytest.raises(ValueError, match=r"with mixture.web of .*; not mixture.code of .*, mixture.web of"):
+    with pytest.raises(ValueError, match=r"mixture.web of .*; this run has mixture.code of .*, mixture.web of"):
         make_loader(data(filespecs, {"code": 2, "web": 1}), "train", 4, SEQ_LEN, state=state)
     changed = filespecs | {"web": filespecs["code"], "code": filespecs["web"]}
     with pytest.raises(ValueError, match=r"made with other data: mixture.web of"):

@@ -229,8 +229,11 @@ def test_unknown_length(files):
     ("settings", "message"),
     [
         ({"stream_settings": {"dataset": "allenai/c4"}}, "data.stream: give either `dataset`, .* or files"),
-        ({"vocab_size": 258}, "has 259 ids, more than the model's vocabulary of 258. Set that to 259"),
-        ({"stream_settings": {"end_token": "<|end|>"}}, r"no token '<\|end\|>' for tokenizer.end_token. Of its 3"),
+        ({"vocab_size": 258}, "has 259 ids, more than the model's vocabulary of 258. Set the vocabulary to 259"),
+        (
+            {"stream_settings": {"end_token": "<|end|>"}},
+            r"no token '<\|end\|>' for tokenizer.end_token. Choose one of its 3",
+        ),
         ({"stream_settings": {"shuffle_block": 0}}, "shuffle_block is 0; it must be at least 1"),
         ({"stream_settings": {"text_field": "content"}}, r"no column 'content'; set text_field to one of \["),
         ({"seed": -1}, "seed is -1; it must be at least 0"),

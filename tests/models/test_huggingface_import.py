@@ -457,7 +457,7 @@ def test_only_the_same_model_starts_from_weights(tmp_path, one_device, capsys):
     scaling = RopeScaling("linear", 2.0)
     start_weights(source, dataclasses.replace(c, weight_init_scale=2.0, rope_scaling=scaling), w)
     assert "model.rope_scaling.factor: checkpoint does not have it, this run has 2.0" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"no complete checkpoint in .*/checkpoints: give a run's directory"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint in .*/checkpoints. Give the directory of a run"):
         start_weights(tmp_path, c, w)
 
 

@@ -41,5 +41,7 @@ def test_no_row_counts_twice_but_one_batch_always_does(rounds, batches, targets)
 
 
 def test_a_validation_without_targets_is_refused():
-    with pytest.raises(ValueError, match=r"no target in its first 2 batches\. Does data\.loss_mask name"):
+    with pytest.raises(
+        ValueError, match=r"first 2 validation batches have no target\. Check that data\.loss_mask names"
+    ):
         evaluate(lambda weights, step: (0.0, 0), None, split({"a": 9.0}), 2)

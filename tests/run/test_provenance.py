@@ -136,10 +136,12 @@ def test_other_source_is_said_or_refused(monkeypatch):
         untraced = saved | {"source": source, "programs": {}, "untraced": "ValueError: of two rows"}
         assert compared(untraced).endswith("cannot tell if it computes the same: ValueError: of two rows")
         other = saved | {"source": source, "programs": {"training": "other", "evaluation": "other"}}
-        with pytest.raises(ValueError, match=r"something else in evaluation\. Take .* or give other_source=true"):
+        with pytest.raises(ValueError, match=r"something else in evaluation\. Use .* or give other_source=true"):
             compared(other)
         assert "something else in evaluation" in compared(other, allow=None)
-        assert "is not known: that was traced by jax 0.1" in compared(other | {"traced_by": "jax 0.1 on gpu"})
+        assert "computes the same: the checkpoint was traced by jax 0.1" in compared(
+            other | {"traced_by": "jax 0.1 on gpu"}
+        )
 
 
 def test_a_run_keeps_its_source(tmp_path, monkeypatch):

@@ -171,5 +171,8 @@ def test_what_can_be_decoded_with_a_cache_is_not_refused(mesh):
 def test_what_says_that_it_is_not_causal_is_refused():
     with jax.set_mesh(mesh("one device")):
         w = models.placed_weights("prefix")
-        with pytest.raises(ValueError, match="texts cannot be continued: the model's attention mask says causal=False"):
+        with pytest.raises(
+            ValueError,
+            match=r"cannot sample texts, .* not proved to be causal: the model's attention mask says causal=False",
+        ):
             sampler(models.KINDS["prefix"]).generate(w, PROMPTS)

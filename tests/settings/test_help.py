@@ -26,7 +26,7 @@ def python(code: str, *arguments: str, **environment: str) -> subprocess.Complet
     [
         ("train", ["local_test_synthetic", "training.batch_size (a whole number)"]),
         ("train model.module=moe", ["model.experts_per_token (a whole number) must be given"]),
-        ("tools.generate", ["max_tokens (a whole number) = 200", "Largest number of tokens to add to a prompt"]),
+        ("tools.generate", ["max_tokens (a whole number) = 200", "Most tokens to add to a prompt"]),
         ("tools.verify", ["verify.devices (a whole number) = 8", "model.vocab (a whole number) must be given"]),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_document_that_cannot_be_tokenized_is_named(monkeypatch):
             raise RuntimeError("no memory")
 
     monkeypatch.setattr(text_tokenizers, "load_definition", lambda _: Overflows())
-    with pytest.raises(ValueError, match=r"the one of 4 characters that begins 'a⏎ b': no memory. Split it, or leave"):
+    with pytest.raises(ValueError, match=r"the one of 4 characters that begins 'a⏎ b': no memory. Split it or remove"):
         Tokenizer("{}", encoding=Overflows()).encode(["a\n b"])
     with pytest.raises(ValueError, match=r"the one of 4 characters that begins 'a⏎ b': no memory"):
         Tokenizer("{}").encode(["", "a\n b"])

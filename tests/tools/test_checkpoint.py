@@ -45,6 +45,6 @@ def test_verify(place, capsys):
 
 
 def test_no_checkpoint(tmp_path):
-    message = f"^no complete checkpoint in {tmp_path}/none/checkpoints: give a run's directory"
+    message = f"^no complete checkpoint in {tmp_path}/none/checkpoints. Give the directory of a run"
     with pytest.raises(ValueError, match=message):
         run(Settings(f"{tmp_path}/none"))

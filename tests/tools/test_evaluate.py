@@ -349,7 +349,7 @@ def test_the_command(run, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"run": "nowhere"}, r"no complete checkpoint in nowhere/checkpoints: give a run's directory"),
+        ({"run": "nowhere"}, r"no complete checkpoint in nowhere/checkpoints. Give the directory of a run"),
         ({"step": 3}, r"no complete checkpoint of step 3"),
         ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
         ({"data": "a", "tasks": ["b"]}, r"give one of data and tasks; data and tasks is given"),

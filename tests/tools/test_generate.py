@@ -152,7 +152,7 @@ def test_the_command(run, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"run": "nowhere"}, r"no complete checkpoint in nowhere/checkpoints: give a run's directory"),
+        ({"run": "nowhere"}, r"no complete checkpoint in nowhere/checkpoints. Give the directory of a run"),
         ({"step": 4}, r"no complete checkpoint of step 4 in .*; it has \[3, 5\]"),
         ({"prompt": None}, r"give one of prompt, prompts_file and prompt_ids; given: none of them"),
         ({"prompt_ids": [3]}, r"give one of .*; given: prompt and prompt_ids"),

@@ -162,7 +162,7 @@ def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
     documents, attributes = run(tmp_path / "d", source, tokenizer=settings)
     assert documents == [[*oracle.encode(text).ids, 1] for text in ("one", "two ")]
     assert attributes["num_documents"] == 2
-    assert "6 empty documents left out" in capsys.readouterr().out
+    assert "6 empty documents skipped" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -197,8 +197,8 @@ BPE = TokenizerConfig(kind="train_bpe")
         ({"dataset": "c4"}, r"train: give either `dataset`.* or files"),
         ({"train": SplitConfig(), "dataset": "c4"}, "train.source is missing; give the split of c4"),
         ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No file matches 'nothing/\*.jsonl' in "),
-        ({"train": SplitConfig(files=[__file__])}, r"name files of one of these kinds: .jsonl"),
-        ({"train": None, "validation": AUSTEN, "tokenizer": BPE}, "train_bpe needs a training split"),
+        ({"train": SplitConfig(files=[__file__])}, r"choose one of these kinds: .jsonl"),
+        ({"train": None, "validation": AUSTEN, "tokenizer": BPE}, "tokenizer.kind is train_bpe; give a training split"),
         ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "no token '<eos>' for tokenizer.end_token"),
         (
             {"tokenizer": TokenizerConfig(name="gpt2")},
@@ -223,14 +223,14 @@ def test_keeps_what_is_there(tmp_path, bpe):
     of_bpe = TokenizerConfig(kind="huggingface", name=bpe[0])
     for settings, message in [
         ({"text_separator": "x"}, "d/train exists already"),
-        ({"tokenizer": of_bpe}, "tokenizer.json is another tokenizer than the settings name"),
+        ({"tokenizer": of_bpe}, "tokenizer.json is not the tokenizer of the settings"),
     ]:
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "d", source, **settings)
     assert read(tmp_path / "d")[0] == bytes_first
     run(tmp_path / "d", source, tokenizer=of_bpe, overwrite=True)
     more = {"train": None, "validation": SplitConfig(files=[source])}
-    with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the settings name"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not the tokenizer of the settings"):
         tool.run(Settings(out=str(tmp_path / "d"), **more))
     tool.run(Settings(out=str(tmp_path / "d"), **more, tokenizer=of_bpe))
     assert read(tmp_path / "d", "validation")[0] == read(tmp_path / "d")[0]
@@ -254,7 +254,7 @@ def test_overwriting_trains_its_own_tokenizer(tmp_path, monkeypatch):
     _, attributes = run(tmp_path / "d", source, tokenizer=trained(320), overwrite=True)
     assert attributes["tokenizer"]["vocab_size"] == 320
     other = {"out": str(tmp_path / "d"), "train": None, "validation": SplitConfig(files=[source]), "overwrite": True}
-    with pytest.raises(ValueError, match=r"another tokenizer .*, and train would stay"):
+    with pytest.raises(ValueError, match=r"not the tokenizer .*, and train would keep"):
         tool.run(Settings(**other))
 
 

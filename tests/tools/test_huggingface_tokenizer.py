@@ -129,7 +129,7 @@ def test_where_it_is_found(tmp_path, bpe):
     for data, message in [
         (mixture(by_bpe, by_bytes), r"the datasets .* have different tokenizers. Give tokenizer=<name"),
         (DataConfig(), r"the run has no data, because it was imported. Give tokenizer=<name"),
-        (DataConfig(filespec=lost), r"of the dataset .*lost, but: .*/tokenizer.json is missing\. tokenizer=<name"),
+        (DataConfig(filespec=lost), r"of the dataset .*lost: .*/tokenizer.json is missing\. Give tokenizer=<name"),
     ]:
         with pytest.raises(ValueError, match=message):
             tokenizer_of_run(data)

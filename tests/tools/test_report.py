@@ -147,7 +147,7 @@ def test_runs_by_directory_pattern_and_sweep(tmp_path):
     names = lambda *patterns: [str(d.relative_to(tmp_path)) for d in find_runs([str(tmp_path / p) for p in patterns])]
     assert names("sweep", "single", "sweep/b") == ["sweep/a", "sweep/b", "single"]
     assert names("s*") == ["single", "sweep/a", "sweep/b"]
-    with pytest.raises(ValueError, match="non\\*': there is no run"):
+    with pytest.raises(ValueError, match="non\\*', which matches no run"):
         names("non*")
 
 
@@ -252,7 +252,7 @@ def test_planned_stands_beside_measured(tmp_path):
 
 
 def test_on_a_cpu_mfu_is_said_to_say_little(tmp_path):
-    assert "| MFU |  | 40.0%, which says little: the peak of a CPU is measured |" in report(tmp_path, None, "1 x cpu")
+    assert "| MFU |  | 40.0%, not meaningful: the peak of a CPU is measured |" in report(tmp_path, None, "1 x cpu")
 
 
 @pytest.mark.parametrize("plan", ["", "[1]", "{}", '{"tokens_per_s": "x", "mfu": [], "peak": null}'])

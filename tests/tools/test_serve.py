@@ -88,7 +88,7 @@ def test_a_page_over_http(run):
                 ({"max_tokens": "0"}, "max_tokens is 0; it must be at least 1"),
                 ({"min_p": "1.5"}, "min_p is 1.5; it must be at least 0 and at most 1"),
                 ({"temperature": "nan"}, "temperature is &#x27;nan&#x27;; it must be a number"),
-                ({"prompt": "x" * 999}, "prompt 0 has 999 tokens; a context of"),
+                ({"prompt": "x" * 999}, "prompt 0 has 999 tokens; it must have fewer than"),
                 ({"path": "/etc"}, "there is no page /etc, only /."),
                 ({"headers": {"Host": "evil.example:8000"}}, "a page of another site asks"),
                 ({"headers": {"Sec-Fetch-Site": "cross-site"}}, "a page of another site asks"),

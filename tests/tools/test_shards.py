@@ -56,7 +56,7 @@ def test_merged_shards_are_what_one_process_writes(tmp_path, small, files, capsy
     assert re.search(r"1.jsonl, line 14: Expecting", capsys.readouterr().err)
     more = settings(tmp_path / "e", files, num_shards=N, max_bad_rows=1)
     shutil.copytree(tmp_path / "d.shards", tmp_path / "e.shards")
-    with pytest.raises(ValueError, match=r"its shards left out 2 bad rows, more than max_bad_rows=1"):
+    with pytest.raises(ValueError, match=r"its shards skipped 2 bad rows, more than max_bad_rows=1"):
         tool.run(more)
 
 
@@ -70,7 +70,7 @@ def test_a_shard_may_hold_no_text(tmp_path, small):
             tool.run(settings(tmp_path / name, files, num_shards=N))
             assert tree(tmp_path / name) == tree(tmp_path / "one")
         else:
-            with pytest.raises(ValueError, match="train: the source holds no text"):
+            with pytest.raises(ValueError, match="train: the source has no text"):
                 tool.run(settings(tmp_path / name, files, num_shards=N))
 
 
@@ -124,7 +124,7 @@ def without_its_first_mark(paths, files):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda paths, files: shutil.rmtree(paths[1]), r"1 of 3 shards .* run them again:\nNo .*00001-of-00003/train"),
+        (lambda paths, files: shutil.rmtree(paths[1]), r"1 of 3 shards .* rewrite them:\nNo .*00001-of-00003/train"),
         (lambda paths, files: (paths[1] / "train/zarr.json").unlink(), r"00001-of-00003/train is incomplete"),
         (
             lambda paths, files: (shutil.rmtree(paths[1]), shutil.copytree(paths[0], paths[1])),
@@ -155,14 +155,14 @@ def test_a_wrong_shard_is_named(tmp_path, small, files, damage, message):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"num_shards": 8, "shard": 0}, r"shard=0 num_shards=8, and train has 7 files"),
-        ({"num_shards": 3, "shard": 3}, r"shard=3 num_shards=3, and .*, and shard in 0 to num_shards - 1"),
-        ({"shard": 0}, r"shard=0 num_shards=1, and .*: set num_shards in 2 to that"),
+        ({"num_shards": 8, "shard": 0}, r"shard=0 num_shards=8, but train has 7 files"),
+        ({"num_shards": 3, "shard": 3}, r"shard=3 num_shards=3, but .*, and shard from 0 to num_shards - 1"),
+        ({"shard": 0}, r"shard=0 num_shards=1, but .*: set num_shards from 2 to that"),
         (
             {"num_shards": 3, "shard": 1, "tokenizer": TokenizerConfig(kind="train_bpe")},
-            "train_bpe needs the text in one",
+            "train_bpe needs all text in one",
         ),
-        ({"num_shards": 3, "shard": 1, "max_tokens": 5}, r"train.max_tokens needs the text in one process"),
+        ({"num_shards": 3, "shard": 1, "max_tokens": 5}, r"train.max_tokens needs all text in one process"),
     ],
 )
 def test_what_cannot_be_sharded(tmp_path, files, more, message):

@@ -106,7 +106,7 @@ def shorten(array):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, r"d/train: its array train/input_kind is missing .* Add it with flat_tokens.add_input"),
+        (shutil.rmtree, r"d/train: the array train/input_kind is missing .* Add it with flat_tokens.add_input"),
         (shorten, r"d/train is damaged: the size of input_kind is 500, not 902"),
         (cut_file, r"cannot read input_kind of tokens .*; a file is missing, truncated or corrupt"),
     ],
@@ -158,13 +158,13 @@ def test_rows_of_a_mixture(dataset, tmp_path):
     for row, found in zip(rows.targets, rows.inputs, strict=True):
         np.testing.assert_array_equal(found[:, 0], known[tuple(row)])
     shutil.rmtree(tmp_path / "other/train/input_kind")
-    with pytest.raises(ValueError, match=r"other/train: its array train/input_kind is missing"):
+    with pytest.raises(ValueError, match=r"other/train: the array train/input_kind is missing"):
         load()
 
 
 @pytest.mark.quick
 def test_a_stream_has_none():
-    with pytest.raises(ValueError, match=r"data.stream is set, but the model reads kind .* set data.filespec"):
+    with pytest.raises(ValueError, match=r"data.stream is set, but the model also reads kind, .* set data.filespec"):
         make_loader(DataConfig(stream=StreamConfig()), "train", 4, SEQ_LEN, inputs=("kind",))
 
 
@@ -268,7 +268,9 @@ def test_the_loss_depends_on_each_input(data, unbroken, tmp_path, name, split):
 def test_it_is_not_sampled(data, tmp_path):
     c = config(str(data), steps=2)
     c.training.sample_interval = 1
-    with pytest.raises(ValueError, match=r"sample_interval is 1, but the model reads kind, weight .*sample_interval=n"):
+    with pytest.raises(
+        ValueError, match=r"sample_interval is 1, but the model also reads kind, weight, .*sample_interval=n"
+    ):
         losses(c, tmp_path / "run")
     with (
         jax.set_mesh(tiny.mesh("one device")),

@@ -289,7 +289,9 @@ def test_other_data_is_refused_with_the_remedy(data, tmp_path):
         run(tmp_path / "run", config(other, [], steps=4))
     run(tmp_path / "run", config(data, [{"step": 2, "data.filespec": other}], steps=4))
     assert len(losses(tmp_path / "run")) == 4
-    with pytest.raises(ValueError, match=r"The checkpoint was made with other data .*first of 2,.*not .*first of 3,"):
+    with pytest.raises(
+        ValueError, match=r"The checkpoint was made with other data.*first of 2,.*this run has .*first of 3,"
+    ):
         run(tmp_path / "run", config(data, [{"step": 3, "data.filespec": other}], steps=6))
 
 

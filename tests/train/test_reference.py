@@ -81,7 +81,7 @@ def test_what_the_step_cannot_run_is_refused_by_name(tmp_path):
     heads = saved(tmp_path / "heads", tiny.model(vocab=1280, n_kv=1))
     cases = [
         (str(tmp_path / "none"), "t=2", f"training.reference is {tmp_path}/none: no complete checkpoint in"),
-        (words, "t=2", f"training.reference is {words}: it has 64 token ids. Take one with model.vocab = 1280."),
+        (words, "t=2", f"training.reference is {words}: it has 64 token ids. Choose one with model.vocab = 1280."),
         (heads, "t=2", "model.n_kv is 1; on the mesh"),
         (fits, "p=2", f"training.reference is {fits}: it cannot run with pipeline stages. Set mesh.p=1."),
     ]

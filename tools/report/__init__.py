@@ -1,1 +1,1 @@
-"""The page of a run, and of several side by side."""
+"""Reports on a run, or compares several, as a table and an HTML page."""

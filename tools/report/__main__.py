@@ -1,4 +1,4 @@
-"""Shows a run, or several side by side: a table on the terminal, and a page with plots, samples, settings, provenance.
+"""Reports on a run, or compares several: a table on the terminal, and a page with plots, samples, settings, provenance.
 
     python -m tools.report run=runs/<run>
     python -m tools.report run=runs/<sweep>
@@ -6,8 +6,8 @@
     python -m tools.report run='runs/local_*' output=curves.html
     python -m tools.report run=runs/<run> output=issue.md
 
-A run that trains keeps its own page, report.html, up to date. Runs that are still training, or that broke off, are
-shown up to their last step. A line says so.
+A run keeps its own page, report.html, up to date while it trains. Runs that are still training, or were killed, are
+shown up to their last step, with a note.
 """
 
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ class Settings:
     """Settings of the program."""
 
     run: Any = None
-    """Directories of runs, directories of sweeps, or patterns such as runs/local_*; one, or a list."""
+    """Directories of runs or sweeps, or patterns such as runs/local_*; one, or a list."""
     sort: str = "loss"
     """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, bubble, steps, time, or run."""
     output: str | None = None
-    """The .html file to write, or an .md file with the figures and what made them, to paste into an issue. Null:
-    report.html in the directory of the run, or in the one that all the runs are in. An existing file is replaced."""
+    """The .html file to write, or an .md file with figures and provenance, to paste into an issue. Null: report.html in
+    the directory of the run, or in the one that all runs are in. An existing file is replaced."""
 
 
 def show(c: Comparison, console: Console) -> None:
-    """Prints the table, and notes on single runs."""
+    """Prints the table, and notes on each run."""
     cells = lambda run: [*(c.setting(run, x) for x in c.differing[:4]), *(c.metric(run, x) for x in c.metrics)]
     rows = [(i, *cells(run)) for i, run in enumerate(c.runs, 1)]
     print_table(console, ["#", *c.differing[:4], *c.metrics], rows)
@@ -53,7 +53,7 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     """Prints the table and writes the file.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: a setting is out of range.
     """
     console = console or Console()
     patterns = [config.run] if isinstance(config.run, str) else config.run

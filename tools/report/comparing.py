@@ -1,4 +1,4 @@
-"""Runs side by side: the settings that differ, the columns of the table, and the order."""
+"""Compares runs: finds the settings that differ, computes the columns of the table, sorts the runs."""
 
 import json
 import math
@@ -22,15 +22,15 @@ class Metric(NamedTuple):
 
 
 METRICS = {
-    "loss": Metric(min, "{:.3f}".format, "training loss, nats a token, averaged over the last steps"),
-    "val": Metric(min, "{:.3f}".format, "the last validation loss, nats a token"),
-    "bits/byte": Metric(min, "{:.3f}".format, "the same in bits a byte of text, which compare where the tokens differ"),
+    "loss": Metric(min, "{:.3f}".format, "training loss, nats per token, averaged over the last steps"),
+    "val": Metric(min, "{:.3f}".format, "the last validation loss, nats per token"),
+    "bits/byte": Metric(min, "{:.3f}".format, "the same in bits per byte of text, comparable across tokenizers"),
     "tokens/s": Metric(max, in_numbers, "of the median step"),
     "MFU": Metric(
-        max, "{:.1%}".format, "of the median step, of the pairs that attention sees; of a peak measured or given"
+        max, "{:.1%}".format, "of the median step, counting pairs that attention computes; peak measured or given"
     ),
-    "memory": Metric(min, in_bytes, "peak of the fullest device; ~ of the step alone, predicted by the compiler"),
-    "bubble": Metric(min, "{:.2%}".format, "share of the time in which devices execute nothing between steps"),
+    "memory": Metric(min, in_bytes, "peak of the fullest device; ~: of the step alone, predicted by the compiler"),
+    "bubble": Metric(min, "{:.2%}".format, "share of the time that devices idle between steps"),
     "steps": Metric(None, "{:,.0f}".format, "done"),
     "tokens": Metric(None, in_numbers, "seen in training"),
     "time": Metric(min, duration, "of the steps, h:mm:ss, each as long as the median step"),
@@ -39,27 +39,27 @@ METRICS = {
 
 @dataclass
 class Comparison:
-    """Runs side by side."""
+    """A comparison of runs."""
 
     runs: list[Run]
     """Sorted."""
     differing: list[str]
-    """Dotted names of the settings that are not the same in all runs."""
+    """Dotted names of the settings that differ between runs."""
     metrics: list[str]
     """Names in METRICS that at least one run has."""
 
     @property
     def alone(self) -> Run | None:
-        """The run, if there is one alone."""
+        """The run, if there is only one."""
         return self.runs[0] if len(self.runs) == 1 else None
 
     def setting(self, run: Run, name: str) -> str:
-        """The value of a setting, for the table."""
+        """Formats a setting for the table."""
         value = run.settings.get(name, "?")
         return f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
 
     def metric(self, run: Run, name: str) -> str:
-        """The value of a metric, for the table."""
+        """Formats a metric for the table."""
         value = run.values.get(name)
         if value is None:
             return "–"
@@ -76,15 +76,15 @@ class Comparison:
         return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
 
     def name(self, run: Run) -> str:
-        """The run's directory, relative to the one that all runs are in."""
+        """Returns the run's directory, relative to the one that all runs are in."""
         return str(run.directory.absolute().relative_to(self.parent.absolute()))
 
 
 def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
-    """Finds the settings that differ and sorts the runs: unknown values and NaN last, equal ones by name.
+    """Finds the settings that differ and sorts the runs: unknown values and NaN last, ties by name.
 
     Raises:
-        ValueError: there is no column `sort`.
+        ValueError: `sort` is not a column.
     """
     known = [run.settings for run in runs if run.settings]
     names = dict.fromkeys(name for settings in known for name in settings if not name.startswith("paths."))

@@ -1,4 +1,4 @@
-"""The training step by source line: what a run wrote of its compiled step, and of the time of its profiled steps."""
+"""Shows the training step by source line: costs of the compiled step, and times of the profiled steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +18,11 @@ _LINKS = {
     f"{_PROFILE}perfetto_trace.json.gz": "the trace of a few steps, for ui.perfetto.dev",
 }
 FIRST = 15
-"""Number of lines that are shown at once."""
+"""Number of lines that are shown without unfolding."""
 
 
 def step_by_line(run: Run) -> dict[str, Any] | None:
-    """What the section shows; None if the run wrote nothing of its step. `problems` says what cannot be read."""
+    """Makes the data of the section; None if the run wrote nothing. `problems` lists what cannot be read."""
     problems: list[str] = []
     table_path, times = newest(run.directory, f"{_STEP}.json"), _times(run, problems)
     links = [(path, words) for name, words in _LINKS.items() if (path := newest(run.directory, name))]
@@ -41,7 +41,7 @@ def step_by_line(run: Run) -> dict[str, Any] | None:
 
 
 def measured_lines(run: Run) -> list[dict[str, Any]]:
-    """The lines of the newest profile: place, text, and times in seconds and shares. Empty without a profile."""
+    """Reads the lines of the newest profile: place, text, and times in seconds and shares. Empty without one."""
     return _lines(None, _times(run, []))
 
 
@@ -51,12 +51,12 @@ def _times(run: Run, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def newest(directory: Path, pattern: str) -> Path | None:
-    """The last file of this pattern. No link: it may lead out of the run, and its contents into the page."""
+    """Finds the newest file that matches. Ignores links, which could bring files from outside the run into the page."""
     return next((p for p in sorted(directory.glob(pattern), reverse=True) if p.is_file() and not p.is_symlink()), None)
 
 
 def read(path: Path, reader: Callable[[Path], Any], problems: list[str]) -> Any:
-    """What `reader` returns; None, with the reason in `problems`, for what it refuses."""
+    """Calls `reader`; if it fails, adds the reason to `problems` and returns None."""
     try:
         return reader(path)
     except (OSError, ValueError) as error:
@@ -65,7 +65,7 @@ def read(path: Path, reader: Callable[[Path], Any], problems: list[str]) -> Any:
 
 
 def _read_times(path: Path) -> list[dict[str, Any]]:
-    """Text and times of each line, in seconds a step and device. Raises ValueError for no profile."""
+    """Reads text and times of each line, in seconds per step and device. Raises ValueError if it is not a profile."""
     data = read_object(path, _TIMES)
     steps = data["devices"] * data["steps"]
     if steps <= 0 or not all(0 <= row[name] < 1e9 for row in data["lines"] for name in _TIME):
@@ -74,7 +74,7 @@ def _read_times(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(table: Table | None, times: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All lines as the template shows them. What has an inferred line is with the rest of that line."""
+    """Merges costs and times by line, for the template. Costs with an inferred line (~) count for that line."""
     found: dict[str, dict[str, Any]] = {}
 
     def at(place: str, text: str) -> dict[str, Any]:

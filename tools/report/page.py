@@ -1,4 +1,4 @@
-"""The page of HTML, one file that refers to no other."""
+"""Writes the report as a self-contained HTML page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +18,15 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def page(c: Comparison) -> str:
-    """The page. Whatever it shows is escaped, and has no character that a terminal or a browser would obey."""
+    """Renders the page. All content is escaped and stripped of control characters."""
     found = [(s, f"{s.name}.html", data) for s in SECTIONS if (data := s.data(c)) is not None]
     return page_of(head(c), found, [TEMPLATES])
 
 
 def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, Any]]], templates: list[Path]) -> str:
-    """A page with `top` as page.html takes it. Of each section its name and title, its template, and the data of that.
+    """Renders a page from `top`, the data of page.html, and sections: (name and title, template, its data).
 
-    `templates`: directories.
+    `templates` are directories of templates.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates),
@@ -45,5 +45,5 @@ def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, An
 
 
 def figure(panel: Panel) -> Markup:
-    """The plot as JSON within a <script>. Plotly writes < as an escape, so that no text of the plot ends the script."""
+    """Formats a plot as JSON for a <script>. Plotly escapes <, so that no text of the plot can end the script."""
     return Markup(to_json_plotly(panel.figure))

@@ -1,4 +1,4 @@
-"""What a run's own plan.json expected of it beside what was measured: for the page, and to paste into an issue."""
+"""Compares the predictions in a run's plan.json with measurements, for the page and to paste into an issue."""
 
 import contextlib
 import math
@@ -11,14 +11,14 @@ from tools.report.lines import FIRST, measured_lines, newest, read
 from tools.report.reading import Run
 
 _PLANNED = {"tokens/s": "tokens_per_second", "MFU": "mfu", "memory": "peak_bytes"}
-"""Name in plan.json of what a metric was planned to be."""
+"""Key in plan.json of the predicted value of each metric."""
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
-"""Packages whose versions an issue has."""
+"""Packages whose versions go into an issue."""
 _KINDS = {"work?": [{"line": str, "kind": str, "seconds": float, "exposed": float}]}
 
 
 def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
-    """What a metric was planned to be, NaN if it is not known; and the same as text, of a speed with its range."""
+    """Returns the predicted value of a metric, NaN if unknown, and the same as text, for speeds with the range."""
     planned, show = number(plan.get(_PLANNED.get(name, ""))), METRICS[name].show
     if not math.isfinite(planned):
         return math.nan, ""
@@ -29,7 +29,7 @@ def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
 
 
 def planned_and_measured(c: Comparison) -> dict[str, Any] | None:
-    """What the section shows; None without a plan. `problems` says what cannot be read."""
+    """Makes the data of the section; None without a plan. `problems` lists what cannot be read."""
     run, problems = c.alone, []
     if not run or not (path := newest(run.directory, "plan.json")):
         return None
@@ -44,7 +44,7 @@ def planned_and_measured(c: Comparison) -> dict[str, Any] | None:
 
 
 def _lines(work: list[dict[str, Any]], run: Run) -> list[dict[str, Any]]:
-    """By line, the milliseconds of a device in a step that were planned and measured, each of all and exposed."""
+    """Lists predicted and measured milliseconds per line, step and device: each as (all, exposed)."""
     found: dict[str, dict[str, Any]] = {}
     at = lambda place: found.setdefault(place.removeprefix("~"), {"planned": (0.0, 0.0), "measured": (0.0, 0.0)})
     for row in work:
@@ -58,13 +58,13 @@ def _lines(work: list[dict[str, Any]], run: Run) -> list[dict[str, Any]]:
 
 
 def _ratio(planned: float, measured: float) -> str:
-    """Measured by planned; empty where one is not known."""
+    """Formats measured / planned; empty if one is unknown."""
     found = float(measured) / planned if planned > 0 and measured > 0 else math.nan
     return (f"{found:,.0f}" if found >= 100 else f"{found:.3g}") if math.isfinite(found) else ""
 
 
 def issue(c: Comparison) -> str:
-    """For each run, in Markdown, a table of planned and measured, and what made the run."""
+    """Writes, in Markdown for each run, a table of planned and measured values, and its provenance."""
     return "\n".join(_of_run(c, run) for run in c.runs)
 
 
@@ -77,7 +77,7 @@ def _of_run(c: Comparison, run: Run) -> str:
     for name in (name for name in c.metrics if name in run.values):
         measured = c.metric(run, name)
         if name == "MFU" and str(facts.get("devices", "")).endswith(" cpu"):
-            measured += ", which says little: the peak of a CPU is measured"
+            measured += ", not meaningful: the peak of a CPU is measured"
         lines.append(f"| {name} | {expected(plan, name)[1]} | {measured} |")
     versions = [f"Python {run.about.get('python')}", *(f"{x} {packages[x]}" for x in PACKAGES if x in packages)]
     made = {

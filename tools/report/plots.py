@@ -1,4 +1,4 @@
-"""The plots of tools/report, as data for plotly.js: of one run, or of several in each plot."""
+"""Makes the plots of tools/report, as data for plotly.js, for one run or several per plot."""
 
 import html
 import math
@@ -13,9 +13,9 @@ from tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run
 
 _POINTS = 1500  # of a curve, at most
 _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#a0725a", "#8b8b8b")
-"""Colours that can be told apart, and read on white and on black. After those of Okabe and Ito."""
+"""Distinguishable colors, readable on white and on black. After those of Okabe and Ito."""
 _DASHES = ("solid", "dot", "dashdot")
-"""Of the first eight lines, of the next eight, and so on."""
+"""Dashes of the first eight lines, of the next eight, and so on."""
 LOG = {"type": "log", "tickformat": "~g"}
 _TRANSPARENT = "rgba(0,0,0,0)"
 _LAYOUT = {
@@ -27,7 +27,7 @@ _LAYOUT = {
     "hoverlabel": {"namelength": -1},
     "dragmode": "zoom",
 }
-"""Of all plots, as in plotly's layout. Colours of text and grid are in page.css, which knows light and dark."""
+"""Layout of all plots, as in plotly's layout. Colors of text and grid are in page.css, for light and dark."""
 
 
 @dataclass
@@ -42,14 +42,14 @@ class Panel:
     traces: list[dict[str, Any]] = field(default_factory=list)
     """As in plotly's data; `legendgroup` is the run."""
     wide: bool = False
-    """Whether it has the width of two others."""
+    """True for twice the usual width."""
     layout: dict[str, Any] = field(default_factory=dict)
     """Other settings, as in plotly's layout."""
 
     @property
     def figure(self) -> dict[str, Any]:
-        """Data and layout for plotly.js. Plotly takes names and titles for HTML, so they are escaped."""
-        # Of runs side by side, which the table above all plots names.
+        """Data and layout for plotly.js. Plotly interprets names and titles as HTML, so they are escaped."""
+        # Several runs need no legend: the table above the plots names them.
         is_shared = len({trace.get("legendgroup") for trace in self.traces}) > 1
         layout = _LAYOUT | {
             "xaxis": {"title": {"text": html.escape(self.x)}, "automargin": True, "zeroline": False},
@@ -62,17 +62,17 @@ class Panel:
 
 
 def colour(i: int) -> str:
-    """Colour of line number `i`, as #rrggbb."""
+    """Returns the color of line number `i`, as #rrggbb."""
     return _COLOURS[i % len(_COLOURS)]
 
 
 def evenly(count: int, most: int) -> np.ndarray:
-    """At most so many indices of `count` entries, as even as they can be; both ends too."""
+    """Returns at most `most` evenly spaced indices of `count` entries, including both ends."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
 def line(i: int, x: Curve, y: Curve, name: str, width: float = 2, **others: object) -> dict[str, Any]:
-    """A curve in colour number `i`, thinned out where it is long; its ends are kept."""
+    """Makes a curve in color number `i`, thinned out if it is long."""
     kept = evenly(len(x), _POINTS)
     style = {"color": colour(i), "dash": _DASHES[i // len(_COLOURS) % len(_DASHES)], "width": width}
     trace = {"type": "scatter", "mode": "lines", "line": style, "x": x[kept], "y": y[kept]}
@@ -80,7 +80,7 @@ def line(i: int, x: Curve, y: Curve, name: str, width: float = 2, **others: obje
 
 
 def panels_of(c: Comparison) -> list[Panel]:
-    """All plots: losses, the other metrics of each step, and those of the user's own."""
+    """Makes all plots: losses, other metrics of each step, and the user's own metrics."""
     if c.alone:
         loss = Panel("Loss, nats a token", y=LOG, wide=True)
     else:
@@ -101,7 +101,7 @@ def _x_of(run: Run, panel: Panel) -> Curve:
 
 
 def metric(c: Comparison, panel: Panel, name: str) -> Panel:
-    """A metric of each step, averaged, and thin behind it, of few runs, as it is."""
+    """Adds the curve of a metric: smoothed, with the raw values thin behind it if few runs are shown."""
     for i, run in enumerate(c.runs):
         x, values = _x_of(run, panel), run.metrics.get(name, np.full(len(run.step), np.nan))
         known = np.isfinite(values)
@@ -114,7 +114,7 @@ def metric(c: Comparison, panel: Panel, name: str) -> Panel:
 
 
 def losses(c: Comparison, panel: Panel) -> Panel:
-    """Training losses, and validation losses as circles."""
+    """Adds training losses, and validation losses as circles."""
     metric(c, panel, "loss")
     for i, run in enumerate(c.runs):
         validations = ((event["step"], number(event.get("loss"))) for event in run.of_event("validation"))
@@ -127,17 +127,17 @@ def losses(c: Comparison, panel: Panel) -> Panel:
 
 
 def _name(c: Comparison, i: int, what: str) -> str:
-    """Of a trace of run number `i`: what it is, if the run is alone; with several, the number and name of the run."""
+    """Names a trace of run number `i`: by what it is for a single run; otherwise by the run's number and name."""
     return what if c.alone else shown(f"{i + 1}  {c.name(c.runs[i])}")
 
 
 def _place(run: Run, step: int) -> int:
-    """Index of a step among those that were read, or of the next one, or of the last."""
+    """Returns the index of a step among those that were read, or of the next one, or of the last."""
     return min(int(np.searchsorted(run.step, step)), len(run.step) - 1)
 
 
 def averaged(values: Curve) -> Curve:
-    """Mean of the values around each, AVERAGED of them or a tenth of all, at the steep beginning fewer."""
+    """Smooths values by the mean of AVERAGED neighbors, at most a tenth of all; of fewer at the steep start."""
     half = max(1, min(AVERAGED, len(values) // 10)) // 2
     sums, places = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
     starts = np.maximum(places - half, 0)

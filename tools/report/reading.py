@@ -1,4 +1,4 @@
-"""Runs, as their directories describe them. All that is read may be damaged, or a stranger's."""
+"""Reads runs from their directories. All files may be damaged or untrusted."""
 
 import contextlib
 import glob
@@ -17,48 +17,48 @@ from shardwright.settings.differences import flat
 from shardwright_data.untrusted import number, read_object
 
 Curve = np.ndarray
-"""A number for each step, f64; NaN is an unknown value. (jaxtyping would take a third of the time of a page.)"""
+"""A number for each step, f64; NaN if unknown. (Importing jaxtyping would take a third of the time of a page.)"""
 
 AVERAGED = 50
-"""Steps over which losses are averaged; in a run shorter than ten times this, a tenth of its steps."""
+"""Steps over which losses are averaged, but at most a tenth of the run."""
 COMMON_METRICS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
 """Metrics of each step that every run has."""
 
 
 @dataclass(eq=False)
 class Run:
-    """A run, as its directory describes it. Arrays have an entry for each step."""
+    """A run, as read from its directory. Arrays have an entry for each step."""
 
     directory: Path
     settings: dict[str, Any]
     """By dotted names; empty without a config.yaml."""
     starts: list[int]
-    """Of each start, steps done before, the newest start last."""
+    """Steps done before each start, the newest start last."""
     about: dict[str, Any]
     """Contents of the newest provenance.json; empty if there is none."""
     events: list[dict[str, Any]]
     """The lines of metrics.jsonl with an "event", each with a step."""
     metrics: dict[str, np.ndarray]
-    """COMMON_METRICS, the loss in nats a token, then the user's own; of a metric of layers their mean."""
+    """COMMON_METRICS, the loss in nats per token, then the user's own; the mean of metrics of layers."""
     step: Curve
     tokens: Curve
     """Tokens seen up to the end of the step."""
     values: dict[str, float] = field(default_factory=dict)
     """Figures of the run, by names as in comparing.METRICS, ms/step and tokens; empty if no step was done."""
     state: str = "unknown"
-    """running, finished, stopped, failed, broke off (killed, without a word), or not begun."""
+    """running, finished, stopped, failed, broke off (killed), or not begun."""
     why: str = ""
     """What stopped the run, or why it failed."""
     notes: list[str] = field(default_factory=list)
     """What is missing or cannot be read."""
 
     def of_event(self, name: str) -> list[dict[str, Any]]:
-        """The events of this name, in their order."""
+        """Returns the events of this name, in order."""
         return [event for event in self.events if event["event"] == name]
 
     @property
     def total_steps(self) -> int | None:
-        """Number of steps that the configuration asks for; None: unknown."""
+        """Number of steps in the configuration; None if unknown."""
         facts = self.about.get("run")
         steps = facts.get("total_steps") if isinstance(facts, dict) else None
         steps = steps or self.settings.get("training.steps")
@@ -66,30 +66,30 @@ class Run:
 
 
 def find_runs(patterns: Sequence[str]) -> list[Path]:
-    """Returns the directories of the runs that `patterns` name, each once, in that order.
+    """Finds the directories of the runs that `patterns` match, each once, in that order.
 
-    A directory with neither metrics.jsonl nor config.yaml names the runs in it, at any depth.
+    A directory with neither metrics.jsonl nor config.yaml stands for the runs in it, at any depth.
 
     Raises:
-        ValueError: a pattern names no run.
+        ValueError: a pattern matches no run.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
         named = [pattern] if os.path.isdir(pattern) else sorted(filter(os.path.isdir, glob.glob(pattern)))
         runs = [run for directory in named for run in _runs_in(directory)]
         if not runs:
-            raise ValueError(f"run names {pattern!r}: there is no run. Give directories under runs/, or patterns.")
+            raise ValueError(f"run is {pattern!r}, which matches no run. Give directories under runs/, or patterns.")
         found |= dict.fromkeys(runs)
     return list(found)
 
 
 def _runs_in(top: str) -> Iterator[Path]:
-    # Not through links, which may lead back, or to a run that is there already.
+    # Do not follow links, which may form cycles or lead to a run that is found already.
     for directory, inside, files in os.walk(top):
         inside[:] = sorted(name for name in inside if name[0] != "." and not os.path.islink(f"{directory}/{name}"))
         if {"metrics.jsonl", "config.yaml", LOCK} & {*files} or not inside + files:
             inside.clear()
-            yield Path(directory)  # empty too: of a run that left nothing
+            yield Path(directory)  # may be empty, of a run that left nothing
 
 
 def read_run(directory: Path) -> Run:
@@ -183,20 +183,20 @@ def _read_starts(directory: Path) -> tuple[list[int], dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             about = read_object(path / "provenance.json")
         found.append((str(about.get("started", "")), int(path.name), about))
-    # A run that went back has directories of later starts. The newest start is the one that was made last.
+    # A run that went back has directories of later steps, so sort starts by time.
     found.sort(key=lambda start: start[:2])
     return [step for _, step, _ in found], found[-1][2] if found else {}
 
 
 def _curve(steps: list[dict], name: str) -> Curve:
-    """A metric of each step; of a metric of layers their mean; NaN where it is missing."""
+    """Collects a metric over the steps: the mean over layers, NaN where it is missing."""
     mean = lambda layers: sum(map(number, layers)) / len(layers) if layers else math.nan
     values = [record.get(name) for record in steps]
     return np.array([mean(x) if isinstance(x, list) else number(x) for x in values], float)
 
 
 def _state(run: Run, ended: bool) -> tuple[str, str]:
-    """The state, and why. What is known only later, such as step_bubble, may follow the end."""
+    """Determines the state and the reason. Events that are known later, such as step_bubble, may follow the end."""
     if ended:
         end = run.of_event("end")[-1]
         known = end.get("state") in ("finished", "stopped", "failed")
@@ -205,7 +205,7 @@ def _state(run: Run, ended: bool) -> tuple[str, str]:
 
 
 def _is_locked(directory: Path) -> bool:
-    """Whether a process is in the directory: one of this host that lives, or one of another host."""
+    """Returns whether a process uses the directory: a live one of this host, or one of another host."""
     try:
         who = read_object(directory / LOCK, {"host": str, "pid": int})
         if who["host"] == os.uname().nodename:
@@ -218,7 +218,7 @@ def _is_locked(directory: Path) -> bool:
 
 
 def read_samples(directory: Path) -> list[dict[str, Any]]:
-    """The lines of samples.jsonl, with step, prompt, text and ended; none where the file cannot be read."""
+    """Reads the lines of samples.jsonl, with step, prompt, text and ended; empty if the file cannot be read."""
     is_one = lambda x: isinstance(x.get("prompt"), str) and isinstance(x.get("text"), str)
     with contextlib.suppress(OSError, ValueError):
         return list(filter(is_one, filter(None, read_records(directory / "samples.jsonl"))))

@@ -1,7 +1,7 @@
-"""The sections of the page. Each is a function from the runs to what its template shows, in templates/<name>.html.
+"""Makes the data of the sections of the page, each shown by templates/<name>.html.
 
-To add a section, write the function and the template, and name both in SECTIONS. The template gets what the function
-returns; all of it is escaped. It shows Panels, which are plots, with `plots(panels)` of plots.html.
+To add a section, write a function and a template and add them to SECTIONS. The template gets what the function returns,
+escaped, and shows Panels, which are plots, with `plots(panels)` of plots.html.
 """
 
 import json
@@ -19,21 +19,21 @@ from tools.report.plots import colour, evenly, panels_of
 from tools.report.reading import AVERAGED, Run, read_samples
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
-"""Number of steps whose samples are shown, and of events; characters of a text."""
+"""Most steps whose samples are shown, most events, most characters of a text."""
 
 
 class Section(NamedTuple):
     """A part of the page."""
 
     name: str
-    """Of its template, and of its place in the page."""
+    """Name of its template, and of its anchor in the page."""
     title: str
     data: Callable[[Comparison], dict[str, Any] | None]
-    """What its template shows; None: the page does without it."""
+    """Returns what its template shows; None to omit the section."""
 
 
 def head(c: Comparison) -> dict[str, Any]:
-    """Title, state, and the key figures of a single run. Not a section: every page begins with it."""
+    """Makes the top of every page: title, and for a single run its state and key figures."""
     run = c.alone
     if run is None:
         return {"title": f"{len(c.runs)} runs in {c.parent}"}
@@ -67,12 +67,12 @@ def curves(c: Comparison) -> dict[str, Any] | None:
 
 
 def of_run(data: Callable[[Run], dict[str, Any] | None]) -> Callable[[Comparison], dict[str, Any] | None]:
-    """Of a single run, `data`; of several, nothing."""
+    """Makes a section that only pages of a single run have."""
     return lambda c: data(c.alone) if c.alone else None
 
 
 def microscope(run: Run) -> dict[str, Any] | None:
-    """Tables of the last look. None without a look."""
+    """Makes the tables of the last activation and gradient statistics; None without any."""
     looks = [event for event in run.of_event("microscope") if tables_of(event)]
     if not looks:
         return None
@@ -81,7 +81,7 @@ def microscope(run: Run) -> dict[str, Any] | None:
 
 
 def events(run: Run) -> dict[str, Any] | None:
-    """What happened beside the steps."""
+    """Lists events such as skipped steps, spikes, changes and restarts."""
     of_others = ("validation", "memory", "step_bubble", "sample", "microscope")
     found = [event for event in run.events if event["event"] not in of_others and event.get("state") != "finished"]
     found += [{"step": done - 1, "event": "resumed"} for done in run.starts if done]
@@ -90,7 +90,7 @@ def events(run: Run) -> dict[str, Any] | None:
 
 
 def samples(run: Run) -> dict[str, Any] | None:
-    """Texts, for each prompt as they changed."""
+    """Lists samples of each prompt over the steps."""
     found: dict[str, list[dict]] = {}
     for sample in sorted(read_samples(run.directory), key=lambda sample: sample["step"]):
         found.setdefault(sample["prompt"], []).append(sample)
@@ -103,7 +103,7 @@ def samples(run: Run) -> dict[str, Any] | None:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """The configuration: what is not a default first."""
+    """Lists the configuration, settings that are not defaults first."""
     defaults: Any = run.about.get("defaults") if isinstance(run.about.get("defaults"), dict) else {}
     as_json = lambda value: json.dumps(value, ensure_ascii=False, default=str)
     default_of = lambda name: as_json(defaults[name]) if name in defaults else ""
@@ -113,7 +113,7 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def provenance(run: Run) -> dict[str, Any]:
-    """What made the run: its command, commit, versions and starts."""
+    """Lists the command, commit, versions and starts of the run."""
     return {"about": run.about, "starts": run.starts}
 
 
@@ -128,4 +128,4 @@ SECTIONS = (
     Section("settings", "Settings", of_run(settings)),
     Section("provenance", "Provenance", of_run(provenance)),
 )
-"""Sections of the page, from above."""
+"""Sections of the page, from top to bottom."""
