@@ -12,16 +12,16 @@ SAVED = "saved_for_backward"
 
 
 def save_for_backward(x):
-    """`x`, an array or a pytree of arrays, marked to be kept from the forward pass for the backward pass."""
+    """Marks `x`, an array or a pytree of arrays, to be saved from the forward pass for the backward pass."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), x)
 
 
 _FUSED = "dot_product_attention_fwd_wrapper"
-"""JAX's name for cuDNN's attention in a traced program, where what it keeps for the backward pass cannot be marked."""
+"""JAX's name for cuDNN's attention in a traced program; what it saves for the backward pass cannot be marked."""
 
 
 def _is_marked(primitive, *_, **params) -> bool:
-    """Whether `marked` keeps the results of an equation."""
+    """True if the policy `marked` saves the results of an equation."""
     return primitive.name == _FUSED or (primitive.name == "name" and params["name"] == SAVED)
 
 
@@ -32,21 +32,21 @@ KEPT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
 }
-"""Values of `training.save`, and the jax.checkpoint policy of each."""
+"""The jax.checkpoint policy for each value of `training.save`."""
 
 
 def explicit_activation_checkpointing(
     fn: Callable[..., Any], *, save: str | None = "marked", prevent_cse: bool = True
 ) -> Callable:
-    """`fn`, whose forward pass keeps only its arguments and what it marks with `save_for_backward`.
+    """Makes the forward pass of `fn` save only its arguments and what it marks with `save_for_backward`.
 
-    The backward pass computes everything else again.
+    The backward pass recomputes everything else.
 
     Args:
         fn: function of arrays.
-        save: what is kept, one of KEPT; None: everything, without jax.checkpoint.
-        prevent_cse: whether to keep XLA from replacing recomputed values by those of the forward pass, as
-            jax.checkpoint does. In the body of a `lax.scan` that is not needed.
+        save: what to save, one of KEPT; None: everything, without jax.checkpoint.
+        prevent_cse: keep XLA from replacing recomputed values by those of the forward pass, as jax.checkpoint does. Not
+            needed in the body of a `lax.scan`.
     """
     if save is None:
         return fn
@@ -54,7 +54,7 @@ def explicit_activation_checkpointing(
 
 
 def fold_in_str(key: jax.Array, name: str) -> jax.Array:
-    """A random key for `name`, which does not depend on other names."""
+    """Derives a random key for `name` that does not depend on other names."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 

@@ -1,4 +1,4 @@
-"""Array types `f32['B/d M']`, types made of them, and their shardings and partition specs."""
+"""Array types `f32['B/d M']`, types composed of them, and their shardings and partition specs."""
 
 import collections.abc
 import contextlib
@@ -21,7 +21,7 @@ from shardlib.values import SHORT_DTYPES, describe, devices_along, is_opaque, on
 
 
 class _Type:
-    """A type that is not a class; `X | None` works as for a class."""
+    """A type that is not a class; `X | None` works as it does for a class."""
 
     def __or__(self, other):
         return typing.Union[self, other]  # noqa: UP007 (this is the operator)
@@ -31,9 +31,9 @@ class _Type:
 class ArrayType(_Type):
     """The type `f32['B/d M']`: the short name of a dtype, and a spec.
 
-    `f32['M/d F/t'] >> act['M F/t']` is the type of a weight at rest, and, as `used`, that of the copy that is used. It
-    is cast, and gathered over the axes that `used` lacks. If `spread`, its last dim is also sharded at rest over those
-    of t and w that its other dims lack.
+    `f32['M/d F/t'] >> act['M F/t']` is the type of a weight: at rest, and, as `used`, in use, where it is cast and
+    gathered over the axes that `used` lacks. With `spread`, its last dim is also sharded at rest over those of t and w
+    that its other dims lack.
     """
 
     dtype: str
@@ -57,7 +57,7 @@ _LONG_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
 
 
 class DType:
-    """The dtype `f32`. Indexed with a spec it gives an array type."""
+    """The dtype `f32`. Indexing it with a spec returns an array type."""
 
     def __init__(self, name: str):
         self.name = name
@@ -70,12 +70,12 @@ class DType:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of this name. Raises ShardError for a `dtype_name` that no current scope binds."""
+        """The jax dtype of this name. Raises ShardError for a `dtype_name` that no current scope binds."""
         if self.name in _LONG_DTYPES:
             return jnp.dtype(_LONG_DTYPES[self.name])
         if self.name not in current_scope().dtypes:
             raise ShardError(
-                f"dtype name {self.name} is bound to no dtype here", f"run under `with Scope({self.name}=…):`"
+                f"dtype name {self.name} is not bound to a dtype here", f"run under `with Scope({self.name}=…):`"
             )
         return current_scope().dtypes[self.name]
 
@@ -90,18 +90,18 @@ bool_ = DType("bool_")
 
 
 def dtype_name(name: str) -> DType:
-    """A dtype that each trace chooses.
+    """Declares a dtype that each trace chooses.
 
     After `act = dtype_name('act')`, `act['B/d M']` is a type; `with Scope(act=jnp.bfloat16):` chooses its dtype.
     """
     if name in _LONG_DTYPES:
-        raise ShardError(f"{name!r} is a dtype already", "choose another name")
+        raise ShardError(f"{name!r} is already a dtype", "choose another name")
     return DType(name)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Array(_Type):
-    """`Array['layers', X]`: the type X (an array type or a dataclass of them) with one or more dims before its own."""
+    """`Array['layers', X]`: the type X (an array type or a dataclass of them) with extra leading dims."""
 
     dims: str
     inner: typing.Any
@@ -119,7 +119,7 @@ class Array(_Type):
 class Subset(_Type):
     """`Subset[X]`: a dataclass of arrays like X, in which any array may be None.
 
-    `Subset['inputs', X]` has in place of each array a Factor, which has those dims alone, or None.
+    `Subset['inputs', X]` has, instead of each array, a Factor with only those dims, or None.
     """
 
     inner: typing.Any
@@ -128,24 +128,24 @@ class Subset(_Type):
     def __class_getitem__(cls, args) -> "Subset":
         dims, inner = args if isinstance(args, tuple) else (None, args)
         if dims is not None and not {*dims.split()} <= {"inputs", "outputs"}:
-            raise ShardError(f"{dims!r} are no dims of a Factor", "write inputs, outputs, or one of them twice")
+            raise ShardError(f"{dims!r} are not dims of a Factor", "write inputs, outputs, or one of them twice")
         return cls(inner, dims)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Factor:
-    """Array with some of the dims of a matrix, such as the means of its rows; its type follows from the matrix's.
+    """Array with some of the dims of a matrix, such as the means of its rows. Its type follows from the matrix's type.
 
-    A matrix is `stack inputs outputs`, such as `layers/p M/w K/t Q D`, of which `inputs` and `outputs` are counted
-    here. A Factor has the stack, and the dims that its Subset names, sharded as those of the matrix:
+    A matrix is `stack inputs outputs`, such as `layers/p M/w K/t Q D`; the fields `inputs` and `outputs` count its dims
+    on each side. A Factor has the stack and the dims that its Subset names, sharded like those of the matrix:
 
         inputs            layers/p M/w
         outputs           layers/p K/t Q D
         inputs inputs     layers/p M/w by_M/t
         outputs outputs   layers/p K/t Q D by_K_Q_D/w
 
-    A side that is named again is one dim, sharded over the axes of the other side.
+    A side that is named twice becomes one dim the second time, sharded over the axes of the other side.
     """
 
     array: typing.Any
@@ -156,9 +156,9 @@ class Factor:
 def arranged(
     dims: str, whole: tuple, inputs: int, outputs: int, merged: collections.abc.Callable[..., typing.Any]
 ) -> tuple:
-    """What a Factor with `dims` has of `whole`, which has an entry for each dim of a matrix.
+    """Selects from `whole`, which has an entry for each dim of a matrix, what a Factor with `dims` has.
 
-    `merged(own, other)` is the entry of a side that is named again, from those of this side and of the other one.
+    `merged(own, other)` makes the entry of a side that is named twice, from the entries of this side and the other.
     """
     ends = len(whole) - outputs
     sides = {"inputs": whole[ends - inputs : ends], "outputs": whole[ends:]}
@@ -185,11 +185,11 @@ def factor_type(t: ArrayType, dims: str, inputs: int, outputs: int) -> ArrayType
 
 
 class Separate(Subset):
-    """`Separate[X]`: a dataclass of arrays like X, whose dims are its own: its M need not be another M of the call."""
+    """`Separate[X]`: a dataclass of arrays like X with dims of its own: its M may differ from another M in the call."""
 
 
 class Of:
-    """`Of[model.Weights]`: the type `model.Weights`. Type checkers accept no variable as an annotation, but this."""
+    """`Of[model.Weights]`: the type `model.Weights`. Type checkers accept this as an annotation, but no variable."""
 
     def __class_getitem__(cls, kind) -> typing.Any:
         return kind
@@ -197,7 +197,7 @@ class Of:
 
 @typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def pytree_dataclass(cls=None, **kwargs):
-    """Decorator: a dataclass that is a JAX pytree. Fields with `metadata={'static': True}` belong to its structure."""
+    """Makes a dataclass that is a JAX pytree. Fields with `metadata={'static': True}` belong to its structure."""
     if cls is None:
         return functools.partial(pytree_dataclass, **kwargs)
     return jax.tree_util.register_dataclass(dataclasses.dataclass(cls, **kwargs))
@@ -206,17 +206,17 @@ def pytree_dataclass(cls=None, **kwargs):
 # ---- walking types ----------------------------------------------------------------------------------------------
 
 ABSENT = object()
-"""Value that `arrays_of` yields for an array of an optional part that is None."""
+"""What `arrays_of` yields for the arrays of an optional part that is None."""
 
 
 def _class_of(t) -> typing.Any:
-    """State of `State[Transformer]`; any other annotation as it is."""
+    """Returns State for `State[Transformer]`; any other annotation unchanged."""
     return typing.get_origin(t) if dataclasses.is_dataclass(typing.get_origin(t)) else t
 
 
 @functools.cache
 def _fields(t) -> list[tuple[str, typing.Any]]:
-    """Name and type of each field of a dataclass that is data."""
+    """Name and type of each data field (not static) of a dataclass."""
     cls = _class_of(t)
     hints = typing.get_type_hints(cls)
     chosen = dict(zip(getattr(cls, "__parameters__", ()), typing.get_args(t), strict=False))
@@ -224,7 +224,7 @@ def _fields(t) -> list[tuple[str, typing.Any]]:
 
 
 def _choose(t, chosen: dict):
-    """`t` with the types chosen for its TypeVars."""
+    """Replaces the TypeVars in `t` by the types chosen for them."""
     if isinstance(t, typing.TypeVar):
         return chosen.get(t, t)
     if isinstance(t, Subset | Array):
@@ -234,7 +234,7 @@ def _choose(t, chosen: dict):
 
 
 def _class_for(variable: typing.TypeVar, value, path: str):
-    """The class bound to a TypeVar: that of the value, and the same throughout a call."""
+    """Binds a TypeVar to the class of `value`, which must be the same throughout a call."""
     found = type(value)
     known = current_scope().classes.get(variable, found)
     if known is not found or not (dataclasses.is_dataclass(found) and is_typed(found)):
@@ -246,14 +246,14 @@ def _class_for(variable: typing.TypeVar, value, path: str):
 
 
 def _optional(t):
-    """X of the type `X | None`; None for other types."""
+    """Returns X for `X | None`; None for other types."""
     args = [a for a in typing.get_args(t) if a is not type(None)]
     is_union = typing.get_origin(t) in (typing.Union, types.UnionType)
     return args[0] if is_union and len(args) == 1 else None
 
 
 def is_typed(t) -> bool:
-    """Whether the annotation holds array types. Raises ShardError if it holds some that cannot be checked."""
+    """True if the annotation holds array types. Raises ShardError if some of them cannot be checked."""
     if isinstance(t, ArrayType | Array | Subset | typing.TypeVar):
         return True
     if (inner := _optional(t)) is not None:
@@ -273,15 +273,15 @@ def is_typed(t) -> bool:
 
 
 def _each(t):
-    """X of the types `list[X]`, `tuple[X, ...]` and `dict[key, X]`, of any number of X; None for other types."""
+    """Returns X for `list[X]`, `tuple[X, ...]` and `dict[key, X]`, which hold any number of X; None for other types."""
     origin, args = typing.get_origin(t), typing.get_args(t)
     return args[-1] if origin is dict else args[0] if origin is list or (origin is tuple and ... in args) else None
 
 
 def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
-    """(path, type, part) of each part of a tuple or a dataclass, in the order of its leaves.
+    """(path, type, part) of each part of a list, dict, tuple or dataclass, in the order of its leaves.
 
-    A value of a subclass has the types that the subclass says. Raises ShardError for a value of another kind.
+    A value of a subclass has the types that the subclass declares. Raises ShardError for a value of another kind.
     """
     if (each := _each(t)) is not None:
         if value is ABSENT:
@@ -304,7 +304,7 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
 
 
 def _stacked(dims: str, t: ArrayType) -> ArrayType:
-    """The array type with `dims` before its own, as the current mesh has it. What is `used` is a copy."""
+    """The array type with leading dims `dims`, as it reads on the current mesh. Its `used` type is a copy."""
     spec = parse_shape(f"{dims} {t.spec}")
     if t.spread:
         *others, last = spec.dims
@@ -322,12 +322,12 @@ def arrays_of(
 ) -> Iterator[tuple[str, ArrayType, typing.Any]]:
     """(path, array type, array) of each array type in `t`, in the order of a value's leaves.
 
-    The type is as the current mesh has it. The array is ABSENT where `value` has None for an optional part, and
-    everywhere if `value` is ABSENT. `path` and the stacked `dims` are those of the value itself. With `only_arrays` a
-    part without array types is refused, otherwise it is left out.
+    The types are as the current mesh has them. The array is ABSENT where `value` has None for an optional part, and
+    everywhere if `value` is ABSENT. `path` and the stacked `dims` are those of the value itself. Parts without array
+    types are skipped, or raise ShardError with `only_arrays`.
 
     Raises:
-        ShardError: the value is not of the classes and tuples that `t` says.
+        ShardError: the value does not have the classes and tuples that `t` declares.
     """
     options = {"dims": dims, "only_arrays": only_arrays}
     if isinstance(t, ArrayType):
@@ -345,7 +345,7 @@ def arrays_of(
             elif isinstance(part, Factor):
                 yield f"{name}.array", factor_type(array, t.dims, part.inputs, part.outputs), part.array
             else:
-                raise ShardError(f"{name} is {describe(part)}, not a Factor", f"it is in a Subset[{t.dims!r}, …]")
+                raise ShardError(f"{name} is {describe(part)}, not a Factor", f"make it one, for Subset[{t.dims!r}, …]")
     elif isinstance(t, typing.TypeVar):
         yield from arrays_of(_class_for(t, value, path), value, path, **options)
     elif _optional(t) is not None:
@@ -362,12 +362,12 @@ def arrays_of(
 
 
 def arrays_in(t, value, path: str = "") -> list[tuple[str, ArrayType, typing.Any]]:
-    """`arrays_of` without those that are absent from `value`."""
+    """`arrays_of` without the arrays that are absent from `value`."""
     return [found for found in arrays_of(t, value, path) if found[2] is not ABSENT]
 
 
 def map_arrays(fn: collections.abc.Callable[..., typing.Any], x):
-    """`x`, a dataclass of array types, with fn(path, array type, array) in place of each array."""
+    """Replaces each array of `x`, a dataclass of array types, by fn(path, array type, array)."""
     leaves, structure = jax.tree.flatten(x, is_leaf=is_opaque)
     parts = zip(arrays_in(type(x), x), leaves, strict=True)
     return structure.unflatten([fn(path, array, leaf) for (path, array, _), leaf in parts])
@@ -377,7 +377,7 @@ def map_arrays(fn: collections.abc.Callable[..., typing.Any], x):
 
 
 def placeholders(t):
-    """A value of type `t` with an object in place of each array, also of those that may be None."""
+    """Builds a value of type `t` with an object in place of each array, including those that may be None."""
     if isinstance(t, ArrayType):
         return object()
     if (inner := t.inner if isinstance(t, Array | Subset) else _optional(t)) is not None:
@@ -410,10 +410,10 @@ def partition_spec(t: ArrayType) -> PartitionSpec:
 
 
 def make_shardings(t, like=None):
-    """The `NamedSharding` of each array of type `t` on the current mesh, in a pytree like a value of it.
+    """The `NamedSharding` of each array of type `t` on the current mesh, in a pytree structured like a value of it.
 
-    `like` is a value of type `t`: the result has None and static fields where it has them. Without it the result has a
-    sharding for each array of an optional part, which is a pytree prefix of a value that has None there.
+    `like` is a value of type `t`: the result has its static fields, and None where it has None. Without `like` the
+    result has a sharding for each array of an optional part, which is a pytree prefix of a value that has None there.
 
     Raises:
         ShardError: a + or * mark, an axis that the mesh lacks, or a field that holds no array type.

@@ -1,6 +1,6 @@
-"""Checks of values against specs.
+"""Checks values against specs.
 
-All of this runs while JAX traces and adds nothing to the compiled program.
+This runs while JAX traces and adds nothing to the compiled program.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ from shardlib.values import (
 
 
 def note_type(value: object, spec: ShapeSpec) -> Any:
-    """Notes for messages that `value`, inside shard_map, has a type; returns it."""
+    """Records the type of `value`, inside shard_map, for messages; returns `value`."""
     if inside_shard_map() and spec != ShapeSpec():
         current_scope().types[id(value)] = value, spec  # the value too, so that no other gets its id
     return value
 
 
 def noted_type(value: object) -> tuple[ShapeSpec | None, bool]:
-    """The type that an annotation or an op has given `value` in the current scope, and whether it is that of `value`.
+    """The type that an annotation or op gave `value` in the current scope, and True if it was noted for `value` itself.
 
-    An array that has none, such as what `.astype` returns, gets the type of all noted values of its shape and axes.
+    A value without one, such as a result of `.astype`, gets the type that all noted values of its shape and axes have.
     """
     types = current_scope().types
     if id(value) in types or isinstance(value, Partial | Copy):
@@ -53,9 +53,9 @@ def noted_type(value: object) -> tuple[ShapeSpec | None, bool]:
 
 @contextlib.contextmanager
 def checking(where: str, **values: object) -> Iterator[Sizes]:
-    """Context of one check. Gives the sizes of the current scope; what is added to them is bound if the check passes.
+    """Context of one check. Yields the sizes of the current scope; sizes added to them are bound if the check passes.
 
-    A ShardError raised inside is completed with `where`, the description of each of `values`, the sizes and the mesh.
+    A ShardError raised inside gets `where`, a description of each of `values`, the sizes and the mesh.
     """
     current = current_scope()
     sizes = dict(current.sizes)
@@ -69,7 +69,7 @@ def checking(where: str, **values: object) -> Iterator[Sizes]:
 
 
 def error_context(sizes: Sizes, /, **values: object) -> str:
-    """The lines of an error message that show sizes, mesh, and values: "`B/d L/t`, f32[2,3] {varying over t, d}"."""
+    """The lines of an error message for values, sizes and mesh: "`B/d L/t`, f32[2,3] {varying over t, d}"."""
     lines = []
     for name, value in values.items():
         spec, its_own = noted_type(value)
@@ -83,18 +83,18 @@ def error_context(sizes: Sizes, /, **values: object) -> str:
 
 
 def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bool = False) -> jax.Array:
-    """Checks an array, a partial sum or a copy against `spec` and returns the array in it. Adds new sizes to `sizes`.
+    """Checks an array, partial sum or copy against `spec`. Returns the array in it; adds new sizes to `sizes`.
 
     Inside shard_map the value must be a partial sum over exactly the axes that the spec marks with +, and a copy over
-    at least those that it marks with *: only shardops can use a copy. It must have the rank and the sizes of the spec,
-    and vary over no axis that the spec does not mention. Outside, its rank, its sizes, and its sharding where JAX knows
-    it must be those of the spec.
+    at least those that it marks with * (only shardops can use a copy). It must have the rank and sizes of the spec, and
+    not vary over axes that the spec does not mention. Outside, it must have the rank, the sizes and, where JAX knows
+    it, the sharding of the spec.
 
     With `gathered_ahead`, a copy over d may hold the whole of a dim that has `/d` in the spec. An op that allows this
     must expect the whole dim. Annotations allow it, since only ops can use a copy.
 
     Raises:
-        ShardError: the value is not as the spec says, or the mesh lacks an axis of the spec.
+        ShardError: the value does not match the spec, or the mesh lacks an axis of the spec.
     """
     spec = on_mesh(spec)
     devices_along((*spec.sharded, *spec.partial, *spec.copies))
@@ -104,8 +104,8 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
     if partial != spec.partial:
         if not partial:
             raise _no_partial_sum(spec, value)
-        found, remedy = f"a partial sum over {', '.join(partial)}", f"{value.remedy()}; or name all its axes by +"
-        raise ShardError(f"the value is {found}, and `{spec}` says otherwise", remedy)
+        found, remedy = f"a partial sum over {', '.join(partial)}", f"{value.remedy()}; or name all its axes with +"
+        raise ShardError(f"the value is {found}, but `{spec}` does not say so", remedy)
     if partial:
         _check_pending(value)
         value = unwrap(value)
@@ -116,7 +116,7 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
     if not set(spec.copies) <= set(copies) or set(copies) & spec.sharded:
         raise ShardError(
             f"`{spec}` is not the type of {describe(value)}",
-            "name the axes of the copy in no dim; replicate, or all_gather into `*axis`, makes a copy over an axis",
+            "do not shard a dim over the copy's axes; replicate, or all_gather into `*axis`, makes a copy over an axis",
         )
     value = unwrap(value) if isinstance(value, Copy) else value
     if not hasattr(value, "shape"):
@@ -125,7 +125,7 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
         return value
     _check_rank(spec, value.shape)
     if inside_shard_map():
-        # Axes before sizes: a forgotten gather shows in both, and the axes say what to do about it.
+        # Axes before sizes: a forgotten gather shows in both, and the axes tell what to do about it.
         _check_varying(spec, value, copies)
     check_sizes(spec, value.shape, sizes)
     check_sharding(spec, value)
@@ -136,7 +136,7 @@ def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], sizes: Sizes) -> None:
     """Checks rank and sizes: of this device's block inside shard_map, of the whole array outside.
 
     Raises:
-        ShardError: also for a dim of a whole array that its axes do not divide.
+        ShardError: they do not match, or the axes of a dim of a whole array do not divide it.
     """
     _check_rank(spec, shape)
     for dim, size in zip(spec.dims, shape, strict=True):
@@ -145,8 +145,8 @@ def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], sizes: Sizes) -> None:
         if known != whole:
             raise ShardError(
                 f"size mismatch: dim {dim.name} is {known}, but here it is {whole}",
-                "give the two dims different names, or correct the shape; "
-                "a dim that is in fact sharded must say so in its spec, e.g. `M/d`",
+                "use different names for the two dims, or correct the shape; if a dim is in fact sharded, say so in "
+                "its spec, e.g. `M/d`",
             )
         check_divisible(dim, whole)
 
@@ -161,7 +161,7 @@ def _check_rank(spec: ShapeSpec, shape: tuple[int, ...]) -> None:
 
 
 def check_divisible(dim: Dim, size: int) -> None:
-    """Checks that the devices along the axes of `dim` divide its size. Raises ShardError."""
+    """Raises ShardError if the number of devices along the axes of `dim` does not divide its size."""
     devices = devices_along(dim.axes)
     if size % devices:
         raise ShardError(
@@ -171,7 +171,7 @@ def check_divisible(dim: Dim, size: int) -> None:
 
 
 def _check_blocks(spec: ShapeSpec, value: object) -> None:
-    """Checks that the axes of `spec` cut the dims that they cut so far, in the same order: JAX's types know neither."""
+    """Checks that `spec` cuts each dim by the same axes as before, in the same order. JAX's types know neither."""
     known = current_scope()
     _, noted = known.types.get(id(value), (value, spec))
     before = noted.dims if len(noted.dims) == len(spec.dims) else spec.dims
@@ -182,7 +182,7 @@ def _check_blocks(spec: ShapeSpec, value: object) -> None:
         for other, axes in ((named, free), (old, both)):
             if [axis for axis in other.axes if axis in axes] != [axis for axis in dim.axes if axis in axes]:
                 raise ShardError(
-                    f"{other} becomes {dim}: a device would take its block for another one",
+                    f"{other} becomes {dim}: a device would mistake its block for another one",
                     f"keep the axes of a dim as they are: write {other}; all_to_all moves an axis to another dim",
                 )
 
@@ -195,8 +195,8 @@ def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -
         raise ShardError(
             f"the value differs between devices of {names}, which "
             + (f"`{spec}` does not mention" if str(spec) else "its spec, a scalar without marks, does not mention"),
-            f"a gather or a reduction over {names} is missing before this point (all_gather, psum_scatter, psum), "
-            f"or the spec lacks `/{extra[0]}` on the dim sharded over it, or `+{extra[0]}` for a partial sum",
+            f"add the missing gather or reduction over {names} before this point (all_gather, psum_scatter, psum), or "
+            f"write `/{extra[0]}` on the dim that is sharded over it, or `+{extra[0]}` for a partial sum",
             about=(value, {*extra}),
         )
     if whole := sort_axes(kind.reduced & spec.sharded):
@@ -207,26 +207,26 @@ def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -
     if kind.unreduced - set(spec.partial):
         raise ShardError(
             f"the value is unreduced over {', '.join(sort_axes(kind.unreduced))} in JAX's own types: "
-            "the array in a partial sum, taken out of it",
+            "the array was taken out of a partial sum",
             "pass the partial sum itself to psum_scatter or psum",
         )
 
 
 def _no_partial_sum(spec: ShapeSpec, value: object) -> ShardError:
-    """The error for a value that is none where `spec` has a + mark."""
+    """The error for a value that is not a partial sum although `spec` has a + mark."""
     if not isinstance(value, jax.Array) or not jax.typeof(value).manual_axis_type.varying & set(spec.partial):
-        problem = f"the value is no partial sum, and `{spec}` says otherwise"
-        return ShardError(problem, "it is whole already: drop the + mark, and the reduction")
+        problem = f"the value is not a partial sum, but `{spec}` says it is one"
+        return ShardError(problem, "the value is already whole: drop the + mark, and the reduction")
     axes = ", ".join(spec.partial)
-    # The dim that was summed, if a value has the other dims and one that these axes shard.
+    # The dim that was summed, if some value has the other dims and one that these axes shard.
     terms = (noted for _, noted in current_scope().types.values() if {*spec.partial} <= noted.sharded)
     rest = lambda noted: tuple(dim for dim in noted.dims if not {*dim.axes} & {*spec.partial})
     summed = next((str(noted) for noted in terms if not noted.partial and rest(noted) == spec.dims), None)
     summed = summed or " ".join([*map(str, spec.dims), "/".join(("N", *spec.partial))])
     return ShardError(
         f"the value differs between devices of {axes}, but no op has marked it as the partial sum `{spec}`",
-        f"sum the dim that is sharded over {axes} by einsum_unreduced, which marks the result: "
-        f"einsum_unreduced('{summed} -> {spec}', x), in place of jnp.sum or a product of jax.numpy",
+        f"sum the dim that is sharded over {axes} with einsum_unreduced, which marks the result: "
+        f"einsum_unreduced('{summed} -> {spec}', x), instead of jnp.sum or a product of jax.numpy",
         about=(value, {*spec.partial}),
     )
 
@@ -238,14 +238,14 @@ def _check_pending(value: Partial) -> None:
     raise ShardError(
         f"the array in this partial sum over {', '.join(value.axes)} was replaced by {describe(array)}, which is not a "
         "partial sum",
-        f"do not change a partial sum from inside, e.g. by jax.tree.map: {value.remedy()}; what is linear is written "
-        "with the partial sum itself: p + q, p - q, c * p; the gradient of a partial sum is an array: (g,) = "
+        f"do not change a partial sum from inside, e.g. by jax.tree.map: {value.remedy()}; linear operations work on "
+        "the partial sum itself: p + q, p - q, c * p; the gradient of a partial sum is an array: (g,) = "
         "jax.tree.leaves(g)",
     )
 
 
 def check_sharding(spec: ShapeSpec, value: object) -> None:
-    """Checks that a whole array is sharded as `spec` says, where JAX knows its sharding. Raises ShardError."""
+    """Checks that a whole array is sharded as `spec` says, if JAX knows its sharding. Raises ShardError."""
     found, wanted = sharding_of(value), tuple(dim.axes for dim in spec.dims)
     if found is not None and without_trivial(found) != without_trivial(wanted):
         raise ShardError(

@@ -1,6 +1,6 @@
-"""Equations of a traced program: kinds of primitives, what an equation calls, and how a program is followed.
+"""Equations of a traced program: kinds of primitives, what an equation calls, and how to walk or rerun a program.
 
-Public JAX only. All that reads a program, or runs one again, asks here.
+Uses public JAX only. All code that reads a program, or runs one again, goes through this module.
 """
 
 import functools
@@ -21,13 +21,13 @@ _KINDS = {
     "scatter": "reduce_scatter unreduced_reduce_scatter",
     "exchange": "all_to_all ragged_all_to_all",
     "permutation": "pbroadcast ppermute",
-    # give back their operands; casts do between JAX's types of values under shard_map
+    # return their operands; casts do so between JAX's types of values under shard_map
     "cast": "preduced pvary reduced_vary_cast_p",
-    "unreduced": "vary_unreduced_cast_p",  # what differs becomes a partial sum
+    "unreduced": "vary_unreduced_cast_p",  # turns what varies into a partial sum
     "identity": "layout_constraint name optimization_barrier reshard sharding_constraint stop_gradient",
     # give the entries another shape
     "view": "broadcast_in_dim reshape squeeze transpose",
-    # of each entry by itself
+    # of each entry alone
     "linear": "conj convert_element_type copy imag neg real reduce_precision",
     "addition": "add add_any sub",
     "product": "div mul",
@@ -38,22 +38,22 @@ _KINDS = {
         logistic lt_to nextafter not or polygamma population_count pow regularized_incomplete_beta rem round rsqrt
         shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta""",
     "random": "random_fold_in threefry2x32",
-    # of entries together
+    # of several entries together
     "reduction": "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",
     "running": "cumlogsumexp cummax cummin cumprod cumsum",
     # at indices
     "scattering": "scatter scatter-add scatter-max scatter-min scatter-mul",
 }
-"""Primitives by kind, each in one. The names are those of jax 0.10.2; a newer one may leave out the _p at the end."""
+"""Primitives by kind, each in one kind. The names are those of jax 0.10.2; newer versions may drop the final _p."""
 
 
 def words(text: str) -> frozenset[str]:
-    """The words of a text: names of primitives, or of their parameters."""
+    """Splits a text into words: names of primitives, or of their parameters."""
     return frozenset(text.split())
 
 
 def kinds(*names: str) -> frozenset[str]:
-    """The primitives of these kinds."""
+    """All primitives of these kinds."""
     found = words(" ".join(_KINDS[name] for name in names))
     return found | {name.removesuffix("_p") for name in found}
 
@@ -67,7 +67,7 @@ REDUCTIONS, SCATTERS = kinds("reduction"), kinds("scattering")
 
 
 class Eqn(Protocol):
-    """An equation of a jaxpr, a jax.extend.core.JaxprEqn, with what is read of it."""
+    """An equation of a jaxpr (jax.extend.core.JaxprEqn), with the attributes that are read."""
 
     primitive: Any
     params: dict[str, Any]
@@ -80,13 +80,13 @@ class Eqn(Protocol):
 
 
 class Atom(Protocol):
-    """A variable of a jaxpr, or a literal, with what is read of both."""
+    """A variable of a jaxpr, or a literal, with the attribute that is read."""
 
     aval: Any
 
 
 class Jaxpr(Protocol):
-    """A jaxpr that is not closed, with what is read of it."""
+    """A jaxpr that is not closed, with the attributes that are read."""
 
     constvars: list[Any]
     invars: list[Any]
@@ -98,42 +98,42 @@ class Jaxpr(Protocol):
 
 
 def is_variable(var: Any) -> bool:
-    """Whether an operand is a variable, and not a literal."""
+    """True if an operand is a variable and not a literal."""
     return not isinstance(var, core.Literal)
 
 
 def shape_of(var: Any) -> tuple[int, ...]:
-    """Shape of a variable or a literal; that of a scalar for a token, which has none."""
+    """Shape of a variable or a literal; () for a token, which has none."""
     return tuple(getattr(var.aval, "shape", ()))
 
 
 def is_program(x: Any) -> bool:
-    """Whether a parameter is a jaxpr, closed or open."""
+    """True if a parameter is a jaxpr, closed or open."""
     return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
 def body_of(jaxpr: Any) -> tuple[Any, Any]:
-    """The jaxpr of a closed one or of an open one, and its constants."""
+    """Splits a closed or open jaxpr into the jaxpr and its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
     """How many operands of a scan are constants of its body, and how many are carried."""
     body, _ = body_of(eqn.params["jaxpr"])
-    # What a loop runs over has one dim more outside of it. (The parameters that say so differ by JAX's version.)
+    # The arrays a loop iterates over have one more dim outside of it. (The parameters for this differ by JAX version.)
     is_carry = lambda pair: len(shape_of(pair[0])) == len(shape_of(pair[1]))
     carried = len(list(filter(is_carry, zip(eqn.outvars, body.outvars, strict=True))))
     return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
 
 
 def split_scan(eqn: Eqn, values: list) -> tuple[list, list, list]:
-    """Of operands of a scan, or of arguments of its body: constants, what is carried, what it runs over."""
+    """Splits operands of a scan, or arguments of its body, into constants, carried values and what it iterates over."""
     consts, carried = scan_counts(eqn)
     return values[:consts], values[consts : consts + carried], values[consts + carried :]
 
 
 def split_while(eqn: Eqn, values: list) -> tuple[list, list, list]:
-    """Of operands of a while loop: constants of its condition, those of its body, and what is carried."""
+    """Splits operands of a while loop into constants of its condition, constants of its body, and carried values."""
     test, body = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     return values[:test], values[test:body], values[body:]
 
@@ -147,7 +147,7 @@ def called(eqn: Eqn) -> Any:
 def evaluate(
     jaxpr: object, args: Sequence, rule: Callable[..., Any], constant: Callable[..., Any] | None = None
 ) -> list:
-    """What is known of the results of a jaxpr, closed or open.
+    """Evaluates a jaxpr, closed or open, on what is known of its arguments. Returns what is known of its results.
 
     Args:
         jaxpr: the program.
@@ -165,7 +165,7 @@ def evaluate(
 
 
 def source_dims(eqn: Eqn) -> list[int | None]:
-    """The dim of the operand that each dim of a result is, None for a new one. Of moves of dims, and of reductions."""
+    """For each dim of the result of a reduction or move of dims: which dim of the operand it is; None for a new one."""
     name, p = eqn.primitive.name, eqn.params
     if name == "broadcast_in_dim":
         at = p["broadcast_dimensions"]
@@ -177,13 +177,13 @@ def source_dims(eqn: Eqn) -> list[int | None]:
 
 
 def axes_of(eqn: Eqn) -> tuple:
-    """The axes of a collective; none of another equation."""
+    """The axes of a collective; none for other equations."""
     axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 def frames_of(eqn: Eqn) -> list[tuple[str, int]]:
-    """File and line of each call on the way to an equation, outermost first."""
+    """File and line of each call that led to an equation, outermost first."""
     return _frames_of(eqn.source_info.traceback)
 
 
@@ -202,7 +202,7 @@ def jaxprs_of(eqn: Eqn) -> Iterator[Any]:
 
 
 def equations_in(jaxpr: object) -> Iterator[Any]:
-    """The equations of a jaxpr, closed or open, each before those of the jaxprs among its parameters."""
+    """Iterates over the equations of a jaxpr, closed or open, each before those of the jaxprs in its parameters."""
     for eqn in body_of(jaxpr)[0].eqns:
         yield eqn
         for inner in jaxprs_of(eqn):
@@ -210,7 +210,7 @@ def equations_in(jaxpr: object) -> Iterator[Any]:
 
 
 def arrays_in(jaxpr: object) -> list[Any]:
-    """The arrays that a jaxpr holds, and the jaxprs within it."""
+    """The arrays that a jaxpr, and the jaxprs inside it, hold as constants."""
     inner = (inner for eqn in equations_in(jaxpr) for inner in jaxprs_of(eqn))
     return [array for part in (jaxpr, *inner) for array in body_of(part)[1]]
 
@@ -221,17 +221,17 @@ def _nothing() -> Any:
 
 
 def alone(eqn: Eqn, operands: Iterable) -> Any:
-    """A jaxpr of one equation, whose arguments are `operands`: its variables."""
+    """Builds a jaxpr of one equation, whose arguments are the variables `operands`."""
     return _nothing().replace(invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects)
 
 
 def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
-    """The results of an equation for the operands `ins`. It keeps its source line."""
+    """Evaluates an equation for the operands `ins`. It keeps its source line."""
     operands = {var: value for var, value in zip(eqn.invars, ins, strict=True) if is_variable(var)}
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone(eqn, operands), []))(*operands.values())
 
 
 def values_of(variables: Any, env: dict) -> list:
-    """The values of variables and literals, None for variables that are not in `env`."""
+    """Looks up variables and literals in `env`; None for variables that it lacks."""
     value = lambda var: env.get(var) if is_variable(var) else np.asarray(var.val, var.aval.dtype)
     return list(map(value, variables))

@@ -1,4 +1,4 @@
-"""Decorators for functions whose annotations are checked at each call, while JAX traces: `typed`, `typed_shard_map`."""
+"""Decorators that check a function's annotations at each call, while JAX traces: `typed` and `typed_shard_map`."""
 
 import ast
 import functools
@@ -53,7 +53,7 @@ def _check(t, value, where: str):
         with checking(f"{path}: {array!r}", value=part) as sizes:
             check_value(array.spec, part, sizes, gathered_ahead=True)
             if not (isinstance(part, Copy) and set(part.axes) & array.spec.sharded):
-                # A weight gathered ahead may have the compute dtype: ops compare it with their other operands.
+                # A weight gathered ahead may already have the compute dtype; ops compare it with their other operands.
                 _check_dtype(array, part)
         note_type(part, array.spec)
     return value
@@ -73,7 +73,7 @@ class _CheckLocals(ast.NodeTransformer):
 
 
 def _source(fn) -> ast.FunctionDef | None:
-    """The definition of `fn`, with the line numbers of its file; None if Python finds no source."""
+    """AST of the definition of `fn`, with the line numbers of its file; None if Python finds no source."""
     try:
         lines, first_line = inspect.getsourcelines(fn)
         indented = lines[0][:1].isspace()
@@ -86,8 +86,8 @@ def _source(fn) -> ast.FunctionDef | None:
 
 
 def _with_checked_locals(fn):
-    """`fn` recompiled with a check at each annotated assignment; `fn` itself if it has none, or no source."""
-    if hasattr(fn, "_checks_locals"):  # typed already, perhaps below other decorators: functools.wraps copies the mark
+    """Recompiles `fn` with a check at each annotated assignment; returns `fn` if it has none, or no source."""
+    if hasattr(fn, "_checks_locals"):  # already typed, perhaps under other decorators: functools.wraps copies the mark
         return fn
     node = _source(fn)
     if node is not None and not any(isinstance(n, ast.AnnAssign) for n in ast.walk(node)):
@@ -96,15 +96,15 @@ def _with_checked_locals(fn):
         problem = "its annotated locals go unchecked: put @typed directly above its def, in a file"
         warnings.warn(f"typed({fn.__qualname__}): {problem}", stacklevel=3)
         return fn
-    # A function around it has the variables of its closure. Only the code of `fn` itself is used: nothing is run, so
-    # that decorators, defaults and annotations are not evaluated again.
+    # An outer function provides the variables of its closure. Only the code of `fn` is used and nothing is run, so
+    # decorators, defaults and annotations are not evaluated twice.
     cells: dict[str, types.CellType] = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
     cells["__check_local__"] = types.CellType(
         lambda t, value, name: _check(t, value, f"{fn.__name__}, local {name}") if is_typed(t) else value
     )
     module: Any = ast.parse(f"def __outer__({', '.join(cells)}): pass")
     module.body[0].body = [ast.fix_missing_locations(_CheckLocals().visit(node))]
-    node.name = "__checked__"  # or else a call of `fn` in itself would find this definition, not what the user sees
+    node.name = "__checked__"  # else a call of `fn` inside itself would find this definition instead of the user's
     code = compile(module, fn.__code__.co_filename, "exec")
     for name in ("__outer__", "__checked__"):
         code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
@@ -116,17 +116,17 @@ def _with_checked_locals(fn):
 
 
 def typed(fn: Function) -> Function:
-    """Decorator: checks the array types of arguments, result and annotated locals at each call, while JAX traces.
+    """Decorator that checks the array types of arguments, result and annotated locals at each call, while JAX traces.
 
-    Each call has a `Scope` of its own, so dims of different functions are unrelated. A function defined inside a typed
-    one starts with the sizes bound there. Annotations without array types are ignored.
+    Each call has its own `Scope`, so dims of different functions are unrelated. A function defined inside a typed one
+    starts with the sizes bound there. Annotations without array types are ignored.
 
-    The decorator goes directly above the `def`. A local is checked where it is assigned with an annotation, not where
-    it is assigned again without one. If Python finds no source (`python -c`, `exec`), or another decorator is between,
-    a warning says that locals are not checked.
+    Put the decorator directly above the `def`. A local is checked where it is assigned with an annotation, not where it
+    is assigned again without one. If Python finds no source (`python -c`, `exec`), or another decorator is between, a
+    warning says that locals are not checked.
 
     Raises:
-        ShardError: a value that is not of its type; an annotation that cannot be checked.
+        ShardError: a value does not have its type, or an annotation cannot be checked.
     """
     annotations = {k: t for k, t in inspect.get_annotations(fn, eval_str=True).items() if is_typed(t)}
     result = annotations.pop("return", None)
@@ -170,7 +170,7 @@ def typed(fn: Function) -> Function:
 
 
 def _place(path: str, array: ArrayType, value):
-    """`value` sharded as its type says: replicated and host arrays are placed, other shardings are refused."""
+    """Shards `value` as its type says. Places replicated and host arrays; raises ShardError for any other sharding."""
     with checking(f"{path}: {array!r}", value=value) as sizes:
         devices_along(sorted(array.spec.sharded))
         if not hasattr(value, "shape"):
@@ -186,18 +186,18 @@ def _place(path: str, array: ArrayType, value):
         return value
     if not isinstance(value, core.Tracer):
         return jax.device_put(value, partition_spec(array))
-    # On a mesh of Auto axes JAX knows no shardings while it traces: shard_map itself places the value.
+    # On a mesh of Auto axes JAX does not know shardings while it traces: shard_map itself places the value.
     explicit = all(kind == AxisType.Explicit for kind in jax.sharding.get_abstract_mesh().axis_types)
     return jax.reshard(value, partition_spec(array)) if explicit else value
 
 
 def typed_shard_map(fn: Function) -> Function:
-    """Decorator: `jax.shard_map` over all axes of the current mesh, with specs from the annotations, all checked.
+    """Decorator for `jax.shard_map` over all axes of the current mesh, with specs from the annotations, all checked.
 
-    Every argument and the result are annotated with array types, or pytree_dataclasses, tuples, lists and dicts of
-    them. Keyword-only arguments without array types are options: numbers of Python, not data. The decorated function
-    takes whole arrays. Those sharded as annotated go in as they are, replicated and host arrays are placed, and any
-    other sharding is a ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
+    Annotate every argument and the result with array types, or pytree_dataclasses, tuples, lists and dicts of them.
+    Keyword-only arguments without array types are options: Python numbers, not data. The decorated function takes whole
+    arrays: those sharded as annotated are passed as they are, replicated and host arrays are placed, and any other
+    sharding raises ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
     """
     annotations = dict(inspect.get_annotations(fn, eval_str=True))
     signature = inspect.signature(fn)
@@ -224,8 +224,8 @@ def typed_shard_map(fn: Function) -> Function:
         given = {name: bound.arguments.pop(name) for name in options & bound.arguments.keys()}
         for name, value in given.items():
             if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
-                problem = f"{fn.__name__}: option {name} is {describe(value)}, and an array has a type"
-                raise ShardError(problem, "annotate it, e.g. f32['B/d M'], or give a number of Python")
+                problem = f"{fn.__name__}: option {name} is {describe(value)}, but an array needs a type"
+                raise ShardError(problem, "annotate it, e.g. f32['B/d M'], or pass a Python number")
         arrays, specs, types = [], [], []
         with Scope():
             for name, value in bound.arguments.items():
@@ -235,8 +235,8 @@ def typed_shard_map(fn: Function) -> Function:
                 types += [array.spec for _, array, _ in parts]
         current_scope().arguments.append(types)
         structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
-        # Which of its parts are absent is known only after fn has run: the arrays of the result leave in a list for
-        # each sharding. A Factor says its dims by its value: it leaves as one that came in.
+        # Which parts of the result are None is known only after fn has run, so its arrays leave in one list for each
+        # sharding. A Factor's dims depend on its value: its sharding must be that of an argument.
         declared = (partition_spec(array) for _, array, _ in arrays_of(result, ABSENT))
         out_specs = list(dict.fromkeys([*declared, *specs]))
         groups: list[int] = []

@@ -1,8 +1,8 @@
-"""The op grouped_product: each row times one matrix of several, which its id says.
+"""The op grouped_product: multiplies each row by one of several matrices, which its id selects.
 
 `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t` has N matrices for the rows of each P, and an id in [0, N) for each
-row. Rows of equal ids are multiplied together, however many they are, so that none is multiplied by a matrix of others.
-A row whose id is out of [0, N) has the product 0.
+row. Rows with equal ids are multiplied together, however many there are, so no row meets a matrix other than its own. A
+row whose id is outside [0, N) gives 0.
 """
 
 import functools
@@ -21,17 +21,17 @@ from shardlib.rearranging import bind_groups
 from shardlib.values import describe, planned_devices, varying
 
 BLOCKS = 8
-"""Blocks that the rows of one matrix have on average. The last block of each matrix is not full."""
+"""Average number of blocks for the rows of one matrix. The last block of each matrix is not full."""
 LEAST_ROWS = 8
-"""Rows that a block has at least."""
+"""Smallest number of rows in a block."""
 
 
 def grouped_product(spec: str, rows: object, ids: object, matrices: object) -> Any:
-    """Rows times the matrices of their ids: `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t`. No communication.
+    """Multiplies rows by the matrices of their ids: `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t`.
 
-    The first dim of `rows` and `ids` is the outer one of the matrices. Their second dim is contracted, as in
-    einsum_unreduced: if it is sharded, the result is a partial sum. An id out of [0, N) gives zeros. With N = 1 this is
-    an einsum, whatever the ids are.
+    It does not communicate. The first dim of `rows` and `ids` is the outer dim of the matrices' group. The second dim
+    of a matrix is contracted, as in einsum_unreduced: if it is sharded, the result is a partial sum. An id outside [0,
+    N) gives zeros. With N = 1 this is an einsum, whatever the ids are.
     """
     operands = (rows, ids, matrices)
     with checked_operands("grouped_product", spec, *operands, allowed=("( )", "*")) as (op, values, sizes):
@@ -71,12 +71,12 @@ class _Types(NamedTuple):
 
 
 def _ungrouped(shape: ShapeSpec) -> list[Dim]:
-    """Dims of a type, a group as one dim with a name of its own."""
+    """The dims of a type, with each group as one dim."""
     return [Dim("_".join(d.name for d in dim.group), dim.axes) if dim.group else dim for dim in shape.dims]
 
 
 def _check(op: OpSpec, values: list[jax.Array]) -> None:
-    """Raises ShardError for a spec that says another thing than the op does."""
+    """Raises ShardError for a spec that does not describe what the op does."""
     (rows, ids, matrices), (x, index, w) = op.lhs, values
     group = matrices.dims[0].group if len(matrices.dims) == 3 else ()
     if len(group) != 2 or len(rows.dims) < 2 or (group[0], matrices.dims[1]) != (rows.dims[0], rows.dims[-1]):
@@ -86,7 +86,7 @@ def _check(op: OpSpec, values: list[jax.Array]) -> None:
             "rows: `(P/e N) M F/t`",
         )
     if ids.dims != rows.dims[:-1] or not jnp.issubdtype(index.dtype, jnp.integer) or any(s.partial for s in op.lhs):
-        raise ShardError(f"ids are {describe(index)}, `{ids}`, of rows `{rows}`", "give an integer for each row")
+        raise ShardError(f"ids are {describe(index)}, `{ids}`, for rows `{rows}`", "give one integer for each row")
     if x.dtype != w.dtype:
         raise ShardError(f"dtype mismatch: operands are {x.dtype}, {w.dtype}", "cast them to one dtype with .astype")
     expect_result(op, [*ids.dims, matrices.dims[2]], rows.dims[-1].axes)
@@ -94,7 +94,7 @@ def _check(op: OpSpec, values: list[jax.Array]) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(types: _Types, rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Products of rows[P, …, M], by ids[P, …], with matrices[P·N, M, F]."""
+    """Multiplies rows[P, …, M] by matrices[P·N, M, F], selected by ids[P, …]."""
     operands = (rows, types.rows), (ids, types.ids), (matrices, types.matrices)
     return _region("products of rows", types.result, products_of_rows, *operands)
 
@@ -112,7 +112,7 @@ _product.defvjp(lambda *args: (_product(*args), args[1:]), _backward)
 
 
 def _region(what: str, result: str, fn: Callable[..., Any], *operands: tuple[jax.Array, str]) -> jax.Array:
-    """What `fn` makes of operands, whose types the check demands. Of its own type the result is taken to be."""
+    """Calls `fn` on operands whose types the check enforces; the result is taken to have the type `result`."""
     label = f"{what} by ids, {', '.join(spec for _, spec in operands)} -> {result}"
     entered = [marks.enter(x, f"{label} [{i}]", spec) for i, (x, spec) in enumerate(operands)]
     return marks.leave(marks.region(fn, *entered), label, result)
@@ -122,7 +122,7 @@ def _region(what: str, result: str, fn: Callable[..., Any], *operands: tuple[jax
 
 
 def products_of_rows(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Products of rows[P, …, M], by ids[P, …], with matrices[P·N, M, F]: [P, …, F]."""
+    """Multiplies rows[P, …, M] by matrices[P·N, M, F], selected by ids[P, …]: [P, …, F]."""
     x, of_rows = rows.reshape(-1, rows.shape[-1]), _matrix_of_each(ids, len(matrices))
     if products.target_device().platform == "tpu":
         order, sizes = _sorted(of_rows, len(matrices))
@@ -135,7 +135,7 @@ def products_of_rows(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> ja
 
 
 def sums_of_products(rows: jax.Array, ids: jax.Array, g: jax.Array, count: int) -> jax.Array:
-    """Sums of the products of rows[P, …, M] and g[P, …, F] of each id, [count, M, F]; 0 for an id that none has."""
+    """Sums the outer products of rows[P, …, M] and g[P, …, F] by id: [count, M, F]; 0 for an id that no row has."""
     x, of_rows = rows.reshape(-1, rows.shape[-1]), _matrix_of_each(ids, count)
     g = g.reshape(-1, g.shape[-1]).astype(x.dtype)
     if products.target_device().platform == "tpu":
@@ -155,7 +155,7 @@ def sums_of_products(rows: jax.Array, ids: jax.Array, g: jax.Array, count: int) 
 
 
 def _matrix_of_each(ids: jax.Array, count: int) -> jax.Array:
-    """The matrix, of `count` in all, of each row in ids[P, …], flat; `count` for an id that has none."""
+    """Index of the matrix, out of `count`, of each row of ids[P, …], flattened; `count` for a row without one."""
     each, ids = count // len(ids), ids.astype(jnp.int32)
     first = jnp.arange(len(ids), dtype=jnp.int32) * each
     of_rows = ids + first.reshape(-1, *[1] * (ids.ndim - 1))
@@ -163,15 +163,15 @@ def _matrix_of_each(ids: jax.Array, count: int) -> jax.Array:
 
 
 def _sorted(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The rows in the order of their matrices, those without one last, and the number of rows of each."""
+    """The rows sorted by matrix, those without one last, and the number of rows of each matrix."""
     sizes = jnp.sum(of_rows[:, None] == jnp.arange(count, dtype=of_rows.dtype), axis=0, dtype=jnp.int32)
     return jnp.argsort(of_rows, stable=True), sizes
 
 
 def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Blocks of rows that have the same matrix: the rows in each [K, b], the matrix of each [K], and each row's place.
+    """Groups rows by matrix into blocks: the rows in each [K, b], the matrix of each [K], and each row's position.
 
-    A row or a place past the end stands for none. There are as many blocks as any ids may need.
+    A row or a position past the end means none. There are as many blocks as any ids may need.
     """
     n = len(of_rows)
     b = max(LEAST_ROWS, math.ceil(n / (BLOCKS * count)))

@@ -1,4 +1,4 @@
-"""What JAX refuses inside typed functions, told as a ShardError: the line, the types of its values, a remedy."""
+"""Turns errors of JAX inside typed functions into ShardErrors: with the line, its values' types, and a remedy."""
 
 import itertools
 import linecache
@@ -20,32 +20,32 @@ from shardlib.values import SHORT_DTYPES, devices_along, is_opaque, states_text
 
 _BLOCKS = "inside shard_map an array has the shape of this device's block"
 WITHOUT_MAXIMUM = (
-    "cut the maximum off from the gradient: pmax(spec, jax.lax.stop_gradient(x)); a softmax and its gradient are the "
-    "same whatever is subtracted. For the gradient of a maximum itself, gather the dim: jnp.max of "
+    "take the maximum out of the gradient: pmax(spec, jax.lax.stop_gradient(x)); a softmax and its gradient do not "
+    "depend on what is subtracted. For the gradient of a maximum itself, gather the dim: jnp.max of "
     "all_gather(..., replicated=True)"
 )
 _REMEDIES = {
-    "unreduced": "reduce the partial sum first, with psum_scatter or psum; what is linear is written with the partial "
-    "sum itself: p + q, p - q, c * p; instead of jax.vmap, name the dim in the spec",
-    "reduced on": "for a function of jax.numpy, such as a norm or top_k, gather a plain array: all_gather(..., "
-    "replicated=True); or give what was gathered to einsum_unreduced, index_unreduced or broadcast, which know that "
+    "unreduced": "reduce the partial sum first, with psum_scatter or psum; linear operations work on the partial sum "
+    "itself: p + q, p - q, c * p; instead of jax.vmap, name the dim in the spec",
+    "reduced on": "for a jax.numpy function, such as a norm or top_k, gather a plain array: all_gather(..., "
+    "replicated=True); or pass the gathered array to einsum_unreduced, index_unreduced or broadcast, which know that "
     "its gradient is a partial sum",
-    "manual ax": "reduce or gather what differs (psum, all_gather); if a constant is to differ: jax.lax.pcast(x, axes, "
-    "to='varying')",
+    "manual ax": "reduce or gather what differs (psum, all_gather); for a constant that is to differ: "
+    "jax.lax.pcast(x, axes, to='varying')",
     "Differentiation rule for 'pm": WITHOUT_MAXIMUM,
     "dtypes do not match": "cast one of them with .astype",
     "cannot reshape": f"{_BLOCKS}: take sizes from x.shape, not from the configuration",
 }
-"""What to do about an error of JAX that has these words."""
+"""The remedy for an error of JAX that contains these words."""
 _REDUCTION = re.compile(r"reduce_(?!precision)|arg(max|min)|cum|sort|top_k")
 _TYPE = re.compile(r"\b(?P<dtype>[a-z]+\d+)\[(?P<shape>[\d,]*)\](?P<states>\{.*?\})?")
 
 
 def told(error: Exception) -> ShardError | None:
-    """`error`, which leaves a typed function, with what a user needs to know of it.
+    """Turns an `error` that leaves a typed function into a ShardError that says what a user needs to know.
 
-    Its place is the innermost line of the user's code. It shows what JAX says in short, and the values in the failed
-    expression, with the types that annotations and ops have given them. None for an error that is not JAX's own.
+    Its place is the innermost line of the user's code. It shows JAX's message in short, and the values in the failed
+    expression with the types that annotations and ops have given them. None for an error that JAX did not raise.
     """
     call = users_call(error)
     if call is None or not _is_of_jax(error):
@@ -64,10 +64,10 @@ def told(error: Exception) -> ShardError | None:
 
 
 def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
-    """Adds to `error`, if it is about one value, the line that made it, or that made it of this device's block alone.
+    """Adds to an `error` about one value the line that made the value, or that reduced only this device's block of it.
 
-    `run` is the function that raised it, which is traced once more. Of what leads to a value that differs over axes
-    which its type does not have, the last reduction whose result does is what is missing a collective.
+    `run` is the function that raised the error; it is traced once more. If the value differs over axes that its type
+    lacks, the line is that of the last reduction whose result differs: it lacks a collective.
     """
     if error.about is None:
         return
@@ -81,7 +81,7 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
 
     try:
         jaxpr = jax.make_jaxpr(until)().jaxpr
-    except Exception:  # the value is of a loop or a branch within
+    except Exception:  # the value is inside a loop or a branch
         return
     used = {*jaxpr.outvars}
     for eqn in reversed(jaxpr.eqns):
@@ -102,7 +102,7 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
 
 
 def _is_of_jax(error: Exception) -> bool:
-    """Whether JAX raised an error that is about arguments, and not about values that are unknown while it traces."""
+    """True if JAX raised the error, about arguments and not about values that are unknown while it traces."""
     if isinstance(error, ShardError | jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         return False
     of_jax = type(error).__module__.split(".")[0] == "jax"  # ShardingTypeError is not public
@@ -143,7 +143,7 @@ def _values(expression: str, variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shortened(said: str) -> str:
-    """What JAX says in one sentence: that about types if there is one, with the types as other messages write them."""
+    """Shortens JAX's message to one sentence, about types if there is one, with types as other messages write them."""
     sentence = next((line for line in said.splitlines() if " has type " in line), said.splitlines()[0])
     sentence = sentence.partition(" Please ")[0].rstrip(".:")
 
@@ -156,7 +156,7 @@ def _shortened(said: str) -> str:
 
 
 def _about_sizes(said: str, values: dict[str, Any]) -> str:
-    """Remedy for the sizes of two shapes, compared from the last, that differ; empty if none do."""
+    """Remedy for two shapes that differ in a size, compared from the last dim; empty if they do not differ."""
     shapes = [[int(n) for n in re.findall(r"\d+", shape)] for shape in re.findall(r"\(([\d, ]+)\)", said)]
     of_two = [enumerate(zip(a[::-1], b[::-1], strict=False)) for a, b in itertools.combinations(shapes, 2)]
     pairs = [(min(pair), max(pair), k) for pairs in of_two for k, pair in pairs if 1 < min(pair) < max(pair)]

@@ -1,4 +1,4 @@
-"""The loop over a stack of layers, for any model: scan, checkpointing, unrolling, caches."""
+"""Runs a stack of layers, for any model: scan, checkpointing, unrolling and caches."""
 
 import dataclasses
 import functools
@@ -21,18 +21,18 @@ from shardlib.values import OpName, describe, is_opaque, stage_axes
 
 @pytree_dataclass
 class LayerAux:
-    """Further results of a layer, besides x, the same on all devices of r, d and t."""
+    """What a layer returns besides x. It must be the same on all devices of r, d and t."""
 
     loss: jax.Array | None = None
-    """A scalar, added to the training loss as it is, so it includes any factor."""
+    """A scalar that is added to the training loss as it is, so include any factor."""
     metrics: dict[str, jax.typing.ArrayLike] = dataclasses.field(default_factory=dict)
-    """Metrics of the layer, which the log shows, by name: scalars, or vectors. Of a vector the log has the largest
-    entry, once it is averaged over microbatches: the load of the largest expert is that of the whole batch."""
+    """Metrics of the layer for the log, by name: scalars or vectors. A vector is averaged over microbatches, and the
+    log shows its largest entry, so the load of the largest expert is that of the whole batch."""
     place: OpName = dataclasses.field(default_factory=lambda: OpName(place_of_caller()), metadata={"static": True})
-    """Where the layer made it, for messages."""
+    """Where the layer made it (`file.py:line`), for messages."""
 
     def check(self) -> None:
-        """Raises ShardError for values that are not scalars, or that differ between devices."""
+        """Raises ShardError for values of the wrong rank, or that differ between devices."""
         for name, x in {"loss": self.loss, **self.metrics}.items():
             if x is None:
                 continue
@@ -48,9 +48,9 @@ class LayerAux:
 
     @classmethod
     def joined(cls, results: list[Any]) -> tuple[tuple, Self]:
-        """Joins the results of a layer for several microbatches: a tuple of each x, and the means of their LayerAux."""
+        """Joins a layer's results for several microbatches: a tuple of each x, and the means of their LayerAux."""
         xs, aux = zip(*map(split_aux, results), strict=True)
-        for each in aux[1:] and aux:  # that of one is checked where the layers are run
+        for each in aux[1:] and aux:  # a single one is checked where the layers are run
             each.check()
         return xs, aux[0] if len(aux) == 1 else jax.tree.map(lambda *values: sum(values) / len(values), *aux)
 
@@ -63,14 +63,14 @@ def __getattr__(name: str) -> Any:
 
 
 def split_aux(result: Any) -> tuple[Any, LayerAux]:
-    """The parts x and LayerAux of a layer's result."""
+    """Splits the result of a layer into x and its LayerAux."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], LayerAux)
     return result if is_pair else (result, LayerAux())
 
 
 @pytree_dataclass
 class LayerMetrics:
-    """The metrics in the LayerAux of a model's layers, in the order of the layers."""
+    """The layers' metrics, in the order of the layers."""
 
     values: f32["N depth"]
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
@@ -78,9 +78,9 @@ class LayerMetrics:
 
     @classmethod
     def of_rows(cls, metrics: dict[str, jax.Array], rows: jax.Array, layers: int) -> Any:
-        """Metrics of the layers in one device's rows, 0 for other layers; None without metrics.
+        """Metrics of the layers in one device's rows, 0 for all other layers; None without metrics.
 
-        `metrics` has a value or a vector for each row, and `rows` the number of its layer.
+        `metrics` has a value or a vector for each row, and `rows` the index of its layer.
         """
         if not metrics:
             return None
@@ -91,7 +91,7 @@ class LayerMetrics:
         return cls(values.at[:, rows].add(of_rows), names)
 
     def by_name(self) -> dict[str, jax.Array]:
-        """Each metric, a vector over the layers."""
+        """Returns each metric as a vector over the layers."""
         return dict(zip(self.names, self.values, strict=True))
 
 
@@ -107,36 +107,36 @@ def run_layers(
     checkpoint: Callable[..., Any] | None = None,
     unroll: int | None = 1,
 ) -> tuple[Any, Any, LayerAux]:
-    """`x` after all layers of a stack, the new caches of the layers, and their LayerAux, stacked. Per-device code.
+    """Runs a stack of layers. Returns the new `x`, the layers' new caches and stacked LayerAux. Per-device code.
 
     Args:
-        layer: (weights, x, index, index_in_period, attend) -> x of one layer, or a tuple of x and its LayerAux. x keeps
-            its type. `index_in_period` is an int and counts from 0. `attend` is described below.
-        w: weights of the layers, each array with one leading dim of rows.
+        layer: (weights, x, index, index_in_period, attend) -> x, or a tuple of x and a LayerAux. x must keep its type.
+            `index_in_period` is an int that counts from 0. `attend` is described below.
+        w: weights of the layers; each array has a leading dim of rows.
         x: the residual stream: an array, or a pytree of arrays.
-        layer_ids: index in the model of the layer in each row. None: the rows are the layers in order.
+        layer_ids: index in the model of the layer in each row. None: the rows are all layers in order.
         attend: (cache, q, k, v, …) -> the output of attention, and the new cache of the layer. A layer calls it without
-            the cache, exactly once if there are caches.
-        caches: caches of the layers, each array with one leading dim of rows; or None.
-        period: number of layers after which the model's pattern of layers repeats. It divides the rows.
-        checkpoint: (fn, prevent_cse) -> `fn`, whose forward pass keeps less for its backward pass, such as
+            the cache; if there are caches, exactly once.
+        caches: caches of the layers; each array has a leading dim of rows. Or None.
+        period: number of layers after which the model's layer pattern repeats. It must divide the number of rows.
+        checkpoint: (fn, prevent_cse) -> a version of `fn` that saves less for the backward pass, such as
             jax.checkpoint; None: `fn` itself.
-        unroll: number of layers in one iteration of the loop, at least 1; None: all.
+        unroll: number of layers in one iteration of the loop, at least 1; None: all layers.
 
     Raises:
-        ShardError: a layer that does not return x and LayerAux as described, or does not call `attend` once.
+        ShardError: a layer does not return x and LayerAux as described, or does not call `attend` once.
     """
     if layer_ids is None:
         if PIPELINE_AXIS in stage_axes():
             raise ShardError(
-                "the layers of a pipeline stage are run without their numbers",
-                "pass on the `layer_ids` that it is given",
+                "the layers of a pipeline stage are run without their layer_ids",
+                "pass on the `layer_ids` that the stage is given",
             )
         layer_ids = marks.layer_numbers(len(jax.tree.leaves(w)[0]))
     periods = len(layer_ids) // period
     at_once = periods if unroll is None else min(max(1, unroll // period), periods)
-    # XLA must not replace a recomputed value by that of the forward pass. If both passes are loops, it cannot, and
-    # prevent_cse would only make the gathers of each layer wait for the gradient that arrives there.
+    # XLA must not replace a recomputed value by the one from the forward pass. It cannot if both passes are loops, and
+    # prevent_cse would then only delay each layer's gathers until the gradient arrives.
     prevent_cse = at_once == periods or periods % at_once != 0  # no loop, or layers left over after it
 
     def run(place, x, of_layer):
@@ -160,8 +160,8 @@ def run_layers(
         if problem := _changed(x, y):
             raise ShardError(
                 f"a layer is given {problem}",
-                "return the residual stream, in the shape and the dtype of x and over its axes, and nothing else: what "
-                "differs over more axes is reduced or gathered over them first (psum, all_gather)",
+                "return the residual stream alone, with the shape, dtype and axes of x; reduce or gather it over any "
+                "further axes first (psum, all_gather)",
                 place=place_of(layer),
             )
         if jax.tree.leaves(cache) and calls != 1:
@@ -197,7 +197,7 @@ def run_layers(
 
 
 def _changed(x: Any, y: Any) -> str | None:
-    """Words for how the residual stream `y` after a layer is of another type than `x` before it; None if it is not."""
+    """Describes how the residual stream `y` after a layer differs in type from `x` before it; None if it does not."""
     if type(x) is type(y) is tuple and len(x) == len(y):
         return next(filter(None, map(_changed, x, y)), None)
     (before, of_x), (after, of_y) = (jax.tree_util.tree_flatten_with_path(stream) for stream in (x, y))

@@ -1,10 +1,10 @@
-"""Code that is per-device on purpose: the op for it, and marks around it.
+"""Code that differs between devices on purpose: the op for it, and marks around it.
 
-What it computes is not checked; its results are what is declared.
+What such code computes is not checked; its results are taken to have the types that are declared.
 
-A mark is a name on a value (jax.ad_checkpoint.checkpoint_name), which compiles to nothing. An argument is marked
-`enters`, and a result `leaves` with the type that is declared. Gradients cross the other way: that of a result enters,
-that of an argument leaves with the type of the argument.
+A mark is a name on a value (jax.ad_checkpoint.checkpoint_name), which compiles to nothing. Arguments are marked
+`enters`, and results `leaves` with the declared type. Gradients cross in the other direction: that of a result enters,
+and that of an argument leaves with the argument's type.
 """
 
 import functools
@@ -21,27 +21,27 @@ from shardlib.parsing import ShardError, parse_shape
 from shardlib.values import is_opaque, on_mesh, sharded_apart
 
 REGION = "per_device"
-"""Name of the jitted function that holds the code."""
+"""Name of the jitted function that holds per-device code."""
 STAGES = "the stages of a pipeline run different tasks at a time, by a schedule that is checked by itself"
-"""Reason of the pipeline's executor, which is traced without a region, and in which code may have regions."""
+"""Reason of the pipeline executor, which is traced without a region; code inside it may have regions."""
 
 
 LAYER_NUMBERS = "numbers of the layers"
-"""Name of the value that says which layers these are: a stage runs some, and no other numbers may take its place."""
+"""Name of the value that identifies the layers: a stage runs some of them, and no other ids may replace these."""
 
 
 def layer_numbers(count: int) -> jax.Array:
-    """The numbers of all layers, i32."""
+    """The ids of all layers, i32."""
     return checkpoint_name(jnp.arange(count), LAYER_NUMBERS)
 
 
 class Mark(NamedTuple):
-    """What the name of a value says.
+    """What the name of a marked value encodes.
 
     Attributes:
         kind: enters, leaves, or gradient: leaves with the type of the argument that entered as `label`.
-        label: the reason, and the number of the argument.
-        spec: the type, in shardtypes' notation; empty where any will do.
+        label: the reason, and the index of the argument.
+        spec: the type in shardtypes' notation; empty for any type.
     """
 
     kind: str
@@ -50,13 +50,13 @@ class Mark(NamedTuple):
 
 
 def mark_of(eqn: Eqn) -> Mark | None:
-    """The mark that an equation makes; None if it makes none."""
+    """The mark that an equation makes; None for other equations."""
     name = eqn.params.get("name") if eqn.primitive.name == "name" else None
     return Mark(*name.split("|")[1:]) if isinstance(name, str) and name.startswith(f"{REGION}|") else None
 
 
 def is_region(eqn: Eqn) -> bool:
-    """Whether an equation calls code that is per-device on purpose."""
+    """True if an equation calls code that is per-device on purpose."""
     return eqn.params.get("name") == REGION and eqn.primitive.name in ("jit", "pjit")
 
 
@@ -76,27 +76,27 @@ _marked.defvjp(
 
 
 def mark(x: jax.Array, forward: Mark, backward: Mark) -> jax.Array:
-    """`x` with a mark, and a mark on its gradient."""
+    """Marks `x`, and its gradient."""
     return _marked(x, forward, backward) if jnp.issubdtype(x.dtype, jnp.inexact) else _name(x, forward)
 
 
 def enter(x: jax.Array, label: str, spec: str = "") -> jax.Array:
-    """An argument of per-device code, of the type `spec` if it is given."""
+    """Marks an argument of per-device code, of type `spec` if it is given."""
     return mark(x, Mark("enters", label, spec), Mark("gradient", label))
 
 
 def leave(x: jax.Array, label: str, spec: str) -> jax.Array:
-    """A result of per-device code, of the type `spec`."""
+    """Marks a result of per-device code, of type `spec`."""
     return mark(x, Mark("leaves", label, spec), Mark("enters", label))
 
 
 def leave_like(x: jax.Array, label: str) -> jax.Array:
-    """A gradient that per-device code computes for the argument that entered as `label`."""
+    """Marks a gradient that per-device code computes for the argument that entered as `label`."""
     return _name(x, Mark("gradient", label))
 
 
 def region(fn: Callable[..., Any], *args: object) -> Any:
-    """fn(*args), as a call that the analysis does not look into."""
+    """Calls fn(*args) so that the analysis does not look inside."""
 
     def per_device(*args):
         return fn(*args)
@@ -105,23 +105,23 @@ def region(fn: Callable[..., Any], *args: object) -> Any:
 
 
 def per_device(spec, fn, *args, reason: str, takes: str = ""):
-    """fn(*args), whose code differs between devices on purpose; the results are taken to be as `spec` says.
+    """Calls fn(*args), whose code differs between devices on purpose. The results are taken to have the type `spec`.
 
-    The check of the step does not look into `fn`: a ring, a halo, the slots of a mixture of experts, noise of its own
-    on each device. Gradients of the arguments are taken to have the types of the arguments.
+    The check of the step does not look inside `fn`: a ring, a halo, the slots of a mixture of experts, noise that
+    differs by device. Gradients of the arguments are taken to have the types of the arguments.
 
     Args:
-        spec: the type of the result, `B/r/d L/t M`; of a tuple, the types with commas between.
+        spec: the type of the result, `B/r/d L/t M`; for a tuple, the types separated by commas.
         fn: a function of arrays and pytrees of arrays.
         *args: its arguments.
-        reason: why the result is right on every mesh. Each use has its own.
-        takes: types of the first arrays in `args`, with commas between, which the check of the step then demands.
+        reason: why the result is right on every mesh. Give each use its own.
+        takes: types of the first arrays in `args`, separated by commas; the check of the step enforces them.
     """
     with checked_op("per_device", spec):
         require_shard_map()
         shapes, taken = ([on_mesh(parse_shape(t)) for t in text.split(",") if t] for text in (spec, takes))
         if not reason or "|" in reason:
-            raise ShardError(f"the reason is {reason!r}", "say in words why the result is right on every mesh")
+            raise ShardError(f"the reason is {reason!r}", "explain in words why the result is right on every mesh")
     leaves, structure = jax.tree.flatten(args)
     specs = [*map(str, taken), *[""] * len(leaves)]
     entered = [enter(x, f"{reason} [{i}]", specs[i]) for i, x in enumerate(leaves)]

@@ -1,4 +1,4 @@
-"""Parts that the ops in shardops.py share: reading specs, checking operands, casts, the rules of einsum."""
+"""What the ops in shardops.py share: reading specs, checking operands, casts, and the rules of einsum."""
 
 import contextlib
 import dataclasses
@@ -19,14 +19,14 @@ from shardlib.values import WITHOUT_COPY, Copy, OpName, Partial, inside_shard_ma
 
 
 def checked_op(name: str, spec: str, *operands: object) -> contextlib.AbstractContextManager[Sizes]:
-    """The context `checking` for a call of an op: its errors show the op, its spec and its operands."""
+    """Context for a call of an op (see `checking`): errors raised inside show the op, its spec and its operands."""
     numbered = {f"operand {i}": x for i, x in enumerate(operands, 1)}
     return checking(f"{name}({spec!r})", **numbered)
 
 
 @contextlib.contextmanager
 def checked_operands(name: str, spec: str, *operands: Any, allowed: Sequence[str] = ("*",)) -> Iterator[tuple]:
-    """`checked_op` for operands that the spec describes. Gives the OpSpec, the arrays in them, and the sizes."""
+    """`checked_op` for operands that the spec describes. Yields the OpSpec, the operands' arrays, and the sizes."""
     with checked_op(name, spec, *operands) as sizes:
         op = parse(spec, len(operands), *allowed)
         triples = enumerate(zip(op.lhs, operands, strict=True), 1)
@@ -37,9 +37,9 @@ def checked_operands(name: str, spec: str, *operands: Any, allowed: Sequence[str
 def checked_collective(
     name: str, spec: str, x: object, *, copies: bool = False
 ) -> Iterator[tuple[OpSpec, ShapeSpec, ShapeSpec, jax.Array, Sizes]]:
-    """`checked_op` for a collective of one operand. Gives its spec and both sides, the array in `x`, and the sizes.
+    """`checked_op` for a collective with one operand. Yields the OpSpec, its two sides, the array in `x`, the sizes.
 
-    `copies` says whether the spec may have * marks, and the operand may be a copy, also one that was gathered ahead.
+    `copies`: the spec may have * marks, and the operand may be a Copy, even one that was gathered ahead.
     """
     with checked_op(name, spec, x) as sizes:
         op = parse(spec, 1, *["*"] * copies)
@@ -51,9 +51,9 @@ def checked_collective(
 
 
 def parse(spec: str, operands: int, *allowed: str) -> OpSpec:
-    """The spec of an op of so many operands, as the current mesh has it.
+    """Parses the spec of an op with `operands` operands, as it reads on the current mesh.
 
-    `allowed` is the notation that the op knows besides dims and +: `[dim]`, `...`, `*` and `( )`. Raises ShardError.
+    `allowed` lists the notation that the op accepts besides dims and +: `[dim]`, `...`, `*`, `( )`. Raises ShardError.
     """
     op = parse_op(spec, "( )" in allowed)
     op = OpSpec(tuple(map(on_mesh, op.lhs)), on_mesh(op.rhs))
@@ -73,12 +73,12 @@ def parse(spec: str, operands: int, *allowed: str) -> OpSpec:
 
 
 def does_nothing(spec: str, op: OpSpec) -> bool:
-    """Whether the op is only about axes that this mesh lacks; `op` is `spec` on this mesh."""
+    """True if the op only concerns axes that this mesh lacks; `op` is `spec` on this mesh."""
     return op.lhs == (op.rhs,) and op != parse_op(spec)
 
 
 def check_operand(position: int, spec: ShapeSpec, value: object, sizes: Sizes, **allowed: bool) -> jax.Array:
-    """`check_value`, whose errors show the position of the operand."""
+    """Runs `check_value`; its errors name the operand by its position."""
     try:
         return check_value(spec, value, sizes, **allowed)
     except ShardError as error:
@@ -87,18 +87,18 @@ def check_operand(position: int, spec: ShapeSpec, value: object, sizes: Sizes, *
 
 
 def require_shard_map() -> None:
-    """Raises ShardError outside of shard_map."""
+    """Raises ShardError outside shard_map."""
     if not inside_shard_map():
-        raise ShardError("called outside of shard_map, where no device is on its own", "call it under typed_shard_map")
+        raise ShardError("called outside shard_map: there is no per-device block here", "call it under typed_shard_map")
 
 
 def wrong_spec(op: OpSpec, rule: str) -> ShardError:
-    """The error for a spec that says another thing than the op does, by its rule."""
+    """The error for a spec that does not describe what the op does; `rule` says how to write it."""
     return ShardError(f"this op does not turn `{op.lhs[0]}` into `{op.rhs}`", rule)
 
 
 def expect_result(op: OpSpec, dims: Iterable[Dim], partial: Iterable[str] = (), index: int | None = None) -> None:
-    """Raises ShardError if the result of `op` has other dims, or is a partial sum over other axes."""
+    """Raises ShardError if `op` declares a result with other dims, or with a partial sum over other axes."""
     expected = on_mesh(parse_shape(str(ShapeSpec(tuple(dims), sort_axes(partial), index=index))))
     if expected != dataclasses.replace(op.rhs, copies=()):
         raise ShardError(f"the result is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
@@ -107,8 +107,8 @@ def expect_result(op: OpSpec, dims: Iterable[Dim], partial: Iterable[str] = (), 
 def axes_moved(op: OpSpec) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """The axes that each dim loses from operand to result, and those that it gains.
 
-    Raises ShardError if the dims differ in more than axes, or if a dim loses or gains others than its last axes: the
-    entries of a block would not be contiguous in the block that they come from or go to.
+    Raises ShardError if the dims differ in more than axes, or if a dim loses or gains axes other than its last ones: a
+    block would then not be contiguous in the block that it comes from or goes to.
     """
     lhs, rhs = op.lhs[0], op.rhs
     if lhs.names != rhs.names:
@@ -126,7 +126,7 @@ def axes_moved(op: OpSpec) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]
 
 
 def check_result_divisible(spec: ShapeSpec, sizes: Sizes) -> None:
-    """Raises ShardError for a dim of the result that its axes do not divide."""
+    """Raises ShardError if a dim of the result is not divisible by the devices along its axes."""
     for dim in spec.dims:
         check_divisible(dim, dim.literal_size if dim.literal_size is not None else sizes[dim.name])
 
@@ -135,7 +135,7 @@ def check_result_divisible(spec: ShapeSpec, sizes: Sizes) -> None:
 
 
 def one_like(x: jax.Array) -> jax.Array:
-    """The cotangent of a scalar, or of a partial sum of one, that is added to the loss."""
+    """Returns the cotangent of a scalar, or of a partial sum of one, that is added to the loss."""
     kind = jax.typeof(x).manual_axis_type
     return lax.pcast(varying(jnp.ones((), x.dtype), kind.varying), sort_axes(kind.unreduced), to="reduced")
 
@@ -148,7 +148,7 @@ def zeros_like_traced(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
 
 
 def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str], axes: Iterable[str]) -> jax.Array:
-    """An operand, cast to vary over `axes`. Raises ShardError if that hides a reduction of its gradient."""
+    """Casts an operand to vary over `axes`. Raises ShardError if that hides a reduction of its gradient."""
     kind = jax.typeof(value).manual_axis_type
     same = sort_axes(set(axes) - kind.varying - kind.reduced - set(copies))
     if same and jnp.issubdtype(value.dtype, jnp.inexact):
@@ -157,10 +157,10 @@ def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str]
             remedy = f"drop the axis from its spec; or, if it is a constant, jax.lax.pcast(x, {same!r}, to='varying')"
         else:
             marks = " ".join(f"*{axis}" for axis in same)
-            remedy = f"say so once, where operand {position} is made: x = replicate('... -> ... {marks}', x)"
+            remedy = f"mark it once, where operand {position} is made: x = replicate('... -> ... {marks}', x)"
         raise ShardError(
             f"operand {position} `{spec}` is the same on every device of {names}, over which the result varies: "
-            f"its gradient would be all-reduced over {names} unseen",
+            f"its gradient would be silently all-reduced over {names}",
             remedy,
         )
     return varying(value, axes)
@@ -169,13 +169,13 @@ def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str]
 def cast_to_result(
     op: OpSpec, values: Sequence[jax.Array], operands: Iterable[Any]
 ) -> tuple[list[jax.Array], frozenset[str], set[str]]:
-    """Operands of a product, cast to vary over the axes of its result, these axes, and the axes of which it is a copy.
+    """Casts the operands of a matmul to vary over the axes of its result; also returns these axes, and the copy axes.
 
-    `values` are the arrays in `operands`. Raises ShardError for a copy in the result that no operand is, and for a cast
-    that hides a reduction of a gradient.
+    `values` are the arrays in `operands`. Raises ShardError if the result is marked as a copy and no operand is one,
+    and if a cast would hide a reduction of a gradient.
     """
     kinds = [jax.typeof(value).manual_axis_type for value in values]
-    # In a stage the result of what was gathered over p varies over p, as all values there may.
+    # In a pipeline stage any value may vary over p, so the result of what was gathered over p does.
     differing = set().union(*(kind.varying | kind.reduced for kind in kinds))
     axes = op.rhs.sharded | set(op.rhs.partial) | (differing & set(stage_axes()))
     copies = {axis for x in operands for axis in copy_axes(x)} - axes
@@ -189,7 +189,7 @@ def cast_to_result(
 
 
 def wrap(value: jax.Array, spec: ShapeSpec, copies: Iterable[str], origin: str) -> Any:
-    """`value` of the type `spec`: as a partial sum of a copy over `copies`; the array itself if it is neither.
+    """Gives `value` the type `spec`: a partial sum, a copy over `copies`, or both; the array itself if neither.
 
     `value` varies over the axes over which it is a partial sum, or is unreduced over them.
     """
@@ -203,17 +203,17 @@ def wrap(value: jax.Array, spec: ShapeSpec, copies: Iterable[str], origin: str) 
 
 
 def copy_axes(value: object) -> tuple[str, ...]:
-    """Axes over which a value, or what a partial sum adds up, is a copy."""
+    """Axes over which a value, or the value inside a partial sum, is a copy."""
     if isinstance(value, Partial):
         value = unwrap(value)
     return value.axes if isinstance(value, Copy) else ()
 
 
 def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> jax.Array:
-    """`x` unchanged. Its derivative is a ShardError if all devices would compute the same gradient.
+    """Returns `x`. Differentiating it raises ShardError if every device would compute the same whole gradient.
 
-    They would if `x` was gathered over an axis over which the result does not vary. JAX refuses that too, but its error
-    shows neither the op nor the axis.
+    That happens if `x` was gathered over an axis over which the result does not vary. JAX rejects it too, but its error
+    names neither the op nor the axis.
     """
     repeated = sort_axes(jax.typeof(x).manual_axis_type.reduced)
     if not repeated:
@@ -228,7 +228,7 @@ def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> jax.Arr
 
 
 def refuse_gradient(x: jax.Array, problem: str, remedy: str) -> jax.Array:
-    """`x` unchanged. Its derivative is a ShardError, at the line of this call."""
+    """Returns `x`. Differentiating it raises a ShardError that points to the line of this call."""
     error = ShardError(problem, remedy)
     identity = jax.custom_jvp(lambda x: x)
 
@@ -244,7 +244,7 @@ def refuse_gradient(x: jax.Array, problem: str, remedy: str) -> jax.Array:
 
 @functools.lru_cache(maxsize=4096)
 def einsum_formula(op: OpSpec) -> str:
-    """The formula for jnp.einsum of a spec whose dims and axes agree. Raises ShardError if they do not."""
+    """Formula for jnp.einsum of a spec. Raises ShardError if the dims and axes of the spec do not agree."""
     dims: dict[str, Dim] = {}
     sharded_by: dict[str, str] = {}
     for i, shape in enumerate((*op.lhs, op.rhs), 1):
@@ -252,7 +252,7 @@ def einsum_formula(op: OpSpec) -> str:
             raise ShardError(f"`{shape}` names a dim twice", "use two names")
         if shape.partial and shape is not op.rhs:
             raise ShardError(
-                f"operand {i} `{shape}` is a partial sum: products of partial sums are not sums of products",
+                f"operand {i} `{shape}` is a partial sum: a product of partial sums is not a sum of products",
                 "reduce it first, with psum_scatter or psum",
             )
     for dim in (dim for operand in op.lhs for dim in operand.dims):

@@ -1,9 +1,9 @@
-"""Parser of spec strings: `B/r/d L M +t` and `M/d F/t -> M F/t`. It knows neither arrays nor JAX.
+"""Parser of spec strings: `B/r/d L M +t` and `M/d F/t -> M F/t`. It uses neither arrays nor JAX.
 
 The grammar, in words separated by spaces:
 
     dim       `B`  `B/r/d`  `3`     a dim of an array, then the mesh axes that shard it, major to minor
-    group     `(K/t Q)`             dims that are one dim of the array, outermost first (rearrange only)
+    group     `(K/t Q)`             dims merged into one dim of the array, outermost first (rearrange, grouped_product)
     index     `[V/t]`               the dim that is looked up (first operand of index_unreduced only)
     any dims  `...`                 any dims, sharded in any way (replicate only)
     partial   `+t`                  a partial sum over mesh axis t, still to be reduced
@@ -11,9 +11,9 @@ The grammar, in words separated by spaces:
 
 A group of axes, such as `b` of axes.GROUPS, stands for its axes: `B/b` is `B/r/d/e`.
 
-A spec names a mesh axis at most once: a device has one coordinate on the axis, which selects one block of one dim.
-Within a dim the axes follow `AXIS_ORDER`, and then the alphabet. `M/t/d` and `M/d/t` would place different data on a
-device, so there is one order for the whole project.
+A spec names a mesh axis at most once, because a device has one coordinate on it, which selects one block of one dim.
+Within a dim the axes follow `AXIS_ORDER`, then the alphabet: `M/t/d` and `M/d/t` would place different data on a
+device, so the whole project uses one order.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ _MARK = re.compile(rf"([+*])({_NAME})")
 
 
 class ShardError(ValueError):
-    """A shape, dtype, sharding or collective that contradicts its spec. The only kind of error that shardlib raises.
+    """A shape, dtype, sharding or collective that contradicts its spec. shardlib raises no other kind of error.
 
     Attributes:
         problem: what is wrong, in one sentence.
-        remedy: what to write instead.
-        context: the operands, the sizes bound so far and the mesh, one to a line.
-        place: `path/file.py:line` of the user's code that it is about; empty if there is none, or if `problem` has it.
-        about: the array that is not of its type, and the axes over which it differs, which the type does not have.
+        remedy: what to do instead.
+        context: the operands, the sizes bound so far and the mesh, one per line.
+        place: `path/file.py:line` of the user's code at fault; empty if there is none, or if `problem` has it.
+        about: the array that does not have its type, and the axes over which it differs although the type lacks them.
     """
 
     def __init__(self, problem: str, remedy: str = "", context: str = "", place: str | None = None, about: Any = None):
@@ -59,7 +59,7 @@ class ShardError(ValueError):
         return "\n".join(filter(None, parts))
 
     def located(self, where: str, context: str = "") -> "ShardError":
-        """This error with `where` before its problem, and with `context` if it has none yet."""
+        """Returns this error with `where` before its problem, and with `context` if it has none yet."""
         problem = f"{where}: {self.problem}" if where else self.problem
         return ShardError(problem, self.remedy, self.context or context, self.place, self.about)
 
@@ -73,17 +73,17 @@ class Dim:
 
     name: str
     axes: tuple[str, ...] = ()
-    group: tuple = ()  # of Dims: a type that names itself would lead `typed` in a circle
+    group: tuple = ()  # of Dims: naming the class itself would send `typed` into a loop
     written: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """The axes and groups of axes as a spec names them, for messages; empty if it names axes alone."""
+    """The axes and groups of axes as the spec names them, for messages; empty if it names only axes."""
 
     @property
     def literal_size(self) -> int | None:
-        """The size of a dim such as `3`; None for a name."""
+        """The size of a literal dim such as `3`; None for a named one."""
         return int(self.name) if self.name.isdigit() else None
 
     def without(self, axes: Collection[str]) -> "Dim":
-        """The dim on a mesh without `axes`."""
+        """Returns the dim on a mesh without `axes`."""
         kept = tuple(axis for axis in self.axes if axis not in axes)
         written = tuple(word for word in self.written if not {*axes_in([word])} <= {*axes})
         return Dim(self.name, kept, tuple(dim.without(axes) for dim in self.group), written)
@@ -102,8 +102,8 @@ class ShapeSpec:
         dims: its dims, in order.
         partial: axes over which it is a partial sum.
         copies: axes over which it is a copy.
-        index: position of the `[dim]`, None if there is none.
-        open: whether the dims are `...`.
+        index: position of the `[dim]`; None if there is none.
+        open: True if the dims are `...`.
     """
 
     dims: tuple[Dim, ...] = ()
@@ -123,7 +123,7 @@ class ShapeSpec:
         return tuple(dim.name for dim in self.dims)
 
     def without(self, axes: Collection[str]) -> "ShapeSpec":
-        """The type on a mesh without `axes`."""
+        """Returns the type on a mesh without `axes`."""
         kept = lambda named: tuple(axis for axis in named if axis not in axes)
         dims = tuple(dim.without(axes) for dim in self.dims)
         return ShapeSpec(dims, kept(self.partial), kept(self.copies), self.index, self.open)
@@ -147,26 +147,26 @@ class OpSpec:
 
 
 def axes_in(words: Iterable[str]) -> tuple[str, ...]:
-    """The axes that `words` name, each an axis or one of GROUPS."""
+    """Expands words, each an axis or one of GROUPS, to axes."""
     return tuple(axis for word in words for axis in GROUPS.get(word, (word,)))
 
 
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
-    """The axes without repeats, in AXIS_ORDER, and then alphabetically."""
+    """Sorts axes by AXIS_ORDER, then alphabetically, without repeats."""
     order = (CHUNK_AXIS, *AXIS_ORDER)
     rank = lambda axis: order.index(axis) if axis in order else len(order)
     return tuple(sorted(set(axes), key=lambda axis: (rank(axis), axis)))
 
 
 def sort_axes_of_dim(axes: Iterable[str]) -> tuple[str, ...]:
-    """The axes of a dim as `sort_axes`, but for those of EITHER_ORDER, which stay in their order."""
+    """Sorts the axes of a dim like `sort_axes`, but keeps those of EITHER_ORDER in their given order."""
     axes = tuple(axes)
     free = iter(axis for axis in axes if axis in EITHER_ORDER)
     return tuple(next(free) if axis in EITHER_ORDER else axis for axis in sort_axes(axes))
 
 
 def spec_text(spec: str | bytes) -> str:
-    """The spec as a str, without spaces around it."""
+    """Returns the spec as a str, without surrounding spaces."""
     return (spec.decode("ascii") if isinstance(spec, bytes) else spec).strip()
 
 
@@ -194,7 +194,7 @@ def _parse_group(word: str) -> Dim:
     for dim in dims[1:]:
         if dim.axes:
             raise ShardError(
-                f"in {word} the inner dim {dim} is sharded: each device has a part for every {dims[0].name}, so that "
+                f"in {word} the inner dim {dim} is sharded: each device has a part for every {dims[0].name}, so "
                 "the blocks of the group would interleave",
                 f"shard only the outermost dim of a group: write {dim} first, or all_gather it before",
             )
@@ -203,7 +203,7 @@ def _parse_group(word: str) -> Dim:
 
 @functools.lru_cache(maxsize=4096)
 def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
-    """Parses `B/d L M +t`, with `groups` also `(K/t Q)`. Raises ShardError for what is not in the grammar."""
+    """Parses `B/d L M +t`; with `groups` also `(K/t Q)`. Raises ShardError for anything outside the grammar."""
     text = spec_text(spec)
     dims, marks, index, open_ = [], {"+": [], "*": []}, None, False
     for word in _WORD.findall(text) if groups else text.split():
@@ -218,12 +218,12 @@ def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
             continue
         if word.startswith("[") and word.endswith("]"):
             if index is not None:
-                raise ShardError(f"spec {text!r} has two [dims]", "one dim is looked up at a time")
+                raise ShardError(f"spec {text!r} has two [dims]", "look up one dim at a time")
             index, word = len(dims), word[1:-1]
         is_group = groups and word[0] == "(" and word[-1] == ")"
         dims.append(_parse_group(word) if is_group else _parse_dim(word))
     if open_ and dims:
-        raise ShardError(f"spec {text!r} has dims beside '...'", "'...' means all dims: name each dim instead")
+        raise ShardError(f"spec {text!r} has dims besides '...'", "'...' means all dims: name each dim instead")
     axes = [axis for dim in dims for axis in dim.axes] + marks["+"] + marks["*"]
     for axis in axes:
         if axes.count(axis) > 1:
@@ -236,18 +236,18 @@ def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
 
 @functools.lru_cache(maxsize=4096)
 def parse_op(spec: str | bytes, groups: bool = False) -> OpSpec:
-    """Parses `B/d L F/t, M F/t -> B/d L M +t`, with `groups` also `(K/t Q)`.
+    """Parses `B/d L F/t, M F/t -> B/d L M +t`; with `groups` also `(K/t Q)`.
 
-    Raises ShardError for what is not in the grammar.
+    Raises ShardError for anything outside the grammar.
     """
     text = spec_text(spec)
     sides = text.split("->")
     if len(sides) != 2:
-        raise ShardError(f"spec {text!r} has no single '->'", "write `operand, operand -> result`")
+        raise ShardError(f"spec {text!r} does not have exactly one '->'", "write `operand, operand -> result`")
     return OpSpec(tuple(parse_shape(operand, groups) for operand in sides[0].split(",")), parse_shape(sides[1], groups))
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The question for the known name that is nearest to `name`, after a space; empty where none is near."""
+    """Asks for the known name closest to `name`, after a space; empty if none is close."""
     nearest = difflib.get_close_matches(str(name), [*known], n=1)
     return f" Did you mean {nearest[0]}?" if nearest else ""

@@ -1,14 +1,14 @@
-"""The executor of any schedule of schedules.py: the microbatches of a step through the stages of axis p.
+"""Executor of any schedule of schedules.py: runs the microbatches of a step through the stages of axis p.
 
-Every device runs the same program, a scan over the ticks of the schedule. In each tick it runs the forward that its
-column of the table names, if any; the backward or the input half of one, if any; and the half for the weights, if any.
-Then it sends results to the devices beside it on p. Before the forwards of the first stage all devices of p embed its
-microbatch together, and before the backwards of the last stage they compute the loss together, each for its part of the
-vocabulary. Values that wait for their task are in buffers with as many slots as the schedule needs, so memory grows
-with the number of microbatches only if the schedule's does.
+Every device runs the same program, a scan over the ticks of the schedule. In each tick it runs what its column of the
+table names: a forward, a backward or its input half, and a weights half, each if there is one. Then it sends results to
+its neighbors on p. Before the forwards of the first stage all devices of p embed its microbatch together, and before
+the backwards of the last stage they compute the loss together, each for its part of the vocabulary. Values that wait
+for their task are in buffers with as many slots as the schedule needs, so memory grows with the number of microbatches
+only if the schedule's does.
 
-Within a task every value may differ over p (`pipeline_stage`), and in that of a stage a collective over p would wait
-forever. Such collectives are refused once a tick is traced. docs/pipeline.md explains more.
+Within a task every value may differ over p (`pipeline_stage`), and a collective over p in the task of a stage would
+wait forever. Such collectives are rejected once a tick is traced. docs/pipeline.md explains more.
 """
 
 import dataclasses
@@ -32,23 +32,23 @@ from shardlib.split_backward import SplitBackward
 from shardlib.tick_tables import TickTable
 from shardlib.values import mesh_axes, on_mesh, pipeline_stage, planned_devices
 
-# ---- the backward of a stage, in tasks of its own ------------------------------------------------------------------
+# ---- the backward of a stage as separate tasks ---------------------------------------------------------------------
 
 
 class StageBackward:
-    """jax.vjp(has_aux=True) of a stage, traced by itself: with its forward, as a whole, and in halves.
+    """jax.vjp(has_aux=True) of a stage, split into its forward, its whole backward, and the halves of the backward.
 
-    Arrays are passed from the forward to the backward. The function that `jax.vjp` returns is a pytree, whose leaves
-    are what the backward needs. Leaves that are weights are not passed, since the backward has the weights anyway.
+    Arrays are passed from the forward to the backward. The function that `jax.vjp` returns is a pytree whose leaves are
+    what the backward needs. Leaves that are weights are not passed, since the backward has the weights anyway.
 
     Attributes:
-        saved_types: types of what is passed from the forward to the backward, first the results but y.
-        kept_types: types of what the input half passes to the half for the weights.
+        saved_types: types of what the forward passes to the backward, starting with its results other than y.
+        kept_types: types of what the input half passes to the weights half.
 
     Args:
         stage: (stack, x, chunk, microbatch) -> (y, loss of the layers), metrics of the layers.
-        stack, x, y: the types of the weights of a chunk, of the input and of the output.
-        halves: whether the backward is done in halves.
+        stack, x, y: types of a chunk's weights, of the input and of the output.
+        halves: True to split the backward in halves.
     """
 
     def __init__(self, stage: Callable[..., Any], stack: object, x: object, y: object, halves: bool):
@@ -63,7 +63,7 @@ class StageBackward:
             (program, results) = jax.make_jaxpr(self.whole, return_shape=True)(stack, self.saved_types, y)
             self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
             wanted = [True] * self._dx.num_leaves + [False] * self._g.num_leaves
-            self._dy = [None] * len(jax.tree.leaves(y))  # what `weights` has in place of dy
+            self._dy = [None] * len(jax.tree.leaves(y))  # what `weights` has instead of dy
             given = [True] * (len(jax.tree.leaves(stack)) + len(self.saved_types)) + [False] * len(self._dy)
             # What is passed from task to task varies over p, as its buffers do.
             self._halves = SplitBackward(program, wanted, given, over=(PIPELINE_AXIS,))
@@ -71,7 +71,7 @@ class StageBackward:
             _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
 
     def forward(self, stack: object, x: Any, i: jax.Array, k: jax.Array) -> tuple[Any, list[jax.Array]]:
-        """The output y of the stage; and its other results, then what the backward needs."""
+        """Runs the stage. Returns its output y, and a list of its other results followed by what the backward needs."""
         (y, extra), vjp, aux = jax.vjp(lambda stack, x: self._stage(stack, x, i, k), stack, x, has_aux=True)
         results, self._results = jax.tree.flatten((extra, aux))
         leaves, self._structure = jax.tree.flatten(vjp)
@@ -80,11 +80,11 @@ class StageBackward:
         return y, [*results, *(leaf for leaf in leaves if id(leaf) not in known)]
 
     def results(self, saved: list[jax.Array]) -> tuple[Any, Any]:
-        """Loss of the layers, metrics of the layers."""
+        """Reads the loss and the metrics of the layers from what the forward saved."""
         return jax.tree.unflatten(self._results, saved[: self._results.num_leaves])
 
     def whole(self, stack: object, saved: list[jax.Array], dy: object) -> tuple[Any, Any]:
-        """The gradients of the input and of the weights."""
+        """Computes the gradients of the input and of the weights."""
         weights, others = jax.tree.leaves(stack), iter(saved[self._results.num_leaves :])
         leaves = [next(others) if n is None else weights[n] for n in self._weights]
         extra, _ = self.results(saved)
@@ -92,13 +92,13 @@ class StageBackward:
         return dx, g
 
     def input(self, stack: object, saved: list[jax.Array], dy: object) -> tuple[Any, list[jax.Array]]:
-        """The gradient of the input, and what `weights` needs."""
+        """Computes the gradient of the input, and what `weights` needs."""
         outs, kept = self._halves.first([*jax.tree.leaves(stack), *saved, *jax.tree.leaves(dy)])
         kept, self._kept = jax.tree.flatten(kept)
         return jax.tree.unflatten(self._dx, outs[: self._dx.num_leaves]), kept
 
     def weights(self, stack: object, saved: list[jax.Array], kept: list[jax.Array]) -> Any:
-        """The gradients of the weights."""
+        """Computes the gradients of the weights."""
         outs = self._halves.second([*jax.tree.leaves(stack), *saved, *self._dy], jax.tree.unflatten(self._kept, kept))
         return jax.tree.unflatten(self._g, outs[self._dx.num_leaves :])
 
@@ -107,21 +107,21 @@ class StageBackward:
 
 
 def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any, microbatches: object) -> tuple:
-    """The loss, summed over microbatches, and its gradients, on a mesh with p. Per-device code.
+    """Computes the loss, summed over microbatches, and its gradients, on a mesh with p. Per-device code.
 
-    Of the table of `forwards` it gives the loss without the losses of layers, and no gradients and no metrics: None.
+    For a table made of `forwards` only, the loss leaves out the losses of layers, and gradients and metrics are None.
 
     Args:
-        loss: the loss of a microbatch, in four methods, each per device. All devices of p run three of them together:
-            `gather_outer(w)` is the weights that the others take, `first(w, *microbatch)` the input of the first layer,
-            and `last(w, x, *microbatch)` the loss, an f32 scalar. `layers(w, x, layer_ids, *microbatch)` is x after the
-            layers `layer_ids` of one stage, and their LayerAux, whose losses are added in training, averaged over
-            microbatches.
+        loss: the loss of a microbatch, in four per-device methods. All devices of p run three of them together:
+            `gather_outer(w)` returns the weights that the other two take, `first(w, *microbatch)` the input of the
+            first layer, and `last(w, x, *microbatch)` the loss, an f32 scalar. `layers(w, x, layer_ids, *microbatch)`
+            runs the layers `layer_ids` of one stage, and returns x and their LayerAux, whose losses are added in
+            training, averaged over microbatches.
         placement: the layers of each stage.
-        table: of the schedule.
-        w: copies of the weights, made by replicate and all_gather, so that gradients are summed over microbatches
-            before they are reduced over devices. `w.layers` has this device's rows.
-        microbatches: a tuple of pytrees of arrays, each with one leading dim of microbatches.
+        table: the tick table of the schedule.
+        w: weights as Copies, made by replicate and all_gather, so that gradients are summed over microbatches before
+            they are reduced over devices. `w.layers` has this device's rows.
+        microbatches: a tuple of pytrees of arrays, each with a leading dim of microbatches.
 
     Returns:
         The loss, a partial sum over p. The gradients, like `w`, in f32, or f64 for f64 weights. The metrics of the
@@ -129,8 +129,8 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     """
     p, count, training = placement.p, len(jax.tree.leaves(microbatches)[0]), bool(table.columns["backward"].any())
     if count != (wanted := 1 + int(table.columns["forward_microbatch"].max())):
-        problem = f"the batch has {count} microbatches, and the schedule is for {wanted}"
-        raise ShardError(problem, "give the batch and the schedule the same number: training.microbatches")
+        problem = f"the batch has {count} microbatches, but the schedule is for {wanted}"
+        raise ShardError(problem, "give both the same number: training.microbatches")
     label = marks.STAGES
     leaves, structure = jax.tree.flatten(w)
     w = structure.unflatten([marks.enter(x, f"{label} [{i}]") for i, x in enumerate(leaves)])
@@ -138,7 +138,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     layer_ids = jnp.asarray(placement.rows)[me]
     outer = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.name != "layers"}
 
-    # Below, `stack` is the layers of chunk i, and k the number of a microbatch.
+    # Below, `stack` is the layers of chunk i, and k the index of a microbatch.
     batch = lambda k: _get(microbatches, k)
     own_batch = lambda k: jax.tree.map(_apart, batch(k))
     chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
@@ -154,7 +154,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     zero = jnp.int32(0)
     x_type = jax.eval_shape(first, outer, zero)
     if others := [x.dtype for x in jax.tree.leaves(x_type) if not jnp.issubdtype(x.dtype, jnp.inexact)]:
-        remedy = "stages pass floats on, which have gradients: .astype(act.dtype) in `embed`"
+        remedy = "stages pass on floats, which have gradients: use .astype(act.dtype) in `embed`"
         raise ShardError(f"the residual stream has an array of {others[0]}", remedy)
     y_type, extras_type = jax.eval_shape(layers, chunk(w.layers, zero), x_type, zero, zero)
     backward_of: StageBackward | Any = None
@@ -195,7 +195,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     def add_to_chunk(total, g, i):
         return _add_part(total, g, i, placement.chunk_rows) if placement.v > 1 else _add(total, g)
 
-    # Below, all devices work together for the microbatch k of one of them, on which `own` is true.
+    # Below, all devices work together on the microbatch k of one of them, where `own` is true.
 
     def embed(carry, k, own, entry):
         slot = jnp.where(own, entry["forward_input"], table.arrivals)
@@ -214,7 +214,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
         return _put(carry["arrivals"], dy, slot), _add(carry["g_outer"], g), carry["loss"] + total
 
     def on_all_stages(row, which, fn, names, carry, *args):
-        """`carry`, in which `names` are fn(carry, k, own, *args) if a device's task in this tick is `which`."""
+        """Replaces `names` in `carry` by fn(carry, k, own, *args) if any device's task in this tick is `which`."""
         own, k = row[which], row[which.split("_")[0] + "_microbatch"]
         new = jax.named_scope(f"task_{which}")(lambda: fn(carry, jnp.sum(own * k), own[me] == 1, *args))
         found = lax.cond(jnp.any(own == 1), new, lambda: tuple(carry[name] for name in names))
@@ -242,7 +242,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
             carry["arrivals"] = _put(carry["arrivals"], y, entry["forward_output"])
             if not table.one_message:
                 carry = with_head(carry)
-            # If no device has two results in a tick, one message holds whichever it has.
+            # If no device has two results in a tick, one message carries whichever it has.
             names = "g_stack", "kept", "loss", "metrics"
             idle = lambda: (y if table.one_message else _zeros(x_type), *(carry[name] for name in names))
             run = jax.named_scope("task_backward")(lambda: backward(entry, carry))
@@ -251,8 +251,8 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
         if table.halves:
             run = jax.named_scope("task_weights")(lambda: weights(entry, carry))
             carry["g_stack"] = lax.cond(entry["weights"] == 1, run, lambda: carry["g_stack"])
-        # What needs all devices is before or after all slots, as far as it can be: between them, a stage without a
-        # forward would wait for the forwards of the others.
+        # Work of all devices together comes before or after all slots, as far as possible: between them, a stage
+        # without a forward would wait for the forwards of the others.
         if training:
             carry = on_all_stages(row, "backward_first", embed_backward, ["g_outer"], carry, dx)
         y = dx if table.one_message else y
@@ -288,11 +288,11 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
 
 
 def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) -> tuple:
-    """What `run_schedule` gives, by the same parts of the loss one after the other. This is the form to be proved.
+    """Computes the same as `run_schedule`, with the parts of the loss one after the other. This form is proved.
 
-    Every device runs all layers of each microbatch, also on a mesh without p: those of the first stage, then the
-    others, because what is right of two stages is right of more. The rows of a stack are taken for its layers in order:
-    the schedule, and where it puts layers, are checked by themselves.
+    Every device runs all layers of each microbatch, even on a mesh without p: those of the first stage, then the
+    others, because what holds for two stages holds for more. The rows of a stack count as its layers in order: the
+    schedule, and its placement of layers, are checked separately.
     """
     count, rows = (len(jax.tree.leaves(x)[0]) for x in (microbatches, w.layers))
     layers = rows * mesh_axes().get(PIPELINE_AXIS, 1)
@@ -331,33 +331,33 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
 
 
 def _loss_of_layers(aux: Any, count: int) -> jax.Array | None:
-    """What the layers add to the loss in one of `count` microbatches; None if they add nothing."""
+    """What the layers add to the loss of one of `count` microbatches; None if they add nothing."""
     return None if aux.loss is None else jnp.sum(aux.loss) / count
 
 
 def _of_stages(spec: str, x: jax.Array) -> Any:
-    """`x` as a partial sum over p, of type `spec`; `x` itself on a mesh without p."""
+    """Marks `x` as a partial sum over p, of type `spec`; returns `x` itself on a mesh without p."""
     return wrap(x, on_mesh(parse_shape(spec)), (), "the pipeline")
 
 
 def _share(x: jax.Array) -> jax.Array:
-    """A part of `x`, which all devices of p have, for each of them."""
+    """Divides `x`, which all devices of p hold, into equal shares."""
     return _apart(x / lax.axis_size(PIPELINE_AXIS)) if PIPELINE_AXIS in mesh_axes() else x
 
 
 def _the_same(x: jax.Array) -> jax.Array:
-    """`x`, which all devices of p have, as JAX's types know it."""
+    """Tells JAX's types that `x` is the same on all devices of p."""
     is_varying = PIPELINE_AXIS in jax.typeof(x).manual_axis_type.varying
     return lax.psum(x, PIPELINE_AXIS) / lax.axis_size(PIPELINE_AXIS) if is_varying else x
 
 
 def _of_all_stages(x: jax.Array) -> jax.Array:
-    """A stack of the layers of all stages, from that of this stage's."""
+    """Gathers the layers of all stages into one stack."""
     return lax.all_gather(x, PIPELINE_AXIS, axis=0, tiled=True, to="invarying") if PIPELINE_AXIS in mesh_axes() else x
 
 
 def _in_two(tree: object, rows: int) -> list[Any]:
-    """The first `rows` of each array, and the others."""
+    """Splits each array into its first `rows` rows and the others."""
     leaves, structure = jax.tree.flatten(tree)
     parts = [lax.split(x, (rows, len(x) - rows)) for x in leaves]
     return [structure.unflatten(part) for part in zip(*parts, strict=True)]
@@ -372,23 +372,23 @@ def _task(fn: Callable[..., Any]) -> Callable:
 
 
 def _apart(x: jax.Array) -> jax.Array:
-    """`x`, marked as varying over p, if the mesh has it."""
+    """Marks `x` as varying over p, if the mesh has it."""
     return varying(x, {PIPELINE_AXIS} & {*mesh_axes()})
 
 
 def _refuse_collectives(jaxpr: object) -> None:
-    """Raises ShardError for a collective over p in the task of a stage: a conditional that devices of p decide."""
+    """Raises ShardError for a collective over p in the task of a stage: a conditional whose test varies over p."""
     choices = (eqn for eqn in equations_in(jaxpr) if eqn.primitive.name == "cond")
     tasks = (eqn for eqn in choices if PIPELINE_AXIS in eqn.invars[0].aval.manual_axis_type.varying)
     for equation in (inner for task in tasks for branch in task.params["branches"] for inner in equations_in(branch)):
         name = equation.primitive.name
         if PIPELINE_AXIS in axes_of(equation) and name not in ("pvary", "axis_index"):
             raise ShardError(
-                f"a pipeline stage runs {name} over {PIPELINE_AXIS}: the stages run different tasks at a time, so "
-                "that it would wait forever",
-                "do it in `embed` or `logits`, which the stages run together, or before or after the schedule; or, if "
-                "it is the gradient of a value that is the same on all stages, make that value one of the weights, or "
-                "put lax.stop_gradient around it",
+                f"a pipeline stage runs {name} over {PIPELINE_AXIS}, which would wait forever: stages run different "
+                "tasks at the same time",
+                "do it in `embed` or `logits`, which the stages run together, or before or after the schedule; if it "
+                "is the gradient of a value that is the same on all stages, make that value one of the weights, or put "
+                "lax.stop_gradient around it",
                 place=next((place(*call) for call in reversed(frames_of(equation)) if is_users(call[0])), ""),
             )
 
@@ -401,12 +401,12 @@ def _shift(x: object, p: int, by: int) -> Any:
 
 
 def _zeros(like: object, leading: tuple[int, ...] = ()) -> Any:
-    """Zeros like traced values, with dims `leading` before their own, that also vary over p, as all values of tasks."""
+    """Zeros like traced values, with extra leading dims `leading`, varying also over p like all values of tasks."""
     return jax.tree.map(lambda x: _apart(zeros_like_traced(x, leading)), like)
 
 
 def _accumulators(w: object) -> Any:
-    """Zeros to which gradients of `w` are added."""
+    """Zeros to accumulate the gradients of `w`."""
     return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
 
 
@@ -419,7 +419,7 @@ def _put(buffers: object, values: object, i: jax.Array) -> Any:
 
 
 def _where(own: jax.Array, x: object) -> Any:
-    """`x` on the devices where `own` is true, 0 on the others."""
+    """`x` on devices where `own` is true, 0 on the others."""
     return jax.tree.map(lambda x: jnp.where(own, x, jnp.zeros_like(x)), x)
 
 

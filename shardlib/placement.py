@@ -1,6 +1,6 @@
-"""Placement of layers on pipeline stages, and the order of the rows of a stack of layers at rest.
+"""Places layers on pipeline stages, and orders the rows of a stack of layers at rest.
 
-Only this module knows that order. Checkpoints have every stack in the order of the layers.
+Only this module knows that order. Checkpoints store every stack in the order of the layers.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from shardlib.schedules import Stages
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlacement:
-    """The layers of each stage, the same number in all, and the rows that hold them at rest.
+    """The layers of each stage, of which all have the same number, and the rows that hold them at rest.
 
-    At rest, a stack `layers/p` has the rows of device 0 of p, then those of device 1, and so on. The rows of a device
-    are the layers of its chunks in order.
+    At rest, a stack `layers/p` has the rows of device 0 of p, then those of device 1, and so on. A device's rows are
+    the layers of its chunks in order.
 
     Attributes:
-        stages: the stages of each device of p; of one device on a mesh without p.
+        stages: the stages of each device of p; on a mesh without p, those of its one device.
         chunk_rows: number of layers of each stage.
     """
 
@@ -51,15 +51,15 @@ class LayerPlacement:
 
 
 def place_layers(layers: int, stages: Stages, period: int = 1) -> LayerPlacement:
-    """The placement of `layers` layers on the stages of each device.
+    """Places `layers` layers on the stages of each device.
 
     Args:
         layers: number of layers.
         stages: the stages of each device.
-        period: number of layers after which their pattern repeats. A stage has a multiple of it.
+        period: number of layers after which their pattern repeats. Each stage gets a multiple of it.
 
     Raises:
-        ValueError: the layers cannot be placed so.
+        ValueError: the layers do not divide into such stages.
     """
     p, v = len(stages), len(stages[0])
     if layers % (p * v * period):
@@ -72,7 +72,7 @@ def place_layers(layers: int, stages: Stages, period: int = 1) -> LayerPlacement
 
 
 def consecutive(order: np.ndarray, rows: slice) -> list[tuple[slice, slice]]:
-    """Groups of consecutive layers in `rows`: the layers of each, and its rows counted from the first of `rows`."""
+    """Finds runs of consecutive layers in `rows`: the layers of each, and its rows counted from the start of `rows`."""
     own = order[rows]
     ends = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
     groups = zip([0, *ends], [*ends, len(own)], strict=True)

@@ -1,4 +1,4 @@
-"""The line of the user's code that an error is about, and whether it is the project's own word.
+"""Finds the line of the user's code that an error is about, and whether the project raised the error itself.
 
 This module does not import JAX.
 """
@@ -19,28 +19,28 @@ _HELPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("jax_extra.p
 
 
 def is_installed(file: str) -> bool:
-    """Tests for a file of an installed package, or of Python itself."""
+    """True for a file of an installed package, or of Python itself."""
     return file.startswith(("<frozen ", _PYTHON)) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def shown_path(file: str) -> str:
-    """`file` as a user finds it: relative to the working directory if it is below that."""
+    """Path of `file` for the user: relative to the working directory if it is inside it."""
     return file.removeprefix(os.getcwd().rstrip(os.sep) + os.sep)
 
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Tests for a file that users edit: not of shardlib, no helper that a step calls, not of an installed package."""
+    """True for a file that users edit: not part of shardlib, of an installed package, or a helper that a step calls."""
     return not (Path(file).is_relative_to(_LIBRARY) or file in _HELPERS or is_installed(file))
 
 
 def place(file: str, line: int) -> str:
-    """`path/file.py:line`."""
+    """Formats `path/file.py:line`."""
     return f"{shown_path(file)}:{line}"
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Place where a function is defined; that of the caller if Python does not know it."""
+    """`file.py:line` where a function is defined; that of the caller if Python does not know it."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -48,7 +48,7 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def place_of_caller() -> str:
-    """Place of the innermost call in the user's code; empty if there is none."""
+    """`file.py:line` of the innermost call in the user's code; empty if there is none."""
     frame: FrameType | None = inspect.currentframe()
     of_dataclass = ("<string>", "__init__")
     while frame is not None and (
@@ -67,7 +67,7 @@ def users_call(error: BaseException) -> TracebackType | None:
 
 
 def is_raised_on_purpose(error: BaseException) -> bool:
-    """Whether a `raise` statement outside of installed packages raised `error`, with a message written for users."""
+    """True if a `raise` statement outside installed packages raised `error`, with a message written for users."""
     calls = list(traceback.walk_tb(error.__traceback__))
     if not calls:
         return False

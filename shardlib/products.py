@@ -1,4 +1,4 @@
-"""Products and lookups, with the gradients that XLA computes fastest, and the same in each run."""
+"""Matmuls and lookups with gradients that XLA computes fast, and identically in every run."""
 
 import functools
 
@@ -9,23 +9,23 @@ from jax import lax
 from shardlib import marks
 from shardlib.values import target_device
 
-# ---- products -----------------------------------------------------------------------------------------------------
+# ---- matmuls ------------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def einsum_with_gradients(formula: str, dtype, x_is_smaller: bool, x: jax.Array, y: jax.Array) -> jax.Array:
-    """jnp.einsum, whose gradients are einsums with the dims of the operands in their order, in the operands' dtype.
+    """jnp.einsum whose gradients are einsums that keep the operands' order of dims and their dtype.
 
-    JAX's own rule contracts the gradient with x and transposes the result. XLA turns that into a transposition of the
-    gradient, which for a layer's up-projection takes a CPU longer than the product. Also, where the dtype of the result
-    is wider than that of the operands, as for scores, JAX multiplies in the wider one, which is many times slower on an
+    JAX's own rule contracts the gradient with x and transposes the result. XLA turns that into a transpose of the
+    gradient, which on a CPU takes longer than the matmul of a layer's up-projection. And if the result has a wider
+    dtype than the operands, as for attention scores, JAX multiplies in the wider one, which is many times slower on an
     accelerator.
     """
     return product_of(formula, x, y, dtype)
 
 
 def product_of(formula: str, x: jax.Array, y: jax.Array, dtype=None) -> jax.Array:
-    """jnp.einsum, in the form that XLA computes fastest. None: a result in the operands' dtype."""
+    """jnp.einsum in the form that XLA computes fastest. dtype None: that of the operands."""
     operands, result = formula.split("->")
     x_dims, y_dims = operands.split(",")
     if target_device().platform != "cpu":
@@ -33,13 +33,13 @@ def product_of(formula: str, x: jax.Array, y: jax.Array, dtype=None) -> jax.Arra
     if {*x_dims, *y_dims} <= {*result} or {*x_dims} == {*y_dims}:
         return _sum_of_products(x_dims, y_dims, result, x, y, dtype or x.dtype)
     if dtype is None and x.dtype == jnp.bfloat16:
-        # The same sums, rounded once. XLA has no product of bf16 for a CPU but the one whose result is f32.
+        # The same sums, rounded once: on a CPU, XLA only has a bf16 matmul whose result is f32.
         return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32).astype(x.dtype)
     return jnp.einsum(formula, x, y, preferred_element_type=dtype)
 
 
 def _sum_of_products(x_dims: str, y_dims: str, result: str, x: jax.Array, y: jax.Array, dtype) -> jax.Array:
-    """An einsum that multiplies no matrices. As a product, XLA would transpose operands and result on a CPU."""
+    """An einsum that is not a matmul. As a dot, XLA would transpose operands and result on a CPU."""
     wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), dtype)
     dims = x_dims + "".join(dim for dim in y_dims if dim not in x_dims)
     y = y.transpose([y_dims.index(dim) for dim in dims if dim in y_dims])
@@ -51,7 +51,7 @@ def _sum_of_products(x_dims: str, y_dims: str, result: str, x: jax.Array, y: jax
 
 
 def _product_forward(formula, dtype, x_is_smaller, x, y):
-    # Not a call of einsum_with_gradients, in which the policies of jax.checkpoint would not see the product.
+    # Does not call einsum_with_gradients: the policies of jax.checkpoint would not see the dot inside.
     return product_of(formula, x, y, dtype), (x, y)
 
 
@@ -65,7 +65,7 @@ def _product_backward(formula, dtype, x_is_smaller, operands, g):
     dx = product(of_g, of_y, x_dims)
     if target_device().platform != "cpu":
         return dx, product(of_x, of_g, y_dims)
-    # A CPU transposes the first operand, so the smaller one comes first. XLA would follow the order of the result.
+    # A CPU transposes the first operand, so put the smaller one first. XLA would follow the order of the result.
     first, second = (of_x, of_g) if x_is_smaller else (of_g, of_x)
     order = "".join(sorted(y_dims, key=lambda dim: dim not in first[0]))
     if order == y_dims:
@@ -83,8 +83,8 @@ einsum_with_gradients.defvjp(_product_forward, _product_backward)
 def take(table: jax.Array, ids: jax.Array, spec: str) -> jax.Array:
     """table[ids] along the first dim; ids out of range are clipped. Per-device code.
 
-    The gradient of the table adds up rows whose ids are equal. JAX does that by a scatter-add. On a GPU its sums depend
-    on which row comes first, so `sums_by_id` adds the rows there.
+    The gradient of the table adds up the rows that have equal ids. JAX does that by a scatter-add, whose order of
+    summation is not fixed on a GPU, so `sums_by_id` adds the rows there.
 
     Args:
         table: [V, …].
@@ -97,8 +97,8 @@ def take(table: jax.Array, ids: jax.Array, spec: str) -> jax.Array:
 
 
 def pick(table: jax.Array, ids: jax.Array, axis: int) -> jax.Array:
-    """The entry of `table` along `axis` that `ids` says, for each entry of its other dims; 0 for an id out of range."""
-    # Compare and sum rather than gather: it fuses in both directions, while the transpose of a gather is a scatter.
+    """Picks the entry of `table` along `axis` by id, for each entry of its other dims; 0 for an id out of range."""
+    # Compare and sum instead of a gather: it fuses in both directions, while the transpose of a gather is a scatter.
     positions = jnp.arange(table.shape[axis], dtype=jnp.int32)
     positions = positions.reshape([-1 if i == axis else 1 for i in range(table.ndim)])
     hit = positions == jnp.expand_dims(ids, axis)
@@ -106,10 +106,10 @@ def pick(table: jax.Array, ids: jax.Array, axis: int) -> jax.Array:
 
 
 def sums_by_id(rows: jax.Array, ids: jax.Array, count: int) -> jax.Array:
-    """Sums of the rows[N, …] that have each id, [count, …]; 0 for an id that none has.
+    """Sums the rows[N, …] by id: [count, …]; 0 for an id that no row has.
 
-    The order of a sum depends on the ids alone. Rows are sorted by id. Then a segmented scan (Blelloch, CMU-CS-90-190,
-    section 1.5) adds to each row those before it that have its id.
+    The order of a sum depends on the ids alone. Rows are sorted by id, then a segmented scan (Blelloch, CMU-CS-90-190,
+    section 1.5) adds to each row the preceding rows with its id.
     """
     at = lambda x, places: jnp.take(x, places, axis=0, mode="clip")
     order = jnp.argsort(ids, stable=True)
@@ -129,7 +129,7 @@ def sums_by_id(rows: jax.Array, ids: jax.Array, count: int) -> jax.Array:
 
 
 def check_sums() -> None:
-    """Compares, where `take` needs it, sums_by_id with a scatter-add on the device, of integers: both are exact.
+    """Checks sums_by_id against a scatter-add of integers on this device, if `take` uses it. Both are exact.
 
     Raises:
         ArithmeticError: they differ.
@@ -141,7 +141,7 @@ def check_sums() -> None:
     found, expected = sums_by_id(rows, ids, 1000), jnp.zeros((1000, 2)).at[ids].add(rows)
     if not (found == expected).all():
         raise ArithmeticError(
-            "shardlib.products.sums_by_id, the gradient of an embedding on this platform, is no scatter-add: "
+            "shardlib.products.sums_by_id, the gradient of an embedding on this platform, is not a scatter-add: "
             f"{int((found != expected).sum())} of {found.size} sums differ. Use another jaxlib or driver."
         )
 
@@ -155,8 +155,8 @@ def _take_backward(spec, count, ids, g):
     def sums(g, ids):
         return sums_by_id(g.reshape(-1, *g.shape[ids.ndim :]), jnp.clip(ids.reshape(-1), 0, count - 1), count)
 
-    label = f"sums of rows with equal ids, {spec}"  # of which the order does not matter
-    # The ids are those of the lookup, which is checked. The sums are compared before the first step: check_sums.
+    label = f"sums of rows with equal ids, {spec}"  # their order does not matter
+    # The ids are those of the lookup, which is checked. check_sums compares the sums before the first step.
     found = marks.region(sums, marks.enter(g, label), ids)
     return marks.leave(found, label, spec), None
 

@@ -1,4 +1,4 @@
-"""The op rearrange: transposing, splitting and merging dims, checked by name."""
+"""The op rearrange: transposes, splits and merges dims by name, with checks."""
 
 import functools
 import itertools
@@ -19,20 +19,20 @@ from shardlib.values import devices_along
 def rearrange(spec: str, x: object, /, **sizes: int) -> Any:
     """Transposes, splits and merges the dims of `x`: `B/d L (K/t Q) D -> B/d K/t Q L D`. It does not communicate.
 
-    The notation is that of einops, with axes. A group `(K/t Q)` is one dim of the array, with K outermost, and `1` is a
-    dim of size 1. Each name is on both sides, with the same axes. In a group only the outermost dim may be sharded. A
-    partial sum and a Copy stay what they are.
+    The notation is that of einops, plus axes. A group `(K/t Q)` is one dim of the array, with K outermost, and `1` is a
+    dim of size 1. Each name must be on both sides, with the same axes. In a group only the outermost dim may be
+    sharded. A partial sum stays a partial sum, and a Copy a Copy.
 
     Args:
         spec: the dims of the operand and of the result.
         x: an array, a partial sum or a Copy.
-        **sizes: sizes of dims by name, at least 1, where neither `x` nor the current scope tells them: `Q=4`. As
-            everywhere these are the sizes of whole dims, not of a device's block.
+        **sizes: sizes of dims that neither `x` nor the current scope determines, at least 1: `Q=4`. As everywhere these
+            are global sizes, not those of a device's block.
     """
     with checked_op("rearrange", spec, x) as known:
         op = parse(spec, 1, "*", "( )")
         lhs, rhs = op.lhs[0], op.rhs
-        pattern, names = _pattern(parse_op(spec, groups=True))  # on a mesh without p too, p stays in its place
+        pattern, names = _pattern(parse_op(spec, groups=True))  # even on a mesh without p, p stays in its position
         require_shard_map()
         _bind_given(lhs, sizes, known)
         value = check_operand(1, lhs, x, known)
@@ -45,7 +45,7 @@ def rearrange(spec: str, x: object, /, **sizes: int) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
-    """The pattern of a spec for einops, and the name in it of each dim. Raises ShardError for a wrong spec."""
+    """Translates a spec into a pattern for einops, and the names of dims in it. Raises ShardError for a wrong spec."""
     lhs, rhs = _members("operand", op.lhs[0]), _members("result", op.rhs)
     for name in [*lhs, *rhs]:
         before, after = (str(side.get(name, "nothing")) for side in (lhs, rhs))
@@ -68,12 +68,12 @@ def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
 
 
 def _members(which: str, shape: ShapeSpec) -> dict[str, Dim]:
-    """Each dim of a side by its name, also those in groups, without 1."""
+    """The dims of one side by name, with those inside groups, without 1."""
     dims = [dim for dim in itertools.chain(*(dim.group or [dim] for dim in shape.dims)) if str(dim) != "1"]
     for dim in dims:
         if dim.literal_size is not None or [other.name for other in dims].count(dim.name) > 1:
-            problem = f"{dim} in the {which} `{shape}` has no name of its own"
-            raise ShardError(problem, "give each dim another name, and a size if need be: rearrange(…, N=3)")
+            problem = f"{dim} in the {which} `{shape}` does not have a name of its own"
+            raise ShardError(problem, "give each dim a different name, and a size if needed: rearrange(…, N=3)")
     return {dim.name: dim for dim in dims}
 
 
@@ -83,11 +83,11 @@ def _bind_given(shape: ShapeSpec, given: Mapping[str, int], sizes: Sizes) -> Non
     for name, size in given.items():
         if name not in names or not isinstance(size, int) or size < 1 or sizes.setdefault(name, size) != size:
             problem = f"{name}={size!r} is not the size of a dim of `{shape}`"
-            raise ShardError(problem, "give whole sizes, over all devices, of dims whose size is not known")
+            raise ShardError(problem, "give the global sizes of dims whose size is not known")
 
 
 def bind_groups(shape: ShapeSpec, sizes: Sizes) -> None:
-    """Replaces the size of each group in `sizes` by the sizes of its dims. Raises ShardError if they do not fit."""
+    """Replaces the size of each group in `sizes` by the sizes of its dims. Raises ShardError if they do not match."""
     for group in (dim for dim in shape.dims if dim.group):
         whole, names = sizes.pop(group.name), [dim.name for dim in group.group]
         unknown = [name for name in names if name not in sizes]
@@ -95,9 +95,8 @@ def bind_groups(shape: ShapeSpec, sizes: Sizes) -> None:
         if len(unknown) > 1 or whole % product or (not unknown and product != whole):
             known = ", ".join(f"{name}={sizes[name]}" for name in names if name in sizes)
             raise ShardError(
-                f"size mismatch: {group} is {whole} in all, and known are {known or 'none of its dims'}",
-                "give the whole size of all of its dims but one, over all devices: rearrange(…, "
-                f"{(unknown or names)[-1]}=…)",
+                f"size mismatch: {group} has size {whole}; its known dims: {known or 'none'}",
+                f"give the global sizes of all of its dims but one: rearrange(…, {(unknown or names)[-1]}=…)",
             )
         sizes |= dict.fromkeys(unknown, whole // product)
         check_divisible(group.group[0], sizes[names[0]])

@@ -1,7 +1,7 @@
-"""The ops take_rows and add_rows: rows of the same sequence are looked up, and added where they came from.
+"""The ops take_rows and add_rows: look up rows of the same sequence, and add rows back where they came from.
 
-`B/d [L] M, B/d S/t -> B/d S/t M` takes for each of S the row of L that an index says, in each sequence by itself. Its
-transpose `B/d S/t M, B/d S/t -> B/d [L] M +t` adds each row of S to the row of L that the index says.
+`B/d [L] M, B/d S/t -> B/d S/t M` takes, for each position of S, the row of L with its id, within each sequence. Its
+transpose `B/d S/t M, B/d S/t -> B/d [L] M +t` adds each row of S to the row of L with its id.
 """
 
 import functools
@@ -18,11 +18,10 @@ from shardlib.values import describe, varying
 
 
 def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = None) -> Any:
-    """Rows of `table`: `B/d [L] M, B/d S/t -> B/d S/t M`. An id out of [0, L) gives zeros. It does not communicate.
+    """Looks up rows of `table`: `B/d [L] M, B/d S/t -> B/d S/t M`. Ids outside [0, L) give zeros. No communication.
 
-    The operands have their first dims in common. The dim that is looked up is not sharded. `repeats` is how often an id
-    may occur in a sequence, if that is known: sums of rows with equal ids are then no scatter on a GPU, where XLA makes
-    one slow.
+    The operands share their first dims. The dim that is looked up must not be sharded. `repeats` is how often an id may
+    occur in a sequence, if known: on a GPU the gradient then avoids XLA's scatter, which is slow there.
     """
     with checked_operands("take_rows", spec, table, ids, allowed=("[dim]", "*")) as (op, (values, indices), _):
         table_spec, ids_spec = op.lhs
@@ -36,10 +35,10 @@ def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = No
 
 
 def add_rows(spec: str, rows: object, ids: object, *, repeats: int | None = None) -> Any:
-    """Sums of rows by id: `B/d S/t M, B/d S/t -> B/d [L] M +t`. An id out of [0, L) is left out. No communication.
+    """Sums rows by id: `B/d S/t M, B/d S/t -> B/d [L] M +t`. Ids outside [0, L) are dropped. No communication.
 
-    The current scope has bound the size of L. The result and `ids` have their first dims in common; the sum over the
-    other dims of `ids` is a partial sum over their axes. `repeats` is that of take_rows.
+    The current scope must have bound the size of L. The result and `ids` share their first dims; the sum over the other
+    dims of `ids` is a partial sum over their axes. `repeats` is as in take_rows.
     """
     with checked_operands("add_rows", spec, rows, ids, allowed=("[dim]", "*")) as (op, (values, indices), sizes):
         rows_spec, ids_spec = op.lhs
@@ -47,7 +46,7 @@ def add_rows(spec: str, rows: object, ids: object, *, repeats: int | None = None
         summed = (axis for dim in ids_spec.dims[common:] for axis in dim.axes)
         expect_result(op, [*op.rhs.dims[: common + 1], *rows_spec.dims[len(ids_spec.dims) :]], summed, common)
         if rows_spec.dims[: len(ids_spec.dims)] != ids_spec.dims:
-            raise ShardError(f"`{rows_spec}` does not begin as `{ids_spec}`", "give an id for each row")
+            raise ShardError(f"`{rows_spec}` does not begin with `{ids_spec}`", "give one id for each row")
         looked_up = op.rhs.dims[common]
         if (count := sizes.get(looked_up.name, current_scope().sizes.get(looked_up.name))) is None:
             raise ShardError(f"the size of {looked_up.name} is not known here", "annotate a local that has this dim")
@@ -60,10 +59,10 @@ def add_rows(spec: str, rows: object, ids: object, *, repeats: int | None = None
 def _sums(
     what: str, common: int, count: int, repeats: int | None, spec: str, rows: jax.Array, ids: jax.Array
 ) -> jax.Array:
-    """Sums of rows[*common, …, …] by ids[*common, …], of the type `spec`; `what` they are, for the proof."""
+    """Sums rows[*common, …, …] by ids[*common, …], of type `spec`; `what` names them for the proof."""
     if not _in_turns(repeats):
         return _add(common, count, repeats, spec, rows, ids)
-    label = f"{what} are added by their ids, {spec}"  # of which the order does not matter
+    label = f"{what} are added by their ids, {spec}"  # their order does not matter
     found = marks.region(functools.partial(_add, common, count, repeats, spec), marks.enter(rows, f"{label} [0]"), ids)
     return marks.leave(found, label, spec)
 
@@ -83,7 +82,7 @@ def _take(common: int, count: int, repeats: int | None, spec: str, table: jax.Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _add(common: int, count: int, repeats: int | None, spec: str, rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """What `_sums` computes."""
+    """Computes `_sums`."""
 
     def add(rows, ids):
         rest = rows.shape[ids.ndim :]
@@ -111,7 +110,7 @@ _add.defvjp(
 
 
 def sums_in_turns(rows: jax.Array, ids: jax.Array, count: int, repeats: int) -> jax.Array:
-    """Sums of the rows[N, …] that have each id, [count, …], of which each occurs at most `repeats` times.
+    """Sums the rows[N, …] by id: [count, …]. Each id occurs at most `repeats` times.
 
     The rows with an id are looked up one after the other, in their order.
     """
@@ -128,14 +127,14 @@ def sums_in_turns(rows: jax.Array, ids: jax.Array, count: int, repeats: int) -> 
 
 
 def _common(op: OpSpec, table: ShapeSpec, ids: ShapeSpec, indices: jax.Array) -> int:
-    """Number of dims that a table and ids have in common, before the dim that is looked up."""
+    """Number of leading dims that a table and ids share, before the dim that is looked up."""
     if table.index is None or sum(shape.index is not None for shape in (*op.lhs, op.rhs)) != 1:
-        raise ShardError("the spec does not say which dim the ids are for", "write it as [L]")
+        raise ShardError("the spec does not mark the dim that the ids index", "write it as [L]")
     looked_up = table.dims[table.index]
     if looked_up.axes or not jnp.issubdtype(indices.dtype, jnp.integer) or any(s.partial for s in op.lhs):
         raise ShardError(
             f"ids are {describe(indices)}, for {looked_up}",
-            "give integers, for a dim that each device has whole, of operands that are no partial sums",
+            "give integers, a dim that every device holds whole, and operands that are not partial sums",
         )
     if table.dims[: table.index] != ids.dims[: table.index]:
         raise ShardError(

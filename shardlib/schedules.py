@@ -1,15 +1,15 @@
 """Pipeline schedules as data: the ordered tasks of each device.
 
 A model of p·v **stages** runs on p devices. A stage is on one device, as one of its v **chunks**. A **schedule** is a
-function of p devices, m microbatches and v chunks per device. It returns the list of `Task`s of each device, in the
-order in which the device runs them; so it says where the stages are, too. Any function that returns every forward and
-backward once, without a deadlock and with neighbouring stages on neighbouring devices, is a schedule. `check_schedule`
-checks that, and `tick_table` makes the table that the executor scans over. docs/pipeline.md shows the published
-schedules and how to write another.
+function of p devices, m microbatches and v chunks per device. It returns the list of `Task`s of each device in the
+order in which the device runs them, which also determines where the stages are. Any function that returns every forward
+and backward once, without a deadlock, and with neighboring stages on neighboring devices, is a schedule.
+`check_schedule` checks that, and `tick_table` makes the table that the executor scans over. docs/pipeline.md shows the
+published schedules and how to write another.
 
-A backward has two halves, which a schedule may list by themselves: `backward_input` computes the gradient of the
-stage's input, for which the stage before waits, and `backward_weights` the gradients of the stage's weights, for which
-nobody waits. This module does not import JAX.
+A backward has two halves, which a schedule may list separately: `backward_input` computes the gradient of the stage's
+input, for which the previous stage waits, and `backward_weights` the gradients of the stage's weights, for which none
+waits. This module does not import JAX.
 """
 
 import collections
@@ -30,29 +30,29 @@ class Task(NamedTuple):
     kind: str
     """One of KINDS: `backward` is both halves at once."""
     stage: int
-    """Number of the stage, in [0, p·v)."""
+    """Index of the stage, in [0, p·v)."""
     microbatch: int
-    """Number of the microbatch, in [0, m)."""
+    """Index of the microbatch, in [0, m)."""
 
     def __str__(self) -> str:
         return f"the {self.kind} of stage {self.stage}, microbatch {self.microbatch}"
 
     @property
     def result(self) -> "Task":
-        """The name under which `needs` lists it: an input half gives what the whole backward gives to others."""
+        """The name under which `needs` lists this task: an input half stands for the whole backward."""
         return self._replace(kind="backward") if self.kind == "backward_input" else self
 
 
 Orders = Sequence[Sequence[Task]]
 """The tasks of each device, in order."""
 Schedule = Callable[[int, int, int], list[list[Task]]]
-"""A function of (p, m, v)."""
+"""A function (p, m, v) -> the tasks of each device."""
 Stages = tuple[tuple[int, ...], ...]
 """The stages of each device, in the order of its chunks."""
 
 
 def needs(task: Task, stages: int) -> list[Task]:
-    """The `Task.result` of the tasks that `task` needs."""
+    """The tasks, by their `Task.result`, that must run before `task`."""
     kind, stage, k = task
     if kind == "forward":
         return [Task("forward", stage - 1, k)] if stage else []
@@ -62,22 +62,22 @@ def needs(task: Task, stages: int) -> list[Task]:
 
 
 def in_halves(task: Task) -> list[Task]:
-    """The two halves of a backward; another task as it is."""
+    """Splits a backward into its two halves; returns any other task alone."""
     return [task._replace(kind=half) for half in HALVES] if task.kind == "backward" else [task]
 
 
 def stages_of_devices(orders: Orders) -> Stages:
-    """The stages of each device of a schedule, its chunks in their order."""
+    """The stages of each device of a schedule, in the order of its chunks."""
     return tuple(tuple(sorted({task.stage for task in order})) for order in orders)
 
 
 def in_a_ring(p: int, v: int) -> Stages:
-    """The usual place of stages: stage s is chunk s // p of device s % p."""
+    """The usual placement of stages: stage s is chunk s // p of device s % p."""
     return tuple(tuple(range(device, p * v, p)) for device in range(p))
 
 
 def in_a_v(p: int) -> Stages:
-    """Two chunks of each device: stages go down the devices, and up again."""
+    """Two chunks per device: stages go down the devices and back up."""
     return tuple((device, 2 * p - 1 - device) for device in range(p))
 
 
@@ -94,7 +94,7 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> list[list[Task]]:
     """1F1B: each device runs only as many forwards ahead as it takes to fill the pipeline. Any m; v is 1.
 
     At most p - device activations are alive on a device (arXiv 2104.04473, section 2.2.1: PipeDream-Flush). A backward
-    is listed as its two halves, one after the other, so that the stage before waits for the first alone.
+    is listed as two halves, one after the other, so that the previous stage waits only for the first.
     """
     return _in_halves("1f1b", p, m, v, later=lambda device: 0)
 
@@ -102,8 +102,8 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> list[list[Task]]:
 def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
     """1F1B over v chunks per device, in groups of p microbatches (arXiv 2104.04473, section 2.2.2).
 
-    At v = 1 it takes any m, and runs twice the forwards of 1F1B ahead, so that a transfer has the time of a task to
-    arrive (arXiv 2211.05322: eager 1F1B).
+    With v = 1 it takes any m, and runs twice as many forwards ahead as 1F1B, so that a transfer has the time of one
+    task to arrive (arXiv 2211.05322: eager 1F1B).
 
     Raises:
         ValueError: m is not a multiple of p, for v above 1.
@@ -118,17 +118,17 @@ def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
 
 
 def zb_h1(p: int, m: int, v: int = 1) -> list[list[Task]]:
-    """1F1B whose weight gradients are computed later, where it would be idle (arXiv 2401.10241, 3.1). Any m; v is 1.
+    """1F1B with weight gradients delayed into idle time (arXiv 2401.10241, section 3.1). Any m; v is 1.
 
-    At most p activations are alive on a device, until their weight gradients are done.
+    At most p activations are alive on a device, counted until their weight gradients are done.
     """
     return _in_halves("zb_h1", p, m, v, later=lambda device: device)
 
 
 def zb_v(p: int, m: int, v: int = 2) -> list[list[Task]]:
-    """Stages down the devices and up again, weight gradients where it would be idle (arXiv 2401.10241, 6). v is 2.
+    """Stages down the devices and back up, weight gradients in idle time (arXiv 2401.10241, section 6). v is 2.
 
-    At most 2p activations of a chunk are alive on a device, as much as p of a device's layers. Any m.
+    At most 2p activations of a chunk are alive on a device, as many as p of all its layers. Any m.
     """
     _check_sizes("zb_v", p, m, v)
     orders = []
@@ -143,12 +143,12 @@ def zb_v(p: int, m: int, v: int = 2) -> list[list[Task]]:
 
 
 def forwards(orders: Orders) -> list[list[Task]]:
-    """The forwards of a schedule alone, for evaluation."""
+    """Only the forwards of a schedule, for evaluation."""
     return [[task for task in order if task.kind == "forward"] for order in orders]
 
 
 def _whole_backwards(p: int, m: int, v: int, ahead: Callable[[int], int]) -> list[list[Task]]:
-    """A schedule of stages in a ring, whose devices run `ahead(device)` forwards ahead."""
+    """A schedule with stages in a ring, whose devices run `ahead(device)` forwards ahead."""
     chunks = [i // p % v for i in range(m * v)]  # p microbatches pass through one chunk, then through the next
     forwards, backwards = [f"F{i}" for i in chunks], [[f"B{v - 1 - i}"] for i in chunks]
     rings = enumerate(in_a_ring(p, v))
@@ -156,7 +156,7 @@ def _whole_backwards(p: int, m: int, v: int, ahead: Callable[[int], int]) -> lis
 
 
 def _in_halves(name: str, p: int, m: int, v: int, later: Callable[[int], int]) -> list[list[Task]]:
-    """1F1B in halves: the half for the weights comes after `later(device)` more of the input halves."""
+    """1F1B in halves: each weights half comes `later(device)` input halves later."""
     _check_sizes(name, p, m, v)
     orders = []
     for device in range(p):
@@ -167,7 +167,7 @@ def _in_halves(name: str, p: int, m: int, v: int, later: Callable[[int], int]) -
 
 
 def _in_turn(forwards: list[str], backwards: list[list[str]], ahead: int) -> list[str]:
-    """`ahead` forwards, then one forward and the tasks of one backward in turn, then the remaining backwards."""
+    """`ahead` forwards, then one forward and the tasks of one backward alternating, then the remaining backwards."""
     names = forwards[:ahead]
     for i, backward in enumerate(backwards, ahead):
         names += forwards[i : i + 1] + backward
@@ -178,9 +178,9 @@ _KIND_OF = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backwa
 
 
 def _tasks(names: list[str], stages: Sequence[int], m: int) -> list[Task]:
-    """Tasks of a device by short names, such as F0 and I1: of its chunk 0 or 1, each time of the next microbatch.
+    """Expands a device's tasks from short names: F0 and I1 mean its chunk 0 or 1, each time for the next microbatch.
 
-    Microbatches from m on are left out.
+    Microbatches from m on are dropped.
     """
     counts, order = collections.Counter(), []
     for name in names:
@@ -201,16 +201,16 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2}
-"""The only v of the schedules that are not defined for all."""
+"""The only allowed v, for schedules that fix it."""
 
 
 def schedule_of(name: str) -> Schedule:
-    """The schedule of this name: one of SCHEDULES, or `module:function` of the user's own file.
+    """Finds a schedule by name: one of SCHEDULES, or `module:function` of the user's own file.
 
     Each call of a user's function is checked by `check_schedule`.
 
     Raises:
-        ValueError: there is no such name, module or function.
+        ValueError: the name, module or function does not exist.
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
@@ -219,7 +219,7 @@ def schedule_of(name: str) -> Schedule:
         function = getattr(importlib.import_module(module), function_name)
     except (ImportError, AttributeError, ValueError) as e:
         raise ValueError(
-            f"no schedule is called {name!r} ({e}). Choose {', '.join(SCHEDULES)}, or write module:function of your "
+            f"{name!r} is not a schedule ({e}). Choose {', '.join(SCHEDULES)}, or write module:function for your "
             f"own schedule.{did_you_mean(name, SCHEDULES)}"
         ) from e
 
@@ -227,7 +227,7 @@ def schedule_of(name: str) -> Schedule:
 
 
 def stages_of(name: str, p: int, m: int, v: int) -> Stages:
-    """The stages of each device in the schedule of this name. Raises ValueError as that does."""
+    """The stages of each device in the schedule called `name`. Raises ValueError like schedule_of."""
     if name not in SCHEDULES:
         return stages_of_devices(schedule_of(name)(p, m, v))
     _check_sizes(name, p, m, v)
@@ -238,7 +238,7 @@ def stages_of(name: str, p: int, m: int, v: int) -> Stages:
 
 
 def _check_sizes(name: str, p: int, m: int, v: int) -> None:
-    """Raises ValueError for a number below 1, or another number of chunks than the schedule's."""
+    """Raises ValueError for a size below 1, or a number of chunks that the schedule does not have."""
     for value, what in ((p, "devices of the axis p"), (m, "microbatches"), (v, "chunks per device (v)")):
         if operator.index(value) < 1:
             raise ValueError(f"{value} {what}: there must be at least 1.")
@@ -250,38 +250,38 @@ def _check_sizes(name: str, p: int, m: int, v: int) -> None:
 
 
 def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
-    """Checks a schedule of forwards and backwards, in which a task is any (kind, stage, microbatch).
+    """Checks a schedule of forwards and backwards. A task may be any (kind, stage, microbatch).
 
-    Returns the orders, with every task as a `Task`.
+    Returns the orders, with every entry as a `Task`.
 
     Raises:
-        ValueError: a task is missing or listed twice, a stage is on two devices or far from the stage before, or
+        ValueError: a task is missing or listed twice, a stage is on two devices or not next to the previous one, or
             devices wait for each other forever.
     """
     orders = [[Task(*entry) for entry in order] for order in orders]
     if len(orders) != p:
-        raise ValueError(f"the schedule has lists of tasks for {len(orders)} devices, not for {p}.")
+        raise ValueError(f"the schedule lists tasks for {len(orders)} devices, not for {p}.")
     listed = collections.Counter(half for order in orders for task in order for half in in_halves(task))
     expected = dict.fromkeys(Task(kind, s, k) for kind in ("forward", *HALVES) for s in range(p * v) for k in range(m))
     for task in [*expected, *listed]:
         if listed[task] != 1 or task not in expected:
             raise ValueError(
-                f"{task} is in the lists {listed[task]} times. Every forward and every backward, or both its halves "
-                f"{' and '.join(HALVES)}, runs once, of the stages 0..{p * v - 1} and the microbatches 0..{m - 1}."
+                f"{task} is listed {listed[task]} times. List every forward and every backward (or both its halves "
+                f"{' and '.join(HALVES)}) once, for stages 0..{p * v - 1} and microbatches 0..{m - 1}."
             )
     stages = stages_of_devices(orders)
     for device, own in enumerate(stages):
         if len(own) != v:
             raise ValueError(
-                f"device {device} has tasks of the stages {[*own]}. Each device has {v}, all tasks of each."
+                f"device {device} has tasks of the stages {[*own]}; each device must have {v}, with all tasks of each."
             )
     device_of = {stage: device for device, own in enumerate(stages) for stage in own}
     for stage in range(1, p * v):
         here, there = device_of[stage - 1], device_of[stage]
         if (there - here) % p not in (0, 1, p - 1):
             raise ValueError(
-                f"stage {stage - 1} is on device {here} and stage {stage} on device {there}. A result goes to the same "
-                f"device or to a neighbour in the ring of {p}."
+                f"stage {stage - 1} is on device {here} and stage {stage} on device {there}. Place consecutive stages "
+                f"on the same device or on neighbors in the ring of {p}."
             )
     place_in_ticks(orders)
     return orders
@@ -291,12 +291,12 @@ def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
 
 
 def place_in_ticks(orders: Orders) -> dict[Task, int]:
-    """The earliest tick of each task.
+    """The earliest tick in which each task can run.
 
-    A device takes tasks off its list, in order, as long as the tick has room for them and their inputs are there. In a
-    tick a device does one forward and one backward; the forward runs first, also if it is behind in the list. In a
-    schedule with halves it does one task, which is so short that the next stage should not wait longer for its result;
-    and likewise where stages are not in a ring: a result may go either way, and a tick sends one.
+    A device takes tasks off its list, in order, as long as the tick has room and their inputs are there. In one tick a
+    device runs one forward and one backward; the forward runs first, even if it comes later in the list. In a schedule
+    with halves it runs one task per tick, so that the next stage does not wait longer for its result. The same holds if
+    stages are not in a ring: a result may then go either way, and a tick sends only one.
 
     Raises:
         ValueError: devices wait for each other forever.
@@ -315,7 +315,7 @@ def place_in_ticks(orders: Orders) -> dict[Task, int]:
                 slot = "any" if alone else task.kind
                 if slot in used:
                     break
-                # Results of other stages arrive at the next tick; a forward is one slot before its own backward.
+                # Results of other stages arrive in the next tick; a forward is one slot before its own backward.
                 if not all(q in done or (q in new and q.stage == task.stage) for q in needs(task, stages)):
                     break
                 new[task.result] = task
@@ -327,7 +327,7 @@ def place_in_ticks(orders: Orders) -> dict[Task, int]:
                 if reached[device] < len(order):
                     missing = next(q for q in needs(order[reached[device]], stages) if q not in done)
                     waiting.append(f"device {device} waits for {missing}")
-            raise ValueError(f"the schedule never ends: {'; '.join(waiting)}.")
+            raise ValueError(f"the schedule never finishes: {'; '.join(waiting)}.")
         done.update(new)
         at.update(dict.fromkeys(new.values(), tick))
         tick += 1

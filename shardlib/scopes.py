@@ -1,4 +1,4 @@
-"""What is bound while JAX traces a function: sizes of dims, dtypes, the product in force, the axes of a stage."""
+"""What is bound while JAX traces a function: sizes of dims, dtypes, the matmul to use, the axes of a pipeline stage."""
 
 import contextlib
 import contextvars
@@ -18,16 +18,16 @@ Sizes = dict[str, int]
 class Scope:
     """Bindings of the checks: the size of each dim, the class of each TypeVar, the dtype of each dtype name.
 
-    `with Scope():` starts without sizes, and what is bound inside is forgotten at its end. Functions under `typed` and
-    `typed_shard_map` open a scope for each call, so that calls do not affect each other. Outside of any scope an op
-    checks its operands only against each other.
+    `with Scope():` starts without sizes, and forgets at its end what was bound inside. Functions under `typed` and
+    `typed_shard_map` open a scope for each call, so calls do not affect each other. Outside any scope an op checks its
+    operands only against each other.
 
     `with Scope(act=jnp.bfloat16):` binds the dtype name `act`. Dtypes, and what `bound` binds, also hold in scopes that
     are opened inside.
 
     Attributes:
-        arguments: the types of the arguments of each typed_shard_map that was traced in it.
-        product: what shardops.matmul multiplies by, as set by shardops.products.
+        arguments: the argument types of each typed_shard_map that was traced in it.
+        product: the function that shardops.matmul multiplies with, as set by shardops.products.
         apart: axes over which any value may differ, and the dim of results that each shards: see values.apart.
     """
 
@@ -36,7 +36,7 @@ class Scope:
         self.sizes: Sizes = dict(parent.sizes) if parent else {}
         self.orders: dict[str, Dim] = dict(parent.orders) if parent else {}  # by name, dims over axes of EITHER_ORDER
         self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
-        # For messages, by id: a value and its type, of this scope first.
+        # For messages, by id: a value and its type, those of this scope first.
         self.types: ChainMap[int, tuple[Any, ShapeSpec]] = ChainMap({}, *(outer.types.maps if outer else ()))
         self.arguments: list[list[ShapeSpec]] = outer.arguments if outer else []
         self.product: Callable | None = outer.product if outer else None
@@ -55,13 +55,13 @@ _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib_
 
 
 def current_scope() -> Scope:
-    """The innermost scope; a new, empty one outside of all scopes."""
+    """The innermost scope; a new, empty one outside all scopes."""
     return _SCOPE.get() or Scope()
 
 
 @contextlib.contextmanager
 def bound(**values: object) -> Iterator[None]:
-    """Context in which these attributes of the current scope have other values, also in scopes opened inside."""
+    """Context that sets attributes of the current scope, also for scopes opened inside."""
     with contextlib.nullcontext(_SCOPE.get()) if _SCOPE.get() else Scope() as scope:
         before = {name: getattr(scope, name) for name in values}
         vars(scope).update(values)
@@ -72,7 +72,7 @@ def bound(**values: object) -> Iterator[None]:
 
 
 def scope(fn):
-    """Decorator: each call of `fn` has a `Scope` of its own."""
+    """Decorator that gives each call of `fn` its own `Scope`."""
 
     @functools.wraps(fn)
     def scoped(*args, **kwargs):

@@ -1,7 +1,7 @@
-"""Per-device ops under `typed_shard_map`: every collective, and the products that make partial sums.
+"""Per-device ops under `typed_shard_map`: every collective, and the matmuls that produce partial sums.
 
-Each op checks its operands against a spec string while JAX traces. It compiles to the `jax.lax` collective or product
-of the same name, and to transpositions if its dim is not the first. This is what each does to a type:
+Each op checks its operands against a spec string while JAX traces. It compiles to the `jax.lax` op of the same name,
+plus transposes if the dim it acts on is not the first. What each op does to a type:
 
     all_gather         'M/d F/t -> M F/t'                   removes /d; into `M F/t *d`, a Copy
     psum_scatter       'B L M +t -> B L/t M'                turns +t into /t
@@ -10,20 +10,20 @@ of the same name, and to transpositions if its dim is not the first. This is wha
     einsum_unreduced   'B L F/t, M F/t -> B L M +t'         a contracted sharded dim becomes a +
     index_unreduced    '[V/t] M, B L -> B L M +t'           a lookup in a sharded dim becomes a +
     take_rows          'B/d [L] M, B/d S/t -> B/d S/t M'    looks rows of the same sequence up, by an id for each of S
-    add_rows           'B/d S/t M, B/d S/t -> B/d [L] M +t' adds rows by an id for each, the transpose
-    grouped_product    'P S M, P S, (P N) M F -> P S F'     multiplies each row by one of N matrices, which an id says
+    add_rows           'B/d S/t M, B/d S/t -> B/d [L] M +t' adds rows by id, the transpose of take_rows
+    grouped_product    'P S M, P S, (P N) M F -> P S F'     multiplies each row by the one of N matrices with its id
     broadcast          'M -> B/d L M'                       repeats along new dims
     rearrange          'L (K/t Q) D -> K/t Q L D'           transposes, splits and merges dims, by name
     all_to_all         'L/t K -> L K/t'                     moves an axis from one dim to another
     shard              'B L -> B L/c'                       keeps this device's block of what each device has whole
-    zigzag             'B L/c M -> B Z/c M'                moves halves of blocks to the order of a balanced ring
+    zigzag             'B L/c M -> B Z/c M'                moves half blocks into the order of a balanced ring
     ppermute           'B L/t M'                            shifts the blocks of a dim around the ring of its axis
     zeros              'B/d L/t M'                          zeros of this type
     replicate          'M/d F/t -> M/d F/t *r'              marks independent use on each device of r, a Copy
 
 The backward pass communicates where the forward pass does, by the transposed collective, and nowhere else: a gather
-becomes a reduce-scatter and the other way round, and the gradient of a Copy is reduced where the Copy was made.
-All ops raise ShardError, with the op, the spec, the operands, the sizes bound so far, the mesh, and a remedy.
+becomes a reduce-scatter and vice versa, and the gradient of a Copy is reduced where the Copy was made. Errors are
+ShardErrors that show the op, the spec, the operands, the sizes bound so far, the mesh, and a remedy.
 """
 
 import collections
@@ -72,12 +72,12 @@ from shardlib.zigzag import zigzag  # noqa: F401 (one of the ops)
 
 
 def axis_size(axes: str) -> int:
-    """Number of devices along one axis, or along several together: `'t'`, `'r d'`."""
+    """Number of devices along one or several axes: `'t'`, `'r d'`."""
     return devices_along(axes.split())
 
 
 def axis_index(axis: str) -> jax.Array:
-    """Coordinate of this device on `axis`, an i32 scalar that counts from 0 and differs over that axis."""
+    """Coordinate of this device on `axis`: an i32 scalar, counted from 0, that varies over that axis."""
     with checked_op("axis_index", axis):
         devices_along((axis,))
         require_shard_map()
@@ -85,7 +85,7 @@ def axis_index(axis: str) -> jax.Array:
 
 
 def size(dim: str) -> int:
-    """Number of entries of a dim on all devices together: `'L'`. An annotation in this function must have bound it."""
+    """Global size of a dim, such as `'L'`. An annotation in this function must have bound it."""
     sizes = current_scope().sizes
     if dim not in sizes:
         raise ShardError(
@@ -96,7 +96,7 @@ def size(dim: str) -> int:
 
 
 def positions(spec: str) -> jax.Array:
-    """Positions of this device's block in a dim, i32: `positions('L/t')` counts from 0 over all devices of t."""
+    """Global positions of this device's block of a dim, i32: in `positions('L/t')` they count over all devices of t."""
     with checked_op("positions", spec):
         (dim,) = (shape := on_mesh(parse_shape(spec))).dims
         block = (dim.literal_size or size(dim.name)) // devices_along(dim.axes)
@@ -106,7 +106,7 @@ def positions(spec: str) -> jax.Array:
 
 
 def zeros(spec: str, dtype, **sizes: int) -> jax.Array:
-    """Zeros of a type: `zeros('B/d L/t N', act.dtype, N=4)`. Other sizes are those that annotations have bound here."""
+    """Zeros of a type: `zeros('B/d L/t N', act.dtype, N=4)`. Sizes not given are those that annotations have bound."""
     with checked_op("zeros", spec):
         shape = on_mesh(parse_shape(spec))
         require_shard_map()
@@ -120,13 +120,13 @@ def zeros(spec: str, dtype, **sizes: int) -> jax.Array:
 def all_gather(spec, x, *, replicated=False, dtype=None):
     """Gathers blocks: `M/d F/t -> M F/t` gives every device of d the whole of M.
 
-    Only einsum_unreduced, index_unreduced and broadcast take the result: its gradient there is a partial sum over d,
-    which the backward pass reduce-scatters once. If `replicated`, it is a plain array, such as a result of the step.
+    Only einsum_unreduced, index_unreduced and broadcast take the result. Its gradient there is a partial sum over d,
+    which the backward pass reduce-scatters once. With `replicated` it is a plain array, as for a result of the step.
 
-    The blocks are cast to `dtype` before they are gathered. Their gradient is reduced in the dtype of `x`.
+    The blocks are cast to `dtype` before the gather. Their gradient is reduced in the dtype of `x`.
 
-    `M/d F/t -> M F/t *d` gives a Copy, which a `lax.scan` can carry. There, `M/d F/t -> M F/t` of it does nothing. Of
-    the copy that `M/d/p -> M/d *p` gives, `M/d/p -> M` gathers what is left.
+    `M/d F/t -> M F/t *d` returns a Copy, which a `lax.scan` can carry. Applied to that Copy, `M/d F/t -> M F/t` does
+    nothing. From the Copy that `M/d/p -> M/d *p` returns, `M/d/p -> M` gathers only over d.
     """
     with checked_collective("all_gather", spec, x, copies=True) as (op, lhs, rhs, value, _):
         if does_nothing(spec, op):
@@ -138,8 +138,8 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
         is_gather = gathered and not any(added) and not (lhs.partial or rhs.partial)
         of_copy = ahead <= gathered and not (replicated and (rhs.copies or copy_axes(x)))
         if not is_gather or not of_copy or new_copies not in (set(), gathered - ahead):
-            rule = "leave out the last axes of dims: `M/d F/t -> M F/t`; of a copy, all as marks: `M/d F/t -> M F/t *d`"
-            raise wrong_spec(op, f"{rule}; a partial sum is reduced first, and no copy is `replicated`")
+            rule = "leave out last axes of dims: `M/d F/t -> M F/t`; for a copy, mark them all: `M/d F/t -> M F/t *d`"
+            raise wrong_spec(op, f"{rule}; reduce a partial sum first; a copy cannot be `replicated`")
         if ahead == gathered:
             return x if dtype is None else x.astype(dtype)
         value = cast(1, lhs, value, (), lhs.sharded)
@@ -157,7 +157,7 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _gather_narrow(gather, axes, dim: int, dtype, wide, x: jax.Array) -> jax.Array:
-    """gather(x.astype(dtype)), whose gradient is reduced over `axes` into a block of `dim` in the dtype `wide` of x."""
+    """gather(x.astype(dtype)). Its gradient is reduce-scattered over `axes` along `dim` in `wide`, the dtype of x."""
     return gather(x.astype(dtype))
 
 
@@ -170,10 +170,10 @@ _gather_narrow.defvjp(
 
 
 def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax.Array:
-    """collective(x, axes, tiled=True) along `dim`, with that dim moved to the front and back.
+    """Runs collective(x, axes, tiled=True) along `dim`, moved to the front and back.
 
-    For another dim, XLA on a CPU chooses layouts that cost the collective's neighbours more time than it takes itself.
-    XLA keeps a collective of one device: there nothing is moved, and it runs along a new dim of size 1.
+    Along another dim, XLA on a CPU chooses layouts that slow neighboring ops by more time than the collective takes.
+    XLA keeps a collective over one device: it then runs along a new dim of size 1, and nothing is moved.
     """
     if planned_devices(axes) == 1:
         return collective(x.reshape(1, *x.shape), axes, tiled=True, **options).reshape(x.shape)
@@ -181,7 +181,7 @@ def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax
 
 
 def psum_scatter(spec, x):
-    """Reduces a partial sum and leaves each device a block of the result: `B L M +t -> B L/t M`."""
+    """Reduces a partial sum and gives each device one block of the result: `B L M +t -> B L/t M`."""
     with checked_collective("psum_scatter", spec, x) as (op, lhs, rhs, value, sizes):
         if does_nothing(spec, op):
             return x
@@ -198,7 +198,7 @@ def psum_scatter(spec, x):
 
 
 def psum(spec, x):
-    """Reduces a partial sum and leaves the whole result on every device: `B L +t -> B L`, `+d +t ->`."""
+    """Reduces a partial sum and gives every device the whole result: `B L +t -> B L`, `+d +t ->`."""
     with checked_collective("psum", spec, x) as (op, lhs, rhs, value, _):
         if does_nothing(spec, op):
             return x
@@ -209,13 +209,13 @@ def psum(spec, x):
 
 
 def pmax(spec, x):
-    """Maximum over dims and over the devices that share them: `B L V/t -> B L`. Not differentiable, as `lax.pmax`."""
+    """Takes the maximum over dims and their devices: `B L V/t -> B L`. Not differentiable, like `lax.pmax`."""
     with checked_collective("pmax", spec, x) as (op, lhs, rhs, value, _):
         kept = tuple(dim for dim in lhs.dims if dim in rhs.dims)
         if rhs.dims != kept or rhs.dims == lhs.dims or lhs.partial or rhs.partial:
-            raise wrong_spec(op, "drop dims, and keep the others: `B L V/t -> B L`; a partial sum is reduced first")
+            raise wrong_spec(op, "drop dims, and keep the others: `B L V/t -> B L`; reduce a partial sum first")
         axes = sort_axes(lhs.sharded - rhs.sharded)
-    problem = f"pmax({spec!r}) has no derivative, and the gradient of what it is given is asked for"
+    problem = f"pmax({spec!r}) has no derivative, but the gradient of its operand is needed"
     value = refuse_gradient(value, problem, WITHOUT_MAXIMUM)
     value = jnp.max(value, axis=tuple(i for i, dim in enumerate(lhs.dims) if dim not in rhs.dims))
     return note_type(lax.pmax(varying(value, axes), axes) if axes else value, rhs)
@@ -236,7 +236,7 @@ def all_to_all(spec, x):
 
 
 def shard(spec, x):
-    """Keeps this device's block of a dim that every device holds whole: `B L -> B L/c`. Of integers and bools."""
+    """Keeps this device's block of a dim that every device holds whole: `B L -> B L/c`. For integers and bools only."""
     with checked_collective("shard", spec, x) as (op, lhs, rhs, value, sizes):
         if does_nothing(spec, op):
             return x
@@ -245,8 +245,8 @@ def shard(spec, x):
             raise wrong_spec(op, "add axes at the end of dims: `B L -> B L/c`")
         if jnp.issubdtype(value.dtype, jnp.inexact):
             raise ShardError(
-                f"operand 1 is {describe(x)}: the gradient of what is cut off would be lost or counted again",
-                "have its sum end in psum_scatter, or gather what it is computed from less",
+                f"operand 1 is {describe(x)}: the gradient of what shard cuts off would be lost or counted twice",
+                "produce it with psum_scatter, or gather less of what it is computed from",
             )
         check_result_divisible(rhs, sizes)
         value = cast(1, lhs, value, (), rhs.sharded)
@@ -259,7 +259,7 @@ def shard(spec, x):
 
 
 def ppermute(spec, x, *, axis: str, shift: int):
-    """Each device of `axis` sends its block to the device `shift` further on, around the ring. The type stays.
+    """Sends each device's block to the device `shift` further along the ring of `axis`. The type does not change.
 
     After `ppermute('B L/t M', x, axis='t', shift=1)`, device i holds what device i-1 held.
     """
@@ -274,10 +274,10 @@ def ppermute(spec, x, *, axis: str, shift: int):
 
 
 def replicate(spec, x):
-    """Marks a value that is the same on every device of r for independent use there: `M/d F/t -> M/d F/t *r`.
+    """Marks a value that is the same on every device of r as used independently on each: `M/d F/t -> M/d F/t *r`.
 
-    The result is a Copy. Forward there is no operation. Backward there is one all-reduce over r of the gradient, here
-    and not at each use. `... -> ... *r` takes any array, or a whole pytree of arrays. A Copy over r stays as it is.
+    Returns a Copy. The forward pass does nothing. The backward pass all-reduces the gradient over r once, here instead
+    of at each use. `... -> ... *r` takes any array or pytree of arrays. A Copy over r is returned unchanged.
     """
     with checked_op("replicate", spec, *([x] if hasattr(x, "shape") else [])) as sizes:
         op = parse(spec, 1, "...", "*")
@@ -309,17 +309,17 @@ def replicate(spec, x):
 
 
 def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None, name="einsum_unreduced"):
-    """The einsum of this device's blocks: `B/d L F/t, M F/t -> B/d L M +t`. It does not communicate.
+    """Einsum of this device's blocks: `B/d L F/t, M F/t -> B/d L M +t`. It does not communicate.
 
-    It takes one operand or more, all of one dtype. A dim keeps its sharding from operand to result. Contracting a
-    sharded dim makes the result a partial sum, written `+`, for psum_scatter or psum to reduce.
+    Takes one or more operands of one dtype. A dim keeps its sharding from operand to result. Contracting a sharded dim
+    makes the result a partial sum, written `+`, for psum_scatter or psum to reduce.
 
     Args:
         spec: the dims of each operand and of the result.
         *operands: arrays, gathered arrays or Copies.
-        preferred_element_type: dtype of the sums; None: that of the operands.
-        product: a function (formula, x, y) that is called instead of jnp.einsum, e.g. for another precision.
-        name: of the op, for messages.
+        preferred_element_type: dtype in which to sum; None: the operands' dtype.
+        product: function (formula, x, y) to call instead of jnp.einsum, e.g. in another precision.
+        name: name of the op in messages.
     """
     with checked_operands(name, spec, *operands) as (op, values, sizes):
         formula = einsum_formula(op)
@@ -331,13 +331,13 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None,
         values, axes, copies = cast_to_result(op, values, operands)
         if len(values) > 1:
             values = [refuse_repeated_gradient(i, v, op) for i, v in enumerate(values, 1)]
-        # simple: every dim is in two of the three arrays at least, so each gradient is a product of the other two.
+        # simple: every dim is in at least two of the three arrays, so each gradient is an einsum of the other two.
         places = collections.Counter(name for shape in (*op.lhs, op.rhs) for name in shape.names)
         simple = len(values) == 2 and min(places.values()) > 1 and jnp.issubdtype(values[0].dtype, jnp.inexact)
         if product and not simple:
             raise ShardError(
-                "`product` is for two operands of floats, each dim of which is in the other or in the result",
-                "leave it out",
+                "`product` takes two float operands, each dim of which is also in the other one or in the result",
+                "leave `product` out",
             )
     if product:
         value = product(formula, *values)
@@ -353,10 +353,10 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None,
 
 
 def broadcast(spec, x):
-    """Repeats `x` along new dims, e.g. a bias at each position: `M -> B/d L/t M`. It does not communicate.
+    """Repeats `x` along new dims, e.g. a bias for each position: `M -> B/d L/t M`. It does not communicate.
 
-    The new dims have the sizes that the current scope has bound. The gradient is a sum over them, so it is a partial
-    sum over their axes. As with einsum_unreduced, `x` must be gathered over these, or a Copy.
+    The current scope must have bound the sizes of the new dims. The gradient sums over them, so it is a partial sum
+    over their axes. As for einsum_unreduced, `x` must have been gathered over these axes, or be a Copy.
     """
     with checked_operands("broadcast", spec, x) as (op, values, sizes):
         lhs, rhs = op.lhs[0], op.rhs
@@ -374,29 +374,29 @@ def broadcast(spec, x):
 
 
 def products(product: Callable[..., Any] | None) -> contextlib.AbstractContextManager[None]:
-    """Context in which `matmul` multiplies by product(formula, x, y), as jnp.einsum takes them; None: by jnp.einsum."""
+    """Context in which `matmul` calls product(formula, x, y) instead of jnp.einsum; None: jnp.einsum."""
     return bound(product=product)
 
 
 def matmul(spec, x, w):
-    """einsum_unreduced of activations and a weight, by the product that the trainer has set, such as one in FP8."""
+    """einsum_unreduced of activations and a weight, with the `product` that the trainer has set, e.g. an FP8 matmul."""
     return einsum_unreduced(spec, x, w, product=current_scope().product, name="matmul")
 
 
 def index_unreduced(spec, table, ids):
     """Looks `ids` up in the [dim] of `table`: `[V/t] M, B/d L -> B/d L M +t`. It does not communicate.
 
-    A lookup in a sharded dim finds only the entries in this device's block and is 0 elsewhere: a partial sum. With dims
-    in common, `B/d L [V/t], B/d L -> B/d L +t`, it picks one entry for each of them. An id outside of it
+    A lookup in a sharded dim finds only ids of this device's block and gives 0 for others: a partial sum. If the table
+    and the ids share dims, `B/d L [V/t], B/d L -> B/d L +t`, one entry is picked for each position. An id out of range
     gives zeros.
     """
     operands = checked_operands("index_unreduced", spec, table, ids, allowed=("[dim]", "*"))
     with operands as (op, (values, indices), _):
         table_spec, ids_spec = op.lhs
         if table_spec.index is None or ids_spec.index is not None:
-            raise ShardError("the spec does not say which dim of the first operand to look up", "write it as [V/t]")
+            raise ShardError("the spec does not mark the dim of the first operand to look up", "write it as [V/t]")
         if not jnp.issubdtype(indices.dtype, jnp.integer) or table_spec.partial or ids_spec.partial:
-            raise ShardError(f"ids are {describe(ids)}", "give integers, of a table that is no partial sum")
+            raise ShardError(f"ids are {describe(ids)}", "give integers, and a table that is not a partial sum")
         looked_up = table_spec.dims[table_spec.index]
         rest = tuple(dim for dim in table_spec.dims if dim is not looked_up)
         batched = bool(rest) and rest == ids_spec.dims
@@ -419,5 +419,5 @@ def index_unreduced(spec, table, ids):
 
 
 def _minor_devices(dim: Dim, axis: str) -> int:
-    """Number of blocks of `dim` that one step along `axis` passes."""
+    """Number of blocks of `dim` that one step along `axis` skips."""
     return devices_along(dim.axes[dim.axes.index(axis) + 1 :])

@@ -10,8 +10,8 @@
         return shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x, w_up)
 
 The grammar of the specs is in parsing.py; docs/sharding-types.md explains them.
-`dtype_name('act')` is a dtype that each trace binds: `with Scope(act=jnp.bfloat16):`. Type checkers
-accept no variable in an annotation. So that they read it as any array:
+`dtype_name('act')` is a dtype that each trace binds: `with Scope(act=jnp.bfloat16):`. Type checkers accept no variable
+in an annotation. To make them read it as any array:
 
     if TYPE_CHECKING:
         from shardlib.shardtypes import AnyArray as act
@@ -19,7 +19,7 @@ accept no variable in an annotation. So that they read it as any array:
         act = dtype_name('act')
 """
 
-# ruff: noqa: F401 (other rooms import these names from here)
+# ruff: noqa: F401 (other modules import these names from here)
 
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,10 +32,10 @@ from shardlib.values import Copy, Partial, pipeline_stage
 if TYPE_CHECKING:
 
     class AnyArray(Protocol, Any):  # pyright: ignore[reportGeneralTypeIssues] (Any is no protocol)
-        """What a type checker reads in place of a dtype: `f32['B/d M']` accepts any value, and is accepted anywhere.
+        """What a type checker sees instead of a dtype: `f32['B/d M']` accepts any value, and is accepted anywhere.
 
-        A protocol without members accepts any value, and a value whose class derives from Any has any attribute. A
-        class with a `__class_getitem__` of its own may be subscripted with any string.
+        A protocol without members accepts any value; deriving from Any gives a value every attribute; and
+        `__class_getitem__` allows any string as subscript.
         """
 
         def __class_getitem__(cls, spec: Any): ...

@@ -1,10 +1,10 @@
-"""A traced program in two halves: first the results that are waited for, later the others.
+"""Splits a traced program in two: what the wanted outputs need, and the rest, such as weight gradients.
 
-It is how the backward of a pipeline stage is done in two tasks. The first half is every equation that a wanted result
-needs. The second half is the products and collectives that none needs, and what follows from them: for a backward these
-are the gradients of the weights. What the second half reads of the first is kept from one to the other. Nothing is
-computed twice but cheap elementwise operations on what the second half has anyway. Loops, conditionals and calls are
-divided in the same way inside.
+It splits the backward of a pipeline stage into two tasks. The first half holds every equation that a wanted result
+needs. The second half holds the matmuls and collectives that none needs, and what follows from them: in a backward,
+the gradients of the weights. What the second half reads from the first is kept in between. Nothing is computed twice
+except cheap elementwise operations on values that the second half has anyway. Loops, conditionals and calls are split
+inside in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,22 +21,22 @@ from shardlib.op_checks import zeros_like_traced
 from shardlib.values import varying
 
 CHEAP = equations.ELEMENTWISE - equations.kinds("random") | equations.IDENTITIES | equations.kinds("view")
-"""Primitives that are rather computed again than kept, casts of a gathered value to a varying one among them."""
+"""Primitives to recompute instead of keeping their results, among them casts of a gathered value to a varying one."""
 
 
 class SplitBackward:
-    """A jaxpr in two halves.
+    """A jaxpr split in two halves.
 
     Attributes:
-        late: of each result, whether the second half gives it.
-        reads: of each argument, whether the second half reads it.
+        late: for each result, True if the second half returns it.
+        reads: for each argument, True if the second half reads it.
 
     Args:
         program: the jaxpr, closed or open.
-        wanted: of each result, whether the first half must give it.
-        given: of each argument, whether the second half has it. Others that it reads are kept.
-        late: of each argument, whether only the second half has it; no wanted result may need it. None: no argument.
-        over: axes of the mesh over which all values vary in both halves, also those that do not in `program`.
+        wanted: for each result, True if the first half must return it.
+        given: for each argument, True if the second half has it. Other arguments that it reads are kept.
+        late: for each argument, True if only the second half has it; no wanted result may need it. None: all False.
+        over: mesh axes over which all values vary in both halves, even those that do not in `program`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SplitBackward:
         self.defer([is_variable(var) and var in self._late for var in jaxpr.outvars])
 
     def defer(self, late: Sequence[bool]) -> None:
-        """Sets which results the second half gives. It has to give those that follow from its own equations."""
+        """Sets which results the second half returns. They must include all that its own equations produce."""
         self.late = list(late)
         reads = {var for var, is_late in zip(self._jaxpr.outvars, late, strict=True) if is_late and is_variable(var)}
         self._second = []
@@ -86,7 +86,7 @@ class SplitBackward:
         self.reads = [var in reads and var not in self._kept for var in self._jaxpr.invars]
 
     def first(self, args: Sequence[Any]) -> tuple[list, Any]:
-        """The results that are not late, None for those that are; and a pytree of what is kept."""
+        """Runs the first half. Returns its results, None for late ones, and a pytree of what the second half needs."""
         env = self._start(args)
         of_steps = []
         for step in self._steps:
@@ -97,7 +97,7 @@ class SplitBackward:
         return [None if is_late else out for out, is_late in outs], ([env[var] for var in self._kept], of_steps)
 
     def second(self, args: Sequence[Any], kept: Any) -> list:
-        """The late results, None for the others. Of the arguments only those of `reads` matter."""
+        """Runs the second half. Returns the late results, None for the others. Reads only the arguments in `reads`."""
         own, of_steps = kept
         env = self._start(args) | dict(zip(self._kept, own, strict=True))
         of_steps = {id(step): found for step, found in zip(self._steps, of_steps, strict=True)}
@@ -120,11 +120,11 @@ class SplitBackward:
 
 
 class _Equation:
-    """An equation that is in one half or the other. The classes below have the same attributes and methods.
+    """An equation that belongs to one of the halves. The classes below have the same attributes and methods.
 
     Attributes:
-        late: of each result, whether the second half gives it.
-        reads: of each operand, whether the second half reads it.
+        late: for each result, True if the second half returns it.
+        reads: for each operand, True if the second half reads it.
     """
 
     def __init__(self, eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
@@ -133,16 +133,16 @@ class _Equation:
         self.late, self.reads = [self._is_late] * len(eqn.outvars), [self._is_late] * len(eqn.invars)
 
     def first(self, ins: list) -> tuple[list, Any]:
-        """The results, None for those that are late, and what is kept."""
+        """Runs the first half. Returns the results, None for late ones, and what the second half needs."""
         return [None] * len(self.late) if self._is_late else self.second(ins, None), []
 
     def second(self, ins: list, _: object) -> list:
-        """The late results; all, if the equation is cheap."""
+        """Runs the second half. Returns the late results; all results if the equation is cheap."""
         return _run_again(self.eqn, ins, self._over)
 
 
 class _Branches:
-    """A conditional, or a call, which is one with a single branch."""
+    """A conditional; or a call, treated as a conditional with one branch."""
 
     def __init__(
         self, bodies: Sequence[Any], eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]
@@ -176,7 +176,7 @@ class _Branches:
 
 
 class _Loop:
-    """A scan: one for each half. What an iteration of the first keeps, the same one of the second reads."""
+    """A scan, split into one scan per half. Each iteration of the second reads what that of the first kept."""
 
     def __init__(self, eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
         self.eqn, (self._consts, self._carried), self._over = eqn, equations.scan_counts(eqn), over
@@ -203,7 +203,7 @@ class _Loop:
         return self._run(ins, self.late, lambda args, own: (self._halves.second(args, own), None), kept)[0]
 
     def _run(self, ins: list, which: list[bool], half: Callable[..., Any], *kept: object) -> tuple[list, Any]:
-        """The loop over one half, with those of the carried values that it gives, which `which` says."""
+        """Runs the loop over one half, with only the carried values that `which` marks as its own."""
         n, end = self._consts, self._consts + self._carried
         carry = [varying(x, self._over) if is_own else None for x, is_own in zip(ins[n:end], which, strict=False)]
 
@@ -218,7 +218,7 @@ class _Loop:
 
 
 def _types(fn: Callable[..., Any]) -> Any:
-    """The types of the arrays that fn() gives, in its structure."""
+    """The types of the arrays that fn() returns, in its structure."""
     program, shapes = jax.make_jaxpr(fn, return_shape=True)()
     return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
 
@@ -235,7 +235,7 @@ def _step(eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[st
 
 
 def _run_again(eqn: Eqn, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
-    """The results of an equation, for operands that vary over `over` too."""
+    """Runs an equation again, for operands that also vary over `over`."""
     name = eqn.primitive.name
     if name == "pvary" and not {*over}.isdisjoint(eqn.params["axes"]):
         return [varying(x, eqn.params["axes"]) for x in ins]
@@ -254,7 +254,7 @@ def _is_cheap(eqn: Any) -> bool:
 
 
 def _is_heavy(eqn: Eqn) -> bool:
-    """Whether an equation that is not waited for is done in the second half: a product, a collective, a loop."""
+    """True if an equation that no wanted result needs goes to the second half: a matmul, a collective or a loop."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
         free = [var.aval.ndim - len(contracted) - len(batch) for var in eqn.invars]
@@ -269,14 +269,14 @@ def _is_heavy(eqn: Eqn) -> bool:
 
 
 def _needed(jaxpr: Any, wanted: Sequence[bool]) -> set:
-    """The variables that the wanted results need."""
+    """The variables on which the wanted results depend."""
     needing, _ = dce_jaxpr(jaxpr, list(wanted))
     variables = [*needing.outvars, *(var for eqn in needing.eqns for var in eqn.invars)]
     return set(filter(is_variable, variables))
 
 
 def _wanted_in_loop(eqn: Eqn, wanted: Sequence[bool]) -> list[bool]:
-    """Of each result of a loop's body, whether an iteration has to give it: also what a later one needs."""
+    """For each result of a loop's body, True if an iteration must return it, for the loop or for a later iteration."""
     ins, outs = ([core.Var(var.aval) for var in variables] for variables in (eqn.invars, eqn.outvars))
     alone = equations.alone(eqn.replace(invars=ins, outvars=outs), ins)
     _, carry, _ = equations.split_scan(eqn, dce_jaxpr(alone, list(wanted))[1])

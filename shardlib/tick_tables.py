@@ -1,8 +1,8 @@
-"""The table of ticks that the executor runs, made of the tasks of a schedule; and its simulation at given costs.
+"""Builds the table of ticks that the executor runs from the tasks of a schedule, and simulates it at given costs.
 
-A **tick** is a forward slot, a backward slot and a weights slot on every device. `place_in_ticks` says which of them a
-device uses at once. The result of a task is sent at the end of the tick, and arrives at the start of the next one. This
-module does not import JAX.
+A **tick** is a forward slot, a backward slot and a weights slot on every device. `place_in_ticks` decides which of them
+a device uses at once. The result of a task is sent at the end of the tick and arrives at the start of the next one.
+This module does not import JAX.
 """
 
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class TickTable:
     """The task and the buffer slots of every device in every tick."""
 
     columns: dict[str, np.ndarray]
-    """Columns by name, each int32 [ticks, p], 0 where a device is idle if not said otherwise.
+    """Columns by name, each int32 [ticks, p], 0 where a device is idle unless noted.
 
     forward, backward, weights: 1 where the slot of the tick has a task. With `halves`, `backward` is the input half of
-    a backward and `weights` its other half; otherwise `backward` is all of it. Of that task:
+    a backward and `weights` its other half; otherwise `backward` is all of it. For that task:
     …_first, …_last: 1 if its stage is the first or the last.
     …_chunk in [0, v), …_microbatch in [0, m).
-    forward_input: the slot of `arrivals` with the stage's input. That of the first stage is written at
-    the start of the tick of its forward.
+    forward_input: the slot of `arrivals` with the stage's input. That of the first stage is written at the start of its
+    forward's tick.
     forward_output: the slot of `arrivals` that the last stage writes, for the loss; `arrivals` for other stages.
     backward_cotangent: the slot of `arrivals` with the gradient of the stage's output. For the last stage it is that of
     forward_output, in which the gradient replaces the output.
@@ -47,7 +47,7 @@ class TickTable:
     stages: Stages
     """The stages of each device."""
     arrivals: int
-    """Number of slots for what arrives, inputs of stages and gradients of their outputs: the most of any device."""
+    """Number of slots for what arrives, inputs of stages and gradients of their outputs, on the fullest device."""
     residuals: int
     """Number of slots for what a forward keeps for its backward."""
     kept: int
@@ -55,22 +55,21 @@ class TickTable:
 
     @property
     def halves(self) -> bool:
-        """Whether backwards are done in two halves."""
+        """True if backwards run in two halves."""
         return bool(self.columns["weights"].any())
 
     @property
     def one_message(self) -> bool:
-        """Whether no device has two results to send in a tick."""
+        """True if no device has two results to send in one tick."""
         return not (self.columns["forward"] & self.columns["backward"]).any()
 
 
 def tick_table(orders: Orders) -> TickTable:
-    """Places the tasks in ticks, as early as their order allows, and assigns a slot to everything that is kept.
+    """Places tasks in ticks, as early as their order allows, and assigns a slot to everything that is kept.
 
-    `orders` is a schedule or its `forwards`, for which the columns of backwards are 0. If a schedule has halves of
-    backwards, its whole backwards are done as two halves, one after the other. The input of a stage is kept until its
-    forward, and residuals from the forward to the end of the backward. The last stage keeps its output until its
-    backward.
+    `orders` is a schedule, or its `forwards`: the columns of backwards are then 0. If a schedule has any backward in
+    halves, all its backwards run as two halves, one after the other. A stage's input is kept until its forward, and
+    residuals from the forward to the end of the backward. The last stage keeps its output until its backward.
     """
     by_device = stages_of_devices(orders)
     p, v = len(by_device), len(by_device[0])
@@ -82,7 +81,7 @@ def tick_table(orders: Orders) -> TickTable:
     of_kind = lambda *kinds: {(task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds}
     f, b, w = of_kind("forward"), of_kind("backward", "backward_input"), of_kind("backward_weights")
 
-    # For what is kept of each stage and microbatch, the tick in which it is written, and in which it is last read.
+    # For what is kept for each stage and microbatch: the tick in which it is written, and in which it is last read.
     arriving, kept_residuals, kept = {}, {}, {}
     for stage, k in f:
         arriving["forward", stage, k] = f[stage - 1, k] + 1 if stage else f[stage, k], f[stage, k]
@@ -132,9 +131,9 @@ _Kept = tuple[str, int, int]  # what, stage, microbatch
 
 
 def _give_slots(kept: dict[_Kept, tuple[int, int]], device_of: dict[int, int]) -> tuple[dict[_Kept, int], int]:
-    """The slot in a buffer of each thing that is kept, and the number of slots on the fullest device.
+    """Assigns each kept value a slot in a buffer; also returns the number of slots on the fullest device.
 
-    In the order of the first ticks each gets the lowest slot that is free by then, which takes the fewest slots.
+    In the order of their first ticks, each gets the lowest slot that is free by then, which takes the fewest slots.
     """
     slots: dict[_Kept, int] = {}
     busy_until: dict[int, list[int]] = {device: [] for device in device_of.values()}
@@ -151,7 +150,7 @@ def _give_slots(kept: dict[_Kept, tuple[int, int]], device_of: dict[int, int]) -
 
 @dataclass(frozen=True)
 class Costs:
-    """Times in any one unit, each at least 0. Those of tasks are of all layers of a device."""
+    """Times in any unit, each at least 0. Those of tasks are for all layers of a device."""
 
     forward: float = 1.0
     """Time of the forward of one microbatch."""
@@ -160,14 +159,14 @@ class Costs:
     transfer: float = 0.0
     """Time of a transfer to the next device, once in each tick."""
     weights: float = 0.5
-    """Share of a backward that its half for the weights takes, in [0, 1]."""
+    """Share of a backward spent in its weights half, in [0, 1]."""
 
 
 class Span(NamedTuple):
     """A task with its start and end."""
 
     kind: str
-    """forward; backward, or its input half; weights, its other half."""
+    """forward; backward, whole or its input half; or weights, its other half."""
     stage: int
     microbatch: int
     start: float
@@ -195,7 +194,7 @@ class Timeline:
     def most_alive(self) -> list[int]:
         """Largest number of activations alive at once on each device.
 
-        An activation is alive from the start of its forward to the end of its backward, of both halves.
+        An activation is alive from the start of its forward to the end of its backward, including both halves.
         """
         columns = self.table.columns
         first, last = columns["forward"], columns["weights" if self.table.halves else "backward"]
@@ -204,10 +203,10 @@ class Timeline:
 
 
 def simulate(table: TickTable, costs: Costs) -> Timeline:
-    """Timeline of a tick table, as the executor runs it: devices wait for each other, and pay a transfer, in each tick.
+    """Times a tick table as the executor runs it: in each tick, devices wait for each other and pay one transfer.
 
-    They also wait for the forwards of others before a backward, since they compute the loss together between these; but
-    not where a tick has one task of each device.
+    They also wait for all forwards before a backward, because they compute the loss together in between, unless each
+    device has one task per tick.
     """
     columns = table.columns
     ticks, p = columns["forward"].shape

@@ -1,4 +1,4 @@
-"""The current mesh, and values that are not arrays: partial sums and copies, which jax.numpy must not touch."""
+"""The current mesh, and values that jax.numpy must not touch: partial sums and copies."""
 
 import contextlib
 import dataclasses
@@ -30,9 +30,9 @@ def mesh_axes() -> Mapping[str, int]:
 
 
 def target_device():
-    """A device that the traced program is for: JAX's first one.
+    """The device that the traced program is for: JAX's first one.
 
-    A program can also be compiled for a machine elsewhere, on an abstract mesh of another platform. Then it is the
+    A program can also be compiled for a machine elsewhere, on an abstract mesh of another platform. Then this is the
     mesh's abstract device, which has a platform and a kind.
     """
     device = jax.devices()[0]
@@ -49,19 +49,19 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
 
 
 def apart(axis: str, dim: str = "") -> contextlib.AbstractContextManager[None]:
-    """Context in which each device of `axis` computes a thing of its own: every value may differ over the axis.
+    """Context in which each device of `axis` computes something of its own: every value may differ over the axis.
 
     Specs need not mention the axis there. On a mesh without the axis nothing changes.
 
     Args:
         axis: the axis.
-        dim: the dim of results that the axis shards, as `sharded_apart` tells.
+        dim: the dim of results that the axis shards (see `sharded_apart`).
     """
     return bound(apart=current_scope().apart | ({axis: dim} if axis in mesh_axes() else {}))
 
 
 def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
-    """`spec` with the axes that it need not mention within `apart`, where they are known to shard a dim of it."""
+    """Adds to `spec` the axes that it may leave out within `apart`, if they shard one of its dims."""
     added = lambda dim: [
         axis for axis, name in current_scope().apart.items() if name == dim.name and axis not in dim.axes
     ]
@@ -71,25 +71,25 @@ def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
 
 
 def pipeline_stage() -> contextlib.AbstractContextManager[None]:
-    """Context in which a task of a pipeline is traced."""
+    """Context for tracing a task of a pipeline."""
     return apart(PIPELINE_AXIS)
 
 
 def stage_axes() -> tuple[str, ...]:
-    """Axes over which any value may differ without its spec saying so, as the pipeline axis within a task."""
+    """Axes over which any value may vary although its spec does not say so, such as the pipeline axis within a task."""
     return sort_axes(current_scope().apart)
 
 
 def inside_shard_map() -> bool:
-    """Whether per-device code is being traced."""
+    """True if per-device code is being traced."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def devices_along(axes: Iterable[str]) -> int:
-    """Number of devices along `axes` together, one along those of AXIS_ORDER that the mesh lacks.
+    """Number of devices along `axes` together; axes of AXIS_ORDER that the mesh lacks count as one device.
 
     Raises:
-        ShardError: another axis that the mesh does not have, or no mesh.
+        ShardError: the mesh lacks an axis outside AXIS_ORDER, or no mesh is set.
     """
     axes, sizes = list(axes), mesh_axes()
     if axes and not sizes:
@@ -106,29 +106,29 @@ def devices_along(axes: Iterable[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """How a program is traced that is compared with another one, or is only planned."""
+    """How to trace a program that is compared with another one, or only planned."""
 
     sizes: tuple[tuple[str, int], ...] = ()
-    """Sizes of the mesh for which choices of speed are made, whatever mesh it is traced on; none: those of its mesh."""
+    """Mesh sizes on which choices for speed depend, whatever mesh the program is traced on; empty: its own mesh."""
     note: Callable | None = None
-    """In a program that is only planned, what takes the rule of each call of attention, which is traced as one call."""
+    """For a program that is only planned: gets the mask of each attention call, which is traced as one call."""
 
 
-_PLANNED = jax.make_user_context(Planned())  # JAX traces a jitted function again where it differs
+_PLANNED = jax.make_user_context(Planned())  # JAX retraces a jitted function if it differs
 
 
 def planned_for(**changes: object) -> contextlib.AbstractContextManager:
-    """Context in which these attributes of Planned are other ones."""
+    """Context that changes attributes of Planned."""
     return _PLANNED(dataclasses.replace(_PLANNED.value, **changes))
 
 
 def planned() -> Planned:
-    """How the program is traced."""
+    """How the current program is traced."""
     return _PLANNED.value
 
 
 def planned_devices(axes: Iterable[str]) -> int:
-    """Number of devices along `axes`, for choices of speed: two traces that are compared choose alike."""
+    """Number of devices along `axes` for choices of speed, which two traces that are compared must make alike."""
     sizes = dict(planned().sizes) or mesh_axes()
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
@@ -137,10 +137,10 @@ def planned_devices(axes: Iterable[str]) -> int:
 
 
 def varying(x: object, axes: Iterable[str]) -> Any:
-    """`x`, an array or a pytree of arrays, marked in JAX's types as varying over `axes`. No operation forward.
+    """Marks `x`, an array or a pytree of arrays, in JAX's types as varying over `axes`. The forward pass does nothing.
 
-    The gradient stays correct: that of a gathered value becomes a partial sum, as it should. If JAX knows that the
-    value is the same on every device, its gradient is all-reduced here. `op_checks.cast` refuses that, as no spec shows
+    The gradient stays correct: for a gathered value it becomes a partial sum, as it should. If JAX knows that the value
+    is the same on every device, its gradient is all-reduced here; `op_checks.cast` rejects that, because no spec shows
     it.
     """
     axes = set(axes)
@@ -155,7 +155,7 @@ def varying(x: object, axes: Iterable[str]) -> Any:
 
 
 class OpName(str):
-    """The op that made an opaque value, for messages. All origins are equal, so that types do not depend on them."""
+    """The op that made an opaque value, for messages. All are equal, so that pytree types do not depend on them."""
 
     def __eq__(self, other):
         return isinstance(other, OpName)
@@ -168,7 +168,7 @@ class OpName(str):
 
 
 class _NoAttribute(ShardError, AttributeError):
-    """A ShardError for which `hasattr` answers False."""
+    """A ShardError for which `hasattr` returns False."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -180,11 +180,11 @@ class _Opaque:
     origin: OpName = dataclasses.field(default=OpName(), metadata={"static": True})
 
     def astype(self, dtype):
-        """The same value in another dtype."""
+        """Returns the same value in another dtype."""
         return dataclasses.replace(self, _value=self._value.astype(dtype))
 
     def __getattr__(self, name: str):
-        if name in ("shape", "ndim", "dtype"):  # on one device
+        if name in ("shape", "ndim", "dtype"):  # of this device's block
             return getattr(self._value, name)
         # For `x.sum()`, `x.T` and the like. Python itself (copy, pickle) must get an AttributeError.
         if name.startswith("__"):
@@ -231,18 +231,18 @@ _Opaque.__hash__ = object.__hash__
 class Partial(_Opaque):
     """A partial sum: the true value is the sum of what the devices of `axes` hold. Its mark in specs is `+axis`.
 
-    It is not an array: jax.numpy and jax.lax reject it, and JAX's own type of the array in it is *unreduced*. psum and
-    psum_scatter reduce it. Before that it allows what is linear: `p + q`, `p - q`, `sum([p, q])` of partial sums over
-    the same axes, and `-p`, `c * p`, `p * c`, `p / c` with a number c, or `p * x`, `p / x` with an array x that is the
-    same on every device of `axes`. The gradient of x is all-reduced over `axes` there.
+    It is not an array: jax.numpy and jax.lax reject it, and in JAX's own types the array inside is *unreduced*. psum
+    and psum_scatter reduce it. Before that, linear operations are allowed: `p + q`, `p - q`, `sum([p, q])` of partial
+    sums over the same axes; `-p`, `c * p`, `p * c`, `p / c` with a number c; `p * x`, `p / x` with an array x that is
+    the same on every device of `axes`. The gradient of x is then all-reduced over `axes`.
     """
 
     def remedy(self) -> str:
-        """How to reduce it."""
+        """Tells how to reduce it."""
         return f"reduce it over {', '.join(self.axes)} first, with psum_scatter or psum"
 
     def astype(self, dtype):
-        """The same partial sum in another dtype. Raises ShardError for integers and bool, which would round it."""
+        """Returns the partial sum in another dtype. Raises ShardError for integers and bool, which would round it."""
         if not jnp.issubdtype(dtype, self.dtype if self.dtype == dtype else jnp.inexact):
             self._reject(f".astype({jnp.dtype(dtype).name}), which would round each part of the sum,")
         return super().astype(dtype)
@@ -265,16 +265,16 @@ class Partial(_Opaque):
     def _check_term(self, operator: str, other) -> None:
         is_other = type(self) is not type(other) or jax.tree.structure(self) != jax.tree.structure(other)
         if is_other or other.shape != self.shape:
-            rule = "only partial sums over the same axes and of one shape can be added"
+            rule = "add only partial sums of one shape over the same axes"
             self._reject_with(operator, other, rule)
 
     def __mul__(self, factor):
         self._check_factor("*", factor)
 
-        # What the backward pass keeps of it is c, and not the result of the cast, which a scan could not stack.
+        # The backward pass keeps c, not the result of the cast, which a scan could not stack.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def scaled(x, c):
-            # JAX 0.10.2 has a rule for this product only: for no quotient, no difference, no factor of another type.
+            # JAX 0.10.2 only has a rule for this multiplication, and only if the other factor has this type.
             constant = set(self.axes) - jax.typeof(c).manual_axis_type.reduced
             return x * lax.pcast(c, sort_axes(constant), to="reduced")
 
@@ -296,7 +296,7 @@ class Partial(_Opaque):
             fits = all(n in (1, own) for n, own in zip(shape[::-1], self.shape[::-1], strict=False))
             if len(shape) <= self.ndim and fits and not set(self.axes) & (kind.varying | kind.unreduced):
                 return
-        rule = "it is scaled only by a number, or by an array that has its dims and is the same on every device of"
+        rule = "scale it only by a number, or by an array that has its dims and is the same on every device of"
         self._reject_with(operator, factor, f"{rule} {', '.join(self.axes)}")
 
     def _reject_with(self, operator: str, other, rule: str):
@@ -305,27 +305,27 @@ class Partial(_Opaque):
 
 
 WITHOUT_COPY = (
-    "or compute on the blocks before the gather, shard another dim in place of this one with all_to_all, or have a "
+    "or compute on the blocks before the gather, shard another dim instead with all_to_all, or gather a "
     "plain array that is the same on all devices: all_gather(..., replicated=True)"
 )
-"""What to do where only other functions than the ops can compute with what was gathered."""
+"""Remedy for code that must pass a gathered array to functions other than the ops."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Copy(_Opaque):
-    """A copy on every device of `axes`, each used independently. Its gradient is a partial sum. Its mark is `*axis`.
+    """A copy on every device of `axes`, each used independently: its gradient is a partial sum. Its mark is `*axis`.
 
     It is not an array: only all_gather, broadcast, einsum_unreduced and index_unreduced take it, and check its use.
     """
 
     @property
     def T(self):
-        """The copy with its dims in reverse order."""
+        """Returns the copy with its dims in reverse order."""
         return jax.tree.map(jnp.transpose, self)
 
     def remedy(self) -> str:
-        """Which ops take it, and what to do without one."""
+        """Tells which ops take it, and what to do otherwise."""
         names = ", ".join(self.axes)
         return (
             f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over {names}; {WITHOUT_COPY}"
@@ -333,17 +333,17 @@ class Copy(_Opaque):
 
 
 def is_opaque(value) -> bool:
-    """Whether `value` is a partial sum or a copy."""
+    """True if `value` is a partial sum or a copy."""
     return isinstance(value, Partial | Copy)
 
 
 def unwrap(value: Partial | Copy) -> Any:
-    """The array in a copy; the array, or the copy of one, in a partial sum. For shardlib itself."""
+    """The array inside a copy; the array or Copy inside a partial sum. For shardlib itself."""
     return value._value
 
 
 def describe(value) -> str:
-    """Dtype, shape and axes of a value, for error messages: `f32[4,8] {varying over d, t}`."""
+    """Describes a value by dtype, shape and axes, for messages: `f32[4,8] {varying over d, t}`."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         kind = type(value).__name__
         return f"{kind} {value!r}" if isinstance(value, int | float | str | None) else f"a {kind}"
@@ -360,7 +360,7 @@ def describe(value) -> str:
 
 
 def states_text(varying: Iterable[str], gathered: Iterable[str], unreduced: Iterable[str]) -> str:
-    """The axes over which a value is in these states: `{varying over d, t}`."""
+    """Lists the axes over which a value is in each state: `{varying over d, t}`."""
     states = {"varying": varying, "gathered": gathered, "unreduced": unreduced}
     texts = [f"{word} over {', '.join(sort_axes(axes))}" for word, axes in states.items() if axes]
     return f"{{{'; '.join(texts) or 'the same on every device'}}}"
@@ -369,11 +369,11 @@ def states_text(varying: Iterable[str], gathered: Iterable[str], unreduced: Iter
 # ---- shardings of whole arrays, outside of shard_map ------------------------------------------------------------
 
 Sharding = tuple[tuple[str, ...], ...]
-"""Axes that shard each dim."""
+"""The axes that shard each dim."""
 
 
 def sharding_of(value) -> Sharding | None:
-    """Axes that shard each dim of a whole array; None where JAX does not know them (no mesh, or Auto axes)."""
+    """The axes that shard each dim of a whole array; None if JAX does not know them (no mesh, or Auto axes)."""
     is_traced = isinstance(value, core.Tracer)
     sharding = getattr(jax.typeof(value) if is_traced else value, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
@@ -384,17 +384,17 @@ def sharding_of(value) -> Sharding | None:
 
 
 def axes_of_spec(spec: jax.sharding.PartitionSpec, ndim: int) -> Sharding:
-    """Axes that shard each of `ndim` dims, by a PartitionSpec."""
+    """The axes that shard each of `ndim` dims, from a PartitionSpec."""
     entries = (*spec, *[None] * (ndim - len(spec)))
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
 
 def without_trivial(sharding: Sharding) -> Sharding:
-    """`sharding` without axes of one device, over which sharded and replicated are the same."""
+    """Drops axes of one device from `sharding`: over them, sharded and replicated are the same."""
     sizes = mesh_axes()
     return tuple(tuple(axis for axis in axes if sizes.get(axis, 0) != 1) for axes in sharding)
 
 
 def sharding_text(sharding: Sharding) -> str:
-    """Text of a sharding, for error messages: `d, -, t/d`."""
+    """Formats a sharding for messages: `d, -, t/d`."""
     return ", ".join("/".join(axes) or "-" for axes in sharding)

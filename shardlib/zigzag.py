@@ -1,8 +1,8 @@
-"""Zigzag order: which chunks of a dim the devices of an axis hold, so that causal attention gives each the same work.
+"""Zigzag order: which chunks of a dim each device of an axis holds, so that causal attention is balanced.
 
-A dim in this order has the name Z. Of a dim of 2n chunks, on n devices, device i has chunks 2i and 2i + 1 in the order
-of positions, `L/c`, and chunks i and 2n - 1 - i in zigzag order, `Z/c`. The proof takes the two for different dims, so
-that what belongs to one never meets what belongs to the other.
+A dim in this order is named Z. It has 2n chunks on n devices. Device i holds chunks 2i and 2i + 1 in the order of
+positions, `L/c`, and chunks i and 2n - 1 - i in zigzag order, `Z/c`. The proof treats the two as different dims, so
+values in one order never meet values in the other.
 """
 
 import functools
@@ -20,7 +20,7 @@ from shardlib.values import describe, devices_along, stage_axes
 
 
 def zigzag(spec, x):
-    """Exchanges halves of blocks, into zigzag order or back: `B L/c M -> B Z/c M`, `B Z/c M -> B L/c M`."""
+    """Exchanges half blocks, into zigzag order or back: `B L/c M -> B Z/c M`, `B Z/c M -> B L/c M`."""
     with checked_collective("zigzag", spec, x) as (op, lhs, rhs, value, _):
         changed = [i for i, (a, b) in enumerate(zip(lhs.dims, rhs.dims, strict=False)) if a != b]
         rule = f"give one dim, which one axis shards, the name {ZIGZAG} on one side: `B L/c M -> B {ZIGZAG}/c M`"
@@ -32,15 +32,15 @@ def zigzag(spec, x):
         if not before.axes:
             return x
         if (size := value.shape[dim]) % 2:
-            problem = f"operand 1 is {describe(x)}: a device has {size} entries of {before}, which are not two chunks"
-            raise ShardError(problem, f"let {before.name} be a multiple of {2 * devices_along(before.axes)}")
+            problem = f"operand 1 is {describe(x)}: a device has {size} entries of {before}, not two equal chunks"
+            raise ShardError(problem, f"make {before.name} a multiple of {2 * devices_along(before.axes)}")
     exchange = functools.partial(_exchanged, before.axes[0], dim, after.name == ZIGZAG)
     reason = f"device i of n has chunks i and 2n - 1 - i of a dim in zigzag order: {op}"
     return note_type(per_device(str(rhs), exchange, value, reason=reason, takes=str(lhs)), rhs)
 
 
 def _exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
-    """The chunks of this device in the other order. Of two chunks, in either order, one has an even number."""
+    """This device's chunks in the other order. In either order, one of its two chunks has an even number."""
     n, i = devices_along(axis), lax.axis_index(axis)
     first, second = jnp.split(x, 2, axis=dim)
     # In zigzag order chunk j is on device j, or 2n - 1 - j if that is less.
@@ -58,16 +58,16 @@ def _exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
 
 
 def permuted(x: jax.Array, axis: str, pairs: list[tuple[int, int]], in_stage: bool | None = None) -> jax.Array:
-    """`lax.ppermute` for pairs of all devices of `axis`, in per-device code.
+    """`lax.ppermute` for per-device code, with pairs that cover all devices of `axis`.
 
-    XLA has all devices of the mesh meet in a permute, but the stages of a pipeline run different tasks. There it is an
-    all_to_all, in which the devices of `axis` alone meet, of blocks that are 0 but for one.
+    In XLA all devices of the mesh meet in a permute, but the stages of a pipeline run different tasks. Within a stage
+    it is therefore an all_to_all, in which only the devices of `axis` meet, of blocks that are 0 except one.
 
     Args:
         x: this device's block.
         axis: the axis.
-        pairs: the device that sends and the one that receives, each once.
-        in_stage: whether this is a task of a pipeline; None: what the context says.
+        pairs: (sender, receiver), with each device once on either side.
+        in_stage: True within a task of a pipeline; None: ask the context.
     """
     if not (PIPELINE_AXIS in stage_axes() if in_stage is None else in_stage):
         return lax.ppermute(x, axis, pairs)

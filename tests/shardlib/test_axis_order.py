@@ -51,7 +51,7 @@ def traced(type_of_x: str, body) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_value_gets_another_order(name):
-    with pytest.raises(ShardError, match=r" becomes .*: a device would take its block for another one"):
+    with pytest.raises(ShardError, match=r" becomes .*: a device would mistake its block for another one"):
         traced(*CASES[name])
 
 

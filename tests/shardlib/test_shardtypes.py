@@ -122,7 +122,7 @@ def test_scope_names_dtypes_inwards():
             assert bound() == jnp.float32
             raise KeyError("left")
         assert bound() == jnp.bfloat16
-    with pytest.raises(ShardError, match=r"dtype name act is bound to no dtype"):
+    with pytest.raises(ShardError, match=r"dtype name act is not bound to a dtype"):
         bound()
 
 
@@ -529,7 +529,7 @@ def test_lists_dicts_and_options(mesh):
     w = {name: rng.normal(size=(16, 4)).astype(np.float32) for name in "ba"}
     with jax.set_mesh(mesh):
         found, less = jax.jit(fn)(xs, w), jax.jit(lambda *args: fn(*args, scale=3, both=False))(xs, w)
-        with pytest.raises(ShardError, match=r"fn: option scale is f32.*, and an array has a type"):
+        with pytest.raises(ShardError, match=r"fn: option scale is f32.*, but an array needs a type"):
             fn(xs, w, scale=jnp.float32(1))
         with pytest.raises(ShardError, match="does not say how many it has"):
             make_shardings(list[f32["B/d M"]])

@@ -56,5 +56,5 @@ def test_a_block_of_integers_is_kept():
         def floats(x: i32["B L"]) -> i32["B L/c"]:
             return shardops.shard("B L -> B L/c", x * 1.0).astype(int)
 
-        with pytest.raises(ShardError, match="the gradient of what is cut off"):
+        with pytest.raises(ShardError, match="the gradient of what shard cuts off"):
             floats(x)

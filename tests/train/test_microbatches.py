@@ -126,7 +126,7 @@ def test_a_batch_of_another_number_of_microbatches_than_the_schedule_is_for_is_r
     c = tiny.config(tiny.model(layers=2), microbatches=2)
     with jax.set_mesh(tiny.mesh("p=2")):
         state, batch = jax.eval_shape(lambda: tiny.state(c)), batch_shapes(tiny.BATCH, tiny.LENGTH, 4)
-        refused = pytest.raises(ValueError, match=r"the batch has 4 microbatches, and the schedule is for 2")
+        refused = pytest.raises(ValueError, match=r"the batch has 4 microbatches, but the schedule is for 2")
         with refused:
             tiny.training_step(c).trace(state, batch, np.int32(0))
         with refused:
