@@ -1,1 +1,1 @@
-"""Proof that a per-device program computes, on its mesh, the blocks of what it computes on one device."""
+"""Proves that a per-device program computes, on its mesh, the blocks of what it computes on one device."""

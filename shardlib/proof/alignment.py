@@ -1,9 +1,8 @@
-"""Alignment of a per-device program with the same program on one device, an equation at a time.
+"""Aligns a per-device program with the same program on one device, equation by equation.
 
-Both are traces of one source. Where a device has one entry of a dim, JAX adds or leaves out equations that only give
-entries another shape. Such equations are not compared by their number: what counts is that the other equations, which
-compute, take the same entries in the same shape. An equation that was left out here has its rule applied all the same,
-since it may add up the entries of several devices.
+Both are traces of one source. If a device has one entry of a dim, JAX adds or leaves out equations that only reshape.
+Such equations need not match: the other equations, which compute, must take the same entries in the same shape. The
+rule of an equation that was left out here is still applied, since it may add up the entries of several devices.
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ SHAPING = equations.REDUCTIONS | equations.kinds("view") | {"slice"}
 
 
 class Layout(NamedTuple):
-    """Entries that a value has on a device: those of the value `root`, by strides; 0 along a dim of one entry."""
+    """The entries that a value has on a device: those of the value `root`, by strides; 0 along a dim of one entry."""
 
     root: object
     shape: tuple[int, ...]
@@ -50,9 +49,9 @@ class Pair:
     Attributes:
         eqn: the equation here; if JAX left it out, what it would be here.
         twin: the equation on one device.
-        others: operands that are another value here than on one device.
-        is_own: whether it is in the per-device program, as it is on one device.
-        inner: of a call, the alignment of what it calls.
+        others: operands whose value here differs from that on one device.
+        is_own: True if it is in the per-device program as it is on one device.
+        inner: for a call, the alignment of what it calls.
     """
 
     eqn: Any
@@ -63,7 +62,7 @@ class Pair:
 
 
 class Different(Exception):
-    """The program is another one on one device."""
+    """Raised if the program is another one on one device."""
 
     def __init__(self, here: Any, there: Any):
         self.place = "?" if here is None and there is None else Equation(here or there).place()
@@ -74,24 +73,24 @@ class Different(Exception):
 
     @classmethod
     def between(cls, ours: Sequence, theirs: Sequence) -> "Different":
-        """The first difference of two lists of equations."""
+        """Creates the error for the first difference of two lists of equations."""
         pairs = itertools.zip_longest(ours, theirs)
         return cls(*next((p for p in pairs if len({e and e.primitive.name for e in p}) > 1), (None, None)))
 
 
 ANY = Layout(object(), (), ())
-"""In place of the entries of what per-device code computes."""
+"""Stands for the entries of what per-device code computes."""
 
 
 class Aligned(NamedTuple):
-    """Two jaxprs by pairs of equations.
+    """Two jaxprs as pairs of equations.
 
     Attributes:
-        ours: the jaxpr here, with one turn in place of each ring.
-        theirs: that on one device, with what it left out of a choice by the number of devices.
+        ours: the jaxpr here, with one turn instead of each ring.
+        theirs: that on one device, completed by what it left out because of a choice by the number of devices.
         pairs: the equations, in the order on one device.
         here: entries of each result of the per-device program.
-        there: entries that it has, by the program on one device.
+        there: the entries that it should have according to the program on one device.
     """
 
     ours: Any
@@ -102,7 +101,7 @@ class Aligned(NamedTuple):
 
 
 class Alignment:
-    """Alignments of the jaxprs within a program, each made once.
+    """Alignments of the jaxprs within a program, each computed once.
 
     Args:
         sizes: number of devices along each axis of the mesh.
@@ -116,7 +115,7 @@ class Alignment:
         self._known: dict[tuple, Aligned] = {}
 
     def of(self, ours: Any, theirs: Any, shapes: Sequence | None = None) -> Aligned:
-        """The alignment of two jaxprs.
+        """Aligns two jaxprs.
 
         Args:
             ours: the jaxpr on a mesh, or a body in it.
@@ -124,7 +123,7 @@ class Alignment:
             shapes: shape that each argument of `theirs` has here; None: that of the argument of `ours`.
 
         Raises:
-            Different: an equation is on one side alone, and does more than to give entries another shape.
+            Different: an equation is on one side only, and does more than reshape.
         """
         if (len(ours.constvars), len(ours.invars)) != (len(theirs.constvars), len(theirs.invars)):
             raise Different(next(iter(ours.eqns), None), next(iter(theirs.eqns), None))
@@ -177,23 +176,23 @@ class Alignment:
         return Aligned(ours, theirs, pairs, *layouts)
 
     def _view_of(self, views: list, eqn: Eqn, x: Layout, here: Mapping) -> Any:
-        """The equation among `views` that gives what `eqn` on one device gives; None if there is none."""
+        """The equation among `views` that returns what `eqn` returns on one device; None if there is none."""
         alike = [own for own in views if own.primitive is eqn.primitive]
         for own in alike:
             shape = shape_of(own.outvars[0])
             if self._fits(shape, shape_of(eqn.outvars[0])) and _view(eqn, x, shape) == here[own.outvars[0]]:
                 return own
-        # Entries that stand for devices are as many as those, and one on one device.
+        # Entries that stand for devices: as many as devices here, one on one device.
         reshaped = (own for own in alike if eqn.primitive.name == "reshape" and here[own.invars[0]] == x)
         return next((own for own in reshaped if len(shape_of(own.outvars[0])) == len(shape_of(eqn.outvars[0]))), None)
 
     def _fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
-        """Whether blocks of two shapes may make one whole, by the numbers of devices that may cut a dim."""
+        """True if blocks of two shapes may make one whole, given the numbers of devices that may cut a dim."""
         sizes = zip(here, there, strict=True) if len(here) == len(there) else [(1, 0)]
         return all(a == b or any(a * n == b * m for n, m in self._devices) for a, b in sizes)
 
     def _paired(self, own: Eqn, eqn: Eqn, here: Mapping, there: Mapping) -> tuple[Pair, list[Layout], list[Layout]]:
-        """The pair of two equations that compute, and the entries of their results."""
+        """Pairs two equations that compute; also returns the entries of their results."""
         if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
             raise Different(own, eqn)
         xs, ys = _layouts(own.invars, here), _layouts(eqn.invars, there)
@@ -215,19 +214,19 @@ class Alignment:
 
 
 def others(ours: Sequence, theirs: Sequence, key: Callable[..., Any] | None = None) -> frozenset[int]:
-    """Which of some Layouts are others here than on one device, or have another key(Layout)."""
+    """Which of some Layouts differ between here and one device, also by key(Layout) if it is given."""
     pairs = enumerate(zip(ours, theirs, strict=True))
     same = lambda x, y: x == y or (key is not None and None not in (x, y) and key(x) == key(y))
     return frozenset(i for i, (x, y) in pairs if not same(x, y))
 
 
 def _layouts(variables: Any, known: Mapping) -> list[Layout | None]:
-    """Entries of some variables; None of a literal."""
+    """Entries of some variables; None for literals."""
     return [None if isinstance(var, Literal) else known[var] for var in variables]
 
 
 def _operand(eqn: Eqn, layouts: Mapping) -> Layout | None:
-    """Entries of the first operand of an equation that may give them another shape; None of any other equation."""
+    """Entries of the first operand of an equation that may reshape it; None for other equations."""
     if eqn.primitive.name not in SHAPING | AS_IS or isinstance(eqn.invars[0], Literal):
         return None  # JAX does not leave out what it makes of literals
     found = layouts[eqn.invars[0]]
@@ -235,7 +234,7 @@ def _operand(eqn: Eqn, layouts: Mapping) -> Layout | None:
 
 
 def _views(rest: list, here: dict) -> Iterator[Any]:
-    """Takes the equations off the end of `rest` that only give entries another shape."""
+    """Removes equations that only reshape from the end of `rest`."""
     while rest and (x := _operand(rest[-1], here)) is not None:
         if (found := _view(rest[-1], x, shape_of(rest[-1].outvars[0]))) is None:
             return
@@ -244,7 +243,7 @@ def _views(rest: list, here: dict) -> Iterator[Any]:
 
 
 def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
-    """The pair of two equations with the same entries, if they do the same to all dims of more than one entry."""
+    """Pairs two equations with the same entries, if they do the same to all dims of more than one entry."""
     params = eqn.params
     if own.primitive.name == "gather":
         sizes = iter(n for n, size in zip(own.params["slice_sizes"], xs[0].shape, strict=True) if size > 1)
@@ -260,17 +259,17 @@ def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
 
 
 FORMS = equations.REDUCTIONS | equations.SCATTERS | {"dot_general", "gather"}
-"""Primitives that compute, with parameters that JAX gives other values where an operand has a dim of one entry."""
+"""Primitives that compute, and whose parameters JAX changes if an operand has a dim of one entry."""
 
 
 def same_entries(x: Layout) -> tuple:
-    """Entries of a value whatever its shape: its root, and the dims of more than one entry."""
+    """Identifies the entries of a value whatever its shape: its root, and the dims of more than one entry."""
     return x.root, *((n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1)
 
 
 def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...]]:
-    """What the parameters of a primitive of FORMS say of the dims of more than one entry, and the result's shape."""
-    # Number of each dim of more than one entry among these.
+    """What the parameters of a primitive of FORMS say about dims of more than one entry; and the result's shape."""
+    # For each shape, numbers the dims of more than one entry.
     ranks = [dict(zip((i for i, n in enumerate(s) if n > 1), itertools.count(), strict=False)) for s in shapes]
     of = lambda k, dims: [ranks[k].get(i) for i in dims]
     pairs = lambda a, b: [pair for pair in zip(of(0, a), of(1, b), strict=True) if pair != (None, None)]
@@ -303,12 +302,12 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
 
 
 def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout | None:
-    """What an equation gives, if it gives the entries of its operand another shape alone.
+    """The result of an equation, if it only reshapes its operand.
 
     Args:
         eqn: the equation.
         x: its operand.
-        shape: that of the result on a device; None: that of an equation on one device, which JAX left out here.
+        shape: shape of the result on a device; None: of an equation on one device that JAX left out here.
     """
     name, params = eqn.primitive.name, eqn.params
     if name in AS_IS:
@@ -340,7 +339,7 @@ def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
 
 
 def _cut(eqn: Eqn, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
-    """An equation on one device, as it is here for the operands `xs` and a result of this shape."""
+    """Adapts an equation on one device to the operands `xs` and a result of this shape."""
     of = lambda var, shape: SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, var.aval.dtype))
     sizes = {name: tuple(shape) for name in ("shape", "new_sizes", "limit_indices") if name in eqn.params}
     sizes |= {"start_indices": (0,) * len(shape)} if eqn.primitive.name == "slice" else {}
@@ -359,17 +358,17 @@ OPERATIONS = equations.COLLECTIVES | equations.words("pvary div mul ring_enter r
 
 
 def _completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
-    """The program of one device, with operations that it left out and that change nothing there.
+    """Completes the program of one device by operations that it left out and that change nothing there.
 
-    Those are collectives that keep the shape, over axes of one device, and products with a number, which is 1 there.
-    Each gives its operand, so that the program computes what it did. `twin` itself, if it lacks others.
+    These are collectives that keep the shape, over axes of one device, and multiplications by a number that is 1 there.
+    Each returns its operand, so the program computes the same. Returns `twin` itself if it lacks other operations.
     """
     pairs = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*twin.constvars, *twin.invars], strict=False))
     before: dict[Any, Any] = {}  # the variable that is the same value as a new one
     kept = lambda var: before.get(var, var)
 
     def renamed(ours: Any, theirs: Any) -> list:
-        """The variables of one device, by those of which they are the value here."""
+        """Renames variables on one device to those whose value they have here."""
         if len(ours) != len(theirs):
             return theirs
         same = lambda a, b: is_variable(a) and is_variable(b) and a in pairs and kept(pairs[a]) is b
@@ -394,7 +393,7 @@ def _completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
 
 
 def _left_out(eqn: Eqn, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
-    """The equation on one device, if it changes nothing there; None if it does."""
+    """The equation on one device, if it changes nothing there; else None."""
     name, (first, *others) = eqn.primitive.name, eqn.invars or (None,)
     if name in ("div", "mul"):
         if len(others) != 1 or not is_variable(first) or is_variable(others[0]):

@@ -1,8 +1,8 @@
-"""Check of a traced forward pass: the logits of a position depend on no later token, and on no other document.
+"""Checks in a traced forward pass that a position's logits depend on no later token and on no other document.
 
-It is interpreted over shardlib.proof.reach, at its own sizes, on one device. Token ids and weights are unknown; the
-places of positions are known numbers, so that masks are. So is where documents begin: in one way, or in two that differ
-after a position. What differs before it depends on documents that begin later. See docs/soundness.md.
+It is interpreted over shardlib.proof.reach, at its own sizes, on one device. Token ids and weights are unknown, but
+positions are known numbers, so masks are too. The starts of documents are known: given in one way, or in two ways that
+differ after a position. What then differs before that position depends on later documents. See docs/soundness.md.
 """
 
 import dataclasses
@@ -39,36 +39,36 @@ from shardlib.proof.reach_rules import anything, apply
 from shardlib.proof.reach_slots import is_in, of_sorted, together
 
 LOGITS, TARGETS = "causality: logits", "causality: targets"
-"""Names of the values (jax.ad_checkpoint.checkpoint_name) of which it is proved, and of what the loss is to predict."""
+"""Names (jax.ad_checkpoint.checkpoint_name) of the values that are proved, and of what the loss is to predict."""
 GIVEN = "causality: given"
-"""Name of what a loss gets beside logits and targets, which counts for neither."""
+"""Name of what a loss receives besides logits and targets; it counts as neither."""
 FORM = (kinds("view") | words("convert_element_type copy pad slice")) - {"transpose"}
-"""Primitives that JAX adds or leaves out by the sizes of dims."""
+"""Primitives that JAX adds or leaves out depending on the sizes of dims."""
 MET = np.int32(2**29)
-"""In the place of a token: a target and logits."""
+"""Stands for a token: a target and logits have met."""
 TURNS = 2**16
-"""Largest number of passes of a loop that are followed one by one."""
+"""Largest number of loop iterations that are followed one by one."""
 
 
 def tokens(batch: int, length: int, is_forward: bool = True) -> np.ndarray:
-    """Numbers of the tokens of a batch, [batch, length]: token i of sequence b is b·L + i, or so many before the last.
+    """Numbers of a batch's tokens, [batch, length]: token i of sequence b is b·L + i, or counted from the last one.
 
-    Token i is the target of position i, so that its logits may depend on those before it.
+    Token i is the target of position i, so its logits may depend on the tokens before it.
     """
     number = np.arange(batch * length, dtype=np.int32).reshape(batch, length)
     return number if is_forward else number[::-1, ::-1]
 
 
 def find_later(program: ClosedJaxpr, args: list[Reach], seen: np.ndarray, rows: int, **options: Any) -> str | None:
-    """Where the logits of a position come to depend on what the position must not see; None: nowhere.
+    """Finds where logits of a position come to depend on what the position must not see; None: nowhere.
 
     Args:
-        program: a closed jaxpr, whose first result are the logits [B, L, V], or in which they have the name LOGITS, and
-            their targets [B, L] TARGETS: those of a microbatch as a whole, or part by part along L.
+        program: a closed jaxpr, whose first result is the logits [B, L, V], or which names them LOGITS and their
+            targets [B, L] TARGETS, for a microbatch as a whole or part by part along L.
         args: what is known of its arguments.
-        seen: the last token that the logits of each position may depend on, [B, L] of all microbatches; or LATER.
-        rows: sequences of each microbatch.
-        **options: of Interpreter.
+        seen: the last token that the logits of each position may depend on, [B, L] for all microbatches; or LATER.
+        rows: sequences per microbatch.
+        **options: passed to Interpreter.
     """
     interpreter = Interpreter(seen, rows, **options)
     result = interpreter.run(program, args)[0]
@@ -87,7 +87,7 @@ def find_later(program: ClosedJaxpr, args: list[Reach], seen: np.ndarray, rows: 
 
 
 def _problem_of(name: str, parts: list[Reach], seen: np.ndarray, row: int, is_forward: bool) -> str | None:
-    """What the logits of a microbatch, from `row` on, see that they must not see; or a target that they have read."""
+    """Describes what a microbatch's logits, from `row` on, depend on but must not; or a target that they have read."""
     last = [np.broadcast_to(x.last.reshape(*x.last.shape[:2], -1).max(-1), x.shape[:2]) for x in parts]
     last, size, length = np.concatenate(last, 1), seen.size, seen.shape[1]
     most = np.full(seen.shape, LATER) if is_forward else tokens(*seen.shape, is_forward=False)
@@ -111,12 +111,12 @@ def _problem_of(name: str, parts: list[Reach], seen: np.ndarray, row: int, is_fo
 
 
 class Interpreter:
-    """What is known of the results of a program, from what is known of its arguments.
+    """Derives what is known of the results of a program from what is known of its arguments.
 
     Attributes:
-        named: the values that have a name, LOGITS or TARGETS, in their order.
+        named: the values named LOGITS or TARGETS, in order.
         problem: where a target first meets the logits of a later position, or of another sequence; None: nowhere. What
-            logits and targets make together may go anywhere.
+            logits and targets produce together may go anywhere.
     """
 
     problem: str | None = None
@@ -130,15 +130,15 @@ class Interpreter:
         growth: float = 1.0,
         free: tuple[str, ...] = (),
     ):
-        """An interpreter.
+        """Creates an interpreter.
 
         Args:
             seen: the last token that each position may depend on, [B, L].
-            rows: sequences of each microbatch; None: all.
-            is_forward: whether tokens are numbered from the first one on.
-            unknown: ids of literals and arrays of which no number is known.
-            growth: n positions stand for n to the power of it.
-            free: names and labels of marks of values that depend on no token, though they are computed of some.
+            rows: sequences per microbatch; None: all.
+            is_forward: True if tokens are numbered from the first one.
+            unknown: ids of literals and arrays whose numbers are not known.
+            growth: n positions stand for n to this power.
+            free: names and mark labels of values that count as independent of tokens, though computed from some.
         """
         self.seen, self.rows, self.is_forward = seen, rows or len(seen), is_forward
         self.unknown, self.growth, self.free = unknown, growth, free
@@ -146,7 +146,7 @@ class Interpreter:
         self._entered = ""
 
     def run(self, jaxpr: object, args: list[Reach], caller: Equation | None = None) -> list[Reach]:
-        """What is known of the results of a jaxpr, closed or open, that the equation `caller` calls."""
+        """Derives what is known of the results of a jaxpr, closed or open, that the equation `caller` calls."""
         rule = lambda eqn, ins: self._results(Equation(eqn, caller=caller), ins)
         return evaluate(jaxpr, args, rule, self._constant)
 
@@ -176,7 +176,7 @@ class Interpreter:
         return self._worked(eq, ins, apply)
 
     def _worked(self, eq: Equation, ins: list[Reach], how: Callable[..., Any]) -> list[Reach]:
-        """The results by `how`, and where the values came to be wrong."""
+        """Runs rule `how`; also notes where the values first became wrong."""
         found = reach.in_each_way(lambda ins: list(map(self._told_apart, how(eq.eqn, ins), eq.eqn.outvars)), ins)
         came = next((x.why for x in ins if x.why), None)
         for x, var in zip(found, eq.eqn.outvars, strict=True):
@@ -192,9 +192,9 @@ class Interpreter:
         return found
 
     def _loss_gets(self, x: Reach, name: str) -> Reach:
-        """What a loss knows of logits or targets: which they are, not what they depend on.
+        """What a loss knows of logits or targets: which they are, but not what they depend on.
 
-        Targets have numbers past those of logits, and from the last one on, as the first of them is looked for.
+        Targets have numbers past those of logits, counted from the last one, because the first target is looked for.
         """
         (rows, count), (size, length) = x.shape[:2], (self.seen.size, self.seen.shape[1])
         row, at = divmod(sum(part.shape[1] for part in self.named[name]), length)
@@ -227,7 +227,7 @@ class Interpreter:
             x.last = np.where((logits >= 0) & (target < size), MET, x.last)
 
     def _told_apart(self, x: Reach, var: Atom) -> Reach:
-        """The value without its numbers, if in longer sequences there are more of them than its dtype has."""
+        """Drops the numbers of a value if, in longer sequences, it would have more of them than its dtype can hold."""
         if self.growth == 1 or x.number.size == 1 or x.number.dtype.kind not in "iuf" or not x.known.any():
             return x
         dtype = var.aval.dtype
@@ -246,7 +246,7 @@ class Interpreter:
         rows: list[list[Reach]] = []
         known: dict[bytes, list[Reach]] = {}
         _, used = dce_jaxpr(body.jaxpr, [True] * len(eq.eqn.outvars))
-        reads = split_scan(eq.eqn, used)[2]  # not such as the number of a layer, which most models do not read
+        reads = split_scan(eq.eqn, used)[2]  # not e.g. the index of a layer, which most models do not read
         for turn in range(length)[:: -1 if eq.params["reverse"] else 1]:
             args = [*fixed, *carry, *(_row(x, turn if read else 0) for x, read in zip(xs, reads, strict=True))]
             key = _digest(args)
@@ -268,7 +268,7 @@ class Interpreter:
             if not go.number.item():
                 return carry
             carry = list(map(_alone, self.run(eq.params["body_jaxpr"], [*of_body, *carry], eq)))
-        return self._worked(eq, ins, anything)  # how often it runs is not known, and may depend on tokens
+        return self._worked(eq, ins, anything)  # the number of iterations is not known, and may depend on tokens
 
     def _cond(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
         (which, *args), branches = ins, eq.params["branches"]
@@ -280,7 +280,7 @@ class Interpreter:
 
 
 def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
-    """Whether entries have positions along a dim, and depend on nothing that these must not see."""
+    """True if the entries have positions along a dim, and depend on nothing that these must not see."""
     by = lambda a, *dims: a.reshape([n if i in dims else 1 for i, n in enumerate(last.shape)])
     at = lambda size: [i for i, n in enumerate(last.shape) if n == size]
     fits = lambda upper: not (last > upper).any()
@@ -300,7 +300,7 @@ def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
 
 
 def _region_rule(label: str) -> Callable | None:
-    """The rule of ops of shardops that mark code as per-device: each row by itself."""
+    """The rule for shardops that mark their code as per-device; they treat each row separately."""
     if label.startswith("products of rows by ids"):
         return _products_of_rows
     return _sums_of_rows if " are added by their ids" in label else None
@@ -341,12 +341,12 @@ def _stacked(rows: list[Reach], var: Atom) -> Reach:
 
 
 def _digest(args: list[Reach]) -> bytes:
-    """The same for the same values."""
+    """A hash that is equal for equal values."""
     arrays = [a for x in args for value in (x, *(x.ways or ())) for a in value.arrays()]
     form = repr([(x.shape, x.dtype.str) for x in arrays]).encode()
     return hashlib.sha256(b"".join([form, *(x.tobytes() for x in arrays)])).digest()
 
 
 def operations(program: ClosedJaxpr) -> list[str]:
-    """The primitives of a program that compute, in their order, also of what it calls."""
+    """Names of the primitives of a program that compute, in order, including those in calls."""
     return [eqn.primitive.name for eqn in equations_in(program) if eqn.primitive.name not in FORM]

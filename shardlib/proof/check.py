@@ -1,4 +1,4 @@
-"""Check of traced programs."""
+"""Checks traced programs."""
 
 import contextlib
 import dataclasses
@@ -34,28 +34,28 @@ class Finding:
 
     text: str
     is_wrong: bool = False
-    """Whether the value contradicts its type; else nothing proves that the program is right."""
+    """True: the value contradicts its type. False: nothing proves that the program is right."""
     form: str = AS_RUN
-    """In which the program was traced."""
+    """The form in which the program was traced."""
 
     def __str__(self) -> str:
         return self.text if self.form == AS_RUN else f"{self.text}\n  traced with: {self.form}"
 
 
 Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
-"""Each equation within a shard_map, with the facts about its results: Interpreter.noted."""
+"""Each equation inside a shard_map, with the facts about its results: Interpreter.noted."""
 
 
 def findings(program: ClosedJaxpr, twin: object, types: list | None = None) -> tuple[list[Finding], Facts]:
-    """What is wrong with each jax.shard_map in a traced program, and what depends on the mesh outside of it.
+    """Finds what is wrong in each jax.shard_map of a traced program, and what depends on the mesh outside of them.
 
     Args:
-        program: what jax.make_jaxpr or jax.jit(f).trace(...).jaxpr gives.
+        program: the result of jax.make_jaxpr or of jax.jit(f).trace(...).jaxpr.
         twin: the same program traced on a mesh whose axes have one device each.
-        types: the specs of the arguments of each shard_map, whose names of dims messages show; None: no names.
+        types: the specs of the arguments of each shard_map, which give dims their names in messages; None: no names.
 
     Returns:
-        The findings, and what is known of the results of each equation.
+        The findings, and the facts about the results of each equation.
 
     Raises:
         Different: the twin has other operations.
@@ -72,7 +72,7 @@ def findings(program: ClosedJaxpr, twin: object, types: list | None = None) -> t
 
 
 def _shard_maps(program: Any) -> Iterator[Any]:
-    """Those that are in no other one."""
+    """Iterates over the shard_maps that are not inside another one."""
     for eqn in body_of(program)[0].eqns:
         if eqn.primitive.name == "shard_map":
             yield eqn
@@ -81,8 +81,8 @@ def _shard_maps(program: Any) -> Iterator[Any]:
 
 
 def _outside(program: ClosedJaxpr, twin: object) -> Iterator[str]:
-    """What depends on the mesh outside of jax.shard_map: numbers, and arrays that become arguments of it."""
-    remedy = "compute it within jax.shard_map, or let it be the same on every mesh"
+    """What depends on the mesh outside jax.shard_map: numbers, and arrays that become arguments of it."""
+    remedy = "compute it inside jax.shard_map, or make it the same on every mesh"
     (ours, consts), (theirs, twin_consts) = body_of(program), body_of(twin)
     names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]
     if names(ours) != names(theirs) or len(consts) != len(twin_consts):
@@ -96,7 +96,7 @@ def _outside(program: ClosedJaxpr, twin: object) -> Iterator[str]:
     pairs = dict(zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True))
     is_same = lambda a, b: isinstance(a, Literal) or pairs.get(a) is b
     are_same = lambda a, b: len(a) == len(b) and all(map(is_same, a, b))
-    another = f"another value is used outside of jax.shard_map than on one device\n  remedy: {remedy}"
+    another = f"outside jax.shard_map, another value is used than on one device\n  remedy: {remedy}"
     for eqn, other in zip(ours.eqns, theirs.eqns, strict=True):
         if not are_same(eqn.invars, other.invars):
             yield f"{Equation(eqn).place()}: {another}"
@@ -119,7 +119,7 @@ def _numbers(eqn: Eqn) -> list:
 
 
 def _is_plain(parameter: object) -> bool:
-    """Whether a parameter is made of numbers alone."""
+    """True if a parameter consists of numbers only."""
     return isinstance(parameter, int | float) or (isinstance(parameter, tuple) and all(map(_is_plain, parameter)))
 
 
@@ -128,7 +128,7 @@ def _place_of(var: Any, body: Any) -> str:
     made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
     while (eqn := made.get(var)) is not None:
         place = Equation(eqn).place()
-        if place != "?":  # but for a cast that JAX added
+        if place != "?":  # "?": a cast that JAX added
             return f"{place}: "
         var = eqn.invars[0] if not isinstance(eqn.invars[0], Literal) else None
     return ""
@@ -171,7 +171,7 @@ def _of_shard_map(eqn: Eqn, twin: Eqn, types: list | None, facts: Facts) -> list
 
 
 def _leaving(value: Value, axes: Sharding, aval: Any, sizes: Any, there: tuple[int, ...]) -> str | None:
-    """What is wrong with a result that is declared to be sharded over `axes`; None if nothing is."""
+    """What is wrong with a result that is declared as sharded over `axes`; None if nothing is."""
     declared = block_of(axes, aval.shape, sizes)
     fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
     here = _whole_shape(aval, axes, sizes)
@@ -181,46 +181,46 @@ def _leaving(value: Value, axes: Sharding, aval: Any, sizes: Any, there: tuple[i
     if here == there:
         return None
     return (
-        f"is of shape {here} here and {there} on one device\n  remedy: compute the shape from whole sizes, "
-        "shardops.size(name); what does not grow with the mesh is declared without axes"
+        f"has shape {here} here and {there} on one device\n  remedy: compute the shape from global sizes, "
+        "shardops.size(name); declare what does not grow with the mesh without axes"
     )
 
 
 DECLARED = (
-    "declare it as it is, or make it what is declared: psum or psum_scatter for a partial sum, all_gather for blocks, "
-    "this device's block, at axis_index times its size, for what is whole"
+    "declare it as it is, or convert it to what is declared: psum or psum_scatter for a partial sum, all_gather for "
+    "blocks, this device's block, at axis_index times its size, for what is whole"
 )
 WRONG = "wrong: it does not compute what is declared"
 NOT_PROVED = "not proved, though it may be right: docs/refused.md has right programs of this kind, and how they pass"
-UNTRACED = "on one device the program does not trace"
+UNTRACED = "the program does not trace on one device"
 BOUND = (
-    "the program is bound to a mesh, so that it cannot be traced on one device: give what each device computes, with "
+    "the program is bound to a mesh, so it cannot be traced on one device: pass what each device computes, with "
     "its specs, as in check(body, *args, mesh=mesh, in_specs=..., out_specs=...)"
 )
 ONE_PROGRAM = (
-    "let no choice, count or shape in the code depend on the number of devices: jnp.where and lax.cond choose by "
-    "values, shardops.size(name) is the whole size of a dim, shardops.rearrange splits, merges and moves dims by name"
+    "let no choice, count or shape in the code depend on the number of devices: choose by values with jnp.where and "
+    "lax.cond, get the global size of a dim from shardops.size(name), and reshape with shardops.rearrange"
 )
 OF_RINGS = (
-    "let each turn of a ring do the same, and add up what the turns give, or write it to the place of its block; a "
-    "scattered sum is lax.psum_scatter, a gathered block lax.all_gather, and stages are run by shardlib.pipeline"
+    "let each turn of a ring do the same, and add up what the turns give, or write it at the position of its block; "
+    "scatter a sum with lax.psum_scatter, gather a block with lax.all_gather, run stages with shardlib.pipeline"
 )
 OF_AXES = (
     "let no value depend on whether the mesh has an axis, or on where weights are gathered: types, shardops.axis_size "
-    "and axis_index are read as with one device along an axis that the mesh lacks"
+    "and axis_index treat an axis that the mesh lacks as one of one device"
 )
 REPEATED = (
-    "do once, in `embed` or `logits`, what `layers` does beside its layers, which each stage repeats; and let no value "
-    "depend on how many layers it has, or on whether the mesh has an axis"
+    "move what `layers` does besides its layers, which each stage repeats, to `embed` or `logits`; and let no value "
+    "depend on how many layers there are, or on whether the mesh has an axis"
 )
 STAGES = (
     ("a pipeline stage", "one device"),
-    "undo it, or change both: stages run the parts of a microbatch that run/stages.py names, one device runs `Forward` "
-    "and `InTurn`",
+    "undo it, or change both: stages run the parts of a microbatch that run/stages.py names, one device runs "
+    "`Forward` and `InTurn`",
     REPEATED,
 )
 LACKING = ("this mesh", "one device"), OF_AXES, OF_AXES
-"""What runs two forms of a program, and what to do where they differ: in a line that one form runs, or both."""
+"""Who runs the two forms of a program, and the remedy if they differ: in a line that one form runs, or both."""
 Programs = dict[str, tuple[Any, list]]
 """Jaxprs by name, each with the types of the arguments of its shard_maps."""
 Trace = Callable[[AbstractMesh], Programs]
@@ -228,13 +228,13 @@ Trace = Callable[[AbstractMesh], Programs]
 
 
 def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None = None) -> list[Finding]:
-    """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
+    """Finds what is wrong with programs on a mesh. They are traced there and on one device, and not run.
 
     Args:
         trace: traces the programs.
-        mesh: the mesh; None: the one in force.
-        singles: trace the programs that a single device runs, on its own mesh, which lacks the axes of OPTIONAL. What
-            `trace` gives on one device along each axis must compute the same; True: but for rounding.
+        mesh: the mesh; None: the current one.
+        singles: functions that trace the programs that a single device runs on its own mesh, which lacks the axes of
+            OPTIONAL. What `trace` gives on one device along each axis must compute the same; True: up to rounding.
 
     Raises:
         ValueError: a shard_map is bound to a mesh.
@@ -275,19 +275,19 @@ def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None =
 
 
 def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> AbstractMesh:
-    """A mesh of one device along each axis of another one, but for some."""
+    """A mesh of one device along each axis of `mesh`, except the axes in `without`."""
     kinds = {axis: kind for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if axis not in without}
     return AbstractMesh((1,) * len(kinds), tuple(kinds), axis_types=tuple(kinds.values()))
 
 
 @contextlib.contextmanager
 def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[list]:
-    """Context in which a program is traced on a mesh, with the choices of speed of a mesh of the sizes `planned`.
+    """Context for tracing a program on a mesh, with the choices for speed of a mesh of sizes `planned`.
 
-    Yields the types of the arguments of its shard_maps, once it is traced.
+    Yields a list that holds, after tracing, the argument types of the program's shard_maps.
     """
     enter: Any = jax.sharding.use_abstract_mesh if isinstance(mesh, AbstractMesh) else jax.set_mesh
-    # Through no mesh at all: JAX does not change from one mesh to another of a different size.
+    # First leave any mesh: JAX does not change from one mesh to another of a different size.
     none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with none, enter(mesh), planned_for(sizes=tuple(sorted((planned or mesh.shape).items()))), Scope() as scope:
         scope.arguments = types = []
@@ -300,7 +300,7 @@ def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[lis
 
 
 def prove_function(function: Callable[[], Any], mesh: Any = None) -> list[Finding]:
-    """`prove` of a program that `function` traces on the mesh in force; it gives the jaxpr."""
+    """`prove` for a program whose jaxpr `function` returns; it is traced on the current mesh."""
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
 
     def trace(at: AbstractMesh) -> Programs:
@@ -315,24 +315,24 @@ def _untraced(error: Exception) -> Finding:
 
 
 def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: Any) -> None:
-    """Refuses a function that does not compute, on a mesh, what it computes on one device. It is traced, not run.
+    """Raises unless a function computes, on a mesh, what it computes on one device. It is traced, not run.
 
     Args:
-        function: what each device computes, with `specs`. Without them, a function that calls typed_shard_map, or
-            jax.shard_map without its `mesh`: it is traced on several meshes.
-        *args: its arguments, of whole shapes: arrays, jax.ShapeDtypeStruct, and pytrees of them.
-        mesh: the mesh, a jax.sharding.Mesh or AbstractMesh; None: the one in force.
+        function: what each device computes, with `specs`; without them, a function that calls typed_shard_map, or
+            jax.shard_map without its `mesh`, since it is traced on several meshes.
+        *args: its arguments, with global shapes: arrays, jax.ShapeDtypeStruct, and pytrees of them.
+        mesh: the mesh, a jax.sharding.Mesh or AbstractMesh; None: the current one.
         **specs: in_specs, out_specs and other options of jax.shard_map.
 
     Raises:
-        ShardError: with file and line of the first value that is not a block of what one device computes, and whether
-            the function is wrong, or not proved.
-        ValueError: no mesh, or a function that is bound to one.
+        ShardError: names file and line of the first value that is not a block of what one device computes, and says
+            whether the function is wrong or not proved.
+        ValueError: there is no mesh, or the function is bound to one.
     """
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     mesh = getattr(mesh, "abstract_mesh", mesh)
     if mesh.empty:
-        raise ValueError("no mesh is given, and none is in force: check(..., mesh=jax.make_mesh((2, 4), ('d', 't')))")
+        raise ValueError("no mesh is set: pass one, check(..., mesh=jax.make_mesh((2, 4), ('d', 't')))")
     run = function
     if specs:
         run = lambda *args: jax.shard_map(function, **specs)(*args)  # not bound to the mesh of an earlier trace
@@ -343,7 +343,7 @@ def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: A
 
 
 def raise_for(found: list[Finding], shown: int | None = None) -> None:
-    """Raises ShardError if anything was found, with the first `shown` findings, or all, and what they amount to."""
+    """Raises ShardError if anything was found, with the first `shown` findings, or all, and the verdict."""
     if found:
         verdict = WRONG if any(finding.is_wrong for finding in found) else NOT_PROVED
         place_and_remedy = lambda text: (text.partition(": ")[0], text.rpartition("\n")[2])
@@ -353,7 +353,7 @@ def raise_for(found: list[Finding], shown: int | None = None) -> None:
 
 
 def _placed(x: Any) -> Any:
-    """An array's shape, dtype and PartitionSpec, for the mesh in force."""
+    """An array's shape, dtype and PartitionSpec, for the current mesh."""
     if not hasattr(x, "dtype"):
         return x
     spec = getattr(getattr(x, "sharding", None), "spec", None)

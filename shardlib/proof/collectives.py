@@ -1,6 +1,6 @@
 """Rules of collectives, and of casts between JAX's types of values under shard_map.
 
-Untiled collectives make dims whose entries stand for devices: one entry on one device.
+Untiled collectives make dims whose entries stand for devices; on one device they have one entry.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from shardlib.proof.primitives import rule
 
 
 def _collective(*names: str) -> Callable:
-    """Decorator of the rule (eq, axes) of collectives. Over axes of one device, here and there, they change nothing."""
+    """Registers the rule (eq, axes) of collectives. Over axes of one device, here and there, they change nothing."""
 
     def register(function: Callable[..., Any]) -> Callable:
         @rule(*names)
@@ -22,7 +22,7 @@ def _collective(*names: str) -> Callable:
             axes = axes_of(eq.eqn)
             if eq.params.get("axis_index_groups") is not None or not all(isinstance(axis, str) for axis in axes):
                 problem = f"a collective over groups of devices, or over {axes}"
-                raise Refused(problem, "use an axis of the mesh for each group")
+                raise Refused(problem, "make each group an axis of the mesh, and use that")
             axes = tuple(axis for axis in axes if eq.sizes[axis] > 1)
             return function(eq, axes) if axes or not eq.params.get("tiled", True) else eq.ins
 
@@ -35,17 +35,17 @@ def _collective(*names: str) -> Callable:
 def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,) = eq.ins
     if (new := {*axes} - x.partial) and not x.is_zero:
-        if new.isdisjoint(x.sharded) and not x.extreme:  # what all have counts once for each, which a division may mend
+        if new.isdisjoint(x.sharded) and not x.extreme:  # a value that all hold counts once each; a division may fix it
             return dataclasses.replace(summed(eq, x, tuple(new)), partial=x.partial | new)
         raise Refused(
-            f"a value is taken for a partial sum over {', '.join(axes)}, which it is not",
+            f"a value is used as a partial sum over {', '.join(axes)}, which it is not",
             "einsum_unreduced makes partial sums",
         )
     return x
 
 
 def _is_pending(x: Value, axes: Iterable[str]) -> bool:
-    """Whether a sum or an extreme over one of the axes is still to be taken."""
+    """True if a sum or an extreme over one of the axes is still to be taken."""
     return not {*x.partial, *(x.extreme[1] if x.extreme else ())}.isdisjoint(axes)
 
 
@@ -63,7 +63,7 @@ def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> D
 
 
 def _with_dims(x: Value, dims: dict[int, Dim | Any]) -> Value:
-    """`x` with other dims."""
+    """Replaces dims of `x`."""
     return dataclasses.replace(x, dims=tuple(dims.get(i, dim) for i, dim in enumerate(x.dims)))
 
 
@@ -94,7 +94,7 @@ def _reduce_scatter(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 
 def summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> Value:
-    """The sum over devices. A value that is the same on all of them is multiplied by their number."""
+    """Sums over devices. A value that is the same on all of them is multiplied by their number."""
     again = [axis for axis in axes if axis not in x.partial and axis not in x.sharded - x.folded]
     ratio = near(x.ratio * devices(eq.twin_sizes, again) / devices(eq.sizes, again))
     left = x.partial - set(axes)
@@ -119,7 +119,7 @@ def _pmax(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
 
 
 def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Value:
-    """The maximum or minimum over devices."""
+    """Takes the maximum or minimum over devices."""
     if x.partial.intersection(axes) or (x.extreme and x.extreme[0] != kind):
         eq.finished(x)
     if blocks := x.sharded.intersection(axes):
@@ -150,7 +150,7 @@ def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
     if x.sharded & set(axes) or _is_pending(x, axes) or len(sources) != devices(eq.sizes, axes):
         raise Refused(
             f"blocks move between the devices of {', '.join(axes)}: what a device holds then depends on the mesh",
-            "if the result is right on every mesh, as in a ring, say so: shardops.per_device(...) with the reason",
+            "if the result is right on every mesh, as in a ring, use shardops.per_device(...) with the reason",
         )
     return x
 
@@ -159,11 +159,11 @@ def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 
 Names = dict[tuple[str, ...], tuple[str, ...]]
-"""New names of axes, by the old ones. Those that change together follow each other."""
+"""New names of axes, by the old ones. Those that change together are consecutive."""
 
 
 def _renamed(dim: Dim | Any, changes: Names) -> Dim | Any:
-    """A dim whose axes have other names."""
+    """Renames the axes of a dim."""
     if dim is UNIFORM:
         return dim
     parts = []
@@ -181,7 +181,7 @@ def _renamed(dim: Dim | Any, changes: Names) -> Dim | Any:
 
 
 def renamed(eq: Equation, x: Value, changes: Names) -> Value:
-    """`x` with other names of axes, among its dims and among those over which it is pending."""
+    """Renames axes of `x`, in its dims and in its pending sums and extremes."""
     eq.block(x)
     moved = {name for old in changes for name in old}
     if any(axis != real(axis) and real(axis) in moved for d in x.dims if d for axis in d.axes):
@@ -212,7 +212,7 @@ def names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -
 
 
 def are_devices(x: Value, k: int) -> bool:
-    """Whether the entries of dim k stand for devices."""
+    """True if the entries of dim k stand for devices."""
     return x.dims[k] is not UNIFORM and any(axis.startswith(ENTRIES) for axis in x.dims[k].axes)
 
 
@@ -237,7 +237,7 @@ def _scattered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
 
 
 def _exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined: int) -> Value:
-    """The result of all_to_all of entries along `split` that stand for devices."""
+    """The result of all_to_all for entries along `split` that stand for devices."""
     entries, blocks = names(eq, x, axes, split)
     if joined != split and eq.shape()[joined] != 1:
         raise Refused(f"entries that stand for devices are joined with those of dim {joined}", "use tiled=True")
@@ -248,7 +248,7 @@ def _exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """The factors of a dim, where entries that stand for devices meet the blocks of these devices."""
+    """Joins the factors of a dim where entries that stand for devices meet the blocks of these devices."""
     found: list[Part] = []
     for size, axes in parts:
         before = found[-1] if found else None
@@ -260,7 +260,7 @@ def joined(parts: list[Part]) -> list[Part]:
 
 
 def combined(value: Value) -> Value:
-    """`value`, where its entries that stand for devices were added up, or the largest taken, as a collective does."""
+    """Applies what a sum or extreme over entries that stand for devices means: the same as a collective."""
     partial, ratio, extreme, source = set(), value.ratio, value.extreme, value.source
     for axis in sorted(value.partial, key=lambda axis: not axis.startswith(BLOCKS)):
         name, blocks = real(axis), axis.replace(ENTRIES, BLOCKS)

@@ -1,4 +1,4 @@
-"""Rules of loops and conditionals: by their bodies, and by what decides them."""
+"""Rules of loops and conditionals, from their bodies and from what decides them."""
 
 import contextlib
 import dataclasses
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
-    """Axes over which JAX says that a value differs; all, where it does not say."""
+    """Axes over which JAX says that a value differs; all axes if it does not say."""
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(a for a in (sizes if kind is None else kind.varying | kind.unreduced) if sizes[a] > 1)
 
 
 def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
-    """What holds of a value that is one or the other."""
+    """Facts that hold for a value that is either one or the other."""
     if a.unprovable or b.unprovable:
         return a if a.unprovable else b
     if a == b:
@@ -31,7 +31,7 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
         values = [eq.block(a), eq.block(b)]
         if len({value.extreme for value in values if value.extreme}) > 1:
             eq.finished(a)
-        # A finished value is one whose extreme was taken already, so it joins one of which it is still to be taken.
+        # A finished value is one whose extreme was already taken, so it joins one whose extreme is still to be taken.
         bare = [dataclasses.replace(value, extreme=None) for value in values]
         found = eq.joined(eq.joined_dims(values), bare)
         return dataclasses.replace(found, extreme=a.extreme or b.extreme, scaled=a.scaled or b.scaled)
@@ -40,13 +40,13 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
 
 
 def _anonymous(value: Value) -> Value:
-    """`value` without what it was computed of: that may be of another pass of a loop, or of another branch."""
+    """Drops what `value` was computed from: that may belong to another iteration, or to another branch."""
     unknown = dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
     return dataclasses.replace(unknown, components=())
 
 
 def _fixed_point(interpreter: "Interpreter", eq: Equation, carry: list[Value], body: Any) -> list[Value]:
-    """The facts about carried values that a pass of a loop's body keeps."""
+    """The facts about carried values that an iteration of a loop preserves."""
     carry = [_anonymous(value) for value in carry]
     for _ in range(4 * len(carry) + 8):
         outs = body(carry)
@@ -60,8 +60,8 @@ def _fixed_point(interpreter: "Interpreter", eq: Equation, carry: list[Value], b
 def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
     """How the first dim of `xs` is cut, if a loop may run over each device's own rows; None if it may not.
 
-    It does the same to each row and may add up, so that its results are blocks, and its sums partial. Devices are at
-    different rows: nothing may be exchanged between them, and no result of a row be cut, or pending, over their axes.
+    The loop must do the same to each row, and may add up: its results are then blocks, and its sums partial. Devices
+    are at different rows, so nothing may be exchanged, and no row's result may be cut, or pending, over their axes.
     """
     body, _ = body_of(eq.params["jaxpr"])
     for before, after in zip(split_scan(eq.eqn, body.invars)[1], body.outvars, strict=False):
@@ -93,7 +93,7 @@ def _total(interpreter: "Interpreter", eq: Equation, start: Value, row: Value, r
 
 
 def _of_turn(interpreter: "Interpreter", eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
-    """Of what a loop runs over, or gives for each turn, the value with other dims, unless `demand` refuses it."""
+    """What a loop iterates over, or returns per iteration, with other dims; unprovable if `demand` refuses it."""
     try:
         if not x.unprovable:
             demand(x)
@@ -112,8 +112,8 @@ def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     if eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
         reason = Refused(
             f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
-            "loop over a whole size; over its own rows a device may map, and add up with `+`, without collectives; a "
-            "ring over devices is shardops.per_device(...) with the reason",
+            "loop over a global size; over its own rows a device may map, and add up with `+`, without collectives; "
+            "for a ring over devices use shardops.per_device(...) with the reason",
         )
         unprovable = interpreter.explain(eq, reason)
         args = [*first, *(Value(c.dims, unprovable=unprovable) for c in carry), *items]
@@ -134,7 +134,7 @@ def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
 
 
 def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
-    """The collectives over one of the axes in jaxprs."""
+    """Names of the collectives over any of the axes in jaxprs."""
     found = (eqn for jaxpr in jaxprs for eqn in equations_in(jaxpr) if not axes.isdisjoint(axes_of(eqn)))
     return [eqn.primitive.name for eqn in found if eqn.primitive.name in COLLECTIVES]
 
@@ -142,7 +142,7 @@ def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
 def _under_predicate(
     interpreter: "Interpreter", eq: Equation, predicate: Value, var: Atom, bodies: Any
 ) -> Unprovable | None:
-    """Why results that depend on a predicate are not known. Notes a collective that not all devices reach."""
+    """Why results that depend on a predicate are unknown; None if they are not. Records collectives not all reach."""
     with contextlib.suppress(Refused):
         if not predicate.unprovable and eq.plain(predicate):  # the same on all devices, and as on one device
             return None
@@ -185,7 +185,7 @@ def _cond(interpreter: "Interpreter", eq: Equation) -> list[Value]:
 
 
 def _linear_solve(interpreter: "Interpreter", eq: Equation) -> list[Value]:
-    """By the function that solves; the others are for derivatives, in which JAX calls them."""
+    """Follows the function that solves; the others are for derivatives, in which JAX calls them."""
     names, counts = zip(*eq.params["const_lengths"]._asdict().items(), strict=True)
     start = sum(counts[: names.index("solve")])
     args = [*eq.ins[start : start + counts[names.index("solve")]], *eq.ins[sum(counts) :]]

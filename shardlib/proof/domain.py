@@ -1,8 +1,8 @@
-"""Facts about a value of a per-device program: the block of which whole value each device holds.
+"""Facts about a value of a per-device program: which block of which whole value each device holds.
 
-The whole value is the one that the same program computes on one device. A device's value is its block of it, or one
-term of a sum of such, or something that a later operation makes a block of; else it is `unprovable`, and must not reach
-a result.
+The whole value is what the same program computes on one device. A device's value is its block of it, a term of a sum of
+blocks, or something that a later operation turns into a block. Otherwise it is `unprovable`, and must not reach a
+result.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 Number = int | float | bool
 Offset = tuple[tuple[str, int], ...]
-"""A number that depends on the device: the sum of coefficient · index of the device, over axes."""
+"""A number that depends on the device: the sum over axes of coefficient · index of the device."""
 
 
 class Part(NamedTuple):
-    """A factor of the size of a dim: `size` entries on a device, cut over `axes`, the first the slowest."""
+    """A factor of the size of a dim: `size` entries per device, cut over `axes`, the first one slowest."""
 
     size: int
     axes: tuple[str, ...]
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """How a dim is cut: its factors, major to minor. All but the first are cut: a merged dim has more than one."""
+    """How a dim is cut: its factors, major to minor; all but the first are cut. Only merged dims have several."""
 
     parts: tuple[Part, ...]
     name: str = dataclasses.field(default="", compare=False)
@@ -37,16 +37,16 @@ class Dim:
 
     @property
     def is_merged(self) -> bool:
-        """Whether the blocks are not contiguous."""
+        """True if the blocks are not contiguous."""
         return len(self.parts) > 1
 
 
 ROUNDING = 1e-6
-"""Share by which numbers may differ that are equal but for the rounding of float32."""
+"""Largest relative difference of numbers that are equal up to float32 rounding."""
 
 UNIFORM: Any = None
-"""In place of a Dim: all entries along it are equal, so that it fits any sharding and any size. `Dim | Any` is
-a Dim or UNIFORM, and likewise `tuple | Any` may be None, where type checkers cannot follow what tells them apart."""
+"""Instead of a Dim: all entries along it are equal, so it fits any sharding and any size. `Dim | Any` means a Dim or
+UNIFORM; likewise `tuple | Any` may be None. Any is there because type checkers cannot follow what tells them apart."""
 
 
 def whole(size: int, name: str = "") -> Dim:
@@ -55,16 +55,16 @@ def whole(size: int, name: str = "") -> Dim:
 
 
 def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
-    """A dim of which a device holds a contiguous block of `size` entries."""
+    """A dim of which each device holds a contiguous block of `size` entries."""
     return Dim((Part(size, axes),), name)
 
 
 class Sizes(dict[str, int]):
-    """Number of devices along each axis of the mesh, and along what stands for one in a Dim.
+    """Number of devices along each axis of the mesh, and along names that stand for axes in a Dim.
 
-    An array of n entries that stand for devices, as an untiled all_gather makes, is cut like one on n devices:
-    over ENTRIES n along the dim that has them, over BLOCKS n along the dim of which they are blocks.
-    Of a dim that each device has put into an order of its own, the axes have names with ~ and a number.
+    An array of n entries that stand for devices, as an untiled all_gather makes, is cut as on n devices: over ENTRIES n
+    along the dim that has them, and over BLOCKS n along the dim whose blocks they are. If each device has reordered its
+    block of a dim, the axes of the dim have names with ~ and a number.
     """
 
     def __missing__(self, axis: str) -> Any:
@@ -74,7 +74,7 @@ class Sizes(dict[str, int]):
 
 
 class SizesOnOne(dict[str, int]):
-    """`Sizes` of the mesh of the twin, which has one such entry."""
+    """`Sizes` of the twin's mesh, which has one such entry."""
 
     def __missing__(self, axis: str) -> int:
         return self.get(real(axis), 1)
@@ -84,21 +84,21 @@ ENTRIES, BLOCKS = "entries of ", "blocks of "
 
 
 def real(axis: str) -> str:
-    """The axis of an axis of which each device has its block in an order of its own."""
+    """Returns the real axis of an axis name that marks reordered blocks."""
     return axis.partition("~")[0]
 
 
 class Subtracted(NamedTuple):
-    """Which index an offset was subtracted from, and for each dim of a value the dim of that index."""
+    """The index that an offset was subtracted from; and for each dim of a value, the dim of that index."""
 
     token: object
     dims: tuple[int | None, ...]
 
 
 class Source(NamedTuple):
-    """What an extreme, or its index, was taken of: along dim `along` of the value with this token.
+    """What an extreme, or its index, was taken of: dim `along` of the value with this token.
 
-    `dims` says for each dim of a value which dim of the extreme it is.
+    `dims` gives, for each dim of a value, the dim of the extreme.
     """
 
     token: object
@@ -109,7 +109,7 @@ class Source(NamedTuple):
 
 
 class Range(NamedTuple):
-    """From `low` to `high`, each on this mesh and on one device."""
+    """A range from `low` to `high`, each on this mesh and on one device."""
 
     low: tuple[float, float] = (-math.inf, -math.inf)
     high: tuple[float, float] = (math.inf, math.inf)
@@ -121,12 +121,12 @@ class Range(NamedTuple):
         return Range((low, low_on_one), (high, high_on_one))
 
     def covers(self, here: int, there: int) -> bool:
-        """Whether it has all indices into a block of the size `here`, and `there` on one device."""
+        """True if it holds all indices into a block of size `here`, and `there` on one device."""
         return max(self.low) <= 0 and self.high[0] >= here - 1 and self.high[1] >= there - 1
 
 
 class Mask(NamedTuple):
-    """Truth of: an offset index is in a range, or outside of it. With a source: this device has that extreme."""
+    """True where an offset index is in a range, or outside it. With a source: where this device has the extreme."""
 
     valid: Range
     is_outside: bool = False
@@ -156,29 +156,29 @@ class Value:
         dims: how each dim is cut; UNIFORM for a broadcast one.
         partial: axes over which it is a partial sum.
         extreme: ("max" or "min", axes over which it is still to be taken).
-        ratio: what the whole value on one device is, divided by what the blocks add up to.
+        ratio: the whole value on one device, divided by what the blocks add up to.
         scaled: the equation that gave it a ratio.
-        folded: axes of its dims over which blocks were added, entry by entry.
+        folded: axes of its dims over which blocks were added entry by entry.
         folding: the equation that added them.
-        known: the number that it is, on this mesh and on one device; of a count, its first entry.
-        offset: what this device adds to it.
+        known: its number, on this mesh and on one device; for a count, the first entry.
+        offset: what each device adds to it.
         count: dims along which it counts 0, 1, … in row-major order.
-        is_local: whether a count stops at the end of this device's block.
+        is_local: True if a count stops at the end of this device's block.
         counted: the equation that made the count.
-        valid: of an offset index that was clipped, the indices that it still has; None: all.
-        others: the least that the other indices are now, on this mesh and on one device; None: any number.
-        drops: of what was looked up, whether entries out of range are NaN.
+        valid: for an offset index that was clipped, the indices that are unchanged; None: all.
+        others: lower bound of the other indices, on this mesh and on one device; None: any number.
+        drops: for looked-up values, True if entries out of range are NaN.
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
-        mask: what it says about an offset index; None if it is no mask.
+        mask: what it says about an offset index; None if it is not a mask.
         masked: the offset of the index whose mask made it a partial sum; None if none did.
-        origin: of an offset index, of what was looked up by it, of a mask and of what was masked: the index.
-        source: of an extreme, and of an argmax over a block, what it was taken of.
-        is_taken: whether it is the extreme of `source` over all devices.
-        is_index: whether it is the index of the first extreme of `source` in this device's block.
-        places: of an index into a device's block, how the dim is cut that it is for; None if it is none.
-        components: of index vectors, the facts about each component along the last dim.
-        unprovable: why nothing of this is known.
-        token: the same for two values that are certainly equal.
+        origin: the index, for an offset index, what was looked up by it, its mask, and what was masked.
+        source: for an extreme, and for an argmax over a block: what it was taken of.
+        is_taken: True if it is the extreme of `source` over all devices.
+        is_index: True if it is the index of the first extreme of `source` in this device's block.
+        places: for an index into a device's block, how the indexed dim is cut; None for other values.
+        components: for index vectors, the facts about each component along the last dim.
+        unprovable: why nothing is known; None if facts are.
+        token: equal for two values that are certainly equal.
     """
 
     dims: tuple[Dim | Any, ...]
@@ -210,18 +210,18 @@ class Value:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is one known number."""
+        """True if it is one known number."""
         return self.known is not None and not (self.count or self.offset or self.is_index)
 
     @property
     def is_block(self) -> bool:
-        """Whether it is a block of a whole value, or a term of a sum or of an extreme."""
+        """True if it is a block of a whole value, or a term of a sum or of an extreme."""
         odd = self.folded or self.offset or self.valid or self.is_index or self.mask or self.is_local
         return not odd and self.looked_up is None
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is zero everywhere."""
+        """True if it is zero everywhere."""
         return self.is_constant and not any(self.known)
 
     @property
@@ -230,7 +230,7 @@ class Value:
         return frozenset(real(axis) for dim in self.dims if dim for axis in dim.axes)
 
     def rearranged(self, dims: Iterable[Dim | Any]) -> "Value":
-        """Entries of the value in other dims: what sums, extremes and factors they are parts of stays."""
+        """The value's entries in other dims. Keeps the sums, extremes and factors that they are parts of."""
         known = None if self.count else self.known
         return Value(tuple(dims), self.partial, self.extreme, self.ratio, self.scaled, known=known)
 
@@ -238,7 +238,7 @@ class Value:
 def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
     """A number, repeated along `ndim` dims."""
     same = on_mesh == on_one or (on_mesh != on_mesh and on_one != on_one)
-    # Of one sign, so that a value times it has its largest entry where the value has it.
+    # Only with equal signs: then a value times it has its largest entry where the value has it.
     ratio = 1.0 if same else on_one / on_mesh if 0 < on_mesh * on_one < math.inf else math.nan
     if not same and isinstance(on_mesh, int) and near(ratio) == 1:
         ratio = math.nan  # such as a seed that a size was added to: integers are not rounded
@@ -246,7 +246,7 @@ def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
 
 
 def moved(value: Value, source: Sequence[int | None]) -> Value:
-    """`value` with dim source[j] as dim j, and with equal entries along j where that is None."""
+    """Moves dim source[j] of `value` to j; where that is None, entries along j are equal."""
     count = tuple(source.index(i) for i in value.count if i in source)
     pick = lambda items, missing: tuple(missing if i is None else items[i] for i in source)
     label = lambda found: found and found._replace(dims=pick(found.dims, None))
@@ -268,14 +268,14 @@ def devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 
 def axes_of_offset(offset: Offset, size: Number, sizes: Mapping[str, int]) -> tuple[str, ...] | Any:
-    """Axes, the slowest first, that cut a dim into blocks of `size` with this offset; None if none do."""
+    """Axes, slowest first, that cut a dim into blocks of `size` with this offset; None if there are none."""
     order = tuple(axis for axis, _ in sorted(offset, key=lambda pair: -pair[1]))
     expected = {axis: size * devices(sizes, order[i + 1 :]) for i, axis in enumerate(order)}
     return order if order and expected == dict(offset) else None
 
 
 def add_offsets(a: Offset, b: Offset, factor: int = 1) -> Offset:
-    """A + factor · b."""
+    """Returns a + factor · b."""
     total = dict(a)
     for axis, coefficient in b:
         total[axis] = total.get(axis, 0) + factor * coefficient
@@ -283,7 +283,7 @@ def add_offsets(a: Offset, b: Offset, factor: int = 1) -> Offset:
 
 
 def describe(value: Value, shape: tuple[int, ...], dtype: object, sizes: Mapping[str, int]) -> str:
-    """The type of a value in shardtypes' notation, with whole sizes for dims without a name: `f32[B/r/d 64/t] +t`."""
+    """Type of a value in shardtypes' notation, with global sizes for dims without a name: `f32[B/r/d 64/t] +t`."""
 
     def text(dim: Dim | Any, size: int) -> str:
         if dim is None:
@@ -315,5 +315,5 @@ def describe(value: Value, shape: tuple[int, ...], dtype: object, sizes: Mapping
 
 
 def near(ratio: float) -> float:
-    """`ratio`, or 1 where it differs by rounding."""
+    """Returns 1 if `ratio` differs from it only by rounding, else `ratio`."""
     return 1.0 if math.isclose(ratio, 1.0, rel_tol=ROUNDING) else ratio

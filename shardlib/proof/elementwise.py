@@ -15,7 +15,7 @@ from shardlib.proof.equation import Equation, Refused, is_integer
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """`a` / `b`, of integers rounded to 0."""
+    """Computes `a` / `b`; integers are rounded toward 0."""
     return (a - np.fmod(a, b)) // b if a.dtype.kind in "iu" else np.divide(a, b)
 
 
@@ -33,15 +33,15 @@ LINEAR, ADDITIONS = kinds("linear"), kinds("addition")
 
 
 def refuse_rbg(eq: Equation) -> None:
-    """Of several keys of JAX's `rbg`, under vmap, all bits are drawn from the first."""
+    """Raises Refused for several keys of JAX's `rbg`: under vmap, all bits are drawn from the first key."""
     aval = eq.eqn.invars[0].aval
     if "rbg" in str(aval.dtype) and max(map(math.prod, (aval.shape, eq.twin_shape()))) > 1:  # here or on one device
         problem = "what is drawn from several keys of rbg depends on which of them a device has"
-        raise Refused(problem, "keys of threefry do not: jax.random.key(seed, impl='threefry2x32')")
+        raise Refused(problem, "use threefry keys: jax.random.key(seed, impl='threefry2x32')")
 
 
 def elementwise(eq: Equation) -> Value:
-    """Facts about the result of an elementwise primitive."""
+    """Derives facts about the result of an elementwise primitive."""
     if eq.name == "random_fold_in":
         refuse_rbg(eq)
     ndim = len(eq.result_shape)
@@ -67,7 +67,7 @@ def elementwise(eq: Equation) -> Value:
 
 
 def _of_rows(eq: Equation, ins: list[Value]) -> Value:
-    """The same of each looked-up entry: those out of range are to be masked still, by the same index."""
+    """Applies the primitive to looked-up entries: those out of range still have to be masked, by the same index."""
     rows = [v for v in ins if v.looked_up is not None]
     if any((v.looked_up, v.origin) != (rows[0].looked_up, rows[0].origin) or v.origin is None for v in rows):
         eq.block(rows[0])
@@ -84,7 +84,7 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
     dtypes = [*(var.aval.dtype for var in eq.eqn.invars), eq.result_type()]
     if not all(isinstance(dtype, np.dtype) and dtype.kind != "c" for dtype in dtypes):
         return None
-    # The rounding to 16 bits and fewer is no dependence on the mesh.
+    # Rounding to 16 bits or fewer does not count as depending on the mesh.
     dtypes = [np.dtype(float) if jnp.issubdtype(d, jnp.floating) and d != np.float32 else d for d in dtypes]
     fold, to = FOLDS.get(eq.name), dtypes[-1]
     if eq.name in ("convert_element_type", "copy", "reduce_precision"):
@@ -136,7 +136,7 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
 
 
 def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
-    """Linear in entries that are sums of those of different blocks, as in a partial sum."""
+    """Handles linear operations on entries that are sums over different blocks, like partial sums."""
     live = [v for v in ins if not v.is_zero]
     if len({v.folded for v in live}) > 1 or not _is_linear(eq):
         for value in ins:
@@ -147,7 +147,7 @@ def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
 
 
 def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | None:
-    """The extreme that is still to be taken, of the operand and other values; refuses it elsewhere."""
+    """The pending extreme of the operand and other values; raises Refused if the operation does not allow one."""
     if not (found := {v.extreme for v in ins if v.extreme}):
         return None
     before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
@@ -161,9 +161,9 @@ def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | Non
 
 
 def _is_linear(eq: Equation) -> bool:
-    """Whether an operation, if it is a conversion, gives of a sum the sum of conversions: modulo 2^n for integers.
+    """True unless the operation is a conversion that does not commute with sums; integers count modulo 2^n.
 
-    Signed integers of 32 bits are taken not to wrap around.
+    Signed 32-bit integers are assumed not to overflow.
     """
     before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
     integers = [jnp.issubdtype(d, jnp.integer) for d in (before, after)]

@@ -1,4 +1,4 @@
-"""One equation of a traced program, beside the same equation of the program traced on one device."""
+"""One equation of a traced program, and the same equation of the program traced on one device."""
 
 import dataclasses
 import math
@@ -18,33 +18,33 @@ _JAX = str(Path(jax.__file__).parent)
 
 
 WHOLE_SIZES = (
-    "compute it from whole sizes, in place of a device's own (x.shape[0], jnp.arange): shardops.size(name) is the "
-    "whole size of a dim, shardops.positions are the positions in it"
+    "compute it from global sizes instead of a device's own (x.shape[0], jnp.arange): shardops.size(name) is the "
+    "global size of a dim, shardops.positions are the positions in it"
 )
 MASKED = (
-    "to write a part of a dim that is sharded, each device masks its block by positions: "
+    "to write a part of a sharded dim, have each device mask its block by positions: "
     "jnp.where(shardops.positions('L/t') == i, new, old)"
 )
 ONE_SEED = (
-    "for other bits in each row fold its position into the key, shardops.positions('B/d'); or draw the bits of the "
-    "whole array, and take those of this device; a key is the same on every mesh"
+    "for different bits in each row, fold its position into the key, shardops.positions('B/d'); or draw the bits of "
+    "the whole array, and take this device's; a key is the same on every mesh"
 )
 TWICE = (
     "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed again in the "
     "gradient: differentiate each device's term, and take psum of the gradient"
 )
 OWN_SIZE = (
-    "let it be the same on every mesh: in place of the size of this device's block take the whole size, "
+    "make it the same on every mesh: use the global size instead of the size of this device's block, "
     "shardops.size(name), or psum of the count"
 )
-DEVICES = "leave it out: on one device it is 1, as the number of devices, shardops.axis_size"
+DEVICES = "leave it out: like the number of devices, shardops.axis_size, it is 1 on one device"
 FOLDING = words("psum psum_invariant pvary reduce_sum add add_any sub neg convert_element_type")
-"""Linear primitives whose rules take sums of different blocks, of which the sum along the dim is still to come."""
+"""Linear primitives whose rules accept sums of different blocks that are still to be summed along the dim."""
 NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (
         lambda value: value.offset,
-        "a value differs between devices of {axes} by their index, and is no position in a dim",
-        "let it be the same on all devices; positions of a sharded dim are shardops.positions('L/t')",
+        "a value differs between devices of {axes} by their index, and is not a position in a dim",
+        "make it the same on all devices; for positions of a sharded dim use shardops.positions('L/t')",
     ),
     (
         lambda value: value.valid or value.is_index or value.looked_up is not None,
@@ -62,7 +62,7 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
         "shardops.positions gives the positions in the whole dim, by the dim and its axes, such as 'L/t'",
     ),
 )
-"""What is neither a block nor a term of a sum, what to say of it, and what to do."""
+"""Tests for values that are neither a block nor a term of a sum, with problem and remedy."""
 
 
 SHOWN = {
@@ -77,7 +77,7 @@ SHOWN |= {"ring_enter": "ppermute", "ring_close": "add", "ring_scatter": "add"}
 
 
 class Refused(Exception):
-    """A value that is not a block of a whole value. `remedy` says what to do; `at` is the Equation to blame."""
+    """Raised for a value that is not a block of a whole value. `remedy` is what to do; `at` the Equation to blame."""
 
     def __init__(self, problem: str, remedy: str = "", at: "Equation | None" = None):
         super().__init__(problem)
@@ -86,7 +86,7 @@ class Refused(Exception):
 
 @dataclasses.dataclass
 class Equation:
-    """An equation, its operands, and the same equation on one device. With `eqn` and `caller` alone it has a place."""
+    """An equation, its operands, and the same equation on one device. `eqn` and `caller` suffice to know its place."""
 
     eqn: Any
     twin: Any = None
@@ -95,7 +95,7 @@ class Equation:
     twin_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     caller: "Equation | None" = None
     inner: Any = None
-    """Of a call, the alignment of what it calls."""
+    """For a call, the alignment of what it calls."""
 
     @property
     def name(self) -> str:
@@ -104,7 +104,7 @@ class Equation:
 
     @property
     def shown(self) -> str:
-        """What a message calls the primitive."""
+        """The name of the primitive in messages."""
         return SHOWN.get(self.name, self.name.removesuffix("_invariant"))
 
     @property
@@ -138,7 +138,7 @@ class Equation:
     # ---- what rules ask of their operands
 
     def same(self, *names: str) -> None:
-        """Refuses parameters that depend on the mesh."""
+        """Raises Refused if parameters depend on the mesh."""
         for name in names:
             here, there = self.params.get(name), self.twin.params.get(name)
             if not equal_parameters(here, there):
@@ -146,24 +146,24 @@ class Equation:
                 raise Refused(f"its {name} depends on the mesh{values}", WHOLE_SIZES)
 
     def same_size(self, k: int, i: int) -> None:
-        """Refuses operand k if its number of entries along dim i depends on the mesh."""
+        """Raises Refused if the number of entries of operand k along dim i depends on the mesh."""
         here, there = self.shape(k)[i], self.twin_shape(k)[i]
         if here != there:
             problem = f"dim {i} of operand {k + 1} has {here} entries here and {there} on one device"
             raise Refused(problem, WHOLE_SIZES)
 
     def unfolded(self, value: Value) -> Value:
-        """`value`, if its entries are not sums of those of different blocks."""
+        """Returns `value`; raises Refused if its entries are sums over different blocks."""
         if value.folded:
             raise Refused(
                 f"a sum over {', '.join(sorted(value.folded))} adds different blocks of a sharded dim, entry by entry",
-                "sum along the dim first; to have all blocks gather them",
+                "sum along the dim first; to get all blocks, gather them",
                 value.folding,
             )
         return value
 
     def block(self, value: Value) -> Value:
-        """`value`, if it is a block of a whole value, or a term of a sum. Refuses it otherwise."""
+        """Returns `value`; raises Refused if it is neither a block of a whole value nor a term of a sum."""
         if self.name not in FOLDING:
             self.unfolded(value)
         for is_it, problem, remedy in NO_BLOCKS:
@@ -173,7 +173,7 @@ class Equation:
         return value
 
     def finished(self, value: Value) -> Value:
-        """`value`, if it is a block and no term of a sum or maximum."""
+        """Returns `value`; raises Refused if it is not a block, or a term of a sum or maximum."""
         self.block(value)
         if value.partial:
             axes = ", ".join(sorted(value.partial))
@@ -184,7 +184,7 @@ class Equation:
         return self.term(value)
 
     def term(self, value: Value) -> Value:
-        """`value`, if it is no maximum or minimum that is still to be taken."""
+        """Returns `value`; raises Refused if it is a maximum or minimum that is still to be taken."""
         if value.extreme:
             kind, axes = value.extreme
             raise Refused(
@@ -194,11 +194,11 @@ class Equation:
         return value
 
     def plain(self, value: Value) -> Value:
-        """`value`, if it is a block that no number of the mesh was multiplied into."""
+        """Returns `value`; raises Refused if it is not a finished block without factors that depend on the mesh."""
         return self.unscaled(self.finished(value))
 
     def unscaled(self, value: Value) -> Value:
-        """`value`, if no number that depends on the mesh was multiplied into it."""
+        """Returns `value`; raises Refused if it was multiplied by a number that depends on the mesh."""
         if math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
             return value
         made, known = value.scaled, value.known
@@ -206,7 +206,7 @@ class Equation:
             "" if math.isnan(value.ratio) else f": {what} is {1 / value.ratio:.6g} times what it is on one device"
         )
         if made is not None and made.name.startswith("psum"):
-            problem = f"each device adds a value that is whole already{is_times('what comes of it')}"
+            problem = f"each device adds a value that is whole already{is_times('the result')}"
             raise Refused(problem, TWICE, made)
         if known is not None and not any(isinstance(number, float) for number in known):
             problem = f"a number that depends on the mesh, {known[0]} here and {known[1]} on one device"
@@ -217,28 +217,28 @@ class Equation:
         raise Refused(f"a number that depends on the mesh was multiplied into a value{is_times('it')}", remedy, made)
 
     def reduction(self, value: Value) -> str:
-        """What to do about a partial sum."""
+        """The remedy for a partial sum."""
         axes = sorted(map(real, value.partial))
         n = devices(self.sizes, axes) / devices(self.twin_sizes, axes)
-        if math.isclose(value.ratio * n, 1.0, rel_tol=ROUNDING):  # of sums over blocks, divided by their own size
+        if math.isclose(value.ratio * n, 1.0, rel_tol=ROUNDING):  # sums over blocks, divided by the blocks' size
             return f"it is the mean of a block: take the mean over the devices first, jax.lax.pmean(x, {tuple(axes)})"
         return "reduce the partial sum first, with psum or psum_scatter"
 
     def uncut(self, value: Value, i: int, verb: str) -> None:
-        """Refuses to do `verb` along dim i if it is sharded."""
+        """Raises Refused if dim i is sharded, along which `verb` happens."""
         dim = value.dims[i]
         if dim is not UNIFORM and dim.axes:
             axes = ", ".join(dim.axes)
             name = f"dim {dim.name}" if dim.name else f"dim {i}"
             remedy = (
-                f"gather it over {axes} first, all_gather, or shard another dim meanwhile, all_to_all; what only "
-                "reduces or counts can be taken of each block, and then of the devices"
+                f"gather it over {axes} first with all_gather, or shard another dim meanwhile with all_to_all; what "
+                "only reduces or counts can be done for each block, and then over the devices"
             )
-            problem = f"{verb} along {name}, which is sharded over {axes}: each device sees its own block alone"
+            problem = f"{verb} along {name}, which is sharded over {axes}: each device sees only its own block"
             raise Refused(problem, MASKED if verb.endswith("written") else remedy)
 
     def joined_dim(self, i: int, dims: Iterable[Dim | Any]) -> Dim | Any:
-        """The one way in which dim i of several operands is cut."""
+        """How dim i of several operands is cut; raises Refused if they differ."""
         found: list[Dim] = []
         for dim in dims:
             if dim is not UNIFORM and dim not in found:
@@ -256,11 +256,11 @@ class Equation:
         return tuple(self.joined_dim(i, dims) for i, dims in enumerate(zip(*(v.dims for v in values), strict=True)))
 
     def joined_partial(self, values: list[Value]) -> frozenset[str]:
-        """The axes over which all of the values, but for zeros, are partial sums."""
+        """The axes over which all values, except zeros, are partial sums; raises Refused if they differ."""
         live = {value.partial for value in values if not value.is_zero}
         if len(live) > 1:
             first, *_, last = sorted((", ".join(sorted(axes)) for axes in live), reverse=True)
-            other = f"one over {last}" if last else "a value that is none"
+            other = f"one over {last}" if last else "a value that is not one"
             raise Refused(
                 f"a partial sum over {first} is combined with {other}, which each device would count once",
                 self.reduction(next(value for value in values if value.partial)),
@@ -268,7 +268,7 @@ class Equation:
         return live.pop() if live else frozenset()
 
     def joined_ratio(self, values: Iterable[Value]) -> float:
-        """The ratio that all of the values have, but for zeros."""
+        """The ratio of all values, except zeros; raises Refused if they differ."""
         live = [value for value in values if not value.is_zero]
         if any(not math.isclose(value.ratio, live[0].ratio, rel_tol=ROUNDING) for value in live):
             for value in live:
@@ -276,31 +276,31 @@ class Equation:
         return live[0].ratio if live else 1.0
 
     def joined(self, dims: Iterable[Dim | Any], values: list[Value]) -> Value:
-        """Entries of several values beside each other: a sum or an extreme of what all of them are one of."""
+        """Joins several values side by side: a sum or an extreme, if all of them are terms of one."""
         extremes = {value.extreme for value in values}
         if len(extremes) > 1:
             raise Refused("a maximum over a block meets another value", "take it over the devices first")
         return Value(tuple(dims), self.joined_partial(values), extremes.pop(), self.joined_ratio(values))
 
     def like(self, value: Value, declared: Value) -> None:
-        """Refuses an argument of per-device code that is not of its declared type."""
+        """Raises Refused for an argument of per-device code that does not have its declared type."""
         fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
         if not fits or value.partial != declared.partial or value.extreme:
             dtype = self.eqn.invars[0].aval.dtype
             given, taken = (describe(v, self.shape(), dtype, self.sizes) for v in (value, declared))
-            raise Refused(f"per-device code that takes {taken} is given {given}", "give it what it takes")
+            raise Refused(f"per-device code that takes {taken} is given {given}", "pass it what it takes")
 
     # ---- texts
 
     def place(self) -> str:
-        """`file.py:line` of the user's code that made the equation; ? if none did."""
+        """`file.py:line` of the user's code that made the equation; ? if there is none."""
         found = self.line()
         return place(*found) if found else "?"
 
     def line(self) -> tuple[str, int] | None:
-        """File and line of the user's code that made the equation; None if none did.
+        """File and line of the user's code that made the equation; None if there is none.
 
-        JAX traces its own jitted functions once. Their equations know the first caller, so this caller is asked.
+        JAX traces its own jitted functions once. Their equations know only the first caller, so this caller is asked.
         """
         if self.caller is not None and self.caller.is_of_jax():
             return self.caller.line()
@@ -310,15 +310,16 @@ class Equation:
         return None if self.caller is None else self.caller.line()
 
     def is_of_jax(self) -> bool:
-        """Whether the equation calls a jitted function of JAX itself."""
+        """True if the equation calls a jitted function of JAX itself."""
         jaxpr = self.params.get("jaxpr")
         info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
         return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
 
     def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
-        """The calls that lead to it, where a size may come from that it depends on, and the types of the operands."""
+        """The calls that led to the equation, where a size on which it depends may come from, its operands' types."""
         pairs, found = zip(self.ins, self.eqn.invars, strict=True), self.line()
-        # What a model calls is as it was: the line to change is one that calls it. In its own file it may be either.
+        # Code that a model calls did not change, so the line to change is one that calls it. In the model's own file it
+        # may be either.
         callers = callers_text(self.eqn, found[0] if found and not is_helper(found[0]) else None)
         return (
             *filter(None, [callers, size_text(frames_of(self.eqn)) if of_size else ""]),
@@ -330,11 +331,11 @@ class Equation:
 
 
 def is_integer(dtype: object) -> bool:
-    """Whether a dtype is one of integers."""
+    """True for an integer dtype."""
     return isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
 
 
 def equal_parameters(here: object, there: object) -> bool:
-    """Whether two parameters are equal: jaxprs by their texts, and NaN, as a value to fill in, is equal to NaN."""
+    """True if two parameters are equal: jaxprs are compared by text, and NaN (a fill value) equals NaN."""
     here, there = (str(x) if is_program(x) else x for x in (here, there))
     return here == there or (here != here and there != there)

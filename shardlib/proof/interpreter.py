@@ -1,4 +1,4 @@
-"""Interpretation of a per-device program over facts about its values, beside the same program on one device."""
+"""Interprets a per-device program over facts about its values, next to the same program on one device."""
 
 import dataclasses
 import math
@@ -23,20 +23,20 @@ from shardlib.proof.primitives import KEEPING, OF_SIZES
 MODULES = collectives, lookups, rings, shapes, sums
 """Modules that add their rules to primitives.RULES."""
 PLACING = KEEPING | ELEMENTWISE | IDENTITIES | SCATTERS | {"dynamic_slice", "dynamic_update_slice", "device_put"}
-"""Primitives that take such operands."""
+"""Primitives that accept operands which are not blocks yet."""
 
 
 class Interpreter:
-    """Facts about the results of a program, and what is wrong with it whatever becomes of its results.
+    """Derives facts about the results of a program, and problems that hold whatever becomes of its results.
 
     Attributes:
         sizes: number of devices along each axis of the mesh.
-        twin_sizes: those of the mesh on which the twin was traced: 1, but for axes that both have.
-        is_unchecked: whether JAX does not say over which axes a value differs: check_vma=False.
-        problems: by the equation, collectives below a condition that differs, which not all devices reach; and what
-            is wrong with the arguments of per-device code.
-        noted: each equation, with the facts about its results, in program order, by the path to it: the ids of the
-            equations of the program that call it, outermost first, and its own.
+        twin_sizes: the same for the twin's mesh: 1, except for axes that both have.
+        is_unchecked: True if JAX does not say over which axes a value differs: check_vma=False.
+        problems: by equation: collectives under a condition that differs, which not all devices reach; and what is
+            wrong with the arguments of per-device code.
+        noted: each equation with the facts about its results, in program order. The key is its path: the ids of the
+            equations that call it, outermost first, and its own.
     """
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
@@ -49,9 +49,9 @@ class Interpreter:
         self._callers: list[Equation | Any] = [None]
 
     def run(self, jaxpr: object, twin: object, args: list[Value], known: Aligned | None = None) -> list[Value]:
-        """Facts about the results of a jaxpr, closed or open, from those about its arguments.
+        """Derives facts about the results of a jaxpr, closed or open, from those about its arguments.
 
-        `known` is its alignment if a call's facts may be about other shapes than here, of the same entries.
+        `known` is its alignment, for a call whose facts may be about other shapes of the same entries.
         """
         (jaxpr, consts), (twin, twin_consts) = body_of(jaxpr), body_of(twin)
         found = known or self._alignment.of(jaxpr, twin)
@@ -61,7 +61,7 @@ class Interpreter:
         env |= zip(found.theirs.constvars, map(read_array, consts, twin_consts), strict=True)
         for pair in found.pairs:
             eq = Equation(pair.eqn, pair.twin, [], self.sizes, self.twin_sizes, self._callers[-1], pair.inner)
-            if is_region(pair.eqn):  # which may have other operands and results here
+            if is_region(pair.eqn):  # may have other operands and results here
                 env |= dict.fromkeys(pair.twin.outvars, next(iter(self.apply(eq)), None))
                 continue
             operands = enumerate(zip(pair.eqn.invars, pair.twin.invars, strict=True))
@@ -71,7 +71,7 @@ class Interpreter:
         return [self._read(env, a, b, i in wrong, last) for i, (a, b) in results]
 
     def _read(self, env: Mapping, var: Atom, twin: Any, is_other: bool, eq: Equation | None) -> Value:
-        """Facts about a variable, by the one that it is on one device, or about a literal."""
+        """Facts about a variable, looked up by its twin on one device, or about a literal."""
         if is_other:
             problem = "has other entries here than on one device, or the same in another order"
             problem = f"{eq.shown}: an operand {problem}" if eq else f"a result {problem}"
@@ -83,7 +83,7 @@ class Interpreter:
         return env[twin]
 
     def apply(self, eq: Equation, is_noted: bool = True) -> list[Value]:
-        """Facts about the results of one equation."""
+        """Derives facts about the results of one equation."""
         self._callers.append(eq)
         try:
             found = self._applied(eq)
@@ -124,18 +124,18 @@ class Interpreter:
             return self.unprovable(eq, self.explain(eq, refusal))
 
     def explain(self, eq: Equation, refusal: Refused) -> Unprovable:
-        """The refusal with its place and the types of the operands."""
+        """Adds the place and the operands' types to a refusal."""
         eq = refusal.at or eq
         return Unprovable(
             eq.place(), f"{eq.shown}: {refusal.problem}", refusal.remedy, eq.operand_texts("size" in refusal.remedy)
         )
 
     def unprovable(self, eq: Equation, reason: Unprovable) -> list[Value]:
-        """Results of which nothing is known."""
+        """Marks all results of an equation as unprovable."""
         return [Value((UNIFORM,) * len(shape_of(var)), unprovable=reason) for var in eq.eqn.outvars]
 
     def _checked(self, eq: Equation, i: int, value: Value) -> Value:
-        """`value`, if it is one of the result's shape that can be: also of the shape that it has on one device."""
+        """Checks that `value` can have the shape of result i, also on one device; otherwise raises Refused."""
         aval, shape = eq.eqn.outvars[i].aval, shape_of(eq.eqn.outvars[i])
         if value.unprovable:
             return value
@@ -183,10 +183,10 @@ class Interpreter:
         return dataclasses.replace(value, scaled=value.scaled or made) if value.ratio != 1 else value
 
     def _marked(self, eq: Equation, mark: Mark) -> Value:
-        """A value that enters or leaves code that is per-device on purpose."""
+        """Facts about a value that enters or leaves code that is per-device on purpose."""
         (x,) = eq.ins
         shape, aval = eq.result_shape, eq.eqn.outvars[0].aval
-        if of_stages := mark.label.startswith(STAGES):  # between its marks lies the pipeline's executor
+        if of_stages := mark.label.startswith(STAGES):  # between its marks lies the pipeline executor
             self._in_stages = False
         if mark.kind == "enters":
             if self._entered.setdefault(mark.label, x).dims != x.dims and not x.unprovable:
@@ -194,7 +194,7 @@ class Interpreter:
                 ambiguous = Unprovable(eq.place(), problem, "give each its own reason")
                 self._entered[mark.label] = dataclasses.replace(x, unprovable=ambiguous)
             try:
-                # Nothing looks into the code, so that it would hide what is wrong with its arguments.
+                # Nothing looks inside the code, so it would hide what is wrong with its arguments.
                 problem = None if self._in_stages else x.unprovable or (eq.unscaled(eq.block(x)) and None)
                 if mark.spec and not problem:
                     eq.like(x, self._declared(mark.spec, shape))
@@ -207,12 +207,12 @@ class Interpreter:
         if mark.kind == "leaves":
             return self._declared(mark.spec, shape)
         entered = self._entered[mark.label]
-        # Of a copy that each device uses by itself the gradient is a partial sum: it varies, and is not cut.
+        # The gradient of a copy that each device uses independently is a partial sum: it varies, and is not cut.
         over = (varying(aval, self.sizes) if not self.is_unchecked else frozenset()) - entered.sharded
         return Value(entered.dims, over, unprovable=entered.unprovable)
 
     def _declared(self, text: str, shape: tuple[int, ...]) -> Value:
-        """What the type of an argument or of a result of per-device code says."""
+        """The declared type of an argument or result of per-device code."""
         spec, own_order = parse_shape(text), f"~{ZIGZAG}"
         order = lambda dim: own_order if dim.name == ZIGZAG else ""
         axes = [tuple(axis + order(dim) for axis in dim.axes if axis in self.sizes) for dim in spec.dims]
@@ -222,7 +222,7 @@ class Interpreter:
 def block_of(
     axes: Any, shape: tuple[int, ...], sizes: Mapping[str, int], partial: Any = (), names: Any = None
 ) -> Value:
-    """A device's block of an array, of which each dim is sharded over `axes`."""
+    """A device's block of an array whose dims are sharded over `axes`."""
     live = [tuple(axis for axis in a if sizes[axis] > 1) for a in axes]
     names = names or [""] * len(shape)
     dims = tuple(

@@ -1,7 +1,7 @@
-"""What is followed of a program for long sequences: the same program for shorter ones, and the numbers in it.
+"""What carries over to long sequences: compares a program with the same one for shorter sequences, and their numbers.
 
-Shapes, parameters, literals and arrays of both programs are compared, equation by equation. A number is the same, or it
-changes as the length does: by so much for each position, or for each block of positions.
+Shapes, parameters, literals and arrays of both programs are compared, equation by equation. A number must be the same,
+or grow with the length: by a fixed amount for each position, or for each block of positions.
 """
 
 import itertools
@@ -16,17 +16,17 @@ from shardlib.equations import Eqn, arrays_in, equations_in, kinds, shape_of
 from shardlib.proof.equation import Equation
 
 ROUNDED = 8
-"""What slots of experts are a multiple of."""
+"""Slots of experts are a multiple of this."""
 
 
 def compared(long: object, short: object, length: int, at: int) -> tuple[str, set[int], bool]:
-    """How a program for sequences of `length` positions differs from the same for `at` positions.
+    """Compares a program for sequences of `length` positions with the same one for `at` positions.
 
     Returns:
-        The first equation that is another one; empty where none is.
-        Ids of literals and arrays of the short program whose numbers are no such numbers, or that only positions beyond
-        the shorter sequences meet: what they hold is not known there.
-        Whether arrays are among them that have a dim of positions.
+        The first equation that differs; empty if none does.
+        Ids of literals and arrays of the short program whose numbers follow no such rule, or that only positions beyond
+        the shorter sequences reach: their content counts as unknown.
+        True if arrays with a dim of positions are among them.
     """
     unknown, arrays = set(), False
     if length == at:
@@ -52,11 +52,11 @@ def _named(eqn: Any) -> str:
 
 
 def _follows(long: float, short: float, length: int, at: int) -> bool:
-    """Whether a number is a part of the length, such as the number of blocks of a fixed size, or a fixed one is added.
+    """True if a number is a fixed share of the length, such as the number of blocks, or a fixed one is added.
 
     It may be rounded to a multiple of ROUNDED.
     """
-    if abs(short) < 2:  # such as one block, of which no other sees anything
+    if abs(short) < 2:  # such as one block, which no other block sees
         return False
     left, (grown, rest) = short - long * at / length, divmod((long - short) * at, length - at)
     if not left or (abs(left) < ROUNDED <= short / 2 and long % ROUNDED == short % ROUNDED == 0):
@@ -65,9 +65,9 @@ def _follows(long: float, short: float, length: int, at: int) -> bool:
 
 
 def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
-    """Whether numbers are the same ones, which the shorter sequences reach, or one that follows from the length.
+    """True if the numbers are the same and the shorter sequences reach them, or if one follows from the length.
 
-    Products of positions reach any whole number. Floats from `end` on, such as -1e9, are no positions.
+    Products of positions reach any whole number. Floats from `end` on, such as -1e9, are not positions.
     """
     if not isinstance(getattr(short, "dtype", np.dtype(float)), np.dtype):
         return True  # keys

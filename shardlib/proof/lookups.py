@@ -25,19 +25,19 @@ def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | Any:
 
 
 def _drops(eq: Equation, index: Value, i: int) -> bool:
-    """Whether indices of the blocks of other devices are past the end of dim i, so that they are left out."""
+    """True if indices into the blocks of other devices are past the end of dim i, so they are dropped."""
     ends = eq.shape()[i], eq.twin_shape()[i]
     is_past = index.others is not None and all(n >= end for n, end in zip(index.others, ends, strict=True))
     return is_past and _has_mode(eq, "FILL_OR_DROP")
 
 
 def _has_mode(eq: Equation, mode: str) -> bool:
-    """Whether an index out of range is clipped (CLIP), or gives the value to fill in (FILL_OR_DROP)."""
+    """True if indices out of range are handled by `mode`: clipped (CLIP), or filled in (FILL_OR_DROP)."""
     return getattr(eq.params["mode"], "name", "") == mode
 
 
 def _counts_along(index: Value) -> int | None:
-    """The dim along which an index counts 0, 1, …; None if it is another index."""
+    """The dim along which an index counts 0, 1, …; None for other indices."""
     return index.count[0] if len(index.count) == 1 and not index.offset and index.known == (0, 0) else None
 
 
@@ -73,7 +73,7 @@ def _gather(eq: Equation) -> Value:
             raise Refused(
                 f"dim {dim.name or i}, sharded over {', '.join(dim.axes)}, is looked up by an index that is not "
                 "relative to this device's block",
-                "shardops.index_unreduced looks up in a sharded dim, in one dim after the other",
+                "shardops.index_unreduced looks up in a sharded dim; index one dim after the other",
             )
         if fills == 0 and _drops(eq, index, i):  # zero where the entry is in the block of another device
             if set(dim.axes) & (x.partial | own):
@@ -178,7 +178,7 @@ def _scatter(eq: Equation) -> Value:
 
 
 def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
-    """The inverse of the order of a block: 0, 1, … written where it says."""
+    """The inverse of the order of a block: 0, 1, … written where the order says."""
     sizes = [part.size for dim in (order.dims[0], order.places) if dim for part in dim.parts]
     if sizes != [eq.shape()[0]] * 2 or counted.known != (0, 0) or counted.offset or not counted.is_local:
         eq.block(order)
@@ -186,7 +186,7 @@ def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
 
 
 def _is_masked(updates: Value, index: Value, of_index: list[int]) -> bool:
-    """Whether updates are zero where this index is out of the block: masked by it, entry by entry."""
+    """True if updates are zero where this index is outside the block: masked by it, entry by entry."""
     if updates.masked != index.offset or not (updates.origin and index.origin):
         return False
     labels = tuple(updates.origin.dims[j] for j in of_index)
@@ -194,7 +194,7 @@ def _is_masked(updates: Value, index: Value, of_index: list[int]) -> bool:
 
 
 def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tuple[str, ...]:
-    """Axes that shard a dim of `whole_size`, if `start` is that of this device's block of `size` entries."""
+    """Axes that shard a dim of `whole_size`, if `start` is the start of this device's block of `size` entries."""
     axes = axes_of_offset(start.offset, size, eq.sizes)
     is_start = axes and start.valid is None and start.known is not None and not any(start.known)
     if not is_start or size * devices(eq.sizes, axes) > whole_size:
@@ -218,7 +218,7 @@ def _dynamic_slice(eq: Equation) -> Value:
             axes = _axes_of_start(eq, start, b, a)
             if dim is not UNIFORM and dim.axes and (dim.is_merged or a != b * devices(eq.sizes, axes)):
                 eq.uncut(x, i, "this device's part is taken")
-            # Of a block that is cut already, the part of a part is contiguous too.
+            # If the block is cut already, a part of that part is contiguous too.
             dims.append(cut(b, (*dim.axes, *axes), dim.name) if dim is not UNIFORM else UNIFORM)
         else:
             eq.plain(start)

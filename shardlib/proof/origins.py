@@ -1,4 +1,4 @@
-"""Where an equation comes from: the calls that lead to it, and the choice in the source that two programs differ by."""
+"""Finds the origin of an equation: the calls that led to it, and the choice that makes two programs differ."""
 
 import ast
 import functools
@@ -13,17 +13,17 @@ from shardlib.equations import Eqn, Jaxpr, body_of, frames_of, jaxprs_of
 from shardlib.places import is_users, shown_path
 
 SHOWN = 8
-"""Calls that a message shows at most."""
+"""Largest number of calls that a message shows."""
 Line = tuple[str, int]
 
 
 def is_helper(file: str) -> bool:
-    """Whether a file belongs to a package, whose functions a model calls, but for the model itself."""
+    """True if a file belongs to a package whose functions a model calls, and is not the model itself."""
     return (Path(file).parent / "__init__.py").exists()
 
 
 def callers_text(eqn: Any, within: str | None = None) -> str:
-    """The lines of users' files that lead to an equation within a layer, innermost first, without that of its place.
+    """The lines of users' files that led to an equation within a layer, innermost first, without the line of its place.
 
     `called from family.py:231, 208; train.py:317`, or the innermost two `within` a file; empty without callers.
     """
@@ -38,7 +38,7 @@ def callers_text(eqn: Any, within: str | None = None) -> str:
 
 
 def use_of(var: object, jaxpr: Jaxpr) -> Any:
-    """The first equation that computes with a variable of a jaxpr, within what it calls too; None without one."""
+    """The first equation that computes with a variable of a jaxpr, or inside what it calls; None if none does."""
     for eqn in jaxpr.eqns:
         if not any(operand is var for operand in eqn.invars):
             continue
@@ -51,9 +51,9 @@ def use_of(var: object, jaxpr: Jaxpr) -> Any:
 
 
 def choice_between(here: Eqn | None, there: Eqn | None) -> str:
-    """Where the source of two equations parts: `by the choice moe.py:384, slots is None, of moe.py:383`; or empty.
+    """Where the sources of two equations part: `by the choice moe.py:384, slots is None, of moe.py:383`; or empty.
 
-    The last line is that which assigns what the choice depends on.
+    The last line is the assignment of what the choice depends on.
     """
     ours, theirs = ([f for f in frames_of(eqn) if is_users(f[0])] if eqn else [] for eqn in (here, there))
     parted = next((pair for pair in itertools.zip_longest(ours, theirs) if pair[0] != pair[1]), ())
@@ -85,9 +85,9 @@ def _tree(file: str) -> ast.AST:
 
 
 def size_text(frames: Iterable[Line]) -> str:
-    """`of a size at moe.py:383`: where a size on this device, or a number of devices, is given a name; or empty.
+    """`of a size at moe.py:383`: where a size on this device, or a number of devices, gets a name; or empty.
 
-    That is before the innermost of the calls `frames` that uses the name. A call with a size itself needs no more.
+    It looks before the innermost of the calls `frames` that uses the name. A call that has a size itself needs no more.
     """
     for file, line in reversed([frame for frame in frames if is_users(frame[0])]):
         here = [n for n in ast.walk(_tree(file)) if _is_simple(n) and _is_at(n, line)]
@@ -103,7 +103,7 @@ _SIZE = re.compile(r"\.(shape|size)\b(?!\()|\blen\(|axis_size\(|planned_devices\
 
 
 def _is_simple(node: ast.AST) -> TypeGuard[ast.stmt]:
-    """Whether a node is a statement without others within."""
+    """True if a node is a statement without statements inside."""
     return isinstance(node, ast.stmt) and not hasattr(node, "body")
 
 
@@ -116,7 +116,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _assignments(file: str, line: int, names: set[str]) -> Iterator[ast.stmt]:
-    """Statements before a line, in its function, that assign one of the names."""
+    """Statements before a line, in the same function, that assign one of the names."""
     functions = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.FunctionDef))
     around = [node for node in functions if _is_at(node, line)]
     for node in ast.walk(max(around, key=lambda node: node.lineno)) if around else ():

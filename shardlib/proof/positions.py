@@ -1,4 +1,4 @@
-"""Rules of the arithmetic of positions, and of masks that say whether an index is in this device's block."""
+"""Rules for arithmetic on positions, and for masks that say whether an index is in this device's block."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ COMPARISONS = kinds("comparison")
 
 
 def of(eq: Equation, ins: list[Value]) -> Value | None:
-    """The result of an elementwise primitive on positions, offsets or masks; None if no rule here is about it."""
+    """The result of an elementwise primitive on positions, offsets or masks; None if no rule here applies."""
     name, is_own = eq.name, any(v.places is not None for v in ins)
     if name in ("convert_element_type", "copy") and (is_own or ins[0].offset or ins[0].count):
         return ins[0] if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
@@ -35,7 +35,7 @@ def of(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _index_into_own_block(eq: Equation, index: Value, *others: Value) -> Value | None:
-    """What jnp does with an index before it looks up by it: no index is negative."""
+    """Follows what jnp does with an index before a lookup: no index is negative."""
     if index.places is None or not others or not others[0].is_constant:
         return None
     if eq.name in ("lt", "ge") and others[0].is_zero:
@@ -44,7 +44,7 @@ def _index_into_own_block(eq: Equation, index: Value, *others: Value) -> Value |
 
 
 def _holds_positions(before: Any, after: Any) -> bool:
-    """Whether a conversion leaves positions as they are."""
+    """True if a conversion leaves positions unchanged."""
     if is_integer(after):
         return is_integer(before) and np.iinfo(after).max >= 2**31 - 1
     return after != np.bool_ and is_integer(before)
@@ -56,7 +56,7 @@ def _labels(value: Value) -> Subtracted:
 
 
 def _position(eq: Equation, ins: list[Value]) -> Value | None:
-    """Sums, multiples and bounds of positions and offsets."""
+    """Handles sums, multiples and bounds of positions and offsets."""
     name = eq.name
     if name in ("add", "add_any", "sub"):
         return _added(eq, *ins, sign=-1 if name == "sub" else 1)
@@ -78,12 +78,12 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
-    """A + sign · b."""
+    """Computes a + sign · b."""
     offset = domain.add_offsets(a.offset, b.offset, sign)
     if a.is_index or b.is_index:
         return _first_index(eq, a, b, offset)
     if a.valid or b.valid:
-        # Another index than the clipped one: jnp wraps a negative one so, before it selects the one that is none.
+        # Not the clipped index any more: jnp wraps a negative one like this before it selects the one that is not.
         return dataclasses.replace(a, origin=None, others=None) if a.valid and b.is_constant else None
     both = None
     if a.known is not None and b.known is not None:
@@ -122,7 +122,7 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
 
 
 def resolved(eq: Equation, value: Value) -> Value:
-    """A count with an offset: the positions of a sharded dim, if the offset is that of this device's block."""
+    """Turns a count with an offset into positions of a sharded dim, if the offset is that of this device's block."""
     if not value.count or not value.offset:
         return value
     shape = eq.result_shape
@@ -142,10 +142,10 @@ def resolved(eq: Equation, value: Value) -> Value:
 
 
 def _compared(eq: Equation, a: Value, b: Value) -> Value:
-    """A comparison of positions within this device's block, or of an index less this device's offset."""
+    """Handles comparisons of positions within this device's block, or of an index less this device's offset."""
     name = eq.name
     offset = domain.add_offsets(a.offset, b.offset, -1)
-    # The start of a block is never negative, nor is a count, nor an index that was clipped at 0.
+    # Never negative: the start of a block, a count, and an index that was clipped at 0.
     least = -1
     if a.offset and a.known is not None and not a.count and not a.valid:
         least = min(*a.known, *(c for _, c in a.offset))
@@ -178,7 +178,7 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
 
 
 def _combined(eq: Equation, a: Value, b: Value) -> Value:
-    """Within both ends of a block (and), or outside of one of them (or), by two masks of one index."""
+    """Combines two masks of one index: within both ends of a block (and), or outside one of them (or)."""
     is_outside = eq.name == "or"
     if {a.mask.is_outside, b.mask.is_outside} != {is_outside} or a.mask.source or not _is_of(a, b.mask.offset, b):
         raise Refused("two masks are not the two ends of one block", "compare one index with both ends")
@@ -187,29 +187,29 @@ def _combined(eq: Equation, a: Value, b: Value) -> Value:
 
 
 def _is_of(mask: Value, offset: Offset | None, index: Value) -> bool:
-    """Whether a mask is one of an index, or of what was looked up by it."""
+    """True if a mask belongs to an index, or to what was looked up by it."""
     return mask.origin is not None and mask.mask.offset == offset and mask.origin == index.origin
 
 
 def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
-    """The axes over which a mask says which indices are in this device's block."""
+    """The axes for which a mask says which indices are in this device's block."""
     sizes = tuple(n + 1 for n in mask.valid.high)
     axes = domain.axes_of_offset(tuple((axis, -c) for axis, c in mask.offset), sizes[0], eq.sizes)
     is_block = axes and mask.valid.low == (0, 0)
     if not is_block or sizes[0] * domain.devices(eq.sizes, axes) != sizes[1] * domain.devices(eq.twin_sizes, axes):
-        raise Refused("an index is compared with what is no end of this device's block", "compare it with both ends")
+        raise Refused("an index is compared with what is not the end of a device's block", "compare it with both ends")
     return frozenset(axes)
 
 
 def _masked(eq: Equation, ins: list[Value]) -> Value | None:
-    """What a mask leaves of looked-up entries: a partial sum, as each entry is in the block of one device alone."""
+    """What a mask leaves of looked-up entries: a partial sum, as each entry is in the block of one device only."""
     if eq.name == "mul" and sum(v.mask is not None for v in ins) == 1:
         which, value = ins if ins[0].mask else ins[::-1]
         if which.mask.is_outside or which.mask.source:
             return None
         if value.drops:
             raise Refused(
-                "entries that are out of range on this device are NaN, which a product with a mask does not remove",
+                "entries that are out of range on this device are NaN, which multiplying by a mask does not remove",
                 "select with the mask: jnp.where((0 <= i) & (i < size), found, 0)",
             )
     elif eq.name == "select_n" and len(ins) == 3 and ins[0].mask:
@@ -236,7 +236,7 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value:
-    """An index of which the entries out of range were replaced, as jnp does with negative ones."""
+    """An index whose entries out of range were replaced, as jnp does with negative ones."""
     if not _is_of(which, index.offset, index):
         eq.block(index)
     valid = which.mask.valid & index.valid
@@ -250,7 +250,7 @@ def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value
 
 
 def _best(eq: Equation, ins: list[Value]) -> Value | None:
-    """Whether this device's extreme is that of all devices: which devices may give its index."""
+    """True on devices whose own extreme is that of all devices: these may give its index."""
     values = [v for v in ins if not v.is_index]
     local = next((v for v in values if v.extreme and v.source is not None), None)
     taken = next((v for v in values if v.is_taken), None)
@@ -260,7 +260,7 @@ def _best(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
-    """The index of the first extreme of a block, from the start of the whole dim."""
+    """The index of a block's first extreme, counted from the start of the whole dim."""
     index, start = (a, b) if a.is_index else (b, a)
     axes: Any = domain.axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
     source = index.source

@@ -1,7 +1,7 @@
-"""Rules of primitives: how the facts about the results follow from those about the operands.
+"""Rules of primitives: how facts about the results follow from facts about the operands.
 
-Each rule states what the primitive does to whole values, and under which conditions doing it to the blocks gives the
-blocks of that. It refuses (raises Refused) where they are not met. The modules beside this one have the rules.
+Each rule states what the primitive does to whole values, and under which conditions doing it to blocks gives the blocks
+of the result. Otherwise it raises Refused. The other modules of this folder hold the rules.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ RULES: dict[str, Callable[[Equation], Any]] = {}
 
 
 def rule(*names: str, of: dict = RULES) -> Callable:
-    """Decorator: the function is the rule of the primitives of these names."""
+    """Registers a function as the rule of the primitives of these names."""
 
     def register(function: Callable[..., Any]) -> Callable:
         of.update(dict.fromkeys(names, function))
@@ -33,11 +33,11 @@ OF_SIZES = words(
     """shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
     out_sharding dst_sharding concrete_mesh mesh feature_group_count batch_group_count result_avals"""
 )
-"""Parameters that may depend on the mesh: the rules compare the sizes that they make."""
+"""Parameters that may depend on the mesh: the rules compare the sizes that result."""
 KEEPING = kinds("view") | words(
     "iota axis_index argmax argmin concatenate slice gather scan while cond sort dot_general scatter ring_index"
 )
-"""Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
+"""Primitives, besides elementwise ones, whose results need not be blocks yet, such as an index less an offset."""
 
 
 rule(*IDENTITIES)(lambda eq: eq.ins)
@@ -45,48 +45,48 @@ rule(*IDENTITIES)(lambda eq: eq.ins)
 
 @rule("device_put")
 def _device_put(eq: Equation) -> list[Value]:
-    """A move to the memory of a device's host, or back, changes nothing. One to other devices might."""
+    """A move to a device's host memory, or back, changes nothing. One to other devices might."""
     is_move = all(isinstance(place, jax.memory.Space) for place in eq.params["devices"])
     return eq.ins if is_move else everything_whole(eq)
 
 
 TOGETHER = dict.fromkeys(("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd"), 2) | {"lu_pivots_to_permutation": 1}
-"""How many last dims these primitives take together."""
+"""The number of last dims that these primitives take together."""
 
 
 @rule(*TOGETHER, "fft")
 def _of_last_dims(eq: Equation) -> list[Value]:
-    """Each matrix, and each transform, by itself."""
+    """Treats each matrix, and each transform, separately."""
     return everything_whole(eq, len(eq.shape()) - (TOGETHER.get(eq.name) or len(eq.params["fft_lengths"])))
 
 
 @rule("triangular_solve")
 def _solve(eq: Equation) -> list[Value]:
-    """Each matrix, and each vector that a triangular system is solved for, by itself."""
+    """Treats each matrix, and each vector for which a triangular system is solved, separately."""
     ndim = len(eq.shape())
     return everything_whole(eq, ndim - 2, vectors=ndim - 1 if eq.params["left_side"] else ndim - 2)
 
 
 @rule("random_bits", "random_split", "random_unwrap", "random_seed", "bitcast_convert_type")
 def _of_each_entry(eq: Equation) -> list[Value]:
-    """What is made of each key, or of the bits of each number."""
+    """Treats each key, or the bits of each number, separately."""
     refuse_rbg(eq)
     return everything_whole(eq, min(len(eq.shape()), len(eq.result_shape)))
 
 
 IMPURE = COLLECTIVES | words("axis_index io_callback rng_uniform run_state shard_map")
-"""Primitives whose results are not a function of their operands alone, where no rule is for them."""
+"""Primitives whose results depend on more than their operands, if no rule handles them."""
 
 
 def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -> list[Value]:
-    """The results of a primitive without a rule: whole, if each device has all of each operand.
+    """Handles a primitive without a rule: the results are whole, if each device has all of each operand.
 
-    What it does to the entries of the first `batch` dims, and of dim `vectors` of operand 2, it does to each by itself.
-    In operand 2 it is linear then.
+    It treats the entries of the first `batch` dims, and of dim `vectors` of operand 2, separately. It is then linear in
+    operand 2.
     """
     names = [eq.name, *(eqn.primitive.name for inner in jaxprs_of(eq.eqn) for eqn in equations_in(inner))]
     if impure := next(filter(IMPURE.__contains__, names), None):
-        raise Refused(f"{impure} may give another result on each device", "say so with shardops.per_device")
+        raise Refused(f"{impure} may give another result on each device", "use shardops.per_device with a reason")
     if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
         raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
     labels = lambda var: [i if i < batch else None for i in range(len(shape_of(var)))]
@@ -102,14 +102,14 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
 def alone(
     eq: Equation, operands: list, results: list, verb: str, demand: Callable[..., Any] = Equation.plain
 ) -> list[Value]:
-    """The results of what is done along some dims to each entry by itself, and along others to all entries together.
+    """Handles an operation that treats entries along some dims separately, and those along others together.
 
     Args:
         eq: the equation.
-        operands: a label for each dim of each operand, which the same dim of other operands and results has; None
-            where entries are taken together, as only those of a whole dim may be.
-        results: the same of each result. None: a new dim, which is whole.
-        verb: what is done to the entries that are taken together.
+        operands: for each dim of each operand, a label that the same dim of other operands and results has; None where
+            entries are taken together, which requires the whole dim.
+        results: the same for each result. None: a new dim, which is whole.
+        verb: what happens to the entries that are taken together.
         demand: what each operand must be.
     """
     found: dict[Any, list] = {}

@@ -1,7 +1,7 @@
-"""Which tokens the entries of a value may depend on, and which of them are known numbers.
+"""Which tokens the entries of a value may depend on, and which entries are known numbers.
 
-Tokens are numbered through the batch, from its first one on or from its last one. Of each entry the last token that it
-may depend on is kept, and where it is the same for all tokens and weights, its number.
+Tokens are numbered through the batch, from its first token or from its last. For each entry, this keeps the last token
+that it may depend on; and its number, if it is the same for all tokens and weights.
 """
 
 import dataclasses
@@ -15,21 +15,21 @@ from jax import core
 NONE = np.int32(-1)
 """The last token of an entry that depends on none."""
 LATER = np.int32(2**30 - 1)
-"""In the place of a token: where later documents begin."""
+"""Stands for a token: the start of a later document."""
 MOST = 2**24
-"""Largest number of entries that are computed one by one. Beyond it, all that a dim holds is taken together."""
+"""Largest number of entries to compute one by one. Beyond it, all entries of a dim are taken together."""
 LOW = -1e3
-"""Numbers so low are 0 once exp was taken of them."""
+"""exp of numbers below this is 0."""
 
 
 @dataclasses.dataclass(eq=False)
 class Reach:
-    """What is known of a value. Each array has the dims of the value, of size 1 where all entries along one are alike.
+    """What is known of a value. Each array has the value's dims, with size 1 where all entries along a dim are alike.
 
     Attributes:
-        shape: of the value.
-        number: of known entries, their numbers; of others, what they do not exceed.
-        known: whether an entry is the same number for all tokens and weights.
+        shape: the value's shape.
+        number: for known entries their numbers, for others an upper bound.
+        known: True where an entry is the same number for all tokens and weights.
         last: last token that an entry may depend on; NONE: none.
         why: where tokens first came in that a position must not see; None: nowhere.
     """
@@ -40,25 +40,25 @@ class Reach:
     last: np.ndarray
     why: Any = None
     fact: Any = None
-    """What more is known of the entries together: Among, Sums or Slots."""
+    """What else is known of the entries together: Among, Sums or Slots."""
     ways: tuple["Reach", "Reach"] | None = None
-    """The value where later documents begin in one way, and in another; None: the same. Their tokens do not count."""
+    """The value for two ways in which later documents may begin; None: it is the same. Their tokens do not count."""
 
     @property
     def is_known(self) -> bool:
-        """Whether all entries are known."""
+        """True if all entries are known."""
         return bool(self.known.all())
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """The three arrays."""
+        """Returns the three arrays."""
         return self.number, self.known, self.last
 
     def over(self, dims: Iterable[int]) -> np.ndarray:
-        """Last token of all entries along `dims` together, which stay as dims of size 1."""
+        """Last token of all entries along `dims` together; these dims get size 1."""
         return self.last.max(tuple(dims), keepdims=True, initial=NONE)
 
     def alike(self) -> "Reach":
-        """The value, with dims of size 1 where all entries turn out to be alike."""
+        """Shrinks dims to size 1 where all entries turn out to be alike."""
 
         def settled(x: np.ndarray) -> np.ndarray:
             for i, size in enumerate(x.shape):
@@ -70,40 +70,40 @@ class Reach:
         return Reach(self.shape, *map(settled, self.arrays()), why=self.why)
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray], shape: Sequence[int]) -> "Reach":
-        """The value with entries moved, each array by itself."""
+        """Moves the entries, applying `move` to each array."""
         fact = self.fact.moved(move) if isinstance(self.fact, Sums) else None
         ways: Any = self.ways and tuple(x.moved(move, shape) for x in self.ways)
         return Reach(tuple(shape), *map(move, self.arrays()), why=self.why, fact=fact, ways=ways)
 
 
 class Among(NamedTuple):
-    """Each entry is one of these known numbers, which tokens choose."""
+    """Each entry is one of these known numbers; tokens decide which."""
 
     numbers: tuple[np.ndarray, ...]
 
 
 class Slots(NamedTuple):
-    """Arrays of a value have along `dim`, which is one of slots, an entry for each choice that a slot may have.
+    """Arrays of the value have along `dim`, a dim of slots, one entry for each choice that a slot may hold.
 
-    The token of an entry is one on which it depends that a slot has this choice: shardlib.proof.reach_slots.
+    The token of an entry is one on which it depends that the slot holds this choice: see shardlib.proof.reach_slots.
     """
 
     dim: int
     source: Any
-    """Which slots: of two values with the same, a slot has the same choice."""
+    """Identifies the slots: if two values have the same source, a slot holds the same choice in both."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Each entry is a sum, and what was added to it: of an array along a dim until its entry `at` of the flat array.
+    """Each entry is a running sum, plus more: of an array along a dim, up to entry `at` of the flat array.
 
     Attributes:
-        at: numbers, with the dims of the value.
-        before: last token of each entry of the flat array and of those before it along the dim.
-        after: last token of it and of those after it.
-        step: by how much numbers differ along the dim.
+        at: indices into the flat array, with the dims of the value.
+        before: for each entry of the flat array, the last token of it and of those before it along the dim.
+        after: the last token of it and of those after it.
+        step: distance of neighbors along the dim in the flat array.
         size: entries along the dim.
-        sign: -1 where the sum was subtracted.
+        sign: -1 if the sum was subtracted.
         added: last token of what was added.
     """
 
@@ -116,15 +116,15 @@ class Sums:
     added: Any = NONE
 
     def moved(self, move: Callable[..., Any]) -> "Sums":
-        """The same of moved entries."""
+        """Moves the entries."""
         return dataclasses.replace(self, at=move(self.at), added=move(self.added) if np.ndim(self.added) else NONE)
 
     def plus(self, last: np.ndarray) -> "Sums":
-        """The same, to which what depends on other tokens was added."""
+        """Adds something that depends on other tokens."""
         return dataclasses.replace(self, added=np.maximum(self.added, last))
 
     def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray]:
-        """Of differences of entries: where one is a part of the sum of the other, and the last token of the rest."""
+        """For differences of entries: where one sum is part of the other, and the last token of the rest."""
         low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
         row = lambda at: at // (self.step * self.size) * self.step + at % self.step
         left = np.minimum(self.before[high], self.after[np.minimum(low + self.step, len(self.after) - 1)])
@@ -132,7 +132,7 @@ class Sums:
 
 
 def dtype_of(aval: core.ShapedArray) -> np.dtype:
-    """Dtype in which numbers of a value are kept."""
+    """Dtype in which to keep the numbers of a value."""
     dtype = getattr(aval, "dtype", None)
     if not isinstance(dtype, np.dtype):
         return np.dtype(np.int32)  # keys
@@ -140,13 +140,13 @@ def dtype_of(aval: core.ShapedArray) -> np.dtype:
 
 
 def highest(dtype: Any) -> Any:
-    """What an unknown number does not exceed."""
+    """Upper bound of an unknown number."""
     dtype = np.dtype(dtype)
     return dtype.type(np.inf) if dtype.kind == "f" else dtype.type(0)
 
 
 def made(shape: Sequence[int], number: Any, known: Any, last: Any = NONE, dtype: Any = None) -> Reach:
-    """A Reach of these arrays, which broadcast to `shape`. Dims along which all are alike have size 1."""
+    """Builds a Reach from arrays that broadcast to `shape`. Dims along which all entries are alike have size 1."""
     dtype, rank = np.dtype(dtype or np.asarray(number).dtype), len(shape)
     pad = lambda x: np.reshape(x, (1,) * (rank - np.ndim(x)) + np.shape(x))
     number, known, last = map(pad, (np.asarray(number, dtype), np.asarray(known), last))
@@ -162,7 +162,7 @@ def made(shape: Sequence[int], number: Any, known: Any, last: Any = NONE, dtype:
 
 
 def exact(number: Any, aval: object) -> np.ndarray:
-    """Where a number is one that the dtype of a value holds: others are rounded, nobody knows how."""
+    """True where the dtype of a value holds a number exactly. Others are rounded, in an unknown way."""
     dtype = getattr(aval, "dtype", None)
     if not isinstance(dtype, np.dtype) or dtype.kind in "biu":
         return np.ones(np.shape(number), bool)
@@ -171,12 +171,12 @@ def exact(number: Any, aval: object) -> np.ndarray:
 
 
 def unknown(shape: Sequence[int], dtype: Any, last: Any = NONE) -> Reach:
-    """A value of which no number is known."""
+    """A value without known numbers."""
     return made(shape, highest(dtype), False, last, dtype)
 
 
 def constant(array: Any) -> Reach:
-    """A known array. One that is large, or of no numbers, is one of unknown numbers."""
+    """A known array. The numbers of one that is large, or not of numbers, count as unknown."""
     shape = tuple(np.shape(array))
     if math.prod(shape) > MOST or not isinstance(getattr(array, "dtype", np.dtype(float)), np.dtype):
         return unknown(shape, np.dtype(np.float64))
@@ -187,7 +187,7 @@ def constant(array: Any) -> Reach:
 
 
 def full(x: np.ndarray, shape: Sequence[int], dims: Iterable[int]) -> np.ndarray:
-    """An array with all entries along `dims`."""
+    """Broadcasts an array to all entries along `dims`."""
     dims = set(dims)
     return np.broadcast_to(x, tuple(n if i in dims else m for i, (m, n) in enumerate(zip(x.shape, shape, strict=True))))
 
@@ -198,7 +198,7 @@ def of_all(values: Iterable[Reach]) -> np.int32:
 
 
 def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
-    """An array of a value of shape `old`, for the shape `new`: dims are made whole only where they are cut."""
+    """Reshapes an array of a value from shape `old` to `new`, expanding dims only where they are cut."""
     sizes, result, i, j = [], [], 0, 0
     while i < len(old) or j < len(new):
         a, b, m, n = i, j, 1, 1
@@ -217,7 +217,7 @@ def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarra
 
 
 def taken(x: np.ndarray, dim: int, at: np.ndarray, size: int, fill: Any) -> np.ndarray:
-    """Entries `at` of dim `dim`, which has `size` of them; `fill` for those outside of it."""
+    """Takes entries `at` of dim `dim` of size `size`; `fill` for those outside it."""
     inside = (at >= 0) & (at < size)
     if x.shape[dim] == 1 and inside.all():
         return x
@@ -230,7 +230,7 @@ def taken(x: np.ndarray, dim: int, at: np.ndarray, size: int, fill: Any) -> np.n
 
 
 def placed(x: np.ndarray, at: dict[int, int], rank: int) -> np.ndarray:
-    """An array with dim i at place at[i] of `rank` dims. Its other dims have one entry, and go."""
+    """Moves dim i of an array to at[i] of `rank` dims. Its other dims have one entry, and are dropped."""
     kept = sorted(at, key=at.__getitem__)
     sizes = {at[i]: x.shape[i] for i in kept}
     order = [*(i for i in range(x.ndim) if i not in at), *kept]
@@ -238,7 +238,7 @@ def placed(x: np.ndarray, at: dict[int, int], rank: int) -> np.ndarray:
 
 
 def cut(value: Reach, parts: Sequence[slice]) -> Reach:
-    """A part of each dim; of slots, the same choices."""
+    """Takes a part of each dim; for slots, the choices stay."""
     shape = [len(range(*part.indices(n))) for part, n in zip(parts, value.shape, strict=True)]
     of = lambda part, n, size: part if n > 1 else slice(min(1, size))
     if isinstance(value.fact, Slots):
@@ -247,12 +247,12 @@ def cut(value: Reach, parts: Sequence[slice]) -> Reach:
 
 
 def entries_of(x: Reach, axis: int, start: int, limit: int) -> Reach:
-    """Entries `start` to `limit` of one dim."""
+    """Takes entries `start` to `limit` of one dim."""
     return cut(x, [slice(start, limit) if i == axis else slice(None) for i in range(len(x.shape))])
 
 
 def stacked(values: Sequence[Reach], axis: int, shape: Sequence[int]) -> Reach:
-    """Values beside each other, along a new dim."""
+    """Stacks values along a new dim."""
     together = lambda arrays: np.stack(np.broadcast_arrays(*arrays), axis)
     why = next((value.why for value in values if value.why), None)
     arrays = zip(*(value.arrays() for value in values), strict=True)
@@ -260,7 +260,7 @@ def stacked(values: Sequence[Reach], axis: int, shape: Sequence[int]) -> Reach:
 
 
 def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> list[Reach]:
-    """of(ins), for operands of which more is known where later documents begin in one way, and in another."""
+    """Evaluates of(ins), also for both ways in which later documents may begin, if operands differ between them."""
     found = of([dataclasses.replace(x, ways=None) if x.ways else x for x in ins])
     if not any(x.ways for x in ins):
         return found
@@ -269,7 +269,7 @@ def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> l
 
 
 def _in_both(x: Reach, a: Reach, b: Reach) -> Reach:
-    """`x`, in which the numbers are known that are so in two ways, and the same."""
+    """`x`, where numbers that are known and equal in both ways become known."""
     if any(isinstance(value.fact, Slots) for value in (x, a, b)):
         return x
     same = a.known & b.known & ((a.number == b.number) | ((a.number != a.number) & (b.number != b.number)))

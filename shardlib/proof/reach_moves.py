@@ -1,4 +1,4 @@
-"""Rules of primitives over shardlib.proof.reach that move entries, or look them up: which tokens each may depend on."""
+"""Rules over shardlib.proof.reach for primitives that move or look up entries: which tokens each may depend on."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ def result_shape(eqn: Any, i: int = 0) -> tuple[int, ...]:
 
 
 def dtype_of_result(eqn: Eqn) -> np.dtype:
-    """Dtype in which numbers of the result of an equation are kept."""
+    """Dtype in which to keep the numbers of the result of an equation."""
     return reach.dtype_of(eqn.outvars[0].aval)
 
 
@@ -99,7 +99,7 @@ def _iota(eqn: Any) -> Reach:
 
 @rule("gather")
 def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
-    """Along a dim of which a part is read at an unknown index, it may be any part."""
+    """Where a part of a dim is read at an unknown index, it may be any part."""
     shape, d, sizes = result_shape(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batch = [i for i in range(len(shape)) if i not in d.offset_dims]
     windows = [i for i in range(len(x.shape)) if i not in (*d.collapsed_slice_dims, *d.operand_batching_dims)]
@@ -117,7 +117,7 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
 
 
 def _rows_at(eqn: Eqn, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[int, int], dim: int) -> Reach:
-    """Entries at `rows` of dim `dim`, of which `index` has the last tokens; dim i of others becomes dim at[i]."""
+    """Entries at `rows` of dim `dim`, whose last tokens `index` has; dim i of others becomes dim at[i]."""
     rank, size, fill = len(result_shape(eqn)), x.shape[dim], eqn.params["fill_value"]
     along = lambda a, i: np.arange(a.shape[i]).reshape([-1 if k == at[i] else 1 for k in range(rank)])
     inside = (rows >= 0) & (rows < size) if "fill" in str(eqn.params["mode"]).lower() else np.asarray(True)
@@ -130,7 +130,7 @@ def _rows_at(eqn: Eqn, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[i
 
 
 def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """Where a part of `sizes` entries begins in each dim; None if it is not known."""
+    """Where a part of `sizes` entries begins in each dim; None if unknown."""
     pairs = list(zip(starts, shape, sizes, strict=True))
     if not all(start.is_known or n == size for start, n, size in pairs):
         return None
@@ -145,7 +145,7 @@ def _dynamic_slice(eqn: Eqn, x: Reach, *starts: Reach) -> Reach | None:
 
 
 def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Reach:
-    """`x` with `new` at a place, or with what `new` adds to it there."""
+    """Writes `new` into `x` at a position, or adds it there."""
     part = tuple(slice(i, i + n) for i, n in zip(at, new.shape, strict=True))
     result = [np.array(np.broadcast_to(a, x.shape)) for a in x.arrays()]
     if adds:
@@ -163,7 +163,7 @@ def _dynamic_update(eqn: Eqn, x: Reach, new: Reach, *starts: Reach) -> Reach | N
 
 @rule("scatter", "scatter-add")
 def _scatter(eqn: Eqn, x: Reach, starts: Reach, new: Reach) -> Any:
-    """One part at a known place, or rows added at known indices; elsewhere, all may be anywhere."""
+    """Exact for one part or added rows at known indices; otherwise every entry may come from any update."""
     d, rank, adds = eqn.params["dimension_numbers"], len(x.shape), eqn.primitive.name == "scatter-add"
     windows = [i for i in range(rank) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)]
     if not starts.is_known or math.prod(x.shape) > MOST:
@@ -191,7 +191,7 @@ def _scatter(eqn: Eqn, x: Reach, starts: Reach, new: Reach) -> Any:
 
 
 def rows_added(x: Reach, dim: int, index: Reach, dims: dict[int, int], new: Reach, at: dict[int, int]) -> Reach:
-    """`x`, to whose entries at a known `index` along `dim` rows of `new` are added.
+    """Adds rows of `new` to the entries of `x` at a known `index` along `dim`.
 
     Dim i of the index is dim dims[i] of `new`; dim i of `new` is dim at[i] of `x`, or one of rows.
     """

@@ -1,4 +1,4 @@
-"""Rules of primitives over shardlib.proof.reach that compute: which tokens each entry of a result may depend on."""
+"""Rules over shardlib.proof.reach for primitives that compute: which tokens each entry of a result may depend on."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from shardlib.proof.reach_moves import RULES, dtype_of_result, result_shape, rul
 
 
 def apply(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
-    """What holds of the results of an equation that runs no body."""
+    """What is known of the results of an equation that runs no body."""
     if any(reach_slots.is_in(x) for x in ins):
         if (result := reach_slots.apply(eqn, ins, _rule_of(eqn, ins))) is not None:
             return [result]
@@ -36,7 +36,7 @@ def _rule_of(eqn: Eqn, ins: list[Reach]) -> Callable:
 
 
 def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
-    """Results of which each entry may depend on all entries of all operands."""
+    """Results whose entries may each depend on all entries of all operands."""
     last = reach.of_all(ins)
     return [reach.unknown(result_shape(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
 
@@ -45,7 +45,7 @@ def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
 
 
 UNFOLLOWED = frozenset(("exp", "sqrt", "rsqrt"))
-"""Primitives whose known results are not followed."""
+"""Primitives whose results are not computed from known operands."""
 
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach | Any:
@@ -86,7 +86,7 @@ def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
 
 
 def _bound(name: str, ins: Sequence[Reach]) -> Any:
-    """What results do not exceed. An unknown number has at most half the size of a LOW one that it is added to."""
+    """Upper bounds of results. An unknown number has at most half the size of a LOW one that it is added to."""
     a, b = ins[0].number, ins[-1].number
     if name in ("add", "add_any"):
         half = np.where(a < LOW, a / 2, np.where(b < LOW, b / 2, np.inf))
@@ -104,7 +104,7 @@ def _bound(name: str, ins: Sequence[Reach]) -> Any:
 
 @rule("add", "add_any", "sub")
 def _added(eqn: Eqn, a: Reach, b: Reach) -> Reach:
-    """Of the difference of two sums along a dim, until other places, what is between them is left."""
+    """For a difference of two running sums along a dim, only what lies between them remains."""
     found, sign = _elementwise(eqn, a, b), -1 if eqn.primitive.name == "sub" else 1
     x, y = (z.fact if isinstance(z.fact, Sums) else None for z in (a, b))
     if y:
@@ -197,7 +197,7 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach:
 
 @rule("sort", "top_k")
 def _together(eqn: Eqn, *ins: Reach) -> list[Reach]:
-    """Entries along one dim are taken together, those along others are each by themselves."""
+    """Takes the entries along one dim together, and those along other dims separately."""
     rank, p = len(ins[0].shape), eqn.params
     last = functools.reduce(np.maximum, (x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins))
     return [reach.unknown(result_shape(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
@@ -223,7 +223,7 @@ def _cumulative(eqn: Eqn, x: Reach) -> Reach:
 
 @rule("triangular_solve")
 def _solve(eqn: Eqn, a: Reach, b: Reach) -> Reach:
-    """Row i of a solution depends on the rows whose entries of row i of the triangle are not 0, one after the other."""
+    """Row i of a solution depends on the rows for which row i of the triangle has a nonzero entry, recursively."""
     p, swap = eqn.params, lambda x: x.swapaxes(-1, -2)
     a = a.moved(swap, a.shape[:-2] + a.shape[:-3:-1]) if p["transpose_a"] == p["left_side"] else a
     b = b if p["left_side"] else b.moved(swap, b.shape[:-2] + b.shape[:-3:-1])
@@ -243,7 +243,7 @@ def _solve(eqn: Eqn, a: Reach, b: Reach) -> Reach:
 
 @rule("dot_general")
 def _product(eqn: Eqn, *ins: Reach) -> Reach:
-    """A term is left out where one of its factors is 0."""
+    """Leaves out a term if one of its factors is 0."""
     (contract, batch), shape, dtype = eqn.params["dimension_numbers"], result_shape(eqn), dtype_of_result(eqn)
     a, b = (x.alike() for x in ins)
     free = [[i for i in range(len(x.shape)) if i not in (*c, *d)] for x, c, d in zip(ins, contract, batch, strict=True)]
@@ -255,7 +255,7 @@ def _product(eqn: Eqn, *ins: Reach) -> Reach:
         at = {i: place for place, i in enumerate(order) if i is not None}
         return reach.placed(x, at, len(order))
 
-    if math.prod(map(max, sized(0, a.last).shape, sized(1, b.last).shape)) > MOST:  # which are 0 is not looked at
+    if math.prod(map(max, sized(0, a.last).shape, sized(1, b.last).shape)) > MOST:  # zeros are then ignored
         a, b = (reach.unknown(x.shape, np.float64, x.over(dims)) for x, dims in zip((a, b), contract, strict=True))
     both = lambda op, of: op(sized(0, of(a)), sized(1, of(b)))
     is_live = both(np.logical_and, lambda x: ~(x.known & (x.number == 0)))
@@ -267,7 +267,7 @@ def _product(eqn: Eqn, *ins: Reach) -> Reach:
 
 @rule("conv_general_dilated")
 def _convolution(eqn: Eqn, x: Reach, w: Reach) -> Reach | None:
-    """Each place of the kernel moves the entries; features are taken together."""
+    """Each position of the kernel moves the entries; features are taken together."""
     p, shape, numbers = eqn.params, result_shape(eqn), eqn.params["dimension_numbers"]
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     if p["batch_group_count"] != 1:

@@ -1,8 +1,8 @@
-"""Slots that the first choices of a sequence have, as in a mixture of experts: which tokens what is in a slot may know.
+"""Slots that hold the first choices of a sequence, as in a mixture of experts: which tokens may affect a slot.
 
-Choices that are not made get one number past the others, and all are sorted. Which choice a slot has is not known. So
-what is computed of a slot is kept for each choice that it may have: that a slot has choice v depends on the choices
-until v, and on none after. What is added at the place of its choice is then known to come from no later one.
+Choices that are not made get one number past the others, and all are sorted. Which choice a slot holds is not known, so
+what is computed of a slot is kept for each choice that it may hold: whether a slot holds choice v depends on the
+choices up to v, and on none after. What is then added at the position of its choice is known to come from no later one.
 """
 
 import dataclasses
@@ -16,24 +16,24 @@ from shardlib.proof.reach import NONE, Among, Reach, Slots, full, of_all, placed
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
 SAME |= kinds("unreduced") | words("copy device_put reduce_precision reshape squeeze")
-"""Primitives that change no number, also collectives: each axis has one device."""
+"""Primitives that change no number; among them collectives, because each axis has one device."""
 
 
 def is_in(x: Reach) -> bool:
-    """Whether a value is one of slots."""
+    """True if a value has slots."""
     return isinstance(x.fact, Slots)
 
 
 def together(x: Reach) -> Reach:
-    """A value of which entries of slots are no more told apart."""
+    """Gives up telling the entries of slots apart."""
     return unknown(x.shape, x.number.dtype, of_all([x])) if is_in(x) else x
 
 
 def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
-    """The choices in slots; None if what is sorted are no choices.
+    """The choices in slots; None if the sorted values are not choices.
 
-    That a choice has a slot depends on those before it, also in other documents. Of the documents this is left out:
-    where tokens are numbered from the last one on.
+    Whether a choice gets a slot depends on those before it, also in other documents. For documents, where tokens are
+    numbered from the last one on, this is left out.
     """
     of = lambda a: full(a, x.shape, [dim])
     numbers = x.fact.numbers if isinstance(x.fact, Among) else ()
@@ -47,9 +47,9 @@ def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
 
 
 def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
-    """The result of an equation with operands of slots, by its `rule`; None if it is not followed for each choice.
+    """Applies `rule` to an equation with operands of slots, for each choice; None if it cannot be followed so.
 
-    It depends on all that its operands depend on, also where its number is known: of its choice.
+    The result depends on all that its operands depend on, even where its number is known: through its choice.
     """
     if eqn.primitive.name in ("gather", "scatter-add"):
         return (_looked_up if eqn.primitive.name == "gather" else _added)(eqn, ins, rule)
@@ -64,13 +64,13 @@ def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
 
 
 def _blurred(x: Reach, last: object = None) -> Reach:
-    """A value without its numbers, and of one last token unless it is given."""
+    """A value without its numbers; with one last token, unless it is given."""
     found = unknown(x.shape, x.number.dtype, of_all([x]) if last is None else last)
     return dataclasses.replace(found, fact=x.fact if last is not None and is_in(x) else None)
 
 
 def _dim_after(eqn: Eqn, ins: list[Reach], x: Reach, rule: Callable[..., Any]) -> int | None:
-    """The dim of a result along which it has the slots of operand `x`, or the first of them; None: there is none."""
+    """The dim of the result along which it has the slots of operand `x`, or the first of them; None: there is none."""
     size, rank = x.shape[x.fact.dim], len(x.shape)
     slots = np.arange(size).reshape([size if i == x.fact.dim else 1 for i in range(rank)])
     others = lambda y: _blurred(y, NONE) if y.shape else dataclasses.replace(y, last=np.full((), NONE))
@@ -83,7 +83,7 @@ def _dim_after(eqn: Eqn, ins: list[Reach], x: Reach, rule: Callable[..., Any]) -
 
 
 def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:
-    """An operand that has slots along `dim`: those of `fact`, or all alike."""
+    """An operand with slots along `dim`: those of `fact`, or all alike."""
     if is_in(x) and (x.fact.source is not fact.source or x.fact.dim != dim):
         x = together(x)
     if is_in(x) or dim is None or not x.shape or all(a.shape[dim] == 1 for a in x.arrays()):
@@ -92,7 +92,7 @@ def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:
 
 
 def _added(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
-    """What is added at the places of choices."""
+    """Handles what is added at the positions of choices."""
     operand, index, new = ins
     if is_in(operand) or not is_in(index):
         return None
@@ -102,7 +102,7 @@ def _added(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None
 
 
 def _looked_up(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
-    """Entries at the places of choices."""
+    """Handles entries looked up at the positions of choices."""
     x, starts = ins
     if is_in(x) or not starts.is_known:
         return None

@@ -1,10 +1,10 @@
-"""Rings: blocks pass around the devices of an axis, and each device adds up what it computes with all of them.
+"""Rings: blocks pass around the devices of an axis, and each device accumulates what it computes with each of them.
 
-n turns, unrolled or in a loop, are the sum over all blocks of what one turn computes, as a product adds over a sharded
-dim. On one device it is that turn. So the turns are replaced by one, with an axis in place of the turns.
+n turns, unrolled or in a loop, are the sum over all blocks of what one turn computes, like a matmul that contracts a
+sharded dim. On one device it is a single turn. So the turns are replaced by one, with an axis standing for the turns.
 
 Or a sum passes around, to which each device adds what it computes for the device at which the sum ends. Then the turns
-stand for those devices: a scattered sum.
+stand for those devices: a reduce-scatter.
 """
 
 import functools
@@ -42,13 +42,13 @@ _NUMBERS = itertools.count()
 
 
 def _permutes(eqn: Eqn, axis: str | None = None) -> str | None:
-    """The axis whose devices pass a value on; None for another equation."""
+    """The axis around which a ppermute passes a value; None for other equations."""
     names = axes_of(eqn) if eqn.primitive.name == "ppermute" else ()
     return names[0] if len(names) == 1 and axis in (None, names[0]) else None
 
 
 def _same_params(x: Any, y: Any) -> bool:
-    """Whether the parameters of two equations of one primitive are equal."""
+    """True if two equations of one primitive have equal parameters."""
     pairs = [(value, y.params.get(name)) for name, value in x.params.items()]
     if all(a is b for a, b in pairs):
         return True
@@ -57,16 +57,16 @@ def _same_params(x: Any, y: Any) -> bool:
 
 
 def _turns(eqn: Eqn) -> bool:
-    """Whether an equation is a loop in which values pass on."""
+    """True if an equation is a loop in which values are passed on."""
     return eqn.primitive.name == "scan" and any(map(_permutes, body_of(eqn.params["jaxpr"])[0].eqns))
 
 
 def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
-    """The jaxpr with the turns of its loops in which blocks pass around, but for what passes them to one device."""
+    """Unrolls the loops of a jaxpr in which blocks pass around; drops ppermutes over one device."""
     found = []
 
     def put(eqn: Eqn, ins: list) -> list:
-        """Adds an equation of these operands, or those of its turns, and gives the results."""
+        """Adds an equation with these operands, or those of its turns, and returns the results."""
         if (axis := _permutes(eqn)) and sizes[axis] == 1:
             return ins
         if _turns(eqn):
@@ -86,10 +86,10 @@ def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _live(jaxpr: Jaxpr) -> Any:
-    """The jaxpr without equations whose results are not used."""
+    """Removes equations whose results are not used."""
     used, found = set(filter(is_variable, jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
-        # A loop or a branch may hold collectives that not all devices reach, whatever becomes of its result.
+        # Loops and branches stay: they may hold collectives that not all devices reach, even if results are unused.
         if eqn.effects or eqn.primitive.name in ("cond", "while", "scan") or used & set(eqn.outvars):
             found.append(eqn)
             used |= set(filter(is_variable, eqn.invars))
@@ -99,7 +99,7 @@ def _live(jaxpr: Jaxpr) -> Any:
 def closed(
     jaxpr: ClosedJaxpr, twin: object, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]
 ) -> tuple[Any, Any]:
-    """Both programs with one turn of each ring; as they are if they have no ring that is understood."""
+    """Replaces each ring in both programs by one turn; returns them unchanged if a ring is not understood."""
     if not any(_permutes(e) or _turns(e) for e in jaxpr.eqns):
         return jaxpr, twin
     here, there = _live(_unrolled(jaxpr, sizes)), _live(_unrolled(twin, twin_sizes))
@@ -115,11 +115,11 @@ class _Ring:
     def __init__(self, jaxpr: Any, axis: str, n: int):
         self.jaxpr, self.axis, self.n = jaxpr, axis, n
         self.made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-        self.turns: dict[Any, tuple[Any, int, int]] = {}  # of a block: the first of its ring, the turn, the step
+        self.turns: dict[Any, tuple[Any, int, int]] = {}  # for a block: the first of its ring, the turn, the step
         self.tables: dict[Any, list | None] = {}
-        self.marks: dict[Any, Any] = {}  # of a variable of the first turn: ENTER, its coefficient, or self: computed
+        self.marks: dict[Any, Any] = {}  # for a variable of the first turn: ENTER, its coefficient, or self: computed
         self.found: dict[int, tuple] = {}
-        self.start = 0  # steps from a device to that of whose block it has the number in the first turn
+        self.start = 0  # steps from a device to the one whose block's number it has in the first turn
         self.turn_axis = f"{BLOCKS}{n}.{next(_NUMBERS)}"
         for eqn in jaxpr.eqns:
             if not _permutes(eqn, axis) or len(eqn.invars) != 1:
@@ -162,7 +162,7 @@ class _Ring:
         return self.jaxpr.replace(eqns=eqns)
 
     def _gathered(self, var: object, name: str) -> list[Any]:
-        """The equations that gather one turn after the other, the last first."""
+        """The equations that accumulate one turn after the other, last first."""
         found = []
         while is_variable(var) and var not in self.turns and var in self.made and self.made[var].primitive.name == name:
             found.append(self.made[var])
@@ -170,13 +170,13 @@ class _Ring:
         return found
 
     def _close(self, last: Eqn) -> None:
-        """Notes the ring that ends with `last`, if the turns before it do the same."""
+        """Records the ring that ends with `last`, if the turns before it do the same."""
         chain, n = self._gathered(last.outvars[0], last.primitive.name), self.n
         terms = [eqn.invars[1:] for eqn in chain[: n - 1]][::-1]
         if len(terms) < n - 1:
             return
         places = last.primitive.name == "dynamic_update_slice"
-        # The first turn is gathered into what was there before, or is all that there is yet.
+        # The first turn is accumulated into what was there before, or is all that there is yet.
         ways = [(chain[n - 1], chain[n - 1].invars[0], chain[n - 1].invars[1:])] if len(chain) >= n else []
         ways += [(chain[n - 2], None, [chain[n - 2].invars[0]])] if not places else []
         for at, start, first in ways:
@@ -184,7 +184,7 @@ class _Ring:
             pairs = [(a, b, k) for k, term in enumerate(terms, 1) for a, b in zip(term, first, strict=True)]
             if not all(self._match(a, b, k, marks, {}) for a, b, k in pairs):
                 continue
-            # Where each turn writes must depend on whose block it has, or the last turn would replace the others.
+            # Where each turn writes must depend on whose block it has, or the last turn would overwrite the others.
             if any(is_variable(v) and marks.get(v) is not None for v in first) and (
                 not places or any(isinstance(marks.get(v), int) for v in first[1:] if is_variable(v))
             ):
@@ -193,7 +193,7 @@ class _Ring:
                 return
 
     def _close_sums(self, last: Eqn) -> None:
-        """Notes the ring of a sum that passes around and ends with `last`, if all devices add the same to it."""
+        """Records the ring of a sum that passes around and ends with `last`, if all devices add the same to it."""
         terms, eqn = [], last
         while eqn is not None and eqn.primitive is last.primitive and len(terms) < self.n:
             came = lambda var: is_variable(var) and var in self.turns and var in self.made  # from another device
@@ -205,17 +205,17 @@ class _Ring:
             eqn = self.made.get(before) if is_variable(before) else None
         if len(terms) < self.n - 1:
             return
-        # After n steps what was there before is at the device that had it.
+        # After n steps, what was there before is at the device that had it.
         start, terms = (before, terms) if len(terms) == self.n else (None, [*terms, before])
         marks, self.start = dict(self.marks), 1 - self.n
-        # What was added k turns before the end was added k steps before the device at which the sum is now.
+        # What was added k turns before the end was added k steps before the device where the sum is now.
         if all(self._match(term, terms[-1], -k, marks, {}) for k, term in enumerate(terms[:-1])):
             self.marks = marks
             self.found[id(last)] = last, start, [SCATTER, terms[-1]]
         self.start = 0
 
     def _match(self, a: Any, b: Any, k: int, marks: dict, seen: dict) -> bool:
-        """Whether `a` is in turn k what `b` is in the first. Marks in `b` what passes around."""
+        """True if `a` is in turn k what `b` is in the first. Marks in `b` what passes around."""
         if not (is_variable(a) and is_variable(b)):
             return not is_variable(a) and not is_variable(b) and np.array_equal(a.val, b.val)
         turn = self.turns.get(a)
@@ -247,7 +247,7 @@ class _Ring:
         return same and marks.setdefault(b, self) is self
 
     def _table(self, var: Any) -> list | None:
-        """The number on each device of the axis, if only its index decides it."""
+        """The number on each device of the axis, if its index alone determines it."""
         if var not in self.tables:
             eqn = self.made.get(var) if _is_number(var.aval) else None
             operand = lambda var: self._table(var) if is_variable(var) else _of_literal(var, self.n)
@@ -256,7 +256,7 @@ class _Ring:
         return self.tables[var]
 
     def _one_turn(self, last: Eqn, start: Any, first: list, read: Any) -> list[Any]:
-        """The equations that gather one turn, over an axis in place of the turns."""
+        """The equations that accumulate one turn, over an axis that stands for the turns."""
         close, first = (SCATTER, first[1:]) if first[0] is SCATTER else (CLOSE, first)
         turn, (out,), inner = list(map(read, first)), last.outvars, core.Var(last.outvars[0].aval)
         params = {"turns": self.turn_axis, "kind": last.primitive.name, "passed": self.axis}
@@ -281,7 +281,7 @@ def _of_literal(x: Any, n: int) -> list | None:
 
 
 def _computed(eqn: Eqn, ins: list[list | None], axis: str, n: int) -> list[list | None]:
-    """The number that each result is on each device of an axis, from those of the operands; None: no such number."""
+    """The number of each result on each device of an axis, from those of the operands; None: no such number."""
     name = eqn.primitive.name
     if name == "axis_index" and axes_of(eqn) == (axis,):
         return [list(range(n))]
@@ -305,7 +305,7 @@ def _computed(eqn: Eqn, ins: list[list | None], axis: str, n: int) -> list[list 
 
 @rule("ring_enter", "ring_index", "ring_close", "ring_scatter")
 def _ring(eq: Equation) -> Value:
-    """Facts about what enters a ring, an index of it, and what all turns give together."""
+    """Facts about what enters a ring, an index of it, and the result of all turns together."""
     (x,), turns = eq.ins, eq.params["turns"]
     if eq.name == "ring_index":
         return Value((), offset=((turns, eq.params["coefficient"]),), known=(0, 0))

@@ -1,8 +1,8 @@
-"""Whether two programs, each traced on one device, compute the same: other forms of one step.
+"""Compares two programs, each traced on one device: do they compute the same? They are two forms of one step.
 
-Every value gets a number by how it is computed, the same number in both programs. Neither the order of equations nor
-what is computed twice counts, nor what changes nothing on one device: collectives, casts between JAX's types, offsets
-by axis_index, and a reshape that is undone.
+Every value gets a number by how it is computed, the same number in both programs. The order of equations does not
+count, nor what is computed twice, nor what changes nothing on one device: collectives, casts between JAX's types,
+offsets by axis_index, and a reshape that is undone.
 """
 
 import itertools
@@ -21,26 +21,26 @@ from shardlib.proof.equation import Equation, is_integer
 
 CASTS = equations.kinds("unreduced") | equations.words("copy dynamic_slice slice convert_element_type")
 UNCHANGED = (equations.COLLECTIVES | equations.IDENTITIES | CASTS) - {"stop_gradient", "ppermute"}
-"""Primitives that give back operands of one device, if these keep their type."""
+"""Primitives that return their operands on one device, if the type stays the same."""
 OF_MESHES = equations.words("sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear prevent_cse")
-"""Parameters that say nothing of values on one device."""
+"""Parameters that do not affect values on one device."""
 VIEWS = ("reshape", "transpose", "split", "concatenate", "scan")
-"""Primitives that no message names, as what is before or within them is the difference."""
+"""Primitives that messages do not name, because the difference is before or inside them."""
 AT_MOST, ALIKE = 20, 4
-"""How many equations one program may have more than the other, before so many of the same names."""
+"""How many more equations one program may have, before this many that have the same names in both."""
 
 
 def differences(
     ours: object, theirs: object, names: tuple[str, str], remedy: str, rounding: bool = False
 ) -> Iterator[str]:
-    """Where two programs part, if they do not compute the same.
+    """Finds where two programs part, if they do not compute the same.
 
     Args:
-        ours: what jax.jit(f).trace(...).jaxpr gives.
-        theirs: another, with the same arguments and results.
-        names: what runs each program, for the text.
+        ours: the result of jax.jit(f).trace(...).jaxpr.
+        theirs: another one, with the same arguments and results.
+        names: who runs each program, for the message.
         remedy: what to do.
-        rounding: whether numbers may be rounded in other places.
+        rounding: True if numbers may be rounded at different points.
     """
     table: dict[Any, int] = {}
     a, b = (_Numbers(program, table, rounding) for program in (ours, theirs))
@@ -60,9 +60,9 @@ def differences(
 
 
 def _firsts(alone: list[list[Equation]]) -> list[list[Equation]]:
-    """The first equation that one program has more than the other, or the first of each if they have other ones.
+    """The first equation that one program has and the other lacks, or the first of each if they have different ones.
 
-    What follows from it is another value in each, of the same operations.
+    What follows from it is another value in each, from the same operations.
     """
     names = [[eq.name for eq in equations] for equations in alone]
     if names[0][:ALIKE] != names[1][:ALIKE]:
@@ -74,15 +74,15 @@ def _firsts(alone: list[list[Equation]]) -> list[list[Equation]]:
 
 
 class _Numbers:
-    """The numbers of a program's results, and the equation that computes each number within it."""
+    """The numbers of a program's results, and the equation that computes each number."""
 
     def __init__(self, program: object, table: dict[Any, int], rounding: bool):
         self.made: dict[int, Equation] = {}
         self._rounding = rounding
-        self._table, self._roots = table, {}  # of what is a reshape: the array and its shape
-        self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}  # of what is a transpose: the array and its order
-        self._even: dict[int, int] = {}  # of what is one entry everywhere: the entry
-        # Of what is some rows of an array: the array, which rows, and how many it has; None: as many as a loop gives.
+        self._table, self._roots = table, {}  # for a reshape: the array and its shape
+        self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}  # for a transpose: the array and its order
+        self._even: dict[int, int] = {}  # for a value with equal entries: the entry
+        # For some rows of an array: the array, which rows, and how many it has; None: as many as a loop produces.
         self._rows: dict[int, tuple[int, int, int, int | None]] = {}
         self._after: dict[tuple[int, ...], tuple[tuple, int, int]] = {}  # of what a loop carries: the loop and its turn
         self.zeros: set[int] = set()
@@ -104,7 +104,7 @@ class _Numbers:
         return number
 
     def _of_body(self, program: object, caller: Equation | None, ins: list[int] | None = None) -> list[int]:
-        """The numbers of the results of a jaxpr; `ins` are those of its arguments, or arguments of its own."""
+        """The numbers of a jaxpr's results; `ins` are those of its arguments, None: new ones."""
         jaxpr, consts = body_of(program)
         ins = [self._number("argument", i) for i in range(len(jaxpr.invars))] if ins is None else ins
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(self._array, consts), *ins], strict=True))
@@ -149,9 +149,9 @@ class _Numbers:
         return [number, *(self._number(number, i) for i in range(1, len(outs)))]
 
     def _each_entry(self, eq: Equation, ins: list[int]) -> tuple[list[int], tuple[int, ...] | None]:
-        """Operands of what is computed of each entry, before their dims are moved, and how they are moved, if they are.
+        """Operands of an elementwise equation before their dims are moved; and how they are moved, if they are.
 
-        An operand whose entries are equal is taken for one of them, as long as another one has the shape.
+        An operand with equal entries is replaced by one of them, as long as another operand has the shape.
         """
         even = [self._even.get(x, x if not var.aval.shape else None) for x, var in zip(ins, eq.eqn.invars, strict=True)]
         if None not in even:
@@ -173,7 +173,7 @@ class _Numbers:
         return number
 
     def _product(self, eq: Equation, ins: list[int]) -> int:
-        """The number of a product, of which either operand may be the first."""
+        """The number of a matmul; either operand may come first."""
         contracted, batch = eq.params["dimension_numbers"]
         free = [eq.eqn.invars[k].aval.ndim - len(contracted[k]) - len(batch[k]) for k in (0, 1)]
         order = tuple(range(len(batch[0]) + sum(free)))
@@ -186,7 +186,7 @@ class _Numbers:
         return self._transposed(eq, self._made(eq, "dot_general", _in_words(params), pairs, *ins), order)
 
     def _of_control(self, eq: Equation, ins: list[int]) -> list[int]:
-        """The numbers of what a conditional or a loop gives. In which order it takes what it reads does not count."""
+        """The numbers of the results of a conditional or loop. The order in which it reads operands does not count."""
         params = eq.params
         if eq.name == "cond":
             branches = [self._of_body(branch, eq, ins[1:]) for branch in params["branches"]]
@@ -203,7 +203,7 @@ class _Numbers:
         return [self._number(loop, i) for i in range(len(inits))]
 
     def _of_scan(self, eq: Equation, ins: list[int]) -> list[int]:
-        """The numbers of what a loop over rows gives. Two loops, of which one goes on where the other ends, are one."""
+        """The numbers of the results of a scan. Two scans count as one if the second continues where the first ends."""
         consts, inits, xs = equations.split_scan(eq.eqn, ins)
         length, is_back, carried = eq.params["length"], eq.params["reverse"], len(inits)
         rows = [self._rows.get(x, (x, 0)) for x in xs]
@@ -225,7 +225,7 @@ class _Numbers:
         return [*found, *(self._some_rows(eq, x, start, end, None) for x in stacked)]
 
     def _of_rows(self, eq: Equation, ins: list[int]) -> list[int] | None:
-        """The numbers of rows of an array, of their reshape, or of rows that are put together; None: something else."""
+        """The numbers of rows of an array, of their reshape, or of concatenated rows; None for other equations."""
         name, params, shape = eq.name, eq.params, eq.shape() if ins else ()
         if not shape or not (ins[0] in self._rows or name in ("split", "slice")):
             return None
@@ -247,7 +247,7 @@ class _Numbers:
         return None
 
     def _reshaped(self, eq: Equation, x: int, old: tuple, new: tuple) -> int:
-        """The number of `x`, of shape `old`, in another shape. The first dim is None where it is that of any loop."""
+        """The number of `x`, of shape `old`, in another shape. The first dim is None if it is that of any loop."""
         root = self._roots.setdefault(x, (x, old))
         if root[1] == new:
             return root[0]
@@ -268,7 +268,7 @@ class _Numbers:
         return number
 
     def _unchanged(self, eq: Equation, ins: list[int]) -> list[int] | None:
-        """The numbers of operands that an equation gives back; None if it computes."""
+        """The numbers of operands that an equation returns unchanged; None if it computes."""
         if eq.name == "axis_index":
             return [self._array(np.int32(0))]
         outs = eq.eqn.outvars
@@ -293,13 +293,13 @@ class _Numbers:
 
 
 def _operands(eqn: Eqn) -> Any:
-    """What an equation reads: of a slice of everything, where it begins does not count."""
+    """What an equation reads. For a slice of everything, the start does not count."""
     is_all = eqn.primitive.name == "dynamic_slice" and _types(eqn.invars[:1]) == _types(eqn.outvars)
     return eqn.invars[:1] if is_all else eqn.invars
 
 
 def _reshapes(eq: Equation) -> bool:
-    """Whether the result has the entries of the operand in their order."""
+    """True if the result has the entries of the operand in the same order."""
     if eq.name in ("reshape", "squeeze"):
         return eq.params.get("dimensions") is None or eq.name == "squeeze"
     return eq.name == "broadcast_in_dim" and eq.shape() != () and math.prod(eq.shape()) == math.prod(eq.result_shape)
@@ -310,7 +310,7 @@ def _types(variables: Any) -> list:
 
 
 def _in_words(params: Any) -> str:
-    """Parameters of an equation, but for those of the mesh, programs, and functions of Python."""
+    """Formats the parameters of an equation, without those of the mesh, programs, and Python functions."""
     found = {}
     for name, value in params.items():
         parts = value if isinstance(value, tuple | list) else (value,)

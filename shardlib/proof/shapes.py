@@ -1,4 +1,4 @@
-"""Rules of primitives that make arrays, and of those that change shapes."""
+"""Rules of primitives that create arrays or change shapes."""
 
 import dataclasses
 from typing import Any
@@ -34,7 +34,7 @@ rule("empty", "empty2", "create_token")(lambda eq: constant(len(eq.result_shape)
 
 
 def _with(x: Value, result: Value) -> Value:
-    """`result`, which is `x` in other dims. Refuses a count that is lost."""
+    """Returns `result`, which is `x` in other dims. Raises Refused if a count is lost."""
     if not x.count or result.count:
         return result
     if x.offset or x.is_local:
@@ -94,7 +94,7 @@ def _reshape(eq: Equation) -> Value:
             and not first.is_uniform
             and not any(axis.startswith(ENTRIES) for axis in first.axes)
         ):
-            # On one device all of the dim is one block: the entries stand for devices.
+            # On one device the whole dim is one block: the entries stand for devices.
             axes = (*first.axes, f"{BLOCKS}{size}")
             pieces[0] = dataclasses.replace(first, size=first.size // size, axes=axes)
             dims.append(cut(size, (f"{ENTRIES}{size}",)))
@@ -121,7 +121,7 @@ def _reshape(eq: Equation) -> Value:
 
 
 def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None:
-    """For each new dim the old one, where a reshape adds or removes dims of size 1 alone; None elsewhere."""
+    """For each new dim the old one, if a reshape only adds or removes dims of size 1; else None."""
     if [n for n in old if n > 1] != [n for n in new if n > 1]:
         return None
     found: list[int | None] = []
@@ -134,7 +134,7 @@ def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None
 
 
 def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piece]:
-    """The next factors, of `size` together on a device, and of `there` on one. Splits the last of them if it must."""
+    """Takes the next factors, of `size` together on a device, and `there` on one. Splits the last one if needed."""
     taken, product, product_there = [], 1, 1
     while pieces:
         piece, need, rest = pieces[0], size // product, there // product_there
@@ -178,7 +178,7 @@ def _concatenate(eq: Equation) -> Value:
         and all(shape[k] == 1 for shape in map(eq.shape, range(len(eq.ins))))
         and any(v.count or v.offset for v in eq.ins)
     ):
-        # A local count gives no dim: as an index into a sharded dim it says how the dim that it counts along is cut.
+        # A local count gives no dim: as an index into a sharded dim, it tells how the dim along which it counts is cut.
         bare = [tuple(UNIFORM if v.is_local and i in v.count else d for i, d in enumerate(v.dims)) for v in eq.ins]
         dims = [eq.joined_dim(i, (b[i] for b in bare)) for i in range(ndim - 1)]
         return Value((*dims, whole(len(eq.ins))), is_local=True, components=tuple(eq.ins))
@@ -207,7 +207,7 @@ def _split(eq: Equation) -> list[Value]:
 
 
 def _piece_of(eq: Equation, x: Value, shape: tuple[int, ...]) -> Value:
-    """Facts about a piece of `x` that holds whole dims or some entries of unsharded ones."""
+    """Facts about a piece of `x` that holds whole dims, or some entries of unsharded ones."""
     sizes = zip(eq.block(x).dims, eq.shape(), shape, strict=True)
     return x.rearranged(d if d is UNIFORM or a == b else whole(b, d.name) for d, a, b in sizes)
 
@@ -222,14 +222,14 @@ def _slice(eq: Equation) -> Value:
         here, there = (tuple(q[name] and q[name][i] for name in ("start_indices", "strides")) for q in (p, twin))
         k = here[1] or 1
         if k > 1 and is_block(eq, x.dims[i]):
-            # Each device takes one of each k entries, if it has all k of them.
+            # Each device takes one of every k entries, if it has all k of them.
             wholes = a == k * b and eq.twin_shape()[i] == k * eq.twin.outvars[0].aval.shape[i]
             if not (wholes and here == there and here[0] < k):
                 over = ", ".join(x.dims[i].axes)
                 raise Refused(
-                    f"one of each {k} entries is taken along dim {i}, which is sharded over {over}: a device has {a} "
+                    f"one of every {k} entries is taken along dim {i}, which is sharded over {over}: a device has {a} "
                     f"entries of it, which are not groups of {k}, or the groups do not begin with its first one",
-                    f"let each device have a multiple of {k} entries: x.reshape(-1, {k})[:, 0] has the first of them",
+                    f"give each device a multiple of {k} entries: x.reshape(-1, {k})[:, 0] has the first of them",
                 )
             strided[i] = cut(b, x.dims[i].axes)
             continue
@@ -245,7 +245,7 @@ def _slice(eq: Equation) -> Value:
 
 
 def is_block(eq: Equation, dim: Dim | Any) -> bool:
-    """Whether a device has a contiguous block of a sharded dim, of entries in their order."""
+    """True if a device has a contiguous block of a sharded dim, with entries in order."""
     of_mesh = dim is not UNIFORM and bool(dim.axes) and all(axis in eq.sizes for axis in dim.axes)
     return of_mesh and not dim.is_merged
 
@@ -266,7 +266,7 @@ def _pad(eq: Equation) -> Value:
     for i, config in enumerate(eq.params["padding_config"]):
         low, high, between = config
         if between and low + high == between and min(low, high) >= 0 and is_block(eq, x.dims[i]):
-            # As the gradient of x[low :: between + 1]: each entry becomes a group of them, on the same device.
+            # Like the gradient of x[low :: between + 1]: each entry becomes a group of entries on the same device.
             dims[i] = cut(eq.result_shape[i], x.dims[i].axes)
         elif any(config):
             eq.uncut(x, i, "entries are added")

@@ -1,4 +1,4 @@
-"""Rules of reductions, products and other primitives that combine entries."""
+"""Rules of reductions, matmuls and other primitives that combine entries."""
 
 import dataclasses
 import itertools
@@ -58,7 +58,7 @@ def _extreme(eq: Equation) -> Value:
 
 @rule(*kinds("running"), "reduce_prod", "reduce_xor", "sort", "top_k", "approx_top_k")
 def _together(eq: Equation) -> list[Value]:
-    """Entries along some dims are taken together."""
+    """Handles primitives that take the entries along some dims together."""
     p, x, ndim = eq.params, eq.ins[0], len(eq.shape())
     along = [p[name] for name in ("dimension", "axis", "reduction_dimension") if name in p] or [ndim - 1]
     gone = p["axes"] if eq.name.startswith("reduce") else ()
@@ -88,9 +88,9 @@ def _argmax(eq: Equation) -> Value:
 
 
 def _sorted_block(eq: Equation) -> list[Value] | None:
-    """The results of sorting each device's block by itself, which the whole is not: in an order of its own.
+    """Sorts each device's block separately, into an order of its own; the whole is then not sorted.
 
-    A second sort, of that order, undoes it. None if this is no such sort.
+    A second sort, of that order, undoes it. None if the equation is not such a sort.
     """
     (key, *_), n, blocks = eq.ins, eq.shape()[0], [v for v in eq.ins if not v.is_local]
     if not (cut := [v.dims[0] for v in eq.ins if v.dims[0] and v.dims[0].axes]):
@@ -103,7 +103,7 @@ def _sorted_block(eq: Equation) -> list[Value] | None:
         before = cut[0]
         after = Dim(tuple(Part(p.size, tuple(f"{real(a)}~{number}" for a in p.axes)) for p in before.parts))
         firsts = []
-    else:  # an order of the whole block: sorting it gives 0, 1, …, and what goes with it its place before
+    else:  # an order of the whole block: sorting it gives 0, 1, …, and what goes with it its position before
         before, after = key.dims[0], key.places
         firsts = [Value((whole(n),), known=(0, 0), count=(0,), is_local=True)]
     rest = eq.ins[len(firsts) :]
@@ -134,7 +134,7 @@ def _dot(eq: Equation) -> Value:
 
 
 def _contracted(eq: Equation, pairs: Iterable[tuple[int, int]]) -> tuple[frozenset[str], float]:
-    """The axes over which a product is a partial sum, and its ratio. `pairs` are dims that are summed together."""
+    """The axes over which a matmul is a partial sum, and its ratio. `pairs` are dims that are contracted."""
     a, b = eq.ins
     partial, ratio = a.partial | b.partial, a.ratio * b.ratio
     for i, j in pairs:
@@ -151,7 +151,7 @@ def _contracted(eq: Equation, pairs: Iterable[tuple[int, int]]) -> tuple[frozens
 
 
 def _dot_of_rows(eq: Equation) -> Value:
-    """A product of looked-up rows, each by itself: those out of range are to be masked still."""
+    """A matmul of looked-up rows, each row separately: rows out of range still have to be masked."""
     k = 0 if eq.ins[0].looked_up is not None else 1
     rows, other = eq.ins[k], eq.ins[1 - k]
     (contracted, batch) = (sides[k] for sides in eq.params["dimension_numbers"])
@@ -172,7 +172,7 @@ def _convolution(eq: Equation) -> Value:
     numbers, pair = eq.params["dimension_numbers"], (eq.eqn, eq.twin)
     (batch, feature, *_), (out, into, *_), (to_batch, to_feature, *_) = numbers
     holds = lambda f: all(f(e.params, *(var.aval.shape for var in e.invars)) for e in pair)
-    # The gradient of a kernel that has each channel by itself: channels are a batch of which each has its group.
+    # The gradient of a depthwise kernel: channels are a batch, each with its own group.
     by_channel = holds(lambda p, x, kernel: p["batch_group_count"] == x[batch] == kernel[out])
     by_channel &= eq.params["batch_group_count"] > 1
     has_channels = holds(lambda p, x, kernel: p["feature_group_count"] == x[feature] == kernel[out])
@@ -190,19 +190,19 @@ def _convolution(eq: Equation) -> Value:
     return dataclasses.replace(found, partial=partial, ratio=ratio)
 
 
-# ---- cuDNN's attention, a kernel of which JAX knows only the shapes of the results
+# ---- cuDNN's attention, a kernel of which JAX only knows the shapes of the results
 
 OPERANDS = ("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_k", "page_v")
 GIVEN = ("activation", "fwd_output", "grad_output")
-"""The further operands of the backward pass: log-sum-exps [B, N, T], the output, and its gradient."""
+"""Further operands of the backward pass: log-sum-exps [B, N, T], the output, and its gradient."""
 
 
 @rule("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
 @rule("dot_product_attention_bwd_wrapper", "dot_product_attention_bwd")
 def _attention(eq: Equation) -> list[Value]:
-    """Each head of each sequence is by itself: sequences and heads may be sharded, positions and entries may not.
+    """Treats each head of each sequence separately: these may be sharded, but not positions and entries of heads.
 
-    q, k and v are [B, T, N, H], or [B, N, T, H] with the layout 1; a bias is [B or 1, N or 1, T, S].
+    q, k and v are [B, T, N, H], or [B, N, T, H] with layout 1; a bias is [B or 1, N or 1, T, S].
     """
     names, at_head = (*OPERANDS, *GIVEN)[: len(eq.ins)], 1 if eq.params["layout"] else 2
     place = {name: 1 if name in ("bias", "activation") else at_head for name in names}
@@ -210,7 +210,7 @@ def _attention(eq: Equation) -> list[Value]:
     for k, name in enumerate(names):
         shape = eq.shape(k)
         if name in OPERANDS[4:] and 0 not in shape:  # an operand that the call leaves out has no entries
-            raise Refused(f"cuDNN's attention with {name} has no rule", "say so with shardops.per_device")
+            raise Refused(f"cuDNN's attention with {name} has no rule", "wrap it in shardops.per_device, with a reason")
         kinds = {} if 0 in shape else {0: "sequences", place[name]: name}
         labels[name] = [kinds.get(i) if name != "bias" or n > 1 else None for i, n in enumerate(shape)]
         if name in labels[name] and name not in GIVEN:
@@ -220,8 +220,8 @@ def _attention(eq: Equation) -> list[Value]:
     results = list(labels.values())[:4] if "grad_output" in names else of_forward
     found = alone(eq, list(labels.values()), results[: len(eq.eqn.outvars)], "attention runs")
     if len(heads) > 1 or None in heads:
-        raise Refused("heads of keys are sharded otherwise than those of queries", "shard both over the same axes")
+        raise Refused("heads of keys and of queries are sharded differently", "shard both over the same axes")
     if eq.params["dropout_rate"] and found[0].sharded:
-        raise Refused("each device drops entries by the same seed", "leave dropout to another path of attention")
+        raise Refused("each device drops entries by the same seed", "use another attention implementation for dropout")
     # The gradient of a bias that sequences or heads share is a partial sum over their axes.
     return [dataclasses.replace(x, partial=found[0].sharded - x.sharded) if i == 3 else x for i, x in enumerate(found)]

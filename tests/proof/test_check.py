@@ -136,8 +136,8 @@ BODIES = {  # the body, its arguments, its specs, what is wrong
     "rows and pairs of rows": (lambda x: x[:, 0::2] - x[:, 1::2], [shape(6, 16)], FIRST, None),
     "pairs that blocks cut": (lambda x: x[:, 0::2], [shape(6, 12)], FIRST, r"reshape\(-1, 2\)"),
     "a scattered sum by hand": (scattered_sum, [X], SCATTERED, None),
-    "of another block": (functools.partial(scattered_sum, start=0), [X], SCATTERED, "scattered sum is lax.psum_s"),
-    "a turn too few": (functools.partial(scattered_sum, turns=3), [X], SCATTERED, "scattered sum is lax.psum_s"),
+    "of another block": (functools.partial(scattered_sum, start=0), [X], SCATTERED, "scatter a sum with lax.psum_s"),
+    "a turn too few": (functools.partial(scattered_sum, turns=3), [X], SCATTERED, "scatter a sum with lax.psum_s"),
     "choice by one entry": (lambda x: jnp.sin(x) if x.shape[0] < 4 else x, [shape(4, 6)], ALONE, "another one on this"),
     "choice by entries": (
         lambda x: jnp.sin(x) if x.shape[0] < 4 else x,
@@ -151,7 +151,7 @@ BODIES = {  # the body, its arguments, its specs, what is wrong
         looked_up(lambda x, i, own: jnp.take(x, i, 0) * own),
         [TABLE, IDS],
         OF_TABLE,
-        "product with a mask",
+        "multiplying by a mask",
     ),
     "whole positions": (
         lambda x: looked_up(lambda x, i, own: jnp.where(own, jnp.take(x, i, 0), 0))(x, jnp.arange(12)),
@@ -185,7 +185,7 @@ def devices():
     return jax.sharding.get_abstract_mesh().shape["t"]
 
 
-ELSE = r"another value is used outside of jax\.shard_map"
+ELSE = r"outside jax\.shard_map, another value is used"
 OUTSIDE = {  # functions that map: what is wrong outside of jax.shard_map
     "the same": (lambda x, y: double(x) + y, None),
     "another operand": (lambda x, y: double(x if devices() > 1 else y), ELSE),
@@ -255,7 +255,7 @@ def test_what_cannot_be_traced_on_several_meshes():
     mesh = MESHES["of devices"](AxisType.Auto)
     with pytest.raises(ValueError, match=r"bound to a mesh.* in check\(body, \*args, mesh=mesh, in_specs="):
         check(jax.shard_map(right, mesh=mesh, **SPECS), X, mesh=mesh)
-    with pytest.raises(ValueError, match="no mesh is given, and none is in force"):
+    with pytest.raises(ValueError, match="no mesh is set: pass one"):
         check(right, X, **SPECS)
 
 

@@ -75,16 +75,16 @@ def test_no_primitive_makes_a_block_of_what_is_none(every):
 TEXTS = {
     "softmax over vocabulary": "sub: a maximum over this device's block is used before it is taken over t",
     "square block transposed": "result 0 is f32[16/t 16/d], and is declared f32[16/d 16/t]",
-    "fused gate and up split": "split: an array is split along dim 1, which is sharded over t: each device sees its "
-    "own block alone",
+    "fused gate and up split": "split: an array is split along dim 1, which is sharded over t: each device sees "
+    "only its own block",
     "mean divided by local rows": "div: a number that depends on the mesh was multiplied into a value: it is 2 times "
     "what it is on one device",
     "sinusoidal positions": "arange: positions count from the start of this device's block, and are used at LINE",
     "dropout with one key": "random_bits: dim 0 of the result has 4 entries here and 8 on one device",
     "activation before the psum": "max: max of a partial sum over t: the sum of the results is not the result of the "
     "sum",
-    "bias added before the psum": "add: a partial sum over t is combined with a value that is none, which each device "
-    "would count once",
+    "bias added before the psum": "add: a partial sum over t is combined with a value that is not one, which each "
+    "device would count once",
     "gather on the wrong dim": "all_gather: it gathers dim 0 over t, but it is not sharded",
     "replicated value returned as sharded": "result 0 is f32[8 16], and is declared f32[8 32/t]",
     "psum over the batch axis too": "psum: a sum over d adds different blocks of a sharded dim, entry by entry",
