@@ -1,20 +1,20 @@
-"""The paths that compute attention by a model's AttentionMask, and the choice of one.
+"""The implementations of attention, each of which follows a model's AttentionMask, and the choice of one.
 
-`training.attention` names a path:
+`training.attention` names an implementation:
 
-    einsum      train.attention: the scores of all pairs of positions, in f32. The only path with dropout.
+    einsum      train.attention: the scores of all pairs of positions, in f32. The only one with dropout.
     blockwise   softmax over one block of keys after another, in jax.numpy: any device, any float dtype
                 (shardwright/modeling/blockwise.py). Its memory grows linearly with L.
-    cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for patterns that change no scores. It knows the conditions causal
-                and Window. Others, such as same_document, become a mask of L×L entries for each sequence.
+    cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for masks that do not change scores. It knows causal and Window.
+                Other conditions, such as same_document, become a mask of L×L entries for each sequence.
     triton      JAX's Pallas kernel for NVIDIA GPUs, for causal and same_document. Its memory grows linearly with L.
     splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of shardwright/modeling/masks.py
                 (shardwright/modeling/splash.py).
     auto        one of these, by `choose`.
 
-All are per-device code under `typed_shard_map`: each device has the keys of whole sequences, and some of the heads.
-Where positions are sharded over c, shardwright/modeling/context.py says which queries and keys a device has. Its ring
-is a path by itself.
+All are per-device code under `typed_shard_map`: each device has the keys of whole sequences, and some of the heads. If
+positions are sharded over c, shardwright/modeling/context.py decides which queries and keys a device has; its ring is
+an implementation of its own.
 """
 
 from typing import Any
@@ -35,36 +35,36 @@ from shardwright.modeling.splash import LANES, by_kernel, splash
 PATHS = ("auto", "einsum", "blockwise", "cudnn", "triton", "splash")
 """Values of `training.attention`."""
 KERNELS = {"cudnn": "gpu", "triton": "gpu", "splash": "tpu"}
-"""Paths that are kernels of one platform, and the platform."""
+"""The platform of each implementation that is a kernel for one platform."""
 MASKED_UP_TO = 4096 if jax.__version_info__ >= (0, 12) else 0
 """Longest sequence, in tokens, for which `auto` chooses cudnn with a mask: the longest that was measured. Before jax
-0.12 it computes a gradient of the mask too, so it is never chosen."""
+0.12 it also computes a gradient of the mask, so it is never chosen."""
 MULTIPLE, BLOCK_OF_TRITON = 128, 64
-"""Positions in triton's blocks of queries forward, of which sequences are a multiple, and in its other blocks."""
+"""Positions in triton's blocks of queries in the forward pass, which must divide sequences, and in other blocks."""
 
 
 def choose(
     path: str, pattern: AttentionMask, q: Any, dropout: bool = False, sinks: bool = False, keys: int | None = None
 ) -> str:
-    """Path of attention for the setting `path`: one of PATHS other than auto.
+    """Chooses the implementation of attention for the setting `path`: one of PATHS other than auto.
 
     Args:
         path: one of PATHS.
-        pattern: who attends to whom.
+        pattern: the attention mask.
         q: queries [B, L, K, Q, D], or their shape and dtype.
-        dropout: whether attention weights have dropout.
-        sinks: whether the softmax has sinks.
-        keys: number of keys, if it is not that of the queries: those of a whole sequence, for queries of a part.
+        dropout: True if attention weights have dropout.
+        sinks: True if the softmax has sinks.
+        keys: number of keys if it differs from that of queries: keys of a whole sequence, for part of the queries.
 
     Raises:
-        ValueError: `path` cannot compute it.
+        ValueError: `path` cannot compute this.
     """
     device, length = target_device(), keys or q.shape[1]
     refusals = _refusals(pattern, q, dropout, sinks, device, length)
     if path != "auto":
         if refusals[path]:
             raise ValueError(
-                f"training.attention is {path}, which cannot do this: {refusals[path]}. Choose auto, which takes what "
+                f"training.attention is {path}, which cannot do this: {refusals[path]}. Choose auto, which picks one "
                 "can, or einsum, which can do everything."
             )
         return path
@@ -79,9 +79,9 @@ def choose(
 def _refusals(
     pattern: AttentionMask, q: jax.Array, dropout: bool, sinks: bool, device: Device, length: int
 ) -> dict[str, str | None]:
-    """Reason why each path cannot compute this; None if it can. cuDNN's are those of jax.nn.dot_product_attention."""
+    """Why each implementation cannot compute this; None if it can. For cuDNN see jax.nn.dot_product_attention."""
     d_head, dtype = q.shape[-1], jnp.dtype(q.dtype)
-    # cuDNN takes larger heads from Hopper on. Abstract devices do not say what they are: JAX takes them for older ones.
+    # From Hopper on, cuDNN takes larger heads. Abstract devices do not say what they are, so JAX assumes older ones.
     capability = float(getattr(device, "compute_capability", 8))
     largest = 256 if capability >= 9 else 128
     is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA") and capability >= 8
@@ -91,8 +91,8 @@ def _refusals(
     no_dropout = (dropout, "it has no dropout")
     of_kernels = [
         no_dropout,
-        # Their masks are by numbers that count queries and keys from 0.
-        (length != q.shape[1], f"{q.shape[1]} queries of {length} positions; it takes those of all"),
+        # Their masks compare indices that count queries and keys from 0.
+        (length != q.shape[1], f"{q.shape[1]} queries of {length} positions; it needs queries of all positions"),
         (dtype != jnp.bfloat16, f"it takes bf16, not {dtype.name}"),
     ]
     reasons = {
@@ -109,7 +109,7 @@ def _refusals(
             not_nvidia,
             *of_kernels,
             (pattern.score_mod or sinks, "it changes no scores, and has no sinks here"),
-            (not is_known or windows, "of conditions, it knows causal and same_document alone"),
+            (not is_known or windows, "it only knows the conditions causal and same_document"),
             (not 16 <= d_head <= 128, f"heads of {d_head} entries; it takes 16 to 128"),
             (length % MULTIPLE, f"{length} tokens; it takes multiples of {MULTIPLE}"),
         ],
@@ -119,9 +119,9 @@ def _refusals(
             (sinks, "it has no sinks here"),
             (
                 pattern.score_mod and not isinstance(pattern.score_mod, SoftCap),
-                "of functions of scores, it knows SoftCap alone",
+                "it only knows SoftCap as score_mod",
             ),
-            (not is_known, "of conditions, it knows causal, same_document and Window alone"),
+            (not is_known, "it only knows the conditions causal, same_document and Window"),
             (length % LANES, f"{length} tokens; it takes multiples of {LANES}"),
         ],
     }
@@ -129,19 +129,19 @@ def _refusals(
 
 
 def run(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, block: int | None) -> jax.Array:
-    """Attention by a path other than einsum, with the arguments of `blockwise`."""
+    """Runs attention by an implementation other than einsum. Arguments as for `blockwise`."""
     if planned().note:
         pairs = _pairs(mask, q) if path == "cudnn" else None
-        bias = None if pairs is None else pairs.astype(q.dtype)  # which JAX makes of it
+        bias = None if pairs is None else pairs.astype(q.dtype)  # what JAX turns it into
         return planned_kernel(mask.pattern, k.shape[1], path, q, k, v, bias)
     return blockwise(q, k, v, mask, block) if path == "blockwise" else KERNEL_OF[path](q, k, v, mask)
 
 
 @typed
 def cudnn(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"], mask: Mask) -> act["B/b L K/t Q D"]:
-    """train.attention by cuDNN's kernel, without dropout. It skips the blocks that causal and Window leave out.
+    """train.attention by cuDNN's kernel, without dropout. It skips blocks that causal and Window exclude.
 
-    JAX's public function takes other conditions only as a mask [B, 1, L, L], one for all heads.
+    JAX's public function takes other conditions only as a mask [B, 1, L, L], the same for all heads.
     """
     pattern = mask.pattern
     windows = [condition.size for condition in pattern.mask_mod if isinstance(condition, Window)]
@@ -160,11 +160,11 @@ def cudnn(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"],
 
 @typed
 def triton(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"], mask: Mask) -> act["B/b L K/t Q D"]:
-    """train.attention by JAX's Pallas kernel for GPUs, without dropout. It sums in the same order in each run."""
+    """train.attention by JAX's Pallas kernel for GPUs, without dropout. It always sums in the same order."""
     pattern = mask.pattern
 
     def attend(q, k, v, document):
-        # The kernel has as many heads of keys as of queries.
+        # The kernel needs as many heads of keys as of queries.
         return by_kernel(kernel, False, q, *(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v)), document)
 
     def kernel(q, k, v, document):
@@ -191,13 +191,13 @@ KERNEL_OF = {"cudnn": cudnn, "triton": triton, "splash": splash}
 
 
 def _masked(pattern: AttentionMask) -> tuple:
-    """Conditions that become a mask for cuDNN, which knows a window only where attention is causal too."""
+    """Conditions that become a mask for cuDNN, which only knows a window if attention is also causal."""
     known = lambda condition: condition is causal or (isinstance(condition, Window) and causal in pattern.mask_mod)
     return tuple(condition for condition in pattern.mask_mod if not known(condition))
 
 
 def _pairs(mask: Mask, q: jax.Array) -> jax.Array | None:
-    """What cuDNN is given of the conditions that become a mask."""
+    """The mask that cuDNN gets for the conditions that become one."""
     b, l = q.shape[:2]
     if not _masked(mask.pattern):
         return None

@@ -1,7 +1,7 @@
-"""The calls of attention in a model's layers, found by tracing them, and checks of them before the first step.
+"""Finds the calls of attention in a model's layers, by tracing them, and checks them before the first step.
 
-einsum is train.attention. Results and gradients of any other path that `training.attention` names, and of `ulysses`,
-are compared with those of einsum where keys are gathered, on random tokens in several documents.
+einsum is train.attention. Any other implementation that `training.attention` names, and `ulysses`, is compared with
+einsum over gathered keys: results and gradients, on random tokens in several documents.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from train import Forward
 
 TOLERANCE = {"bf16": 2**-4, "f32": 2**-12}
-"""Largest difference of two paths, divided by the largest entry: four times what rounding causes on random tokens."""
+"""Largest difference of two implementations, over the largest entry: 4x what rounding causes on random tokens."""
 PAIRS = 2**22
-"""Largest number of pairs of positions, times query heads of a device, that is compared; LANES positions at least."""
+"""Largest number of position pairs times query heads per device to compare; at least LANES positions are compared."""
 LEAST_BLOCKS, DOCUMENTS = 4, 5
-"""Numbers of blocks (or more) and of documents in the sequence that is compared."""
+"""Smallest number of blocks, and the number of documents, in the sequence that is compared."""
 
 
 class Call(NamedTuple):
     """One call of `attend` in a layer, on each device."""
 
     place: int
-    """Place of the layer in its period."""
+    """Index of the layer in its period."""
     pattern: AttentionMask
     q: Any
-    """Shape and dtype of the queries. `learned` and `sinks` have those of the weights and of the sinks, if any."""
+    """Shape and dtype of the queries. `learned` and `sinks` have those of the weights and sinks, if any."""
     learned: tuple
     sinks: Any
     dropout: bool
@@ -57,7 +57,7 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
     Args:
         forward: train.Forward of the model.
         length: positions of a sequence.
-        sequences: those of a microbatch, on all devices, of which each has one at least.
+        sequences: sequences of a microbatch, over all devices; each device has at least one.
     """
     model, calls = forward.model, []
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -81,7 +81,7 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
             tokens, attend = tokens.in_layer(jnp.int32(place), place), functools.partial(note, place)
             x, _ = split_aux(model.layer(x, w_layer, tokens, attend))
 
-    # One period of layers in each stage, so that any number of layers will do.
+    # One period of layers in each stage; the number of layers does not matter.
     w, count = shapes_of(model.table), period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
     of_a_period = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), w.layers)
     with compute_scope(forward.training.compute_dtype):
@@ -90,12 +90,12 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
 
 
 def distinct(calls: list[Call]) -> list[Call]:
-    """The calls without repeats, each with `place` 0: calls that differ only in `place` are the same."""
+    """Removes repeated calls; calls that differ only in `place` count as one, with `place` 0."""
     return list(dict.fromkeys(call._replace(place=0) for call in calls))
 
 
 def describe_attention(step: Any) -> list[str]:
-    """The path of each layer of a period of a Step. Raises ValueError if training.attention cannot compute it."""
+    """Lists the implementation in each layer of a period. Raises ValueError if training.attention cannot compute it."""
     forward, period, lines = step.forward, period_of(step.model), []
     for call in step.calls:
         layer = f"layer {call.place} of {period}: " if period > 1 else ""
@@ -104,7 +104,7 @@ def describe_attention(step: Any) -> list[str]:
 
 
 def check_deterministic(c: "Config", described: list[str]) -> None:
-    """Raises ValueError for hardware.deterministic where `described`, of describe_attention, cannot run with it."""
+    """Raises ValueError if hardware.deterministic is set and `described`, from describe_attention, rules it out."""
     copies = c.training.unroll != 1 or c.training.side_by_side > 1 or len(described) > 1 or c.mesh.p != 1
     if c.hardware.deterministic and copies and any(line.startswith("cudnn") for line in described):
         raise ValueError(
@@ -115,12 +115,12 @@ def check_deterministic(c: "Config", described: list[str]) -> None:
 
 
 def mask_of(forward: "Forward", call: Call) -> AttentionMask:
-    """The pattern of a call as it runs: without training.document_mask, each sequence is one document."""
+    """The mask of a call as it runs: without training.document_mask, each sequence is one document."""
     return call.pattern if forward.training.document_mask else call.pattern.without(same_document)
 
 
 def path_of(forward: "Forward", call: Call) -> str:
-    """Path of a call of attention: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
+    """Implementation of a call: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
     setting, how = forward.training.attention, context.way_of(forward.training)
     context.strategy(forward.training, call.q, call.learned, call.dropout)
     q, keys = context.on_device(how, call.q)
@@ -130,28 +130,28 @@ def path_of(forward: "Forward", call: Call) -> str:
 
 
 def with_path(forward: "Forward", path: str, how: str, block: int | None = None) -> Any:
-    """The same forward pass with other settings of attention: `training.attention`, `context`, `attention_block`."""
-    path = "blockwise" if path == "ring" else path  # whose blocks a ring computes
+    """The same forward pass with other settings `training.attention`, `context` and `attention_block`."""
+    path = "blockwise" if path == "ring" else path  # a ring computes in its blocks
     settings = {"attention": path, "context": how, "attention_block": block}
     return dataclasses.replace(forward, training=dataclasses.replace(forward.training, **settings))
 
 
 def check_paths(step: Any, options: dict[str, Any] | None = None) -> None:
-    """Compares each path that the layers take with train.attention, where keys are gathered: results and gradients.
+    """Compares each implementation that the layers use with train.attention over gathered keys: results and gradients.
 
-    That is what the proof follows. Of `ulysses` it follows einsum too, but for how the heads are divided, which is the
-    same on its one device.
+    The proof follows train.attention. For `ulysses` it follows einsum too, except for how heads are divided, which is
+    the same on its one device.
 
     Each device of the current mesh compares one sequence of DOCUMENTS documents, with its own number of heads. PAIRS
     limits the length of the sequence, which has at least LEAST_BLOCKS blocks. The comparison is in f32, where rounding
-    hides less, unless the path does not take f32.
+    hides less, unless the implementation does not take f32.
 
     Args:
-        step: the training step, a Step. In its evaluation a model may attend by other patterns.
-        options: of the compiler, those of the run.
+        step: the training step, a Step. Its evaluation may use other masks.
+        options: compiler options of the run.
 
     Raises:
-        ValueError: they differ by more than TOLERANCE, or are NaN, as where a position sees no key.
+        ValueError: they differ by more than TOLERANCE, or are NaN, for example because a position attends to no key.
     """
     forward, (_, length) = step.forward, step.size
     for call in distinct([*step.other(name="evaluation").calls, *step.calls]):
@@ -161,7 +161,7 @@ def check_paths(step: Any, options: dict[str, Any] | None = None) -> None:
         heads, devices = math.prod(call.q.shape[2:4]), shardops.axis_size("c")
         compared = max(LANES, int((PAIRS / heads) ** 0.5) // LANES * LANES)
         compared = min(length, -(-compared // (2 * devices)) * 2 * devices)
-        # Named, since `auto` might take another path for a shorter sequence.
+        # By name, since `auto` might choose another implementation for a shorter sequence.
         block = -(-compared // devices // LEAST_BLOCKS)
         own, reference = with_path(forward, path, how, block), with_path(forward, "einsum", "gather")
         dtype = forward.training.compute_dtype if path in KERNELS else "f32"
@@ -173,22 +173,22 @@ def check_paths(step: Any, options: dict[str, Any] | None = None) -> None:
             name = f"{how}, {path}" if how == "ulysses" else path
             raise ValueError(
                 f"{call.pattern.made}: attention by {name} is not what train.attention (einsum) computes for the "
-                f"attention mask `{call.pattern}`: of {compared} positions, the result or a gradient differs by "
+                f"attention mask `{call.pattern}`: over {compared} positions, the result or a gradient differs by "
                 f"{far:.2g} of its largest entry, more than {TOLERANCE[dtype]:.2g}. Let the model's AttentionMask "
-                "depend on the positions of queries and keys, not on the sizes of its arguments, which are blocks, let "
-                "each position attend to itself, or set training.attention=einsum."
+                "depend on positions of queries and keys, not on the sizes of its arguments, which are blocks; let "
+                "each position attend to itself; or set training.attention=einsum."
             )
 
 
 def sees_later(pattern: AttentionMask, call: Call, length: int) -> bool:
-    """Whether by the pattern of a call some position of a text of `length` tokens sees one after it.
+    """True if the mask of a call lets a position in a text of `length` tokens attend to a later one.
 
-    A score of -inf, which it has whatever the products are, hides a position too.
+    A score of -inf, whatever the products are, also excludes a position.
     """
     heads = jnp.arange(math.prod(call.q.shape[2:4]), dtype=jnp.int32).reshape(*call.q.shape[2:4], 1, 1)
     learned = tuple(jnp.ones((1, *x.shape[1:]), x.dtype) for x in call.learned)
 
-    # Positions are arguments: XLA would compute what follows from constants while it compiles.
+    # Positions are arguments: XLA would evaluate what follows from constants while it compiles.
     @jax.jit
     def sees(q: Positions, k: Positions) -> jax.Array:
         q, k = q.as_queries(), k.as_keys()
@@ -205,30 +205,30 @@ def sees_later(pattern: AttentionMask, call: Call, length: int) -> bool:
 
 
 def largest(x: jax.Array) -> jax.Array:
-    """Largest magnitude in x; infinity if one is NaN, which XLA may leave out of a maximum."""
+    """Largest magnitude in x; infinity if x has NaN, which XLA may leave out of a maximum."""
     return jnp.max(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)))
 
 
 def _operands(call: Call, length: int) -> tuple[Any, ...]:
-    """Random q, k, v, learned weights, sinks and gradient for `call`, of one sequence.
+    """Random q, k, v, learned weights, sinks and gradient for `call`, for one sequence.
 
-    Each device of c has positions of its own, and the same learned weights and sinks.
+    Each device of c has its own positions, and the same learned weights and sinks.
     """
     q = jax.ShapeDtypeStruct((1, length, *call.q.shape[2:]), call.q.dtype)
     kv = jax.ShapeDtypeStruct((1, length, call.q.shape[2], call.q.shape[4]), call.q.dtype)
     leaves, structure = jax.tree.flatten((q, kv, kv, call.learned, call.sinks, q))
     is_own = jax.tree.leaves((True, True, True, *jax.tree.map(lambda _: False, (call.learned, call.sinks)), True))
     keys = [jax.random.fold_in(jax.random.key(i), own * shardops.axis_index("c")) for i, own in enumerate(is_own)]
-    # So large that some weights are near 1. A pair that only one path sees is then not lost among all others.
+    # Large enough that some weights are near 1: a pair that only one implementation sees is then not lost among others.
     drawn = [2 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
     dtype = lambda x: act.dtype if x.dtype == call.q.dtype else x.dtype
     return structure.unflatten([value.astype(dtype(x)) for value, x in zip(drawn, leaves, strict=True)])
 
 
 def _difference(attend_of: Callable[..., Any], reference_of: Callable[..., Any], call: Call, length: int) -> jax.Array:
-    """Largest difference of two ways to attend, of the result and of all gradients, each over its largest entry."""
+    """Largest difference of two ways to attend, over the result and all gradients, each over its largest entry."""
     axes = tuple(mesh_axes())
-    # One long document, for pairs that are far apart, and shorter ones, which begin within blocks.
+    # One long document, for pairs that are far apart, and shorter ones that begin inside blocks.
     starts = np.array([0, *(length - (length >> i) - 1 for i in range(3, 2 + DOCUMENTS))])
 
     @typed_shard_map

@@ -1,8 +1,8 @@
 """Attention in blocks of queries and keys, for any AttentionMask, with memory that grows linearly with L.
 
 Online softmax (arXiv 2205.14135), with the loops in the order of arXiv 2307.08691, algorithms 1 and 2. Per-device code
-under `typed_shard_map`: each device has some of the queries, all keys that they may see, and some of the heads. In a
-ring over c (shardwright/modeling/context.py) the keys come in turns, from one device after the other.
+under `typed_shard_map`: each device has some of the queries, all keys that they may attend to, and some of the heads.
+In a ring over c (shardwright/modeling/context.py) keys arrive in turns, from one device after the other.
 """
 
 import functools
@@ -27,7 +27,7 @@ from shardwright.modeling.model import act
 BLOCKS = {"cpu": 128}
 """Largest number of positions in a block, by platform. docs/performance.md has the measurements."""
 BLOCK = 512
-"""The same for other platforms. It is not measured: blocks of this size fill a large device."""
+"""The same for other platforms. Not measured: blocks of this size fill a large device."""
 
 
 class _Task(NamedTuple):
@@ -41,9 +41,9 @@ class _Task(NamedTuple):
     """Number of keys that a device has, without padding."""
     pattern: AttentionMask
     ring: bool
-    """Whether the keys of all devices of c come in turns."""
+    """True if the keys of all devices of c come in turns."""
     in_stage: bool
-    """Whether this is a task of a pipeline."""
+    """True in a task of a pipeline."""
 
 
 class _Keys(NamedTuple):
@@ -64,8 +64,8 @@ def blockwise(
 ) -> act["B/b L K/t Q D"]:
     """train.attention in blocks of at most `block` positions (None: by platform), without dropout.
 
-    Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first block of keys that any
-    of them sees, in any sequence, to the last one.
+    Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first to the last block of
+    keys that any of them attends to, in any sequence.
     """
     return shardops.per_device(
         "B/b L K/t Q D",
@@ -92,9 +92,9 @@ def in_one_state(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
 def in_blocks(
     pattern: AttentionMask, ring: bool, block: int | None, q, k, v, q_positions, k_positions, sinks, learned, heads
 ) -> jax.Array:
-    """Attention of this device's queries to its keys, and in a ring to those of the other devices of c."""
+    """Attends from this device's queries to its keys, and in a ring also to those of the other devices of c."""
     largest = block or BLOCKS.get(target_device().platform, BLOCK)
-    chunks = 1 + ring  # of which each has blocks of its own: in zigzag order they are not neighbors
+    chunks = 1 + ring  # each with its own blocks: in zigzag order the chunks are not neighbors
     blocks, of_keys = (chunks * -(-x.shape[1] // (largest * chunks)) for x in (q, k))
     of = lambda positions, blocks: jax.tree.map(lambda x: _padded(x, blocks), positions)
     keys = _padded(k, of_keys), _padded(v, of_keys), of(k_positions, of_keys)
@@ -104,9 +104,9 @@ def in_blocks(
 
 
 def _padded(x: jax.Array, blocks: int) -> jax.Array:
-    """`x` with its last position again, up to a multiple of `blocks`.
+    """Pads `x` with its last position to a multiple of `blocks`.
 
-    A padded query sees what the last one sees, so that no softmax is empty. Padded keys are not seen: `_sees`.
+    A padded query sees what the last one sees, so no softmax is empty. Padded keys are not seen: see `_sees`.
     """
     last = jnp.broadcast_to(x[:, -1:], (len(x), -x.shape[1] % blocks, *x.shape[2:]))
     return jnp.concatenate([x, last], axis=1) if last.shape[1] else x
@@ -119,7 +119,7 @@ def _attend(task, *args) -> jax.Array:
 
 def _attend_forward(task, *args):
     out, log_normalizer = _forward(task, *args)
-    # The backward pass needs both. A checkpointed layer would compute them again if they were not marked.
+    # Mark both: the backward pass needs them, and a checkpointed layer would otherwise recompute them.
     out, log_normalizer = save_for_backward(out), save_for_backward(log_normalizer)
     return out, (*args, out, log_normalizer)
 
@@ -137,23 +137,23 @@ def _cut_keys(task: _Task, k: jax.Array, v: jax.Array, positions: Positions) -> 
 
 
 def _sees(task: _Task, q: Positions, k: Positions, j: Any) -> jax.Array:
-    """Which queries attend to which keys, without padding; `j` are the numbers of the blocks of keys."""
+    """True where a query attends to a key, without padding; `j` are the indices of the blocks of keys."""
     size = k.index.shape[-1]
     is_key = (j * size + jnp.arange(size)) < task.keys
     return task.pattern.sees(q.as_queries(), k.as_keys()) & is_key
 
 
 def _seen_blocks(task: _Task, q: Positions, positions: Positions) -> tuple[jax.Array, jax.Array]:
-    """First block of keys that any query of a block sees, in any sequence, and one past the last; (0, 0) if none."""
+    """First block of keys that any query of a block attends to, in any sequence, and the last + 1; (0, 0) if none."""
     seen = jax.vmap(lambda k, j: jnp.any(_sees(task, q, k, j)))(positions, jnp.arange(task.of_keys))
     end = task.of_keys - jnp.argmax(seen[::-1]).astype(jnp.int32)
     return jnp.argmax(seen).astype(jnp.int32), jnp.where(jnp.any(seen), end, 0)
 
 
 def _scores(task: _Task, q, keys: _Keys, j, q_positions, heads, learned):
-    """Scores [B, K, Q, l, s] of a block of queries and block j of keys, -inf where a query does not see a key.
+    """Scores [B, K, Q, l, s] of a block of queries and block j of keys, -inf where a query does not attend to a key.
 
-    Also the function from their gradients to those of the products and of `learned`.
+    Also returns the function from their gradients to those of the products and of `learned`.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     k_positions = jax.tree.map(lambda x: x[j], keys.positions)
@@ -167,9 +167,9 @@ def _scores(task: _Task, q, keys: _Keys, j, q_positions, heads, learned):
 def _in_turns(
     task: _Task, keys: object, carry: object, step: Callable[..., Any], gradients: tuple = ()
 ) -> tuple[Any, Any]:
-    """`carry` and `gradients` after step(keys, carry, gradients, is_last) with the keys of each device of the ring.
+    """Runs step(keys, carry, gradients, is_last) with the keys of each device of the ring; returns carry and gradients.
 
-    The gradients of keys go around with them, and come back to the device of the keys.
+    The gradients of keys travel with them, and come back to the device that owns the keys.
     """
     if not task.ring:
         return step(keys, carry, gradients, is_last=True)
@@ -188,7 +188,7 @@ def _in_turns(
 
 
 def _forward(task: _Task, q, k, v, k_positions, sinks, learned, q_positions, heads) -> tuple[jax.Array, jax.Array]:
-    """Result [B, L, K, Q, D] and log of the softmax's normalizer [blocks, B, K, Q, L / blocks]."""
+    """Result [B, L, K, Q, D], and log of the softmax's normalizer [blocks, B, K, Q, L / blocks]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     queries, positions = _cut(q, blocks=task.blocks), _cut_positions(q_positions, task.blocks)
 

@@ -1,15 +1,15 @@
-"""Attention where each device of c has some of the positions: how queries meet the keys of other devices.
+"""Context parallelism: attention if each device of c has some of the positions.
 
 `training.context` names a strategy:
 
     gather      each device gathers all keys and values for its own queries
-    ulysses     an all_to_all gives each device all positions of some heads (arXiv 2309.14509)
-    ring        keys and values pass around the devices of c; each has positions in zigzag order, so that under a causal
-                mask all have the same work (arXiv 2310.01889, 2311.09431)
+        ulysses     an all_to_all gives each device all positions of some heads (arXiv 2309.14509)
+        ring        keys and values pass around the devices of c; positions are in zigzag order, so that under a causal
+                    mask all devices have the same work (arXiv 2310.01889, 2311.09431)
 
-All are per-device code. A strategy gets the attention of one device, `local_attention`, and calls it on each device of
-c with the queries and keys that the device then has. The ring computes by itself, as blockwise does.
-docs/long-context.md compares them.
+All are per-device code. A strategy takes `local_attention`, the attention of one device, and calls it on each device of
+c with the queries and keys that the device then has. The ring computes by itself, like blockwise. docs/long-context.md
+compares them.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 def attend_by(einsum: Callable[..., Any], training: "TrainingConfig", tokens: Tokens) -> Callable:
-    """attend(cache, q, k, v, pattern, *learned, sinks, drop) within `tokens`, by the settings `training`.
+    """Builds attend(cache, q, k, v, pattern, *learned, sinks, drop) for `tokens`, from the settings `training`.
 
-    It leaves caches as they are. `einsum` is train.attention, the path of that name.
+    It leaves caches unchanged. `einsum` is train.attention.
     """
 
     def local_attention(q, k, v, mask):
@@ -55,18 +55,18 @@ def attend_by(einsum: Callable[..., Any], training: "TrainingConfig", tokens: To
 
 
 def whole(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
-    """Attention where each device has whole sequences."""
+    """Attention if each device has whole sequences."""
     return local_attention(q, k, v, mask)
 
 
 def own(weights: object) -> Any:
-    """Sinks or learned weights as each device of c uses them by itself: a partial sum over c is their gradient."""
+    """Sinks or learned weights, used on each device of c independently: their gradient is a partial sum over c."""
     arrays = jax.tree.map(lambda x: unwrap(x) if is_opaque(x) else x, weights, is_leaf=is_opaque)
     return varying(arrays, {"c"} & {*mesh_axes()})
 
 
 def gather(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
-    """Each device gathers the keys and values of all positions for its own queries."""
+    """Gathers the keys and values of all positions for each device's own queries."""
     k, v, keys = gathered(k, v, mask.keys)
     with apart("c", "L"):
         mask = dataclasses.replace(mask, keys=keys, learned=own(mask.learned), sinks=own(mask.sinks))
@@ -75,7 +75,7 @@ def gather(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: j
 
 @typed
 def gathered(k: act["B/b S/c K/t D"], v: act["B/b S/c K/t D"], positions: Positions) -> tuple:
-    """Keys, values and positions of all positions."""
+    """Gathers keys, values and positions of all positions."""
     of_all = functools.partial(shardops.all_gather, "B/b S/c -> B/b S", replicated=True)
     k, v = (shardops.all_gather("B/b S/c K/t D -> B/b S K/t D", x) for x in (k, v))
     index = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
@@ -91,13 +91,13 @@ def ulysses(
     mask: Any,  # whose sinks have dims of their own names
     by_einsum: bool = False,
 ) -> act["B/b L/c N/t P D"]:
-    """Each device has all positions of the heads of one H/c: of G kv heads, or of R parts of the queries of each."""
+    """Gives each device of c all positions for its share of the heads: kv heads, or parts of each head's queries."""
     g, r = shares(q.shape[2] * shardops.axis_size("t"))
     q = shardops.rearrange("B/b L/c (K/t G) (R Q) D -> B/b L/c K/t (G R) Q D", q, G=g, R=r)
     q = shardops.all_to_all("B/b L/c K/t H Q D -> B/b L K/t H/c Q D", q)
 
     def of_heads(x):
-        # Where there are fewer kv heads than devices, some have copies of one; the copies' gradients are summed.
+        # If there are fewer kv heads than devices, several devices hold copies of one, whose gradients are summed.
         x = jnp.repeat(shardops.rearrange("B/b L/c (K/t G) D -> B/b L/c K/t G D", x, G=g), r, axis=3)
         return shardops.all_to_all("B/b L/c K/t H D -> B/b L K/t H/c D", x)
 
@@ -131,7 +131,7 @@ def ulysses(
 
 
 def shares(kv_heads: int) -> tuple[int, int]:
-    """Parts G of the kv heads of a device of t and R of the queries of each, G · R = c, of a model with so many."""
+    """How c divides heads: each device of t splits its kv heads into G parts, each head's queries into R; G·R = c."""
     devices = planned_devices("c")
     parts = math.gcd(kv_heads // planned_devices("t"), devices)
     return parts, devices // parts
@@ -146,7 +146,7 @@ def ring(
     mask: Any,
     block: int | None = None,
 ) -> act["B/b L/c K/t Q D"]:
-    """Keys and values pass around the devices of c."""
+    """Passes keys and values around the devices of c."""
     q = shardops.zigzag("B/b L/c K/t Q D -> B/b Z/c K/t Q D", q)
     k, v = (shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", x) for x in (k, v))
     in_order = lambda x: shardops.zigzag("B/b L/c -> B/b Z/c", jnp.broadcast_to(x, q.shape[:2]))
@@ -166,7 +166,7 @@ def ring(
 
 
 def _planned_ring(pattern: AttentionMask, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """What stands for the ring in a program that is only planned: a kernel for each turn."""
+    """Stands for the ring in a program that is only planned: one kernel per turn."""
     out: Any = 0
     keys = k.shape[1] * shardops.axis_size("c")
     for _ in range(shardops.axis_size("c")):
@@ -176,16 +176,16 @@ def _planned_ring(pattern: AttentionMask, q: jax.Array, k: jax.Array, v: jax.Arr
 
 
 STRATEGIES: dict[str, Callable] = {"whole": whole, "gather": gather, "ring": ring, "ulysses": ulysses}
-"""Ways by name: `whole` on a mesh without c, the others of training.context."""
+"""Strategies by name: `whole` on a mesh without c, the others of training.context."""
 
 
 def way_of(training: "TrainingConfig") -> str:
-    """Name of the strategy of a run on the mesh in force."""
+    """Name of the strategy of a run on the current mesh."""
     return training.context if planned_devices("c") > 1 or "c" in mesh_axes() else "whole"
 
 
 def strategy(training: "TrainingConfig", q: object, learned: tuple, dropout: bool) -> Callable:
-    """The strategy of a run on the mesh in force. Raises ValueError if it cannot compute this."""
+    """The strategy of a run on the current mesh. Raises ValueError if it cannot compute this."""
     if (how := way_of(training)) != "whole":
         _check(how, training.attention, q, learned, dropout)
     if how == "ulysses":
@@ -212,15 +212,15 @@ def _check(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> None:
     reasons = {
         "gather": [],
         "ulysses": [
-            (learned, "a AttentionMask's score has learned weights, whose heads it does not know"),
+            (learned, "the score_mod of an AttentionMask has learned weights, whose heads it does not know"),
             (q.shape[3] % parts, f"{q.shape[3]} query heads of a kv head do not divide among {parts} devices"),
         ],
         "ring": [
             (path not in ("auto", "blockwise"), f"it computes in blocks, and training.attention is {path}"),
-            (q.shape[1] % 2, f"a device of c has {q.shape[1]} positions, which are not two chunks"),
+            (q.shape[1] % 2, f"a device of c has {q.shape[1]} positions, not two equal chunks"),
         ],
     }
     of_all = [(dropout, "attention weights have dropout, whose random numbers would depend on the mesh")]
     if why := next((why for refuses, why in [*of_all, *reasons[how]] if refuses), None):
         remedy = "set mesh.c=1, or the model's dropout to 0" if dropout else "choose gather, or set mesh.c=1"
-        raise ValueError(f"training.context is {how}, which cannot do this: {why}. To go on, {remedy}.")
+        raise ValueError(f"training.context is {how}, which cannot do this: {why}. To continue, {remedy}.")

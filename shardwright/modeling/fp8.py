@@ -1,12 +1,12 @@
-"""Products with weights in FP8, for accelerators that multiply it faster: NVIDIA's from Hopper on.
+"""Matmuls with weights in FP8, for accelerators that multiply it faster: NVIDIA's from Hopper on.
 
-With `training.fp8`, the operands of a layer's products with its weights are rounded to eight bits: activations and
-weights to e4m3, gradients to e5m2, which has the wider range (arXiv 2209.05433). Before that, each operand is divided
-by its own scale, which maps its largest magnitude in this step to the largest number of the format. Sums are as wide
-as without FP8. Each device scales its own blocks. So nothing is communicated, and the rounding depends on the mesh.
+With `training.fp8`, the operands of a layer's weight matmuls are rounded to eight bits: activations and weights to
+e4m3, gradients to e5m2, which has the wider range (arXiv 2209.05433). Before rounding, each operand is divided by its
+own scale, which maps its largest magnitude in this step to the largest number of the format. Sums are as wide as
+without FP8. Each device scales its own blocks, so nothing is communicated, but the rounding depends on the mesh.
 
-The program multiplies the rounded values in the compute dtype. On a Hopper GPU, XLA fuses casts, scales and product
-into cuBLASLt's product in FP8. Elsewhere the result is the same, and slower than without FP8.
+The program multiplies the rounded values in the compute dtype. On a Hopper GPU, XLA fuses casts, scales and matmul into
+cuBLASLt's FP8 matmul. Elsewhere the result is the same, but slower than without FP8.
 """
 
 import functools
@@ -18,11 +18,11 @@ from shardlib import marks
 
 FORWARD, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 PEAK = "each device scales its own blocks; only the rounding depends on the mesh"
-"""Why the largest magnitude of an operand is that of a device. It is also that of all its positions."""
+"""Why the largest magnitude of an operand may be that of one device, over all of its positions."""
 
 
 def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Divides x by a scale and rounds it to `dtype`. Returns the result and the scale, a scalar of x's dtype.
+    """Divides x by a scale and rounds it to `dtype`. Returns the result, and the scale, a scalar of x's dtype.
 
     If x has an infinity or NaN, the result is NaN.
     """
@@ -34,7 +34,7 @@ def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
 
 def scale_of(peak: jax.Array, dtype) -> jax.Array:
     """Scale, in f32, that maps `peak` to the largest number of `dtype`."""
-    # Rounded to bf16, as in _dequantize, it may be less, but so little that the peak still rounds to the largest.
+    # Rounding to bf16 in _dequantize may make it smaller, but so little that the peak still rounds to the largest.
     scale = peak.astype(jnp.float32) / jnp.finfo(dtype).max.astype(jnp.float32)
     return jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)  # for an x of zeros
 
@@ -46,7 +46,7 @@ def _dequantize(x: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """jnp.einsum(formula, x, y) of the rounded operands. Gradients are products of these and the rounded gradient.
+    """jnp.einsum(formula, x, y) of the rounded operands. Gradients multiply these by the rounded gradient.
 
     Each dim of an operand must be in the other operand or in the result.
     """

@@ -1,4 +1,4 @@
-"""A loss summed in chunks of positions, so that only the logits of one chunk are in memory at a time."""
+"""Sums the loss in chunks of positions, so that only the logits of one chunk are in memory at a time."""
 
 import dataclasses
 import functools
@@ -76,9 +76,9 @@ def sum_in_chunks(
 
 
 def _each_on_its_device(summed: Callable[..., Any], w: Any, cut: Callable[..., Any], reason: str, *whole: Any) -> Any:
-    """The sum of the chunks, where each device of CHUNK_AXIS has one. This is the form to be proved.
+    """Sums the chunks with one chunk on each device of CHUNK_AXIS. This form is proved.
 
-    So L is sharded, and a loss that does not count each position by itself is an operation along a sharded dim.
+    L is then sharded, so a loss that does not count each position separately operates along a sharded dim.
     """
     own = lambda *arrays: jax.tree.map(lambda x: x[lax.axis_index(CHUNK_AXIS)], cut(*arrays))
     x = whole[0]
@@ -97,7 +97,7 @@ def _each_on_its_device(summed: Callable[..., Any], w: Any, cut: Callable[..., A
 
 
 def of_positions(x: jax.Array) -> str:
-    """The type of a residual stream that is one array."""
+    """The type of a residual stream that is a single array."""
     return " ".join(["B/b L/c/t", *(f"M{i}" for i in range(x.ndim - 2))])
 
 
@@ -108,7 +108,7 @@ def _sum(summed: Callable[..., Any], w_head: dict, w: Any, *chunks: jax.Array) -
 
 
 def _zero(of_chunk: Callable[..., Any], chunks: object) -> Any:
-    """A sum of 0, like of_chunk(chunk). It is carried, because a scan cannot stack partial sums."""
+    """A zero sum like of_chunk(chunk). It is carried, because a scan cannot stack partial sums."""
     first = jax.tree.map(lambda x: x[0], chunks)
     return jax.tree.map(zeros_like_traced, jax.make_jaxpr(of_chunk, return_shape=True)(first)[1])
 
@@ -130,7 +130,7 @@ def _sum_and_gradients(summed: Callable[..., Any], w_head: dict, w: Any, *chunks
 
 def _scaled(summed: Callable[..., Any], saved: Any, g: object) -> tuple[Any, ...]:
     g_head, g_x, dtypes = saved
-    (scale,) = jax.tree.leaves(g)  # of a partial sum: the same on all its devices, as if it was gathered
+    (scale,) = jax.tree.leaves(g)  # for a partial sum: the same on all its devices, as if gathered
     scale = varying(scale, jax.typeof(scale).manual_axis_type.reduced)
     g_head = jax.tree.map(lambda x, like: (x * scale).astype(like.dtype), g_head, dtypes)
     return g_head, None, jax.tree.map(lambda x: (x * scale).astype(x.dtype), g_x), None, None, None

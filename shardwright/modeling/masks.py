@@ -1,10 +1,10 @@
-"""Attention masks and changes of scores: a model's `AttentionMask`, which every implementation of attention follows.
+"""Attention masks and score changes: a model's `AttentionMask`, which every implementation of attention follows.
 
     sliding = AttentionMask(mask_mod=(causal, same_document, Window(1024)))
     capped = AttentionMask(score_mod=SoftCap(50))
     alibi = AttentionMask(score_mod=lambda scores, q, k, heads: scores - 2.0 ** -(heads + 1) * (q.index - k.index))
 
-A layer passes its mask to `attend(q, k, v, mask)`. The functions of a mask get the Positions of queries and of keys,
+A layer passes its mask to `attend(q, k, v, mask)`. The functions of a mask take the Positions of queries and of keys,
 arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, query heads of each, queries, keys.
 """
 
@@ -22,7 +22,7 @@ from shardlib.places import place_of_caller
 from shardlib.shardtypes import f32, pytree_dataclass
 
 _COUNTED = 2**22
-"""Pairs of which it is counted how many an unknown condition leaves."""
+"""Number of pairs of positions to sample when counting what an unknown condition allows."""
 
 
 class Positions(NamedTuple):
@@ -33,11 +33,11 @@ class Positions(NamedTuple):
     position: jax.Array
     """Position in its document, counted from 0."""
     document: jax.Array | Any
-    """Number of its document in the sequence; None in decoding."""
+    """Index of its document in the sequence; None in decoding."""
 
     @classmethod
     def in_one_document(cls, index: Any) -> "Positions":
-        """Positions of `index` in a sequence of one document."""
+        """Positions `index` in a sequence of one document."""
         return cls(index, index, jnp.zeros_like(index))
 
     def as_queries(self) -> "Positions":
@@ -50,12 +50,12 @@ class Positions(NamedTuple):
 
 
 def causal(q: Positions, k: Positions) -> jax.Array:
-    """A query sees its own position and those before it."""
+    """True where the key is at the query's position or before it."""
     return q.index >= k.index
 
 
 def same_document(q: Positions, k: Positions) -> jax.Array:
-    """A query sees its own document."""
+    """True where query and key are in the same document."""
     return q.document == k.document
 
 
@@ -64,29 +64,29 @@ _made = functools.partial(dataclasses.field, default_factory=place_of_caller, in
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A query sees the last `size` positions, including its own (arXiv 2004.05150); `size` is at least 1."""
+    """Condition: the key is among the last `size` (at least 1) positions, including the query's (arXiv 2004.05150)."""
 
     size: int
     made: str = _made()
 
     def __post_init__(self):
         if self.size < 1:
-            raise ValueError(f"Window({self.size}) is of no positions; its size must be at least 1.")
+            raise ValueError(f"Window({self.size}) has no positions; its size must be at least 1.")
 
     def __call__(self, q: Positions, k: Positions) -> jax.Array:
-        """Whether each query sees each key."""
+        """True where a query attends to a key."""
         return q.index - k.index < self.size
 
 
 @dataclasses.dataclass(frozen=True)
 class SoftCap:
-    """Scores stay within ±`cap`, as cap·tanh(score / cap) (Gemma 2, arXiv 2408.00118); `cap` is above 0."""
+    """Keeps scores within ±`cap`, by cap·tanh(score / cap) (Gemma 2, arXiv 2408.00118); `cap` is above 0."""
 
     cap: float
     made: str = _made()
 
     def __call__(self, scores: jax.Array, q: Positions, k: Positions, heads: jax.Array) -> jax.Array:
-        """The capped scores."""
+        """Caps the scores."""
         return self.cap * jnp.tanh(scores / self.cap)
 
 
@@ -95,16 +95,16 @@ class AttentionMask:
     """Which keys each query attends to, and how the score of a pair changes."""
 
     mask_mod: tuple[Callable[[Positions, Positions], jax.Array], ...] = (causal, same_document)
-    """Conditions (q, k) -> bool: a query attends to the keys that meet all of them. One function stands for (it,)."""
+    """Conditions (q, k) -> bool: a query attends to the keys that meet all of them. A single function f means (f,)."""
     score_mod: Callable[..., jax.Array] | None = None
-    """Function (scores, q, k, heads, *learned) -> scores, applied entry by entry to the scaled products. `heads` are
-    the numbers of the query heads in the model, i32[K, Q, 1, 1]. `learned` are weights from the call of `attend`, each
-    [B, …]. None: the scores stay as they are."""
+    """Function (scores, q, k, heads, *learned) -> scores, applied elementwise to the scaled products. `heads` are the
+    indices of the query heads in the model, i32[K, Q, 1, 1]. `learned` are weights that the layer passes to `attend`,
+    each [B, …]. None: scores stay as they are."""
     scale: float | None = None
     """Factor on the products of queries and keys. None: 1/√(entries of a head)."""
     causal: bool = True
-    """Whether the model is to be proved causal: its logits depend on no later token and no other document. False says
-    that it is not, on purpose."""
+    """True: prove that the model is causal, i.e. that its logits depend on no later token and no other document. False:
+    it is not causal, on purpose."""
     made: str = _made()
     """`file.py:line` where the mask was made."""
 
@@ -115,7 +115,7 @@ class AttentionMask:
             raise ValueError(f"mask_mod={self.mask_mod!r} is not a tuple of functions: write (causal, same_document).")
 
     def sees(self, q: Positions, k: Positions) -> jax.Array:
-        """Whether each query sees each key; broadcasts to [B, 1, 1, L, S]."""
+        """True where a query attends to a key; broadcasts to [B, 1, 1, L, S]."""
         seen = jnp.ones((1,) * 5, bool)
         for condition in self.mask_mod:
             seen = seen & condition(q, k)
@@ -124,7 +124,7 @@ class AttentionMask:
     def scores(
         self, products: jax.Array, d_head: int, q: Positions, k: Positions, heads: jax.Array, learned: tuple = ()
     ) -> jax.Array:
-        """Input of the softmax, [B, K, Q, L, S]: changed scores, and -inf where a query does not see a key.
+        """Input of the softmax, [B, K, Q, L, S]: changed scores, and -inf where a query does not attend to a key.
 
         `products` of queries and keys are in the dtype of the softmax; `q` and `k` are from as_queries and as_keys.
         """
@@ -133,7 +133,7 @@ class AttentionMask:
     def changed(
         self, products: jax.Array, d_head: int, q: Positions, k: Positions, heads: jax.Array, learned: tuple = ()
     ) -> jax.Array:
-        """Scores of all pairs, seen or not."""
+        """Changed scores of all pairs, whether attended to or not."""
         scores = products * self.scale_of(d_head)
         return scores if self.score_mod is None else self.score_mod(scores, q, k, heads, *learned)
 
@@ -142,15 +142,15 @@ class AttentionMask:
         return d_head**-0.5 if self.scale is None else self.scale
 
     def attended(self, length: int) -> float:
-        """Keys that a position sees on average, of `length` positions in one document: of causal (length + 1) / 2.
+        """Average number of keys that a position attends to, among `length` positions of one document.
 
-        Exact for the conditions of this module. Of others a sample of the queries is counted, all of a short sequence.
+        (length + 1) / 2 for causal. Exact for the conditions of this module; for others a sample of queries is counted.
         """
         windows = [condition.size for condition in self.mask_mod if isinstance(condition, Window)]
         known = all(x in (causal, same_document) or isinstance(x, Window) for x in self.mask_mod)
         index = np.arange(length, dtype=np.int32)
         n = np.arange(length if known else min(length, max(1, _COUNTED // length)))
-        # One in each of n equal parts, at golden-ratio offsets: an even stride always hits the same spot of a block.
+        # One from each of n equal parts, at golden-ratio offsets: an even stride would always hit one spot of a block.
         q = index[((n + (n + 0.5) * 0.6180339887498949 % 1) * length / len(n)).astype(np.int64)]
         if known:
             seen = (q + 1 if causal in self.mask_mod else length) - np.maximum(0, q + 1 - min(windows, default=length))
@@ -161,11 +161,11 @@ class AttentionMask:
         return float(np.mean(seen, dtype=np.float64))
 
     def parts(self) -> tuple:
-        """The scale and the functions that the mask is made of."""
+        """The scale and the functions that make up the mask."""
         return self.scale, self.score_mod, *self.mask_mod
 
     def without(self, condition: Callable[..., Any]) -> "AttentionMask":
-        """The mask without this condition."""
+        """Returns the mask without this condition."""
         found = dataclasses.replace(self, mask_mod=tuple(x for x in self.mask_mod if x is not condition))
         object.__setattr__(found, "made", self.made)
         return found
@@ -179,7 +179,7 @@ class AttentionMask:
 
 
 def numbers_in(part: object) -> tuple | None:
-    """The class and the numbers that a part of a mask is made of; None for a function."""
+    """The class and the numbers that make up a part of a mask; None for a function."""
     if isinstance(part, int | float):
         return type(part).__name__, part
     fields = [field for field in dataclasses.fields(part) if field.compare] if dataclasses.is_dataclass(part) else []
@@ -188,12 +188,12 @@ def numbers_in(part: object) -> tuple | None:
 
 
 CAUSAL = AttentionMask()
-"""Each position sees itself and those before it in its document."""
+"""Each position attends to itself and those before it in its document."""
 
 
 @pytree_dataclass
 class Mask:
-    """An AttentionMask for given queries and keys, with what else a call of `attend` passes."""
+    """An AttentionMask for given queries and keys, with everything else that a call of `attend` passes."""
 
     pattern: AttentionMask = dataclasses.field(metadata={"static": True})
     queries: Positions
@@ -205,16 +205,16 @@ class Mask:
     drop: Callable | None = dataclasses.field(default=None, metadata={"static": True})
     """Dropout of attention weights."""
     heads: jax.Array | None = None
-    """Numbers in the model of this device's query heads, i32[K, Q]. None: those of its part of t."""
+    """Indices in the model of this device's query heads, i32[K, Q]. None: those of its block of t."""
 
     def global_head_ids(self, kv: int, queries: int) -> jax.Array:
-        """The numbers of the query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
+        """Indices in the model of the query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
         if self.heads is not None:
             return self.heads.reshape(kv, queries, 1, 1)
         return global_head_ids(kv, queries)
 
     def weights(self, products: jax.Array, d_head: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Attention weights, in `dtype`, of products[B, K, Q, L, S] of queries and keys in that of the softmax."""
+        """Attention weights, in `dtype`, from products[B, K, Q, L, S] of queries and keys in the softmax's dtype."""
         heads = self.global_head_ids(*products.shape[1:3])
         positions = self.queries.as_queries(), self.keys.as_keys()
         scores = self.pattern.scores(products, d_head, *positions, heads, self.learned)
@@ -223,13 +223,13 @@ class Mask:
 
 
 def global_head_ids(kv: int, queries: int) -> jax.Array:
-    """Numbers in the model of this device's query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
+    """Indices in the model of this device's query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
     first = shardops.axis_index("t") * kv * queries
     return first + jnp.arange(kv * queries, dtype=jnp.int32).reshape(kv, queries, 1, 1)
 
 
 def softmax(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-    """Attention weights of scores[B, K, Q, L, S]. `sinks`[B, K, Q], if any, are scores of keys without values."""
+    """Attention weights from scores[B, K, Q, L, S]. `sinks`[B, K, Q], if any, are scores of keys without values."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     sink = jnp.broadcast_to(sinks.astype(scores.dtype)[..., None, None], (*scores.shape[:-1], 1))

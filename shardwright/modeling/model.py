@@ -1,7 +1,7 @@
 """Interface of a model: its settings, its weights, and the math of one layer. docs/models.md builds a model.
 
-A module of a model has two parts: `ModelConfig`, the dataclass of its settings, and `Model`, the class of the model.
-The loop over layers, checkpointing, stages and caches belong to the trainer.
+A model's module has two parts: `ModelConfig`, the dataclass of its settings, and `Model`, the class of the model. The
+trainer handles the loop over layers, checkpointing, stages and caches.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from shardwright.modeling.masks import AttentionMask, Positions
 from shardwright.modeling.weights import act  # noqa: F401 (others import it from here)
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
-"""Values of `training.compute_dtype`, and the dtype of each."""
+"""The dtype for each value of `training.compute_dtype`."""
 
 
 def compute_scope(name: str) -> Scope:
@@ -44,27 +44,27 @@ class Tokens:
     positions: i32["B/b L/c"]
     """Positions in the document, counted from 0."""
     document: i32["B/b L/c"] | None = None
-    """Number of the document in its sequence, not decreasing along L. None in decoding, where each position belongs to
-    a different text."""
+    """Index of the document in its sequence, not decreasing along L. None in decoding, where each position belongs to a
+    different text."""
     keys: Any = None
-    """Random keys for dropout, one for each sequence, which differ at each step and in each layer. None where nothing
-    is random, as in evaluation and sampling."""
+    """Random keys for dropout, one per sequence, which differ at each step and in each layer. None if nothing is
+    random, as in evaluation and sampling."""
     shared: Any = None
     """Result of the model's `prepare`, computed once for all layers."""
     layer: Any = None
-    """Number of the layer in the model, from 0: a traced scalar. None outside of the layers."""
+    """Index of the layer in the model, from 0: a traced scalar. None outside the layers."""
     index_in_period: int = dataclasses.field(default=0, metadata={"static": True})
     """Index of the layer in its period, in [0, Model.period)."""
     inputs: u32["B/b L/c inputs"] | None = None
     """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is the `bos_id` before
-    a document. None for a model that reads none."""
+    a document. None if the model reads none."""
     training: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether this is a training step, in which experts may drop tokens."""
+    """True in a training step, where experts may drop tokens."""
     counts: bool_["B/b L/c"] | None = None
-    """Whether the target after each token counts in the loss: padding does not. None: all do."""
+    """True where the target after a token counts in the loss; padding does not. None: all count."""
     targets: f32[""] | None = None
-    """Number of targets that count in a microbatch, the mean over those of the step, by which a loss or metric of a
-    layer divides its sum. None: all of this microbatch."""
+    """Number of targets that count in a microbatch, averaged over the step. A loss or metric of a layer divides its sum
+    by it. None: all targets of this microbatch."""
 
     @property
     def place(self) -> int:
@@ -74,7 +74,7 @@ class Tokens:
 
     @property
     def mask_positions(self) -> Positions:
-        """The positions that an AttentionMask gets."""
+        """The positions that an AttentionMask takes."""
         length = self.positions.shape[1]
         first = shardops.axis_index("c") * length if "c" in mesh_axes() else 0
         index = first + jnp.arange(length, dtype=jnp.int32)
@@ -91,16 +91,16 @@ class Tokens:
         document_mask: bool = True,
         inputs: u32["B/b L inputs"] | None = None,
     ) -> Self:
-        """The token before each target, `bos_id` before the first of a document. Per-device code.
+        """Tokens that precede each target, with `bos_id` before the first one of a document. Per-device code.
 
-        Each device of c keeps its own positions of what it computes for whole sequences.
+        Whole sequences are computed, of which each device of c keeps its own positions.
 
         Args:
             targets: tokens to predict.
-            starts: whether a document begins with this target.
+            starts: True where a document begins with this target.
             bos_id: the token before each document.
             seeds: a random number for each sequence; None: nothing is random.
-            document_mask: whether documents begin where `starts` says; otherwise each sequence is one document.
+            document_mask: True if documents begin where `starts` says; otherwise each sequence is one document.
             inputs: further values of each target in the dataset.
         """
         place = jnp.arange(targets.shape[1], dtype=jnp.int32)
@@ -119,21 +119,21 @@ class Tokens:
         return cls(own(ids), own(positions), own(document), keys, inputs=inputs)
 
     def prepared(self, model: "LanguageModel") -> Self:
-        """The tokens with the result of the model's `prepare`, if it has one."""
+        """Applies the model's `prepare` to the tokens, if it has one."""
         return getattr(model, "prepare", lambda tokens: tokens)(self)
 
     def in_layer(self, index: jax.Array, index_in_period: int) -> Self:
-        """The tokens in layer `index`, at `index_in_period` in its period, with random keys of its own."""
+        """The tokens in layer `index`, at `index_in_period` in its period, with the layer's own random keys."""
         of_layer = lambda key: jax.random.fold_in(key, index)
         keys = None if self.keys is None else jax.vmap(of_layer)(self.keys)
         return dataclasses.replace(self, keys=keys, layer=index, index_in_period=index_in_period)
 
 
 class LanguageModel(Protocol):
-    """The parts of a model. `Model(c)` makes one from its ModelConfig. The methods are per-device code.
+    """The parts of a model. `Model(c)` creates one from its ModelConfig. The methods are per-device code.
 
     A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared` for
-    all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike.
+    all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike;
     `tokens.index_in_period` is the index of a layer in its period. `inputs` names further values of each token in the
     dataset (docs/flat-tokens.md), which the model finds in `tokens.inputs`.
     """
@@ -143,25 +143,25 @@ class LanguageModel(Protocol):
     Weights: type
     """The pytree_dataclass of the weights, with the stack of layers in its field `layers`."""
     table: Any
-    """A Weights with a modeling.weights.Weight in the place of each array."""
+    """A Weights with a modeling.weights.Weight instead of each array."""
 
     def embed(self, w: object, tokens: Tokens) -> Any:
         """Residual stream before the first layer: act['B/b L/c/t M'], or a dataclass of typed arrays of floats."""
 
     def layer(self, x: object, w: object, tokens: Tokens, attend: Callable[..., Any]) -> Any:
-        """Residual stream after a layer, of the type of `x`; or a tuple of it and LayerAux.
+        """Residual stream after a layer, of the type of `x`; or a tuple of it and a LayerAux.
 
-        Matmuls with weights are `shardops.matmul`, which training.fp8 computes in FP8.
+        Use `shardops.matmul` for matmuls with weights; training.fp8 computes these in FP8.
 
         Args:
             x: residual stream before the layer.
             w: weights of the layer, gathered; shardops.matmul multiplies by them.
-            tokens: the tokens, with their place in documents.
-            attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> output of attention. `rule` says
-                who attends to whom (rules.py), with the weights `learned` if it needs any. `sinks`,
-                f32['B/b K/t Q *c'], are scores of keys without values: copies on each device of c, as are weights
-                of a rule. `drop` applies dropout to attention weights.
-                All that a position learns from others must pass through `attend`, or the model is not sampled.
+            tokens: the tokens, with their positions in documents.
+            attend: (queries, keys, values, mask, *learned, sinks=None, drop=None) -> output of attention. `mask` is an
+                AttentionMask (masks.py), `learned` the weights that it needs, if any. `sinks`, f32['B/b K/t Q *c'], are
+                scores of keys without values: copies on each device of c, like the weights of a mask. `drop` applies
+                dropout to attention weights. Everything that a position learns from others must pass through `attend`,
+                or the model cannot be sampled.
         """
 
     def logits(self, w: object, x: object) -> Any:
@@ -169,7 +169,7 @@ class LanguageModel(Protocol):
 
 
 def period_of(model: LanguageModel) -> int:
-    """Number of layers after which the pattern of the model's layers repeats; 1 where all are alike."""
+    """Number of layers after which the model's layer pattern repeats; 1 if all are alike."""
     return getattr(model, "period", 1)
 
 
@@ -179,7 +179,7 @@ def inputs_of(model: LanguageModel) -> tuple[str, ...]:
 
 
 def blank_tokens(model: LanguageModel, length: int, rows: int = 1, training: bool = False) -> Tokens:
-    """Sequences of zeros, to trace a part of the model with. Per-device code."""
+    """Sequences of zeros, for tracing a part of the model. Per-device code."""
     zeros = varying(jnp.zeros((rows, length), jnp.int32), stage_axes())
     ids, count = jnp.uint32(zeros), len(inputs_of(model))
     keys = jax.vmap(jax.random.key)(ids[:, 0]) if getattr(model.c, "dropout", 0) else None
@@ -190,23 +190,23 @@ def blank_tokens(model: LanguageModel, length: int, rows: int = 1, training: boo
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "check")
 """Settings that train.py and the tools read from any ModelConfig."""
 PARTS = ("Weights", "embed", "layer", "logits")
-"""Parts that each Model has beside `c` and `table`."""
+"""Parts that each Model has besides `c` and `table`."""
 SHIPPED = ("gpt2", "moe", "family")
 """The modules of the package `models`."""
 
 
 def is_shipped(name: str) -> bool:
-    """Whether `model.module: name` names train.py or a model of SHIPPED, and no module of the user's own."""
+    """True if `model.module: name` names train.py or a model of SHIPPED, and not a module of the user's own."""
     return name == "train" or _module_name(name) != name
 
 
 def _module_name(name: str) -> str:
-    """Name by which Python imports a model: that of a module which the user has, or of one of SHIPPED."""
+    """Name by which Python imports a model: the user's own module, or one of SHIPPED."""
     return f"models.{name}" if name in SHIPPED and importlib.util.find_spec(name) is None else name
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of a model. Raises ValueError if there is no such module, or it lacks a part."""
+    """The module of a model. Raises ValueError if it does not exist or lacks a part."""
     try:
         module = importlib.import_module(_module_name(name))
     except ModuleNotFoundError as error:
@@ -215,8 +215,8 @@ def module_of(name: str) -> ModuleType:
         if not f"{name}.".startswith(f"{error.name}."):  # a module that it imports is missing
             raise
         raise ValueError(
-            f"model.module is {name!r}, and Python finds no module of that name; put {name}.py where you start, or its "
-            f"directory into PYTHONPATH.{did_you_mean(name, ('train', *SHIPPED))}"
+            f"model.module is {name!r}, and Python finds no module of that name; put {name}.py where you start, or add "
+            f"its directory to PYTHONPATH.{did_you_mean(name, ('train', *SHIPPED))}"
         ) from None
 
     for kind, parts in {"ModelConfig": SETTINGS, "Model": PARTS}.items():
@@ -232,10 +232,10 @@ def _refusal(name: str, problem: str) -> ValueError:
 
 
 def load_model(c: Any) -> LanguageModel:
-    """The model of a ModelConfig. Raises ValueError if its module lacks a part, or its table has another class."""
+    """Creates the model of a ModelConfig. Raises ValueError if its module lacks a part or its table is not Weights."""
     kind = module_of(c.module).Model
     if "einsum" in inspect.signature(kind.layer).parameters:
-        raise _refusal(c.module, "whose layer takes `einsum`; drop it, and call shardops.matmul in its place")
+        raise _refusal(c.module, "whose layer takes `einsum`; drop it, and call shardops.matmul instead")
     model = kind(c)
     if isinstance(getattr(model, "rule", None), AttentionMask):
         raise _refusal(c.module, "whose Model has a `rule`, which nothing reads; call it `mask`")
@@ -251,7 +251,7 @@ def load_model(c: Any) -> LanguageModel:
 
 
 def checked_logits(model: LanguageModel, w: object, x: object) -> Any:
-    """model.logits(w, x). Raises ValueError for another number of token ids than model.vocab. Per-device code."""
+    """Runs model.logits(w, x). Raises ValueError unless there are model.vocab token ids. Per-device code."""
     logits = model.logits(w, x)
     vocab = logits.shape[-1] * devices_along(("t", "p"))
     if vocab != model.c.vocab:

@@ -1,4 +1,4 @@
-"""What stands for a kernel of attention in a program that is only planned, on devices that need not be there."""
+"""Stand-ins for attention kernels in a program that is only planned, on devices that need not exist."""
 
 import contextlib
 import functools
@@ -14,14 +14,14 @@ from shardlib.values import planned, planned_for, stage_axes
 from shardwright.modeling.masks import AttentionMask, Mask
 
 KERNEL = "attention_kernel"
-"""Name of the call that stands for a kernel of attention, and of its gradient, in a program that is only planned."""
+"""Name of the call that stands for an attention kernel, or for its gradient, in a program that is only planned."""
 
 
 @contextlib.contextmanager
 def kernels_as_calls() -> Iterator[list[AttentionMask]]:
-    """Context in which attention by a path other than einsum is traced as one call, of which nothing is computed.
+    """Context in which attention other than einsum is traced as one call that computes nothing.
 
-    Gives the patterns of all calls of attention, by any path, of which each layer of a period has as many.
+    Yields the masks of all calls of attention, including einsum; each layer of a period has the same number of calls.
     """
     patterns: list[AttentionMask] = []
     with planned_for(note=patterns.append):  # whose hash is the list's identity
@@ -36,7 +36,7 @@ def noted(
     v: jax.Array,
     mask: Mask,
 ) -> jax.Array:
-    """strategy(local_attention, …), whose mask `kernels_as_calls` gives."""
+    """Calls strategy(local_attention, …), and passes its mask to `kernels_as_calls`."""
     if note := planned().note:
         note(mask.pattern)
     return strategy(local_attention, q, k, v, mask)
@@ -45,20 +45,20 @@ def noted(
 def planned_kernel(
     pattern: AttentionMask, keys: int, path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: object
 ) -> jax.Array:
-    """The call that stands for a path of attention, of a sequence of `keys` positions.
+    """The call that stands for an implementation of attention, for a sequence of `keys` positions.
 
-    `mask` is what it is given beside queries, keys and values.
+    `mask` is what it takes besides queries, keys and values.
     """
     return _kernel((pattern.attended(keys) / keys, path), *alike(q, k, v, mask))
 
 
 def share_of(name: str) -> float:
-    """Share of the pairs of queries and keys that are seen, by the name of the call."""
+    """Share of the pairs of queries and keys that are attended to, from the name of the call."""
     return float(name.removeprefix(f"{KERNEL}_"))
 
 
 def alike(*arrays: object) -> Any:
-    """The arrays, varying over the axes over which any of them varies, and over those of stages."""
+    """Makes the arrays vary over all axes over which any of them varies, and over those of stages."""
     axes = {axis for x in jax.tree.leaves(arrays) for axis in jax.typeof(x).manual_axis_type.varying}
     return varying(arrays, axes | set(stage_axes()))
 
@@ -75,16 +75,16 @@ def _kernel_forward(call: tuple[float, str], q: jax.Array, k: jax.Array, v: jax.
 
 
 def _kernel_backward(call: tuple[float, str], kept: tuple, g: object) -> tuple:
-    # Before jax 0.12 cuDNN's kernel writes the mask's gradient too. Nothing reads it: the barrier keeps it traced.
+    # Before jax 0.12 cuDNN's kernel also writes the mask's gradient. Nothing reads it; the barrier keeps it traced.
     count = 4 if call[1] == "cudnn" and kept[3] is not None and jax.__version_info__ < (0, 12) else 3
     gradients = lambda *args, all: [x + all.astype(x.dtype) for x in args[:count]]
-    # The loops of blockwise sum these gradients, in f32.
+    # blockwise sums these gradients in f32, in its loops.
     sums = [jnp.zeros_like(x, jnp.float32) for x in kept[1:3]] if call[1] == "blockwise" else []
     return *jax.lax.optimization_barrier(_called(call[0], gradients, *kept, g, *alike(*sums)))[:3], None
 
 
 def _called(share: float, fn: Callable[..., Any], *args: object) -> Any:
-    """The results of `fn`, whose argument `all` is a number that depends on all of `args`, so that JAX drops none."""
+    """The results of `fn`; its argument `all` is a number that depends on all of `args`, so that JAX drops none."""
 
     def call(*args):
         args = jax.lax.optimization_barrier(args)  # JAX computes nothing of it before the rest

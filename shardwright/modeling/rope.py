@@ -1,4 +1,4 @@
-"""Rotary position embeddings (arXiv 2104.09864), also stretched to longer sequences than those of training."""
+"""Rotary position embeddings (arXiv 2104.09864), including scaling to longer sequences than those of training."""
 
 import math
 
@@ -10,14 +10,14 @@ from shardwright.modeling.settings import ModelConfig, RopeScaling
 
 
 def rope_frequencies(c: ModelConfig) -> np.ndarray:
-    """Angles float32[d_head / 2], in radians a position: pair i of a head turns by base^(-2i/d_head).
+    """Angles float32[d_head / 2], in radians per position: pair i of a head rotates by base^(-2i/d_head).
 
     With c.rope_scaling, linear divides all of them by its factor. llama3 divides those with wavelengths above
-    original_length/low_frequency_factor, keeps those below original_length/high_frequency_factor, and interpolates
-    between (Llama 3.1's published code, `apply_scaling`), in the frequency; yarn in the number of the pair.
+    original_length/low_frequency_factor, keeps those below original_length/high_frequency_factor, and interpolates the
+    frequency between (Llama 3.1's published code, `apply_scaling`); yarn interpolates by the index of the pair.
 
     Raises:
-        ValueError: the two factors of llama3 or yarn leave no room between them; longrope has not a factor for each.
+        ValueError: the two factors of llama3 or yarn leave no room between them, or longrope lacks some factors.
     """
     pairs, scaling = np.arange(c.d_head // 2), c.rope_scaling
     frequencies = c.rope_base ** (-2 * pairs / c.d_head)
@@ -40,7 +40,7 @@ def rope_frequencies(c: ModelConfig) -> np.ndarray:
     if high <= low:
         raise ValueError(f"model.rope_scaling.{names[1]} is {high}, which must be above {names[0]} {low}.")
     if scaling.kind == "llama3":
-        turns = scaling.original_length * frequencies / (2 * math.pi)  # in the sequences of the first training
+        turns = scaling.original_length * frequencies / (2 * math.pi)  # in the sequences of the original training
         kept = np.clip((turns - low) / (high - low), 0, 1)
     else:
         pair_of = lambda turns: math.log(scaling.original_length / (2 * math.pi * turns), c.rope_base) * c.d_head / 2
@@ -52,7 +52,7 @@ def rope_frequencies(c: ModelConfig) -> np.ndarray:
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """Factor on rotated queries and keys."""
+    """Factor by which to multiply rotated queries and keys."""
     if scaling is None:
         return 1.0
     if scaling.attention_factor is not None:
@@ -72,9 +72,9 @@ def tables(c: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """RoPE on x[B, L, …, D]. Entry i of the first half of a head turns with entry i of the second, by rope[B, L, i].
+    """Applies RoPE to x[B, L, …, D]: rotates entry i of the first half of a head with entry i of the second.
 
-    Tables for fewer entries turn the first entries of a head, and the others stay.
+    Angles are rope[B, L, i]. Tables for fewer entries rotate only the first entries of a head.
     """
     cos, sin = (table.reshape(*table.shape[:2], *[1] * (x.ndim - 3), table.shape[2]) for table in rope)
     n = cos.shape[-1]

@@ -1,4 +1,4 @@
-"""Names of version 0.1 for what shardwright.modeling.masks has, for models that import them from here."""
+"""Names of version 0.1 for the contents of shardwright.modeling.masks, for models that import them from here."""
 
 import warnings
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["CAUSAL", "Rule", "SoftCap", "Window", "causal", "same_document"]
 
 
 def Rule(visible: Any = CAUSAL.mask_mod, score: Any = None, *rest: Any, **options: Any) -> AttentionMask:
-    """An AttentionMask, by the names that its parts had."""
+    """Makes an AttentionMask from the names that its parts had."""
     warnings.warn(
         "rules.Rule(visible=…, score=…) is now masks.AttentionMask(mask_mod=…, score_mod=…).", FutureWarning, 2
     )

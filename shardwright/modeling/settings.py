@@ -12,27 +12,27 @@ class RopeScaling:
 
     kind: str
     """linear: divides positions by `factor` (arXiv 2306.15595). llama3: stretches only long wavelengths (Llama 3.1).
-    yarn: the same between two entries of a head (arXiv 2309.00071). dynamic: another base for sequences longer than
-    original_length. longrope: a factor for each wavelength (arXiv 2402.13753)."""
+    yarn: the same, between two entries of a head (arXiv 2309.00071). dynamic: another base for sequences longer than
+    original_length. longrope: one factor per wavelength (arXiv 2402.13753)."""
     factor: float = at_least_1()
-    """Length of the new sequences over that of the first training; at least 1."""
+    """Length of the new sequences divided by that of the original training; at least 1."""
     original_length: int = at_least_1(8192)
-    """Tokens in a sequence of the first training; not for linear."""
+    """Tokens in a sequence of the original training; not used by linear."""
     low_frequency_factor: float = at_least_1(1.0)
     """llama3: wavelengths above original_length divided by this are stretched by `factor`."""
     high_frequency_factor: float = at_least_1(4.0)
     """llama3: wavelengths below original_length divided by this stay; those between are interpolated."""
     slow_turns: float = above_0(1.0)
-    """yarn: what turns less often than this in original_length is stretched by `factor`."""
+    """yarn: wavelengths that turn less often than this in original_length are stretched by `factor`."""
     fast_turns: float = above_0(32.0)
-    """yarn: what turns more often than this in original_length stays; entries between are interpolated."""
+    """yarn: wavelengths that turn more often than this in original_length stay; those between are interpolated."""
     truncate: bool = True
-    """yarn: whether the interpolation begins and ends at whole entries."""
+    """yarn: True rounds the ends of the interpolation to whole entries."""
     attention_factor: float | None = above_0(None)
     """yarn, longrope: factor on the rotated queries and keys. Null: 0.1·ln(factor) + 1 for yarn, √(1 + ln(factor) /
     ln(original_length)) for longrope."""
     length: int = at_least_1(8192)
-    """dynamic, longrope: tokens in a sequence, from which the angles follow, however long the sequence at hand is."""
+    """dynamic, longrope: tokens in a sequence, which determine the angles whatever the actual sequence's length."""
     short_factors: list[float] = dataclasses.field(default_factory=list)
     """longrope: factors on the wavelengths if `length` is at most original_length."""
     long_factors: list[float] = dataclasses.field(default_factory=list)
@@ -44,11 +44,11 @@ class ModelConfig:
     """Settings of the transformer in train.py. docs/models.md lists those that another model must have."""
 
     module: str = "train"
-    """Python module of the model. The other fields of this section are those of its own ModelConfig: with
-    model.module=moe, --help lists those of moe."""
+    """Python module of the model. The other fields of this section are those of its ModelConfig: with model.module=moe,
+    --help lists those of moe."""
     vocab: int = dataclasses.field(kw_only=True)
-    """Number of token ids, more than the largest id of the data. A multiple of t·p devices, over which tables of it are
-    sharded: round it up, since an id that no data has costs a row of them and nothing else."""
+    """Number of token ids, above the largest id in the data. A multiple of t·p devices, over which its tables are
+    sharded. Round it up: an unused id only costs a row of the tables."""
     d_model: int = within(1, 2**24, kw_only=True)
     """Width of the residual stream. A multiple of t·c·d·e·p devices, over which the final norm is sharded."""
     layers: int = within(1, 2**16, kw_only=True)
@@ -57,7 +57,7 @@ class ModelConfig:
     n_q_per_kv: int = within(1, 2**24, kw_only=True)
     """Query heads for each key/value head: 1 is multi-head attention, more is grouped-query attention."""
     d_head: int = within(1, 2**24, kw_only=True)
-    """Entries of one head; even, since RoPE turns pairs."""
+    """Entries of one head; even, since RoPE rotates pairs."""
     d_ff: int = within(1, 2**24, kw_only=True)
     """Hidden width of the MLP (SwiGLU). Sharded over t."""
     rope_base: float = above_0(10_000.0)
@@ -67,14 +67,14 @@ class ModelConfig:
     norm_epsilon: float = at_least_0(1e-5)
     """Added to the mean square under the root of RMSNorm (arXiv 1910.07467)."""
     tied_embeddings: bool = False
-    """Whether the embedding table is also the output projection."""
+    """True if the embedding table is also the output projection."""
     embed_init_scale: float | None = above_0(None)
     """Standard deviation of the embedding table at init; null: 1, or 1/sqrt(d_model) if tied."""
     weight_init_scale: float = at_least_0(1.0)
     """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
     qk_norm: bool = False
     """RMSNorm over each head of the queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388). Its weights are
-    sharded at rest, so that d_head must be a multiple of t·c·d·e devices."""
+    sharded at rest, so d_head must be a multiple of t·c·d·e devices."""
     logit_softcap: float | None = above_0(None)
     """Logits x become softcap·tanh(x/softcap) (arXiv 2408.00118, section 2). Null: no cap."""
     bos_id: int = 0
@@ -88,7 +88,7 @@ class ModelConfig:
         "D": "d_head",
         "F": "d_ff",
     }
-    """The setting that is the size of each dim."""
+    """The setting that holds the size of each dim."""
 
     @property
     def heads(self) -> int:
@@ -97,7 +97,7 @@ class ModelConfig:
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other, or do not suit sequences of `seq_len` tokens."""
         if self.d_head % 2:
-            raise ValueError(f"model.d_head is {self.d_head}; RoPE turns pairs of entries, so it must be even.")
+            raise ValueError(f"model.d_head is {self.d_head}; RoPE rotates pairs of entries, so it must be even.")
         if self.rope_scaling is not None:
             check_choice(
                 "model.rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3", "yarn", "dynamic", "longrope")

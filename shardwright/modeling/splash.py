@@ -1,6 +1,6 @@
-"""Attention on TPUs by splash attention, a Pallas kernel that comes with JAX, for the conditions of patterns.py.
+"""Attention on TPUs by splash attention, a Pallas kernel that comes with JAX, for the conditions of masks.py.
 
-Its memory grows linearly with L. It skips the blocks that causal and Window leave out, not those of other documents.
+Its memory grows linearly with L. It skips blocks that causal and Window exclude, but not those of other documents.
 Per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
 """
 
@@ -23,10 +23,10 @@ from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import alike
 
 LANES = 128
-"""Sequences are a multiple of so many positions, as are blocks."""
+"""Sequences and blocks must be multiples of this many positions."""
 BLOCK, COMPUTED = 1024, 512
-"""Largest numbers of positions in a block, and of keys in the part of a block that is computed at a time. They are not
-measured. Smaller blocks would read keys and values faster than a v6e's memory gives them."""
+"""Largest number of positions in a block, and of keys in the part of a block that is computed at a time. Not measured;
+smaller blocks would read keys and values faster than the memory of a v6e delivers them."""
 
 
 @typed
@@ -81,21 +81,21 @@ def _kernel(pattern: AttentionMask, q: jax.Array, k: jax.Array, v: jax.Array, do
 
 
 def _unchecked(fn: Callable[..., Any], *args: object) -> Any:
-    """fn(*args), without JAX's check over which axes values vary: the kernel does not state it of its results.
+    """Calls fn(*args) without JAX's check over which axes values vary: the kernel does not state it for its results.
 
-    All axes are manual already, so that this `shard_map` cuts nothing.
+    All axes are manual already, so this `shard_map` cuts nothing.
     """
-    # Results of operations in there vary over no axes, as do the kernel's. Its arguments have to be such results too.
+    # Results of operations in there vary over no axes, like the kernel's. Its arguments must be such results too.
     alike = lambda tree: jax.tree.map(lambda x: jnp.squeeze(jnp.expand_dims(x, 0), 0), tree)
     within = jax.shard_map(lambda args: fn(*alike(args)), in_specs=(P(),), out_specs=P(), check_vma=False)
     axes = {axis for x in jax.tree.leaves(args) for axis in jax.typeof(x).manual_axis_type.varying}
     return jax.tree.map(lambda x: varying(x, axes), within(args))
 
 
-# The gradient is defined here, since JAX would sum those of values that it takes for the same on all devices.
+# Define the gradient here, since JAX would sum the gradients of values that it takes to be the same on all devices.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def by_kernel(kernel: Callable[..., Any], marks: bool, *given: jax.Array) -> jax.Array:
-    """kernel(q, k, v, document), on a device. `marks`: it marks what its backward pass needs beside these."""
+    """Runs kernel(q, k, v, document) on a device. `marks`: it marks what its backward pass needs besides these."""
     return _unchecked(kernel, *given)
 
 

@@ -1,4 +1,4 @@
-"""The weights of a model: one line for each, from which its shape, sharding, gather and initial values follow.
+"""Declares the weights of a model: one line each, which determines shape, sharding, gather and initial values.
 
     @pytree_dataclass
     class Layer:
@@ -7,13 +7,13 @@
         b_q: bias["K/t Q D if qkv_bias"]
 
 A matrix has its inputs before the arrow and its outputs after it. Its initial values have a standard deviation of
-scale/√fan-in. A weight is used without the axes of `w`, over which it is gathered just before, in the compute dtype; a
-gain in f32. A vector is written as it is used: at rest its last dim is sharded over those of t and w that its other
-dims lack, and, if it is in no stack of layers, over p: `gain["M/p"]`. A second item is the type in use, where it is
-another one, or None for a weight that is used as it is at rest. After `if` or `if not` stands a setting on which the
-weight depends: it is None in a model without it.
+scale/√fan-in. A weight is used in the compute dtype (a gain in f32), without the axes of `w`, over which it is gathered
+just before. A vector is written as it is used: at rest its last dim is sharded over those of t and w that its other
+dims lack, and, outside a stack of layers, over p: `gain["M/p"]`. A second item is the type in use if it differs, or
+None for a weight that is used as it is at rest. `if` or `if not` names a setting on which the weight depends: it is
+None in a model without it.
 
-`table_of` makes the model's `table`: its dataclass of weights with a `Weight` in place of each array.
+`table_of` makes the model's `table`: its dataclass of weights with a `Weight` instead of each array.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardlib.shardtypes import AnyArray as act
 else:
     act = dtype_name("act")
-    """The compute dtype, which `model.compute_scope` sets where a step is traced."""
+    """The compute dtype; `model.compute_scope` sets it where a step is traced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Weight:
     """One array of a model.
 
     Attributes:
-        shape: of the whole array, over all devices.
+        shape: shape of the whole array, over all devices.
         kind: one of KINDS. embedding: a table for lookups. unembedding: the output projection, even if it is also the
             embedding table. vector: gains and biases.
         std: standard deviation at init, of a normal distribution truncated at two of its own; 0: all are `mean`.
         mean: mean at init.
         inputs: number of dims that are the inputs of a matrix.
         outputs: number of dims that are its outputs; they follow the inputs. Dims before both count matrices (layers).
-        used: share of its entries that a token multiplies, less than 1 for experts of which a token has some.
+        used: share of its entries by which a token is multiplied; below 1 for experts, of which a token uses some.
 
     Raises:
-        ValueError: an unknown kind.
+        ValueError: the kind is unknown.
     """
 
     shape: tuple[int, ...]
@@ -69,12 +69,12 @@ class Weight:
     used: float = 1.0
 
     def __post_init__(self):
-        if self.kind not in KINDS:  # it would be left out of weight decay and of the count of FLOPs
+        if self.kind not in KINDS:  # it would be left out of weight decay and FLOP counts
             raise ValueError(f"a Weight of kind {self.kind!r}; choose one of {', '.join(KINDS)}.")
 
     @property
     def sides(self) -> tuple[int, int] | Any:
-        """Numbers of dims of inputs and outputs; of a table of ids, one each; None for what is no matrix."""
+        """Numbers of input dims and output dims; (1, 1) for a table of ids; None for what is not a matrix."""
         if self.inputs and self.outputs:
             return self.inputs, self.outputs
         return (1, 1) if self.kind in ("embedding", "unembedding") and len(self.shape) == 2 else None
@@ -82,22 +82,22 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class WeightType(ArrayType):
-    """Type of a weight, with what its `Weight` follows from: see the attributes of that."""
+    """Type of a weight, with the attributes from which its `Weight` follows."""
 
     kind: str = "vector"
     mean: float = 0.0
     inputs: int = 0
     outputs: int = 0
     share: str = ""
-    """Name of the setting that is Weight.used; empty: 1."""
+    """Name of the setting that gives Weight.used; empty: 1."""
     setting: str = ""
     """Name of the setting on which the weight depends; empty: none."""
     if_set: bool = True
-    """Whether the model has the weight if that setting is on, or if it is off."""
+    """True: the model has the weight if that setting is on. False: if it is off."""
 
 
 class Declared:
-    """A kind of weight. Indexed with a spec it gives the WeightType; the module has the notation."""
+    """A kind of weight. Indexing it with a spec returns the WeightType; see the notation above."""
 
     def __init__(self, kind: str, dtype: Any = act, mean: float = 0.0, stack: str = "", share: str = ""):
         self._dtype, self._stack = dtype, stack
@@ -136,7 +136,7 @@ class Declared:
         return dataclasses.replace(t, setting=name, if_set=name == setting) | None
 
     def __call__(self, layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...], scale: float = 1.0) -> Weight:
-        """The Weight of a matrix in each layer, [layers, *inputs, *outputs], of std scale/√fan-in, for a table."""
+        """The Weight of a matrix in each layer, [layers, *inputs, *outputs], with std scale/√fan-in, for a table."""
         shape, std = (layers, *inputs, *outputs), scale / math.sqrt(math.prod(inputs))
         return Weight(shape, self._facts["kind"], std, inputs=len(inputs), outputs=len(outputs))
 
@@ -153,7 +153,7 @@ if TYPE_CHECKING:
 else:
     matrix, embedding, unembedding = map(Declared, ("matrix", "embedding", "unembedding"))
     experts = Declared("matrix", stack="E/e", share="expert_share")
-    """A matrix for each expert. `expert_share` of a ModelConfig is the share of the experts that a token has."""
+    """A matrix per expert. `expert_share` of a ModelConfig is the share of the experts that a token uses."""
     gain, bias = Declared("vector", f32, mean=1.0), Declared("vector")
 
 
@@ -166,13 +166,13 @@ T = TypeVar("T")
 
 
 def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mapping[str, Mapping] | None = None) -> T:
-    """The table of a model whose weights are declared as above.
+    """Builds the table of a model whose weights are declared as above.
 
     Args:
         kind: class of the weights.
-        c: the ModelConfig. Its `dims` map names of dims to those of the settings that are their sizes.
-        std: standard deviation of a matrix, or of an unembedding, by its fan-in. That of an embedding is 1.
-        changes: attributes of a Weight that are other ones, by its field.
+        c: the ModelConfig. Its `dims` map names of dims to the settings that hold their sizes.
+        std: standard deviation of a matrix or unembedding, as a function of its fan-in. That of an embedding is 1.
+        changes: attributes of a Weight to replace, by the weight's field name.
     """
     sizes: dict[str, Any] = {dim: getattr(c, setting, None) for dim, setting in c.dims.items()} | {"layers": c.layers}
     changes, attributes = changes or {}, {field.name for field in dataclasses.fields(Weight)}
@@ -185,12 +185,12 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         left.discard(name)
         problem = None
         if not isinstance(t, WeightType):
-            problem = "it says nothing of its initial values; declare it by matrix, gain, bias or embedding"
-        elif t.setting and (not hasattr(c, t.setting) or callable(getattr(c, t.setting))):
+            problem = "it does not declare its initial values; declare it by matrix, gain, bias or embedding"
+        elif t.setting and not hasattr(c, t.setting):
             problem = f"{type(c).__name__} has no setting {t.setting}; name one of its settings or properties"
         elif lacks := [dim.name for dim in t.spec.dims if (dim.literal_size or sizes.get(dim.name)) is None]:
             of_c = f"name its setting in {type(c).__name__}.dims"
-            problem = f"dim {lacks[0]} has no size; {of_c}, or write a number in its place"
+            problem = f"dim {lacks[0]} has no size; {of_c}, or write a number instead"
         if problem:
             raise ValueError(f"the model's table: {path.removeprefix('.')}: {t!r}: {problem}.")
         if t.setting and bool(getattr(c, t.setting)) != t.if_set:
@@ -217,7 +217,7 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
 def _not_a_weight(leaf: object) -> ValueError:
     return ValueError(
         f"the model's table has a {type(leaf).__name__} where it should have a Weight; "
-        "the class of a group of weights is decorated with @pytree_dataclass."
+        "decorate the class of a group of weights with @pytree_dataclass."
     )
 
 
@@ -251,17 +251,17 @@ def check_table(table) -> None:
 
 
 def are_stacks(table):
-    """A tree like the table: whether each weight is a stack of layers."""
+    """A tree like the table, with True for each weight that is a stack of layers."""
     return map_arrays(lambda path, array, weight: is_stack(array), table)
 
 
 def is_stack(array: ArrayType) -> bool:
-    """Whether the first dim of this type is `layers/p`, a stack of layers sharded over p."""
+    """True if the first dim of this type is `layers/p`, a stack of layers sharded over p."""
     return bool(array.spec.dims) and array.spec.dims[0].axes == (PIPELINE_AXIS,)
 
 
 def initialize(table, key: jax.Array, order: np.ndarray | None = None):
-    """Fresh weights by `table`, each block generated on the device that holds it. Under jit.
+    """Generates fresh weights from `table`, each block on the device that holds it. Under jit.
 
     The values depend on the key and the name of each weight, not on the mesh.
 
@@ -271,7 +271,7 @@ def initialize(table, key: jax.Array, order: np.ndarray | None = None):
         order: the layer of each row in stacks of layers at rest; None if row i is layer i.
 
     Raises:
-        ValueError: as check_table.
+        ValueError: as in check_table.
     """
     check_table(table)
 
@@ -291,5 +291,5 @@ def initialize(table, key: jax.Array, order: np.ndarray | None = None):
 
 
 def sharded(kind: object, shapes: object) -> Any:
-    """The same shapes, with the shardings of a class of arrays."""
+    """Adds to shapes the shardings of a class of arrays."""
     return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, make_shardings(kind, like=shapes))

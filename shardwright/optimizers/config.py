@@ -9,7 +9,7 @@ from shardwright_data.checks import above_0, at_least_0, at_least_1, check_choic
 
 @dataclasses.dataclass
 class GroupConfig:
-    """Weights, chosen by name, that are updated in another way than the rest. Null: as the rest."""
+    """Weights, selected by name, that are updated differently from the rest. Null fields: as for the rest."""
 
     match: str
     """Pattern of names, such as layers.w_*, embed or *norm*, with the wildcards * ? [ ] of a shell."""
@@ -18,7 +18,7 @@ class GroupConfig:
     weight_decay: float | None = at_least_0(None)
     """Replaces optimizer.weight_decay, for every kind of weight."""
     algorithm: str | None = None
-    """Replaces optimizer.algorithm. frozen: the weights stay as they are, and do not count in grad_norm."""
+    """Replaces optimizer.algorithm. frozen: the weights are not updated, and do not count in grad_norm."""
 
 
 @dataclasses.dataclass
@@ -30,11 +30,11 @@ class OptimizerConfig:
     warmup_steps: int = within(0, 2**31)
     """Steps of linear warmup, at least 0. With a warmup, step 0 has learning rate 0."""
     schedule_steps: int | None = at_least_1(None)
-    """Step at which the learning rate reaches its floor; more than warmup_steps. Null for schedule=constant, which has
-    no floor."""
+    """Step at which the learning rate reaches its floor; above warmup_steps. Null for schedule=constant, which has no
+    floor."""
     schedule: str = "cosine"
-    """After the warmup. cosine: half a cosine down to the floor (arXiv 1608.03983). linear: a line down to it.
-    wsd: the peak, then a line down to the floor in the last cooldown_steps (arXiv 2405.18392). constant: the peak."""
+    """After the warmup. cosine: half a cosine down to the floor (arXiv 1608.03983). linear: a line down to it. wsd: the
+    peak, then a line down to the floor in the last cooldown_steps (arXiv 2405.18392). constant: the peak."""
     cooldown_steps: int | None = at_least_1(None)
     """wsd: number of steps of the decay, which ends at schedule_steps; at least 1."""
     final_fraction: float = within(0, math.nextafter(1, 2), 0.1)
@@ -49,9 +49,9 @@ class OptimizerConfig:
     weight_decay: float = at_least_0(0.1)
     """Decoupled weight decay (arXiv 1711.05101), multiplied by the learning rate."""
     decay_on: list[str] = dataclasses.field(default_factory=lambda: list(KINDS))
-    """The kinds of weights that decay: matrix, embedding, unembedding (tied tables too), vector (norms, biases)."""
+    """The kinds of weights that decay: matrix, embedding, unembedding (also tied tables), vector (norms, biases)."""
     groups: list[GroupConfig] = dataclasses.field(default_factory=list)
-    """Weights that are updated in another way. If two groups match a weight, the later one decides."""
+    """Groups of weights that are updated differently. If two groups match a weight, the later one wins."""
     muon_momentum: float = within(0, 1, 0.95)
     """Nesterov momentum of the gradients of matrices, in [0, 1)."""
     muon_iterations: int = within(1, 101, 5)

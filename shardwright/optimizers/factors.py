@@ -1,6 +1,6 @@
-"""Optimizer state with some dims of a weight: its zeros, and the typed means and copies between it and the weight.
+"""Optimizer state with some dims of a weight: its zeros, and the typed means and broadcasts between it and the weight.
 
-In State, `rows: Subset['inputs', W]` declares it; shardlib.array_types.Factor has its types.
+`rows: Subset['inputs', W]` declares such a field in State; shardlib.array_types.Factor has its types.
 """
 
 import math
@@ -19,10 +19,10 @@ from shardwright.optimizers.rates import Update
 
 
 def zeros(dims: str, updates: object, wanted: Callable[[Update], Any], longest: float = math.inf) -> Any:
-    """Factors of zeros, of type Subset[dims, W], of the weights that are `wanted`; None for others. Under jit.
+    """Zero-filled Factors, of type Subset[dims, W], for the weights that are `wanted`; None for others. Under jit.
 
-    `updates` are those of rates.updates_of. A side longer than `longest` has none. Raises ValueError for a weight that
-    is no matrix, or a dim that its axes on this mesh do not divide.
+    `updates` come from rates.updates_of. A side longer than `longest` gets none. Raises ValueError for a weight that is
+    not a matrix, or a dim that its axes on this mesh do not divide.
     """
 
     def factor(name: str, array: ArrayType, update: Update) -> Factor | None:
@@ -31,7 +31,7 @@ def zeros(dims: str, updates: object, wanted: Callable[[Update], Any], longest: 
         sides, algorithm = update.weight.sides, update.algorithm
         remedy = f"choose another algorithm than {algorithm} for it by optimizer.groups."
         if sides is None:
-            raise ValueError(f"{name} has no inputs and outputs, of which {algorithm} has a state; {remedy}")
+            raise ValueError(f"{name} has no inputs and outputs, which the state of {algorithm} needs; {remedy}")
         t = factor_type(array, dims, *sides)
         shape = arranged(dims, update.weight.shape, *sides, merged=lambda own, other: math.prod(own))
         if shape[-1] > longest:
@@ -52,7 +52,7 @@ def types_of(updates: object) -> Any:
 
 
 class Specs(NamedTuple):
-    """Specs of a weight at rest, and of its Factors; None for those of what is no matrix."""
+    """Specs of a weight at rest and of its Factors; None for the Factors of a weight that is not a matrix."""
 
     whole: str
     stack: str
@@ -77,7 +77,7 @@ def specs_of(updates: object) -> Any:
 
 
 def mean(x: jax.Array, of: str, to: str) -> jax.Array:
-    """Mean of `x`, of type `of`, over the dims that `to` lacks, and over the devices that share them."""
+    """Mean of `x`, of type `of`, over the dims that `to` lacks and over the devices that share them."""
     kept, left = (on_mesh(parse_shape(spec)) for spec in (to, of))
     dropped = [dim for dim in left.dims if dim not in kept.dims]
     marks = "".join(f" +{axis}" for axis in sort_axes(axis for dim in dropped for axis in dim.axes))
@@ -87,7 +87,7 @@ def mean(x: jax.Array, of: str, to: str) -> jax.Array:
 
 
 def spread(x: jax.Array, of: str, to: str) -> jax.Array:
-    """`x`, of type `of`, along the dims of type `to` that it lacks."""
+    """Broadcasts `x`, of type `of`, along the dims of type `to` that it lacks."""
     added = sort_axes(on_mesh(parse_shape(to)).sharded - on_mesh(parse_shape(of)).sharded)
     marks = "".join(f" *{axis}" for axis in added)
     x = shardops.replicate(f"... -> ...{marks}", x) if marks else x

@@ -1,15 +1,15 @@
 """Muon for the matrices of any model. Other weights are updated by AdamW, which is in train.py.
 
 Muon's update of a matrix is its momentum, orthogonalized by Newton-Schulz. That needs the whole matrix, but each device
-holds a block of every matrix in a stack of layers. So the matrices are distributed over the devices by one all_to_all
-for each axis, here for w_down:
+holds a block of every matrix in a stack of layers. So one all_to_all per axis distributes the matrices over the
+devices, here for w_down:
 
     'group stack F/t M/d -> group stack/d F/t M'      each device of d then has some of the layers, with all of M
     'group/d stack F/t M -> group/d stack/t F M'      each device of t then has some of these layers, whole
 
-`group` is a dim of one entry on each device. It is sharded over the axes along which devices have different layers
-already. Each device orthogonalizes its own matrices without communication, and two all_to_all in the other direction
-return the blocks. Each matrix is orthogonalized once among the devices of d and t. All replicas (r) do the same work.
+`group` is a dim with one entry per device, sharded over the axes along which devices already have different layers.
+Each device orthogonalizes its own matrices without communication, and two all_to_all in the other direction return the
+blocks. Each matrix is orthogonalized once among the devices of d and t; all replicas (r) do the same work.
 docs/optimizers.md counts bytes and FLOPs.
 """
 
@@ -45,16 +45,16 @@ NORM_FLOOR = 1e-8
 
 @typed
 def muon(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: object):
-    """One Muon update (arXiv 2502.16982, algorithm 1 and section 2.2) of the weights that `updates` assigns to muon.
+    """Applies one Muon update (arXiv 2502.16982, algorithm 1 and section 2.2) to the weights assigned to muon.
 
-    `state` is train.State; its adam_mu holds the momentum. A weight is a stack of matrices [*inputs, *outputs], each
-    orthogonalized as a whole: in w_q, all heads together.
+    `state` is train.State, whose adam_mu holds the momentum; `updates` assigns algorithms. A weight is a stack of
+    matrices [*inputs, *outputs], each orthogonalized as a whole: in w_q, all heads together.
     """
     weights: W = state.weights
     average = lambda m, g: c.muon_momentum * m + (1 - c.muon_momentum) * g
     own = lambda update: update.algorithm == "muon"
     momentum = jax.tree.map(lambda u, m, g: average(m, g) if own(u) else m, updates, state.adam_mu, g)
-    # Nesterov's look-ahead: the average after the same gradient once more.
+    # Nesterov's look-ahead: the average after applying the same gradient once more.
     directions: W = jax.tree.map(lambda u, m, g: average(m, g) if own(u) else g, updates, momentum, g)
     directions = orthogonalized(directions, updates, c.muon_iterations)
 
@@ -82,8 +82,8 @@ class Layout(NamedTuple):
 def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, str]:
     """The layout of a weight, and the spec of the weight in this layout.
 
-    Transposing commutes with orthogonalizing. It makes w_down (`F/t M/d`) a matrix like w_up (`M/d F/t`), and w_o one
-    like w_q: the side whose dims come first in the alphabet becomes the rows.
+    Transposing commutes with orthogonalizing, so w_down (`F/t M/d`) counts as a matrix like w_up (`M/d F/t`), and w_o
+    as one like w_q: the side whose dims come first in the alphabet becomes the rows.
     """
     dims, count = array.spec.dims, weight.inputs + weight.outputs
     stack, inputs, outputs = dims[:-count], dims[-count : -weight.outputs], dims[-weight.outputs :]
@@ -99,9 +99,9 @@ def spec_of(*dims: Dim) -> str:
 
 @typed
 def orthogonalized(x: W, updates: object, iterations: int) -> W:
-    """Replaces each matrix M = UΣVᵀ of Muon in `x` by about UVᵀ. Other arrays stay as they are.
+    """Replaces each matrix M = UΣVᵀ of Muon in `x` by approximately UVᵀ. Other arrays stay as they are.
 
-    Weights with the same layout form one stack, for fewer collectives and fewer devices without a matrix.
+    Weights with the same layout form one stack, which means fewer collectives and fewer devices without a matrix.
     """
     leaves, structure = jax.tree.flatten(x)
     stacks: dict[Layout, list] = {}
@@ -130,7 +130,7 @@ def newton_schulz_stacks(layout: Layout, iterations: int, *arrays: jax.Array) ->
 
     def each_matrix(x):
         matrices = x.reshape(len(x), math.prod(x.shape[1:end]), -1)
-        # One after the other: each fills a device, and the memory beside the stack is that of one matrix.
+        # One at a time: each fills a device, and the memory needed besides the stack is that of one matrix.
         return [lax.map(lambda matrix: newton_schulz(matrix, iterations), matrices).reshape(x.shape)]
 
     parts = [x.reshape(-1, *x.shape[-len(dims) :]) for x in arrays]
@@ -143,18 +143,18 @@ def newton_schulz_stacks(layout: Layout, iterations: int, *arrays: jax.Array) ->
 def on_whole_matrices(
     fn: Callable[..., Any], dims: tuple[tuple[Dim, ...], ...], done: tuple[str, ...], *xs: Any
 ) -> list:
-    """Applies fn, which takes stacks of whole matrices, to those whose blocks are in the xs[i][stack, *dims[i]].
+    """Applies fn, which takes stacks of whole matrices, to matrices whose blocks are in xs[i][stack, *dims[i]].
 
-    Entry k of each stack belongs to matrix k. The dims of all have the same axes, in an order that goes together, as a
-    matrix and its Factors have. Results of fn are of the types of its arguments. Either may be None. There is one
-    all_to_all of each array before fn and one after it for each axis that shards the dims. A stack that the axis does
-    not divide is padded with zeros in between. Devices along the axes `done` have different matrices already.
+    Entry k of each stack belongs to matrix k. The dims of all must have the same axes, in matching order, as a matrix
+    and its Factors have. Results of fn have the types of its arguments; either may be None. Each array takes one
+    all_to_all before fn and one after it, for each axis that shards the dims; a stack that the axis does not divide is
+    padded with zeros in between. Devices along the axes `done` already have different matrices.
     """
     ends = sort_axes(dim.axes[-1] for dim in dims[0] if dim.axes)
     if not ends:
         return fn(*xs)
-    # An axis that is the last of its dim can be removed. d comes before t, which has faster links: padding to a
-    # multiple of t·d is exchanged over t alone.
+    # Only the last axis of a dim can be removed. d goes before t, which has faster links: padding to a multiple of t·d
+    # is then exchanged over t alone.
     axis, count = ends[-1], len(xs[0])
     without = tuple(tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in side) for side in dims)
     # `group` has one entry on each device.
@@ -172,14 +172,14 @@ def on_whole_matrices(
 
 
 def each(fn: Callable[..., Any], xs: Iterable, *others: Iterable) -> list:
-    """The results of fn(x, *others of this x); None where x is None."""
+    """Calls fn(x, *others of this x) for each x; None where x is None."""
     return [x if x is None else fn(x, *rest) for x, *rest in zip(xs, *others, strict=True)]
 
 
 def newton_schulz(x: jax.Array, iterations: int) -> jax.Array:
     """Maps x[rows, columns] = UΣVᵀ to U p(Σ) Vᵀ, with p(σ) in about [0.7, 1.2] unless σ is far below the largest.
 
-    p divides σ by the Frobenius norm, then applies σ -> aσ + bσ³ + cσ⁵ `iterations` times. Products are in x's dtype,
+    p divides σ by the Frobenius norm, then applies σ -> aσ + bσ³ + cσ⁵ `iterations` times. Matmuls are in x's dtype,
     summed in f32. https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = NEWTON_SCHULZ

@@ -16,7 +16,7 @@ from shardwright_data.checks import check_choice
 
 
 def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
-    """Learning rate: linear warmup to the peak at warmup_steps, then c.schedule to the floor at schedule_steps."""
+    """Learning rate of a step: linear warmup to the peak at warmup_steps, then c.schedule to the floor."""
     step, end = jnp.float32(step), c.schedule_steps
     height = 1.0  # above the floor, as a fraction
     if c.schedule != "constant" and end is not None:
@@ -28,7 +28,7 @@ def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
 
 
 FROZEN = "frozen"
-"""Algorithm of a weight that stays as it is."""
+"""Algorithm of a weight that is not updated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ def updates_of(c: OptimizerConfig, table: object, algorithms: Collection[str]) -
         ValueError: a tiny adam_epsilon, an algorithm unknown or unable to update a weight, or a group without weights.
     """
     names = []
-    if c.adam_epsilon < 1e-30:  # checked here, where a run trains: older runs are read
-        raise ValueError(f"optimizer.adam_epsilon is {c.adam_epsilon}, and divides some entries; give at least 1e-30.")
+    if c.adam_epsilon < 1e-30:  # checked here, when training: older runs must stay readable
+        raise ValueError(f"optimizer.adam_epsilon is {c.adam_epsilon}, a divisor of some entries; give at least 1e-30.")
 
     def update(path, weight: Weight) -> Update:
         names.append(jax.tree_util.keystr(path, simple=True, separator="."))  # such as layers.w_q
@@ -90,5 +90,5 @@ def updates_of(c: OptimizerConfig, table: object, algorithms: Collection[str]) -
                 f"{', '.join(names)}.{did_you_mean(group.match, names)}"
             )
     if all(update.algorithm == FROZEN for update in jax.tree.leaves(updates)):
-        raise ValueError("optimizer.groups freezes every weight, so that nothing is trained; let a group match fewer.")
+        raise ValueError("optimizer.groups freezes every weight, so nothing is trained; let a group match fewer.")
     return updates

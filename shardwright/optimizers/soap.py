@@ -1,16 +1,16 @@
 """SOAP (arXiv 2409.11321) for the matrices of any model: Adam in the eigenbasis of Shampoo's two factors.
 
-A matrix W [inputs, outputs] with gradient G has the factors L, an average of G Gᵀ, and R, one of Gᵀ G, and orthogonal
-bases of them, Q and P. Adam's first moment M is that of G. Its second moment V is that of Qᵀ G P:
+A matrix W [inputs, outputs] with gradient G has two factors, averages L of G Gᵀ and R of Gᵀ G, with orthogonal bases Q
+and P. Adam's first moment M averages G. Its second moment V averages the squares of Qᵀ G P:
 
     W ← W - rate · Q (Qᵀ M P / √V) Pᵀ
 
-The bases are eigenvectors of the factors after the first step, which leaves W as it is. Every FREQUENCY steps a step of
-orthogonal iteration moves them on. Where a factor is not of full rank, as that of the longer side of a matrix is after
-the first step, the rest of its basis follows from the vectors that are known. The authors' program lets rounding choose
-it, and two such choices give updates a quarter to a third apart; otherwise the algorithms agree, as tests show. As
-under Muon, one all_to_all for each axis gives each device some of the matrices whole, with their state, and another
-returns the results. docs/changing.md has the changes of train.py.
+After the first step, which does not change W, the bases are eigenvectors of the factors. Every FREQUENCY steps, one
+step of orthogonal iteration updates them. If a factor lacks full rank, as that of the longer side of a matrix does
+after the first step, the rest of its basis follows from the known vectors. The authors' program lets rounding choose
+it, and two such choices give updates a quarter to a third apart; otherwise the algorithms agree, as tests show. As for
+Muon, one all_to_all per axis gives each device some of the matrices whole, with their state, and another one returns
+the results. docs/changing.md has the changes of train.py.
 """
 
 import dataclasses
@@ -34,22 +34,22 @@ from shardwright.optimizers.rates import Update
 W = TypeVar("W")
 
 FREQUENCY, LONGEST = 10, 10_000
-"""Number of steps between changes of the bases, and the longest side that has a factor and a basis of its own."""
+"""Number of steps between updates of the bases, and the longest side that has a factor and a basis of its own."""
 ROUNDING = 1e-5
-"""What is so small beside the largest may be what f32 rounding has left."""
+"""Relative size below which a value may be nothing but f32 rounding error."""
 SIDES = {"soap_left": "inputs", "soap_right": "outputs", "soap_left_basis": "inputs", "soap_right_basis": "outputs"}
-"""Fields of State: L, R, Q and P. Each has the dims of a side twice."""
+"""Fields of State for L, R, Q and P. Each has the dims of a side twice."""
 
 
 def soap_zeros(updates: object) -> dict[str, Any]:
-    """The fields of State that are SOAP's alone. Under jit."""
+    """Creates the fields of State that only SOAP uses. Under jit."""
     of = lambda side: zeros(f"{side} {side}", updates, lambda update: update.algorithm == "soap", LONGEST)
     return {name: of(side) for name, side in SIDES.items()}
 
 
 @typed
 def soap(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: object):
-    """One SOAP update (arXiv 2409.11321, algorithm 3) of the weights that `updates` assigns to soap.
+    """Applies one SOAP update (arXiv 2409.11321, algorithm 3) to the weights that `updates` assigns to soap.
 
     `state` is train.State with the fields of SIDES. Steps count from 0.
     """
@@ -72,7 +72,7 @@ def soap(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, upd
 
 
 def on_matrices(fn: Any, update: Update, t: ArrayType, step: jax.Array, arrays: list) -> list:
-    """fn(step, *arrays) of one matrix after the other of a weight of type `t`, each on one device."""
+    """Calls fn(step, *arrays) for one matrix at a time of a weight of type `t`, each on one device."""
     inputs, outputs = update.weight.sides
     stack = len(t.spec.dims) - inputs - outputs
     specs = [t.spec] * 3 + [factor_type(t, f"{side} {side}", inputs, outputs).spec for side in SIDES.values()]
@@ -95,10 +95,10 @@ def on_matrices(fn: Any, update: Update, t: ArrayType, step: jax.Array, arrays: 
 
 
 def basis_of(columns: jax.Array) -> jax.Array:
-    """Orthonormal basis [n, n], of which the first vectors span what the first of the `columns` [n, k] do.
+    """Orthonormal basis [n, n] whose first vectors span the same space as the first of the `columns` [n, k].
 
-    A column that depends on those before it, up to rounding, is left out: QR then has a reflection of a unit vector in
-    its place, which follows from the others. Of what rounding leaves of it, each mesh would make another vector.
+    A column that depends on those before it, up to rounding, is left out: QR then puts a reflection of a unit vector in
+    its place, which follows from the others. From what rounding leaves, each mesh would make a different vector.
     """
     ends = jnp.abs(jnp.diagonal(jnp.linalg.qr(columns, mode="r")))
     return jnp.linalg.qr(jnp.where(ends > ROUNDING * jnp.max(ends), columns, 0.0), mode="complete")[0]
@@ -114,19 +114,19 @@ def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
     bias = jnp.sqrt(1 - c.adam_b2**count) / (1 - c.adam_b1**count)
     size = jnp.sqrt(v)
     change = bias * dot(dot(t(q), m), p) / (size + c.adam_epsilon)
-    # Along a vector on which all gradients were 0, V and M are what rounding has left of it.
+    # Along a vector on which all gradients were 0, V and M contain only rounding error.
     largest = (jnp.max(size, axis=axis, keepdims=True) > ROUNDING * jnp.max(size) for axis in (0, 1))
     change = jnp.where(functools.reduce(jnp.logical_and, largest), change, 0.0)
     change = jnp.where(is_first, 0.0, dot(dot(q, change), t(p)))
     left, right = each(average, (left, right), (dot(g, g.T), dot(g.T, g)))
 
     def first(v):
-        """V, and bases of the singular vectors of G: of G @ G.T rounding would leave half the digits."""
+        """Returns V, and bases from the singular vectors of G: computing G @ G.T would lose half the digits."""
         vectors, sizes, others = jnp.linalg.svd(g, full_matrices=False)
         return v, *each(lambda _, x: basis_of(x * sizes), (left, right), (vectors, others.T))
 
     def moved(v):
-        """V in the new bases, whose vectors are ordered by falling eigenvalues, and these."""
+        """Returns V in the new bases, whose vectors are ordered by falling eigenvalues, and these bases."""
         bases = []
         for factor, basis in ((left, q), (right, p)):
             if factor is not None:

@@ -179,7 +179,7 @@ def test_each_way_is_dense(kind, name, mesh):
         ("ulysses", "auto", (1, 8, 1, 1, 4), {}, "1 query heads of a kv head do not divide among 2 devices"),
         ("ulysses", "auto", (1, 8, 2, 1, 4), {"learned": True}, "has learned weights, whose heads it does not know"),
         ("ring", "einsum", (1, 8, 2, 1, 4), {}, "it computes in blocks, and training.attention is einsum"),
-        ("ring", "auto", (1, 7, 2, 1, 4), {}, "a device of c has 7 positions, which are not two chunks"),
+        ("ring", "auto", (1, 7, 2, 1, 4), {}, "a device of c has 7 positions, not two equal chunks"),
         ("gather", "einsum", (1, 8, 2, 1, 4), {"drop": len}, "attention weights have dropout"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_way_that_cannot_do_it_says_so(how, path, queries, options, reason):
     q = jax.ShapeDtypeStruct(queries, np.float32)
     learned = (q,) if options.pop("learned", False) else ()
     tokens = Tokens(None, jnp.zeros((1, queries[1]), jnp.int32))
-    message = rf"training\.context is {how}, which cannot do this: .*{reason}.*\. To go on, "
+    message = rf"training\.context is {how}, which cannot do this: .*{reason}.*\. To continue, "
     with jax.set_mesh(tiny.mesh("c=2")):
         with pytest.raises(ValueError, match=message):
             forward(how, path).attend(tokens)(None, q, q, q, CAUSAL, *learned, **options)

@@ -77,7 +77,7 @@ def test_a_part_that_is_missing(module, changes, message):
 
 
 def test_no_module_of_that_name():
-    with pytest.raises(ValueError, match=r"put nowhere\.py where you start, or its directory into PYTHONPATH"):
+    with pytest.raises(ValueError, match=r"put nowhere\.py where you start, or add its directory to PYTHONPATH"):
         module_of("nowhere")
 
 

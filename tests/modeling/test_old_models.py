@@ -43,7 +43,7 @@ def written(monkeypatch, tmp_path):
 def test_a_layer_that_takes_einsum_is_refused(written):
     assert SOURCE.count(CALL) == 1
     written(SOURCE.replace(CALL, "tokens: Tokens, attend: Callable, einsum: Callable)"))
-    problem = "whose layer takes `einsum`; drop it, and call shardops.matmul in its place"
+    problem = "whose layer takes `einsum`; drop it, and call shardops.matmul instead"
     with pytest.raises(ValueError, match=line(problem)):
         load_model(gpt2.ModelConfig(module="old_model"))
 

@@ -25,7 +25,7 @@ MASKS = (causal, same_document)
 
 
 def test_a_window_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"Window\(0\) is of no positions; its size must be at least 1"):
+    with pytest.raises(ValueError, match=r"Window\(0\) has no positions; its size must be at least 1"):
         Window(0)
 
 

@@ -206,7 +206,7 @@ def test_a_dim_without_a_setting_is_one_line():
 
     message = (
         "the model's table: layers.w_q: f32['layers/p M/w K/t D']: dim D has no size; name its setting in "
-        "Lacking.dims, or write a number in its place."
+        "Lacking.dims, or write a number instead."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         table(Lacking())

@@ -126,7 +126,7 @@ def test_what_is_not_the_factor_that_is_declared_is_refused():
 def test_weights_that_cannot_have_the_state_are_refused():
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         with pytest.raises(
-            ValueError, match=r"^bias has no inputs and outputs, of which soap has a state; choose another"
+            ValueError, match=r"^bias has no inputs and outputs, which the state of soap needs; choose another"
         ):
             zeros("inputs", updates_by("soap"), lambda update: True)
         table = dataclasses.replace(TABLE, up=Weight((16, 6), "matrix", inputs=1, outputs=1))
@@ -134,7 +134,7 @@ def test_weights_that_cannot_have_the_state_are_refused():
         expected += "algorithm than soap for it by optimizer.groups."
         with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
             zeros("outputs outputs", updates_by("soap", table), lambda update: update.weight.sides)
-    with pytest.raises(ShardError, match="'rows' are no dims of a Factor"):
+    with pytest.raises(ShardError, match="'rows' are not dims of a Factor"):
         Subset["rows", Two]
 
 

@@ -70,9 +70,7 @@ OLDER = (Path(__file__).parents[1] / "data/model_with_two_types.txt").read_text(
 
 @pytest.mark.quick
 def test_a_layer_that_takes_einsum_is_refused_in_one_line(tmp_path):
-    refused = (
-        r"^model.module is 'older', whose layer takes `einsum`; drop it, and call shardops.matmul in its place; .*"
-    )
+    refused = r"^model.module is 'older', whose layer takes `einsum`; drop it, and call shardops.matmul instead; .*"
     with imported("older", OLDER, tmp_path) as older, pytest.raises(ValueError, match=f"{refused}$"):
         load_model(older.ModelConfig(**SIZES))
 
