@@ -1,1 +1,1 @@
-"""What only reads a step: its proof, its plan, statistics of its values, and its compiled operations by source line."""
+"""Code that only reads a step: its proof, its plan, statistics of its values, compiled operations by source line."""

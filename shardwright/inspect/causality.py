@@ -1,4 +1,4 @@
-"""The check before a run, an evaluation and the first text that a model is causal: see soundness.causality."""
+"""Proves that a model is causal, before a run, an evaluation and the first generated text. See docs/soundness.md."""
 
 import functools
 import math
@@ -24,54 +24,53 @@ from shardwright.run.provenance import text_of
 from shardwright.run.step import Step
 
 ROWS, LENGTH = 2, 256
-"""Sequences, and least positions of each, for which a model is checked."""
+"""Number of sequences, and least number of positions in each, with which a model is checked."""
 AT_MOST = 4096
-"""Most tokens, where ROWS of LENGTH would be another program, or would not show all that it does."""
-PURPOSE = "A model that is not causal on purpose says so: AttentionMask(causal=False)"
+"""Largest number of tokens, if ROWS of LENGTH would be another program or would not show all that it does."""
+PURPOSE = "If the model is not causal on purpose, say so: AttentionMask(causal=False)"
 REMEDIES = {
     "where later documents begin": "read tokens.positions and tokens.document of the position itself and of those "
     "before it, with no shift to the left, and no count or maximum over L",
-    "another sequence": "let each sequence be by itself: take means, norms and choices over other dims than B",
-    "in an earlier document": "leave out what comes from another document: attend by masks.same_document, set to 0 by "
-    "tokens.document or tokens.positions, or set training.document_mask=false",
+    "another sequence": "keep sequences separate: take means, norms and choices over dims other than B",
+    "in an earlier document": "leave out what comes from another document: attend by masks.same_document, set it to 0 "
+    "by tokens.document or tokens.positions, or set training.document_mask=false",
     "meets the logits": "compute the loss of a target from the logits of its own position, or of an earlier one",
     "is to predict the token": "give the loss of each position its own target, batch.targets at that position",
-    ": (dot_general|reduce_max|select_n|while|scan): ": "leave later positions out of what is taken together: let "
-    f"their weights be 0, as masks.causal and jnp.where(q >= k, …) do. {PURPOSE}",
-    ": (sort|top_k|arg...): ": "let each position choose by itself: a rank among all of a sequence depends on later "
-    f"ones. {PURPOSE}",
-    ": reduce_": "take sums up to each position, jnp.cumsum(x, axis=1), or leave later positions out by a mask. "
-    f"{PURPOSE}",
+    ": (dot_general|reduce_max|select_n|while|scan): ": "leave later positions out of what is taken together: give "
+    f"them weight 0, as masks.causal and jnp.where(q >= k, …) do. {PURPOSE}",
+    ": (sort|top_k|arg...): ": "let each position choose by itself: a rank among all positions of a sequence depends "
+    f"on later ones. {PURPOSE}",
+    ": reduce_": f"take sums up to each position, jnp.cumsum(x, axis=1), or mask later positions out. {PURPOSE}",
     ": (slice|concatenate|pad|conv_general_dilated|dynamic_slice): ": "shift to the right, jnp.pad(x[:, :-n], "
     f"((0, 0), (n, 0), (0, 0))), so that a position reads those before it. {PURPOSE}",
-    "": "let a position learn from those before it in its document alone: through attend, by masks.causal and "
+    "": "let a position learn only from those before it in its document: through attend, by masks.causal and "
     f"masks.same_document, or masked by tokens.document. {PURPOSE}",
 }
-"""What to do, by what a message has."""
+"""The remedy, by a pattern that the message matches."""
 
 
 def remedied(problem: str, form: str) -> Finding:
-    """A problem of a program in a form, and what to do."""
+    """Adds the remedy to a problem of a program in a form."""
     remedy = next(text for part, text in REMEDIES.items() if re.search(part, problem))
     return Finding(f"{problem}\n  remedy: {remedy}", form=form)
 
 
 def check_causal(step: Step, source: Any = None, context: int | None = None) -> str:
-    """Refuses a model whose logits depend on a later token of the document, or on another document or sequence.
+    """Raises if the logits of a model depend on a later token of the document, or on another document or sequence.
 
-    The losses of evaluation and training of a microbatch are traced for one device, and not run; with pipeline stages
-    also by the parts that stages run. In sampling it is the forward pass.
+    The losses of evaluation and training of one microbatch are traced for one device, and not run; with pipeline stages
+    also in the parts that stages run. In sampling, the forward pass is traced.
 
     Args:
-        step: of a run, or of its model.
-        source: hashes of the source, from provenance.source_of, with which each is checked once; None: each time.
-        context: positions of a text, which is one document; None: not of texts, but of the run.
+        step: a step of a run, or of its model.
+        source: hashes of the source, from provenance.source_of, for which each model is checked once; None: each time.
+        context: positions of a text, which is one document; None: check the run, not texts.
 
     Returns:
-        Why nothing is proved; empty where it is.
+        Why nothing is proved; empty if the proof succeeds.
 
     Raises:
-        ShardError: with the line where the token comes in that the position must not see.
+        ShardError: names the line where the token comes in that the position must not see.
     """
     if context is None:
         checked = [step.other(name=name) for name in ("evaluation", "training")]
@@ -90,7 +89,7 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
 
 
 def describe_causality(step: Step, source: object) -> str:
-    """The line of a run's log: the model is causal, or why that is not proved. Raises ShardError as check_causal."""
+    """The line of a run's log: the model is causal, or why that is not proved. Raises ShardError like check_causal."""
     if unproved := check_causal(step, source):
         return f"causality  not proved: {unproved}"
     return "causality  the logits of a position depend on no later token, and on no other document"
@@ -109,7 +108,7 @@ def _findings(checked: list[Step]) -> Iterator[Finding]:
                 return
     for step in checked:
         is_of_texts, mesh = step.name == "logits", on_one_device(step.mesh, OPTIONAL)
-        # With einsum others are compared: attention_calls.check_paths.
+        # einsum is checked; attention_calls.check_paths compares other implementations with it.
         one = step.other("einsum attention", name=step.name if is_of_texts else f"{step.name} loss", mesh=mesh)
         parts = [one.other("in parts")] if PIPELINE_AXIS in step.mesh.shape and not is_of_texts else []
         for program in (one, *parts):
@@ -123,7 +122,7 @@ def _of_program(step: Step) -> Iterator[Finding]:
     try:
         own = step.jaxpr
     except Exception as error:  # whatever the program does there
-        raise Unproved(f"on one device its forward pass does not trace: {in_a_line(error)}") from None
+        raise Unproved(f"its forward pass does not trace on one device: {in_a_line(error)}") from None
     why, doubt = f"its operations on {rows} × {length} tokens are others than on fewer", ""
     is_made_for_length = False
     chunks = length // (chunk or length)  # as many, so that each has its part of the positions
@@ -150,7 +149,7 @@ def _of_program(step: Step) -> Iterator[Finding]:
         find = functools.partial(_first_problem, program, list(_runs(fewer)), math.log(length, at[1]))
         if not (doubted := find(unknown)):
             return
-        if problem := find(frozenset()) if unknown else doubted:  # a leak of the shorter program, whatever is unknown
+        if problem := find(frozenset()) if unknown else doubted:  # a leak in the shorter program, whatever is unknown
             yield remedied(problem, fewer.form)
             return
         doubt, form = f"{doubted}, as far as {at[1]} positions show", fewer.form
@@ -165,7 +164,7 @@ def _first_problem(program: ClosedJaxpr, runs: list, growth: float, unknown: Set
 
 
 def _runs(step: Step) -> Iterator[dict[str, Any]]:
-    """Arguments of find_later: for later tokens, for those of other documents, and for where later documents begin."""
+    """Arguments of find_later: for later tokens, for tokens of other documents, and for where later documents begin."""
     (w, *microbatches), (rows, length), sampled = step.traced.args_info[0], step.size, step.name == "logits"
     until = length // 2
     count, place = len(microbatches), np.arange(length)

@@ -1,4 +1,4 @@
-"""What a run has examined of its steps. It is given this module, and knows no other one of this room."""
+"""What a run examines about its steps. The run is given this module, and knows no other module of this folder."""
 
 import json
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ __all__ = "RunStatistics", "check_kernels", "draw_step", "plan_run", "prove", "r
 
 
 def prove(steps: Sequence[Step], source: object) -> None:
-    """Refuses steps that do not compute on their mesh what they compute on one device, or that look ahead.
+    """Raises unless the steps compute on their mesh what they compute on one device, and look at no later token.
 
     Args:
-        steps: the training step with the settings of now, and those with the settings of later steps.
-        source: hashes of the source, from provenance.source_of, with which each is checked once; None: each time.
+        steps: the training step with the current settings, and those with the settings of later steps.
+        source: hashes of the source, from provenance.source_of, for which each step is proved once; None: each time.
     """
     mesh = steps[0].mesh
     if mesh.size > 1 or any(step.c.training.loss_chunk for step in steps):  # chunks are proved as devices are
@@ -39,9 +39,9 @@ def prove(steps: Sequence[Step], source: object) -> None:
 
 
 def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
-    """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both.
+    """Checks each op's implementation for this platform against its reference implementation, by running both.
 
-    The arguments are as of `prove`, and options of the compiler.
+    The arguments are those of `prove`, and compiler options. Raises if they differ.
     """
     for step in {step.c.training.seq_len: step for step in steps}.values():
         check_paths_with_reference(step, options)
@@ -49,7 +49,7 @@ def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
 
 
 def draw_step(hlo: Path) -> str:
-    """Writes the table and the picture of the step beside its HLO text, in a process of low priority.
+    """Writes the table and the picture of the step next to its HLO text, in a process of low priority.
 
     Returns a line for the user: where the picture is, or why there is none.
     """
@@ -61,7 +61,7 @@ def draw_step(hlo: Path) -> str:
 
 
 def read_trace(*given: object) -> tuple[dict[str, Any], str]:
-    """The time between steps that a trace shows, or why not, and for a terminal, its time by source line.
+    """The time between steps from a trace, or why it is unknown; and, for a terminal, its time by source line.
 
     The arguments are those of the program compiled/trace.py, which runs in a process of low priority.
     """

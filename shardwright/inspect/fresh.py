@@ -1,4 +1,4 @@
-"""Modules that users edit, imported again: without what earlier traces left in them."""
+"""Imports modules that users edit again, without the state that earlier traces left in them."""
 
 import contextlib
 import dataclasses
@@ -13,18 +13,18 @@ from shardwright.run.step import Step
 
 EDITED = (ROOT / "train.py", *(ROOT / "models").glob("*.py"))
 OTHERS = {*PROJECT} - {"models"}
-"""Packages of the project that stay as they are."""
+"""Packages of the project that are not imported again."""
 
 
 @contextlib.contextmanager
 def anew(step: Step) -> Iterator[Step]:
-    """Context in which a step is that of new modules of its model and of train.py, as at the start of a program.
+    """Context that yields a step of freshly imported modules of its model and of train.py, as when a program starts.
 
     A trace leaves state in a module: a functools.cache, a dict, an attribute of a class. Another trace in the same
-    process would read from it what holds on the mesh of the first.
+    process would read from it values that hold on the mesh of the first one.
 
-    Those beside them in a package are new ones too. What was made by no file stays as it is. The step is to be traced
-    within the context.
+    Other modules of their packages are imported again too. Objects that no file defines stay as they are. Trace the
+    step within the context.
     """
     c, kinds = step.c.model, (type(step.model), type(step.c.model))
     files = {str(path) for path in (*EDITED, *own_modules())}
@@ -51,7 +51,7 @@ def anew(step: Step) -> Iterator[Step]:
         Model, Settings = map(again, kinds)
         settings = Settings(**{f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.init})
         c = dataclasses.replace(step.c, model=settings)
-        with tracing(step.mesh):  # which the model may read too
+        with tracing(step.mesh):  # the model may read the mesh too
             model = Model(settings)
         yield dataclasses.replace(step, c=c, model=model, trainer=trainer, _known={})
     finally:

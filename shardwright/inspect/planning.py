@@ -1,6 +1,6 @@
-"""Plans of configurations, and of changes of their settings: what makes a step faster, or lets it fit.
+"""Plans configurations and changes of their settings: which ones make a step faster, or make it fit.
 
-A run plans itself before it compiles, and ends where it cannot fit.
+A run plans itself before it compiles, and stops if it cannot fit.
 """
 
 import collections
@@ -27,47 +27,47 @@ from shardwright.run.stages import training_table
 from shardwright.run.step import Step, trace_step
 
 Settings = Mapping[str, Any]
-"""Values of settings by their names, such as training.save."""
+"""Values of settings by name, such as training.save."""
 SAVED = ("everything", "marked", "dots", "nothing")
-"""Values of training.save that keep what is saved on the device, most first."""
+"""Values of training.save that keep saved values on the device, from most to least."""
 FILE = "plan.json"
 NOT_MEASURED = "cpu"
-"""Name of the chip whose numbers are assumed. A plan by them would say nothing."""
+"""Name of the chip whose numbers are assumed, so that a plan for it would mean nothing."""
 MARGIN = 0.1
-"""Share by which planned memory may be wrong. A run is refused only where its plan is beyond it."""
+"""Share by which planned memory may be wrong. A run is rejected only if its plan exceeds memory by more."""
 
 
 def mesh_sizes(c: Config, devices: int | None) -> dict[str, int]:
-    """Devices along the axes of the configuration's mesh. None: as many as the mesh states.
+    """Devices along each axis of the configuration's mesh. None: as many as the mesh states.
 
-    Raises ValueError if the mesh does not have that many, or says -1 where no number of devices is given.
+    Raises ValueError if the mesh does not have that many, or contains -1 and no number of devices is given.
     """
     sizes = {axis: getattr(c.mesh, axis) for axis in AXES}
     if none := [axis for axis, size in sizes.items() if size == 0]:
-        raise ValueError(f"mesh.{none[0]} is 0; give a number of devices, at least 1, or -1 for those that are left.")
+        raise ValueError(f"mesh.{none[0]} is 0; give a number of devices, at least 1, or -1 for the remaining ones.")
     left = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if left and devices is None:
-        raise ValueError(f"mesh.{left[0]} is -1, for the devices that are left: give plan.devices=<number of devices>.")
+        raise ValueError(f"mesh.{left[0]} is -1, for the remaining devices: give plan.devices=<number of devices>.")
     if len(left) > 1:
-        raise ValueError(f"mesh.{left[0]} and mesh.{left[1]} are -1; only one can take the devices that are left.")
+        raise ValueError(f"mesh.{left[0]} and mesh.{left[1]} are -1; only one can take the remaining devices.")
     if devices is not None and (devices % known if left else devices != known):
         shown = mesh_text(sizes)
-        raise ValueError(f"plan.devices is {devices}, and the mesh is {shown}. Give mesh.r, mesh.d or mesh.t to match.")
+        raise ValueError(f"plan.devices is {devices}, but the mesh is {shown}. Give mesh.r, mesh.d or mesh.t to match.")
     return sizes | dict.fromkeys(left, (devices or known) // known)
 
 
 def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip: Chip) -> PlannedStep:
-    """The training step of a configuration on a mesh of chips, as a plan sees it. No devices are used.
+    """The training step of a configuration on a mesh of chips, as a plan sees it. It uses no devices.
 
     Args:
-        c: the configuration. Its section mesh is not read.
+        c: the configuration. Its section `mesh` is ignored.
         model: the model that c.model describes.
         sizes: number of devices along each axis of AXES, in that order.
-        chip: the kind of the devices.
+        chip: the kind of devices.
 
     Raises:
-        ValueError: the mesh does not divide the sizes of the model or of the batch, or the step is refused.
+        ValueError: the mesh does not divide the sizes of the model or batch, or the step is rejected.
     """
     t, mesh = c.training, mesh_for(sizes, chip.platform, chip.kinds[0])
     check_divides(c, sizes)
@@ -82,7 +82,7 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
 
 
 class Change(NamedTuple):
-    """Settings other than those of a configuration, and their plan."""
+    """Settings that differ from those of a configuration, and their plan."""
 
     settings: Settings
     plan: Plan
@@ -92,7 +92,7 @@ class Change(NamedTuple):
 
 
 def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, settings: Settings) -> Plan:
-    """The plan with these settings. Raises ValueError where they do not go together."""
+    """The plan with these settings. Raises ValueError if they contradict each other."""
     c, sizes = copy.deepcopy(c), {axis: settings.get(f"mesh.{axis}", size) for axis, size in sizes.items()}
     for name, value in settings.items():
         section, field = name.split(".")
@@ -103,13 +103,13 @@ def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, settings: Se
 
 
 def beside(c: Config, microbatches: int, p: int) -> Settings:
-    """training.side_by_side for so many microbatches and p stages, where it must be another than that of `c`."""
+    """training.side_by_side for this many microbatches and p stages, if it must differ from that of `c`."""
     count = math.gcd(microbatches, c.training.side_by_side) if p == 1 else 1
     return {} if count == c.training.side_by_side else {"training.side_by_side": count}
 
 
 def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
-    """One change at a time, those that most often help first. The batch stays the same. Some may be refused."""
+    """One change at a time, most often helpful first. The batch stays the same. Some may be rejected."""
     t, of = c.training, "training."
     moved = lambda *to: (
         {f"mesh.{a}": sizes[a] // 2, f"mesh.{b}": 2 * sizes[b]}
@@ -134,13 +134,13 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
 
 
 def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 30.0) -> list[Change]:
-    """Of `changes` those that fit, the fastest first; where the plan of now fits, only those that are faster.
+    """Those of `changes` that fit, fastest first; if the current plan `now` fits, only those that are faster.
 
-    What is not planned after so many `seconds` of the processor, which other programs change little, or is refused, is
-    left out.
+    Changes that are rejected, or not planned after this many `seconds` of CPU time, which other programs hardly affect,
+    are left out.
     """
     end, found = time.process_time() + seconds, []
-    # What is saved changes memory most, and a step that computes; what is sent, a step that waits for messages.
+    # Saved values change memory most, and the time of a step bound by compute; messages, that of one that waits.
     waits = sum(op.exposed for op in now.rows if op.kind == "collective") > now.seconds / 2
     for settings in sorted(
         changes(c, sizes), key=lambda settings: ("training.save" in settings) == (now.fits and waits)
@@ -154,7 +154,7 @@ def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float 
 
 
 def advice(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 4.0) -> list[str]:
-    """Lines under a plan: the changes that would give most; of a step that does not fit, the one with which it does."""
+    """Lines under a plan: the most helpful changes; for a step that does not fit, the change that makes it fit."""
     best = best_changes(c, sizes, now, seconds)
     if best and not now.fits:
         return [f"{best[0]} fits"]
@@ -163,7 +163,7 @@ def advice(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 4.0)
 
 
 def doubled(c: Config, sizes: Mapping[str, int], now: Plan) -> list[str]:
-    """A line with the memory of twice the batch, and what grows most."""
+    """A line with the memory for twice the batch, and what grows most."""
     with contextlib.suppress(ValueError):
         plan = planned_change(c, sizes, now.chip, {"training.batch_size": 2 * c.training.batch_size})
         by_line: Any = collections.Counter()
@@ -177,12 +177,12 @@ def doubled(c: Config, sizes: Mapping[str, int], now: Plan) -> list[str]:
 
 
 def plan_run(step: Step, steps: int, directory: Path) -> str | None:
-    """Plans a run of so many steps, and writes plan.json into its directory.
+    """Plans a run of this many steps, and writes plan.json to its directory.
 
-    Returns a line for the user; None where the chip is not known.
+    Returns a line for the user; None if the chip is unknown.
 
     Raises:
-        ValueError: the step needs more memory than a device has, or hardware.chip is no chip.
+        ValueError: the step needs more memory than a device has, or hardware.chip is not a chip.
     """
     c, mesh = step.c, step.mesh
     named, found = c.hardware.chip, chip_for(mesh.devices.flat[0].device_kind)
@@ -193,7 +193,7 @@ def plan_run(step: Step, steps: int, directory: Path) -> str | None:
     sizes = dict.fromkeys(AXES, 1) | dict(mesh.shape)
     try:
         plan = plan_of(planned_step(c, step.model, sizes, chip), chip, steps)
-    except Exception as error:  # a model of users may be one that a plan cannot follow
+    except Exception as error:  # a plan cannot follow every model of users
         return f"plan       none: {in_a_line(error)}"
     with best_effort(str(directory / FILE)):
         write_json(directory / FILE, plan.as_data())

@@ -1,4 +1,4 @@
-"""The check of a run's steps before the first one: on this mesh they compute what they compute on one device."""
+"""Proves, before the first step of a run, that its steps compute on this mesh what they compute on one device."""
 
 import ast
 import contextlib
@@ -26,35 +26,35 @@ from shardwright.run.stores import agreed
 
 OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
 OF_MACHINES += ("get_mesh",)
-"""Functions of JAX that a step is not to call: no trace for another mesh changes their results."""
+"""Functions of JAX that a step must not call: their results are the same in a trace for another mesh."""
 SHOWN = 5
 """Number of findings that an error shows."""
 
 
 class Unproved(Exception):
-    """Why nothing is known of a program."""
+    """Raised if nothing is known of a program; says why."""
 
 
 def check_steps(step: Step, source: object) -> None:
-    """Refuses steps that do not compute on their mesh what they compute on one device. They are not run.
+    """Raises unless the steps compute on their mesh what they compute on one device. They are not run.
 
-    With pipeline stages, the parts that stages run are checked one after the other, and compared with what one device
-    runs; their schedule is checked by shardlib.schedules.
+    With pipeline stages, the parts that stages run, and the embedding and loss, which all stages run together, are
+    checked one after the other and compared with what one device runs; shardlib.schedules checks the schedule.
 
     Args:
-        step: one of the programs, as it is run. All are checked.
-        source: hashes of the source, from provenance.source_of, with which each is checked once; None: each time.
+        step: one of the programs, as it is run. All of them are checked.
+        source: hashes of the source, from provenance.source_of, for which each step is checked once; None: each time.
 
     Raises:
-        ShardError: with the lines of the source that are wrong or not proved, the values there, and what to do.
+        ShardError: names the lines of the source that are wrong or not proved, with the values there and the remedy.
     """
     refuse(lambda: find_unsound(step), source, *(read_by(step) if source else ()))
 
 
 def check_program(program: Any, args: object, source: Any, *settings: Any) -> None:
-    """Refuses a jitted program, which calls typed_shard_map, like check_steps, for arguments of these shapes.
+    """Checks a jitted program, which calls typed_shard_map, like check_steps, for arguments of these shapes.
 
-    `settings` are what its source reads beside the arguments.
+    `settings` are what its source reads besides the arguments.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     find = lambda: prove_function(lambda: program.trace(*shapes).jaxpr)
@@ -62,10 +62,10 @@ def check_program(program: Any, args: object, source: Any, *settings: Any) -> No
 
 
 def refuse(find: Callable[[], list[Finding]], source: object, *parts: object) -> None:
-    """Raises ShardError for what `find` finds, but for a `source` and `parts` of which all was proved before.
+    """Raises ShardError for what `find` finds, unless all was proved before for this `source` and `parts`.
 
-    `find` may raise Unproved. Of several processes, which all call this with the same program, the first proves, and
-    keeps the record.
+    `find` may raise Unproved. If several processes call this with the same program, as they all must, the first one
+    proves it and keeps the record.
     """
     agreed(lambda: _refuse(find, source, parts) if jax.process_index() == 0 else None, Unproved)
 
@@ -75,16 +75,16 @@ def _refuse(find: Callable[[], list[Finding]], source: object, parts: tuple) -> 
     if record and record.exists():
         return
     raise_for(find(), SHOWN)
-    if record and source == source_of():  # else tracing imported more, which a record of `source` would not follow
+    if record and source == source_of():  # else tracing imported more, which a record of `source` would not cover
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         record.touch()
 
 
 def find_unsound(step: Step) -> list[Finding]:
-    """What is wrong with the programs of a step on its mesh. The argument is that of check_steps.
+    """Finds what is wrong with the programs of a step on its mesh. The argument is that of check_steps.
 
-    An AttentionMask runs within per-device code in every implementation of attention but einsum. So the steps are
-    checked with einsum first, which computes what the mask says of all pairs, and then as they run.
+    An AttentionMask runs inside per-device code in every implementation of attention except einsum. So the steps are
+    proved first with einsum, which applies the mask to all pairs, and then as they run.
     shardwright.modeling.attention_calls compares the implementations.
     """
     kinds = [kind for kind in type(step.model).__mro__ if kind.__module__ not in ("builtins", "typing")]
@@ -97,9 +97,9 @@ def find_unsound(step: Step) -> list[Finding]:
 
 
 def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
-    """find_unsound of one form of attention. `to_single`: also compared with what a single device runs."""
+    """find_unsound for one form of attention. `to_single`: also compare with what a single device runs."""
     t, mesh = step.c.training, getattr(step.mesh, "abstract_mesh", step.mesh)
-    if t.loss_chunk:  # each on a device of its own
+    if t.loss_chunk:  # each chunk on a device of its own
         sizes, kinds = (*mesh.axis_sizes, t.seq_len // t.loss_chunk), (*mesh.axis_types, AxisType.Explicit)
         mesh = AbstractMesh(sizes, (*mesh.axis_names, CHUNK_AXIS), axis_types=kinds)
     in_order = ["layers in order"] * (mesh.shape.get(PIPELINE_AXIS, 1) > 1)
@@ -116,7 +116,7 @@ def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
     if to_single and not {*OPTIONAL}.isdisjoint(mesh.shape):
         singles[trace] = False
     if to_single and t.gather_weights == "auto" and math.prod(mesh.shape.get(axis, 1) for axis in "cde") > 1:
-        singles[lambda at: trace(at, "gathered ahead")] = True  # which casts weights in another place
+        singles[lambda at: trace(at, "gathered ahead")] = True  # casts weights elsewhere
     found = prove(lambda at: trace(at, *in_order), mesh, singles)
     if found and t.loss_chunk:
         others = {finding.text for finding in _unsound(step.other("whole loss"), to_single)}
@@ -125,7 +125,7 @@ def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
 
 
 def _check_rules(step: Step) -> tuple[list[Finding], bool]:
-    """Numbers of a model's Rules that are others on one device, and whether einsum computes all attention."""
+    """Numbers in a model's masks that differ on one device; and True if einsum computes all attention."""
     mesh = getattr(step.mesh, "abstract_mesh", step.mesh)
     one = AbstractMesh((1,) * len(ALWAYS), ALWAYS, axis_types=mesh.axis_types[:1] * len(ALWAYS))
 
@@ -139,7 +139,7 @@ def _check_rules(step: Step) -> tuple[list[Finding], bool]:
     try:
         with anew(step.other(mesh=one)) as alone:
             there, _ = calls(alone)
-    except Exception:  # whatever the program does there, the proof of the steps says it
+    except Exception:  # whatever the program does there, the proof of the steps reports it
         return [], is_einsum
     found = {}
     for a, b in zip(here, there, strict=False):
@@ -154,15 +154,15 @@ def _check_rules(step: Step) -> tuple[list[Finding], bool]:
 
 
 OF_WHOLE = (
-    "an attention mask is of whole sizes: shardops.size('L') is the whole size of a dim, and self.c has those of the "
-    "model"
+    "let an attention mask use global sizes: shardops.size('L') is the global size of a dim, and self.c has those of "
+    "the model"
 )
 
 
 def _of_chunks(finding: Finding, chunk: int) -> Finding:
-    """A finding of the loss in chunks alone, with what to do."""
+    """Replaces the remedy of a finding that only occurs with the loss in chunks."""
     text, _, _ = finding.text.partition("\n  remedy: ")
-    remedy = f"training.loss_chunk={chunk} takes so many positions at a time: count each by itself, or set it to null"
+    remedy = f"training.loss_chunk={chunk} takes that many positions at a time: count each alone, or set it to null"
     return dataclasses.replace(finding, text=f"{text}\n  remedy: {remedy}")
 
 
@@ -183,15 +183,13 @@ def _machines(part: Callable[..., Any]) -> Iterator[Finding]:
         stored = (x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
         defined |= dict.fromkeys([node.name] if hasattr(node, "name") else stored, node)
     reached = [name for name in (part.__name__,) if name in defined]
-    for name in reached:  # which grows
+    for name in reached:  # the list grows
         names = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}
         reached += sorted(names & defined.keys() - {*reached})
     for node in (node for name in reached for node in ast.walk(defined[name])):
         named = isinstance(node, ast.Name) and node.id in imported
         if named or (isinstance(node, ast.Attribute) and node.attr in OF_MACHINES and is_of_jax(ast.unparse(node))):
             where = place(inspect.getsourcefile(sys.modules[part.__module__]) or "?", node.lineno)
-            problem = (
-                f"{ast.unparse(node)} is the same on all meshes, so that the check does not see what depends on it"
-            )
-            remedy = "shardops.axis_size('r d') is the number of devices along axes"
+            problem = f"{ast.unparse(node)} is the same on all meshes, so the check cannot see what depends on it"
+            remedy = "use shardops.axis_size('r d'), the number of devices along axes"
             yield Finding(f"{where}: {problem}\n  remedy: {remedy}")

@@ -104,8 +104,8 @@ def test_a_text_that_cannot_be_drawn_is_told_in_a_line(tmp_path, monkeypatch):
     text = tmp_path / "hlo.txt"
     text.write_text("no program")
     assert draw_step(text) == (
-        f"picture    none, {text} cannot be drawn: ValueError: this is no text of an HLO program: it has no line "
-        'that begins with "HloModule".'
+        f"picture    none, {text} cannot be drawn: ValueError: this is not the text of an HLO program: no line "
+        'begins with "HloModule".'
     )
     monkeypatch.setattr(background, "TIMEOUT_S", 0.01)
     assert draw_step(text) == f"picture    none, {text} cannot be drawn: it took longer than 0.01 s"

@@ -34,7 +34,7 @@ def test_the_table_of_the_newest_step_with_the_lines_of_its_time(directory, caps
     ("given", "problem"),
     [
         ("empty", "empty: there is no training_step_optimized_hlo_<date>.txt"),
-        ("training_step_optimized_hlo_2026_01_01_00_00_00.txt", "_00.txt: this is no text of an HLO program"),
+        ("training_step_optimized_hlo_2026_01_01_00_00_00.txt", "_00.txt: this is not the text of an HLO program"),
     ],
 )
 def test_refusals(directory, given, problem):

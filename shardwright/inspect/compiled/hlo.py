@@ -1,6 +1,6 @@
-"""The text of an optimized HLO program, as `jax.stages.Compiled.as_text` prints it, as data. Does not import JAX.
+"""Parses the text of an optimized HLO program, as `jax.stages.Compiled.as_text` prints it. Does not import JAX.
 
-An operation has the number of a stack frame. Tables before the first computation have the source line of each frame.
+An operation has the id of a stack frame. Tables before the first computation hold the source line of each frame.
 """
 
 import collections
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """Type of an array of one device."""
+    """Type of an array on one device."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of its entries. Zero for what holds none, such as a token."""
+        """Bytes of its entries. Zero for types without entries, such as a token."""
         bits = re.search(r"\d+", self.dtype)
         return math.ceil(math.prod(self.dims) * (int(bits[0]) if bits else 8 * (self.dtype == "pred")) / 8)
 
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A call on the way to an operation. `function` is empty where the program does not name it."""
+    """A call that led to an operation. `function` is empty if the program does not name it."""
 
     file: str
     line: int
@@ -43,12 +43,12 @@ class Instruction:
     Attributes:
         name: unique in the program.
         opcode: such as "all-gather".
-        shapes: of the result; of all parts of a tuple, in order.
+        shapes: shape of the result; of all parts of a tuple, in order.
         operands: names of the instructions that it reads, in order.
         attributes: text after the operands.
-        is_root: whether its result is the computation's.
-        op_name: JAX's name of the operation, such as "jit(f)/transpose(jvp())/while/body/mul". Empty without one.
-        frames: the calls in the source that lead to it, innermost first.
+        is_root: True if its result is the computation's.
+        op_name: JAX's name of the operation, such as "jit(f)/transpose(jvp())/while/body/mul"; empty without one.
+        frames: the calls in the source that led to it, innermost first.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that run as part of it, such as a fusion's or a loop's body."""
+        """Names of the computations that run as part of it, such as the body of a fusion or a loop."""
         found = re.findall(
             r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)", self.attributes
         )
@@ -75,13 +75,13 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Which part of a tuple a get-tuple-element reads."""
+        """Index of the part of a tuple that a get-tuple-element reads."""
         return int(re.findall(r"\bindex=(\d+)", self.attributes)[0])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """A function of the program. `instructions` are in the order of the text, which is that of the schedule."""
+    """A function of the program. `instructions` are in the order of the text, which is the schedule's order."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -120,9 +120,9 @@ class Program:
     entry: Computation
 
     def turns(self, loop: Instruction) -> int | None:
-        """Number of turns of a loop; None if neither the compiler tells it nor its condition.
+        """Number of turns of a loop; None if neither the compiler nor the loop's condition tells it.
 
-        Compilers for TPUs do not tell it. A loop of JAX with a known number counts from 0 while it is below that.
+        Compilers for TPUs do not. A JAX loop with a known number of turns counts from 0 while it is below that number.
         """
         if count := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
             return int(count[1])
@@ -136,10 +136,10 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """The program of an HLO text. Raises ValueError for a text that is none."""
+    """Parses an HLO text. Raises ValueError if it is not one."""
     heading = re.search(r"^HloModule ([\w.\-]+)(?:.* num_partitions=(\d+))?", text, re.MULTILINE)
     if heading is None:
-        raise ValueError('this is no text of an HLO program: it has no line that begins with "HloModule".')
+        raise ValueError('this is not the text of an HLO program: no line begins with "HloModule".')
     comment = re.match(r"// mesh ((?:\w+=\d+ ?)*)\n", text)
     mesh = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", comment[1])} if comment else {}
     text = re.sub(r'\n(?="|\}[^\n,])', " ", text)  # kernels of TPUs have line breaks in their attributes
@@ -149,7 +149,7 @@ def parse(text: str) -> Program:
         computations[name] = Computation(name, {instruction.name: instruction for instruction in parsed})
         entry = computations[name] if is_entry else entry
     if entry is None:
-        raise ValueError("the text of the HLO program has no ENTRY computation, or ends before its end.")
+        raise ValueError("the text of the HLO program has no ENTRY computation, or is cut off.")
     return Program(heading[1], int(heading[2] or 1), mesh, computations, entry)
 
 
@@ -178,7 +178,7 @@ def _instruction(found: re.Match[str], stacks: Mapping[str, tuple[Frame, ...]]) 
 
 
 def _stacks(text: str) -> dict[str, tuple[Frame, ...]]:
-    """The frame of each number and those around it, innermost first."""
+    """The frame of each id and those around it, innermost first."""
     tables = {title: table for title, _, table in (part.partition("\n") for part in text.split("\n\n", 5))}
     names = lambda title: dict(re.findall(r'^(\d+) "(.*)"$', tables.get(title, ""), re.MULTILINE))
     rows = lambda title: {
@@ -191,7 +191,7 @@ def _stacks(text: str) -> dict[str, tuple[Frame, ...]]:
         for number, x in rows("FileLocations").items()
         if x["file_name_id"] in files
     }
-    # XLA prints the number of the parent, or one more, so that 1 is no parent.
+    # XLA prints the id of the parent, or one more, so that 1 is no parent.
     shift = int(any(frame["parent_frame_id"] == number for number, frame in frames.items()))
     found: dict[str, tuple[Frame, ...]] = {}
     for number, frame in frames.items():  # a parent is before its children

@@ -1,4 +1,4 @@
-"""The source line of each operation of a compiled program, and of each array that it keeps for the backward pass."""
+"""Finds the source line of each operation of a compiled program, and of each array kept for the backward pass."""
 
 import functools
 from pathlib import PurePath
@@ -12,20 +12,20 @@ WITHOUT_LINE = "without a line"
 _HELPERS = ("jax_extra.py",)
 _LIBRARY = "shardlib"
 _NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
-"""Opcodes whose line says nothing of their neighbours."""
+"""Opcodes whose line tells nothing about their neighbors."""
 _ALIASES = {
     *("get-tuple-element", "bitcast", "copy", "opt-barrier", "optimization-barrier", "reshape", "transpose"),
     *("copy-start", "copy-done"),
 }
-"""Opcodes that pass an array on."""
+"""Opcodes whose output is their input."""
 _MADE_OF_OTHERS = ("fusion", "async-start", "call", "all-reduce", "reduce-scatter")
-"""Beginnings of opcodes of instructions that call others."""
+"""Prefixes of opcodes of instructions that call others."""
 
 
 def phase_of(op_name: str) -> str:
     """The part of automatic differentiation that an operation belongs to.
 
-    "forward", "backward", "again" for what the backward pass computes again of the forward pass, or "" for others.
+    "forward", "backward", "again" for what the backward pass recomputes of the forward pass, or "" for others.
     """
     if "rematted_computation" in op_name:
         return "again"
@@ -35,10 +35,10 @@ def phase_of(op_name: str) -> str:
 
 
 class CallSite(NamedTuple):
-    """Where an operation comes from: its line, and its phase as `phase_of` has it.
+    """Where an operation comes from: its line, and its phase as `phase_of` returns it.
 
-    The line is `path/file.py:158`, of a file that users edit, with the path in the checkout; None if it is not known.
-    With a "~" before it the compiler dropped the line, so that this is the line of a neighbour.
+    The line is `path/file.py:158`, of a file that users edit, with its path in the checkout; None if unknown. A "~"
+    before it means that the compiler dropped the line, so this is the line of a neighbor.
     """
 
     line: str | None
@@ -49,7 +49,7 @@ class Places:
     """Finds the source lines of a program's operations and of the arrays that its backward pass reads.
 
     Attributes:
-        root: directory of the checkout with which the program was compiled; empty if it has none of its files.
+        root: directory of the checkout with which the program was compiled; empty if the program has none of its files.
     """
 
     def __init__(self, program: Program):
@@ -60,14 +60,14 @@ class Places:
                 files |= dict.fromkeys(frame.file for frame in instruction.frames)
         libraries = [PurePath(file).parent.parent for file in files if PurePath(file).parent.name == _LIBRARY]
         self.root = str(libraries[0]) if libraries else ""
-        self._users: dict[str, str] = {}  # files that users edit, and their paths as they are shown
+        self._users: dict[str, str] = {}  # files that users edit, and their paths as shown
         for file in files:
             path = file.removeprefix(f"{self.root}/") if self.root else file
             if not (path.startswith((f"{_LIBRARY}/", *_HELPERS)) or is_installed(file)):
                 self._users[file] = path
 
     def of_frames(self, frames: tuple[Frame, ...]) -> str | None:
-        """The innermost line of a user's file, as shardlib.places has it."""
+        """The innermost line of a user's file, as defined by shardlib.places."""
         return next((f"{self._users[x.file]}:{x.line}" for x in frames if x.file in self._users), None)
 
     def of_instruction(self, instruction: Instruction) -> CallSite:
@@ -76,10 +76,10 @@ class Places:
         return CallSite(line, phase_of(instruction.op_name))
 
     def of(self, computation: Computation, instruction: Instruction) -> CallSite:
-        """Where an instruction comes from; a fusion, where what it mostly computes comes from.
+        """Where an instruction comes from; for a fusion, where its main operation comes from.
 
         XLA drops the name of some operations that it rewrites, such as batched matmuls on CPUs, and gives them the line
-        of the whole loop. The line then is the one of an operation that reads it, or that it reads.
+        of the whole loop. The line is then that of an operation that reads the result, or of one that made an operand.
         """
         if instruction.opcode in ("while", "conditional"):
             return self.of_instruction(instruction)
@@ -102,7 +102,7 @@ class Places:
         return None
 
     def _inside(self, instruction: Instruction) -> list[Instruction]:
-        """What an instruction is made of; of a collective, what sums, whose name XLA keeps where it drops the other."""
+        """What an instruction consists of; for a collective, its sum, whose name XLA keeps if it drops the other."""
         if not instruction.opcode.startswith(_MADE_OF_OTHERS):
             return []
         found = []
@@ -112,10 +112,10 @@ class Places:
         return found
 
     def kept(self, computation: Computation) -> list[tuple[str, str | None, Shape]]:
-        """What the backward pass in a computation reads of the forward pass. Scalars and weights do not count.
+        """What the backward pass in a computation reads of the forward pass, except scalars and weights.
 
-        Each as the name of the computation that makes it, which may be a loop's body; the line that made it, or saved
-        it with save_for_backward; and its shape, of the whole array where a loop stacks it up turn by turn. A loop over
+        Each as: the name of the computation that makes it, which may be a loop's body; the line that made it, or saved
+        it with save_for_backward; and its shape, which is that of the whole array if a loop stacks it up. A loop over
         forward and backward passes, such as a pipeline's, keeps what its forward passes stack up.
         """
         found: dict[tuple, tuple | None] = {}
@@ -156,13 +156,13 @@ class Places:
         if instruction.opcode == "tuple":
             chosen = instruction.operands if part is None else instruction.operands[part : part + 1]
             return tuple(found for operand in chosen for found in self._makers(computation, operand))
-        # A conversion with a name is one of the source.
+        # A conversion with a name is one in the source.
         if instruction.opcode in _ALIASES or (instruction.opcode == "convert" and not instruction.op_name):
             return self._makers(computation, instruction.operands[0], part)
         return ((instruction, part),)
 
     def _stack(self, computation: Computation, part: int | None, callers: tuple = ()) -> CallSite | None:
-        """Where the entries come from of a stack, which is a part of a computation's result; None if it is none.
+        """Where the entries of a stack, a part of a computation's result, come from; None if it is not a stack.
 
         `callers`: the fusions around the computation, outermost first, each with its own computation.
         """
@@ -178,7 +178,7 @@ class Places:
         return None
 
     def _put(self, computation: Computation, name: str, callers: tuple) -> CallSite:
-        """Where that comes from which is put into a stack."""
+        """Where the value that is put into a stack comes from."""
         for maker, _ in self._makers(computation, name):
             if maker.opcode != "parameter":
                 return self.of(computation, maker)

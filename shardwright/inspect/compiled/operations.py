@@ -1,4 +1,4 @@
-"""What single operations of a compiled program do: collectives with their axes and bytes, matmuls with their FLOPs."""
+"""What single operations of a compiled program do: collectives with axes and bytes, matmuls with FLOPs."""
 
 import json
 import math
@@ -17,7 +17,7 @@ NO_WORK = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "optimization-barrier", "add-dependency", "domain"),
 }
-"""Opcodes that compute and move nothing."""
+"""Opcodes that neither compute nor move anything."""
 _CONTRACTED = ("lhs_contracting", "lhs_batch", "rhs_contracting", "rhs_batch")
 
 
@@ -26,13 +26,12 @@ class Work(NamedTuple):
 
     Attributes:
         kind: "collective", "matmul", "kept" for an array that the backward pass reads, or "other".
-        what: such as "all-gather"; "m×k×n" of a matmul, "b: m×k×n" of b of them; type of a kept array.
-        size: number of bytes that a device sends, if the devices of a group form a ring; number of floating-point
-            operations, 2·b·m·k·n; number of bytes of a kept array.
-        dtype: of the arrays, of a matmul of its operands.
-        axes: of a collective, the axes of the mesh along which devices communicate, as in "d t". Empty if they are not
-            known.
-        overlapped: of a collective, whether the program computes between its start and its end. None: it has no start
+        what: such as "all-gather"; "m×k×n" for a matmul, "b: m×k×n" for b of them; type of a kept array.
+        size: bytes that a device sends, if the devices of a group form a ring; floating-point operations, 2·b·m·k·n;
+            bytes of a kept array.
+        dtype: dtype of the arrays; for a matmul, of its operands.
+        axes: for a collective, the axes of the mesh along which devices communicate, as in "d t". Empty if unknown.
+        overlapped: for a collective, True if the program computes between its start and its end. None: it has no start
             and end.
     """
 
@@ -47,10 +46,10 @@ class Work(NamedTuple):
 def works_of(
     program: Program, computation: Computation, instruction: Instruction, chains: set[str] | None = None
 ) -> list[Work]:
-    """The collectives and matmuls that an operation is or has fused into it.
+    """The collectives and matmuls that an operation is, or has fused into it.
 
-    TPUs do a part of a collective within each of the fusions that follow its start. Each has the number of its chain.
-    Only the first one counts, whose number this adds to `chains`.
+    TPUs do part of a collective in each of the fusions that follow its start; all have the number of its chain. Only
+    the first one counts, and its number is added to `chains`.
     """
     chains = set() if chains is None else chains
     if communicated := _collective(program, computation, instruction):
@@ -101,7 +100,7 @@ def _collective(program: Program, computation: Computation, instruction: Instruc
 
 
 def _overlapped(computation: Computation, start: Instruction) -> bool:
-    """Whether work is scheduled between the start and the end of a collective."""
+    """True if work is scheduled between the start and the end of a collective."""
     scheduled = [*computation.instructions.values()]
     for instruction in scheduled[scheduled.index(start) + 1 :]:
         if start.name in instruction.operands and instruction.opcode.endswith(("-done", "-update")):
@@ -112,7 +111,7 @@ def _overlapped(computation: Computation, start: Instruction) -> bool:
 
 
 def _groups(program: Program, attributes: str) -> list[list[int]]:
-    """Numbers of the devices that communicate with each other; for a permutation, pairs. Empty if not known."""
+    """Ids of the devices that communicate with each other; for a permutation, pairs. Empty if unknown."""
     if listed := re.search(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", attributes):
         return [_numbers(group) for group in re.findall(r"\{([^{}]*)\}", listed[1])]
     array = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [4,2]T(1,0): the numbers of a 4 × 2 array, transposed
@@ -134,7 +133,7 @@ def _groups(program: Program, attributes: str) -> list[list[int]]:
 
 
 def _devices(program: Program, arrangements: list[tuple[list[int], list[int]]], members: int) -> list[list[int]]:
-    """All devices in groups, after each reshape and transposition. Empty if a shape has not as many places."""
+    """All devices in groups, after each reshape and transpose. Empty if a shape does not have as many positions."""
     numbers = np.arange(program.devices)
     for dims, order in arrangements:
         if math.prod(dims) != numbers.size:
@@ -144,7 +143,7 @@ def _devices(program: Program, arrangements: list[tuple[list[int], list[int]]], 
 
 
 def _axes(groups: list[list[int]], program: Program) -> list[str]:
-    """Axes along which the places in the mesh differ within groups, in the order of the mesh."""
+    """Axes along which mesh positions differ within groups, in the order of the mesh."""
     known = math.prod(program.mesh.values()) == program.devices > max((n for group in groups for n in group), default=0)
     if not known:
         return []
@@ -153,14 +152,14 @@ def _axes(groups: list[list[int]], program: Program) -> list[str]:
 
 
 def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
-    """The product that the instruction computes; None if it is none."""
+    """The matmul that the instruction computes; None if it is not one."""
     opcode, attributes = instruction.opcode, instruction.attributes
     of_gpus = re.findall(r'_target="[^"]*(?:gemm|matmul).*"dot_dimension_numbers":(\{[^{}]*\})', attributes)
     known = {"dot": True, "convolution": "dim_labels=" in attributes, "custom-call": of_gpus}
     if not known.get(opcode):
         return None
     left, right = (computation.instructions[name].shapes[0] for name in instruction.operands[:2])
-    if opcode == "convolution":  # as TPUs compute products
+    if opcode == "convolution":  # how TPUs compute matmuls
         return _product(*_convolved(left, right, instruction), left)
     if opcode == "dot":
         found = (re.search(rf"\b{key}_dims=\{{([\d,]*)\}}", attributes) for key in _CONTRACTED)
@@ -176,7 +175,7 @@ def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
 
 
 def _convolved(left: Shape, right: Shape, instruction: Instruction) -> tuple[int, int, int, int]:
-    """Sizes 1, m, k, n of the product that a convolution is. What it multiplies with padding does not count."""
+    """Sizes 1, m, k, n of the matmul that a convolution is. Multiplications by padding do not count."""
     labels = re.findall(r"\bdim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)[0]
     given, kernel, made = (
         dict(zip(names, shape.dims, strict=True))

@@ -20,17 +20,17 @@ _DARK, _QUIET, _OTHER_AXIS = "#202124", "#6b7075", "#56b4e9"
 
 
 def colours_of(row: Row) -> list[str]:
-    """A colour for each axis of a collective, or that of the kind of the row."""
+    """A color for each axis of a collective, or the color of the row's kind."""
     return [_AXES.get(axis, _OTHER_AXIS) for axis in row.axes.split()[:8]] or [_KINDS.get(row.kind, "#999999")]
 
 
 def draw(table: Table) -> str:
-    """The picture of a compiled step, as SVG."""
+    """Draws a compiled step, as SVG."""
     return _Picture(table).svg()
 
 
 class _Picture:
-    """Parts from above to below; `y` is where the next one begins."""
+    """Stacks parts from top to bottom; `y` is where the next one begins."""
 
     def __init__(self, table: Table):
         self.table, self.parts, self.y = table, [], 0.0
@@ -56,7 +56,7 @@ class _Picture:
         self.parts.append(f'<rect {place} rx="2" fill="{fill}" stroke="{stroke}"/>')
 
     def marked(self, x: float, y: float, colours: list[str], words: str) -> float:
-        """Draws squares and words in a line that begins at y. Returns where they end."""
+        """Draws squares and words on a line that begins at y. Returns where they end."""
         for i, colour in enumerate(colours):
             self.box(x + 14 * i, y + 2, 11, 11, colour)
         self.text(x + 14 * len(colours) + 2, y + 12, words, 11)
@@ -76,7 +76,7 @@ class _Picture:
         self.y = 108
 
     def section(self, rows: Iterable[Row], depth: int) -> None:
-        """Draws the lines of a section, and a frame for each section within it."""
+        """Draws the lines of a section, and a frame for each section inside it."""
         sections = self.table.sections
         within = lambda row: next(iter(around(sections, row.section)[depth + 1 :]), None)
         for number, group in itertools.groupby(rows, within):
@@ -93,7 +93,7 @@ class _Picture:
             self.y += 6
 
     def line(self, rows: list[Row], left: float) -> None:
-        """Draws the line of the source, and below it what it communicates, multiplies and keeps."""
+        """Draws a source line, and below it what it communicates, multiplies and keeps."""
         first, right, place = rows[0], _WIDTH - left, len(self.parts)
         chips = [(colours_of(row), _words(row)) for row in rows if row.kind != "other"]
         top, x, colour = self.y, left + 14, _DARK if chips else _QUIET

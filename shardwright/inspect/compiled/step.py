@@ -1,4 +1,4 @@
-"""The reading of a compiled step by source line: what each communicates, multiplies, keeps for the backward pass."""
+"""Reads a compiled step by source line: what each line communicates, multiplies, keeps for the backward pass."""
 
 import collections
 import contextlib
@@ -14,7 +14,7 @@ from shardwright.inspect.compiled.table import Row, Section, Table, around
 from shardwright_data.untrusted import read_text
 
 _LOOPS = {"run_layers": "layers", "gradients": "groups of microbatches", "_run": "ticks"}
-"""What the loop of a function goes over."""
+"""What the loop of a function iterates over."""
 
 
 def describe(program: Program, newest: float = 0) -> Table:
@@ -26,7 +26,7 @@ class _Walk:
     def __init__(self, program: Program):
         self.program, self.places = program, Places(program)
         self.sections: list[Section] = []
-        # Of each section, in the order of the program: the work of a line in a phase, and the sections within it.
+        # For each section, in program order: the work of a line in a phase, and the sections inside it.
         self.items: list[dict[Any, collections.Counter[Work] | Any]] = []
         self.section_of: dict[str, int] = {}  # of each computation
         self.line_of: dict[str, str | None] = {}  # of each instruction
@@ -47,7 +47,7 @@ class _Walk:
         return Table(name, program.devices, program.mesh, self.sections, rows, source, *of_operations)
 
     def open(self, section: Section) -> int:
-        """Number of a new section."""
+        """Opens a section; returns its index."""
         number = len(self.sections)
         self.sections.append(section)
         self.items.append({})
@@ -56,7 +56,7 @@ class _Walk:
         return number
 
     def work(self, section: int, line: str | None, phase: str) -> collections.Counter[Work]:
-        """What a line does in a section and a phase, to add to."""
+        """The counter of a line's work in a section and a phase, for adding to it."""
         return self.items[section].setdefault((line or WITHOUT_LINE, phase), collections.Counter())
 
     def fill(self, section: int, computation: Computation) -> None:
@@ -100,7 +100,7 @@ class _Walk:
             self.communicating.add(instruction.name)
 
     def rows(self, number: int) -> Iterator[Row]:
-        """The rows of a section and of those within it."""
+        """The rows of a section and of those inside it."""
         outer = [self.sections[i] for i in around(self.sections, number)[1:]]
         # A loop of unknown length counts once, a branch always.
         turns = math.prod(section.turns or 1 for section in outer if section.kind == "loop")
@@ -119,11 +119,11 @@ class _Walk:
 
 
 def _source(root: str, names: set[str], newest: float) -> dict[str, str]:
-    """Text of lines, of files of Python that were not changed after the time `newest`."""
+    """Text of the lines of Python files that were not changed after the time `newest`."""
     found = {}
     for file in sorted({name.rpartition(":")[0] for name in names}):
         path = Path(root, file)
-        with contextlib.suppress(OSError, ValueError):  # a stranger's HLO text may name what is no source
+        with contextlib.suppress(OSError, ValueError):  # an untrusted HLO text may name files that are not source
             if path.suffix == ".py" and path.stat().st_mtime <= newest:
                 for i, line in enumerate(read_text(path).splitlines(), 1):
                     if f"{file}:{i}" in names:

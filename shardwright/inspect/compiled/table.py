@@ -1,4 +1,4 @@
-"""A compiled step as rows, one kind for collectives, matmuls, kept arrays and other operations; as text and as data."""
+"""A compiled step as rows: collectives, matmuls, kept arrays and other operations. Formats it as text and as data."""
 
 import dataclasses
 import typing
@@ -21,8 +21,8 @@ class Section:
     Attributes:
         kind: "program", "loop" or "branch".
         title: such as "layers, forward".
-        turns: number of turns of a loop; None if it is not known.
-        parent: number of the section around it; -1 of the program.
+        turns: number of turns of a loop; None if unknown.
+        parent: index of the section around it; -1 for the program.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Section:
 
 
 def around(sections: list[Section], number: int) -> list[int]:
-    """Numbers of the sections around a section, outermost first, and its own."""
+    """Indices of the sections around a section, outermost first, and its own."""
     found = [number]
     while found[0] > 0:
         found.insert(0, sections[found[0]].parent)
@@ -44,15 +44,15 @@ class Row:
     """Equal things that a source line does in one section and one phase.
 
     Attributes:
-        line: such as "train.py:158". With a "~" before it, the compiler dropped the line, and it is a neighbour's.
-        where: loops around it, outermost first, and "again" for what the backward pass repeats of the forward pass.
-        section: its number in the table.
+        line: such as "train.py:158". With a "~" before it, the compiler dropped the line, and this is a neighbor's.
+        where: loops around it, outermost first, and "again" for what the backward pass recomputes of the forward pass.
+        section: index of its section in the table.
         phase: "forward", "backward", "again" or "", as compiled.lines.phase_of says.
-        kind, what, size, dtype, axes, overlapped: as those of compiled.operations.Work. Of other operations, each with
-            what is fused with it, only the count is known.
+        kind, what, size, dtype, axes, overlapped: as in compiled.operations.Work. For other operations, each counted
+            together with what is fused into it, only the count is known.
         count: number of them in one turn of the loops.
-        turns: number of turns of the loops in a step; 1 of a kept array, which has the entries of all turns.
-        sometimes: whether it is on condition, so that a device may do fewer than are counted.
+        turns: number of turns of the loops in a step; 1 for a kept array, which has the entries of all turns.
+        sometimes: True if it is conditional, so a device may do fewer than are counted.
     """
 
     line: str
@@ -88,7 +88,7 @@ class Row:
         return f"kept {self.what}" if self.kind == "kept" else f"{self.what} {self.dtype}".strip()
 
     def amount(self, count: int) -> str:
-        """A number of bytes or FLOPs of this kind with a unit."""
+        """Formats a number of bytes or FLOPs, whichever this kind has, with a unit."""
         return in_flops(count) if self.kind == "matmul" else in_bytes(count)
 
 
@@ -101,10 +101,10 @@ class Table:
         devices: number of devices.
         mesh: number of devices along each axis; empty if it is not known.
         sections: the program, and the loops and branches in it.
-        rows: in the order of the program.
-        source: text of each line, by its name without "~". A line whose text is not known is missing.
-        line_of: source line of each HLO operation, by its name; None of a loop, branch or call, whose operations have
-            their own. Empty of a table that was read from a file, as the next one is.
+        rows: in program order.
+        source: text of each line, by its name without "~". Lines whose text is unknown are missing.
+        line_of: source line of each HLO operation, by its name; None for a loop, branch or call, whose operations have
+            their own. Empty, like the next field, if the table was read from a file.
         communicating: names of the HLO operations that communicate.
     """
 
@@ -118,27 +118,27 @@ class Table:
     communicating: set[str] = dataclasses.field(default_factory=set, repr=False)
 
     def of(self, kind: str) -> list[Row]:
-        """The rows of a kind, the most expensive first."""
+        """The rows of a kind, most expensive first."""
         return sorted((row for row in self.rows if row.kind == kind), key=lambda row: -row.total)
 
     def total(self, kind: str) -> str:
-        """Bytes or FLOPs of all rows of a kind, with a unit; "at most" where some are on condition."""
+        """Bytes or FLOPs of all rows of a kind, with a unit; "at most" if some are conditional."""
         rows = self.of(kind)
         text = (in_flops if kind == "matmul" else in_bytes)(sum(row.total for row in rows))
         return f"at most {text}" if any(row.sometimes for row in rows) else text
 
     def text_of(self, line: str) -> str:
-        """Text of a source line; empty if it is not known."""
+        """Text of a source line; empty if unknown."""
         return self.source.get(line.removeprefix("~"), "")
 
     def as_data(self) -> dict[str, Any]:
-        """What a file has of the table."""
+        """The part of the table that files store."""
         of_operations = ("line_of", "communicating")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_operations}
 
 
 def read_table(path: Path) -> Table:
-    """The table in a file, which may be a stranger's. Raises ValueError and OSError, as `read_object` does."""
+    """Reads a table from an untrusted file. Raises ValueError and OSError, like `read_object`."""
     of_file = {"name": str, "devices": int, "mesh": {str: int}, "source": {str: str}}
     kinds = {"sections": Section, "rows": Row}
     fields = {name: typing.get_type_hints(kind) for name, kind in kinds.items()}
@@ -149,7 +149,7 @@ def read_table(path: Path) -> Table:
     table = Table(**made)
     numbers = [table.devices, *table.mesh.values(), *(section.turns or 0 for section in table.sections)]
     numbers += [number for row in table.rows for number in (row.size, row.count, row.turns)]
-    # A section is after the one around it, so that none is within itself.
+    # A section comes after the one around it, so none is inside itself.
     nested = all(0 <= section.parent < i for i, section in enumerate(table.sections[1:], 1))
     known = all(0 <= row.section < len(table.sections) for row in table.rows)
     if not (nested and known and all(0 <= number < 2**63 for number in numbers)):
@@ -158,27 +158,27 @@ def read_table(path: Path) -> Table:
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes with a unit."""
+    """Formats a number of bytes with a unit."""
     return _in_units(count, 1024, (" B", " KiB", " MiB", " GiB"))
 
 
 def in_flops(count: float) -> str:
-    """A number of floating-point operations with a unit."""
+    """Formats a number of floating-point operations with a unit."""
     return _in_units(count, 1000, (" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP"))
 
 
 def in_numbers(count: float) -> str:
-    """A number of things with three digits: `1.28k`."""
+    """Formats a count with three digits: `1.28k`."""
     return _in_units(count, 1000, ("", "k", "M", "G", "T"))
 
 
 def in_seconds(seconds: float) -> str:
-    """A time with three digits: `12.8 ms`."""
+    """Formats a time with three digits: `12.8 ms`."""
     return _in_units(1e6 * seconds, 1000, (" µs", " ms", " s"))
 
 
 def _in_units(count: float, base: int, units: tuple[str, ...]) -> str:
-    """`count` with at least three digits, in the largest unit that it reaches."""
+    """Formats `count` with at least three digits, in the largest unit that it reaches."""
     power = next((i for i in range(len(units)) if count < base ** (i + 1)), len(units) - 1)
     value = count / base**power
     digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
@@ -186,7 +186,7 @@ def _in_units(count: float, base: int, units: tuple[str, ...]) -> str:
 
 
 def as_text(table: Table, width: int = 120) -> str:
-    """The table for a terminal of `width` columns."""
+    """Formats the table for a terminal of `width` columns."""
     mesh = " ".join(f"{axis}={size}" for axis, size in table.mesh.items())
     blocks = [f"{table.name} on {table.devices} devices{f', {mesh}' if mesh else ''}; what one device does in a step"]
     for kind, title in KINDS.items():
@@ -197,12 +197,12 @@ def as_text(table: Table, width: int = 120) -> str:
         head = {"matmul": "FLOPs"}.get(kind, "bytes"), "number", "what", "where", "line", ""
         blocks += [f"\n{title} {table.total(kind)}", *_columns([head, *cells], width)]
     if any(row.line.startswith("~") for row in table.rows):
-        blocks.append("\n~ the compiler dropped the line; it is that of an operation beside it")
+        blocks.append("\n~ the compiler dropped the line; it is that of a neighboring operation")
     return "\n".join(blocks)
 
 
 def _columns(lines: list[tuple[str, ...]], width: int) -> list[str]:
-    """Aligned lines, the first two columns to the right."""
+    """Aligns lines in columns, the first two to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = ([cell.rjust(n) if i < 2 else cell.ljust(n) for i, (cell, n) in enumerate(zip(line, widths, strict=True))]
                for line in lines)  # fmt: skip

@@ -1,6 +1,6 @@
-"""Reads traces of jax.profiler: the time between steps, and the time by source line. A program, which a run starts.
+"""Reads traces of jax.profiler: the time between steps, and the time by source line. A run starts it as a program.
 
-Where a trace (xplane.pb) has what the devices executed:
+Where a trace (xplane.pb) records what the devices executed:
 
     /device:TPU:0 …   the line "XLA Modules" has one event for each execution, named jit_training_step(<number>), and
                       the line "XLA Ops" one for each operation, named by its whole instruction
@@ -28,13 +28,13 @@ from shardwright.inspect.compiled.table import Table
 from shardwright.run.files import write_json
 
 LINES = "profile_by_line.json"
-"""Name of the file beside the trace with the time by source line."""
+"""Name of the file next to the trace with the time by source line."""
 PERFETTO = "perfetto_trace.json.gz"
-"""Name of the file beside the trace that ui.perfetto.dev opens."""
+"""Name of the file next to the trace that ui.perfetto.dev opens."""
 GRAPHS = "in CUDA graphs"
-"""The line of kernels of a CUDA graph: XLA names them by the graph, a command buffer, instead of their operation."""
+"""The line of kernels in CUDA graphs: XLA names them by the graph, a command buffer, instead of their operation."""
 FOR_LINES = "++hardware.compiler_options.xla_gpu_enable_command_buffer="
-"""Setting without which XLA makes CUDA graphs of most kernels."""
+"""Setting that keeps XLA from putting most kernels into CUDA graphs."""
 
 Span = tuple[float, float]
 """A time in which something runs: start and end in ns."""
@@ -45,9 +45,9 @@ class Device:
     """What one device executed of a program.
 
     Attributes:
-        executions: from the start of the first operation to the end of the last one. Empty if the trace does not show
-            where they begin.
-        operations: each with the name of its HLO instruction; loops too.
+        executions: from the start of the first operation to the end of the last. Empty if the trace does not show where
+            they begin.
+        operations: each with the name of its HLO instruction, including loops.
     """
 
     executions: list[Span] = dataclasses.field(default_factory=list)
@@ -60,7 +60,7 @@ def devices_of(profile: Any, module: str, steps: int) -> dict[str, Device]:
     Args:
         profile: a jax.profiler.ProfileData. Its planes, lines and events are valid only as long as it lives.
         module: name of the program, such as jit_training_step.
-        steps: number of whole executions in the trace. A part of another one may follow them, which is left out.
+        steps: number of complete executions in the trace. Part of another one may follow, which is left out.
     """
     found: dict[str, Device] = {}
     for plane in profile.planes:
@@ -114,10 +114,10 @@ def _of_modules(modules: Iterable[Any], operations: Iterable[Any], module: str) 
 
 
 def _of_streams(streams: list[Any], module: str, steps: int) -> Device:
-    """The program's kernels, and its executions.
+    """Finds the program's kernels, and its executions.
 
-    A program launches the same kernels in the same order each time. So on its busiest stream the names repeat, once in
-    each execution.
+    A program launches the same kernels in the same order each time, so on its busiest stream the names repeat once per
+    execution.
     """
     device = Device()
     launched: list[list[tuple[Span, str]]] = []
@@ -144,7 +144,7 @@ def _of_streams(streams: list[Any], module: str, steps: int) -> Device:
 
 
 def step_bubble(devices: Mapping[str, Device], steps: int) -> dict[str, Any]:
-    """Share of the time in which devices execute nothing between two steps.
+    """Measures the share of the time in which devices execute nothing between two steps.
 
     Returns:
         step_bubble   share of the time from the start of the first step to the start of the last that is between the
@@ -155,7 +155,7 @@ def step_bubble(devices: Mapping[str, Device], steps: int) -> dict[str, Any]:
         devices       number of devices
 
     Raises:
-        ValueError: the trace does not show the steps. The message says why, to follow "because".
+        ValueError: the trace does not show the steps. The message is the reason, to follow "because".
     """
     if steps < 2:
         raise ValueError("a run of one step has nothing between steps")
@@ -178,9 +178,9 @@ def step_bubble(devices: Mapping[str, Device], steps: int) -> dict[str, Any]:
 
 
 def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
-    """Time that devices spend on the operations of each source line.
+    """Measures the time that devices spend on the operations of each source line.
 
-    A loop has no time but that of the operations within it. A collective's includes the waiting for other devices.
+    A loop only has the time of the operations inside it. A collective's time includes waiting for other devices.
 
     Returns:
         devices      number of devices
@@ -223,7 +223,7 @@ def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
 
 
 def _busy(spans: list[Span]) -> Callable[[np.ndarray], np.ndarray]:
-    """A function of times: how long until then at least one of the spans ran."""
+    """A function of times: how long, up to then, at least one of the spans ran."""
     if not spans:
         return np.zeros_like
     starts, ends = np.array(sorted(spans)).T
@@ -235,7 +235,7 @@ def _busy(spans: list[Span]) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def top_lines(found: dict[str, Any]) -> str:
-    """The ten lines that take longest, for a terminal of 80 columns, of what line_times returns."""
+    """The ten slowest lines from the result of line_times, for a terminal of 80 columns."""
     text = ["slowest    source lines, by their share of the time that devices work"]
     text.append(f"           waits: for data of other devices; {100 * found['exposed']:.1f}% of all that time")
     text.append("  time   waits  line")
@@ -251,12 +251,12 @@ def top_lines(found: dict[str, Any]) -> str:
 
 
 def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[str, Any]:
-    """The time between steps as "bubble" and the time by source line as "lines", or {"because": …} for each.
+    """The time between steps as "bubble" and the time by source line as "lines"; for each, {"because": …} if unknown.
 
     Args:
-        trace: the xplane.pb. The file LINES is written beside it.
+        trace: the xplane.pb. The file LINES is written next to it.
         module: name of the traced program.
-        steps: number of whole steps in the trace, which LINES has too.
+        steps: number of complete steps in the trace, also written to LINES.
         hlo: the program's HLO text; None if there is none.
     """
     from jax.profiler import ProfileData
@@ -286,7 +286,7 @@ def main(directory: str, module: str, steps: str, hlo: str = "") -> None:
         unfinished.replace(trace.with_name(PERFETTO))
     profiles = [*Path(directory).glob("*.xplane.pb")]
     if len(profiles) != 1:
-        raise OSError(f"{len(profiles)} files *.xplane.pb in {directory}")
+        raise OSError(f"{len(profiles)} files *.xplane.pb in {directory}, not one")
     print(json.dumps(read_trace(profiles[0], module, int(steps), Path(hlo) if hlo else None)))
 
 

@@ -1,1 +1,1 @@
-"""What a training step will cost, of its traced program: time, memory, communication, by source line."""
+"""Predicts what a training step will cost, from its traced program: time, memory, communication, by source line."""

@@ -1,4 +1,4 @@
-"""A traced program as a graph of what one device computes: calls inlined, renamings followed, each with its line."""
+"""Turns a traced program into a graph of what one device computes: calls inlined, aliases followed, with lines."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from shardwright.inspect.compiled.lines import phase_of
 from shardwright.modeling.planned_attention import KERNEL
 
 ALIASES = IDENTITIES | kinds("unreduced") | words("reshape squeeze transpose copy reduce_precision")
-"""Primitives whose result is the operand, in memory: XLA chooses layouts so that a transposition moves nothing."""
+"""Primitives whose result shares the operand's memory: XLA chooses layouts so that a transpose moves nothing."""
 COLLECTIVES = {
     "all_gather": kinds("gather"),
     "psum_scatter": kinds("scatter"),
@@ -27,7 +27,7 @@ COLLECTIVES = {
     "ppermute": {"ppermute"},
     "all_to_all": {"all_to_all"},
 }
-"""Names of JAX's primitives, by the name of the collective in a plan."""
+"""Primitives of JAX for each name of a collective in a plan."""
 WRITING = equations.SCATTERS | {"dynamic_update_slice"}
 """Primitives that write into their first operand, in place."""
 _NAMED = kinds("gather") | {"convert_element_type", "dynamic_slice"}
@@ -35,11 +35,11 @@ _NAMED = kinds("gather") | {"convert_element_type", "dynamic_slice"}
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _COLLECTIVE_OF = {primitive: name for name, names in COLLECTIVES.items() for primitive in names}
 TASK = "task_"
-"""Beginning of the name of a scope around the task of a pipeline stage."""
+"""Prefix of the name of a scope around the task of a pipeline stage."""
 
 
 class Site(NamedTuple):
-    """Source of an operation: `train.py:158`, its phase as `compiled.lines.phase_of`, and the task of a stage or ""."""
+    """Source of an operation: `train.py:158`, its phase as in `compiled.lines.phase_of`, and the stage's task or ""."""
 
     line: str
     phase: str
@@ -54,12 +54,12 @@ class Value:
     """An array of one device.
 
     Attributes:
-        shape, dtype: of the array.
+        shape, dtype: as in numpy.
         site: where it is made.
-        kind: of what is known by name: weights, optimizer, batch, gradients, saved; "" for others.
-        name: of a weight; "" for others.
-        of: the value in whose memory it is, for a renaming and for what is written in place.
-        of_host: whether it is in the memory of the device's host, where it takes none of the device's.
+        kind: weights, optimizer, batch, gradients or saved; "" for others.
+        name: name of a weight; "" for others.
+        of: the value whose memory it shares, for an alias and for in-place writes.
+        of_host: True if it is in the memory of the device's host, and takes none of the device's.
     """
 
     shape: tuple[int, ...]
@@ -89,17 +89,17 @@ class Value:
 
 
 class Node(NamedTuple):
-    """An operation that is no renaming.
+    """An operation that is not an alias.
 
     Attributes:
         op: name of the primitive, or of the collective, or KERNEL.
-        ins: operands; literals are left out.
+        ins: operands, without literals.
         outs: results.
-        params: as JAX has them.
+        params: JAX's parameters.
         site: where it is written.
-        bodies: of a loop one, of a condition one for each branch.
-        axes: of a collective.
-        carried: of a scan, how many operands are constants of its body, and how many are carried.
+        bodies: one for a loop, one per branch for a condition.
+        axes: axes of a collective.
+        carried: for a scan, how many operands are constants of its body, and how many are carried.
     """
 
     op: str
@@ -113,7 +113,7 @@ class Node(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """Operations in their order, with what goes in and comes out."""
+    """Operations in order, with inputs and outputs."""
 
     ins: list[Value]
     nodes: list[Node]
@@ -121,7 +121,7 @@ class Graph(NamedTuple):
 
 
 class _Scope(NamedTuple):
-    """What is known of the equations of a jaxpr from outside of it."""
+    """Context of the equations of a jaxpr."""
 
     stack: str
     line: str
@@ -129,16 +129,16 @@ class _Scope(NamedTuple):
 
 
 def graph_of(jaxpr: object, sizes: Mapping[str, int], ins: Sequence[Value] | None = None, scope: Any = None) -> Graph:
-    """The graph of a jaxpr, closed or open.
+    """Builds the graph of a jaxpr, closed or open.
 
     Args:
         jaxpr: per-device code.
-        sizes: number of devices along each axis. A collective over one device is a renaming.
+        sizes: number of devices along each axis. A collective over one device is an alias.
         ins: its arguments; None: new values.
-        scope: of the call around it.
+        scope: scope of the call around it.
     """
     body, consts = body_of(jaxpr)
-    if scope is None:  # what no result needs, of loops too, a compiler leaves out
+    if scope is None:  # a compiler drops what no result needs, also inside loops
         body, scope = dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0], _Scope("", "", sizes)
     ins = [_value(var.aval, NOWHERE) for var in body.invars] if ins is None else list(ins)
     nodes: list[Node] = []
@@ -148,7 +148,7 @@ def graph_of(jaxpr: object, sizes: Mapping[str, int], ins: Sequence[Value] | Non
 
 def _value(aval: object, site: Site, **more: Any) -> Value:
     dtype = getattr(aval, "dtype", np.dtype("float32"))
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)  # of random numbers: two words
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)  # random keys: two words
     of_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
     shape = tuple(getattr(aval, "shape", ()))
     return Value(shape, np.dtype("uint64" if is_key else dtype), site, of_host=of_host, **more)
@@ -162,19 +162,19 @@ def _site(eqn: Eqn, scope: _Scope) -> tuple[Site, str]:
 
 
 def _add(jaxpr: object, ins: Sequence[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
-    """Adds the operations of a jaxpr to `nodes`, and gives its results. None is a literal."""
+    """Adds the operations of a jaxpr to `nodes`, and returns its results; None for a literal."""
     array = lambda x: _value(jax.typeof(x), NOWHERE) if is_variable(x) else None
     return equations.evaluate(jaxpr, ins, lambda eqn, ins: _results(eqn, ins, nodes, scope), array)
 
 
 def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope) -> Sequence[Value | None]:
-    """The results of an equation, which is added to `nodes` unless it only renames."""
+    """The results of an equation, which is added to `nodes` unless it is an alias."""
     if not eqn.outvars:
         return []
     op, (site, stack) = eqn.primitive.name, _site(eqn, scope)
     inner, operands = _Scope(stack, site.line, scope.sizes), [x for x in ins if x is not None]
     name = str(eqn.params.get("name", ""))
-    # JAX takes a part out of a kernel's call ahead of it, which does not have queries, keys and values.
+    # JAX moves part of a kernel's call out ahead of it; that part does not have queries, keys and values.
     is_kernel = name.startswith(KERNEL) and len(operands) > 2
     axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
     renamed = lambda variables, values: [_renamed(var, x, site) for var, x in zip(variables, values, strict=True)]
@@ -203,18 +203,18 @@ def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope
 
 
 def _scales_fp8(op: str, ins: list[Value | None]) -> bool:
-    """Whether an equation casts an array of fp8 or multiplies it by its scale, as its product does while it reads."""
+    """True if an equation casts an fp8 array or multiplies it by its scale, which its matmul does while reading."""
     return op in ("convert_element_type", "mul") and ins[0] is not None and ins[0].root.dtype.name in _FP8
 
 
 def _keeps_size(eqn: Eqn) -> bool:
-    """Whether an equation only adds dims of size 1."""
+    """True if an equation only adds dims of size 1."""
     size = lambda var: math.prod(getattr(var.aval, "shape", ()))
     return eqn.primitive.name == "broadcast_in_dim" and size(eqn.invars[0]) == size(eqn.outvars[0])
 
 
 def _body(jaxpr: object, operands: list[Value | None], scope: _Scope) -> Graph:
-    """The body of a loop or a branch, whose operands have the names of those outside."""
+    """The body of a loop or branch, whose operands keep the names that they have outside."""
     variables = body_of(jaxpr)[0].invars
     outside = operands[len(operands) - len(variables) :]
     ins = [_value(var.aval, NOWHERE, name=x.name if x else "") for var, x in zip(variables, outside, strict=True)]
@@ -222,7 +222,7 @@ def _body(jaxpr: object, operands: list[Value | None], scope: _Scope) -> Graph:
 
 
 def _renamed(var: Atom, of: Value | None, site: Site) -> Value:
-    """A value for `var` in the memory of `of`; in its own where that is a literal."""
+    """A value for `var` in the memory of `of`; in memory of its own if `of` is a literal."""
     return _value(var.aval, site, of=of, name=of.name if of else "")
 
 
@@ -230,7 +230,7 @@ def _renamed(var: Atom, of: Value | None, site: Site) -> Value:
 
 
 def _mark(value: Value, name: str, site: Site) -> None:
-    """Notes what a name says of a value: that it is a gradient, or saved at this line."""
+    """Records what a name says of a value: that it is a gradient, or saved at this line."""
     if name == SAVED:
         value.kind, value.site = value.kind or "saved", site
     elif name == "gradient":
@@ -238,7 +238,7 @@ def _mark(value: Value, name: str, site: Site) -> None:
 
 
 def _write(into: Value, owner: Value | None, written: Value | Any) -> None:
-    """Notes that `into` is in the memory of `owner`, of which is known what is written there."""
+    """Records that `into` is in the memory of `owner`, and what is written there."""
     into.of = owner
     if written.root.site.line:
         into.root.site = written.root.site
@@ -246,12 +246,12 @@ def _write(into: Value, owner: Value | None, written: Value | Any) -> None:
 
 
 def _stack_kind(made: Value) -> str:
-    """Kind of an array in which a loop keeps what `made` is in each iteration."""
+    """Kind of an array in which a loop stacks up the `made` of each iteration."""
     return {"forward": "saved", "backward": "gradients"}.get(made.site.phase, "") if made.shape else ""
 
 
 def _write_in_place(node: Node, ins: list[Value | None]) -> None:
-    """Notes which results of a loop or of branches take the memory of an operand, and where others are made."""
+    """Records which results of a loop or of branches take the memory of an operand, and where others are made."""
     consts, carried = node.carried
     roots_of = [out.root for out in node.bodies[0].outs]
     for i, out in enumerate(node.outs):
@@ -260,8 +260,8 @@ def _write_in_place(node: Node, ins: list[Value | None]) -> None:
         if node.op == "scan" and i >= carried:  # a stack; what is carried in has no line
             out.site = made.site if made.site.line else node.site
             out.kind = _stack_kind(made if made.site.line else out)
-            # Where the loop is unrolled whole, two stacks of one value are one: of what attention keeps, and of its
-            # result, which a layer marks.
+            # If the loop is fully unrolled, two stacks of one value are one: what attention keeps, and its result,
+            # which a layer marks.
             whole = node.params["unroll"] >= node.params["length"]
             before = zip(node.outs[carried:i], roots_of[carried:i], strict=True) if whole else ()
             out.of = next((stack for stack, root in before if root is made), None)

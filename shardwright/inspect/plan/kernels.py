@@ -1,9 +1,9 @@
-"""The kernels of a graph: what XLA computes at once, what each reads and writes in memory, and how long arrays live.
+"""The kernels of a graph: what XLA runs at once, what each one reads and writes in memory, and how long arrays live.
 
-XLA fuses elementwise operations and reductions with what they read, so that most of their results are never in memory.
-An array is in memory if a product, a collective, attention or a loop makes or reads it, if it is a result or is saved
-for the backward pass, or if it is a sum. What is fused reads, for each array that it makes, all arrays in memory that
-the array depends on; two that read the same and do not depend on each other read it once.
+XLA fuses elementwise operations and reductions with their operands, so most of their results are never in memory. An
+array is in memory if a matmul, a collective, attention or a loop makes or reads it, if it is a result or is saved for
+the backward pass, or if it is a sum. For each array that a fusion makes, it reads all arrays in memory on which that
+array depends; two fusions that read the same array and do not depend on each other read it once.
 """
 
 import dataclasses
@@ -18,21 +18,21 @@ ALONE = {
     *("scan", "while", "cond", "gather", "sort", "cumsum", "cummax", "top_k", "dynamic_slice"),
     *(KERNEL, *WRITING, *COLLECTIVES),
 }
-"""Operations that are not fused; and products."""
+"""Operations that are not fused, apart from matmuls."""
 PARTS = {"slice", "split"}
 """Operations that read a part of their operand."""
 
 
 @dataclasses.dataclass(eq=False)
 class Kernel:
-    """What is computed at once.
+    """Operations that run at once.
 
     Attributes:
         kind: matmul, attention, memory, collective, loop, or branch.
-        node: its operation, of a fusion the last one.
-        reads: bytes that it reads of each array in memory.
+        node: its operation; for a fusion, the last one.
+        reads: for each array in memory, the bytes that it reads.
         writes: arrays that it makes, or writes into.
-        read_again: bytes of `reads` that a kernel beside it reads already.
+        read_again: bytes of `reads` that a neighboring kernel already reads.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Kernel:
 
     @property
     def traffic(self) -> int:
-        """Bytes that it reads and writes in memory. What is written in place, or looked up, moves by its own size."""
+        """Bytes that it reads and writes in memory. In-place writes and lookups count the size of what is moved."""
         ins, outs, op = self.node.ins, self.node.outs, self.node.op
         if op in WRITING:
             return 2 * ins[1 if op == "dynamic_update_slice" else -1].bytes
@@ -53,10 +53,10 @@ class Kernel:
 
 
 def product_shape(node: Node) -> tuple[int, int, int, int]:
-    """Sizes b, m, k, n of a product: of its batch, its rows, what is summed, and its columns."""
+    """Sizes b, m, k, n of a matmul: batch, rows, contracted size, columns."""
     left, right = (node.ins + node.ins)[:2]
     of = lambda x, dims: math.prod(x.shape[i] for i in dims)
-    ragged = node.params.get("ragged_dot_dimension_numbers")  # each row is multiplied with one group's matrix
+    ragged = node.params.get("ragged_dot_dimension_numbers")  # each row is multiplied by the matrix of its group
     numbers = ragged.dot_dimension_numbers if ragged else node.params["dimension_numbers"]
     groups = of(right, ragged.rhs_group_dimensions) if ragged else 1
     (left_k, right_k), (left_b, _) = numbers
@@ -70,10 +70,10 @@ def product_shape(node: Node) -> tuple[int, int, int, int]:
 
 
 def kind_of(node: Node) -> str:
-    """Kind of the kernel of an operation; "fused" where it has none of its own."""
+    """Kind of the kernel of an operation; "fused" if it has none of its own."""
     if node.op in ("dot_general", "ragged_dot_general"):
         _, m, k, n = product_shape(node)
-        # XLA computes what multiplies no matrices as a multiplication and a sum.
+        # XLA turns an einsum that is not a matmul into a multiplication and a sum.
         return "matmul" if min(m, k, n) > 1 else "fused"
     if node.op in COLLECTIVES:
         return "collective"
@@ -82,7 +82,7 @@ def kind_of(node: Node) -> str:
 
 
 def kernels_of(graph: Graph) -> list[Kernel]:
-    """The kernels of a graph in their order, without those of loops and branches."""
+    """The kernels of a graph in order, without those inside loops and branches."""
     kinds = [kind_of(node) for node in graph.nodes]
     in_memory = {x.root for x in (*graph.ins, *graph.outs)}
     for node, kind in zip(graph.nodes, kinds, strict=True):
@@ -91,7 +91,7 @@ def kernels_of(graph: Graph) -> list[Kernel]:
         elif _sums(node):
             in_memory |= {out.root for out in node.outs}
         in_memory |= {out.root for out in node.outs if out.root.kind == "saved"}
-    sources: dict[Value, dict[Value, int]] = {}  # of what is fused
+    sources: dict[Value, dict[Value, int]] = {}  # for what is fused
     found: list[Kernel] = []
     for node, kind in zip(graph.nodes, kinds, strict=True):
         reads: dict[Value, int] = {}
@@ -122,7 +122,7 @@ def _roots(values: Iterable[Value]) -> set[Value]:
 
 
 def _read_once(kernels: list[Kernel]) -> None:
-    """Notes what fusions read that a fusion before them, on which they do not depend, reads too."""
+    """Records what fusions read that an earlier fusion, on which they do not depend, reads too."""
     made_by, before = {}, []
     for i, kernel in enumerate(kernels):
         ancestors = 0
@@ -147,24 +147,24 @@ def _read_once(kernels: list[Kernel]) -> None:
 
 
 Held = list[tuple[Value, int]]
-"""Arrays in memory at a moment, each with its bytes."""
+"""Arrays in memory at one moment, with their bytes."""
 WORKSPACE = 2**25
-"""Bytes beside its operands that XLA gives to a product on GPUs: for cuBLAS on Hopper."""
+"""Bytes besides its operands that XLA gives to a matmul on GPUs: for cuBLAS on Hopper."""
 LANES = 128
-"""Entries of a row of a TPU's register. What attention reads has whole rows, so that small heads are padded."""
+"""Entries in a row of a TPU's register. What attention reads has whole rows, so small heads are padded."""
 
 
 def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | None = None) -> Held:
-    """What is in memory when most is, but for what goes into the graph, as XLA assigns memory on a platform.
+    """Arrays in memory at the peak, without the graph's inputs, as XLA assigns memory on a platform.
 
     The constants above, and `_reuse`, say how platforms differ.
 
     Args:
         graph: the graph.
-        donated: of what goes in, the arrays whose memory results may take.
+        donated: inputs whose memory results may take.
         platform: gpu, tpu or cpu.
-        stacked: number of the first result that a loop writes into a stack, of which the loop around counts the bytes.
-            None: results are not stacked.
+        stacked: index of the first result that a loop writes into a stack, whose bytes the loop around it counts. None:
+            results are not stacked.
     """
     kernels = kernels_of(graph)
     given, results = _roots(graph.ins), list(graph.outs)
@@ -183,7 +183,7 @@ def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | Non
     for value in in_stacks & size.keys():
         made = kernels[first[value]]
         if made.kind == "memory" and last[value] == first[value]:
-            size[value] = 0  # it is written where it belongs
+            size[value] = 0  # it is written directly into the stack
     peak, most, alive = [], 0, {}
     ends: dict[int, list[Value]] = {}
     for value, at in last.items():
@@ -210,9 +210,9 @@ def _padded(value: Value, platform: str) -> int:
 def _reuse(
     kernels: list[Kernel], size: dict, last: dict, given: set[Value], donated: set[Value], platform: str
 ) -> None:
-    """Gives what a fusion makes the memory of an array of its size that nothing reads afterwards.
+    """Lets a result of a fusion reuse the memory of an array of the same size that nothing reads afterwards.
 
-    On GPUs only that of what goes in: their fusions seldom write where they read.
+    On GPUs only the memory of inputs: their fusions seldom write where they read.
     """
     for i, kernel in enumerate(kernels):
         if kernel.kind != "memory":
@@ -229,7 +229,7 @@ def _reuse(
 
 
 def _inside(kernel: Kernel, platform: str) -> Held:
-    """What a loop, a branch or a product needs beside its operands and results."""
+    """What a loop, a branch or a matmul needs in memory besides its operands and results."""
     bodies, (consts, count) = kernel.node.bodies, kernel.node.carried
     if kernel.node.op == "scan":
         return peak_of(bodies[0], _roots(bodies[0].ins[consts : consts + count]), platform, count)

@@ -1,4 +1,4 @@
-"""A step on a kind of chip: seconds of each operation, what hides behind what, and what a run costs."""
+"""Times a step on a kind of chip: seconds of each operation, what overlaps with what, and what a run costs."""
 
 import collections
 import math
@@ -11,11 +11,11 @@ from shardwright.inspect.plan.step import PlannedStep
 from shardwright.inspect.plan.work import HOST, Op
 
 HIDDEN = ("ahead", "after")
-"""Timings of collectives that run while the iteration computes."""
+"""Timings of collectives that overlap with the computation of the iteration."""
 MESSAGE = 30 * 2**20
-"""Bytes of the largest message that XLA makes of several, by default."""
+"""Bytes of the largest message into which XLA merges several, by default."""
 OF_STAGES = ("forward", "backward", "weights")
-"""Tasks that each stage of a pipeline runs by itself."""
+"""Tasks that each stage of a pipeline runs on its own."""
 
 
 class Plan(NamedTuple):
@@ -24,10 +24,10 @@ class Plan(NamedTuple):
     Attributes:
         step: the step.
         chip: the kind of its devices.
-        rows: its operations with their times, in their order.
-        seconds: of a step.
-        bubble: seconds of a step in which a device waits for other stages of its pipeline.
-        steps: of the run.
+        rows: its operations with their times, in order.
+        seconds: time of a step.
+        bubble: seconds per step in which a device waits for other stages of its pipeline.
+        steps: number of steps of the run.
     """
 
     step: PlannedStep
@@ -39,17 +39,17 @@ class Plan(NamedTuple):
 
     @property
     def range(self) -> tuple[float, float]:
-        """Seconds of a step, from and to: four of five published runs were within such a range of their plans."""
+        """Range of a step's seconds: four of five published runs were within such a range of their plans."""
         return self.seconds / (1 + self.chip.error), self.seconds * (1 + self.chip.error)
 
     @property
     def at_peaks(self) -> float:
-        """Seconds of a step at the peaks of the chip, which no step is faster than."""
+        """Seconds of a step at the chip's peak rates, a lower bound."""
         return plan_of(self.step, self.chip.at_its_peaks, 0).seconds
 
     @property
     def limits(self) -> dict[str, float]:
-        """What a step is spent on, in words, and its share of the time, the largest first."""
+        """What a step spends its time on, in words, with the share of the time, largest first."""
         names = {"matmul": "matmuls", "attention": "attention", "memory": "memory traffic"}
         spent = {words: sum(row.seconds for row in self.rows if row.kind == kind) for kind, words in names.items()}
         spent["waiting for messages"] = sum(row.exposed for row in self.rows if row.kind == "collective")
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """Throughput of all devices together."""
         return self.step.facts.tokens / self.seconds
 
     @property
@@ -71,27 +71,27 @@ class Plan(NamedTuple):
 
     @property
     def days(self) -> float:
-        """Of the run."""
+        """Days that the run takes."""
         return self.steps * self.seconds / 86400
 
     @property
     def dollars(self) -> float | None:
-        """Of the run, at the chip's price on demand; None where none is known."""
+        """Cost of the run at the chip's on-demand price; None if that is unknown."""
         price = self.chip.price_per_hour
         return None if price is None else 24 * self.days * price * self.step.devices
 
     @property
     def offloads(self) -> bool:
-        """Whether values move to the host and back, which takes time that is not planned."""
+        """True if values move to the host and back; the plan does not include the time for that."""
         return any(row.what.startswith(HOST) for row in self.rows)
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the memory of a device."""
+        """True if the peak fits in the memory of a device."""
         return self.step.peak <= self.chip.memory_bytes
 
     def as_data(self) -> dict[str, Any]:
-        """All of it, for JSON. Bytes and FLOPs are of one device in a step."""
+        """All of it, for JSON. Bytes and FLOPs are those of one device in a step."""
         figures = ("seconds", "tokens_per_second", "mfu", "days", "dollars", "fits")
         found = {"chip": self.chip.name, "mesh": dict(self.step.mesh), **self.step.facts._asdict()}
         found |= {name: getattr(self, name) for name in figures} | {"bubble_seconds": self.bubble}
@@ -103,8 +103,8 @@ class Plan(NamedTuple):
 
 
 def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
-    """The plan of a run of so many steps."""
-    # Devices that are simulated on the same cores hide nothing, and none waits while others compute.
+    """Plans a run of this many steps."""
+    # Simulated devices share cores, so nothing overlaps, and none waits while others compute.
     alone = chip.platform != "cpu"
     merged = _merged(step.ops) if alone else {}
     timed = [op._replace(seconds=op.count * seconds_of(op, step, chip, merged.get(op))) for op in step.ops]
@@ -116,7 +116,7 @@ def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
     facts, bubble = step.facts, 0.0
     host = chip.layer_s * facts.layers / step.mesh.get("p", 1) * facts.microbatches
     for task, share in {"": 1.0}.items() if step.table is None else {"forward": 1 / 3, "backward": 2 / 3}.items():
-        spent[task] = math.hypot(spent[task], share * host)  # the slower of the two, where not both are as slow
+        spent[task] = math.hypot(spent[task], share * host)  # about the slower of the two
     total = sum(spent.values())
     if step.table is not None and alone:
         ticks, m = len(step.table.columns["forward"]), facts.microbatches
@@ -129,7 +129,7 @@ def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
 
 
 def seconds_of(op: Op, step: PlannedStep, chip: Chip, merged: float | None = None) -> float:
-    """Seconds of one execution, alone. `merged`: bytes of the message of which a collective is a part."""
+    """Seconds of one execution on its own. `merged`: bytes of the message that a collective is part of."""
     if op.kind == "collective":
         message = merged or op.bytes
         return chip.collective_s(op.what, message, dict(step.mesh), op.axes) * op.bytes / message
@@ -143,10 +143,10 @@ def seconds_of(op: Op, step: PlannedStep, chip: Chip, merged: float | None = Non
 
 
 def _merged(ops: Iterable[Op]) -> dict[Op, float]:
-    """Bytes of the message in which XLA sends each collective that need not be sent by itself.
+    """Bytes of the message in which XLA sends each collective that need not be sent on its own.
 
-    It joins those that are alike, up to MESSAGE bytes: of an iteration what is sent ahead or after, and what is sent
-    before and after all loops.
+    XLA merges similar ones, up to MESSAGE bytes: those of an iteration that are sent ahead or after, and those sent
+    before or after all loops.
     """
     alike: dict[tuple, float] = collections.defaultdict(float)
     key = lambda op: (op.loop, op.phase, op.what, op.axes, op.timing)
@@ -157,10 +157,10 @@ def _merged(ops: Iterable[Op]) -> dict[Op, float]:
 
 
 def _exposed(rows: list[Op], interference: float) -> Iterable[float]:
-    """By how much each row makes the step longer, as a share of its time alone.
+    """By how much each row lengthens the step, as a share of its own time.
 
-    In each loop, what is sent ahead or after hides behind what the loop computes, and slows it; the rest of it is
-    waited for. Messages take multiprocessors, bandwidth of the memory and power (arXiv 2507.03114).
+    In each loop, what is sent ahead or after overlaps with what the loop computes, and slows it down; the rest is
+    waited for. Messages take multiprocessors, memory bandwidth and power (arXiv 2507.03114).
     """
     computed: dict[int, float] = collections.defaultdict(float)
     sent: dict[int, float] = collections.defaultdict(float)

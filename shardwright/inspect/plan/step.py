@@ -1,4 +1,4 @@
-"""A training step as a plan sees it: what one device computes, sends and keeps, by source line. No devices are used."""
+"""A training step as a plan sees it: what one device computes, sends and keeps, by source line. It uses no devices."""
 
 import math
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from shardwright.inspect.plan.work import STACK, Op, work_of
 
 
 class Held(NamedTuple):
-    """An array that is in memory when most is.
+    """An array that is in memory at the moment of peak memory.
 
     Attributes:
         line: where it is made.
-        what: the name of a weight, or the array.
+        what: the name of a weight, or the array's type.
         kind: weights, optimizer, reference, batch, gradients, saved for the backward pass, gathered copies of weights,
             or working.
         bytes: on one device.
-        again: of what is saved, the FLOPs that would compute it again in a step.
+        again: FLOPs per step to recompute it instead of saving it; 0 if it is not saved.
     """
 
     line: str
@@ -36,14 +36,14 @@ class Held(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a plan has to know of a configuration.
+    """What a plan needs to know of a configuration.
 
     Attributes:
         tokens: tokens of a step, on all devices.
-        flops_per_token: model FLOPs, of flops.flops_of_model.
+        flops_per_token: model FLOPs, from flops.flops_of_model.
         dtype: compute dtype.
-        layers, microbatches: their numbers.
-        side_by_side: of microbatches.
+        layers, microbatches: how many there are.
+        side_by_side: number of microbatches that run side by side.
     """
 
     tokens: int
@@ -58,11 +58,11 @@ class PlannedStep(NamedTuple):
     """A training step on a mesh.
 
     Attributes:
-        ops: the operations of one device, in their order.
+        ops: the operations of one device, in order.
         held: what is in memory at the peak.
         mesh: number of devices along each axis.
-        facts: of its configuration.
-        table: ticks of a pipeline; None without stages.
+        facts: facts about its configuration.
+        table: tick table of the pipeline; None without stages.
     """
 
     ops: list[Op]
@@ -73,7 +73,7 @@ class PlannedStep(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """Bytes of a device, at most."""
+        """Peak memory of a device, in bytes."""
         return sum(array.bytes for array in self.held)
 
     @property
@@ -83,7 +83,7 @@ class PlannedStep(NamedTuple):
 
 
 def mesh_for(sizes: Mapping[str, int], platform: str, kind: str) -> AbstractMesh:
-    """A mesh of devices that need not be there."""
+    """A mesh of devices that need not exist."""
     sizes = axes_of_mesh(sizes)
     device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
     types = (AxisType.Explicit,) * len(sizes)
@@ -93,7 +93,7 @@ def mesh_for(sizes: Mapping[str, int], platform: str, kind: str) -> AbstractMesh
 def step_of(
     traced: jax.stages.Traced, sizes: Mapping[str, int], platform: str, facts: Facts, table: TickTable | None
 ) -> PlannedStep:
-    """The step that was traced, on a mesh of `mesh_for` of these sizes. `table` is that of its pipeline, if any."""
+    """Reads a traced step on a mesh that `mesh_for` made with these sizes. `table`: that of its pipeline, if any."""
     (eqn,) = (eqn for eqn in equations_in(traced.jaxpr) if eqn.primitive.name == "shard_map")
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
     outer = dict(zip(traced.jaxpr.jaxpr.invars, paths, strict=True))
@@ -116,7 +116,7 @@ def step_of(
 
 
 def _held(graph: Graph, given: list[Value], platform: str, times: int) -> list[Held]:
-    """`times`: how often a step computes what is saved."""
+    """Lists what is in memory at the peak. `times`: how often a step computes what is saved."""
     donated = {value for value in given if value.kind in ("weights", "optimizer")}
     found = [Held("", value.name, value.kind, value.bytes) for value in given if value.kind]
     again = _again(graph)
@@ -131,7 +131,7 @@ def _held(graph: Graph, given: list[Value], platform: str, times: int) -> list[H
 
 
 def _again(graph: Graph) -> dict[Value, float]:
-    """FLOPs that would compute each stack of a loop again, from what else is saved."""
+    """FLOPs to recompute each array that a loop stacks up, from the other saved values."""
     found = {}
     for node in graph.nodes:
         for body in node.bodies:
@@ -148,7 +148,7 @@ def _again(graph: Graph) -> dict[Value, float]:
 
 
 def _flops(value: Value, made: dict, known: set[Value]) -> float:
-    """FLOPs of what makes a value of what is known, each kernel once."""
+    """FLOPs to compute a value from known ones, counting each kernel once."""
     left, found = [value], {}
     while left:
         at = left.pop()

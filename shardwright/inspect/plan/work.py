@@ -1,4 +1,4 @@
-"""What one device does in a step, with its source line: products, attention, what moves in memory, and messages."""
+"""What one device does in a step, by source line: matmuls, attention, memory traffic and messages."""
 
 import itertools
 import math
@@ -11,34 +11,34 @@ from shardwright.modeling.planned_attention import share_of
 
 _HEAVY = ("matmul", "attention", "loop", "branch")
 HOST = "host"
-"""Beginning of what is moved to the device's host, or from it."""
+"""Prefix for what is moved to the device's host, or from it."""
 STACK = "stack"
-"""Beginning of what a loop that is not unrolled copies into what it keeps for the backward pass, or out of it."""
+"""Prefix for what a loop that is not unrolled copies into, or out of, the values kept for the backward pass."""
 _TOGETHER = ("_first", "_last")
-"""Ends of the names of tasks that all stages compute together."""
+"""Suffixes of tasks that all stages compute together."""
 
 
 class Op(NamedTuple):
     """Equal executions of one operation.
 
     Attributes:
-        line, phase, task: as those of a graph's Site.
-        kind: matmul; attention, by a kernel of its own; memory, for what is fused and what only moves; or collective.
-        what: sizes of a product, name of a collective, or the array that is made.
+        line, phase, task: as in a graph's Site.
+        kind: matmul; attention, by a kernel of its own; memory, for fused operations and pure moves; or collective.
+        what: sizes of a matmul, name of a collective, or the array that is made.
         count: executions in a step, on one device.
-        flops: of one execution.
-        traffic: bytes read and written in the device's memory, of one.
-        shape: of a product its sizes b, m, k, n; else ().
-        dtype: of the operands.
-        axes: of a collective.
-        bytes: of a collective, those of the whole array: of a gather its result, of a scatter its operand.
-        tensor: of a collective, the name of its weight, or its operand; of the cast of a weight, its name.
-        timing: of a collective. ahead: its operand is there when the iteration begins; after: nothing in the iteration
-            reads its result; waited: neither.
-        loop: number of the loop body that it is in.
-        seconds: on a kind of chip, of all executions in a step.
-        exposed: by how much they make the step longer. Of a message, the part in which the device computes nothing
-            else; of what is computed, all, and what messages beside it slow it.
+        flops: FLOPs of one execution.
+        traffic: bytes that one execution reads and writes in the device's memory.
+        shape: for a matmul its sizes b, m, k, n; else ().
+        dtype: dtype of the operands.
+        axes: for a collective, its axes.
+        bytes: for a collective, bytes of the whole array: the result of a gather, the operand of a scatter.
+        tensor: for a collective, the name of its weight, or its operand; for the cast of a weight, the weight's name.
+        timing: for a collective. ahead: its operand is available when the iteration begins; after: nothing in the
+            iteration reads its result; waited: neither.
+        loop: index of the loop body that contains it.
+        seconds: time of all executions in a step, on a kind of chip.
+        exposed: by how much they lengthen the step. For a message, the time in which the device computes nothing else;
+            for computation, all of its time, plus the slowdown by concurrent messages.
     """
 
     line: str
@@ -61,9 +61,9 @@ class Op(NamedTuple):
 
 
 def work_of(graph: Graph, microbatches: int = 1, chunks: int = 1) -> list[Op]:
-    """The operations of a graph and of its loops, in their order.
+    """The operations of a graph and of its loops, in order.
 
-    `microbatches` and `chunks` of a device say how often it runs each task of a pipeline stage.
+    `microbatches` and a device's `chunks` determine how often it runs each task of a pipeline stage.
     """
     return list(_work(graph, 1.0, itertools.count(), None, (microbatches, chunks)))
 
@@ -71,7 +71,7 @@ def work_of(graph: Graph, microbatches: int = 1, chunks: int = 1) -> list[Op]:
 def _work(
     graph: Graph, count: float, loops: Iterator[int], carried: tuple[int, int] | None, of_stage: tuple[int, int]
 ) -> Iterator[Op]:
-    """`carried`: of a loop's body, how many operands are constants, and how many are carried; None: of no loop."""
+    """`carried`: for a loop's body, the numbers of constant and of carried operands; None outside loops."""
     kernels, loop = kernels_of(graph), next(loops)
     timings = _timings(kernels, graph, carried)
     for kernel in kernels:
@@ -90,7 +90,7 @@ def _work(
 
 
 def _stacked(node: Node, count: float, loop: int) -> Iterator[Op]:
-    """The copies of a loop over layers, unless it is unrolled: of what it keeps, a layer's part in each turn."""
+    """The copies that a loop over layers makes, unless it is unrolled: one layer's part of what it keeps, per turn."""
     if node.op == "scan" and node.params["unroll"] < node.params["length"]:
         before = len(node.ins) - len(node.bodies[0].ins) + sum(node.carried)  # constants may be literals
         stacks = node.ins[before:] + node.outs[node.carried[1] :]
@@ -111,7 +111,7 @@ def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
     elif kernel.kind == "attention":
         q, k = node.ins[:2]
         pairs = math.prod(q.shape) * k.shape[1] * share_of(node.params["name"])
-        # Scores and sums; in the backward pass the scores again, and four gradients (arXiv 2307.08691).
+        # Scores and sums; the backward pass computes the scores again, and four gradients (arXiv 2307.08691).
         what, flops = str(q), 2 * pairs * (5 if node.site.phase == "backward" else 2)
     elif kernel.kind == "collective":
         whole = made if node.op == "all_gather" else operand
@@ -132,7 +132,7 @@ def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
 
 
 def _timings(kernels: list[Kernel], graph: Graph, carried: tuple[int, int] | None) -> dict[int, str]:
-    """Timing of each collective, by the id of its kernel. Outside of loops all are waited for."""
+    """Timing of each collective, by the id of its kernel. Outside loops all of them are waited for."""
     if carried is None:
         return {id(kernel): "waited" for kernel in kernels}
     consts, count = carried

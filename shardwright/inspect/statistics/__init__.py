@@ -1,1 +1,1 @@
-"""Activation and gradient statistics of a traced step, and where a NaN comes from."""
+"""Activation and gradient statistics of a traced step, and the origin of a NaN."""

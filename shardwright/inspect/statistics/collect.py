@@ -1,4 +1,4 @@
-"""A second program for the training step: statistics of what the step computes, by name and source line."""
+"""Builds a second program for the training step that computes statistics of its values, by name and source line."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +15,12 @@ from shardwright.inspect.statistics.rerun import Path, Rerun
 class Statistics:
     """Statistics of a training step: of what it saves for the backward pass, its weights, gradients and updates.
 
-    They are computed from the traced step, whose own program stays as it is. Each covers the whole value, so it is the
+    They are computed from the traced step, whose own program does not change. Each covers the whole value, so it is the
     same on every mesh up to rounding.
 
     Args:
-        program: the jaxpr of the step: (state, batch, …) -> (state, metrics), where the weights come first in a state.
-        weights: of the state, or their shapes: a dataclass whose field `layers` stacks those of the layers.
+        program: the jaxpr of the step: (state, batch, …) -> (state, metrics), with weights first in the state.
+        weights: the state's weights, or their shapes: a dataclass whose field `layers` stacks those of the layers.
         measure: the statistic to compute: `sums`, or `bits` for `fingerprints`.
     """
 
@@ -39,7 +39,7 @@ class Statistics:
         return x, self._measure(x)
 
     def __call__(self, *args: object) -> dict[str, list]:
-        """What `described` takes. Arguments as for the step; under jit, on the mesh on which it was traced."""
+        """Computes the input of `described`. Arguments as for the step; under jit, on the mesh where it was traced."""
         leaves = jax.tree.leaves(args)
         results, values = self._replay(*leaves)
         of_path = {note.path: value for note, value in zip(self._replay.notes, values, strict=True)}
@@ -53,11 +53,11 @@ class Statistics:
         }
 
     def described(self, found: Mapping[str, Sequence]) -> dict[str, list[dict[str, Any]]]:
-        """The statistics as JSON values: `points`, in program order, and `weights`.
+        """Returns the statistics as JSON values: `points`, in program order, and `weights`.
 
-        Each has a name and the statistics of statistics.measures.NAMES: a number, or a list with one for each layer.
+        Each has a name and the statistics of statistics.measures.NAMES: a number, or a list with one number per layer.
         A point has a `place`. A weight has the statistics of its `gradient`, before clipping, and `update`, the rms of
-        its change over its own.
+        its change divided by its own rms.
         """
         found = jax.tree.map(np.asarray, found)
         points = [
@@ -73,7 +73,7 @@ class Statistics:
         return {"points": points, "weights": weights}
 
     def fingerprints(self, found: Mapping[str, Sequence]) -> list[tuple[str, str, np.ndarray]]:
-        """Name, place and `bits` of each value, in the order in which a step computes them."""
+        """Returns name, place and `bits` of each value, in the order in which a step computes them."""
         found = jax.tree.map(np.asarray, found)
         values, first = [], next((i for i, point in enumerate(self._points) if any(point.of_layers)), 0)
         for i, point in enumerate(self._points):
@@ -89,9 +89,9 @@ class Statistics:
 
 
 def _in_order(point: Point, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """What was measured at a point, one array [*turns, n] for each of its paths, as [n, parts, layers]."""
+    """Reorders the measurements at a point, one array [*turns, n] for each of its paths, to [n, parts, layers]."""
     found = np.stack(arrays, axis=-2)  # [*turns, paths, n]
-    by_layer = [*point.of_layers, any(point.of_layers)]  # in a loop over layers, the paths are a period of layers
+    by_layer = [*point.of_layers, any(point.of_layers)]  # in a loop over layers, the paths are one period of layers
     parts = [i for i, is_layer in enumerate(by_layer) if not is_layer]
     layers = [i for i, is_layer in enumerate(by_layer) if is_layer]
     sizes = (int(np.prod([found.shape[i] for i in dims], initial=1)) for dims in (parts, layers))
@@ -99,7 +99,7 @@ def _in_order(point: Point, arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _plain(values: Mapping[str, np.ndarray], by_layer: bool) -> dict[str, Any]:
-    """Each statistic for JSON: a list if by layer, with strings for what is not finite, as in all metrics."""
+    """Each statistic for JSON: a list if by layer; non-finite values become strings, as in all metrics."""
     plain = lambda x: x if np.isfinite(x) else json.dumps(x)
     short = lambda x: plain(float(f"{x:.7g}"))  # f32 has no more digits
     return {k: [short(x) for x in v.tolist()] if by_layer else short(v.item()) for k, v in values.items()}

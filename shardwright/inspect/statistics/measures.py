@@ -1,4 +1,4 @@
-"""Statistics of values: how large they are, and what a smaller format would round to zero."""
+"""Statistics of values: their magnitudes, and which share a narrower format would round to zero."""
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +9,19 @@ from shardlib.parsing import sort_axes
 from shardwright.modeling import fp8
 
 NAMES = ("rms", "max", "zeros", "bf16", "fp8")
-"""Root mean square; largest magnitude; share of zeros; shares of the other entries that bf16 rounds to zero, and FP8
-with the scale of shardwright/modeling/fp8.py, here one scale for the whole value."""
+"""Root mean square; largest magnitude; share of zeros; shares of the other entries that bf16 rounds to zero, and that
+FP8 does, with the scale of shardwright/modeling/fp8.py, but one scale for the whole value."""
 
 
 def sums(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Array:
-    """What `finished` takes, f32[6] or with `rows` f32[6, rows], the same on all devices.
+    """Computes the input of `finished`, f32[6] or with `rows` f32[6, rows], the same on all devices.
 
-    Inside shard_map, over the blocks of all devices: the sums over the axes over which `x` differs. Outside, of `x`.
+    Inside shard_map it covers the blocks of all devices, by sums over the axes over which `x` varies. Outside, `x`.
 
     Args:
         x: floats, at most 2**31 on a device.
-        rows: whether each row of the first dim is a value of its own.
-        of_gradient: whether FP8 is that of gradients, e5m2, and not e4m3.
+        rows: True if each row of the first dim is a separate value.
+        of_gradient: True for the FP8 format of gradients, e5m2, instead of e4m3.
     """
     over, within = sort_axes(jax.typeof(x).manual_axis_type.varying), tuple(range(int(rows), x.ndim))
     reduced = lambda collective, x: collective(x, over) if over else x
@@ -30,17 +30,17 @@ def sums(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Arr
     scaled = x32 / jnp.expand_dims(fp8.scale_of(peak, dtype), within)
     is_zero = x32 == 0
     of_bf16, of_fp8 = (~is_zero & (y == 0) for y in (x32.astype(jnp.bfloat16), scaled.astype(dtype)))
-    # Exact on a device as integers, and rounded once.
+    # Exact on each device as integers, then rounded once.
     counts = [jnp.sum(y, axis=within, dtype=jnp.int32) for y in (is_zero, of_bf16, of_fp8, jnp.ones_like(is_zero))]
     total = jnp.stack([jnp.sum(jnp.square(x32), axis=within), *(count.astype(jnp.float32) for count in counts)])
     return jnp.concatenate([reduced(lax.psum, total), peak[None]])
 
 
 def bits(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Array:
-    """Sum of a hash of each entry's bits and place, u32[1] or with `rows` u32[1, rows]. Arguments as for `sums`.
+    """Sums a hash of each entry's bits and position: u32[1], or with `rows` u32[1, rows]. Arguments as for `sums`.
 
-    Values that differ have another one, but for one in billions; those that differ in signs alone, or in the order of
-    entries, too. It is to be compared on one mesh. `of_gradient` makes no difference.
+    Values that differ, even only in signs or in the order of entries, have different sums with a chance of error of one
+    in billions. Compare them only on one mesh. `of_gradient` makes no difference.
     """
     over = sort_axes(jax.typeof(x).manual_axis_type.varying)
     words = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(4, x.dtype.itemsize)}")).astype(jnp.uint32)
@@ -52,7 +52,7 @@ def bits(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Arr
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """A hash of each u32, one to one: the finalizer of MurmurHash3, after the place of 0 is moved."""
+    """Hashes each u32, one to one: the finalizer of MurmurHash3, after shifting where 0 goes."""
     x = x + jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -60,9 +60,9 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 
 def finished(found: np.ndarray) -> dict[str, np.ndarray]:
-    """The statistics by NAMES, of what `sums` gave: f32[6, parts, values], each with one entry for each value."""
+    """Computes the statistics, by NAMES, from the results f32[6, parts, values] of `sums`: one entry per value."""
     squares, zeros, bf16, of_fp8, count = found[:5].astype(np.float64).sum(1)
     nonzero = np.maximum(count - zeros, 1)
     shares = squares / count, zeros / count, bf16 / nonzero, of_fp8 / nonzero
-    largest = np.where(np.isnan(squares), np.nan, found[5].max(0))  # which some devices compute as if NaN were absent
+    largest = np.where(np.isnan(squares), np.nan, found[5].max(0))  # some devices ignore NaN in a maximum
     return dict(zip(NAMES, (np.sqrt(shares[0]), largest, *shares[1:]), strict=True))

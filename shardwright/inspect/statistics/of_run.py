@@ -1,4 +1,4 @@
-"""The microscope of a run: statistics of its step, every training.microscope_interval steps."""
+"""Statistics of a run's step, every training.microscope_interval steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class StepWithoutStages:
-    """The training step on the current mesh without its pipeline stages, traced, to be looked at.
+    """The training step on the current mesh without its pipeline stages, traced, for computing statistics.
 
-    Its microbatches come one after the other, also those that are side by side in the step.
+    Its microbatches run one after the other, even those that the step runs side by side.
 
     Args:
-        step: of the run.
-        placement: of its layers.
+        step: the run's step.
+        placement: placement of its layers.
 
     Attributes:
-        mesh: without stages.
+        mesh: the mesh without stages.
         program: the traced step, a ClosedJaxpr.
 
     Raises:
-        ValueError: with stages, a batch that the devices without them do not divide.
+        ValueError: with stages, if the devices without stages do not divide the batch.
     """
 
     def __init__(self, step: Step, placement: LayerPlacement):
@@ -46,26 +46,26 @@ class StepWithoutStages:
     def arguments(
         self, state: "State", batch: TokenBatch, step: object, reference: object = None
     ) -> Iterator[tuple[Any, ...]]:
-        """Arguments of the step on the current mesh, on that without stages, which is the current one meanwhile."""
+        """Converts arguments of the step to the mesh without stages, which is the current mesh inside this context."""
         state, reference = self.state(state), None if reference is None else self.state(reference)
         with jax.set_mesh(self.mesh):
             batch = jax.tree.map(jax.device_put, batch, make_shardings(Array["m", TokenBatch], like=batch))
             yield state, batch, step, reference
 
     def state(self, state: object) -> Any:
-        """A state of the current mesh on that without stages, with layers in their order."""
+        """Converts a state of the current mesh to the one without stages, with layers in order."""
         return without_stages(state, self._placement, self.mesh)
 
 
 class RunStatistics:
-    """Statistics of the steps of a run, which stay as they are. With pipeline stages, of the step without them.
+    """Statistics of the steps of a run, which do not change. With pipeline stages, of the step without them.
 
     Args:
-        step, placement: as of StepWithoutStages.
+        step, placement: as in StepWithoutStages.
         options: compiler options.
 
     Raises:
-        ValueError: as StepWithoutStages.
+        ValueError: as in StepWithoutStages.
     """
 
     def __init__(self, step: Step, placement: LayerPlacement, options: dict[str, Any]):
@@ -75,6 +75,6 @@ class RunStatistics:
 
     @pause("computing statistics of a step")
     def collect(self, *arguments: Any) -> dict[str, Any]:
-        """Statistics of the step with these arguments, as Statistics.described says. Waits for the devices."""
+        """Returns statistics of the step for these arguments, as in Statistics.described. Waits for the devices."""
         with self._step.arguments(*arguments) as arguments:
             return self._statistics.described(jax.device_get(self._program(*arguments)))

@@ -1,8 +1,8 @@
-"""The operation of a step whose numbers, not finite, reach its results.
+"""Finds the operation of a step that makes the infinities or NaNs which reach its results.
 
-Many operations make an infinity or NaN of finite numbers that is masked later. So the step runs again, where all but
-one put 0 in place of such entries: its results are finite unless this one is a cause. The turn, the device and the
-entry are found in the same way, by halving.
+Many operations turn finite numbers into infinities or NaNs that are masked later. So the step is run again with all
+operations but one replacing such entries by 0: its results are finite unless this one is a cause. The turn, the device
+and the entry are found in the same way, by bisection.
 """
 
 import bisect
@@ -24,33 +24,33 @@ from shardwright.inspect.statistics.points import equations, function_and_target
 from shardwright.inspect.statistics.rerun import Note, Path, Rerun, executed, is_float
 
 KINDS = ("finite", "an infinity", "NaN")
-"""What the worst entry of a value is, by its level."""
+"""Names of the levels of badness: what the worst entry of a value is."""
 FINITE = COLLECTIVES - kinds("sum", "scatter") | IDENTITIES | kinds("unreduced", "view", "selection")
 FINITE |= words(
     "abs concatenate copy cos dynamic_slice dynamic_update_slice erf iota logistic neg reduce_max reduce_min"
 )
 FINITE |= words("reduce_min rev sign sin slice split tanh")
-"""Primitives that give finite numbers of finite ones."""
+"""Primitives whose results are finite if their operands are."""
 ALL = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The first operation of a step that makes numbers that are not finite, of finite ones, and that reach its results.
+    """The first operation of a step that turns finite numbers into non-finite ones which reach its results.
 
-    Or one that makes NaN of infinities that no operation made, such as constants.
+    Or one that turns infinities that no operation made, such as constants, into NaN.
 
     Attributes:
         place: `file.py:line`.
         name: the function there, and what it assigns to: `Llama.layer gate`.
         operation: name of the primitive.
         kind: an infinity, or NaN.
-        is_backward: whether it belongs to the backward pass of that line.
-        layers: the first and the last of the layers that the turn of the loop computes; None outside.
-        microbatch: number of the microbatch; None outside of their loop.
-        device: of the first of these entries, the index along each axis over which the result differs.
-        index: of this entry in the result of the device.
-        shape: of the result on a device.
+        is_backward: True if it belongs to the backward pass of that line.
+        layers: the first and last layers that the turn of the loop computes; None outside the loop.
+        microbatch: index of the microbatch; None outside the loop over microbatches.
+        device: device of the first such entry: its index along each axis over which the result varies.
+        index: index of this entry in the device's result.
+        shape: shape of the result on a device.
     """
 
     place: str
@@ -70,22 +70,22 @@ def _axes(x: object) -> tuple[str, ...]:
 
 
 def _level(x: jax.Array) -> jax.Array:
-    """Index of KINDS that each entry of a value is."""
+    """Level of each entry of a value: its index in KINDS."""
     return jnp.where(jnp.isnan(x), 2, jnp.where(jnp.isinf(x), 1, 0)).astype(jnp.int32)
 
 
 def _number(digits: Iterable[tuple[Any, int]]) -> Any:
-    """The number with these digits, each with what it is below, the most significant first."""
+    """The number with these digits, each given with its base, most significant first."""
     return functools.reduce(lambda n, digit: n * digit[1] + digit[0], digits, 0)
 
 
 class Finder:
-    """Finds the Origin in a traced program: (*arguments) -> results. It is compiled once for all arguments.
+    """Finds the Origin in a traced program (*arguments) -> results. It is compiled once for all arguments.
 
     Args:
         program: the jaxpr.
         layers: number of layers of the model.
-        results: how many of the results count: the state, the loss and the norm of the gradients, which come first.
+        results: how many results count: the state, the loss and the norm of the gradients, which come first.
     """
 
     def __init__(self, program: object, layers: int, results: int):
@@ -103,9 +103,9 @@ class Finder:
     def _contained(
         self, path: Path, result: int, turns: tuple, operands: list, x: jax.Array, knobs: dict[str, Any]
     ) -> Any:
-        """A result of an equation, with 0 where it is worse than operands that are below a level; and its level there.
+        """Replaces a result's entries by 0 where they are worse than operands below a level; also returns their level.
 
-        Of the cause that the knobs name, all is left until a turn, a device and an entry.
+        The cause that the knobs name is left alone up to a turn, a device and an entry.
         """
         mesh, axes, name = jax.sharding.get_abstract_mesh(), _axes(x), self._equations[path].name
         given, device, key = jnp.int32(0), 0, self._keys[path, result]
@@ -125,22 +125,22 @@ class Finder:
         return jnp.where(is_removed, jnp.zeros_like(x), x), jnp.max(level, initial=0)
 
     def _run(self, arguments: list, below: int, **knobs: int) -> tuple[list, list]:
-        """The results that count; and of each value the level, by device and turn, or 0 if no operand is better.
+        """The results that count; and the level of each value by device and turn, or 0 if no operand is better.
 
-        What is worse than operands that are below a level is 0, but for the cause; cause=ALL leaves all as it is.
+        Entries worse than operands below a level become 0, except the cause's; cause=ALL leaves everything as it is.
         """
         knobs = {"below": below, "cause": -1, "turn": ALL, "device": ALL, "entry": ALL} | knobs
         results, levels = self._program({name: np.int32(value) for name, value in knobs.items()}, *arguments)
         return results[: self._count], levels
 
     def find(self, *arguments: object) -> tuple[Origin | None, list]:
-        """The Origin for these arguments, None if no operation is; and the results that count."""
+        """The Origin for these arguments, None if there is none; and the results that count."""
         leaves, below = jax.tree.leaves(arguments), 1
         is_bad = lambda below, **knobs: not _are_finite(self._run(leaves, below, **knobs)[0])
         results, levels = self._run(leaves, below, cause=ALL)
         if _are_finite(results):
             return None, results
-        if is_bad(1):  # of infinities that no operation made, such as constants
+        if is_bad(1):  # because of infinities that no operation made, such as constants
             below, (_, levels) = 2, self._run(leaves, 2, cause=ALL)
         causes = _by_execution(self._replay.notes, levels)
         reach = (cause for cause in causes if is_bad(below, cause=self._keys[cause[0].path, cause[0].result]))
@@ -190,16 +190,16 @@ def _by_execution(notes: list[Note], levels: list) -> list[tuple[Note, int]]:
 
 
 def positions(origin: Origin, batch: int, length: int, experts: Collection[int] = ()) -> tuple[int, int | None] | None:
-    """Sequence of the microbatch and position of the entry that is not finite. None for no activation.
+    """Sequence of the microbatch, and position, of the non-finite entry. None if the value is not an activation.
 
-    An activation is known by its shape: a device's sequences come first, and then its positions, or those of pairs at
-    the end. A reduction that scatters positions has them first. The position is None if the shape does not show it.
+    An activation is recognized by its shape: a device's sequences come first, then its positions, or pairs of positions
+    at the end. A reduction that scatters positions has them first. The position is None if the shape does not show it.
 
     Args:
         origin: the origin.
         batch: sequences of a microbatch.
         length: tokens of a sequence.
-        experts: numbers of experts and of pools. None if a device has as many of them as sequences.
+        experts: numbers of experts and of pools. None is returned if a device has as many of them as sequences.
     """
     mesh, shape = jax.sharding.get_mesh().shape, origin.shape
     if origin.microbatch is None or any(mesh.get(axis, 1) > 1 and axis not in origin.device for axis in "rde"):

@@ -1,4 +1,4 @@
-"""The points of a traced step that are looked at: what it saves for the backward pass, and its gradients."""
+"""The points of a traced step whose statistics are computed: what it saves for the backward pass, and its gradients."""
 
 import ast
 import collections
@@ -18,7 +18,7 @@ from shardlib.proof.equation import Equation
 from shardwright.inspect.statistics.rerun import Path
 
 GRADIENT = "gradient"
-"""Name with which train.make_training_step marks each gradient, in the order of the weights."""
+"""Name by which train.make_training_step marks each gradient, in the order of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Point:
     """A named value of a step.
 
     Attributes:
-        name: the function around it, and what it is assigned to: `Llama.layer q`; the second of a name with `#2`.
+        name: the function around it, and what it is assigned to: `Llama.layer q`; the second of a name ends in `#2`.
         place: `file.py:line`.
-        paths: of its equations in one turn of the loops around it, in program order. Several if the line runs several
-            times, as in the layers of a period.
-        of_layers: of each loop around it, outermost first, whether it is that over the layers.
+        paths: paths of its equations in one turn of the loops around it, in program order. Several if the line runs
+            several times, as in the layers of a period.
+        of_layers: for each loop around it, outermost first, True if it is the loop over layers.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Point:
 
 
 def equations(jaxpr: Any, path: Path = (), caller: Equation | None = None) -> Iterator[tuple[Path, Equation]]:
-    """Each equation that a Rerun runs by itself, in program order, with its path."""
+    """Iterates over the equations that a Rerun runs separately, in program order, with their paths."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         equation, name = Equation(eqn, caller=caller), eqn.primitive.name
         if name == "shard_map":
@@ -62,13 +62,13 @@ def loops_around(equation: Equation) -> list[Equation]:
 
 
 def is_loop_over_layers(loop: Equation) -> bool:
-    """Whether shardlib/layers.py made a loop."""
+    """True if shardlib/layers.py made a loop."""
     own = [file for file, _ in frames_of(loop.eqn) if not is_installed(file)]
     return own[-1:] == [layers.__file__]
 
 
 def is_again(equation: Equation) -> bool:
-    """Whether the backward pass computes it, again or only there."""
+    """True if the backward pass computes the equation, again or for the first time."""
     return any(caller.params.get("differentiated", False) for caller in callers(equation))
 
 
@@ -87,7 +87,7 @@ def function_and_target(file: str, line: int) -> str:
 
 
 def saved_points(program: object) -> list[Point]:
-    """The points at which the step saves a value, in program order. What is computed again counts once."""
+    """The points at which the step saves a value, in program order. A recomputed value counts once."""
     found: dict[tuple, list[tuple[Path, Equation]]] = {}
     for path, eq in equations(program):
         is_saved = eq.name == "name" and eq.params["name"] == jax_extra.SAVED
@@ -95,7 +95,7 @@ def saved_points(program: object) -> list[Point]:
             found.setdefault((eq.line(), eq.result_type()), []).append((path, eq))
     points, seen = [], collections.Counter()
     for (line, _), places in found.items():
-        # As the first of them: in the same loops, and not of the backward pass if that is not.
+        # Like the first of them: in the same loops, and not in the backward pass unless the first is.
         kind = lambda eq: (is_again(eq), [loop.eqn for loop in loops_around(eq)])
         first = min(places, key=lambda place: is_again(place[1]))[1]
         paths = tuple(path for path, eq in places if kind(eq) == kind(first))
@@ -107,11 +107,11 @@ def saved_points(program: object) -> list[Point]:
 
 
 def gradient_paths(program: object, weights: object) -> list[Path]:
-    """The paths of the gradients, in the order of the weights. Raises ValueError if there are not as many."""
+    """The paths of the gradients, in the order of the weights. Raises ValueError if their numbers differ."""
     paths = [path for path, eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT]
     if len(paths) != len(leaves := jax.tree.leaves(weights)):
         raise ValueError(
-            f"the step marks {len(paths)} gradients of {len(leaves)} weights. Give all gradients the name "
-            f"`{GRADIENT}` with checkpoint_name, as make_training_step in train.py does."
+            f"the step marks {len(paths)} gradients of {len(leaves)} weights. Name all gradients `{GRADIENT}` with "
+            "checkpoint_name, as make_training_step in train.py does."
         )
     return paths

@@ -1,4 +1,4 @@
-"""A traced program that runs again, equation by equation, and gives back what some of its equations compute."""
+"""Runs a traced program again, equation by equation, and returns what some of its equations compute."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,17 +14,17 @@ from shardlib.equations import Eqn, called, evaluate, kinds, run_again, split_sc
 from shardlib.op_checks import varying
 
 Path = tuple[int, ...]
-"""Where an equation is in a program: Interpreter.noted."""
+"""Location of an equation in a program: see Interpreter.noted."""
 
 
 class Note(NamedTuple):
-    """A value of a replay.
+    """A value of a rerun.
 
     Attributes:
-        path: of its equation.
-        result: its number among the results of the equation.
-        order: its place in program order; within a loop, the place of the loop first.
-        loops: of each loop around it, outermost first, the number of turns, and whether they run backwards.
+        path: path of its equation.
+        result: index among the results of the equation.
+        order: position in program order; within a loop, the position of the loop first.
+        loops: for each loop around it, outermost first, the number of turns, and True if it runs backwards.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class Note(NamedTuple):
 
 
 def executed(note: Note, turns: tuple[int, ...]) -> list[int]:
-    """When a value is computed in these turns of its loops: a list that sorts by execution order."""
+    """When a value is computed, for these turns of its loops: a list that sorts by execution order."""
     ran = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(turns, note.loops, strict=True)]
     return [n for pair in zip(note.order, ran, strict=False) for n in pair] + [note.order[-1]]
 
@@ -42,18 +42,17 @@ def executed(note: Note, turns: tuple[int, ...]) -> list[int]:
 class Rerun:
     """A traced program that also returns what the equations `wanted` compute.
 
-    A value is an array [*axes of the mesh, *turns of loops, *block], one for each of `notes`.
+    Each value is an array [*axes of the mesh, *turns of loops, *block], one for each of `notes`.
 
     Args:
         program: the jaxpr.
-        wanted: by path, the numbers of the results that are wanted.
-        visit: (path, number of the result, turns, operands, result, knobs) -> the result with which the replay goes on,
-            of the same type, and what is taken of it, an array of any shape. `turns` has, of each loop around it, how
+        wanted: by path, the indices of the results that are wanted.
+        visit: (path, index of the result, turns, operands, result, knobs) -> the result with which the rerun continues,
+            of the same type, and what to return of it, an array of any shape. `turns` has, for each loop around it, how
             many ran before, and how many there are. Per-device code.
-        is_same: whether what is taken is the same on all devices: then the arrays have no dims for the axes of the
-            mesh.
-        is_varying: whether copies, and the terms of partial sums, are values that vary. Else such terms are not taken.
-        is_double: whether all floats are f64. While jax_enable_x64 is on.
+        is_same: True if what is returned is the same on all devices: the arrays then have no dims for mesh axes.
+        is_varying: True if copies, and terms of partial sums, count as values that vary. Otherwise terms are left out.
+        is_double: True to compute all floats in f64. Requires jax_enable_x64.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Rerun:
         self.notes: list[Note] = []
 
     def __call__(self, *args: object, knobs: object = ()) -> tuple[list, list[jax.Array]]:
-        """The results of the program, and the values. Under jit, on the mesh on which the program was traced.
+        """Runs the program. Returns its results, and the values. Under jit, on the mesh on which it was traced.
 
         `knobs` are arrays for `visit`, the same on all devices.
         """
@@ -157,20 +156,20 @@ OF_BITS = ("bitcast_convert_type", "pallas_call", "ffi_call")
 
 
 def is_float(x: object) -> bool:
-    """Whether a dtype, an array, or anything else, is of floats."""
+    """True if a dtype, or the dtype of an array or anything else, is one of floats."""
     dtype = x if isinstance(x, np.dtype | type) else getattr(x, "dtype", None)
     return isinstance(dtype, np.dtype | type) and jnp.issubdtype(dtype, jnp.floating)
 
 
 def in_f64(x: jax.Array) -> Any:
-    """`x`, and in f64 if it is an array of floats. While jax_enable_x64 is on."""
+    """Converts `x` to f64 if it is an array of floats. Requires jax_enable_x64."""
     if not is_float(x):
         return x
     return np.float64(x) if isinstance(x, np.ndarray) else lax.convert_element_type(x, jnp.float64)
 
 
 def run_in_f64(eqn: Eqn, ins: list) -> list[jax.Array]:
-    """The results of an equation without bodies, for operands `in_f64`. Floats are not rounded to others."""
+    """Evaluates an equation without bodies, for operands `in_f64`. Does not round floats to other dtypes."""
     name, params = eqn.primitive.name, dict(eqn.params)
     if not any(is_float(var.aval) for var in (*eqn.invars, *eqn.outvars)):
         return run_again(eqn, ins)
@@ -193,7 +192,7 @@ def run_in_f64(eqn: Eqn, ins: list) -> list[jax.Array]:
 
 
 def _varying(eqn: Eqn, ins: list) -> list[jax.Array]:
-    """The results of an equation where copies, and the terms of partial sums, are values that vary."""
+    """Evaluates an equation with copies, and terms of partial sums, as values that vary."""
     name, params = eqn.primitive.name, eqn.params
     types = [getattr(var.aval, "manual_axis_type", None) for var in (*eqn.invars, *eqn.outvars)]
     if not (axes := frozenset().union(*(kind.reduced | kind.unreduced for kind in types if kind is not None))):

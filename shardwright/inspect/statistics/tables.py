@@ -1,4 +1,4 @@
-"""The statistics of a look, as `Statistics.described` gives them, as tables of text. All may be a stranger's."""
+"""Formats the statistics of a step, from `Statistics.described`, as tables of text. The input may be untrusted."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ COLUMNS = {
     "gradient max": ("gradient max", "largest magnitude in the gradient"),
     "gradient fp8": ("→0 fp8", "share of the entries of the gradient that FP8 rounds to zero"),
 }
-"""Head and meaning of each statistic."""
+"""Column heading and meaning of each statistic."""
 TABLES = {
     "points": ("Saved for the backward pass", ("rms", "max", "zeros", "bf16", "fp8")),
     "weights": ("Weights", ("rms", "max", "update", "gradient rms", "gradient max", "gradient fp8")),
@@ -28,7 +28,7 @@ _SHARES = ("zeros", "bf16", "fp8")
 
 
 class Table(NamedTuple):
-    """A table: its title, head and meaning of each column but the first, and rows of texts."""
+    """A table: its title, heading and meaning of each column except the first, and rows of texts."""
 
     title: str
     heads: list[tuple[str, str]]
@@ -36,7 +36,7 @@ class Table(NamedTuple):
 
 
 def tables_of(look: Mapping[str, Any]) -> list[Table]:
-    """The tables of a look: of each statistic the least and the greatest of the layers."""
+    """The tables for statistics of a step: for each one, the range from the smallest to the largest over layers."""
     tables = []
     for kind, (title, names) in TABLES.items():
         given = look.get(kind)
@@ -52,7 +52,7 @@ def _name(entry: Mapping) -> str:
 
 
 def _cell(entry: object, name: str) -> str:
-    """The least and the greatest of a statistic; `gradient rms` is the rms of the gradient. Empty if there is none."""
+    """Range of a statistic over layers; `gradient rms` is the rms of the gradient. Empty if there is none."""
     for key in name.split():
         entry = entry.get(key, []) if isinstance(entry, Mapping) else []
     values = [number(x) for x in (entry if isinstance(entry, list) else [entry])]

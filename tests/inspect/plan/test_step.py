@@ -223,7 +223,7 @@ def test_a_mesh_without_its_devices_is_refused():
     with pytest.raises(ValueError, match="give plan"):
         mesh_sizes(c, None)
     c.mesh.t = 3
-    with pytest.raises(ValueError, match=r"plan.devices is 8, and the mesh is r=1 d=-1 t=3"):
+    with pytest.raises(ValueError, match=r"plan.devices is 8, but the mesh is r=1 d=-1 t=3"):
         mesh_sizes(c, 8)
     c.mesh.t = 0
     with pytest.raises(ValueError, match=r"mesh\.t is 0; give a number of devices"):
