@@ -79,7 +79,7 @@ def test_einsum_takes_it_for_two_operands_alone():
         def total(x: f32["M"]) -> f32[""]:
             return shardops.einsum_unreduced("M ->", x, product=fp8.product)
 
-        with pytest.raises(ShardError, match="`product` is for two operands"):
+        with pytest.raises(ShardError, match="`product` takes two float operands"):
             total(np.ones(4, np.float32))
 
 
