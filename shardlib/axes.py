@@ -1,4 +1,4 @@
-"""The table of mesh axes. docs/changing.md explains how to add one."""
+"""The table of mesh axes. docs/architecture.md explains how to add one."""
 
 from collections.abc import Mapping
 

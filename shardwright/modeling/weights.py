@@ -186,7 +186,7 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         problem = None
         if not isinstance(t, WeightType):
             problem = "it does not declare its initial values; declare it by matrix, gain, bias or embedding"
-        elif t.setting and not hasattr(c, t.setting):
+        elif t.setting and (not hasattr(c, t.setting) or callable(getattr(c, t.setting))):
             problem = f"{type(c).__name__} has no setting {t.setting}; name one of its settings or properties"
         elif lacks := [dim.name for dim in t.spec.dims if (dim.literal_size or sizes.get(dim.name)) is None]:
             of_c = f"name its setting in {type(c).__name__}.dims"
