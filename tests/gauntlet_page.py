@@ -34,7 +34,8 @@ Would shardwright have caught them? Each of these bugs ran silently in another f
 
 Bugs without an edit can't be planted: shardwright has no such part, or the bug is in a compiler.
 [bugs.toml](../tests/gauntlet/bugs.toml) describes each bug, its edit or the reason why it has none, and the
-message, tensor or test that catches it; one thread may report several. `python tests/gauntlet_page.py` prints this page.
+message, tensor or test that catches it; one thread may report several bugs. `python tests/gauntlet_page.py` prints
+this page.
 
 The last two columns below are about [spmd_types](https://github.com/meta-pytorch/spmd_types) (version {version}), a
 type system for PyTorch with explicit collectives. The bugs were tried there as short programs in its strict global mode
