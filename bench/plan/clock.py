@@ -76,7 +76,7 @@ class Clock:
         return now
 
     def share(self, body: Computation) -> float:
-        """Share of the ticks in which a device does the task that a branch is; 1 of what is no task."""
+        """Share of the ticks in which a device runs the task of a branch; 1 for what is not a task."""
         task = next((x[1] for i in body.instructions.values() if (x := re.search(r"\btask_(\w+)", i.op_name))), None)
         in_ticks = self.facts.get("of_any", {}).get(task, self.facts.get("local_attention"))
         return in_ticks / self.facts["ticks"] if task and in_ticks else 1.0

@@ -6,7 +6,7 @@ To compile needs an environment of its own with the compilers, of the constraint
         nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-cudnn-cu13
 
 A program <name> is <name>.txt.gz, and what its compiler alone knows <name>.json. One that is there is left, so that a
-stopped command goes on: after a change of source or settings, take another directory.
+stopped command resumes: after a change of source or settings, take another directory.
 """
 
 import collections

@@ -26,7 +26,8 @@ class Kind(NamedTuple):
     settings: Mapping[str, str] = {}
     """Settings of ours that differ within the family, and their names for them."""
     every: Mapping[str, tuple[str, Any, Any]] = {}
-    """Switches of ours that change every so-manieth layer; their list of layers, its entry for that one, for others."""
+    """Our switches that change one layer in every n; the list of layers in their configuration, its entry for such a
+    layer, and for the others."""
     fixed: Mapping[str, Any] = {}
     """Settings of theirs that are our math."""
     names: Mapping[str, str] = {}

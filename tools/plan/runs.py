@@ -62,7 +62,7 @@ class Run(NamedTuple):
         name: of the row, for messages.
         trainer: its name in trainers.yaml.
         group: rows of one group are ranked, and are held out, together.
-        chip: kind of its devices, as far as it is no matter of calibration.
+        chip: kind of its devices, apart from what calibration fits.
         constants: fields of the Chip that differ for its trainer: EAGER, or what calibration found.
         config, sizes: settings of ours, and devices along p, r, d and t.
         again: shares of products and attention that the backward pass computes again, beside what `config` says.
@@ -123,7 +123,7 @@ def read(path: str) -> Table:
     try:
         lines = [row for row in csv.reader(io.StringIO(read_text(path)), strict=True) if row]
     except csv.Error as error:
-        raise ValueError(f"{path} is no table: {error}. Give a CSV file.") from None
+        raise ValueError(f"{path} is not a table: {error}. Give a CSV file.") from None
     header, rows = [name.strip() for name in (lines or [[]])[0]], lines[1:]
     is_vtrain = bool({VTRAIN["chips"], VTRAIN["width"]} & set(header))
     needed = list(VTRAIN.values()) if is_vtrain else list(COLUMNS)

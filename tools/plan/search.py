@@ -47,7 +47,7 @@ def search(c: Config, devices: int, chip: Chip, seconds: float = 60.0) -> list[C
     key = lambda settings: tuple(settings.items())
 
     def cost(settings: Settings) -> tuple[int, float]:
-        """What is less for a faster step; of those that do not fit, for less memory."""
+        """Sort key of plans: step time if the plan fits, otherwise peak memory."""
         if key(settings) not in seen and time.process_time() < end:
             seen[key(settings)] = None
             try:

@@ -5,7 +5,7 @@
     python -m tools.replay run=runs/<name> step=123 bisect=loss
     python -m tools.replay run=runs/<name> against=runs/<other>
 
-The run goes on from its last checkpoint at or before the step, with the same batches, without writing anything. On the
+The run resumes from its last checkpoint at or before the step, with the same batches, and writes nothing. On the
 run's own mesh the step is equal to the bit. docs/replay.md has examples.
 """
 

@@ -45,7 +45,7 @@ def find(
     usual: float,
     tell: Callable[[str], None],
 ) -> tuple[list[Document], Done, Done | None]:
-    """Halves the documents, and goes on with the half without which the metric is as usual, while there is one.
+    """Halves the documents repeatedly, and keeps the half without which the metric is as usual, while there is one.
 
     Then leaves out one after the other without which it stays so.
 
