@@ -80,7 +80,7 @@ def broken_links(page: Path, text: str) -> list[str]:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
+        if not target.is_file() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     return broken
 
