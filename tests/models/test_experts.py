@@ -352,7 +352,7 @@ def test_steps_are_proved(sizes, factor, pools, settings):
 @pytest.mark.long
 def test_losses_of_layers_that_one_device_alone_scales_are_refused():
     """Stages add them up in the pipeline, and one device in `InTurn`."""
-    file, old = "shardwright/run/stages.py", "total + jnp.sum(extras.loss) / groups, extras.metrics"
+    file, old = "shardwright/run/stages.py", "total + jnp.sum(aux.loss) / groups, aux.metrics"
     source = (ROOT / file).read_text()
     assert source.count(old) == 1
     c = tiny.config(truth.model(layers=2, balance_loss=0.1, d_head=16), microbatches=2)

@@ -242,16 +242,16 @@ def test_a_layer_that_differs_between_stages_is_refused():
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("ids", ["jnp.arange(len(ids))", "ids + 1", "ids"])
+@pytest.mark.parametrize("ids", ["jnp.arange(len(layer_ids))", "layer_ids + 1", "layer_ids"])
 def test_stages_that_number_their_layers_otherwise_are_refused(ids):
     """By the number of its layer, each drops entries of its own."""
-    old, file = "(forward.tokens(*microbatch),), ids)", "shardwright/run/stages.py"
+    old, file = "(forward.tokens(*microbatch),), layer_ids)", "shardwright/run/stages.py"
     c = tiny.config(GPT2, microbatches=2)
     c.training.seq_len, source = GPT2.positions, (ROOT / file).read_text()
     assert source.count(old) == 1
-    with train_with({file: source.replace(old, old.replace("ids", ids))}) as module:
+    with train_with({file: source.replace(old, old.replace("layer_ids", ids))}) as module:
         text = "\n".join(unsound(c, mesh_of("r=1 d=2 t=1 p=2"), module))
-    assert (text == "") == (ids == "ids"), text
+    assert (text == "") == (ids == "layer_ids"), text
 
 
 @pytest.mark.long
