@@ -65,7 +65,7 @@ def choose(
         if refusals[path]:
             raise ValueError(
                 f"training.attention is {path}, which cannot do this: {refusals[path]}. Choose auto, which picks one "
-                "can, or einsum, which can do everything."
+                "that can, or einsum, which can do everything."
             )
         return path
     masked = _masked(pattern)

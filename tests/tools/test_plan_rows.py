@@ -54,7 +54,7 @@ def run_of(tmp_path, line: str) -> runs.Run:
         (HEADER + ",mesh", "twice the column 'mesh'"),
         (VTRAIN.replace(",# layers", ""), "no column '# layers'"),
         ("", "no column 'id'"),
-        ('"id', "no table"),
+        ('"id', "not a table"),
     ],
 )
 def test_a_table_without_a_column_is_refused_by_name(tmp_path, header, named):
