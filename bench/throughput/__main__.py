@@ -14,7 +14,7 @@ The model is Llama-like, with AdamW and clipping, on sequences of one document e
 before the start. Products are in f32 on a CPU and in bf16 on a GPU; those of the demo are as `make demo` has them, in
 bf16 where the CPU has instructions for it. The residual stream and the logits are as the products, and so is SwiGLU but
 for ours. All else is in f32. On a CPU all contestants stay alive and take turns. On a GPU, whose memory they cannot
-share, one runs after the other. docs/performance.md (Beside other trainers) explains the columns.
+share, one runs after the other. docs/performance.md (Compare with other trainers) explains the columns.
 """
 
 import dataclasses
