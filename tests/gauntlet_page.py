@@ -26,20 +26,19 @@ EXAMPLES = (19, 23, 39, 77, 4, 9, 67, 95, 102)
 HEAD = """# The Gauntlet: published parallelism bugs
 
 Would shardwright have caught them? Each of these bugs ran silently in another framework and computed the wrong thing.
-[test_gauntlet.py](../tests/gauntlet/test_gauntlet.py) plants them in this repository and checks what catches each:
+[test_gauntlet.py](../tests/gauntlet/test_gauntlet.py) plants each in this repository and checks what catches it:
 
 - **tracing**: types or proof reject the step before it is compiled.
 - **`tools.verify`** names the first tensor that differs from one device.
 - **a test** fails, because the bug computes the same on every mesh, or isn't in the step.
 
-Bugs without an edit can't be planted: shardwright has no such part, or the bug is in a compiler.
-[bugs.toml](../tests/gauntlet/bugs.toml) describes each bug, its edit or the reason why it has none, and the
-message, tensor or test that catches it; one thread may report several bugs. `python tests/gauntlet_page.py` prints
-this page.
+A bug with no edit can't be planted, because shardwright has no such part or the bug is in a compiler.
+[bugs.toml](../tests/gauntlet/bugs.toml) describes every bug, its edit, and the message, tensor or test that catches it.
+`python tests/gauntlet_page.py` prints this page.
 
-The last two columns below are about [spmd_types](https://github.com/meta-pytorch/spmd_types) (version {version}), a
-type system for PyTorch with explicit collectives. The bugs were tried there as short programs in its strict global mode
-(commit 54cf099); it accepts each program without the bug.
+The last two columns below show what [spmd_types](https://github.com/meta-pytorch/spmd_types) {version}, a type system
+for PyTorch (strict global mode, commit 54cf099), rejects of these bugs,
+written as short programs. It accepts each program without the bug.
 """
 
 
@@ -79,7 +78,7 @@ def page() -> str:
         rows.append([meaning, len(ours), len(edits), *gates, len(theirs), count(theirs, spmd="refused")])
     rows.append(["all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True))])
     gates = [f"by {gate}" for gate in GATES.values()]
-    lines += table(["class", "bugs", "edits here", *gates, "programs for spmd_types", "rejected by it"], rows)
+    lines += table(["class", "bugs", "planted here", *gates, "tried in spmd_types", "rejected by it"], rows)
     for letter, meaning in CLASSES.items():
         lines += ["", f"## {meaning[0].upper()}{meaning[1:]}", ""]
         ours = [bug for bug in found if bug["class"] == letter]
@@ -87,7 +86,7 @@ def page() -> str:
         lines += [f"- **{gate_of(b)}**: {b['bug'].rstrip('.')} ({linked(b['upstream'])})." for b in shown] + [""]
         rest = [bug for bug in ours if bug not in shown]
         threads = {gate: [b["upstream"] for b in rest if gate_of(b) == gate] for gate in (*GATES.values(), "no edit")}
-        once = lambda of: dict.fromkeys(linked(re.match(r"[^,\s]+", upstream)[0]) for upstream in of)
+        once = lambda of: dict.fromkeys(linked(re.match(r"[^,;\s]+", upstream)[0]) for upstream in of)
         rows = ([gate, "; ".join(once(of))] for gate, of in threads.items() if of)
         lines += table(["caught by", "other bugs"], rows)
     return "\n".join(lines) + "\n"
