@@ -1,9 +1,9 @@
-"""How fast a process saves and restores, and in how much memory; from that, a run of 70B parameters on 1,024 devices.
+"""Measures how fast a process saves and restores a checkpoint, and extrapolates to 70B parameters on 1,024 devices.
 
     python -m bench.checkpoint [GiB] [directory]
 
-The state is one array over eight simulated devices, restored to the same mesh and to another. Each rate is of one
-process, so that a store's own rate limits a run where it is lower: see docs/pytree-zarr-checkpoint.md.
+The state is one array on eight simulated devices, restored to the same mesh and to another. Rates are per process; a
+slower store limits the whole run. See docs/pytree-zarr-checkpoint.md.
 """
 
 import sys
@@ -19,7 +19,7 @@ from bench.common import host_peak
 from shardwright.run.checkpoint import Checkpointer
 
 STATE_BYTES, PROCESSES = 70e9 * 12, 128
-"""Of 70B parameters: weights and the two averages of AdamW, in f32."""
+"""Checkpoint size of a 70B model: weights and both moments of AdamW, in f32."""
 
 
 def main(gib: float = 2.0, place: str | None = None) -> None:
@@ -40,12 +40,12 @@ def main(gib: float = 2.0, place: str | None = None) -> None:
 
         actions = {"save": save, "restore": lambda: restore(at_rest), "restore to another mesh": lambda: restore(other)}
         for name, action in actions.items():
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             began, before = time.monotonic(), host_peak()
             action()
             rate, grown = x.nbytes / (time.monotonic() - began), (host_peak() - before) / x.nbytes
             figures = f"{rate / 1e9:5.2f} GB/s: {STATE_BYTES / PROCESSES / rate:5.1f} s for 70B"
-            print(f"{name:24} {figures}; memory grew by {grown:.2f} of the state")
+            print(f"{name:24} {figures}; memory grew by {grown:.2f}x the state")
 
 
 if __name__ == "__main__":

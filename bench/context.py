@@ -1,9 +1,9 @@
-"""Memory of a device in a training step on a sequence of 128k tokens, sharded over 1, 2, 4 and 8 devices of c.
+"""Prints the memory per device of a training step on a sequence of 128k tokens, sharded over 1, 2, 4 and 8 devices.
 
     python -m bench.context
 
-The model is the demo's. The step is compiled for simulated devices and not run. What is told is the compiler's own sum
-of arguments, results and temporary arrays on a device.
+The model is the demo's. The step is compiled for simulated devices, not run. The figures are the compiler's: the sum of
+arguments, results and temporary arrays on a device.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ LENGTH, WAYS, COUNTS = 2**17, ("gather", "ring", "ulysses"), (1, 2, 4, 8)
 
 
 def bytes_of(way: str, devices: int) -> int | None:
-    """Bytes of a device in the training step, by the compiler; None if there are fewer heads than devices."""
+    """Returns the compiler's bytes per device of the training step; None if there are fewer heads than devices."""
     overrides = f"training.context={way}", f"training.seq_len={LENGTH}", "training.batch_size=1"
     c = composed("local_test_synthetic", *overrides, "training.attention=blockwise")
     if way == "ulysses" and c.model.heads % devices:

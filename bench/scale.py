@@ -1,13 +1,13 @@
-"""What a process does around the step, by the number of devices of the run: CPU time, memory, files.
+"""Measures how a process's own work around the step scales with the number of devices: CPU time, memory, files.
 
     python -m bench.scale
 
-Nothing runs on a device: meshes are abstract. A process has eight devices, with a sequence each. The step is that of
-flat_tokens_c4_a100x8_2b with t=8, without replicas.
+Nothing runs on a device, because meshes are abstract. Each process has eight devices with one sequence each. The step
+is that of flat_tokens_c4_a100x8_2b with t=8, without replicas.
 
 Columns: CPU seconds of the start, the proof, the placement of devices / 8 stages, and 10 batches; files of a checkpoint
-that a process writes; CPU seconds of its manifest, which process 0 writes and each process reads, of the log and of the
-report of 1,000 steps; peak memory in MiB.
+that the process writes; CPU seconds to write its manifest (process 0) and to read it (every process), and for the log
+and the report of 1,000 steps; peak memory in MiB.
 """
 
 import contextlib
@@ -41,12 +41,12 @@ from shardwright.run.stores import Store
 from shardwright_data.loader import make_loader
 
 DEVICES, OWN, STEPS = (8, 64, 512, 4096), 8, 1000
-"""Devices of the runs and of a process; steps of the log and the report."""
+"""Numbers of devices in a run, and of one process; steps in the log and the report."""
 COLUMNS = "devices start proof stages batches files manifest reading log report memory"
 
 
 def arrays_of(c: Config) -> list[saved.SavedArray]:
-    """The arrays of a checkpoint, each with a number in place of a chunk."""
+    """Returns the arrays of a checkpoint, with a number instead of each chunk."""
     model = load_model(c.model)
     state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
     shardings, arrays = saved.named_leaves(make_shardings(train.State[model.Weights], like=state)), []
@@ -88,5 +88,5 @@ def row(devices: int) -> list[str]:
 if __name__ == "__main__":
     cells = row(int(sys.argv[1])) if sys.argv[1:] else COLUMNS.split()
     print("".join(f"{cell:>9}" for cell in cells), flush=True)
-    for devices in () if sys.argv[1:] else DEVICES:  # each in a process of its own, whose memory is its own
+    for devices in () if sys.argv[1:] else DEVICES:  # in separate processes, to measure the memory of each
         subprocess.run([sys.executable, "-m", "bench.scale", str(devices)], check=True)

@@ -1,9 +1,9 @@
-"""How fast text becomes tokens, shards are merged and batches are read; from that, a dataset of 10¹² tokens.
+"""Measures how fast text is tokenized, shards are merged and batches are read; extrapolates to 10¹² tokens.
 
     python -m bench.tokenization
 
-The text is the shipped novels, as bytes and in a BPE trained on them. Rates are those of one core: they count processor
-time, of all threads, so that other programs change them little. Disks and networks that are slower are not in them.
+The text is the shipped novels, as bytes and in a BPE trained on them. Rates are per core: they count the CPU time of
+all threads, so other programs hardly change them. They leave out slow disks and networks.
 """
 
 import json
@@ -21,27 +21,27 @@ from shardwright_data.text.tokenizers import Tokenizer
 
 TEXT = Path(__file__).parents[1] / "tests/data/austen_train.jsonl.xz"
 SHARDS = 5
-"""Copies of the text, each a shard."""
+"""Number of copies of the text, each a shard."""
 SEQ_LEN, BATCH, BATCHES = 4096, 64, 20
 TOKENS, CORES = 10**12, (64, 256, 1024)
 
 
 def tokenize(path: str, out: str, tokenizer: Tokenizer) -> None:
-    """What tools.huggingface_to_flat_tokens does for a shard."""
+    """Tokenizes a shard, as tools.huggingface_to_flat_tokens does."""
     with Writer(out, "train") as writer:
         for texts, _ in sources.blocks(*sources.open_text("train", None, None, None, [path]), "text"):
             writer.append(*tokenizer.encode(texts))
 
 
 def merge(shards: list[str], out: str) -> None:
-    """What it does for a split of which all shards are there."""
+    """Merges the shards of a split, as tools.huggingface_to_flat_tokens does."""
     with Writer(out, "train") as writer:
         for shard in shards:
             writer.append_split(Reader(shard, "train"))
 
 
 def measured(path: str, place: str, tokenizer: Tokenizer) -> list[float]:
-    """Tokens/s of a core in tokenizing, merging and reading, and bytes of a token as text and on disk."""
+    """Returns tokens/s per core of tokenizing, merging and reading, and bytes per token of text and on disk."""
     shards = [f"{place}/{i}" for i in range(SHARDS)]
     spent = [cpu_seconds(lambda out=out: tokenize(path, out, tokenizer)) for out in shards]
     merging = cpu_seconds(lambda: merge(shards, f"{place}/whole"))
@@ -57,7 +57,7 @@ def measured(path: str, place: str, tokenizer: Tokenizer) -> list[float]:
 
 
 def table(titles: list[str], rows: dict[str, list[str]]) -> str:
-    """A table in Markdown."""
+    """Formats a Markdown table."""
     lines = [f"| {' | '.join([name, *cells])} |" for name, cells in rows.items()]
     return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *lines])
 

@@ -1,1 +1,1 @@
-"""Programs of `python -m tools.chip`: what one device computes, and how fast."""
+"""Measures how fast one device computes. `python -m tools.chip` runs these programs."""

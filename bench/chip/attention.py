@@ -1,11 +1,11 @@
-"""Each implementation of attention, forward and backward, on one device: time, memory, agreement.
+"""Times every attention implementation on one device, forward and backward, with its memory and its error.
 
     python -m bench.chip.attention [--lengths 1024 4096] [--tokens 16384] [--heads 16] [--width 128]
 
-For each length, with and without documents, a line for each value of `training.attention` that is for this platform,
-and one more for each of a GPU's kernels with hardware.deterministic. TFLOP/s count the causal half. `error` is the
-largest distance of the result and the gradients from einsum in f32, by their norm; the scores of all pairs are computed
-for that, so it is left out where they take more than 2 GiB. Operands are in bf16.
+For each length, with and without a document mask, it prints a line per value of `training.attention` that this platform
+supports, and for GPU kernels a second line with hardware.deterministic. TFLOP/s count the causal half. `error` is the
+largest relative difference (in the norm) of result and gradients from einsum in f32. It is omitted if the scores of all
+pairs would take more than 2 GiB. Operands are in bf16.
 """
 
 import functools
@@ -32,11 +32,11 @@ RULES = {"documents": CAUSAL, "one document": CAUSAL.without(same_document)}
 DETERMINISTIC = HardwareConfig(deterministic=True).options
 ROUNDS, CALLS = 5, 5
 LARGEST = 2**31
-"""Bytes of the scores in f32, up to which einsum in f32 is computed."""
+"""The error is computed if the f32 scores take at most this many bytes."""
 
 
 def best_seconds(call: Callable[..., Any], *arguments: jax.Array) -> float:
-    """Seconds of one call: of ROUNDS rounds of CALLS calls, the best, after a call that is not timed."""
+    """Returns the seconds per call, the best of ROUNDS rounds of CALLS calls, after one warm-up call."""
     jax.block_until_ready(call(*arguments))
     seconds = []
     for _ in range(ROUNDS):
@@ -47,7 +47,7 @@ def best_seconds(call: Callable[..., Any], *arguments: jax.Array) -> float:
 
 
 def operands(length: int, tokens: int, heads: int, width: int) -> tuple[list[jax.Array], jax.Array]:
-    """q, k, v and a gradient, in bf16, and the documents of sequences that hold four on average."""
+    """Draws q, k, v and a gradient in bf16, and document ids, with four documents per sequence on average."""
     rng, rows = np.random.default_rng(0), max(1, tokens // length)
     shapes = (heads, 1, width), (heads, width), (heads, width), (heads, 1, width)
     drawn = [jnp.asarray(rng.standard_normal((rows, length, *shape), np.float32), jnp.bfloat16) for shape in shapes]
@@ -56,7 +56,7 @@ def operands(length: int, tokens: int, heads: int, width: int) -> tuple[list[jax
 
 
 def program(path: str, pattern: AttentionMask) -> Callable:
-    """Function of q, k, v, a gradient and documents: the result and the three gradients."""
+    """Returns a function of q, k, v, a gradient and documents that returns the result and the three gradients."""
 
     @typed_shard_map
     def run(
@@ -76,7 +76,7 @@ def program(path: str, pattern: AttentionMask) -> Callable:
 
 
 def error_of(found: tuple, expected: tuple) -> float:
-    """Largest distance of arrays from those expected, by their norm."""
+    """Returns the largest relative difference (in the norm) of arrays from the expected ones."""
     norm = lambda x: float(jnp.sqrt(jnp.sum(jnp.square(x))))
     return max(norm(jnp.float32(a) - b) / norm(b) for a, b in zip(found, expected, strict=True))
 
@@ -84,7 +84,7 @@ def error_of(found: tuple, expected: tuple) -> float:
 def timed(
     path: str, pattern: AttentionMask, given: list, options: dict | None = None
 ) -> tuple[jax.stages.Compiled, float, float]:
-    """The compiled program of a path, its seconds, and FLOP/s. Raises what the path, compiler or device refuses."""
+    """Returns a compiled implementation, its seconds and FLOP/s. Raises what it, the compiler or the device raises."""
     attention.choose(path, pattern, given[0])
     with compute_scope("bf16"):
         compiled = jax.jit(program(path, pattern)).lower(*given).compile(compiler_options=options)
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def show(length: int, documents: str, pattern: AttentionMask, tokens: int, heads: int, width: int) -> None:
-    """Prints a line for each path."""
+    """Prints a line for each implementation."""
     here = jax.devices()[0].platform
     paths = [path for path in attention.PATHS if attention.KERNELS.get(path, here) == here and path != "auto"]
     kernels = [(path, {}) for path in paths]
@@ -121,7 +121,7 @@ def show(length: int, documents: str, pattern: AttentionMask, tokens: int, heads
             used: Any = compiled.memory_analysis()
             memory = used.temp_size_in_bytes / 2**30
             figures = f"{1e3 * seconds:.3g} ms, {rate / 1e12:.3g} TFLOP/s, {memory:.2f} GiB{error}"
-        except Exception as error:  # one path's failure costs no other
+        except Exception as error:  # if one implementation fails, the others still run
             figures = first_line(error)
         print(f"{path}{', deterministic' * bool(options)}, {length} tokens, {documents}: {figures}", flush=True)
 

@@ -1,11 +1,11 @@
-"""Large matmuls, memory and launches on one device; with --chip a chip of these numbers, for hardware.chip.
+"""Measures matmuls, memory and kernel launches of one device; with --chip, writes a file for hardware.chip.
 
     python -m bench.chip.rates [--size 8192]
     python -m bench.chip.rates --chip FILE.yaml
 
-The first prints the rate of a matmul of size × size/2 × 7/4 size, with XLA's options one at a time: autotuned, and not.
-The second writes a file like those in shardwright/cluster/chips: that of the chip that JAX finds, or of the h100 where
-it is not known, with what is measured here in place of the numbers that it assumes.
+The first prints the rate of a matmul of size × size/2 × 7/4 size, with and without autotuning, and with other XLA
+options one at a time. The second copies the file in shardwright/cluster/chips of the chip that JAX finds (of the h100
+for an unknown chip), and replaces assumed numbers by measured ones.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ SOURCE = "measured by bench.chip.rates with jax"
 
 
 def product_s(m: int, k: int, n: int, options: dict | None = None) -> float:
-    """Seconds of a matmul in bf16."""
+    """Returns the seconds of a bf16 matmul."""
     a, b = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate([(m, k), (k, n)]))
     return best_seconds(jax.jit(jnp.matmul).lower(a, b).compile(compiler_options=options), a, b)
 
 
 def measured(chip: Chip, size: int) -> dict[str, float]:
-    """Fields of the chip, as far as one device tells them."""
+    """Returns the fields of the chip that one device can measure."""
     shape = size, size // 2, size * 7 // 4
     x = jnp.zeros((size, size), jnp.float32)
     moved = 2 * x.nbytes / best_seconds(jax.jit(lambda x: x + 1), x)
@@ -55,12 +55,12 @@ def measured(chip: Chip, size: int) -> dict[str, float]:
 
 
 def described(size: int) -> dict[str, Any]:
-    """The file of this device."""
+    """Returns the content of the chip file for this device."""
     device = jax.devices()[0]
     known, source = chip_for(device.device_kind), f"{SOURCE} {jax.__version__}"
     chip = known or dataclasses.replace(chip_of("h100"), products=None)
     found: dict[str, Any] = dict(measured(chip, size))
-    if known is None or known.platform == "cpu":  # whose peak nobody knows: it is what its matmuls reach
+    if known is None or known.platform == "cpu":  # whose peak is unknown: take the rate of its matmuls
         rate, moved = chip.peak["bf16"] * found["matmul_share"], chip.memory_bandwidth * found["memory_share"]
         limit = (device.memory_stats() or {}).get("bytes_limit")
         found |= {"title": device.device_kind, "platform": device.platform, "kinds": [device.device_kind]}
@@ -74,12 +74,12 @@ def described(size: int) -> dict[str, Any]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--size", type=int, default=8192, help="a multiple of 4")
-    parser.add_argument("--chip", type=Path, metavar="FILE", help="file to write, whose name ends in .yaml")
+    parser.add_argument("--chip", type=Path, metavar="FILE", help="file to write, with a name that ends in .yaml")
     args = parser.parse_args()
     if args.chip is not None:
         fields = described(args.size)
         args.chip.write_text(yaml.safe_dump(fields, sort_keys=False, width=120))
-        chip_of(str(args.chip))  # it can be read
+        chip_of(str(args.chip))  # raises if it is invalid
         own = {name: field["value"] for name, field in fields.items() if name != "like"}
         own |= {"peak": own.get("peak", {}).get("bf16")}
         shown = [f"{name} {value:.3g}" for name, value in own.items() if isinstance(value, float)]

@@ -1,1 +1,1 @@
-"""Compares plans with what compilers and machines say."""
+"""Compares plans with compilers and measurements."""

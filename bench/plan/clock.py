@@ -1,4 +1,4 @@
-"""The time of a step that XLA predicts for GPUs, from the seconds that it writes beside the operations of a program."""
+"""Adds up XLA's predicted step time on GPUs, from the seconds that it annotates on the operations of a program."""
 
 import collections
 import json
@@ -14,29 +14,29 @@ from shardwright.inspect.compiled.operations import NO_WORK, works_of
 from shardwright.inspect.compiled.table import Table
 
 SCATTER = 400 / 374
-"""Time of a reduce-scatter by that of an all-gather: of the largest messages of 8 H100 in XLA's table of NCCL."""
+"""Time of a reduce-scatter / time of an all-gather, for the largest messages of 8 H100s in XLA's NCCL table."""
 ATTENTION = 0.5
-"""Rate of attention's kernels, as a part of the chip's peak: the same for all trainers."""
+"""Rate of attention kernels as a fraction of the chip's peak, the same for all trainers."""
 
 
 class Clock:
-    """The seconds of computations, on a stream that computes in the order of the schedule and one that communicates.
+    """Simulates a program on two streams, one that computes in the order of the schedule and one that communicates.
 
-    XLA writes the seconds of most operations ("reification_cost") from its tables of products and of NCCL on H100. It
-    has none, or wrong ones, for:
+    XLA annotates most operations with seconds ("reification_cost") from its tables of matmuls and of NCCL on H100. For
+    these it has none or wrong ones, which are estimated instead:
 
-    - batched products, and those with wider results, of which its table has few or none: here the roofline;
-    - reduce-scatters and all-to-alls: here those of the program's all-gather that is nearest in bytes, by SCATTER, over
-      as many devices where there is one;
-    - copies: here the bytes that they read and write, by the memory's bandwidth;
-    - attention by cuDNN or Triton: its FLOPs by a part `attention` of the peak; no time where that is 0.
+    - batched matmuls, and those with wider results: by the roofline;
+    - reduce-scatters and all-to-alls: by the all-gather of the program that is nearest in bytes, if possible over as
+      many devices, and SCATTER;
+    - copies: by the bytes that they read and write, at the memory's bandwidth;
+    - attention in cuDNN or Triton: by its FLOPs, at the fraction `attention` of the peak; no time if that is 0.
 
-    A task of a pipeline stage takes its time in each tick in which a device has one. No launch of a kernel takes time.
+    A pipeline task takes its time in each tick in which a device has one. Kernel launches take no time.
 
     Attributes:
-        kernels: seconds of each operation by name, in a step; of a collective all that it takes, at its start.
-        lines: seconds of each line: computing, or waiting for what it sends.
-        exposed: of these, waiting.
+        kernels: seconds of each operation in a step, by name; for a collective its whole duration, at its start.
+        lines: seconds of each source line, computing or waiting for its communication.
+        exposed: of these, the seconds waiting.
     """
 
     def __init__(self, program: Program, table: Table, chip: Chip, facts: Mapping[str, Any], attention: float = 0.0):
@@ -48,7 +48,7 @@ class Clock:
         self.gathers = [(*self.message(of, i), told) for of, i, told in gathers if told is not None]
 
     def seconds(self, computation: Computation, times: float = 1.0) -> float:
-        """Seconds of a computation that runs so many times in a step."""
+        """Returns the seconds of a computation that runs this many times in a step."""
         now, sent, ready = 0.0, 0.0, {}
         for i in computation.instructions.values():
             called, cost = [self.program.computations[name] for name in i.called], 0.0
@@ -76,13 +76,13 @@ class Clock:
         return now
 
     def share(self, body: Computation) -> float:
-        """Share of the ticks in which a device runs the task of a branch; 1 for what is not a task."""
+        """Returns the fraction of ticks in which a device runs the task of a branch; 1 if the branch is not a task."""
         task = next((x[1] for i in body.instructions.values() if (x := re.search(r"\btask_(\w+)", i.op_name))), None)
         in_ticks = self.facts.get("of_any", {}).get(task, self.facts.get("local_attention"))
         return in_ticks / self.facts["ticks"] if task and in_ticks else 1.0
 
     def of_work(self, computation: Computation, i: Instruction) -> float:
-        """Seconds of what computes."""
+        """Returns the seconds of an operation that computes."""
         products = [work for work in works_of(self.program, computation, i) if work.kind == "matmul"]
         told, moved = _told(i), (i.bytes + _read(computation, i)) / self.chip.memory_bandwidth
         if any(": " in product.what or product.dtype != i.shapes[0].dtype for product in products):
@@ -90,14 +90,14 @@ class Clock:
         return moved if told is None else told
 
     def of_attention(self, computation: Computation, i: Instruction) -> float:
-        """Seconds of causal attention of q and k [B, L, heads, D]: half of the pairs."""
+        """Returns the seconds of causal attention (half of the pairs) for q and k [B, L, heads, D]."""
         if not self.attention:
             return 0.0
         q, k = (computation.instructions[name].shapes[0].dims for name in i.operands[:2])
         return attention_matmuls(i) * math.prod(q) * k[1] / (self.attention * self.chip.peak["bf16"])
 
     def of_collective(self, computation: Computation, i: Instruction) -> float:
-        """Seconds of a collective."""
+        """Returns the seconds of a collective."""
         told = _told(i)
         if told is not None or not self.gathers:
             return told or 0.0
@@ -107,7 +107,7 @@ class Clock:
         return SCATTER * cost * max(1.0, size / known)
 
     def message(self, computation: Computation, i: Instruction) -> tuple[int, int]:
-        """Number of devices of a group, and the bytes of the whole array."""
+        """Returns the number of devices in a group, and the bytes of the whole array."""
         axes = [axis for work in works_of(self.program, computation, i) for axis in work.axes.split()]
         if not axes:
             raise ValueError(f"the devices of {i.name} are not known: {i.attributes[:200]}")
@@ -116,19 +116,19 @@ class Clock:
 
 
 def attention_matmuls(i: Instruction) -> int:
-    """Number of matmuls in a kernel of attention, cuDNN's or JAX's in Triton: 2 forward, 5 backward; 0 of the rest."""
+    """Returns the number of matmuls in an attention kernel (cuDNN or Triton): 2 forward, 5 backward; otherwise 0."""
     of_cudnn = re.search(r'_target="__cudnn\$(\w+)', i.attributes)
     name = of_cudnn or ("xla.gpu.triton" in i.attributes and re.search(r"\bmha_(forward|backward)\b", i.op_name))
     return 0 if not name else 5 if "backward" in name[1].lower() else 2
 
 
 def _read(computation: Computation, i: Instruction) -> int:
-    """Bytes of the operands."""
+    """Returns the bytes of the operands."""
     return sum(computation.instructions[name].bytes for name in i.operands if name in computation.instructions)
 
 
 def _told(i: Instruction) -> float | None:
-    """Seconds that XLA wrote beside an operation."""
+    """Returns the seconds that XLA annotated on an operation."""
     costs = re.search(r'"reification_cost":(\[[^\]]*\])', i.attributes)
     known = json.loads(costs[1]) if costs else []
     return known[-1]["exec_time_us"] / 1e6 if known else None

@@ -1,23 +1,22 @@
-"""Training steps as XLA compiles them for TPUs and GPUs, of which none is here, and plans beside them.
+"""Compiles training steps for TPUs and GPUs without having one, and compares each program with its plan.
 
     python -m bench.plan.compilers --out DIR [--chips v5e h100] [--rows 84m_d8 540m_t8] [--lines]
 
-Keeps the programs in DIR (bench/plan/programs.py, which says what environment it takes). All 30 rows take less than an
-hour on two cores. Prints a line for each row, with these figures of the plan by the compiler's, and how many rows are
-near enough:
+Keeps the programs in DIR; bench/plan/programs.py describes the environment it needs. All 30 rows take less than an
+hour on two cores. Prints a line per row with these ratios, plan / compiler, and how many rows are within the limits:
 
     state     weights and optimizer state
-    peak      peak memory, by which XLA refuses a program
-    FLOPs     of products, without those of attention's kernels
-    sent      bytes of collectives, then the number of lines with the same bytes, to 0.1 % of all, and of all lines
-    seconds   of a step without attention's kernels and launches, by XLA's own prediction for GPUs (clock.py); where
-              it is more than 15 % off, the line that differs most
+    peak      peak memory, by which XLA rejects a program
+    FLOPs     of matmuls, without those of attention kernels
+    sent      bytes of collectives; then the source lines with the same bytes (up to 0.1 % of all) / all lines
+    seconds   of a step without attention kernels and launches, by XLA's own prediction for GPUs (clock.py); if it is
+              more than 15 % off, also the line that differs most
 
---lines prints the lines whose bytes differ, by operation and axes. XLA merges and pads collectives, and may give a
-merged one the line of only one of them.
+--lines prints the lines whose bytes differ, by operation and axes. XLA merges and pads collectives, and may attribute a
+merged one to the line of only one of them.
 
-Attention is splash on TPUs and cuDNN's on GPUs, without its workspaces. TPUs run a loop over layers, GPUs do not, as
-configs/hardware/gpu.yaml has it. Products on GPUs are cuBLAS's, since the choice of Triton's needs a device.
+Attention is splash on TPUs and cuDNN on GPUs, without its workspaces. TPUs run a loop over layers, GPUs don't, as set
+in configs/hardware/gpu.yaml. Matmuls on GPUs use cuBLAS, because tuning Triton needs a device.
 """
 
 import collections
@@ -52,13 +51,13 @@ CASES: dict[str, tuple[str, tuple[int, int, int, int], list[str]]] = {  # config
 }
 OPS = {"all_gather": "all-gather", "psum_scatter": "reduce-scatter", "ppermute": "collective-permute"}
 NEAR = {"state": 0.01, "peak": 0.1, "FLOPs": 0.01, "sent": 0.01, "seconds": 0.15}
-"""How far off a row may be."""
+"""Largest error of a row that counts as agreement."""
 OF_XLA = {"launch_s": 0.0, "matmul_share": 0.82, "memory_share": 0.85, "link_share": 0.8, "interference": 0.0}
-"""Of the plan whose seconds are compared: what XLA's estimate is near to, which knows no launches and no contention."""
+"""Constants of the plan whose seconds are compared. Like XLA's estimate, it has no launches and no contention."""
 
 
 def make(path: Path, chip: str, name: str) -> None:
-    """Compiles a row, and writes its program and what only its compiler knows."""
+    """Compiles a row. Writes its program, and facts that only its compiler knows."""
     base, sizes, overrides = CASES[name]
     overrides = [*(["hardware=tpu"] if chip in TPUS else ["hardware=gpu", "training.attention=cudnn"]), *overrides]
     axes, c = dict(zip("prdt", sizes, strict=True)), launch.composed(base, *overrides)
@@ -68,7 +67,7 @@ def make(path: Path, chip: str, name: str) -> None:
     with jax.set_mesh(mesh):
         model = load_model(c.model)
         lowered = trace_step(c, model).lower()
-        if axes["p"] > 1:  # how often a device does a task, and in how many ticks one of the devices does
+        if axes["p"] > 1:  # how often a device runs a task, and in how many ticks any device does
             table = stages.training_table(c, model)
             tasks = {slot: int(table.columns[slot].any(axis=1).sum()) for slot in ("forward", "backward", "weights")}
             facts |= {"ticks": len(table.columns["forward"]), "of_any": tasks}
@@ -77,14 +76,14 @@ def make(path: Path, chip: str, name: str) -> None:
 
 
 def sent_by(op: Op, mesh: Mapping[str, int]) -> float:
-    """Bytes that a device sends in a step for a collective, if its group is a ring, as a compiled step counts them."""
+    """Returns the bytes that a device sends per step for a collective in a ring, as the compiled step counts them."""
     n = math.prod(mesh[axis] for axis in op.axes)
     rounds = {"ppermute": 1, "psum": 2 * (n - 1) / n}.get(op.what, (n - 1) / n)
     return op.count * op.bytes * rounds
 
 
 def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str, list[str]]:
-    """The figures of a row, plan by compiler; what to say of it; and the lines whose bytes differ."""
+    """Returns the ratios of a row, plan / compiler; remarks on it; and the lines whose bytes differ."""
     c = launch.composed(facts["config"], *facts["overrides"])
     chip = dataclasses.replace(chip_of(facts["chip"]), **OF_XLA)
     step = planned_step(c, load_model(c.model), facts["mesh"], chip)

@@ -1,14 +1,14 @@
-"""XLA's prediction of each kernel of a run's training step beside its measured time, on a GPU.
+"""Compares the measured time of each GPU kernel in a run's training step with XLA's prediction.
 
     python -m train --config-name=<name> +hardware.compiler_options.xla_gpu_collect_cost_model_stats=true
     python -m bench.plan.kernels runs/<name> --chip h100
 
-Reads the step's HLO text and the trace of the run's profiled steps; needs no device. For each kind of kernel, then for
-the ROWS kernels that take longest, in the step of one device:
+Reads the step's HLO text and the trace of the run's profiled steps, and needs no device. Prints, for each kind of
+kernel and then for the ROWS slowest kernels, per step and device:
 
-    measured     ms, the mean over the devices and the profiled steps; of a collective with the wait for other devices
-    predicted    ms, as bench/plan/clock.py has them; of a collective alone on the network. Only XLA for GPUs predicts
-    ratio        measured by predicted
+    measured     ms, mean over devices and profiled steps; for a collective including the wait for other devices
+    predicted    ms, from bench/plan/clock.py; for a collective without contention. Only XLA for GPUs predicts
+    ratio        measured / predicted
 """
 
 import collections
@@ -30,18 +30,18 @@ from shardwright_data.untrusted import read_object
 OPTION = "hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
 ROWS = 40
 Row = tuple[str, float, float, str]
-"""Kind, ms measured, ms predicted, and the kernel with its source line."""
+"""Kind, measured ms, predicted ms, and the kernel with its source line."""
 
 
 def measured(file: Path, table: Table) -> dict[str, float]:
-    """Seconds of each operation in a step, the mean over devices and steps. Raises ValueError if the trace has none."""
+    """Returns seconds per operation, averaged over devices and steps. Raises ValueError if the trace has none."""
     if not (steps := read_object(file.with_name(trace.LINES)).get("steps")):
-        raise ValueError(f"{file.with_name(trace.LINES)} has no number of steps: train again, with this version.")
+        raise ValueError(f"{file.with_name(trace.LINES)} has no number of steps: train again with this version.")
     devices = trace.devices_of(jax.profiler.ProfileData.from_file(str(file)), MODULE, steps)
     found = collections.defaultdict[str, float](float)
     for device in devices.values():
         for (start, end), name in device.operations:
-            if table.line_of.get(name, "") is not None:  # a loop's time is that of what is in it
+            if table.line_of.get(name, "") is not None:  # a loop's time is counted in its body
                 found[name] += (end - start) / 1e9 / steps / len(devices)
     if not found:
         raise ValueError(f"{file} has no operation of the step")
@@ -49,7 +49,7 @@ def measured(file: Path, table: Table) -> dict[str, float]:
 
 
 def kinds(program: hlo.Program, table: Table) -> dict[str, str]:
-    """What each operation is: products, attention, collectives or the rest."""
+    """Returns the kind of each operation: matmuls, attention, collectives or the rest."""
     found = {}
     for computation in program.computations.values():
         for i in computation.instructions.values():
@@ -60,7 +60,7 @@ def kinds(program: hlo.Program, table: Table) -> dict[str, str]:
 
 
 def rows(run: Path, chip: str) -> list[Row]:
-    """The operations of a run's step, those that were measured or predicted longest first."""
+    """Returns the operations of a run's step, the slowest (measured or predicted) first."""
     found = []
     for pattern in ("training_step_optimized_hlo_*.txt", "plugins/profile/*/*.xplane.pb"):
         if not (files := sorted(run.glob(pattern))):
@@ -74,7 +74,7 @@ def rows(run: Path, chip: str) -> list[Row]:
         clock.seconds(program.entry)
         told = clock.kernels
     else:
-        print(f"XLA wrote no prediction into {text}: train on a GPU, with +{OPTION}.", file=sys.stderr)
+        print(f"{text} has no predictions of XLA: train on a GPU, with +{OPTION}.", file=sys.stderr)
     took, kind = measured(profile, table), kinds(program, table)
     names = sorted(
         took.keys() | {name for name in told if told[name] > 0}, key=lambda name: -max(took[name], told[name])

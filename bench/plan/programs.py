@@ -1,12 +1,12 @@
-"""Programs that XLA compiles for TPUs and GPUs, of which none is here, kept as files of a directory.
+"""Compiles programs for TPUs and GPUs without having one, and keeps them as files in a directory.
 
-To compile needs an environment of its own with the compilers, of the constraints' version of JAX; no driver, no device:
+Compiling needs no driver or device, but a separate environment with the compilers and the JAX version of constraints/:
 
     pip install -c constraints/py3.11.txt -e . libtpu==0.0.42.1 jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 \
         nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-cudnn-cu13
 
-A program <name> is <name>.txt.gz, and what its compiler alone knows <name>.json. One that is there is left, so that a
-stopped command resumes: after a change of source or settings, take another directory.
+A program <name> is in <name>.txt.gz, facts that only its compiler knows in <name>.json. Existing programs are kept, so
+an interrupted command resumes; after a change of source or settings, use another directory.
 """
 
 import collections
@@ -33,13 +33,13 @@ from shardwright.run.compiling import with_mesh
 from shardwright.run.files import write_json
 
 GPUS = {"h100": 84_942_979_072, "h200": 151_397_597_184}
-"""Bytes of their memory."""
+"""Memory of each chip, in bytes."""
 TPUS = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v7x": "tpu7x:2x2x1"}
 OPTIONS = {
-    # Timing needs a device. Without timing, Triton's products would have a tile that is never the best.
+    # Autotuning needs a device. Without it, Triton's matmuls would get a bad tile size.
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
-    # Seconds of operations in the program's text, and a schedule that is made with them.
+    # Annotates operations with seconds, and schedules by them.
     "xla_gpu_collect_cost_model_stats": True,
     "xla_gpu_enable_analytical_sol_latency_estimator": True,
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -47,17 +47,17 @@ OPTIONS = {
 
 
 def options_of(page: str | None, chips: list[str], default: list[str], rows: list[str], arguments: list[str] | None):
-    """What the command line chooses of programs on `chips`; all rows and the chips of `default` where it does not."""
+    """Parses the command line: which rows and `chips` to compile; by default all rows and the chips in `default`."""
     parser = parser_of(page)
     parser.add_argument("--out", type=Path, required=True, help="directory of the programs")
     parser.add_argument("--chips", nargs="+", choices=chips, default=default)
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
-    parser.add_argument("--lines", action="store_true", help="with the lines that make the difference")
+    parser.add_argument("--lines", action="store_true", help="also print the lines that differ")
     return parser.parse_args(arguments)
 
 
 def devices_of(chip: str, count: int, hosts: int = 1) -> Any:
-    """So many devices, to compile for."""
+    """Returns this many devices to compile for."""
     if chip in TPUS:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
     else:
@@ -70,7 +70,7 @@ def devices_of(chip: str, count: int, hosts: int = 1) -> Any:
 
 
 def write(path: Path, chip: str, lowered: jax.stages.Lowered, options: Mapping, mesh: Any, facts: Mapping) -> None:
-    """Compiles a program for a mesh, and writes its text, and facts with its chip and peak memory."""
+    """Compiles a program for a mesh. Writes its text, and facts with its chip and peak memory."""
     options = {**options, **(OPTIONS if chip in GPUS else {})}
     made: Any = lowered.compile(
         compiler_options=devices.known_options(options, lambda line: print(line, file=sys.stderr))
@@ -81,7 +81,7 @@ def write(path: Path, chip: str, lowered: jax.stages.Lowered, options: Mapping, 
 
 
 def apart(made: Callable[..., Any], *arguments: object) -> None:
-    """`made(*arguments)` in a process of its own: on the CPU, with CUDA's libraries where they are installed."""
+    """Runs `made(*arguments)` in a separate process, on the CPU, with CUDA's libraries if they are installed."""
     nvidia = importlib.util.find_spec("nvidia")
     places = [Path(place, "cu13") for place in nvidia.submodule_search_locations or ()] if nvidia else []
     flags = [f"--xla_gpu_cuda_data_dir={place}" for place in places if place.exists()]
@@ -91,9 +91,9 @@ def apart(made: Callable[..., Any], *arguments: object) -> None:
 
 
 def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable[..., Any], show: Callable[..., Any]) -> int:
-    """Makes the programs that are missing by `make(path, *name)`, and shows each by `show(name, text, facts)`.
+    """Makes missing programs with `make(path, *name)`, and shows each with `show(name, text, facts)`.
 
-    Returns how many could not be made or shown. The others are.
+    Returns how many could not be made or shown; the others still are.
     """
     out.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_platforms", "cpu")  # libtpu serves one process at a time
@@ -105,18 +105,18 @@ def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable[..., An
                 apart(make, path, *name)
             text = gzip.decompress(Path(f"{path}.txt.gz").read_bytes()).decode()
             show(name, text, json.loads(Path(f"{path}.json").read_text()))
-        except Exception as error:  # a compiler may refuse a program, or be missing
+        except Exception as error:  # a compiler may reject a program, or be missing
             print(path.name, first_line(error), flush=True)
             failed += 1
     return failed
 
 
 def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict[str, Any]:
-    """What a program says: its state in bytes, FLOPs, bytes sent by line, operation and axes, and on GPUs its clock."""
+    """Reads from a program: bytes of state, FLOPs, bytes sent by line, operation and axes, and on GPUs its clock."""
     program = hlo.parse(text)
     table, flops, sent = step.describe(program), 0.0, collections.defaultdict[Any, float](float)
     state = (i for i in program.entry.instructions.values() if i.opcode == "parameter" and i.op_name[:6] == "state.")
-    share = facts.get("local_attention", 1) / facts.get("ticks", 1)  # of ticks, in which a device does a task
+    share = facts.get("local_attention", 1) / facts.get("ticks", 1)  # fraction of ticks in which a device runs a task
     for row in table.rows:
         times = row.count * row.turns * (share if row.sometimes else 1)
         if row.kind == "matmul":

@@ -1,25 +1,24 @@
-"""The step of train.py beside that of other trainers, as XLA compiles and predicts them for chips that are not here.
+"""Compares the step of train.py with other JAX trainers, as XLA compiles and times them for chips you don't have.
 
     python -m bench.plan.trainers --out DIR [--chips h100] [--rows 1b_d8] [--lines]
 
-The others are what a user of JAX would write instead (bench/throughput/peers): plain JAX and Flax NNX, which leave the
-collectives to XLA. docs/performance.md (Without a chip) says what is the same for all, and which settings ours has.
-plain-jax-marked keeps for its backward pass what ours keeps with training.save=marked; the others keep all.
+The others are what a JAX user would write instead (bench/throughput/peers): plain JAX and Flax NNX, which leave the
+collectives to XLA. docs/measurements.md (Predicted step times) says which settings ours has. plain-jax-marked saves for
+its backward pass what ours saves with training.save=marked; the others save everything.
 
 For each row and trainer:
 
-    ms        of a step: XLA's prediction for GPUs, walked on two streams (clock.py), attention at ATTENTION of the peak
-    exposed   part of it in which a device waits for others
+    ms        per step: XLA's prediction for GPUs on two streams (clock.py), with attention at ATTENTION of the peak
+    exposed   fraction of it in which a device waits for others
     GiB       peak memory
-    GB sent   by a device in a step
+    GB sent   per device and step
 
-For TPUs, of which XLA tells no time of a step, Mcycles takes the place of the first two: the sum of its estimates of
-products, fusions and copies. It has none of attention's kernels and of collectives. They have no rows of four hosts,
-and ours has one microbatch there.
+For TPUs XLA predicts no step time, so Mcycles replaces the first two: the sum of its estimates for matmuls, fusions and
+copies, without attention kernels and collectives. TPUs have no rows of four hosts, and ours has one microbatch there.
 
-Nothing runs, and none of these figures is measured. The programs are kept in DIR, and need the environment that
-bench/plan/programs.py describes, and flax==0.12.8. One takes half a minute to some minutes. --lines prints where each
-waits.
+Nothing runs, and none of these figures is measured. The programs are kept in DIR, and need flax==0.12.8 and the
+environment that bench/plan/programs.py describes. Each takes between half a minute and a few minutes. --lines prints
+where each waits.
 """
 
 import collections
@@ -43,18 +42,18 @@ SIZES = {
     "1b": (Shapes(32768, 2048, layers=8, n_kv=16, n_q_per_kv=1, d_head=128, d_ff=16384), 8),
     "2b": (Shapes(32768, 4096, layers=8, n_kv=16, n_q_per_kv=1, d_head=128, d_ff=16384), 8),
 }
-"""Shapes, and sequences of 1,024 tokens on a device. 124m: those of GPT-2, with SwiGLU and two tables."""
+"""Shapes, and sequences of 1,024 tokens per device. 124m is GPT-2's shape with SwiGLU and separate embeddings."""
 ROWS = [f"{size}_{mesh}" for size in SIZES for mesh in MESHES]
 
 
 def job_of(chip: str, row: str) -> Job:
-    """The job of a row."""
+    """Returns the job of a row."""
     size, mesh = row.split("_")
     (shapes, sequences), (r, d, t) = SIZES[size], MESHES[mesh]
     options = {"dtype": "bf16", "platform": "gpu" if chip in GPUS else "tpu", "r": r, "d": d, "t": t}
-    # As the configurations of four hosts have it, and as docs/performance.md advises for t.
+    # As in the configurations for four hosts, and as docs/performance.md advises for t.
     own = ["training.unroll=1"] if r > 1 and size != "124m" else []
-    if t > 1 and chip in GPUS:  # jaxlib 0.10.2 cannot read libtpu's program of microbatches side by side (v6e)
+    if t > 1 and chip in GPUS:  # jaxlib 0.10.2 cannot read libtpu's program with microbatches side by side (v6e)
         own = [f"training.{name}={2 if size == '124m' else 4}" for name in ("microbatches", "side_by_side")]
         given = {"dot_merger_threshold_mb": 0, "experimental_parallel_collective_overlap_limit": 1}
         own += [f"++hardware.compiler_options.xla_gpu_{name}={value}" for name, value in given.items()]
@@ -63,7 +62,7 @@ def job_of(chip: str, row: str) -> Job:
 
 
 def make(path: Path, chip: str, row: str, trainer: str) -> None:
-    """Compiles a step, and writes its program and its memory."""
+    """Compiles a step. Writes its program and its memory."""
     job = dataclasses.replace(job_of(chip, row), save="marked" if trainer.endswith("marked") else "everything")
     module = importlib.import_module(f"bench.throughput.peers.{TRAINERS[trainer]}")
     lowered = module.Contestant.lowered(job, devices_of(chip, job.devices, job.r))
@@ -72,7 +71,7 @@ def make(path: Path, chip: str, row: str, trainer: str) -> None:
 
 
 def figures(text: str, facts: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """The figures of a row and trainer, and the seconds that a device waits at each line."""
+    """Returns the figures of a row and trainer, and the seconds that a device waits at each line."""
     read = reading(text, facts, ATTENTION)
     found = {"GiB": facts["peak_bytes"] / 2**30, "GB sent": read["sent"].total() / 1e9}
     if facts["chip"] in TPUS:
@@ -82,7 +81,7 @@ def figures(text: str, facts: dict[str, Any]) -> tuple[dict[str, float], dict[st
 
 
 def cycles(program: Program, computation: Computation) -> int:
-    """Cycles that XLA estimates for what computes in a computation, on TPUs."""
+    """Returns XLA's estimated cycles for the compute of a computation, on TPUs."""
     total = 0
     for i in computation.instructions.values():
         if i.opcode in ("while", "conditional", "call"):

@@ -4,17 +4,18 @@
 
 The contestants, each a file in peers/ and a process of its own:
 
-    floor     not a trainer: the products of the step alone
-    ours      the step of train.py, on the mesh of a configuration, without the mask of documents
+    floor     not a trainer: only the matmuls of the step
+    ours      the step of train.py, on the mesh of a configuration, without a document mask
     plain-jax a trainer in plain JAX, written as in JAX's training cookbook, jitted and donated
     torch     transformers' Llama in PyTorch: torch.compile, fused attention, fused AdamW
-    seqax     the step of a checkout of seqax, with --seqax; products in bf16, the mesh of ours
+    seqax     the step of a checkout of seqax, with --seqax; matmuls in bf16, on the same mesh as ours
 
-The model is Llama-like, with AdamW and clipping, on sequences of one document each. The batches are on the device
-before the start. Products are in f32 on a CPU and in bf16 on a GPU; those of the demo are as `make demo` has them, in
-bf16 where the CPU has instructions for it. The residual stream and the logits are as the products, and so is SwiGLU but
-for ours. All else is in f32. On a CPU all contestants stay alive and take turns. On a GPU, whose memory they cannot
-share, one runs after the other. docs/performance.md (Compare with other trainers) explains the columns.
+The model is Llama-like, with AdamW and gradient clipping, on sequences of one document each. The batches are on the
+device before the start. Matmuls are in f32 on a CPU and in bf16 on a GPU; the demo's are in bf16 if the CPU has
+instructions for it, as in `make demo`. The residual stream and the logits have the dtype of the matmuls, and so has
+SwiGLU except in ours; everything else is in f32. On a CPU all contestants stay alive and take turns. On a GPU, whose
+memory they cannot share, they run one after the other. docs/performance.md (Compare with other trainers) explains the
+columns.
 """
 
 import dataclasses
@@ -40,14 +41,14 @@ CPU_SIZES = {
     "2m": Job("", Shapes(1280, 256, layers=2, n_kv=2, n_q_per_kv=2, d_head=32, d_ff=1024, rope_base=256), 64, 64),
     "10m": Job("", Shapes(4096, 384, layers=4, n_kv=3, n_q_per_kv=2, d_head=64, d_ff=1024), 4, 512),
 }
-"""The jobs by the name of their size, without a contestant. 2m is configs/model/demo.yaml."""
+"""Jobs by size, without a contestant. 2m is configs/model/demo.yaml."""
 GPU_SIZES = {"270m": _c4("270m", 1024, 8192, 32), "1b": _c4("1b", 2048, 16384, 16), "2b": _c4("2b", 4096, 16384, 16)}
 """As in configs/model."""
 SIZES = CPU_SIZES | GPU_SIZES | {"demo": dataclasses.replace(CPU_SIZES["2m"], d=4, t=2)}
 
 
 def jobs_of(size: str, names: list[str], dtype: str, platform: str, seqax: Path | None = None) -> dict[str, Job]:
-    """The jobs by name of MODULES. The floor is first: the lines of the others need it. `seqax` is its checkout."""
+    """Returns the jobs by name, with the floor first, because the others' lines need it. `seqax` is its checkout."""
     job = dataclasses.replace(SIZES[size], dtype=dtype, platform=platform)
     found = {name: dataclasses.replace(job, contestant=MODULES[name]) for name in MODULES if name in ("floor", *names)}
     if size == "demo":
@@ -61,14 +62,14 @@ HEADER = f"{'':<12}{'tokens/s':>10}{'median':>10}{'floor':>7}{'peak MiB':>10}{'c
 
 
 def dtype_of(size: str, platform: str) -> str:
-    """The dtype of the products of a size."""
+    """Returns the dtype of the matmuls of a size."""
     if size == "demo":
         return "bf16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "f32"
     return "f32" if platform == "cpu" else "bf16"
 
 
 def line_of(measured: Contestant, floor: Contestant, ours: Contestant | None) -> str:
-    """The line of the table. `ours` has run before the contestants that it is compared with, or is None."""
+    """Formats a line of the table. `ours` must have run before the contestants compared with it, or is None."""
     name = f"{measured.name:<12}"
     if measured.error:
         return f"{name}  failed: {measured.error}"
@@ -87,15 +88,15 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--sizes", help=f"of {', '.join(SIZES)}; demo is the demo's run on 8 simulated devices")
     parser.add_argument("--only", help=f"of {', '.join(MODULES)}; the floor always runs")
-    parser.add_argument("--seqax", type=Path, metavar="PATH", help="a checkout of seqax; its step is compared too")
+    parser.add_argument("--seqax", type=Path, metavar="PATH", help="a checkout of seqax, to compare with its step")
     parser.add_argument("--platform", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, about")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lines", type=int, default=0, metavar="N", help="shows where the time of ours and torch goes")
-    parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds to compile, and for a round")
+    parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds to compile, and for each round")
     options = parser.parse_args()
     if options.rounds < 1:
-        parser.error(f"--rounds is {options.rounds}; at least one is needed")
+        parser.error(f"--rounds is {options.rounds}; give at least 1")
     if options.lines and options.platform == "gpu":
         parser.error("--lines is for a CPU; a run on a GPU prints its slowest lines (docs/performance.md)")
     if options.lines:
@@ -108,7 +109,7 @@ def main() -> None:
     if platform == "gpu" and (wrong := {"demo", "seqax"} & {*sizes, *names}):
         parser.error(f"{' and '.join(sorted(wrong))} is for a CPU: drop it, or --platform gpu")
     if "seqax" in names and not (seqax and (seqax / ".venv/bin/python").exists()):
-        parser.error(f"--seqax is {seqax}, no checkout with an environment: docs/performance.md says how to make one")
+        parser.error(f"--seqax is {seqax}, not a checkout with an environment: make one as in docs/performance.md")
     timing = options.rounds, options.seconds, platform == "cpu", options.limit
     for size in sizes:
         s, dtype = SIZES[size], dtype_of(size, platform)

@@ -1,4 +1,4 @@
-"""Contestants in processes of their own: starting them, their rounds, ending them."""
+"""Starts contestants in separate processes, runs their rounds and ends them."""
 
 import contextlib
 import json
@@ -24,19 +24,19 @@ class Contestant:
     def __init__(self, name: str, job: Job, scratch: Path, limit: float):
         self.name, self.job, self.limit = name, job, limit
         self.ready: dict[str, Any] = {}  # compile_s and step_s, in seconds
-        self.step_s: list[float] = []  # seconds of a step in each round
+        self.step_s: list[float] = []  # seconds per step, of each round
         self.peak = 0  # bytes of the GPU's allocator, or of the process
         self.error: str | None = None
         self._messages = scratch / f"{name}.stderr"
         command = [python_of(job), "-m", "bench.throughput.peers.worker", job.to_json()]
         with self._messages.open("w") as messages:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": messages, "text": True}
-            # In a session: a signal to its group reaches the processes that it starts too.
+            # In a new session, so that a signal to its group also reaches its children.
             session = {"cwd": ROOT, "env": environment(job, scratch), "start_new_session": True}
             self._process = subprocess.Popen(command, **pipes, **session)
 
     def measure(self, seconds: float) -> None:
-        """The next part: building and compiling, or a round of about so many seconds. After an error: nothing."""
+        """Runs the next part: building and compiling, or a round of about this many seconds. No-op after an error."""
         if not self.ready:
             self.ready = self._ask()
             return
@@ -46,11 +46,11 @@ class Contestant:
             self.peak = max(self.peak, done["peak"])
 
     def lines(self) -> list[tuple[float, str]]:
-        """Seconds of a step by source line or kernel, the longest first. After an error: none."""
+        """Returns the seconds per step by source line or kernel, slowest first; none after an error."""
         return self._ask("lines").get("lines", [])
 
     def _ask(self, request: object = "") -> dict[str, Any]:
-        """The next answer. If the process ends or is killed at its limit: none, and `error` is its last message."""
+        """Returns the next answer; None if the process ends or is killed at its limit, with the message in `error`."""
         if self.error is not None:
             return {}
         timer = threading.Timer(self.limit, self._kill)
@@ -70,7 +70,7 @@ class Contestant:
         return {}
 
     def end(self) -> None:
-        """Kills the process and those that it started, and waits for its end."""
+        """Kills the process and its children, and waits until it ends."""
         self._kill()
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
@@ -83,10 +83,10 @@ class Contestant:
 def run_rounds(
     jobs: dict[str, Job], rounds: int, seconds: float, take_turns: bool, limit: float = 600
 ) -> Iterator[Contestant]:
-    """Runs each job, and gives each contestant after the rounds of its group. If one fails, others continue.
+    """Runs each job, and yields each contestant after the rounds of its group. If one fails, the others continue.
 
-    A contestant's part of a round takes about so many seconds. If they take turns, all stay alive; otherwise they run
-    one after the other. One that has not compiled, or not ended a round, after `limit` seconds is killed.
+    A contestant's part of a round takes about `seconds`. If contestants take turns, all stay alive; otherwise they run
+    one after the other. One that has not compiled, or not finished a round, after `limit` seconds is killed.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for names in [[*jobs]] if take_turns else [[name] for name in jobs]:
@@ -108,21 +108,21 @@ def python_of(job: Job) -> str:
 
 
 def environment(job: Job, scratch: Path) -> dict[str, str]:
-    """The environment of a contestant, with caches of compiled programs only for this run, unless it has others."""
+    """Returns a contestant's environment, with compilation caches only for this run unless others are set."""
     env = dict(os.environ) | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if existing := os.environ.get("PYTHONPATH"):
         env["PYTHONPATH"] += os.pathsep + existing
     env["TORCHINDUCTOR_CACHE_DIR"], env["TRITON_CACHE_DIR"] = str(scratch / "inductor"), str(scratch / "triton")
     if job.platform == "cpu":
         env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # large pages, for all contestants
-        # Another XLA does not know the flags of this one. Its pass that is left out here makes softmax wrong.
+        env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # huge pages, for all contestants
+        # An old XLA does not know today's flags. The disabled pass computes a wrong softmax.
         flags = ["--xla_disable_hlo_passes=onednn-ops-rewriter"] if job.checkout else [env.get("XLA_FLAGS", "")]
         flags += [f"--xla_force_host_platform_device_count={job.devices}"] * (job.devices > 1)
         env["XLA_FLAGS"] = " ".join(flags).strip()
     else:
-        # Without the name of a platform, JAX would use the CPU if it cannot use the GPU.
+        # If no platform is named, JAX silently falls back to the CPU.
         env |= {"JAX_PLATFORMS": "cuda", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        if job.contestant != "ours":  # ours sets it by its configuration
+        if job.contestant != "ours":  # ours sets this in its configuration
             env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     return env

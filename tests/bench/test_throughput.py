@@ -184,7 +184,7 @@ def test_the_program():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rounds", "0"], "--rounds is 0; at least one is needed"),
+        (["--rounds", "0"], "--rounds is 0; give at least 1"),
         (["--platform", "gpu", "--sizes", "demo"], "demo is for a CPU"),
         (["--platform", "gpu", "--only", "ours,seqax"], "seqax is for a CPU"),
         (["--sizes", "3m"], "there is no 3m"),
