@@ -4,8 +4,8 @@
     python -m tools.verify --config-name=local_gpt2 verify.devices=4 model.d_model=64 training.batch_size=8
     python -m tools.verify --config-name=gpt2_124m verify.only_types=true verify.devices=2048 training.batch_size=8192
 
-Takes the configuration of a run, as `python -m train` does, and train.py and the model's module from disk.
-docs/parallelism.md explains the report. Exit status 1: the step is refused, or the meshes differ.
+Takes the configuration of a run, as `python -m train` does, and your train.py and model as they are on disk.
+docs/parallelism.md explains the report. Exit status 1: the step is rejected, or the meshes differ.
 """
 
 import dataclasses
@@ -31,23 +31,22 @@ class VerifyConfig:
     """The section `verify`."""
 
     devices: int = within(2, 4097, 8)
-    """Number of simulated devices, at least 2. Every mesh of that many runs."""
+    """Number of simulated devices, at least 2. All meshes of this many devices run."""
     meshes: list[str] | None = None
     """Meshes to run: [1x4x2,2x2x1x2] as devices along r, d and t, or p, r, d and t; or [e2c2t2] by axis, in any order.
     Null: all, with the axes e and c where the run's mesh has them."""
     small: bool = False
-    """Makes the model and the batch small, at sizes that every mesh divides. Layers and microbatches are then for
-    mesh.p stages, or, if mesh.p is 1, for 2 and 4."""
+    """Shrinks model and batch to sizes that every mesh divides. Layers and microbatches then suit mesh.p stages, or, if
+    mesh.p is 1, 2 and 4 stages."""
     only_types: bool = False
-    """Only traces the step, which checks its types, on `meshes` or some of all, without devices. Nothing is computed or
-    compared."""
+    """Only traces the step, which checks its types, without devices, on `meshes` or a sample of all meshes."""
 
 
 def small(c: Config, devices: int) -> None:
-    """Makes `c` small: sizes that all meshes of `devices` divide, all different, so that no dim passes for another.
+    """Shrinks `c` to sizes that all meshes of `devices` divide, and that all differ, so that swapped dims are found.
 
-    Layers and microbatches are for the stages of the configuration, or, if it has none, for up to 4; at least two
-    microbatches. Other sizes of a model than those below stay.
+    Layers and microbatches suit the stages of the configuration, or, if it has none, up to 4 stages; there are at least
+    two microbatches. Sizes of a model that are not listed below stay the same.
     """
     n, t = devices, c.training
     p = c.mesh.p if c.mesh.p > 1 else next(p for p in (4, 3, 2, 1) if n % p == 0)
@@ -65,25 +64,25 @@ def small(c: Config, devices: int) -> None:
 
 
 def simulate(devices: int) -> None:
-    """Has JAX simulate so many devices. Before anything runs on one."""
+    """Makes JAX simulate this many devices. Call it before anything runs on a device."""
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} "
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # most of the time is compilation
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # most time is compilation
     )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
 
 
 def job(c: Config, settings: VerifyConfig) -> None:
-    """Verifies `c` and prints the report. Ends with status 1 if meshes differ; raises ValueError on a refusal."""
+    """Verifies `c` and prints the report. Exits with status 1 if meshes differ; raises ValueError if it is rejected."""
     if settings.small:
         small(c, settings.devices)
     simulate(1 if settings.only_types else settings.devices)
     meshes, others = all_meshes(c, settings.devices, settings.meshes)
     if not meshes:
         raise ValueError(
-            f"no mesh of {settings.devices} devices divides the model: {others[0][1]} verify.small=true has sizes that "
-            "all meshes divide."
+            f"no mesh of {settings.devices} devices divides the model: {others[0][1]} Give verify.small=true for sizes "
+            "that all meshes divide."
         )
     if settings.only_types:
         for mesh, reason in others:
@@ -93,10 +92,10 @@ def job(c: Config, settings: VerifyConfig) -> None:
             type_check(c, mesh)
             say(f"{mesh_text(mesh)}: type-checks")
         if more := len(meshes) - len(traced):
-            say(f"{more} more divide the sizes, with the same axes and sizes in other combinations: see verify.meshes.")
+            say(f"{more} more meshes fit, with the same axes and sizes combined differently: see verify.meshes.")
         say(f"The step type-checks on {len(traced)} of {len(meshes) + len(others)} meshes; no device was used.")
         return
-    if settings.small:  # several blocks even for these sequences
+    if settings.small:  # several blocks even for these short sequences
         c.training.attention_block = c.training.seq_len // 4
     largest, differing = compare_meshes(c, meshes, lambda text: print(text, file=sys.stderr))
     t = c.training

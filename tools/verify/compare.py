@@ -1,8 +1,7 @@
 """Compares the step on each mesh with that on one device, in f64, and names the first line whose value differs.
 
-First its results are compared. Where they differ, the step is traced on the mesh and on one device. The proof says of
-which whole value each device holds a block, and both programs run equation by equation, and give back what each
-equation computes.
+It compares the results first. If they differ, it traces the step on the mesh and on one device. The proof then says
+which global value each device's block belongs to, and both programs run equation by equation and return every result.
 """
 
 import functools
@@ -32,17 +31,17 @@ from tools.verify.meshes import ONE_DEVICE, Mesh, abstract_mesh_of
 from tools.verify.step import Found, fresh_state, placed, step_on, tensors_of_step
 
 TOLERANCE = 1e-10
-"""Largest difference that is rounding, over the largest entry of a value. Another order of sums makes one of about
-1e-15, and a bug seldom less than 1e-4."""
+"""Largest difference that counts as rounding, relative to the largest entry of a value. Reordered sums differ by about
+1e-15, bugs seldom by less than 1e-4."""
 ROUNDING = 1e-12
-"""Largest difference that is rounding in a value within the step, however small: it may be 0 but for rounding."""
+"""Largest absolute difference that counts as rounding in a value within the step, which may be 0 up to rounding."""
 NEGLIGIBLE = 1e-4
-"""Least size of a gradient, as a share of the largest gradient, for its relative error. A gradient that is 0 but for
-rounding, as that of a bias on keys, has no size of its own."""
+"""Floor for the size of a gradient in its relative error, as a fraction of the largest gradient. A gradient that is 0
+up to rounding, such as that of a bias on keys, has no size of its own."""
 
 
 def error_of(found: np.ndarray | None, oracle: np.ndarray, least: float = 0.0) -> float:
-    """Largest difference over the oracle's largest entry, or over `least` if that is more; inf without a number."""
+    """Returns the largest difference relative to the oracle's largest entry (at least `least`); inf if not finite."""
     if found is None or np.shape(found) != np.shape(oracle):
         return math.inf
     exact = np.asarray(oracle, np.float64)
@@ -52,7 +51,7 @@ def error_of(found: np.ndarray | None, oracle: np.ndarray, least: float = 0.0) -
 
 
 def errors_of(found: Found, oracle: Found) -> dict[str, float]:
-    """`error_of` each tensor. A gradient has at least the size that is not NEGLIGIBLE."""
+    """Returns `error_of` each tensor. NEGLIGIBLE bounds the size of gradients from below."""
     gradients = [tensor for tensor in oracle if tensor.startswith("gradient ")]
     least = NEGLIGIBLE * float(max((np.max(np.abs(oracle[x]), initial=0.0) for x in gradients), default=0.0))
     return {tensor: error_of(found.get(tensor), x, least * (tensor in gradients)) for tensor, x in oracle.items()}
@@ -63,19 +62,19 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
 
     Args:
         c: the run's configuration.
-        meshes: with the devices that there are.
-        log: prints the name of the mesh that comes next.
+        meshes: meshes of the existing devices.
+        log: prints the name of the next mesh.
 
     Returns:
-        A line on the largest difference, and lines on the meshes that differ; at last where one of them first computes
-        another value, and what the proof finds in its step. None if all agree.
+        A line on the largest difference, and lines on the meshes that differ; for one of these also what the proof
+        finds in its step, and the first value that differs. No lines if all agree.
     """
     with step_on(c, ONE_DEVICE) as step:
         inputs = make_inputs(c, fresh_state(step))
         inputs.reference = jax.tree.map(np.asarray, read_reference(c))
     oracle, largest, lines, wrong = tensors_of_step(c, inputs, ONE_DEVICE), (-1.0, ""), [], []
     if bad := [tensor for tensor, value in oracle.items() if not np.all(np.isfinite(value))]:
-        raise ValueError(f"on one device the {bad[0]} is not finite already. Correct the step there first.")
+        raise ValueError(f"the {bad[0]} is not finite on one device. Correct the step there first.")
     for sizes in meshes:
         log(mesh_text(sizes))
         errors = errors_of(tensors_of_step(c, inputs, sizes), oracle)
@@ -87,7 +86,7 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
                 f"DIFFERS on {mesh_text(sizes)}: the first tensor that differs is the {failures[0]}, by "
                 f"{errors[failures[0]]:.1e} (limit {TOLERANCE:.0e}); {len(failures)} of {len(errors)} tensors differ."
             )
-    # Nothing within the schedule of stages can be compared. Where devices have one entry each, a trace may differ.
+    # Nothing within the pipeline's schedule can be compared. Where devices have one entry each, a trace may differ.
     if wrong:
         lines += causes(c, inputs, min(wrong, key=lambda sizes: (sizes["p"], max(sizes.values()))))
     return f"{len(oracle)} tensors; the largest difference is {largest[0]:.1e}, of the {largest[1]}", lines
@@ -99,11 +98,11 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
 def assembled(
     blocks: np.ndarray, value: Value, loops: int, here: Mapping[str, int], sizes: Mapping[str, int]
 ) -> np.ndarray:
-    """The whole value of which the devices hold `blocks`[*axes, *loops, *block]: [*axes, *loops, *whole].
+    """Assembles the global value of which devices hold `blocks`[*axes, *loops, *block]: [*axes, *loops, *whole].
 
-    An axis has one entry if it shards a dim, or a sum or extreme over it was still to be taken. The others have one for
-    each device, and all should be equal. `value` has the facts on a mesh of the sizes `here`; the blocks are those of
-    the same program on one of `sizes`.
+    An axis has one entry if it shards a dim, or if a sum or extreme over it was pending. The others have one per
+    device, and all should be equal. `value` has the facts on a mesh of the sizes `here`; the blocks come from the same
+    program on a mesh of `sizes`.
     """
     places = {axis: i for i, axis in enumerate(sizes)}
     of = lambda axes: tuple(places[axis] for axis in axes)
@@ -126,21 +125,21 @@ def assembled(
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """|a - b|, and 0 where both are the same infinity, or no number."""
+    """Returns |a - b|, and 0 where both are the same infinity or NaN."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     with np.errstate(invalid="ignore"):
         return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))
 
 
 class First(NamedTuple):
-    """The first value of a step, in the order in which it runs, that differs from one device.
+    """The first value of a step, in execution order, that differs from one device.
 
     Attributes:
         order: when it is computed.
         place: `file.py:line` of the code that computes it.
         operation: name of the primitive.
-        turns: the turn of each loop around it.
-        error: the largest difference, over the largest entry on one device.
+        turns: iteration of each enclosing loop.
+        error: the largest difference, relative to the largest entry on one device.
     """
 
     order: list[int]
@@ -151,12 +150,12 @@ class First(NamedTuple):
 
 
 def first_difference(here: Step, there: Step, arguments: Sequence[list]) -> tuple[list[str], First | None]:
-    """What the proof finds in a step on a mesh, and the first value that differs from that on one device.
+    """Returns what the proof finds in a step on a mesh, and the first value that differs from one device.
 
     Args:
         here: the step on the mesh.
-        there: the same step with one device along each axis, but for those that `there` keeps.
-        arguments: of both, each on its mesh.
+        there: the same step with one device along each axis, except those that `there` keeps.
+        arguments: of both steps, each on its mesh.
 
     Raises:
         Different: the program has other operations on one device.
@@ -165,7 +164,7 @@ def first_difference(here: Step, there: Step, arguments: Sequence[list]) -> tupl
     wanted: dict[Path, list[int]] = {}
     twins: dict[Path, Path] = {}
     is_number = lambda aval: isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
-    # Of which whole value a device holds a block, in no order of its own.
+    # True if a device holds a block of a known global value, in the global order.
     axes_of = lambda value: {axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes}
     is_known = lambda value: value.unprovable is None and value.is_block and axes_of(value) <= {*here.mesh.shape}
     for path, (eq, values) in facts.items():
@@ -184,7 +183,7 @@ def first_difference(here: Step, there: Step, arguments: Sequence[list]) -> tupl
         x = assembled(x, value, loops, sizes, sizes) * (value.ratio if value.ratio != 1 else 1)
         exact = assembled(exact, value, loops, sizes, there.mesh.shape)
         others = tuple(i for i in range(x.ndim) if not axes <= i < axes + loops)
-        of_turn = functools.partial(np.max, axis=others, initial=0.0)  # the largest entry in each turn of the loops
+        of_turn = functools.partial(np.max, axis=others, initial=0.0)  # the largest entry in each iteration
         for i, dim in enumerate(value.dims, axes + loops):
             if dim is UNIFORM and x.shape[i] != exact.shape[i]:
                 exact = np.take(exact, [0], i)
@@ -199,16 +198,13 @@ def first_difference(here: Step, there: Step, arguments: Sequence[list]) -> tupl
 
 
 def _values(step: Step, replay: Rerun, arguments: list) -> list[np.ndarray]:
-    """What the equations compute, on the host."""
+    """Returns what the equations compute, on the host."""
     with jax.set_mesh(step.mesh), jax.enable_x64(True):
         return list(map(np.asarray, jax.jit(replay)(*arguments)[1]))
 
 
 def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
-    """The first value that differs on a mesh from one device, or from one device of each stage, with its line.
-
-    Before it, what the proof finds in the step.
-    """
+    """Describes what the proof finds in the step, and the first value that differs from one device (of each stage)."""
     alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
     with abstract_mesh_of(sizes):
         proved = find_unsound(trace_step(c, load_model(c.model)))
@@ -230,5 +226,5 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
             f"\n    {linecache.getline(file, int(line)).strip() if line.isdecimal() else ''}"
         )
     elif not found and sizes["p"] > 1:
-        found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
+        found.append("all values equal those of one device per stage: suspect the schedule or the number of stages")
     return [f"on {mesh_text(sizes)}, {text}" for text in found]

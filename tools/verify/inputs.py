@@ -1,4 +1,4 @@
-"""What a training step is given on every mesh: a state, a batch, and the same with a number that is not finite."""
+"""Makes the inputs of a step for every mesh: a state and a batch, also with a NaN or infinity in a weight."""
 
 import dataclasses
 import itertools
@@ -30,22 +30,22 @@ class Inputs:
 
 
 def random_batch(c: Config) -> TokenBatch:
-    """Random tokens, about four documents a sequence, a tenth of the targets masked."""
+    """Draws random tokens, with about four documents per sequence and a tenth of the targets masked."""
     rng, shape = np.random.default_rng(0), (c.training.batch_size, c.training.seq_len)
     batch = TokenBatch(
         targets=rng.integers(0, c.model.vocab, shape).astype(np.uint32),
         is_seq_start=rng.random(shape) < 4 / c.training.seq_len,
         loss_mask=rng.random(shape) < 0.9,
     )
-    if count := len(inputs_of(load_model(c.model))):  # 0 and 1 are in the range of any input
+    if count := len(inputs_of(load_model(c.model))):  # 0 and 1 are valid for any input
         batch.inputs = rng.integers(0, 2, (*shape, count)).astype(np.uint32)
     return in_microbatches(batch, c.training.microbatches)
 
 
 def make_inputs(c: Config, state: "State") -> Inputs:
-    """A random batch, and the fresh `state` as if after some training: biases and gains differ, moments are not zero.
+    """Draws a batch, and makes the fresh `state` resemble a trained one: biases and gains vary, moments aren't zero.
 
-    The learning rate of the step is the highest.
+    The step is one with the highest learning rate.
     """
     rng, count = np.random.default_rng(1), sum(x.size for x in jax.tree.leaves(state.weights))
 
@@ -53,7 +53,7 @@ def make_inputs(c: Config, state: "State") -> Inputs:
         name, noise = jax.tree_util.keystr(path), rng.standard_normal(x.shape)
         if name.startswith(".weights"):
             x = x + 0.1 * (math.sqrt(np.mean(np.square(x))) or 1.0) * noise
-        else:  # the size that gradients of norm 1 have
+        else:  # the size of gradients with norm 1
             x = (np.square(noise) + 0.1) / count if "nu" in name else noise / math.sqrt(count)
         return x.astype(np.float32)
 
@@ -62,13 +62,13 @@ def make_inputs(c: Config, state: "State") -> Inputs:
 
 
 def with_planted(inputs: Inputs, vocab: int) -> Iterator[tuple[str, Inputs]]:
-    """`inputs` with a NaN, and with an infinity, in a weight, with a name for each.
+    """Returns `inputs` with a NaN, and with an infinity, in a weight, with a name for each.
 
-    It is the last entry of the first and of the last weight; and of the first table of `vocab` ids, an entry of an id
-    that the batch lacks. On a mesh, lookups of other ids come near it, where devices hold blocks of the table.
+    It is in the last entry of the first and of the last weight; and in the first table of `vocab` ids, at an id that
+    the batch lacks, near which other lookups may come on a mesh that shards the table.
 
-    The proof takes numbers for finite. What a step says of others, its metrics show: whether each is
-    finite, and whether the step was skipped.
+    The proof assumes finite numbers. The metrics show what a step does with others: whether each metric is finite, and
+    whether the step was skipped.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(inputs.state.weights)
     lacking, targets = vocab // 2, inputs.batch.targets  # on an even number of devices, the first id of a block

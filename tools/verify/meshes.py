@@ -1,4 +1,4 @@
-"""The meshes on which a step is verified."""
+"""Chooses the meshes on which to verify a step."""
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ Mesh = Mapping[str, int]
 
 @contextlib.contextmanager
 def mesh_of(sizes: Mesh, axes: Iterable[str] = ()) -> Iterator[jax.sharding.Mesh]:
-    """Enters a mesh of these sizes on the first devices. It has these axes too, where they are of one device."""
+    """Enters a mesh of these sizes on the first devices. It keeps axes of size 1."""
     names, devices = {*axes_of_mesh(sizes), *axes}, jax.devices()[: math.prod(sizes.values())]
     shape = {axis: sizes.get(axis, 1) for axis in AXES if axis in names}
     kinds = (AxisType.Explicit,) * len(shape)
@@ -40,11 +40,11 @@ def abstract_mesh_of(sizes: Mesh) -> Iterator[None]:
 
 
 def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple[list[Mesh], list[tuple[Mesh, str]]]:
-    """The meshes of that many devices on which the step runs, and the others, each with the reason.
+    """Returns the meshes of this many devices on which the step can run, and the others, each with the reason.
 
-    The mesh must divide the sizes of the model and of the batch, and the schedule and the layers must fit its stages.
-    `names` choose among them: `1x4x2` of r, d and t, after p if it is not 1, or `d2e2c2` by axis, in any order. Without
-    names, e and c have one device unless the mesh of `c` says otherwise. Raises ValueError for an unknown name.
+    A mesh must divide the sizes of the model and the batch, and schedule and layers must fit its stages. `names` select
+    some of them: `1x4x2` for r, d and t, preceded by p if it is not 1, or `d2e2c2` by axis, in any order. Without
+    names, e and c have one device unless the mesh of `c` has more. Raises ValueError for an unknown name.
     """
     counts = itertools.product([n for n in range(1, devices + 1) if devices % n == 0], repeat=len(AXES))
     meshes = [dict(zip(AXES, sizes, strict=True)) for sizes in counts if math.prod(sizes) == devices]
@@ -72,7 +72,7 @@ def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple
 
 
 def some_of(meshes: list[Mesh]) -> list[Mesh]:
-    """A few of the meshes. Each set of axes that have several devices is in one of them, and each size of an axis."""
+    """Returns a sample of the meshes, with each set of axes that have several devices, and each size of an axis."""
     of = lambda mesh: {tuple(axis for axis, n in mesh.items() if n > 1), *mesh.items()}
     chosen, seen = [], set()
     while missing := set().union(*map(of, meshes)) - seen:

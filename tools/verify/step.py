@@ -1,4 +1,4 @@
-"""A training step traced on a mesh, and computed from the trace in f64."""
+"""Traces a training step on a mesh, and computes the trace in f64."""
 
 import contextlib
 import dataclasses
@@ -25,15 +25,15 @@ from tools.verify.inputs import Inputs, with_planted
 from tools.verify.meshes import Mesh, abstract_mesh_of, mesh_of
 
 Found = dict[str, np.ndarray]
-"""What is compared of a step, on the host, by kind and name: `metric loss`, `gradient layers.w_q, layer 0`.
+"""Host arrays to compare, by kind and name: `metric loss`, `gradient layers.w_q, layer 0`.
 
-Kinds, in their order: initial, metric, gradient, planted (which metrics are finite once a weight is not), the weight
-after the step, and the names of the optimizer's moments. All is NaN where devices that should hold the same do not.
+Kinds, in order: initial, metric, gradient, planted (which metrics are finite although a weight isn't), the weight after
+the step, and the names of the optimizer's moments. An array is NaN if devices disagree on a replicated value.
 """
 
 
 def whole(blocks: list[tuple[Any, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
-    """The array of the blocks of all devices, each with its index; of NaN if copies of a block differ."""
+    """Assembles an array from the blocks of all devices, each with its index; NaN if copies of a block differ."""
     found, seen = np.empty(shape, blocks[0][1].dtype), {}
     for index, block in blocks:
         if seen.setdefault(str(index), block).tobytes() != block.tobytes():
@@ -43,28 +43,28 @@ def whole(blocks: list[tuple[Any, np.ndarray]], shape: tuple[int, ...]) -> np.nd
 
 
 def on_host(x: jax.Array) -> np.ndarray:
-    """`whole` of an array."""
+    """Returns `whole` of an array."""
     return whole([(shard.index, np.asarray(shard.data)) for shard in x.addressable_shards], x.shape)
 
 
 @contextlib.contextmanager
 def step_on(c: Config, sizes: Mesh, planned: Mesh | None = None) -> Iterator[Step]:
-    """The training step on a mesh of these sizes, which it enters, with axes and choices of speed of one of `planned`.
+    """Enters a mesh of these sizes and yields the training step on it, with the axes and kernels of a mesh `planned`.
 
-    It is of new modules: train.py and the model keep nothing of what was traced on another mesh.
+    It imports train.py and the model again, so nothing traced on another mesh is reused.
     """
     with mesh_of(sizes, axes_of_mesh(planned or sizes)), anew(trace_step(c, load_model(c.model))) as step:
         yield step.other(planned=planned or sizes)
 
 
 def fresh_state(step: Step) -> Any:
-    """The state that a run starts from, initialized on the current mesh, by `on_host`, in the order of the layers."""
+    """Returns the initial state of a run on the current mesh, as host arrays, with layers in order."""
     init = lambda key: step.trainer.init_state(key, step.c, step.model)
     return in_order(step.c, jax.tree.map(on_host, jax.jit(init)(jax.random.key(step.c.training.seed))))
 
 
 def type_check(c: Config, sizes: Mesh) -> None:
-    """Traces the steps on a mesh of these sizes, without devices. Raises ValueError if they are refused."""
+    """Traces the steps on a mesh of these sizes, without devices. Raises ValueError if they are rejected."""
     with abstract_mesh_of(sizes):
         step = trace_step(c, load_model(c.model))
         for name in ("training", "evaluation"):
@@ -75,7 +75,7 @@ def type_check(c: Config, sizes: Mesh) -> None:
 
 
 def in_order(c: Config, tree: object, back: bool = False) -> Any:
-    """Puts the stacks of `tree`, weights or a State at rest on the current mesh, in the order of the layers; or back.
+    """Reorders the stacks of `tree` (weights or a State at rest on the current mesh) by layer; or back.
 
     They are host arrays.
     """
@@ -87,7 +87,7 @@ def in_order(c: Config, tree: object, back: bool = False) -> Any:
 
 
 def by_layer(kind: str, weights: object) -> Found:
-    """The arrays of `weights` that are not None, in the order of the forward pass; of `layers`, each layer's."""
+    """Yields the arrays of `weights` that are not None in the order of the forward pass; `layers` one by one."""
     named = [
         (jax.tree_util.keystr(keys, simple=True, separator="."), x)
         for keys, x in jax.tree_util.tree_flatten_with_path(weights)[0]
@@ -106,9 +106,9 @@ def by_layer(kind: str, weights: object) -> Found:
 
 
 def placed(step: Step, inputs: Inputs) -> list[jax.Array]:
-    """The arguments of the step on the current mesh."""
+    """Places the arguments of the step on the current mesh."""
     put = lambda kind, tree: jax.device_put(tree, make_shardings(kind, like=tree))
-    # Of the classes of modules that may be new ones.
+    # Uses the classes of the modules, which may have been imported again.
     like = lambda shapes, tree: jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(tree))
     state = in_order(step.c, like(step.traced.out_info[0], inputs.state), back=True)
     reference = inputs.reference and like(weights_of(step.c), inputs.reference)
@@ -118,14 +118,14 @@ def placed(step: Step, inputs: Inputs) -> list[jax.Array]:
 
 
 def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
-    """All that is compared of a step on a mesh of these sizes, in f64. It is traced and compiled once."""
+    """Computes everything that is compared of a step on a mesh of these sizes, in f64. Traces and compiles once."""
     with step_on(c, sizes) as step:
         paths = gradient_paths(step.jaxpr, inputs.state.weights)
         replay = Rerun(step.jaxpr, {path: [0] for path in paths}, is_double=True)
         compiled = jax.jit(replay)
 
         def run(inputs: Inputs) -> tuple[Any, Any, Any]:
-            """The gradients on the host, the new state and the metrics."""
+            """Returns the gradients on the host, the new state and the metrics."""
             arguments = placed(step, inputs)
             with jax.enable_x64(True):
                 results, blocks = compiled(*arguments)
@@ -156,6 +156,6 @@ def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
 
 
 def _sharded_as(like: jax.Array, blocks: jax.Array) -> np.ndarray:
-    """The array of which the devices hold `blocks`[*axes of the mesh, *block], sharded as `like`."""
+    """Assembles the array of which devices hold `blocks`[*axes of the mesh, *block], sharded like `like`."""
     index_of = like.sharding.devices_indices_map(like.shape)
     return whole([(index_of[shard.device], np.asarray(shard.data)) for shard in blocks.addressable_shards], like.shape)
