@@ -238,7 +238,7 @@ def test_logits_with_a_cache_are_those_without(name):
         (
             "SmolLM3",
             {"no_rope_layers": [1, 0, 0, 1]},
-            r"no_rope_layers is \[1, 0, 0, 1\]; it can only have 0 in every n-th layer, or 1 in all 4: this",
+            r"no_rope_layers is \[1, 0, 0, 1\]; it can only have 0 in every n-th layer, or 1 in all 4, so",
         ),
         ("Gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types is .*full_attention"),
         ("Gemma2", {"attention_bias": True}, "attention_bias is True"),
@@ -260,12 +260,12 @@ def test_other_math_is_refused_by_name(name, changes, message):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("Qwen2", {"norms": "after"}, "model.norms is 'after'; qwen2 in transformers does not have it"),
+        ("Qwen2", {"norms": "after"}, "model.norms is 'after'; qwen2 in transformers does not support it"),
         ("Mistral", {"full_every": 2}, "model.full_every is 2; mistral in transformers"),
         ("Mistral", {"family": "smollm3"}, "model.window is 5; smollm3 in transformers"),
         ("Mistral", {"logit_softcap": 3.0}, "model.logit_softcap is 3.0; mistral in transformers"),
         ("Olmo2", {"family": "llama"}, "model.family is 'llama'; it can be mistral, qwen2"),
-        ("Mixtral", {"shared_experts": 1}, "model.shared_experts is 1; mixtral in transformers does not have it"),
+        ("Mixtral", {"shared_experts": 1}, "model.shared_experts is 1; mixtral in transformers does not support it"),
         ("Mixtral", {"scores": "sigmoid"}, "model.scores is 'sigmoid'; mixtral in transformers"),
         ("Mixtral", {"normalize": False}, "model.normalize is False; mixtral in transformers"),
         ("Mixtral", {"sinks": True, "qk_norm_all": True}, "model.sinks is True; olmoe in transformers"),

@@ -225,7 +225,7 @@ def test_an_edit_that_changes_nothing_is_exported(edited, tmp_path):
 
 def test_a_setting_that_transformers_does_not_have_is_refused(saved, tmp_path):
     _, _, run = saved("grouped", logit_softcap=30.0)
-    with pytest.raises(ValueError, match=r"model.logit_softcap is 30.0; llama in transformers does not have it"):
+    with pytest.raises(ValueError, match=r"model.logit_softcap is 30.0; llama in transformers does not support it"):
         export(run, tmp_path / "exported")
     assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 

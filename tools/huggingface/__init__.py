@@ -1,1 +1,1 @@
-"""Exchange of models with transformers, for the programs that export and import them."""
+"""Converts models to and from transformers, for the export and import programs."""

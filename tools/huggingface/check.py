@@ -1,4 +1,4 @@
-"""Comparison of a run's logits with those that transformers computes from a model's files, in f32 on one CPU device."""
+"""Compares a run's logits with those of transformers for the same model files, in f32 on one CPU device."""
 
 import dataclasses
 from pathlib import Path
@@ -20,21 +20,21 @@ from tools.huggingface import families
 from train import Forward
 
 LENGTH = 32
-"""Largest number of tokens in the text that is compared: bos and random ones."""
+"""Largest number of tokens in the compared text: bos and random ones."""
 TOLERANCE = 2**-15
-"""Largest difference of two results, divided by the largest entry. transformers rounds angles and norms to f32."""
+"""Largest difference relative to the largest logit. transformers rounds angles and norms to f32."""
 CAUSAL = ("gpt2", *families.KINDS)
-"""Types of models with causal attention, and windows where config.json says so."""
+"""Model types with causal attention, and windows if config.json has them."""
 
 
 def module_for(config: dict) -> str:
-    """The value of model.module for a model with this config.json, as transformers reads it."""
+    """Returns the value of model.module for a model with this config.json, as transformers reads it."""
     kind = families.kind_in(config)
     return families.KINDS[kind].module if kind in families.KINDS else kind
 
 
 def mapping_of(module: str) -> Any:
-    """The Python module with `to_huggingface` and `from_huggingface` for the model `model.module: module`.
+    """Returns the Python module with `to_huggingface` and `from_huggingface` for `model.module: module`.
 
     Raises:
         ValueError: there is no such module, or it lacks them.
@@ -47,18 +47,18 @@ def mapping_of(module: str) -> Any:
 
 
 def forward_of(c: object) -> Forward:
-    """The run's forward pass in f32 and without approximations."""
+    """Returns the run's forward pass in f32, without approximations."""
     training = TrainingConfig(batch_size=1, seq_len=LENGTH, steps=1, compute_dtype="f32", attention="einsum")
     return Forward(load_model(c), training)
 
 
 def one_device() -> Any:
-    """Context with a mesh of one CPU device."""
+    """Enters a mesh of one CPU device."""
     return jax.set_mesh(make_mesh(jax.devices("cpu")[:1]))
 
 
 def check_rules(c: ModelConfig, config: dict) -> None:
-    """Raises ValueError if positions see others than config.json says, which a short text may not show."""
+    """Raises ValueError if attention masks differ from config.json, which a short text may not show."""
     model_type, window = config.get("model_type"), config.get("sliding_window")
     if model_type not in CAUSAL:
         return
@@ -70,8 +70,8 @@ def check_rules(c: ModelConfig, config: dict) -> None:
         if set(call.pattern.mask_mod) - {same_document} != {causal, *windows}:
             raise ValueError(
                 f"layer {call.place} has the attention mask `{call.pattern}`; {model_type} in transformers has "
-                f"`{AttentionMask((causal, same_document, *windows))}`: it gives other logits. A module with its own "
-                "functions can exchange such a model as another model_type."
+                f"`{AttentionMask((causal, same_document, *windows))}`: its logits differ. Give the module its own "
+                "functions to convert it as another model_type."
             )
 
 
@@ -95,12 +95,12 @@ def compare_logits(c: Any, weights: object, directory: Path) -> str:
             f"the comparison with transformers needs {error.name}: pip install torch transformers, or set check=false."
         ) from error
     options = {"attn_implementation": "eager", "use_safetensors": True, "trust_remote_code": False}
-    with refused("transformers does not open this model", "check=false leaves out the comparison."):
+    with refused("transformers does not open this model", "check=false skips the comparison."):
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options).eval()
     length = min(LENGTH, getattr(model.config, "max_position_embeddings", None) or LENGTH)
     targets = np.random.default_rng(0).integers(0, c.vocab, (1, length)).astype(np.uint32)
     ids = np.concatenate([[c.bos_id], targets[0, :-1]])
-    if getattr(c, "rope_scaling", None):  # transformers takes the length of the text
+    if getattr(c, "rope_scaling", None):  # transformers uses the length of the text
         c = dataclasses.replace(c, rope_scaling=dataclasses.replace(c.rope_scaling, length=length))
     own = own_logits(c, weights, targets)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def compare_logits(c: Any, weights: object, directory: Path) -> str:
 
 
 def own_logits(c: object, weights: object, targets: np.ndarray) -> np.ndarray:
-    """The run's logits [L, V] of a text."""
+    """Returns the run's logits [L, V] for a text."""
     forward = forward_of(c)
     starts = np.zeros(targets.shape, bool)
     starts[:, 0] = True

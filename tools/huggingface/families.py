@@ -1,4 +1,4 @@
-"""The models of train.py, family.py and moe.py as models of transformers, one of KINDS, and these as those models.
+"""Converts models of train.py, family.py and moe.py to and from transformers' model types in KINDS.
 
 docs/huggingface.md describes `to_huggingface` and `from_huggingface`.
 """
@@ -16,26 +16,26 @@ from shardwright_data.checks import check_ranges
 
 
 class Kind(NamedTuple):
-    """How a family in transformers differs from the Llama."""
+    """Differences of a family in transformers from Llama."""
 
     module: str
     """Value of model.module."""
     architecture: str
     ours: Mapping[str, Any] = {}
-    """Switches of ours that all models of the family have."""
+    """Our settings that all models of the family have."""
     settings: Mapping[str, str] = {}
-    """Settings of ours that differ within the family, and their names for them."""
+    """Our settings that differ within the family, with the names in transformers."""
     every: Mapping[str, tuple[str, Any, Any]] = {}
-    """Our switches that change one layer in every n; the list of layers in their configuration, its entry for such a
-    layer, and for the others."""
+    """Our settings that change every n-th layer, with the list of layers in transformers' config.json, and its entries
+    for such a layer and for the others."""
     fixed: Mapping[str, Any] = {}
-    """Settings of theirs that are our math."""
+    """Settings in transformers that must have these values for the same math."""
     names: Mapping[str, str] = {}
-    """Weights of a layer, ours and theirs. Those of ours that are one of theirs stand in it side by side."""
+    """Weights of a layer, ours and theirs. Several of ours that map to one of theirs are concatenated in it."""
     experts: Mapping[str, str] = {}
-    """Weights of each expert: ours, and theirs with {} for its number."""
+    """Weights of each expert: ours, and theirs with {} for the expert's index."""
     stacks: Mapping[str, str] = {}
-    """Weights of all experts of a layer, as they are. Entries of those that are one of theirs alternate in it."""
+    """Stacked weights of a layer's experts. Several of ours that map to one of theirs are interleaved in it."""
 
 
 _SETTINGS = {
@@ -48,7 +48,7 @@ _SETTINGS = {
     "norm_epsilon": "rms_norm_eps",
     "tied_embeddings": "tie_word_embeddings",
 }
-_FIXED = {  # our math, under transformers' names
+_FIXED = {  # our math in transformers' settings
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -80,7 +80,7 @@ _ROPE = {
         "attention_factor": "attention_factor",
     },
 }
-"""Values of each kind of RoPE scaling: transformers' names, and those of RopeScaling."""
+"""Settings of each kind of RoPE scaling: names in transformers and in RopeScaling."""
 _LAYER = {
     "attention_norm": "input_layernorm.weight",
     "w_q": "self_attn.q_proj.weight",
@@ -199,17 +199,17 @@ _TRAINING = {
     "balance_loss",
     "router_z_loss",
 }
-"""Settings that no model of transformers has, since they do not change its logits."""
+"""Settings that transformers lacks because they don't change logits."""
 
 
 def kind_in(config: dict) -> str:
-    """The key of KINDS for a model with this config.json, as transformers reads it, or else its model_type."""
+    """Returns the key of KINDS for a config.json as transformers reads it, or its model_type if there is none."""
     kind = str(config.get("model_type"))
     return "llama" if kind == "mistral" and config.get("sliding_window") is None else kind
 
 
 def kind_of(c: ModelConfig) -> str:
-    """The family that has this math. Raises ValueError if none has, or c.family has other math."""
+    """Returns the family with this math. Raises ValueError if there is none, or c.family has other math."""
     module = next(module for module, of_module in CONFIGS.items() if isinstance(c, of_module))
     kinds = {name: kind for name, kind in KINDS.items() if kind.module == module}
     own = set(CONFIGS[module].__dataclass_fields__) - set(ModelConfig.__dataclass_fields__) - _TRAINING
@@ -225,12 +225,12 @@ def kind_of(c: ModelConfig) -> str:
         raise ValueError(f"model.family is {found!r}; it can be {', '.join(kinds)}, or null.")
     if others[found]:
         name = others[found][0]
-        raise ValueError(f"model.{name} is {getattr(c, name)!r}; {found} in transformers does not have it.")
+        raise ValueError(f"model.{name} is {getattr(c, name)!r}; {found} in transformers does not support it.")
     return found
 
 
 def names_of(c: ModelConfig) -> Names:
-    """The table of names for a model with these settings. In both layouts, heads are in the order K, Q."""
+    """Returns the table of names for a model with these settings. In both layouts, heads are in the order K, Q."""
     found, layers = kind_of(c), load_model(c).table.layers
     kind, layer, stacks, at = KINDS[found], {}, {}, "model.layers.{}."
     absent = {*kind.experts, *kind.stacks, *(() if c.qk_norm else ("q_norm", "k_norm"))}
@@ -247,16 +247,16 @@ def names_of(c: ModelConfig) -> Names:
         stacks=stacks,
         transposed=True,
         base="model.",
-        # Old files hold RoPE's frequencies.
+        # Old files contain RoPE's frequencies.
         unused=r"self_attn\.rotary_emb\.inv_freq" + (r"|lm_head\.weight" if c.tied_embeddings else ""),
     )
 
 
 def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.ndarray]]:
-    """Content of config.json and tensors of one of KINDS.
+    """Returns the content of config.json and the tensors, for one of KINDS.
 
     Raises:
-        ValueError: a weight or a setting that none of them has.
+        ValueError: none of them supports a weight or setting.
     """
     found, scaling = kind_of(c), c.rope_scaling
     kind = KINDS[found]
@@ -264,22 +264,20 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     config |= {**_FIXED, **kind.fixed}
     config |= {theirs: getattr(c, ours) for ours, theirs in {**_SETTINGS, **kind.settings}.items()}
     config |= {every[0]: _layers(c.layers, getattr(c, ours), every) for ours, every in kind.every.items()}
-    # The names of transformers before 5.0 for RoPE, which later versions and other programs read too.
+    # RoPE's names before transformers 5.0, which later versions and other programs also read.
     config |= {"num_attention_heads": c.heads, "max_position_embeddings": None}
-    # gpt-oss's null is YaRN.
+    # For gpt-oss, null means YaRN.
     config |= {"rope_theta": c.rope_base, "rope_scaling": {"rope_type": "default"} if found == "gpt_oss" else None}
     if config.get("query_pre_attn_scalar", c.d_head) is None:
         config["query_pre_attn_scalar"] = c.d_head
     if config.get("rope_local_base_freq", c.rope_base) is None:
         if scaling is not None:
-            raise ValueError(
-                f"model.window_rope_base is null with model.rope_scaling, which {found} has on no window; set it."
-            )
+            raise ValueError(f"model.window_rope_base is null, but {found} does not scale RoPE in windows; set it.")
         config["rope_local_base_freq"] = c.rope_base
     if scaling is not None:
         if found == "phi3" and scaling.kind != "longrope":
             raise ValueError(
-                f"model.rope_scaling.kind is {scaling.kind!r}; phi3 in transformers has longrope; take that."
+                f"model.rope_scaling.kind is {scaling.kind!r}; phi3 in transformers supports only longrope."
             )
         values = {theirs: getattr(scaling, ours) for theirs, ours in _ROPE[scaling.kind].items()}
         values = {theirs: value for theirs, value in values.items() if value is not None}
@@ -288,21 +286,21 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
             config["max_position_embeddings"] = round(scaling.original_length * scaling.factor)
         if scaling.kind == "dynamic":
             config["max_position_embeddings"] = scaling.original_length
-        if scaling.kind == "longrope":  # where Phi-3 has it
+        if scaling.kind == "longrope":  # Phi-3 reads it here
             config["original_max_position_embeddings"] = scaling.original_length
     return config, names_of(c).to_tensors(weights, load_model(c).table)
 
 
 def _layers(layers: int, n: int | None, every: tuple[str, Any, Any]) -> list:
-    """Their list of layers, of which every n-th is another."""
+    """Returns transformers' list of layers, of which every n-th differs."""
     return [every[1] if n and (i + 1) % n == 0 else every[2] for i in range(layers)]
 
 
 def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
-    """The model section and the weights of one of KINDS.
+    """Returns the model section and the weights, for one of KINDS.
 
     Raises:
-        ValueError: config.json has other math or a value out of range, or a tensor is missing or has no place.
+        ValueError: config.json has other math or a value out of range, or a tensor is missing or unknown.
     """
     if (found := kind_in(config)) not in KINDS:
         raise ValueError(f"config.json: model_type is {found!r}; it can be {', '.join(KINDS)}.")
@@ -325,7 +323,7 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
         if theirs != _layers(settings["layers"], settings[ours], every):
             raise ValueError(
                 f"config.json: {every[0]} is {theirs!r:.80}; it can only have {every[1]!r} in every n-th layer, or "
-                f"{every[2]!r} in all {settings['layers']}: this model would give other logits."
+                f"{every[2]!r} in all {settings['layers']}, so this model cannot be imported."
             )
     c = CONFIGS[kind.module](**settings, **({} if kind.module == "train" else {"family": found}))
     check_ranges("config.json, as a run has it: model", c)
@@ -334,11 +332,11 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
 
 
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
-    """Scaling of RoPE, at the length for which the model was made, max_position_embeddings."""
+    """Returns the RoPE scaling, at the length that the model was made for, max_position_embeddings."""
     if (kind := rope["rope_type"]) == "default":
         return None
     if kind not in _ROPE:
-        raise ValueError(f"config.json: rope_type is {kind!r}; this model has default, {', '.join(_ROPE)}.")
+        raise ValueError(f"config.json: rope_type is {kind!r}; it can be default, {', '.join(_ROPE)}.")
     check_fixed(rope, {"mscale": None, "mscale_all_dim": None})
     values: dict[str, Any] = {
         ours: rope[theirs] for theirs, ours in _ROPE[kind].items() if rope.get(theirs) is not None
