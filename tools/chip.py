@@ -4,9 +4,9 @@
     python -m tools.chip minutes=12
     python -m tools.chip minutes=12 parts=[attention,fp8]
 
-With `minutes` it measures PARTS in order, each in its own process with a time limit. Results are written immediately:
-<out>/<part>.json, the part's output in <part>.out and .err, and a Markdown table in chip.md; please paste it into an
-issue. A part that fails does not stop the others. Call it again to run missing or failed parts. On a CPU the same parts
+With `minutes` it measures PARTS in order, each in its own process with a time limit. It writes results immediately:
+<out>/<part>.json, the part's output in <part>.out and .err, and a Markdown table in chip.md, which you can paste into
+an issue. If a part fails, the others still run; start it again to run missing or failed parts. On a CPU the same parts
 run on small shapes, as a rehearsal.
 """
 
@@ -36,7 +36,7 @@ from shardwright_data.checks import above_0, check_choice
 from shardwright_data.untrusted import one_line, read_object
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
-LEAST, GRACE = 15, 10  # seconds: that must be left for a part to start; that an interrupted part has to end
+LEAST, GRACE = 15, 10  # seconds that must be left to start a part; seconds that an interrupted part gets to exit
 TRAIN = "train {hardware} data=synthetic training.eval_batches=0 training.sample_interval=null"
 TRAIN += " optimizer.warmup_steps=5 paths.root_working_dir={out} paths.model_name={part} --config-name="
 GPT2 = f"{TRAIN}gpt2_124m mesh.d=-1 model.vocab=50304 training.steps=40 training.microbatches=2 training.batch_size="
@@ -65,9 +65,9 @@ class Part(NamedTuple):
 
     name: str
     limit: int  # seconds
-    command: str  # what follows `python -m`; `command_of` replaces the names in braces
-    small: str = SMALL  # what a rehearsal on a CPU adds
-    figures: tuple[tuple[str, str], ...] = RUN  # rows of its output, and what is shown of them
+    command: str  # arguments of `python -m`; `command_of` fills in the names in braces
+    small: str = SMALL  # arguments to add on a CPU
+    figures: tuple[tuple[str, str], ...] = RUN  # patterns of output lines, and what to show of each
 
 
 PARTS = (  # the most useful first
@@ -91,11 +91,11 @@ class Settings:
     """Settings of the program."""
 
     minutes: float | None = above_0(None)
-    """Minutes for all parts; the next call runs the remaining ones. Null: only prints the settings."""
+    """Minutes for all parts; start again for the remaining ones. Null: only prints the settings."""
     out: str = "runs/chip"
     """Directory of the results."""
     parts: list[str] | None = None
-    """Parts to measure, even if they were measured before; null: all that are missing or failed."""
+    """Parts to measure, even if measured before. Null: all that are missing or failed."""
 
 
 def settings_for(kind: str, platform: str) -> str:
@@ -132,7 +132,7 @@ def command_of(part: Part, out: Path) -> list[str]:
 def measured(part: Part, out: Path, seconds: float) -> dict[str, Any]:
     """Runs a part for at most `seconds`. Returns its rows, and if it failed, with the reason in the last row."""
     command, logs = [sys.executable, "-m", *command_of(part, out)], [out / f"{part.name}.{x}" for x in ("out", "err")]
-    shutil.rmtree(out / part.name, ignore_errors=True)  # of a run that failed
+    shutil.rmtree(out / part.name, ignore_errors=True)  # left by a failed run
     with logs[0].open("w") as stdout, logs[1].open("w") as stderr:
         # In a new session, so that signals also reach its children.
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, cwd=ROOT, start_new_session=True)

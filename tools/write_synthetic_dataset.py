@@ -1,6 +1,6 @@
 """Writes a small dataset of synthetic tasks: `python -m tools.write_synthetic_dataset out=synthetic_dataset.zarr`.
 
-Each document is a task id, then the task's data, of random length. `n` digits stand for n random ones:
+Each document is a task id and the task's data, of random length. `digits` are random digits:
 
     copy                      COPY digits SEPARATOR digits
     reverse                   REVERSE digits SEPARATOR digits-in-reverse
@@ -22,28 +22,28 @@ from shardwright_data import flat_tokens
 from shardwright_data.checks import within
 
 COPY, REVERSE, COPY_AT, COPY_AT_UNKNOWN, GAUSSIANS, SEPARATOR = range(1, 7)
-"""Token ids. 0 begins documents, and pads."""
+"""Token ids. 0 is the bos and the padding."""
 FIRST_DIGIT = 8
 FIRST_DISTANCE = 32
 """The token of distance n is FIRST_DISTANCE + n."""
 FIRST_BIN = 256
 """The bins of the Gaussian mixtures follow, NUM_BINS of them."""
 MAX_DIGITS, MAX_DISTANCE, MAX_LENGTH = 40, 16, 64
-"""Most digits to copy or to reverse, largest distance to copy over, most digits or samples of the other tasks."""
+"""Largest number of digits to copy or reverse, largest distance, largest number of digits or samples elsewhere."""
 NUM_BINS, MAX_COMPONENTS, MAX_SIGMA = 768, 3, 8.0
-"""Of the Gaussian mixtures: bins, most components, and largest standard deviation in bins."""
+"""Gaussian mixtures: number of bins, largest number of components, largest standard deviation in bins."""
 SIZES = {"train": 2**18, "validation": 2**16}
-"""Tokens of the splits. Each ends with the first document that reaches its size."""
+"""Tokens per split. Each ends with the first document that reaches this size."""
 
 
 @dataclass
 class Settings:
-    """The settings of the program."""
+    """Settings of the program."""
 
     out: str = MISSING
     """Directory of the dataset."""
     seed: int = within(0, 2**32, 0)
-    """In [0, 2**32). The same seed writes the same bytes."""
+    """Random seed, in [0, 2**32). The same seed writes the same bytes."""
 
 
 Document = Int64[np.ndarray, "tokens"]
@@ -87,7 +87,7 @@ def write(config: Settings) -> None:
     """Writes both splits.
 
     Raises:
-        ValueError: a dataset is already there.
+        ValueError: the directory already has a dataset.
     """
     for index, (split, num_tokens) in enumerate(SIZES.items()):
         # Unlike numpy's newer generators, RandomState promises the same values in every version of numpy.
