@@ -93,13 +93,13 @@ def test_a_step_is_equal_to_the_bit(of_demo, step):
     found, text = replayed(of_demo, step=step, microscope=False)
     assert found["is_equal"] is True
     assert found["loss"] == losses(of_demo)[step]
-    assert "equal to the bit" in text
+    assert "bit-identical" in text
 
 
 def test_checkpoints_elsewhere_are_asked_for(tmp_path):
     """Without them the run would be done again from its first step."""
     (tmp_path / "config.yaml").write_text("paths: {checkpoints: /disk/a}\n")
-    with checkpoints_of(str(tmp_path)) as none, pytest.raises(ValueError, match=r"its checkpoints below '/disk/a'"):
+    with checkpoints_of(str(tmp_path)) as none, pytest.raises(ValueError, match=r"checkpoints are below '/disk/a'"):
         before(str(tmp_path), none, 3)
 
 
@@ -173,7 +173,7 @@ def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("a", {"step": 10}, r"step is 10; .* has done the steps 0 to 9"),
+        ("a", {"step": 10}, r"step is 10; .* has steps 0 to 9"),
         ("a", {}, "give step=<step>"),
         ("none", {"step": 1}, r"none/config.yaml cannot be read: .* no such file"),
     ],
@@ -230,14 +230,14 @@ def test_equal_runs_do_not_differ(of_demo, tmp_path, dataset):
     other = str(run(tmp_path / "b", dataset))
     found, text = replayed(of_demo, against=other)
     assert found["first"] is None
-    assert "equal to the bit in all 10 steps that both runs logged" in text
+    assert "bit-identical in all 10 steps that both runs logged" in text
     log = Path(other) / "metrics.jsonl"
     log.write_text(log.read_text().replace(f'"loss": {losses(log.parent)[3]!r}', '"loss": 1.5'))
     found, text = replayed(of_demo, against=other)
     assert (found["step"], found["first"]) == (3, None)
-    assert "tensors     equal to the bit to step 3, each by its own source, on one mesh" in text
+    assert "tensors     bit-identical up to step 3, each with its own source, on the same mesh" in text
     for settings in ({"bisect": "loss"}, {"step": 3}):
-        with pytest.raises(ValueError, match="against= compares two runs; step= and bisect= are for one"):
+        with pytest.raises(ValueError, match="drop step= and bisect=, which are for one run: against= compares two"):
             replayed(of_demo, against=other, **settings)
 
 
@@ -300,7 +300,7 @@ def test_each_run_is_replayed_by_its_own_source(of_demo, tmp_path, dataset):
     number = line_of("up = save")
     where = f"Llama.layer up in layer 0, train.py:{number} (train.py:{number + 1} in the other run)"
     assert found["first"] == (0, where), text
-    assert text.count("by the source that it kept") == 1
+    assert text.count("with its saved source") == 1
 
 
 class TrainsDifferently(train.Llama):

@@ -1,12 +1,12 @@
-"""Replays a step of a run: its batch and documents, its statistics; what makes a spike; how two runs differ.
+"""Replays a step of a run: shows its documents and statistics, what caused a spike, or where two runs diverge.
 
     python -m tools.replay run=runs/<name> step=123
     python -m tools.replay run=runs/<name> step=123 mesh.d=4 mesh.t=2
     python -m tools.replay run=runs/<name> step=123 bisect=loss
     python -m tools.replay run=runs/<name> against=runs/<other>
 
-The run resumes from its last checkpoint at or before the step, with the same batches, and writes nothing. On the
-run's own mesh the step is equal to the bit. docs/replay.md has examples.
+Starts from the last checkpoint at or before the step, reads the same batches, and writes nothing to the run. On the
+run's own mesh the step is bit-identical. docs/replay.md has examples.
 """
 
 import functools
@@ -41,29 +41,28 @@ class Settings:
     run: str = MISSING
     """Directory of a run."""
     step: int | None = within(0, 2**31, None)
-    """The step, counted from 0, as in metrics.jsonl and as the run tells it."""
+    """The step, counted from 0, as in metrics.jsonl and in what the run prints."""
     bisect: str | None = None
-    """Finds the documents that make the step's `loss`, or its `grad_norm`, jump."""
+    """Finds the documents that make the step's `loss` or `grad_norm` jump."""
     against: str | None = None
-    """Directory of another run: shows the first step and the first tensor in which both differ."""
+    """Directory of another run: shows the first step and tensor in which the two differ."""
     mesh: StagesChoice = field(default_factory=StagesChoice)
-    """Devices along p, r, d, e, c and t; -1 for one but p: all that are left. Null: the mesh of the run."""
+    """Devices along p, r, d, e, c and t; -1 for one of them except p: all remaining. Null: the run's mesh."""
     microscope: bool = True
-    """Whether to show statistics of the step."""
+    """Shows activation and gradient statistics of the step."""
     other_source: bool = False
-    """Allows source that computes something else than the source that made the checkpoint."""
+    """Allows source that computes something else than the checkpoint's source did."""
     trust: bool = False
-    """Imports the modules that the run names beside those shipped here, runs source that it kept, fetches its data from
-    other hosts, and reads the weights of other runs that it names. For a run that is not yours, read its config.yaml
-    first."""
+    """Allows what the run names: imports its own modules, runs its saved source, fetches data from other hosts, and
+    reads weights of other runs. If the run is not yours, read its config.yaml first."""
     out: str | None = None
-    """A file for the result: a JSON object."""
+    """File for the result, a JSON object."""
     since: int | None = within(0, 2**31, None)
-    """Writes fingerprints of what the steps from here to `step` compute to `out`, which against= compares."""
+    """First step of which to write fingerprints, up to `step`, to `out`; against= compares these."""
 
 
 def compare_with_log(done: Done, record: dict[str, Any] | None) -> str | None:
-    """How a replayed step differs from the log; "" if it is equal to the bit; None: not logged."""
+    """Describes how a replayed step differs from the log; "" if it is bit-identical; None if it was not logged."""
     found, is_logged = [], False
     for name, x in (("loss", done.loss), ("grad_norm", done.grad_norm)):
         y = logged(record or {}, name)
@@ -77,21 +76,21 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
     """Replays, prints and returns the result.
 
     Raises:
-        ValueError: as tools.replay.session.opened; or there is no such step; or settings that do not go together.
+        ValueError: as tools.replay.session.opened; there is no such step; or settings exclude each other.
     """
     console = console or Console()
     write = functools.partial(print_line, console)
     if config.step is None and config.against is None:
-        raise ValueError("give step=<step>, of which metrics.jsonl has the loss; or against=<another run>.")
+        raise ValueError("give step=<step>, a step in metrics.jsonl, or against=<another run>.")
     if config.since is not None:
         return two_runs.record(config, write)
     if config.against is not None:
         if config.bisect is not None or config.step is not None:
-            raise ValueError("against= compares two runs; step= and bisect= are for one: leave them out.")
+            raise ValueError("drop step= and bisect=, which are for one run: against= compares two.")
         return two_runs.compare_runs(config, write)
     last, logs = config.step or 0, metrics_of(config.run)
     if logs and last > max(logs):
-        raise ValueError(f"step is {last}; {config.run} has done the steps 0 to {max(logs)}. Choose one of them.")
+        raise ValueError(f"step is {last}; {config.run} has steps 0 to {max(logs)}. Choose one of these.")
     with opened(config.run, last, config.mesh, config.trust, config.other_source, write) as session:
         origin = f"its checkpoint of step {session.step}" if session.step else "its beginning"
         print_line(console, f"run         {config.run}, from {origin}")
@@ -101,7 +100,7 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
 
 
 def step_of(session: Session, config: Settings, logs: dict[int, dict], console: Console) -> dict[str, Any]:
-    """Shows the documents of the step, what it computes, and why it is not finite, if it is not."""
+    """Shows the documents and statistics of the step, and the origin of a NaN or infinity, if there is one."""
     step, batch = session.step, session.batch()
     host, tokenizer = on_host(batch), tokenizer_of(session)
     every = documents_of(session, host)
@@ -110,7 +109,7 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
         usual = bisect.usual(logs, step, config.bisect)
         return bisected(session, config.bisect, usual, documents, console, tokenizer)
     instead = f", batch {session.number}" * (session.number != step)
-    show.documents(console, f"Documents of step {step}{instead}, the worst first", documents, tokenizer)
+    show.documents(console, f"Documents of step {step}{instead}, highest loss first", documents, tokenizer)
     found = {}
     if config.microscope:
         microscope = RunStatistics(session.traced, session.placement, session.options)
@@ -118,13 +117,13 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
         show.statistics(console, found)
     after, done = session.try_step(batch)
     differs = compare_with_log(done, logs.get(step))
-    what = "not in metrics.jsonl" if differs is None else differs or "equal to the bit"
+    what = "not in metrics.jsonl" if differs is None else differs or "bit-identical"
     skipped = ", skipped" * done.skipped
     print_line(console, f"step {step}  loss {done.loss:.7g}  grad_norm {done.grad_norm:.7g}{skipped}  {what}")
     why = []
     if not (np.isfinite(done.loss + done.grad_norm) and all(map(bool, jax.tree.leaves(are_finite(after))))):
         why = Explainer(session).explain(session.state, batch, every)
-        for line in why or ["what is not finite there is in no single operation that a replay sees"]:
+        for line in why or ["no single operation that the replay sees produced it"]:
             print_line(console, f"not finite  {line}")
     return {
         "step": step,
@@ -137,20 +136,20 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
 
 
 def plain(done: Done) -> dict[str, Any]:
-    """What a step computed, for JSON, in which what is not finite is a string."""
+    """Returns what a step computed, for JSON; numbers that are not finite become strings."""
     return {"loss": show.for_json(done.loss), "grad_norm": show.for_json(done.grad_norm), "skipped": done.skipped}
 
 
 def bisected(
     session: Session, metric: str, usual: float, documents: list[Document], console: Console, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Shows the documents that make the metric of the step jump from its usual value."""
+    """Shows the documents that make the step's metric jump from its usual value."""
     write = functools.partial(print_line, console)
     write(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {session.step}")
     found, before, after = bisect.find(session, session.batch(), documents, metric, usual, write)
     numbers = lambda done: f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
     if after is None:
-        write(f"step {session.step}  {numbers(before)}: {metric} did not jump, or by no half of its documents")
+        write(f"step {session.step}  {numbers(before)}: {metric} did not jump, or no half of the documents explains it")
     else:
         count = len(found)
         which = "document makes" if count == 1 else "documents together make"
@@ -161,7 +160,7 @@ def bisected(
 
 
 def run(config: Settings) -> None:
-    """Replays, and writes the result to `out`."""
+    """Replays a step or compares two runs, and writes the result to `out`."""
     if config.bisect is not None:
         check_choice("bisect", config.bisect, ("loss", "grad_norm"))
     found = replay(config)

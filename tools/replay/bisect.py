@@ -1,4 +1,4 @@
-"""The documents of a batch that make its loss, or the norm of its gradients, jump."""
+"""Finds the documents of a batch that make its loss or gradient norm jump."""
 
 import dataclasses
 import math
@@ -14,22 +14,22 @@ from tools.replay.documents import Document
 from tools.replay.session import Done, Session, logged
 
 SHARE = 0.5
-"""Share of the jump that is gone without a set of documents, from which the set is said to make it."""
+"""A set of documents explains a jump if at least this fraction of it goes away without them."""
 BEFORE = 16
-"""Number of earlier steps whose median is the usual value of a metric."""
+"""The usual value of a metric is its median over this many earlier steps."""
 
 
 def usual(logs: Mapping[int, Mapping[str, Any]], step: int, metric: str) -> float:
-    """Median of a metric over the steps before this one. Raises ValueError if the run logged none."""
+    """Returns the median of a metric over the steps before this one. Raises ValueError if the run logged none."""
     values = [logged(logs[i], metric) for i in range(max(0, step - BEFORE), step) if i in logs]
     known = [float(x) for x in values if x is not None and math.isfinite(x)]
     if not known:
-        raise ValueError(f"metrics.jsonl has no {metric} of a step before {step}, from which it could have jumped.")
+        raise ValueError(f"metrics.jsonl has no {metric} before step {step} to compare with; choose a later step.")
     return statistics.median(known)
 
 
 def without(batch: TokenBatch, documents: Sequence[Document]) -> TokenBatch:
-    """The batch of a step, in which the targets of these documents do not count. The program stays the same."""
+    """Returns the batch with the targets of these documents masked out of the loss. The program stays the same."""
     mask = np.array(batch.loss_mask).reshape(-1, batch.loss_mask.shape[-1])
     for document in documents:
         mask[document.sequence, document.span] = False
@@ -45,26 +45,26 @@ def find(
     usual: float,
     tell: Callable[[str], None],
 ) -> tuple[list[Document], Done, Done | None]:
-    """Halves the documents repeatedly, and keeps the half without which the metric is as usual, while there is one.
+    """Bisects the documents: keeps the half without which the metric is as usual, as long as there is one.
 
-    Then leaves out one after the other without which it stays so.
+    Then drops documents one by one, as long as the remaining ones still explain the jump.
 
     Args:
         session: at the step.
         batch: of the step.
-        documents: of the batch. Those that are likely to be the cause together should be neighbours: by loss.
+        documents: of the batch, sorted by loss, so that likely causes are neighbors.
         metric: loss or grad_norm.
         usual: value of the metric in other steps.
         tell: called with a line about each halving.
 
     Returns:
-        The smallest set of documents that was found, all if no half of them makes the jump; what the whole batch gives;
-        and what it gives without the set, None for all documents.
+        The smallest set of documents found (all, if no half explains the jump); what the step computes with the whole
+        batch; and without the set, None if it is all documents.
     """
     run = lambda removed: session.try_step(without(batch, removed))[1]
     value = lambda done: float(x) if math.isfinite(x := getattr(done, metric)) else math.inf
     before = run([])
-    most = usual + (1 - SHARE) * (value(before) - usual)  # an infinity, which no finite value is above
+    most = usual + (1 - SHARE) * (value(before) - usual)  # an infinity: no finite value is above it
     is_gone = lambda done: value(done) <= most and math.isfinite(value(done))
     suspects, after = documents, None
     while len(suspects) > 1 and value(before) > usual:
@@ -78,7 +78,7 @@ def find(
         if not is_gone(results[which]):
             break
         suspects, after = halves[which], results[which]
-    for document in reversed(suspects if after else ()):  # those that only stood beside the cause
+    for document in reversed(suspects if after else ()):  # drops documents that only shared a half with the cause
         rest = [x for x in suspects if x is not document]
         if rest and is_gone(result := run(rest)):
             suspects, after = rest, result

@@ -1,4 +1,4 @@
-"""The documents of a batch, and the loss of each."""
+"""Finds the documents of a batch, and the loss of each."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from tools.replay.session import Session
 
 @dataclasses.dataclass(kw_only=True)
 class Document(Piece):
-    """The part of a document in a sequence of a batch, with its tokens."""
+    """Part of a document in a sequence of a batch, with its tokens."""
 
     ids: np.ndarray
     loss: float = float("nan")
@@ -29,23 +29,23 @@ class Document(Piece):
 
     @property
     def span(self) -> slice:
-        """Its positions."""
+        """Its positions in the sequence."""
         return slice(self.position, self.position + self.length)
 
     @property
     def name(self) -> str:
-        """Words for where it is from."""
+        """Describes where the document is from."""
         of = f"{self.source} " * bool(self.source)
         return f"{of}{self.document:,}" if self.document is not None else f"{of}-"
 
 
 def on_host(batch: TokenBatch) -> TokenBatch:
-    """The batch of a step with host arrays [sequences, …]."""
+    """Returns a batch as host arrays [sequences, …]."""
     return jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), batch)
 
 
 def documents_of(session: Session, batch: TokenBatch) -> list[Document]:
-    """The documents of a batch `on_host`, in order, without padding."""
+    """Returns the documents of a batch `on_host`, in order, without padding."""
     try:
         pieces = session.loader.pieces(session.number)
     except ValueError:  # a stream
@@ -67,7 +67,7 @@ def _by_starts(batch: TokenBatch) -> list[Document]:
 
 
 def tokenizer_of(session: Session) -> Tokenizer:
-    """The tokenizer of the run's data; one that shows ids if there is none."""
+    """Returns the tokenizer of the run's data, or one that shows ids if there is none."""
     try:
         return tokenizer_of_run(session.c.data)
     except ValueError:
@@ -75,9 +75,9 @@ def tokenizer_of(session: Session) -> Tokenizer:
 
 
 def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
-    """Loss of each target of a batch of the step in nats, f32[sequences, seq_len], by the forward pass of training.
+    """Returns the loss of each target in nats, f32[sequences, seq_len], by the forward pass of training.
 
-    With stages, on the mesh without them.
+    With pipeline stages, it runs on the mesh without them.
     """
     c, model = session.c, session.model
     forward, Weights = train.Forward(model, c.training, in_training=True), model.Weights
@@ -108,7 +108,7 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
 
 
 def with_losses(documents: list[Document], losses: np.ndarray, mask: np.ndarray) -> list[Document]:
-    """The documents with their losses, the worst first. Those that no target counts of are left out."""
+    """Returns the documents with their losses, highest first, without those that have no targets that count."""
     scored = []
     for document in documents:
         counts = mask[document.sequence, document.span]

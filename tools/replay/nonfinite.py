@@ -1,4 +1,4 @@
-"""Why a step is not finite: the line, the tensor, the layer, the document."""
+"""Finds the origin of a NaN or infinity in a step: line, tensor, layer and document."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from train import State
 
 METRICS = 2
-"""The loss and the norm of the gradients: the first of train.Metrics."""
+"""Number of the metrics to check, the first of train.Metrics: loss and gradient norm."""
 
 
 def in_state(state: "State") -> Iterator[str]:
-    """Words on each array of a state, on one mesh without stages, that is not finite: its name, layer and entry."""
+    """Describes each array of a state (without stages) that is not finite: its name, layer and entry."""
     for name, x in named_leaves(state).items():
         bad = ~np.isfinite(np.asarray(x))
         if not bad.any():
@@ -33,7 +33,7 @@ def in_state(state: "State") -> Iterator[str]:
 
 
 class Explainer:
-    """Names what makes steps of a session not finite. With stages, on the mesh without them."""
+    """Explains why steps of a session are not finite. With pipeline stages, it runs on the mesh without them."""
 
     def __init__(self, session: Session):
         self._session, self._step = session, session.without_stages()
@@ -42,7 +42,7 @@ class Explainer:
             self._finder = Finder(self._step.program, session.c.model.layers, len(state) + METRICS)
 
     def explain(self, state: "State", batch: TokenBatch, documents: list[Document]) -> list[str]:
-        """Lines on what makes the step from this state not finite, and its new state; empty if it is finite.
+        """Returns lines on why the step from this state, or its new state, is not finite; none if both are finite.
 
         Args:
             state: before the step.

@@ -1,4 +1,4 @@
-"""A run at one of its steps again: its state from a checkpoint, its batches, its compiled step."""
+"""Reopens a run at one of its steps: state from a checkpoint, batches, and the compiled step."""
 
 import contextlib
 import re
@@ -33,7 +33,7 @@ Write = Callable[[str], None]
 
 
 class Done(NamedTuple):
-    """What a step gave."""
+    """Result of a step."""
 
     loss: np.float32
     grad_norm: np.float32
@@ -41,10 +41,10 @@ class Done(NamedTuple):
 
 
 class Session:
-    """A run between two of its steps, on the current mesh.
+    """A run between two steps, on the current mesh.
 
     Attributes:
-        step: the step that comes next.
+        step: index of the next step.
         state: the state before it.
         c, loader, traced: the configuration, the data and the program of that step.
     """
@@ -62,7 +62,7 @@ class Session:
         self.loader = loader_at(self._whole, self.step, inputs_of(self.model), state)
 
     def without_stages(self) -> StepWithoutStages:
-        """The step, traced without stages."""
+        """Returns the step, traced without pipeline stages."""
         return StepWithoutStages(self.traced, self.placement)
 
     @property
@@ -74,10 +74,10 @@ class Session:
         return self.loader.load(self.number)
 
     def try_step(self, batch: TokenBatch) -> tuple[Any, Done]:
-        """The state after the step with this batch, and what it gave. The session stays where it is."""
-        state = jax.tree.map(jnp.copy, self.state)  # the step takes its memory
+        """Returns the state after the step with this batch, and the result. The session doesn't advance."""
+        state = jax.tree.map(jnp.copy, self.state)  # the step donates its memory
         if self._program is None:
-            if self.traced.mesh.size > 1:  # it may be a mesh that the run was not proved on
+            if self.traced.mesh.size > 1:  # the mesh may be one that the run was not proved on
                 check_steps(self.traced, source_of())
             self._program = self.traced.lower().compile(compiler_options=self.options)
         state, metrics = self._program(state, batch, np.int32(self.step), self.reference)
@@ -93,12 +93,12 @@ class Session:
 
 
 def checkpoints_of(run: str) -> Checkpointer:
-    """The checkpoints of a run, none if it ended before its first. To be closed."""
+    """Opens the checkpoints of a run, none if it ended before its first. Close it after use."""
     return Checkpointer(f"{run.rstrip('/')}/checkpoints")
 
 
 def before(run: str, checkpoints: Checkpointer, step: int) -> tuple[int, dict[str, Any]]:
-    """Step of the last checkpoint at or before `step`, 0 for the beginning, and metadata with the configuration."""
+    """Returns the step of the last checkpoint at or before `step` (0: the beginning), and its metadata."""
     steps = checkpoints.steps()
     if done := max((done for done in steps if done <= step), default=0):
         return done, checkpoints.metadata(done)
@@ -106,15 +106,15 @@ def before(run: str, checkpoints: Checkpointer, step: int) -> tuple[int, dict[st
     place = None if steps or Path(run, "checkpoints").exists() else flat(first["config"]).get("paths.checkpoints")
     if place:
         raise ValueError(
-            f"the run keeps its checkpoints below {place!r}: copy those there to {run}/checkpoints to replay it, or "
-            "make that directory, empty, to begin at its first step."
+            f"the run's checkpoints are below {place!r}: copy them to {run}/checkpoints, or make that directory, "
+            "empty, to replay from the first step."
         )
     kept = kept_by(run, 0)
     return 0, first | ({"provenance": kept[1]} if kept else {})
 
 
 def kept_by(run: str, step: int) -> tuple[Path, dict[str, Any]] | None:
-    """Where a run kept its source at its last start at or before a step, and its provenance.json; None: nowhere."""
+    """Returns where a run saved its source at its last start up to a step, and its provenance.json; None: nowhere."""
     starts = [path.parent for path in (Path(run) / "source").glob("*/provenance.json")]
     starts = [path for path in starts if re.fullmatch("[0-9]+", path.name) and int(path.name) <= step]
     if not starts:
@@ -125,28 +125,28 @@ def kept_by(run: str, step: int) -> tuple[Path, dict[str, Any]] | None:
 
 @contextlib.contextmanager
 def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: bool, write: Write) -> Iterator[Session]:
-    """A session at the last checkpoint at or before `step`, or at the beginning of the run. Sets the mesh.
+    """Opens a session at the last checkpoint at or before `step`, or at the beginning of the run. Sets the mesh.
 
     Raises:
-        ValueError: no such run, no checkpoint, other source, data that is gone, or what is not trusted.
+        ValueError: there is no such run or checkpoint, the source differs, data is missing, or something is untrusted.
         Damaged: the checkpoint is damaged.
     """
     with checkpoints_of(run) as checkpoints:
         done, metadata = before(run, checkpoints, step)
         config, last = saved_config(metadata), Path(run) / "config.yaml"
-        if last.exists():  # it has changes, and skipped batches, that a later start added
+        if last.exists():  # it has changes and skipped batches that a later start added
             later = read_config(last)
             config["training"]["changes"] = later.get("training", {}).get("changes", [])
             skips = config["data"].get("skip_steps", []), later.get("data", {}).get("skip_steps", [])
-            with contextlib.suppress(ValueError, TypeError):  # of a start that went back further
+            with contextlib.suppress(ValueError, TypeError):  # from a start that went back further
                 check_skips(*skips, done)
                 config["data"]["skip_steps"] = skips[1]
-            config = saved_config({"config": config})  # config.yaml may be a stranger's too
+            config = saved_config({"config": config})  # config.yaml is untrusted too
         c = config_of(config, trust)
-        for name in ("reference", *(() if done else ("init_from",))):  # the latter is read before the first step alone
+        for name in ("reference", *(() if done else ("init_from",))):  # init_from is read only before the first step
             if (place := getattr(c.training, name)) is not None and not trust:
                 raise ValueError(
-                    f"training.{name} of the run is {place!r}, whose weights would be read. If you trust that place, "
+                    f"training.{name} of the run is {place!r}, and reading its weights needs trust. If you trust it, "
                     "give trust=true."
                 )
         on = mesh_for(mesh, c)
@@ -168,12 +168,12 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
 
 
 def metrics_of(run: str) -> dict[int, dict[str, Any]]:
-    """The lines of the steps in a run's metrics.jsonl, by step; empty if there is none."""
+    """Reads the metrics of each step from a run's metrics.jsonl; empty if there is none."""
     path = Path(run) / "metrics.jsonl"
     records = read_records(path) if path.exists() else ()
     return {record["step"]: record for record in records if record is not None and "event" not in record}
 
 
 def logged(record: Mapping[str, Any], name: str) -> np.float32 | None:
-    """A metric of a step as the run logged it; None if it did not."""
+    """Returns a metric of a step as the run logged it; None if it didn't."""
     return np.float32(number(record[name])) if name in record else None

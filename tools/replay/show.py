@@ -1,4 +1,4 @@
-"""What tools.replay prints."""
+"""Prints the results of tools.replay."""
 
 import dataclasses
 import json
@@ -15,12 +15,12 @@ from shardwright_data.untrusted import one_line
 from tools.replay.documents import Document
 
 MOST, CHARACTERS = 10, 160
-"""Most documents that are shown, and characters of each."""
+"""Maximal number of documents to show, and of characters of each."""
 
 
 def documents(console: Console, title: str, documents: Sequence[Document], tokenizer: Tokenizer) -> None:
     """Prints the first documents: their losses and their texts."""
-    # A token stands for one character or more, nearly always.
+    # A token is nearly always at least one character.
     text = lambda x: one_line(tokenizer.decode(x.ids[: CHARACTERS + 8].tolist()), CHARACTERS)
     where = lambda x: (x.name, f"{x.start:,}", f"{x.sequence}:{x.position}")
     rows = [(f"{x.loss:.4f}", len(x.ids), *where(x), text(x)) for x in documents[:MOST]]
@@ -31,16 +31,16 @@ def documents(console: Console, title: str, documents: Sequence[Document], token
 def statistics(console: Console, found: dict[str, list[dict[str, Any]]]) -> None:
     """Prints the statistics of a step."""
     for table in tables_of(found):
-        title = f"{table.title}, from the smallest to the largest of the layers"
+        title = f"{table.title}: smallest to largest over layers"
         print_table(console, ("", *(head for head, _ in table.heads)), table.rows, title)
 
 
 def for_json(x: Any) -> float | str:
-    """A number; a string if it is not finite, which JSON cannot hold."""
+    """Returns a number for JSON, as a string if it is not finite."""
     return float(x) if math.isfinite(x) else json.dumps(float(x))
 
 
 def described(document: Document) -> dict[str, Any]:
-    """A document for JSON."""
+    """Returns a document for JSON."""
     found = dataclasses.asdict(document) | {"loss": for_json(document.loss), "ids": document.ids.tolist()}
     return found | {"tokens": found.pop("length")}

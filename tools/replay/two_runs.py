@@ -1,6 +1,6 @@
-"""How two runs differ: their source, and the first tensor of the first step.
+"""Finds where two runs diverge: the first step whose metrics differ, and the first tensor that differs.
 
-Each is replayed by its own source, which it kept, in a process of its own.
+Each run is replayed with its own saved source, in a separate process.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from tools.replay.session import Session, Write, checkpoints_of, kept_by, logged
 
 
 def first_step(a: str, b: str) -> tuple[int | None, int]:
-    """The first step that both runs logged with another loss or grad_norm, None without; and the steps in common."""
+    """Returns the first step whose logged loss or grad_norm differs (None: none), and the number of common steps."""
     logs = [metrics_of(run) for run in (a, b)]
     common = sorted(logs[0].keys() & logs[1].keys())
     for step in common:
@@ -41,11 +41,11 @@ def first_step(a: str, b: str) -> tuple[int | None, int]:
 
 
 Value = tuple[str, str, np.ndarray]
-"""Name and place of a value, and numbers that are equal if the value is."""
+"""Name and source line of a value, and a fingerprint that is equal if the value is."""
 
 
 def of_batch(batch: TokenBatch) -> list[Value]:
-    """The fingerprints of a batch, by sequence."""
+    """Returns the fingerprints of a batch, by sequence."""
     host = on_host(batch)
     arrays = {field.name: getattr(host, field.name) for field in dataclasses.fields(host)}
     rows = lambda x: np.array([zlib.crc32(row.tobytes()) for row in x], np.uint32)
@@ -53,9 +53,9 @@ def of_batch(batch: TokenBatch) -> list[Value]:
 
 
 def recorded(session: Session, last: int) -> dict[int, list[Value]]:
-    """The fingerprints of the steps from the session's to `last`: the batch, what is saved, the gradients, the updates.
+    """Fingerprints the steps from the session's to `last`: batch, saved activations, gradients, updates.
 
-    Those of the first step begin with the state, whose weights come first.
+    Those of the first step begin with the state, weights first.
     """
     step = session.without_stages()
     state = step.state(session.state)
@@ -64,7 +64,7 @@ def recorded(session: Session, last: int) -> dict[int, list[Value]]:
     found = {session.step: [(f"the state, {name}", "", np.asarray(x)) for name, x in named_leaves(of_state).items()]}
     c = None
     while True:
-        if c is not session.c:  # at first, and where settings change
+        if c is not session.c:  # at first, and whenever settings change
             c, step = session.c, session.without_stages()
             look = Statistics(step.program, session.model.table, bits)
             program = jax.jit(look, compiler_options=session.options)
@@ -78,9 +78,10 @@ def recorded(session: Session, last: int) -> dict[int, list[Value]]:
 
 
 def compared(a: dict[int, list[Value]], b: dict[int, list[Value]]) -> tuple[int, str] | None:
-    """The first step with a value that differs, and words on the value; None if all are equal.
+    """Returns the first step with a value that differs, and a description of the value; None if all are equal.
 
-    A point keeps its name where its line moved. One that only one run has is named if no other value differs.
+    Values are matched by name, since their lines may have moved. A value that only one run has is named if no other
+    value differs.
     """
     for step in sorted(a.keys() & b.keys()):
         ours, theirs = ({name: (place, x) for name, place, x in of[step]} for of in (a, b))
@@ -90,24 +91,24 @@ def compared(a: dict[int, list[Value]], b: dict[int, list[Value]]) -> tuple[int,
                 where = f", {place}" * bool(place) + f" ({other} in the other run)" * (other != place)
                 return step, name + where + _part(name, x, y)
         if alone := [name for name in (*ours, *theirs) if (name in ours) != (name in theirs)]:
-            return step, f"{alone[0]}, which one run alone has"
+            return step, f"{alone[0]}, which only one run has"
     return None
 
 
 def _part(name: str, x: np.ndarray, y: np.ndarray) -> str:
-    """The first sequence of a batch, or layer of a weight, in which a value differs."""
+    """Names the first sequence of a batch, or layer of a weight, in which a value differs."""
     if x.shape != y.shape:
-        return ", of another shape"
+        return ", in its shape"
     if len(x) == 1 or " in layer " in name:
         return ""
     return f", {'sequence' if name.startswith('the batch') else 'layer'} {int(np.flatnonzero(x != y)[0])}"
 
 
 def rebuilt(run: str, step: int, directory: Path, trust: bool) -> Path:
-    """The root of the source by which a run did a step: that of this program, or one made in `directory`.
+    """Returns the root of the source with which a run did a step: this program's, or one unpacked in `directory`.
 
     Raises:
-        ValueError: it is another than this one, and it is not trusted, or the run did not keep it.
+        ValueError: the source differs from this program's, and it is not trusted or the run did not save it.
     """
     found = kept_by(run, step)
     if found is None or found[1]["source"] == source_of():
@@ -115,10 +116,10 @@ def rebuilt(run: str, step: int, directory: Path, trust: bool) -> Path:
     kept, about = found
     if not trust:
         raise ValueError(
-            f"{run} was made by other source, kept in {kept}. Its steps are replayed by that source, so its code runs: "
-            "if the run is yours, or you have read that directory, give trust=true."
+            f"{run} was made by other source, kept in {kept}, and replaying it runs that code: if the run is yours, or "
+            "you have read that directory, give trust=true."
         )
-    remedy = "Check out the commit that provenance.json there names, and replay each run by its own."
+    remedy = "Check out the commit in provenance.json there, and replay each run with its own."
     with refused(f"{kept / 'source.zip'} cannot be read", remedy), zipfile.ZipFile(kept / "source.zip") as archive:
         archive.extractall(directory)
     for path in kept.glob("*.py"):
@@ -130,32 +131,32 @@ def rebuilt(run: str, step: int, directory: Path, trust: bool) -> Path:
 def compare_runs(config: Any, write: Write) -> dict[str, Any]:
     """Shows the first step and the first tensor in which two runs differ.
 
-    Each is replayed by its own source, in a process of its own, both on one mesh.
+    Each run is replayed with its own source, in a separate process, both on the same mesh.
     """
     runs = config.run, config.against
     step, common = first_step(*runs)
     if step is None:
-        write(f"metrics     equal to the bit in all {common} steps that both runs logged")
+        write(f"metrics     bit-identical in all {common} steps that both runs logged")
         return {"step": None, "first": None}
     write(f"metrics     differ first in step {step}")
     chosen = {axis: size for axis, size in dataclasses.asdict(config.mesh).items() if size is not None}
     mesh = chosen or read_config(Path(config.run) / "config.yaml").get("mesh", {})
     settings = {"trust": config.trust, "other_source": config.other_source}
     settings |= {f"mesh.{axis}": size for axis, size in mesh.items()}
-    # Before the step at which the metrics differ: the update of an earlier one may have made the difference.
+    # Before the step at which the metrics differ, because the update of an earlier step may have caused it.
     start, found = max(done for done in _saved(runs[0]) & _saved(runs[1]) if done <= max(step - 1, 0)), []
     with tempfile.TemporaryDirectory() as directory:
         for i, run in enumerate(runs):
             root = rebuilt(run, step, Path(directory) / f"source of {i}", config.trust)
-            by = ", by the source that it kept" * (root != ROOT)
+            by = ", with its saved source" * (root != ROOT)
             write(f"replaying   {run} from step {start} to {step}{by}")
             of = {"run": str(Path(run).absolute()), "step": step, "since": start, "out": f"{directory}/{i}.json"}
             found.append(recorded_by(root, **of, **settings))
     first = compared(*found)
     if first is None:
         write(
-            f"tensors     equal to the bit to step {step}, each by its own source, on one mesh: the mesh made the "
-            "difference, or packages, or hardware"
+            f"tensors     bit-identical up to step {step}, each with its own source, on the same mesh: the cause is "
+            "the mesh, a package or the hardware"
         )
     else:
         write(f"tensors     in step {first[0]} the first that differs is {first[1]}")
@@ -163,24 +164,24 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
 
 
 def _saved(run: str) -> set[int]:
-    """Steps of the checkpoints, and the beginning."""
+    """Returns the steps of the checkpoints, and 0 for the beginning."""
     with checkpoints_of(run) as checkpoints:
         return {0, *checkpoints.steps()}
 
 
 def recorded_by(root: Path, **settings: Any) -> dict[int, list[Value]]:
-    """The fingerprints that another process with the source in `root` writes, with these settings.
+    """Returns the fingerprints from a process that runs the source in `root` with these settings.
 
     Raises:
-        ValueError: that process failed, with its last line.
+        ValueError: the process failed; the message has its last line.
     """
-    # -P: not what is in the working directory, from which the paths of the run's data are meant.
+    # -P: imports nothing from the working directory, which stays the same because paths of data are relative to it.
     command = [sys.executable, "-P", "-m", "tools.replay", *(f"{name}={json.dumps(x)}" for name, x in settings.items())]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        raise ValueError(f"{settings['run']} cannot be replayed by its source: {why}")
+        raise ValueError(f"{settings['run']} cannot be replayed with its own source: {why}")
     recorded = json.loads(Path(settings["out"]).read_text())
     line = lambda place: place.removeprefix(f"{root}/")
     values = lambda of: [(name, line(place), np.array(numbers, np.uint32)) for name, place, numbers in of]
@@ -188,7 +189,7 @@ def recorded_by(root: Path, **settings: Any) -> dict[int, list[Value]]:
 
 
 def record(config: Any, write: Write) -> dict[str, Any]:
-    """The fingerprints of the steps from config.since to config.step, as JSON."""
+    """Returns the fingerprints of the steps from config.since to config.step, for JSON."""
     with opened(config.run, config.since, config.mesh, config.trust, config.other_source, write) as session:
         steps = recorded(session, config.step)
     plain = lambda of: [(name, place, x.reshape(-1).tolist()) for name, place, x in of]
