@@ -146,8 +146,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
         for name in ("reference", *(() if done else ("init_from",))):  # init_from is read only before the first step
             if (place := getattr(c.training, name)) is not None and not trust:
                 raise ValueError(
-                    f"training.{name} of the run is {place!r}, and reading its weights needs trust. If you trust it, "
-                    "give trust=true."
+                    f"training.{name} of the run is {place!r}: give trust=true to read its weights, if you trust it."
                 )
         on = mesh_for(mesh, c)
         with jax.set_mesh(on):

@@ -116,8 +116,8 @@ def rebuilt(run: str, step: int, directory: Path, trust: bool) -> Path:
     kept, about = found
     if not trust:
         raise ValueError(
-            f"{run} was made by other source, kept in {kept}, and replaying it runs that code: if the run is yours, or "
-            "you have read that directory, give trust=true."
+            f"{run} was made by other source, kept in {kept}: give trust=true to run that code, if it is yours or you "
+            "have read it."
         )
     remedy = "Check out the commit in provenance.json there, and replay each run with its own."
     with refused(f"{kept / 'source.zip'} cannot be read", remedy), zipfile.ZipFile(kept / "source.zip") as archive:
