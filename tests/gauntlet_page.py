@@ -37,8 +37,8 @@ A bug with no edit can't be planted, because shardwright has no such part or the
 `python tests/gauntlet_page.py` prints this page.
 
 The last two columns below show what [spmd_types](https://github.com/meta-pytorch/spmd_types) {version}, a type system
-for PyTorch (strict global mode, commit 54cf099), rejects of these bugs,
-written as short programs. It accepts each program without the bug.
+for PyTorch (strict global mode, commit 54cf099), rejects of these bugs, written as short programs. It accepts each
+program without the bug.
 """
 
 
