@@ -33,11 +33,12 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_extra import explicit_activation_checkpointing, save_for_backward
 from shardlib import shardops, shardtypes
 from shardlib.layers import LayerAux, LayerMetrics, run_layers
 from shardlib.shardtypes import Array, Of, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from shardwright.data.loader import TokenBatch
 from shardwright.inspect import examine
+from shardwright.jax_extra import explicit_activation_checkpointing, save_for_backward
 from shardwright.modeling import context, fp8, masks, rope
 from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
@@ -50,7 +51,6 @@ from shardwright.run import launch, reference, stages
 from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.run import Run
 from shardwright.sampling.samples import TrainingSamples
-from shardwright_data.loader import TokenBatch
 
 # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ def loss_and_gradients(
     prepared, vjp = jax.vjp(forward.prepare if once else lambda w: w, w)
     targets = count_targets(batch)
     forward = dataclasses.replace(forward, targets=targets / c.training.microbatches)
-    loss = MicrobatchLoss(forward, functools.partial(training_loss, c=c.optimizer), targets, reference)
+    loss = MicrobatchLoss(forward, rates.loss_of(c.optimizer, LOSSES), targets, reference)
     total, g, layers = executor.gradients(loss, prepared, (batch, seeds))
     (g,) = vjp(jax.tree.map(lambda g, x: g.astype(x.dtype), g, prepared))
     return total, g, layers
@@ -436,8 +436,8 @@ def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfi
     return dataclasses.replace(state, weights=weights, adam_mu=mu, adam_nu=nu)
 
 
-OPTIMIZERS = {"adamw": adamw, "muon": muon}
-"""Optimizers by name, as in optimizer.algorithm. Each updates its own weights and returns the State."""
+OPTIMIZERS, LOSSES = {"adamw": adamw, "muon": muon}, {"cross_entropy": training_loss}
+"""By name, as in optimizer.algorithm and optimizer.loss. An optimizer updates its own weights and returns the State."""
 
 
 @typed
@@ -446,7 +446,7 @@ def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: objec
     g = jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == rates.FROZEN else g, updates, g)
     g, norm = clip_by_global_norm(g, c.optimizer.clip_norm)
     rate = rates.learning_rate(step, c.optimizer)
-    for optimizer in OPTIMIZERS.values():
+    for optimizer in rates.algorithms(c.optimizer, OPTIMIZERS).values():
         state = optimizer(state, g, step, rate, c.optimizer, updates)
     return state, norm, rate
 
@@ -469,7 +469,7 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     """Fresh weights, and zeros for the optimizer. Runs under jit. The values do not depend on the mesh."""
     weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
-    nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
+    nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if rates.has_nu(u) else None, updates, weights)
     return State(weights, mu, nu)
 
 

@@ -19,13 +19,15 @@ device, so the whole project uses one order.
 import dataclasses
 import difflib
 import functools
+import importlib
 import re
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from shardlib.axes import AXIS_ORDER, CHUNK_AXIS, EITHER_ORDER, GROUPS
 from shardlib.places import place_of_caller
 
+T = TypeVar("T")
 ZIGZAG = "Z"
 """Name of a dim in zigzag order (shardlib/zigzag.py)."""
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -245,6 +247,27 @@ def parse_op(spec: str | bytes, groups: bool = False) -> OpSpec:
     if len(sides) != 2:
         raise ShardError(f"spec {text!r} does not have exactly one '->'", "write `operand, operand -> result`")
     return OpSpec(tuple(parse_shape(operand, groups) for operand in sides[0].split(",")), parse_shape(sides[1], groups))
+
+
+def named(what: str, name: str, known: Mapping[str, T]) -> T:
+    """Finds what a setting names: one of `known`, or `module:name` of the user's own file, which is imported.
+
+    `what` is for messages, such as `schedule`.
+
+    Raises:
+        ValueError: the name, module or attribute does not exist.
+    """
+    if name in known:
+        return known[name]
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        article = "an" if what[0] in "aeiou" else "a"
+        raise ValueError(
+            f"{name!r} is not {article} {what} ({error}). Choose {', '.join(known)}, or write module:function for your "
+            f"own {what}.{did_you_mean(name, known)}"
+        ) from error
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import linecache
 import os
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +16,25 @@ from typing import Any
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _LIBRARY = str(Path(__file__).parent)
-_HELPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("jax_extra.py", "shardwright/modeling/weights.py"))
+_OURS = ("shardlib", "shardwright")
+_TRAINER = Path(__file__).parents[1] / "shardwright"
+_HELPERS = (str(_TRAINER / "jax_extra.py"), str(_TRAINER / "modeling/weights.py"))
 
 
 def is_installed(file: str) -> bool:
-    """True for a file of an installed package, or of Python itself."""
-    return file.startswith(("<frozen ", _PYTHON)) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    """True for a file of Python itself or of an installed package, other than these of ours."""
+    package = _within_packages(file)
+    return package.partition("/")[0] not in _OURS if package else file.startswith(("<frozen ", _PYTHON))
+
+
+def _within_packages(file: str) -> str:
+    """Path of a file of an installed package, from the package's name on; empty for others."""
+    return re.split(r"/(?:site|dist)-packages/", file)[-1] if "-packages/" in file else ""
 
 
 def shown_path(file: str) -> str:
-    """Path of `file` for the user: relative to the working directory if it is inside it."""
-    return file.removeprefix(os.getcwd().rstrip(os.sep) + os.sep)
+    """Path of `file` for the user: relative to the working directory if inside it, or from the package's name on."""
+    return _within_packages(file) or file.removeprefix(os.getcwd().rstrip(os.sep) + os.sep)
 
 
 @functools.cache

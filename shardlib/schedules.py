@@ -13,12 +13,11 @@ waits. This module does not import JAX.
 """
 
 import collections
-import importlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardlib.parsing import did_you_mean
+from shardlib.parsing import named
 
 KINDS = ("forward", "backward", "backward_input", "backward_weights")
 HALVES = KINDS[2:]
@@ -212,18 +211,8 @@ def schedule_of(name: str) -> Schedule:
     Raises:
         ValueError: the name, module or function does not exist.
     """
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    module, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), function_name)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ValueError(
-            f"{name!r} is not a schedule ({e}). Choose {', '.join(SCHEDULES)}, or write module:function for your "
-            f"own schedule.{did_you_mean(name, SCHEDULES)}"
-        ) from e
-
-    return lambda p, m, v: check_schedule(function(p, m, v), p, m, v)
+    function = named("schedule", name, SCHEDULES)
+    return function if name in SCHEDULES else lambda p, m, v: check_schedule(function(p, m, v), p, m, v)
 
 
 def stages_of(name: str, p: int, m: int, v: int) -> Stages:

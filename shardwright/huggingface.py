@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardwright.data.untrusted import COPY_AGAIN, check_file, refused
 from shardwright.run.checkpoint_arrays import named_leaves
-from shardwright_data.untrusted import COPY_AGAIN, check_file, refused
 
 
 @dataclasses.dataclass(frozen=True)

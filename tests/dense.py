@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright.data.loader import TokenBatch
 from shardwright.modeling.settings import ModelConfig
-from shardwright_data.loader import TokenBatch
 
 
 def rms(x, epsilon: float):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models import moe
+from shardwright.models import moe
 
 
 def oracles():

@@ -9,12 +9,12 @@ import tiny
 
 import train
 from shardlib.shardtypes import f32
+from shardwright.data.loader import TokenBatch
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.opening import open_run
-from shardwright_data.loader import TokenBatch
-from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
+from shardwright.tools import checkpoint_to_huggingface, huggingface_to_checkpoint
 
 COMPARES = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 """Whether exports and imports can be compared with transformers here."""

@@ -5,8 +5,8 @@ import numpy as np
 import tiny
 
 from shardlib.shardtypes import f32
+from shardwright.data.loader import TokenBatch
 from shardwright.sampling.sampler import Sampling, gumbel_noise
-from shardwright_data.loader import TokenBatch
 
 
 def kept_by_numpy(scaled: np.ndarray, s: Sampling) -> list[int]:

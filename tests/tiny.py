@@ -12,13 +12,13 @@ import train
 from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
 from shardwright.cluster.config import HardwareConfig, MeshConfig
 from shardwright.cluster.devices import make_mesh
+from shardwright.data.loader import DataConfig, TokenBatch, in_microbatches
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import initialize
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.run.config import Config, PathsConfig, TrainingConfig
 from shardwright.run.step import Step, trace_step
-from shardwright_data.loader import DataConfig, TokenBatch, in_microbatches
 
 MESHES = ("one device", "d=8", "t=8", "d=4 t=2", "r=2 d=2 t=2")
 BATCH, LENGTH = 8, 16

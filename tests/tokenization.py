@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright_data.flat_tokens import writer
-from shardwright_data.text import sources
-from tools import huggingface_to_flat_tokens as tool
-from tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
+from shardwright.data.flat_tokens import writer
+from shardwright.data.text import sources
+from shardwright.tools import huggingface_to_flat_tokens as tool
+from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
 ROOT = Path(__file__).parent.parent
 SIZES = [
@@ -26,8 +26,8 @@ SIZES = [
 DRIVER = """
 import time
 from shardwright.settings.program import run_program
-from shardwright_data.text.tokenizers import Tokenizer
-from tools import huggingface_to_flat_tokens as tool
+from shardwright.data.text.tokenizers import Tokenizer
+from shardwright.tools import huggingface_to_flat_tokens as tool
 {sizes}
 # Slow enough to be killed within.
 encode = Tokenizer.encode

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from recipes import train_with
 
-from models import gpt2
 from shardwright.cluster.config import HardwareConfig, MeshConfig
+from shardwright.data.loader import DataConfig, batch_shapes
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
+from shardwright.models import gpt2
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.run.config import Config, PathsConfig, PipelineConfig, TrainingConfig
-from shardwright_data.loader import DataConfig, batch_shapes
 
 NAME = "mutated_train"
 MESHES = [

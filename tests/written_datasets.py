@@ -1,7 +1,7 @@
 """A small dataset of known texts."""
 
-from shardwright_data.flat_tokens import Writer
-from shardwright_data.text.tokenizers import open_tokenizer
+from shardwright.data.flat_tokens import Writer
+from shardwright.data.text.tokenizers import open_tokenizer
 
 TEXTS = [f"Document number {i}, {'very ' * (i % 9)}short." for i in range(60)]
 

@@ -61,7 +61,7 @@ def edits_of_models() -> list[Edit]:
     found = []
     for title, part in list(parts_of("edited_lines.txt"))[1:]:
         module = title.partition(": ")[0]
-        file = "train.py" if module == "train" else f"models/{module}.py"
+        file = "train.py" if module == "train" else f"shardwright/models/{module}.py"
         found.append(Edit("", (module,), title, file, part["-"], part["+"], part[">"]))
     return found
 

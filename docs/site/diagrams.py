@@ -116,31 +116,40 @@ def step() -> str:
 
 
 FLOORS = (
-    ("tools", "programs next to training: plan, verify, replay, generate, serve, report, …"),
-    ("models", "GPT-2, the families of Qwen, Mistral, Gemma, …, mixture of experts"),
+    ("shardwright/tools", "programs next to training: plan, verify, replay, generate, serve, report, …"),
+    ("shardwright/models", "GPT-2, the families of Qwen, Mistral, Gemma, …, mixture of experts"),
     ("train.py", "model, forward pass, loss, gradients, optimizer, step, loop"),
     ("shardwright", "runs, checkpoints, proof, plan, statistics, optimizers, attention"),
-    ("shardwright_data", "text, tokenizers, datasets, batches"),
+    ("shardwright/data", "text, tokenizers, datasets, batches"),
     ("shardlib", "sharding types, typed ops, the proof, pipelines; installs alone"),
 )
 
 
-def imports_of(path: Path) -> set[str]:
-    """The top-level packages that a module or the modules of a folder import."""
-    files = path.rglob("*.py") if path.is_dir() else [path]
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
-    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
-    return {name.partition(".")[0] for name in found}
+def floor_of(module: str) -> str | None:
+    """The floor of a module, the longest path that its name begins with."""
+    found = [name for name, _ in FLOORS if f"{module}.".startswith(f"{name.removesuffix('.py').replace('/', '.')}.")]
+    return max(found, key=len, default=None)
+
+
+def imports_of(floor: str, root: Path) -> set[str | None]:
+    """The floors that the modules of a floor import."""
+    path, found = root / floor, set()
+    for file in path.rglob("*.py") if path.is_dir() else [path]:
+        if file.is_symlink() or floor_of(".".join(file.relative_to(root).with_suffix("").parts)) != floor:
+            continue
+        nodes = [*ast.walk(ast.parse(file.read_text()))]
+        found |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+        found |= {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    return {"train.py" if name == "shardwright.trainer.train" else floor_of(name) for name in found}
 
 
 def architecture(root: Path) -> str:
     """The packages as floors, and which imports which, as the source has it."""
     found = Drawing(760, 24 + 62 * len(FLOORS), "The packages of shardwright, each importing only those below it")
-    names = [name.removesuffix(".py") for name, _ in FLOORS]
     for i, (name, purpose) in enumerate(FLOORS):
-        y, used = 12 + 62 * i, imports_of(root / name)
-        below = [FLOORS[j][0] for j in range(i + 1, len(names)) if names[j] in used]
+        y, used = 12 + 62 * i, imports_of(name, root)
+        below = [other for other, _ in FLOORS[i + 1 :] if other in used]
         found.box(10, y, 740, 50, "abcd"[i % 4])
         found.text(24, y + 21, name if "." in name else f"{name}/", "head", "start")
         found.text(24, y + 40, purpose, "small", "start")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardlib.parsing import did_you_mean
-from shardwright_data.untrusted import parse_yaml, read_file, read_text
+from shardwright.data.untrusted import parse_yaml, read_file, read_text
 
 CHIPS = Path(__file__).parent / "chips"
 """Directory of the chips that have names."""

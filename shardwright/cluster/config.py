@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from shardwright_data.checks import check_choice, check_range, within
+from shardwright.data.checks import check_choice, check_range, within
 
 
 @dataclasses.dataclass

@@ -5,15 +5,13 @@ import dataclasses
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardlib.proof.check import tracing
-from shardwright.run.provenance import PROJECT, ROOT, own_modules
+from shardwright.run.provenance import PACKAGES, own_modules
 from shardwright.run.step import Step
 
-EDITED = (ROOT / "train.py", *(ROOT / "models").glob("*.py"))
-OTHERS = {*PROJECT} - {"models"}
-"""Packages of the project that are not imported again."""
+MODELS = "shardwright.models"
 
 
 @contextlib.contextmanager
@@ -27,19 +25,19 @@ def anew(step: Step) -> Iterator[Step]:
     step within the context.
     """
     c, kinds = step.c.model, (type(step.model), type(step.c.model))
-    files = {str(path) for path in (*EDITED, *own_modules())}
+    files = {str(path) for path in own_modules()}
     names = step.trainer.__name__, *(kind.__module__ for kind in kinds)
-    packages = {name.partition(".")[0] for name in names} - {"__main__", *OTHERS}
+    packages = {name.partition(".")[0] for name in names} - {"__main__", *PACKAGES}
 
     def is_own(name: str, module: object) -> bool:
         top = name.partition(".")[0]
-        is_named = top in packages or (getattr(module, "__file__", None) in files and top not in OTHERS)
+        is_named = top in packages or (getattr(module, "__file__", None) in files and top not in PACKAGES)
+        is_named |= name == step.trainer.__name__ or f"{name}.".startswith(f"{MODELS}.")
         return is_named and name != "__main__" and getattr(module, "__spec__", None) is not None
 
     own = lambda: {name: module for name, module in [*sys.modules.items()] if is_own(name, module)}
     before = own()
-    for name in before:
-        del sys.modules[name]
+    _forget(before)
 
     def again(kind: type) -> type:
         if kind.__module__ not in before or "<locals>" in kind.__qualname__:
@@ -55,6 +53,18 @@ def anew(step: Step) -> Iterator[Step]:
             model = Model(settings)
         yield dataclasses.replace(step, c=c, model=model, trainer=trainer, _known={})
     finally:
-        for name in own():
-            del sys.modules[name]
+        _forget(own())
         sys.modules.update(before)
+        for name, module in before.items():
+            package, _, last = name.rpartition(".")
+            if package:
+                setattr(sys.modules[package], last, module)
+
+
+def _forget(modules: Iterable[str]) -> None:
+    """Has Python import these modules again; `from package import module` reads the attribute of the package."""
+    for name in modules:
+        package, _, last = name.rpartition(".")
+        if package in sys.modules:
+            vars(sys.modules[package]).pop(last, None)
+        del sys.modules[name]

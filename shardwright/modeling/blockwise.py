@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_extra import save_for_backward
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.op_checks import varying
 from shardlib.shardtypes import typed
 from shardlib.values import stage_axes, target_device
 from shardlib.zigzag import permuted
+from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.masks import AttentionMask, Mask, Positions
 from shardwright.modeling.model import act
 

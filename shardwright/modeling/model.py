@@ -25,6 +25,7 @@ from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed,
 from shardlib.values import devices_along, mesh_axes, stage_axes
 from shardwright.modeling.masks import AttentionMask, Positions
 from shardwright.modeling.weights import act  # noqa: F401 (others import it from here)
+from shardwright.trainer import trainer_name
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 """The dtype for each value of `training.compute_dtype`."""
@@ -192,7 +193,11 @@ SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "check")
 PARTS = ("Weights", "embed", "layer", "logits")
 """Parts that each Model has besides `c` and `table`."""
 SHIPPED = ("gpt2", "moe", "family")
-"""The modules of the package `models`."""
+"""The modules of the package `shardwright.models`."""
+MOVED = {"models": "shardwright.models", "shardwright_data": "shardwright.data"}
+MOVED |= {name: f"shardwright.{name}" for name in ("train", "jax_extra")}
+MOVED |= {name: f"shardwright.models.{name}" for name in SHIPPED}
+"""What a model of an older version may import, by its name now. `train` and `jax_extra` are names in a checkout."""
 
 
 def is_shipped(name: str) -> bool:
@@ -202,7 +207,9 @@ def is_shipped(name: str) -> bool:
 
 def _module_name(name: str) -> str:
     """Name by which Python imports a model: the user's own module, or one of SHIPPED."""
-    return f"models.{name}" if name in SHIPPED and importlib.util.find_spec(name) is None else name
+    if name == "train":
+        return trainer_name()
+    return f"shardwright.models.{name}" if name in SHIPPED and importlib.util.find_spec(name) is None else name
 
 
 def module_of(name: str) -> ModuleType:
@@ -210,8 +217,8 @@ def module_of(name: str) -> ModuleType:
     try:
         module = importlib.import_module(_module_name(name))
     except ModuleNotFoundError as error:
-        if error.name in SHIPPED:
-            raise _refusal(name, f"which imports {error.name}; write `from models import {error.name}`") from None
+        if (moved := MOVED.get((error.name or "").partition(".")[0])) and error.name != name:
+            raise _refusal(name, f"which imports {error.name}; import {moved} instead") from None
         if not f"{name}.".startswith(f"{error.name}."):  # a module that it imports is missing
             raise
         raise ValueError(

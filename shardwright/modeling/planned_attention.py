@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_extra import save_for_backward
 from shardlib.op_checks import varying
 from shardlib.values import planned, planned_for, stage_axes
+from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.masks import AttentionMask, Mask
 
 KERNEL = "attention_kernel"

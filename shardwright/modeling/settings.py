@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from shardwright_data.checks import above_0, at_least_0, at_least_1, check_choice, within
+from shardwright.data.checks import above_0, at_least_0, at_least_1, check_choice, within
 
 
 @dataclasses.dataclass

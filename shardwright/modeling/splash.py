@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_extra import SAVED, save_for_backward
 from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.shardtypes import typed
 from shardlib.values import target_device
+from shardwright.jax_extra import SAVED, save_for_backward
 from shardwright.modeling.masks import AttentionMask, Mask, Window, causal, same_document
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import alike

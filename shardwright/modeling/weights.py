@@ -27,11 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 from shardlib.array_types import ArrayType, arrays_in, map_arrays, placeholders
 from shardlib.axes import AXES, GROUPS, PIPELINE_AXIS
 from shardlib.shardtypes import ShardError, dtype_name, f32, make_shardings
 from shardlib.values import devices_along, mesh_axes
+from shardwright.jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 
 KINDS = ("matrix", "embedding", "unembedding", "vector")
 

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
+from shardwright.data.checks import above_0, at_least_0, at_least_1, check_choice, check_ranges, within
 from shardwright.modeling.weights import KINDS
-from shardwright_data.checks import above_0, at_least_0, at_least_1, check_choice, check_ranges, within
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class OptimizerConfig:
     """The floor of the decay as a fraction of the peak, in [0, 1]."""
     algorithm: str = "adamw"
     """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all other weights by AdamW. Or
-    another name of train.OPTIMIZERS."""
+    another name of train.OPTIMIZERS, or module:function of your own (docs/changing.md)."""
     adam_b1: float = within(0, 1, 0.9)
     adam_b2: float = within(0, 1, 0.95)
     adam_epsilon: float = at_least_0(1e-8)
@@ -61,6 +61,8 @@ class OptimizerConfig:
     that AdamW's learning rates fit (arXiv 2502.16982, section 2.2)."""
     clip_norm: float = above_0(1.0)
     """Gradients of a larger global norm are scaled down to it."""
+    loss: str = "cross_entropy"
+    """What training minimizes: cross_entropy, or module:function of your own (docs/changing.md)."""
     z_loss: float = at_least_0(0.0)
     """Factor on the squared log of the softmax normalizer (arXiv 2204.02311, section 5); 0 turns it off."""
 

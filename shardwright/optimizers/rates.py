@@ -2,17 +2,18 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Collection
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.parsing import did_you_mean
+from shardlib.parsing import did_you_mean, named
 from shardlib.shardtypes import f32, i32
+from shardwright.data.checks import check_choice
 from shardwright.modeling.weights import Weight
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright_data.checks import check_choice
 
 
 def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
@@ -27,6 +28,7 @@ def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
     return c.learning_rate * jnp.where(step < c.warmup_steps, step / max(c.warmup_steps, 1), decay)
 
 
+T = TypeVar("T")
 FROZEN = "frozen"
 """Algorithm of a weight that is not updated."""
 
@@ -45,7 +47,23 @@ class Update:
     """Decoupled weight decay, multiplied by the learning rate of the weight."""
 
 
-def updates_of(c: OptimizerConfig, table: object, algorithms: Collection[str]) -> Any:
+def has_nu(update: Update) -> bool:
+    """Whether a weight has a second moment: with AdamW, and with optimizers of the user's own."""
+    return update.algorithm == "adamw" or ":" in update.algorithm
+
+
+def algorithms(c: OptimizerConfig, known: Mapping[str, T]) -> dict[str, T]:
+    """The optimizers of `known`, and those that the settings name as module:function."""
+    given = [c.algorithm, *(group.algorithm or "" for group in c.groups)]
+    return {**known, **{name: named("optimizer", name, known) for name in given if ":" in name}}
+
+
+def loss_of(c: OptimizerConfig, known: Mapping[str, Callable]) -> Callable:
+    """The loss that training minimizes, as a function of logits, targets, mask and the reference's logits."""
+    return functools.partial(named("loss", c.loss, known), c=c)
+
+
+def updates_of(c: OptimizerConfig, table: object, known: Mapping[str, Any]) -> Any:
     """The Update of each weight, in a tree like the model's `table`.
 
     With muon as the algorithm, weights that are not matrices are updated by adamw. Then each of c.groups, in order,
@@ -54,7 +72,7 @@ def updates_of(c: OptimizerConfig, table: object, algorithms: Collection[str]) -
     Args:
         c: settings of the optimizer.
         table: a Weight for each array.
-        algorithms: names of the algorithms.
+        known: the optimizers by name.
 
     Raises:
         ValueError: a tiny adam_epsilon, an algorithm unknown or unable to update a weight, or a group without weights.
@@ -80,10 +98,10 @@ def updates_of(c: OptimizerConfig, table: object, algorithms: Collection[str]) -
         return found
 
     updates = jax.tree_util.tree_map_with_path(update, table)
-    known = (*algorithms, FROZEN)
-    check_choice("optimizer.algorithm", c.algorithm, known)
+    names_of_algorithms = (*algorithms(c, known), FROZEN)
+    check_choice("optimizer.algorithm", c.algorithm, names_of_algorithms)
     for i, group in enumerate(c.groups):
-        check_choice(f"optimizer.groups[{i}].algorithm", group.algorithm or FROZEN, known)
+        check_choice(f"optimizer.groups[{i}].algorithm", group.algorithm or FROZEN, names_of_algorithms)
         if not fnmatch.filter(names, group.match):
             raise ValueError(
                 f"optimizer.groups[{i}].match is {group.match!r}, which matches no weight; choose among "

@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
+from shardwright.data.loader import Loader, batch_of, make_loader, steps_for
 from shardwright.run.files import literal
 from shardwright.settings.composing import wrong_setting
 from shardwright.settings.differences import flat
-from shardwright_data.loader import Loader, batch_of, make_loader, steps_for
 
 if TYPE_CHECKING:
     from shardwright.run.config import Config

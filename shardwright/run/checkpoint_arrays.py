@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.placement import consecutive
+from shardwright.data.untrusted import check_types, parse_object
 from shardwright.run.stores import MANIFEST, Damaged, Store, in_parallel
-from shardwright_data.untrusted import check_types, parse_object
 
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 3

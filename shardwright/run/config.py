@@ -1,7 +1,7 @@
 """Defines all settings of a run with their types; configs/*.yaml and the command line are checked against them.
 
 The configuration of a run must set each field that has no default. The other sections are in ../modeling/settings.py,
-../optimizers/config.py, ../cluster/config.py, shardwright_data/loader/config.py, and trackers.py.
+../optimizers/config.py, ../cluster/config.py, shardwright/data/loader/config.py, and trackers.py.
 """
 
 import dataclasses
@@ -16,21 +16,21 @@ from jax.sharding import AbstractMesh
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from jax_extra import KEPT
 from shardlib.array_types import arrays_in
 from shardlib.axes import PIPELINE_AXIS, axes_of_mesh, mesh_text
 from shardlib.schedules import schedule_of
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
+from shardwright.data.checks import above_0, at_least_0, at_least_1, check_choice, check_range, check_ranges, within
+from shardwright.data.loader import DataConfig
+from shardwright.jax_extra import KEPT
 from shardwright.modeling.attention import PATHS
 from shardwright.modeling.context import STRATEGIES
 from shardwright.modeling.model import COMPUTE_DTYPES, load_model, module_of
 from shardwright.optimizers.config import OptimizerConfig, check_optimizer
 from shardwright.run.changes import check_changes
 from shardwright.run.trackers import TrackersConfig, check_trackers
-from shardwright.settings.composing import wrong_setting
+from shardwright.settings.composing import register_shipped, wrong_setting
 from shardwright.settings.differences import flat
-from shardwright_data.checks import above_0, at_least_0, at_least_1, check_choice, check_range, check_ranges, within
-from shardwright_data.loader import DataConfig
 
 
 @dataclasses.dataclass
@@ -195,6 +195,7 @@ class Config:
 
 def register_schema() -> None:
     """Registers the types of all fields with Hydra. Required fields have no value until overrides set them."""
+    register_shipped()
     schema = OmegaConf.structured(Config)
     for section in dataclasses.fields(Config):
         if section.name != "model":

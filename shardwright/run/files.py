@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwright_data.untrusted import COPY_AGAIN, parse_json, parse_yaml, read_file, read_text
+from shardwright.data.untrusted import COPY_AGAIN, parse_json, parse_yaml, read_file, read_text
 
 LOCK = ".lock"
 """File that a run locks. It names the process and host of the run, and is empty if there is none."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardlib.placement import LayerPlacement
 from shardwright.cluster.watch import pause
+from shardwright.data.loader import check_skips
 from shardwright.run import reference
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config
@@ -19,7 +20,6 @@ from shardwright.run.skipping import are_finite, check_finite
 from shardwright.run.stages import stack_orders
 from shardwright.run.step import Step
 from shardwright.run.stores import Damaged, agreed
-from shardwright_data.loader import check_skips
 
 MAX_FAILED = 3
 """Consecutive failed saves after which the run ends."""

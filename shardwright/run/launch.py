@@ -20,19 +20,19 @@ from omegaconf import OmegaConf, open_dict
 
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.cluster.watch import watched, write_hosts
+from shardwright.data.checks import check_ranges
 from shardwright.modeling.model import LanguageModel, load_model, module_of
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import Config, check_divides, register_schema, to_config
 from shardwright.run.directory import check_place, run_directory
 from shardwright.run.sweeps import Job
 from shardwright.run.trackers import check_or_enqueue, with_edits
-from shardwright.settings.composing import Program
+from shardwright.settings.composing import Program, command_of
 from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import refusals_shown, start
 from shardwright.settings.words import print_if_possible
-from shardwright_data.checks import check_ranges
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
 
 
 def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callable[[], None]:
@@ -54,7 +54,7 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
         gc.freeze()  # or each collection would traverse all modules, in the training loop too
         print_if_possible()
         register_schema()
-        about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
+        about = Program(command_of("train"), CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
         sys.argv[1:] = with_edits(sys.argv[1:])
         start(about, sent, _sections)
 
@@ -63,11 +63,17 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
     return main
 
 
-def composed(name: str, *overrides: str) -> Config:
-    """Composes configs/<name>.yaml with overrides such as `training.steps=10`, as on the command line."""
+def composed(name: str, *overrides: str, own: str | Path | None = None) -> Config:
+    """Composes <name>.yaml with overrides such as `training.steps=10`, as on the command line.
+
+    It is a file of the directory `own`, a project's configurations, or one of CONFIGS.
+    """
     register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(compose(name, [*overrides]))
+    folders = [path.absolute() for path in (Path(own), CONFIGS) if path.is_dir()] if own else [CONFIGS]
+    folders.sort(key=lambda path: not (path / f"{name}.yaml").exists())
+    others = [f"hydra.searchpath=[{','.join(f'file://{path}' for path in folders[1:])}]"] if folders[1:] else []
+    with initialize_config_dir(str(folders[0]), version_base="1.3"):
+        return to_config(compose(name, [*others, *overrides]))
 
 
 def _sections() -> dict[str, type]:
@@ -100,7 +106,7 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
     with open_dict(known):
         known[name] = OmegaConf.structured(typing.get_type_hints(schema)[name])
     ConfigStore.instance().store(name="config_schema", node=known)
-    about = Program(f"python -m tools.{name}", CONFIGS, None, schema, doc)
+    about = Program(command_of(f"tools.{name}"), CONFIGS, None, schema, doc)
     start(about, composed, _sections)
 
 

@@ -15,10 +15,10 @@ import jax
 
 from shardlib.layers import LayerMetrics
 from shardwright.cluster.watch import now_at
+from shardwright.data.untrusted import check_file, parse_json
 from shardwright.run.files import OF_A_STEP, duration
 from shardwright.run.flops import Speed
 from shardwright.settings.words import say
-from shardwright_data.untrusted import check_file, parse_json
 
 _UNSYNCED = 2**20
 """Bytes of lines kept in memory until an fsync is forced. Saving a checkpoint also forces one."""

@@ -14,6 +14,8 @@ from omegaconf import MISSING
 
 from shardlib.placement import LayerPlacement
 from shardwright.cluster.devices import make_mesh, simulate_devices
+from shardwright.data.checks import within
+from shardwright.data.untrusted import shown
 from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import shapes_of, sharded
@@ -29,8 +31,6 @@ from shardwright.run.skipping import are_finite
 from shardwright.run.stages import placement_of, stack_orders
 from shardwright.run.step import Step, trace_step
 from shardwright.settings.differences import config_differences
-from shardwright_data.checks import within
-from shardwright_data.untrusted import shown
 
 Write = Callable[[str], None]
 DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")

@@ -59,7 +59,7 @@ class Page:
         begin, reason = time.monotonic(), None
         try:
             # In the run's directory, so that its name need not be quoted for Hydra.
-            run_at_low_priority("tools.report", "run=.", directory=self._directory)
+            run_at_low_priority("shardwright.tools.report", "run=.", directory=self._directory)
         except FAILURES as error:
             reason = why(error).removeprefix("Error: ")
         self._next = begin + max(INTERVAL_S, (time.monotonic() - begin) / LARGEST_SHARE)

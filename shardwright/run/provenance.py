@@ -37,8 +37,10 @@ from shardwright.run.step import Step
 from shardwright.settings.words import listed
 
 ROOT = Path(__file__).parents[2]
-PROJECT = ("train.py", "models", "jax_extra.py", "shardlib", "shardwright", "shardwright_data")
-"""The project's source, without programs other than train.py."""
+PACKAGES = ("shardlib", "shardwright")
+PARTS = {"train.py": "shardwright/train.py", "models": "shardwright/models"} | {name: name for name in PACKAGES}
+"""The project's source, by the names under which it is compared. Each leaves out those before it, and PROGRAMS."""
+PROGRAMS = ("shardwright/tools", "shardwright/bench")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 """Prefixes of the environment variables that are kept. Others may be secrets."""
 
@@ -46,7 +48,7 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 def own_modules() -> list[Path]:
     """Lists the files of loaded modules that are the user's own: not Python's, of packages, or of this project."""
     others = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
-    others += [str(ROOT / name) for name in (*PROJECT, "tools", "bench", "tests")]
+    others += [str(ROOT / name) for name in (*PACKAGES, "train.py", "jax_extra.py", "tools", "bench", "tests")]
     within = tuple(f"{path}/" for path in others)
     files = {file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
     return sorted(Path(file) for file in files if not f"{file}/".startswith(within) and Path(file).is_file())
@@ -63,9 +65,20 @@ def is_edited(path: Path) -> bool:
     return path.read_bytes() != bytes_of(path)
 
 
+@functools.cache
+def files_of_project() -> dict[str, list[Path]]:
+    """Lists the files of each of PARTS."""
+    files, seen = {}, [ROOT / name for name in PROGRAMS]
+    for name, path in {name: ROOT / part for name, part in PARTS.items()}.items():
+        found = [path] if path.is_file() else sorted(path.rglob("*.py"))
+        files[name] = [file for file in found if not any(file.is_relative_to(other) for other in seen)]
+        seen.append(path)
+    return files
+
+
 def files_of_source() -> dict[str, list[Path]]:
-    """Lists the files of each part of the source, by name."""
-    files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in PROJECT}
+    """Lists the files of each part of the source, by name, with the user's own modules."""
+    files = dict(files_of_project())
     for path in own_modules():  # several may have one name, such as __init__.py
         files[path.name] = [*files.get(path.name, ()), path]
     return files
@@ -207,14 +220,15 @@ def keep_source(directory: Path, step: int, model: object, about: Mapping[str, A
     with best_effort(str(kept)):
         kept.mkdir(parents=True, exist_ok=True)
         names = set()
-        for path in dict.fromkeys([ROOT / "train.py", Path(inspect.getsourcefile(type(model)) or ""), *own_modules()]):
+        of_model = Path(inspect.getsourcefile(type(model)) or "")
+        for path in dict.fromkeys([ROOT / PARTS["train.py"], of_model, *own_modules()]):
             (kept / (f"{path.parent.name}__" * (path.name in names) + path.name)).write_bytes(bytes_of(path))
             names.add(path.name)
         with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
-            for name in (*PROJECT, "tools/__init__.py", "tools/replay", "tools/configs"):
-                paths = [path for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".yaml")]
-                for path in paths or [ROOT / name]:
-                    archive.writestr(str(path.relative_to(ROOT)), bytes_of(path))
+            tools = ROOT / "shardwright/tools"
+            of_replay = tools / "__init__.py", *(tools / "replay").glob("*.py"), *(tools / "configs").glob("*.yaml")
+            for path in (*itertools.chain(*files_of_project().values()), *of_replay):
+                archive.writestr(str(path.relative_to(ROOT)), bytes_of(path))
         write_whole(kept / "provenance.json", json.dumps({**found, **about}, indent=1, default=str) + "\n")
 
 

@@ -21,6 +21,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.schedules import SCHEDULES
+from shardwright.data.loader import check_skips
+from shardwright.data.loader import fixed_settings as fixed_data_settings
+from shardwright.data.untrusted import check_types
 from shardwright.modeling.model import is_shipped, module_of
 from shardwright.run.changes import check_number, firsts, may_change, settings_at
 from shardwright.run.checkpoint import Checkpointer
@@ -29,9 +32,6 @@ from shardwright.run.files import as_config, literal
 from shardwright.run.stores import Damaged, agreed
 from shardwright.settings.composing import wrong_setting
 from shardwright.settings.differences import config_differences, flat
-from shardwright_data.loader import check_skips
-from shardwright_data.loader import fixed_settings as fixed_data_settings
-from shardwright_data.untrusted import check_types
 
 RETIRED = {
     "data": ("max_epochs", "cache_bytes"),  # and of each source of a mixture
@@ -104,7 +104,9 @@ def config_of(saved: dict, trust: bool = False) -> Config:
     """
     module = saved["model"].get("module", "train")
     schedule = saved.get("pipeline", {}).get("schedule", "gpipe")
-    named = ("model.module", module, is_shipped(str(module))), ("pipeline.schedule", schedule, schedule in SCHEDULES)
+    named = [("model.module", module, is_shipped(str(module))), ("pipeline.schedule", schedule, schedule in SCHEDULES)]
+    parts = flat({name: saved.get(name, {}) for name in ("optimizer", "trackers")})
+    named += [(name, text, False) for name, x in parts.items() for text in re.findall(r"[\w.]+:\w+", str(x))]
     for name, value, known in named:
         if not (known or trust):
             raise ValueError(

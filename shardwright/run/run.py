@@ -12,6 +12,7 @@ import numpy as np
 
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
+from shardwright.data.loader import TokenBatch, prefetch
 from shardwright.modeling.model import LanguageModel
 from shardwright.run.config import Config
 from shardwright.run.journal import Journal
@@ -23,7 +24,6 @@ from shardwright.run.resuming import check_processes, deciding_settings
 from shardwright.run.schedule import Schedule
 from shardwright.run.stages import placement_of
 from shardwright.run.stores import agreed
-from shardwright_data.loader import TokenBatch, prefetch
 
 if TYPE_CHECKING:
     from train import State

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from shardwright.data.loader import Loader, batch_of, make_loader
 from shardwright.modeling.model import LanguageModel, inputs_of
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.changes import config_at, described_change, firsts, loader_at, tokens_before, total_steps
@@ -15,7 +16,6 @@ from shardwright.run.evaluation import evaluate
 from shardwright.run.provenance import provenance_of
 from shardwright.run.resuming import check_processes
 from shardwright.run.step import Step, trace_step
-from shardwright_data.loader import Loader, batch_of, make_loader
 
 
 class Schedule:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from shardwright.data.loader import Loader
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.settings.words import listed
-from shardwright_data.loader import Loader
 
 if TYPE_CHECKING:
     from train import State

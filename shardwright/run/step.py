@@ -21,15 +21,17 @@ from shardlib.proof.causality import GIVEN, LOGITS, TARGETS
 from shardlib.proof.check import AS_RUN, tracing
 from shardlib.shardtypes import Of, f32, typed_shard_map, u32
 from shardlib.values import pipeline_stage
+from shardwright.data.loader import TokenBatch, batch_shapes
 from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of
 from shardwright.modeling.planned_attention import kernels_as_calls
 from shardwright.modeling.weights import shapes_of, sharded
+from shardwright.optimizers import rates
 from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.reference import weights_of
 from shardwright.run.stages import IN_ORDER, Parts
-from shardwright_data.loader import TokenBatch, batch_shapes
+from shardwright.trainer import trainer_name
 
 NAMES = "training", "evaluation", "start"
 """Programs of a run: make_training_step, make_evaluation_step and init_state of train.py."""
@@ -237,7 +239,7 @@ def _trace_microbatch(step: Step) -> jax.stages.Traced:
     Microbatch = tuple[TokenBatch, u32["B/b"] | None]
 
     def of_logits(logits, targets, mask, _):
-        own = functools.partial(trainer.training_loss, c=step.c.optimizer)
+        own = rates.loss_of(step.c.optimizer, trainer.LOSSES)
         own = own if forward.in_training else trainer.MicrobatchLoss(forward).loss
         reference = checkpoint_name(0 * logits, GIVEN) if t.reference else None
         named = checkpoint_name(logits, LOGITS), checkpoint_name(targets, TARGETS), checkpoint_name(mask, GIVEN)
@@ -276,14 +278,16 @@ def trace_step(
     mesh: Mesh | AbstractMesh | None = None,
     name: str = "training",
     form: str = AS_RUN,
-    trainer: ModuleType | str = "train",
+    trainer: ModuleType | str | None = None,
 ) -> Step:
     """Makes the Step of these settings on a mesh, by default the current one. Step.other makes variants of it.
 
-    `name` is one of NAMES, `form` one of FORMS. `trainer` is the training program: a module like train.py, or its name.
+    `name` is one of NAMES, `form` one of FORMS. `trainer` is the training program: a module like train.py, or its
+    name; None: that of `trainer_name`.
     """
     mesh = mesh or jax.sharding.get_mesh()
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
-    trainer = importlib.import_module(trainer) if isinstance(trainer, str) else trainer
+    if not isinstance(trainer, ModuleType):
+        trainer = importlib.import_module(trainer or trainer_name())
     step = Step(c, model, mesh, trainer, name)
     return step if form == AS_RUN else step.other(form)

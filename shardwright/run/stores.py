@@ -15,8 +15,8 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
-from shardwright_data import flat_tokens
-from shardwright_data.untrusted import LARGE, MEMORY, Damaged
+from shardwright.data import flat_tokens
+from shardwright.data.untrusted import LARGE, MEMORY, Damaged
 
 T = TypeVar("T")
 

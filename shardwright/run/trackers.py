@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 import jax
 from hydra.core.hydra_config import HydraConfig
 
+from shardlib.parsing import named
+from shardwright.data.untrusted import read_object
 from shardwright.run.best_effort import best_effort
 from shardwright.run.files import write_whole
 from shardwright.settings.differences import flat
 from shardwright.settings.words import say
-from shardwright_data.checks import check_choice
-from shardwright_data.untrusted import read_object
+from shardwright.trainer import trainer_name
 
 FILE = "trackers.json"
 """File in a run's directory with the run's id in each tracker, with which a resumed run continues there."""
@@ -44,7 +45,7 @@ class TrackersConfig:
     """Settings of experiment trackers (docs/trackers.md)."""
 
     names: list[str] = dataclasses.field(default_factory=list)
-    """Trackers to send metrics to: any of tensorboard, wandb, clearml."""
+    """Trackers to send metrics to: any of tensorboard, wandb, clearml, and module:function of your own."""
     project: str = "shardwright"
     """Project, or experiment, of the run in the trackers."""
     queue: str | None = None
@@ -55,7 +56,7 @@ class TrackersConfig:
 def check_trackers(c: TrackersConfig) -> None:
     """Raises ValueError for an unknown tracker, or a queue without ClearML."""
     for name in c.names:
-        check_choice("trackers.names", name, tuple(TRACKERS))
+        named("tracker", name, TRACKERS)
     if c.queue is not None and "clearml" not in c.names:
         raise ValueError(
             f"trackers.queue is {c.queue!r}, a ClearML queue, but trackers.names is {c.names}. Add clearml to it."
@@ -148,6 +149,11 @@ TRACKERS = {
 run."""
 
 
+def tracker_of(name: str) -> tuple[str, Callable[[Any, Facts], Opened]]:
+    """Package of a tracker, and the function that opens a run: of TRACKERS, or module:function of the user's own."""
+    return TRACKERS[name] if name in TRACKERS else (name.partition(":")[0], named("tracker", name, {}))
+
+
 # ---- the queue of ClearML ---------------------------------------------------------------------------------------
 
 
@@ -189,7 +195,7 @@ def _command() -> list[str]:
     """Returns the arguments of Python that start this run, or this job of a sweep."""
     hydra = HydraConfig.get()
     flags = [text for text in sys.argv[1:] if text.startswith(("--config-dir=", "--config-path="))]
-    return ["-m", "train", *flags, f"--config-name={hydra.job.config_name}", *hydra.overrides.task]
+    return ["-m", trainer_name(), *flags, f"--config-name={hydra.job.config_name}", *hydra.overrides.task]
 
 
 def with_edits(arguments: list[str]) -> list[str]:
@@ -220,7 +226,7 @@ def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) 
         ValueError: a tracker is not installed.
     """
     for which in c.names:
-        package, _ = TRACKERS[which]
+        package, _ = tracker_of(which)
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"trackers.names has {which}, which is not installed. Run: pip install {package}")
     if c.queue is not None:
@@ -280,8 +286,8 @@ class _Followed:
         self.thread.start()
 
     def _run(self, name: str, facts: Facts) -> None:
-        package, open_run = TRACKERS[name]
         try:
+            package, open_run = tracker_of(name)
             run = open_run(importlib.import_module(package), facts)
             self.id = run.id
             self.opened.set()

@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 
+from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.sampling.scoring import Scorer, log_likelihoods
-from shardwright_data.text.tokenizers import Tokenizer
 
 
 def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:

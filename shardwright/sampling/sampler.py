@@ -22,12 +22,12 @@ from jax.sharding import PartitionSpec
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, Of, bool_, i32, typed, typed_shard_map, u32
+from shardwright.data.checks import above_0, at_least_0, check_ranges, within
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import check_program
 from shardwright.modeling.model import act, compute_scope
 from shardwright.run.step import Step
 from shardwright.sampling.cache import KeyValues, Texts, check_cache, filled_cache, next_logits
-from shardwright_data.checks import above_0, at_least_0, check_ranges, within
 
 CHUNK = 32
 """Default number of tokens per text that are drawn before the host reads them."""

@@ -5,6 +5,7 @@ import json
 import jax
 
 from shardwright.cluster.watch import pause
+from shardwright.data.text.tokenizers import REMEDY, tokenizer_of_run
 from shardwright.run.best_effort import best_effort
 from shardwright.run.config import Config
 from shardwright.run.metrics import move_later_lines
@@ -12,7 +13,6 @@ from shardwright.run.run import Run
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.words import say
-from shardwright_data.text.tokenizers import REMEDY, tokenizer_of_run
 
 SHOWN = 100
 """Most characters of a sample on the terminal."""

@@ -19,10 +19,10 @@ import numpy as np
 
 from shardlib import shardops
 from shardlib.shardtypes import Of, bool_, f32, make_shardings, typed, typed_shard_map, u32
+from shardwright.data.loader import TokenBatch
 from shardwright.modeling.model import act
 from shardwright.run.step import Step
 from shardwright.sampling.sampler import Programs, check_ids, padded
-from shardwright_data.loader import TokenBatch
 
 LOGITS = 2**27
 """Most logits per device, unless a single sequence has more: 512 MiB in f32."""

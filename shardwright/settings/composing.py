@@ -1,19 +1,22 @@
 """Checks the command line of a program, and turns Hydra's composition errors into one message."""
 
 import dataclasses
+import os
 import re
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
 from shardlib.places import shown_path
+from shardwright.data.untrusted import first_line
 from shardwright.settings.settings import is_section, kind_of, settings_of, words_for
-from shardwright_data.untrusted import first_line
 
 QUOTES = "Write name=value; put a value with characters such as , = [ { ~ é in both kinds of quotes: 'name=\"value\"'."
 NAMES = ("--config-name", "-cn")
@@ -40,6 +43,32 @@ class Program:
     config_name: str | None
     schema: type
     doc: str = ""
+
+
+SHIPPED = Path(__file__).parents[1] / "shipped"
+"""Data that is installed with the package."""
+
+
+def register_shipped() -> None:
+    """Lets configurations write ${shipped:name}: `name` where a program starts if it is there, else that of SHIPPED."""
+    found = lambda name: name if Path(name).exists() else os.path.relpath(SHIPPED / name)
+    absolute = lambda path: path if not path.startswith("..") else os.path.abspath(path)
+    OmegaConf.register_new_resolver("shipped", lambda name: absolute(found(name)), replace=True)
+
+
+def own_configs(program: Program, arguments: Sequence[str]) -> list[str]:
+    """The flag for the folder configs/ where a program starts, whose files come before those of `program.configs`."""
+    own = Path("configs")
+    given = any(text.startswith(("--config-dir", "-cd", "--config-path", "-cp")) for text in arguments)
+    is_own = program.config_name is None and own.is_dir() and not own.samefile(program.configs)
+    return ["--config-dir=configs"] if is_own and not given else []
+
+
+def command_of(module: str) -> str:
+    """The command that starts a program: `python -m tools.plan` where it was started so, else `shardwright plan`."""
+    started = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
+    by_module = started.partition(".")[0] in ("train", "tools")
+    return f"python -m {module}" if by_module else f"shardwright {module.removeprefix('tools.')}"
 
 
 def is_setting(argument: str) -> bool:

@@ -3,13 +3,13 @@
 import contextlib
 import errno
 import functools
+import importlib.metadata
 import inspect
 import io
 import os
 import re
 import socket
 import sys
-import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +24,22 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
-from shardwright.settings.composing import Program, check_flags, explained, is_of_composing, is_setting
+from shardwright.data.checks import check_ranges
+from shardwright.data.untrusted import first_line, shown
+from shardwright.settings.composing import (
+    Program,
+    check_flags,
+    command_of,
+    explained,
+    is_of_composing,
+    is_setting,
+    own_configs,
+    register_shipped,
+)
 from shardwright.settings.exits import ERROR, exit_of
 from shardwright.settings.help import help_text
-from shardwright_data.checks import check_ranges
-from shardwright_data.untrusted import first_line, shown
 
-ROOT = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
 """Environment variable with the user's HYDRA_FULL_ERROR, which `start` sets for Hydra."""
 
@@ -61,7 +70,8 @@ def refusal(error: Exception) -> str | None:
 def message_of(error: Exception) -> str:
     """Writes the message of an error for a user."""
     if isinstance(error, ModuleNotFoundError):
-        return f"this needs the package {error.name}, which is not installed: pip install -e '.[{extra_of(error)}]'"
+        where = "-e '." if (PACKAGE.parent / "pyproject.toml").exists() else "'shardwright"
+        return f"this needs the package {error.name}, which is not installed: pip install {where}[{extra_of(error)}]'"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
     if not isinstance(error, OmegaConfBaseException):
@@ -73,9 +83,12 @@ def message_of(error: Exception) -> str:
 def extra_of(error: ImportError) -> str | None:
     """Returns the extra of pyproject.toml that installs the missing package; None if none does."""
     package = (error.name or "").partition(".")[0]
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    has_it = lambda wanted: any(re.split(r"[^\w-]", line)[0].replace("-", "_") == package for line in wanted)
-    return next((extra for extra, wanted in extras.items() if has_it(wanted)), None)
+    try:
+        lines = importlib.metadata.requires("shardwright") or ()
+    except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed
+        return None
+    found = (re.fullmatch(r"([\w-]+).*extra == ['\"]([\w-]+)['\"].*", line) for line in lines)
+    return next((line[2] for line in found if line and line[1].replace("-", "_") == package), None)
 
 
 class Refused(CompactHydraException):
@@ -116,15 +129,12 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
     for stream in (sys.stdout, sys.stderr):  # a character that the terminal lacks must not end the program
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    register_shipped()
     # Hydra requires flags before settings.
     sys.argv[1:] = sorted(sys.argv[1:], key=is_setting)
-    if not program.configs.is_dir():  # `pip install .` installs only what can be imported
-        sys.exit(
-            f"Error: {program.configs.parent} has no {program.configs.name}/, because shardwright must run from its "
-            "checkout. Clone the repository and run `pip install -e .` there."
-        )
     with refusals_shown():
         check_flags(program, sys.argv[1:])
+    sys.argv[1:1] = own_configs(program, sys.argv[1:])
     if not {"--help", "-h"}.isdisjoint(sys.argv):
         with refusals_shown(), contextlib.suppress(BrokenPipeError):  # a reader such as `head` may stop early
             print(help_text(program, sections()), flush=True)
@@ -154,7 +164,7 @@ def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
     Errors that `refusal` has a message for are printed without a traceback. The exit status of any error is 1.
 
     Args:
-        name: default of --config-name, a file in tools/configs/.
+        name: default of --config-name, a file in shardwright/tools/configs/.
         schema: dataclass of the settings. The config names it as `<name>_schema`.
         run: function of the program's main module, called with a `schema`.
     """
@@ -171,4 +181,4 @@ def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
 
     ConfigStore.instance().store(f"{name}_schema", schema)
     doc = inspect.getmodule(run).__doc__ or ""
-    start(Program(f"python -m tools.{name}", ROOT / "tools" / "configs", name, schema, doc), job)
+    start(Program(command_of(f"tools.{name}"), PACKAGE / "tools" / "configs", name, schema, doc), job)

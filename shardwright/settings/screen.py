@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwright_data.untrusted import shown
+from shardwright.data.untrusted import shown
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:

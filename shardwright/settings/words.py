@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright_data.untrusted import shown
+from shardwright.data.untrusted import shown
 
 
 class _Optional(io.FileIO):

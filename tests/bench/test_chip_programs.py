@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from bench.chip import attention, rates
+from shardwright.bench.chip import attention, rates
 from shardwright.cluster.chips import chip_of
 
 

@@ -9,8 +9,8 @@ import pytest
 from hlo_texts import HEAD
 from traces import written
 
-from bench.plan import compilers, kernels, programs
-from bench.plan.clock import Clock, attention_matmuls
+from shardwright.bench.plan import compilers, kernels, programs
+from shardwright.bench.plan.clock import Clock, attention_matmuls
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe

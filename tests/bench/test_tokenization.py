@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import tokenization
+from shardwright.bench import tokenization
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ def check(found):
 @pytest.mark.long
 def test_the_benchmark(monkeypatch, capsys):
     """On the shorter text: its tables agree with each other."""
-    monkeypatch.setattr(tokenization, "TEXT", ROOT / "tests/data/austen_validation.jsonl.xz")
+    monkeypatch.setattr(tokenization, "TEXT", ROOT / "shardwright/shipped/austen_validation.jsonl.xz")
     monkeypatch.setattr(tokenization, "SHARDS", 2)
     monkeypatch.setattr(tokenization, "BATCH", 2)
     monkeypatch.setattr(tokenization, "SEQ_LEN", 256)

@@ -20,9 +20,9 @@ HOOK = """
 import os
 import pathlib
 import time
-import shardwright_data.loader.flat
+import shardwright.data.loader.flat
 root = pathlib.Path({root!r})
-Loader = shardwright_data.loader.flat.FlatTokensLoader
+Loader = shardwright.data.loader.flat.FlatTokensLoader
 sequences = Loader.sequences
 def disturbed(self, step, which):
     if self.split == "train" and step == 10 and process == "1" and not (root / "disturbed").exists():

@@ -18,9 +18,9 @@ from processes import ROOT, Run, free_port
 from shardwright.cluster import watch
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import start_devices
+from shardwright.data.flat_tokens import Writer
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.settings.exits import LOST, STALLED, STOPPED
-from shardwright_data.flat_tokens import Writer
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.
@@ -270,8 +270,8 @@ def test_a_process_that_dies_or_is_stopped_ends_the_others(count, lost, sent, un
 
 STUCK = """
 import time
-import shardwright_data.loader.flat
-Loader = shardwright_data.loader.flat.FlatTokensLoader
+import shardwright.data.loader.flat
+Loader = shardwright.data.loader.flat.FlatTokensLoader
 sequences = Loader.sequences
 def stuck(self, step, which):
     if self.split == "train" and step == 12:

@@ -11,8 +11,8 @@ import zarr
 from numpy_checks import check_modules
 from tokenization import tree
 
-from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens import Reader, Writer
+from shardwright.data import flat_tokens
+from shardwright.data.flat_tokens import Reader, Writer
 
 check_modules(flat_tokens)
 

@@ -14,9 +14,9 @@ import zarr
 from numpy_checks import check_modules
 from s3_server import Huge, S3Server
 
-from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens import Reader, Writer, reader
-from shardwright_data.loader import DataConfig, FlatTokensLoader, flat, prefetch
+from shardwright.data import flat_tokens
+from shardwright.data.flat_tokens import Reader, Writer, reader
+from shardwright.data.loader import DataConfig, FlatTokensLoader, flat, prefetch
 
 check_modules(reader)
 

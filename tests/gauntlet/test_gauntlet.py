@@ -1,6 +1,6 @@
 """Each bug of bugs.toml, made in a copy of the source: what catches it.
 
-The first gate is tracing, on a mesh without devices. The second is tools/verify, which must name the tensor. What
+The first gate is tracing, on a mesh without devices. The second is tools.verify, which must name the tensor. What
 neither can tell, because it is as wrong on one device, a test of the suite must catch. docs/gauntlet.md is the table.
 """
 
@@ -22,15 +22,15 @@ from verifying import verify
 
 from shardwright.modeling.model import load_model
 from shardwright.run.step import trace_step
-from tools.verify.__main__ import small
+from shardwright.tools.verify.__main__ import small
 
 ROOT = Path(__file__).parents[2]
 DATA = tomllib.loads(Path(__file__).with_name("bugs.toml").read_text())
 CONFIGS, BUGS = DATA["configs"], {bug["number"]: bug for bug in DATA["bug"]}
 IN_PROCESS = {
     "train.py",
-    "models/gpt2.py",
-    "models/moe.py",
+    "shardwright/models/gpt2.py",
+    "shardwright/models/moe.py",
     "shardwright/optimizers/muon.py",
     "shardwright/modeling/context.py",
     "shardwright/run/stages.py",
@@ -69,7 +69,7 @@ def refusal(files: dict[str, str], config: dict, by: str | None) -> str | None:
     axes = tuple(named) or ("p", "r", "d", "t")[-len(sizes) :]
     mesh = AbstractMesh(tuple(sizes), axes, axis_types=(AxisType.Explicit,) * len(axes))
     with jax.sharding.use_abstract_mesh(mesh), train_with(files) as train:
-        for file in files.keys() & {"models/gpt2.py", "models/moe.py"}:
+        for file in files.keys() & {"shardwright/models/gpt2.py", "shardwright/models/moe.py"}:
             c.model.module = f"changed_{Path(file).stem}"
         if c.model.module == "train":
             c.model.module = train.__name__
@@ -109,7 +109,7 @@ def test_tracing_refuses_what_it_is_said_to(number):
         assert message is None, f"tracing refuses it now: say so in bugs.toml. {message}"
 
 
-# ---- tools/verify -------------------------------------------------------------------------------------------------
+# ---- tools.verify -------------------------------------------------------------------------------------------------
 
 
 def write(files: dict[str, str], directory: Path) -> None:

@@ -15,14 +15,14 @@ from jax import lax
 from token_shift import TokenShift
 
 import train
-from models import gpt2
+from shardwright.data.loader import TokenBatch
 from shardwright.inspect import causality
 from shardwright.inspect.causality import check_causal
 from shardwright.modeling import attention_calls, fp8
 from shardwright.modeling.masks import AttentionMask, same_document
+from shardwright.models import gpt2
 from shardwright.run import flops, stages
 from shardwright.run import step as step_module
-from shardwright_data.loader import TokenBatch
 
 C = rule_models.SIZES
 
@@ -564,7 +564,7 @@ LOSSES = [  # functions of logits and targets, of so many positions, and what is
 
 def test_a_target_does_not_meet_logits_that_know_it(monkeypatch):
     for loss, length, message in LOSSES:
-        monkeypatch.setattr(train, "training_loss", lambda x, y, *_, c, loss=loss: loss(x, y))
+        monkeypatch.setitem(train.LOSSES, "cross_entropy", lambda x, y, *_, c, loss=loss: loss(x, y))
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
             assert verdict(forward(train.Llama), length) == ""
 

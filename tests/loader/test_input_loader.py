@@ -17,9 +17,9 @@ from jax.sharding import AxisType
 from numpy_checks import check_modules
 from simulated import xla_flags
 
-from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens import Writer
-from shardwright_data.loader import (
+from shardwright.data import flat_tokens
+from shardwright.data.flat_tokens import Writer
+from shardwright.data.loader import (
     DataConfig,
     FlatTokensLoader,
     TokenBatch,
@@ -29,7 +29,7 @@ from shardwright_data.loader import (
     order,
     prefetch,
 )
-from shardwright_data.text.tokenizers import ByteLengths, open_tokenizer
+from shardwright.data.text.tokenizers import ByteLengths, open_tokenizer
 
 check_modules(batches, flat, order, flat_tokens)
 
@@ -227,7 +227,7 @@ HOST = """
 import sys
 import jax, numpy as np
 from jax.sharding import AxisType
-from shardwright_data import loader as input_loader
+from shardwright.data import loader as input_loader
 
 path, out, port, host, hosts = *sys.argv[1:4], *map(int, sys.argv[4:])
 jax.distributed.initialize(f"localhost:{port}", num_processes=hosts, process_id=host)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from shardwright_data.loader import DataConfig, StreamConfig, make_loader
+from shardwright.data.loader import DataConfig, StreamConfig, make_loader
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 LENGTH = 60  # of the first chat with all of its answers

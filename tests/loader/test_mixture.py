@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from numpy_checks import check_modules
 
-from shardwright.settings.differences import config_differences
-from shardwright_data.flat_tokens import Writer
-from shardwright_data.loader import (
+from shardwright.data.flat_tokens import Writer
+from shardwright.data.loader import (
     DataConfig,
     SourceConfig,
     config,
@@ -21,7 +20,8 @@ from shardwright_data.loader import (
     order,
     steps_for,
 )
-from shardwright_data.loader.order import BLOCK, PERIOD, Quotas
+from shardwright.data.loader.order import BLOCK, PERIOD, Quotas
+from shardwright.settings.differences import config_differences
 
 check_modules(config, opening, order)
 

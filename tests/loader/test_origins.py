@@ -5,9 +5,9 @@ import pytest
 import zarr
 from written_datasets import TEXTS, write
 
-from shardwright_data.flat_tokens import Reader
-from shardwright_data.loader import DataConfig, SourceConfig, make_loader
-from shardwright_data.text.tokenizers import open_tokenizer
+from shardwright.data.flat_tokens import Reader
+from shardwright.data.loader import DataConfig, SourceConfig, make_loader
+from shardwright.data.text.tokenizers import open_tokenizer
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 from numpy_checks import check_modules
 
-from shardwright_data.loader import DataConfig, StreamConfig, make_loader, steps_for, stream
-from shardwright_data.text import definitions
+from shardwright.data.loader import DataConfig, StreamConfig, make_loader, steps_for, stream
+from shardwright.data.text import definitions
 
 check_modules(stream)
 

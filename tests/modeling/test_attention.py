@@ -14,17 +14,17 @@ import tiny
 from gradients import assert_close, with_gradients
 
 import train
-from models import gpt2
 from shardlib.shardtypes import dtype_name
+from shardwright.data.loader import batch_shapes
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling import attention, attention_calls, context
 from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling.blockwise import blockwise
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.model import Tokens
+from shardwright.models import gpt2
 from shardwright.run.config import Config
 from shardwright.run.step import trace_step
-from shardwright_data.loader import batch_shapes
 
 act = dtype_name("act")
 ROWS, HEADS, WIDTH = 8, 2, 4

@@ -9,12 +9,12 @@ import tiny
 from gradients import assert_close, assert_same, loss_and_gradients, with_gradients
 
 import train
+from shardwright.data.loader import batch_shapes
 from shardwright.modeling import attention_calls, context
 from shardwright.modeling import splash as splash_module
 from shardwright.modeling.attention import triton
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.splash import splash
-from shardwright_data.loader import batch_shapes
 
 KERNELS = {"triton": triton, "splash": splash}
 LENGTH = 384  # three blocks of queries; of Triton six of keys

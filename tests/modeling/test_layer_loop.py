@@ -11,8 +11,8 @@ import tiny
 from gradients import assert_same, loss_and_gradients
 
 from shardlib.equations import jaxprs_of
+from shardwright.data.loader import batch_shapes
 from shardwright.run.config import check_config
-from shardwright_data.loader import batch_shapes
 
 LAYERS = 5
 

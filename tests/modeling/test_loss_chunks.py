@@ -10,12 +10,12 @@ import pytest
 import tiny
 from gradients import assert_same, loss_and_gradients
 
-from models import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import dtype_name, pytree_dataclass
 from shardwright.modeling.loss_chunks import sum_in_chunks
+from shardwright.models import gpt2
 from shardwright.run.config import check_config, check_divides
-from tools.verify.__main__ import small
+from shardwright.tools.verify.__main__ import small
 
 act = dtype_name("act")
 

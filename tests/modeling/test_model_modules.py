@@ -12,7 +12,7 @@ import tiny
 from shardwright.modeling.model import load_model, module_of
 from shardwright.modeling.weights import Weight, initialize
 
-SOURCE = (Path(__file__).parents[2] / "models/gpt2.py").read_text()
+SOURCE = (Path(__file__).parents[2] / "shardwright/models/gpt2.py").read_text()
 
 OF_TWO_DIMS = """
         layers = dataclasses.replace(self.table.layers, w_up=Weight((8, 8), "matrix"))

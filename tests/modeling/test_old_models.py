@@ -11,8 +11,8 @@ import jax
 import pytest
 import tiny
 
-from models import gpt2
 from shardwright.modeling.model import load_model, module_of
+from shardwright.models import gpt2
 
 SOURCE = Path(gpt2.__file__).read_text()
 SIZES = {"vocab": 64, "d_model": 32, "layers": 2, "heads": 4, "positions": 32}
@@ -52,7 +52,7 @@ def test_a_layer_that_takes_einsum_is_refused(written):
 @pytest.mark.parametrize("how", ["import {}", "from {} import Model"])
 def test_an_import_of_a_model_that_moved_is_refused(written, name, how):
     written(how.format(name) + "\n")
-    problem = f"which imports {name}; write `from models import {name}`"
+    problem = f"which imports {name}; import shardwright.models.{name} instead"
     with pytest.raises(ValueError, match=line(problem)):
         module_of("old_model")
 
@@ -63,7 +63,7 @@ def test_another_import_that_fails_keeps_its_error(written):
         module_of("old_model")
 
 
-OLD_NAMES = [  # as models/gpt2.py has it, and as version 0.1 wrote it
+OLD_NAMES = [  # as shardwright/models/gpt2.py has it, and as version 0.1 wrote it
     (
         "from shardwright.modeling.masks import CAUSAL",
         "from shardlib.layers import Extras\nfrom shardwright.modeling import rules",

@@ -11,7 +11,6 @@ import tiny
 from jax import lax
 
 import train
-from models import gpt2
 from shardlib import shardops
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling import attention as attention_module
@@ -20,6 +19,7 @@ from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling import context as context_module
 from shardwright.modeling.attention_calls import calls_of, check_paths
 from shardwright.modeling.masks import AttentionMask, SoftCap, Window, causal, same_document
+from shardwright.models import gpt2
 
 MASKS = (causal, same_document)
 

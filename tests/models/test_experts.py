@@ -17,16 +17,16 @@ from recipes import ROOT, train_with
 from verifying import verify
 
 import train
-from models import family, moe
 from shardlib import products, shardops
 from shardlib.layers import LayerMetrics
 from shardlib.shardtypes import bool_, f32
+from shardwright.data.loader import TokenBatch
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
+from shardwright.models import family, moe
 from shardwright.run.step import trace_step
-from shardwright_data.loader import TokenBatch
-from tools.verify.meshes import abstract_mesh_of
+from shardwright.tools.verify.meshes import abstract_mesh_of
 
 
 def assert_same_experts(gradients: dict, their) -> None:

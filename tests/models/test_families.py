@@ -13,16 +13,16 @@ from huggingface_models import assert_same, export, losses_and_gradients, to_run
 from safetensors.numpy import load_file
 from verifying import verify
 
-from models import family, moe
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
+from shardwright.models import family, moe
 from shardwright.run.opening import MeshChoice, read_weights
 from shardwright.run.step import trace_step
 from shardwright.sampling import cache
-from tools import generate
-from tools.huggingface import families
-from tools.verify.meshes import abstract_mesh_of
+from shardwright.tools import generate
+from shardwright.tools.huggingface import families
+from shardwright.tools.verify.meshes import abstract_mesh_of
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8,

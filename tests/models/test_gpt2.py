@@ -12,9 +12,9 @@ from huggingface_models import assert_same, losses_and_gradients, their_logits
 from jax.sharding import PartitionSpec
 
 import train
-from models import gpt2
 from shardlib.shardtypes import f32, u32
 from shardwright.modeling.weights import initialize
+from shardwright.models import gpt2
 from shardwright.run.config import check_config
 
 

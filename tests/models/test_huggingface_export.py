@@ -14,11 +14,11 @@ import pytest
 from huggingface_models import export, to_run
 from safetensors.numpy import load_file
 
-from models import gpt2
+from shardwright.data.flat_tokens import Writer
+from shardwright.data.text.tokenizers import open_tokenizer
 from shardwright.modeling.model import module_of
-from shardwright_data.flat_tokens import Writer
-from shardwright_data.text.tokenizers import open_tokenizer
-from tools.huggingface import families
+from shardwright.models import gpt2
+from shardwright.tools.huggingface import families
 
 ROOT = Path(__file__).parents[2]
 GPT2 = gpt2.ModelConfig(
@@ -132,7 +132,7 @@ def test_what_an_export_has(saved, tmp_path):
 
 KILLED = """
 import os, signal, safetensors.numpy
-from tools import checkpoint_to_huggingface as tool
+from shardwright.tools import checkpoint_to_huggingface as tool
 save = safetensors.numpy.save_file
 def save_file(*args, **options):
     save(*args, **options)
@@ -157,7 +157,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
-EXCHANGE = "from tools.huggingface.families import from_huggingface, to_huggingface\n"
+EXCHANGE = "from shardwright.tools.huggingface.families import from_huggingface, to_huggingface\n"
 RULE = "mask_mod=(masks.causal, masks.same_document)"
 GATE = "(jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)"
 ALIBI = "score_mod=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"

@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
 import train
-from models import family, gpt2
 from shardlib.shardtypes import make_shardings
 from shardwright.huggingface import as_transformers_reads
 from shardwright.modeling import masks
@@ -30,14 +29,15 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.rope import attention_factor, rope_frequencies
 from shardwright.modeling.settings import RopeScaling
 from shardwright.modeling.weights import shapes_of
+from shardwright.models import family, gpt2
 from shardwright.run import config as run_config
 from shardwright.run.config import register_schema, to_config
 from shardwright.run.opening import fresh_state, read_weights
 from shardwright.run.resuming import fixed_settings, with_defaults
 from shardwright.run.step import trace_step
 from shardwright.settings.differences import config_differences
-from tools import huggingface_to_checkpoint as tool
-from tools.huggingface import families
+from shardwright.tools import huggingface_to_checkpoint as tool
+from shardwright.tools.huggingface import families
 
 pytest.importorskip("transformers", reason="transformers reads config.json")
 ROOT = Path(__file__).parents[2]

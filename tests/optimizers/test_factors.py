@@ -21,15 +21,16 @@ from losses_of_runs import losses
 from optax_truth import random_like
 from recipes import changed, module_of
 
-from models import moe
 from shardlib.array_types import arrays_in, factor_type
 from shardlib.parsing import parse_shape
 from shardlib.shardtypes import Factor, ShardError, Subset, f32, i32, make_shardings, pytree_dataclass, typed_shard_map
 from shardlib.values import on_mesh
+from shardwright.data.flat_tokens import Writer
 from shardwright.inspect.soundness import find_unsound
 from shardwright.inspect.statistics.rerun import Rerun
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import Weight, vector
+from shardwright.models import moe
 from shardwright.optimizers import soap
 from shardwright.optimizers.config import GroupConfig
 from shardwright.optimizers.factors import mean, zeros
@@ -37,7 +38,6 @@ from shardwright.optimizers.rates import Update, updates_of
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.step import trace_step
-from shardwright_data.flat_tokens import Writer
 
 ADAFACTOR, SOAP = "adafactor", "soap"
 SETTINGS = {ADAFACTOR: {"algorithm": "adafactor"}, SOAP: {"groups": [GroupConfig("layers.w_*", algorithm="soap")]}}

@@ -1,4 +1,4 @@
-"""`pip install .` without -e: shardlib/README.md works with what it says alone, and programs ask for the checkout."""
+"""`pip install .` without -e: shardlib works alone, and shardwright trains, forks and makes projects from anywhere."""
 
 import os
 import re
@@ -25,8 +25,13 @@ MODULES = {"google-crc32c": "google_crc32c", "hydra-core": "hydra"}
 def install(directory: Path, package: str) -> Path:
     """A directory with what pip installs of a package in a copy of the checkout, in which it would leave build/."""
     pytest.importorskip("setuptools", minversion="77", reason="pip builds with setuptools, and no test downloads it")
-    ignored = shutil.ignore_patterns(".*", "runs", "tests", "docs", "data", "outputs", "multirun", "*.egg-info")
-    shutil.copytree(ROOT / package, directory / "checkout", ignore=ignored)
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
+    (directory / "checkout").mkdir()
+    shutil.copy(ROOT / package / "pyproject.toml", directory / "checkout")
+    shutil.copy(ROOT / package / "README.md", directory / "checkout")
+    for part in ("shardlib", "shardwright") if package == "." else (".",):
+        target = directory / "checkout" / part  # links in it become what they point to
+        shutil.copytree(ROOT / package / part, target, ignore=ignored, dirs_exist_ok=True)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
     done = subprocess.run([*pip, "--target", directory / "site", "."], cwd=directory / "checkout", capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
@@ -48,7 +53,7 @@ def run(installed: Path, directory: Path, *arguments: str) -> subprocess.Complet
     environment = os.environ | {"PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
     environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=400)
 
 
 def without_other_packages() -> str:
@@ -74,12 +79,57 @@ def test_what_it_refuses(alone, tmp_path):
     assert re.sub(r"mine.py:\d+: ", "", done.stderr.partition("ShardError: ")[2]).startswith(MESSAGE)
 
 
-@pytest.mark.parametrize("program", ["train", "tools.generate", "tools.verify"])
-def test_a_program_says_that_it_needs_the_checkout(installed, tmp_path, program):
-    done = run(installed, tmp_path, "-m", program, "--help")
-    assert done.returncode == 1
-    assert re.fullmatch(
-        r"Error: \S+ has no configs/, because shardwright must run from its checkout\. "
-        r"Clone the repository and run `pip install -e \.` there\.\n",
-        done.stderr,
-    ), done.stderr
+def shardwright(installed: Path, directory: Path, *arguments: str) -> str:
+    """What the command prints in a directory."""
+    code = "import sys; from shardwright.__main__ import main; sys.argv[0] = 'shardwright'; main()"
+    done = run(installed, directory, "-P", "-c", code, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+TRAIN = ("train", "training.steps=1", "training.eval_batches=0", "paths.model_name=a", "hardware.simulated_devices=4")
+
+
+def test_it_trains_in_an_empty_directory(installed, tmp_path):
+    assert "write_synthetic_dataset" in shardwright(installed, tmp_path, "--help")
+    said = shardwright(installed, tmp_path, *TRAIN, "--config-name=local_test_synthetic", "mesh.d=2", "mesh.t=2")
+    assert "step 1/1  loss" in said
+    assert "proof      training and evaluation compute" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+    (kept,) = (tmp_path / "runs/a/source").iterdir()
+    assert (kept / "train.py").read_bytes() == (ROOT / "train.py").read_bytes()
+    assert "loss" in shardwright(installed, tmp_path, "report", "run=runs/a")
+
+
+def test_a_project_trains_its_model_beside_files_of_our_names(installed, tmp_path):
+    shardwright(installed, tmp_path, "init", "mine")
+    project = tmp_path / "mine"
+    (project / "train.py").write_text("raise SystemExit('not a training program')\n")
+    for name in ("tools", "models", "data"):
+        (project / name).mkdir()
+        (project / name / "__init__.py").write_text("WHOSE = 'mine'\n")
+    model = project / "my_model.py"
+    model.write_text(model.read_text() + "\nimport tools, models\n\nassert tools.WHOSE == models.WHOSE == 'mine'\n")
+    said = shardwright(installed, project, *TRAIN, "--config-name=my_run")
+    assert f"{project / 'train.py'} has no `def make_training_step(…`, so it does not train." in said
+    assert "step 1/1  loss" in said
+    (kept,) = (project / "runs/a/source").iterdir()
+    assert {"my_model.py", "train.py"} <= {path.name for path in kept.iterdir()}
+
+
+def test_a_fork_is_what_runs(installed, tmp_path):
+    shardwright(installed, tmp_path, "fork")
+    fork = tmp_path / "train.py"
+    assert "package  shardwright" in (said := shardwright(installed, tmp_path, "fork", "--diff"))
+    assert re.search(r"^changed  none$", said, re.MULTILINE)
+    fork.write_text(fork.read_text().replace("jax.nn.silu(", "jax.nn.gelu("))
+    said = shardwright(installed, tmp_path, "fork", "--diff")
+    assert re.search(r"^changed  Llama.layer$", said, re.MULTILINE)
+    assert "none is edited" in said
+    options = "--config-name=local_test_synthetic", "mesh.d=2", "mesh.t=2"
+    said = shardwright(installed, tmp_path, *TRAIN, *options)
+    assert f"trainer: {fork}" in said
+    (kept,) = (tmp_path / "runs/a/source").iterdir()
+    assert any("jax.nn.gelu(" in path.read_text() for path in kept.glob("*train.py"))
+    (installed / "shardwright/optimizers/rates.py").write_text("edited\n")
+    assert "shardwright/optimizers/rates.py" in shardwright(installed, tmp_path, "fork", "--diff")

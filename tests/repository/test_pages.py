@@ -25,15 +25,15 @@ from omegaconf import OmegaConf
 from recipes import SOURCE, module_of
 from shipped import CONFIGS, load
 
-from models import gpt2, moe
 from shardlib.shardtypes import ShardError
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
+from shardwright.models import gpt2, moe
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.run.step import trace_step
-from tools.huggingface_to_flat_tokens import TokenizerConfig
-from tools.verify.__main__ import VerifyConfig
+from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
+from shardwright.tools.verify.__main__ import VerifyConfig
 
 pytestmark = pytest.mark.quick
 
@@ -141,7 +141,7 @@ def check_tool(module: str, flags: dict[str, str], overrides: list[str]) -> None
     main = f"{module}.__main__" if ROOT.joinpath(*module.split("."), "__main__.py").exists() else module
     overrides = [o for o in overrides if not o.startswith(("hydra", "prompt="))]  # a prompt is read as it is
     given = OmegaConf.from_dotlist(first_values(overrides) if "--multirun" in flags else overrides)
-    OmegaConf.merge(OmegaConf.structured(importlib.import_module(main).Settings), given)
+    OmegaConf.merge(OmegaConf.structured(importlib.import_module(f"shardwright.{main}").Settings), given)
 
 
 def check_command(words: list[str]) -> None:
@@ -217,15 +217,15 @@ def entries() -> set[str]:
 
 
 def missing_files(page: Path, text: str) -> list[str]:
-    found = []
+    found, roots = [], (ROOT, ROOT / "shardwright/tools/init/template")
     for word in (word for span in spans(text) for word in span.split()):
         if not re.fullmatch(r"[\w.\-/*]+", word) or word in YOURS:
             continue
         if "/" in word:
             is_ours = word.split("/")[0] in entries()
-            exists = is_ours and (any(ROOT.glob(word)) or any(ROOT.glob(f"{word}.py")))
+            exists = is_ours and any([*root.glob(word), *root.glob(f"{word}.py")] for root in roots)
         else:
-            is_ours, exists = word.endswith((".py", ".md")), any((at / word).exists() for at in (ROOT, page.parent))
+            is_ours, exists = word.endswith((".py", ".md")), any((at / word).exists() for at in (*roots, page.parent))
         if is_ours and not exists:
             found.append(word)
     return found

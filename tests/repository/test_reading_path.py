@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
+from shardwright.data.loader import batch_shapes
 from shardwright.modeling.model import load_model
-from shardwright_data.loader import batch_shapes
 
 ROOT = Path(__file__).parents[2]
 TYPES = """

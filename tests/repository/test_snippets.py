@@ -12,11 +12,11 @@ import tiny
 from jax import lax
 from shipped import load
 
-from models import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import f32, typed_shard_map
 from shardwright.modeling import masks
-from tools.huggingface import families
+from shardwright.models import gpt2
+from shardwright.tools.huggingface import families
 
 pytestmark = pytest.mark.quick
 
@@ -69,7 +69,7 @@ def test_loading(monkeypatch):
 
 
 def test_the_page_on_experts_quotes_the_source():
-    source = (ROOT / "models/moe.py").read_text()
+    source = (ROOT / "shardwright/models/moe.py").read_text()
     assert [block for block in blocks("experts.md") if block not in source] == []
 
 

@@ -70,7 +70,7 @@ def test_a_users_files_have_no_false_errors(tmp_path):
     files = [tmp_path / "mine.py", tmp_path / "own_dtype.py"]
     for file, text in zip(files, (MINE, OWN_DTYPE), strict=True):
         file.write_text(text)
-    assert problems(tmp_path, ROOT / "train.py", *(ROOT / "models").glob("[!_]*.py"), *files) == []
+    assert problems(tmp_path, ROOT / "train.py", *(ROOT / "shardwright/models").glob("[!_]*.py"), *files) == []
 
 
 def test_faults_are_found(tmp_path):

@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import AxisType
 from shipped import load
 
-from models import family, moe
 from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of
+from shardwright.models import family, moe
 from shardwright.run.flops import attended_keys, flops_of_model, peak_flops
 
 # Llama-2-7B, from its published config.

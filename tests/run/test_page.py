@@ -14,7 +14,7 @@ from shardwright.modeling.model import load_model
 from shardwright.run import background
 from shardwright.run import page as pages
 from shardwright.run.page import Page
-from tools.report.reading import read_run
+from shardwright.tools.report.reading import read_run
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from shardwright.run import provenance
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import PipelineConfig
 from shardwright.run.step import trace_step
-from tools import checkpoint_to_huggingface
+from shardwright.tools import checkpoint_to_huggingface
 
 
 def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training) -> dict[str, str]:

@@ -15,11 +15,11 @@ from losses_of_runs import losses
 
 import train
 from shardwright.cluster.devices import make_mesh
+from shardwright.data.flat_tokens import Writer
 from shardwright.modeling.model import load_model
 from shardwright.run import checkpoint, keeping, skipping
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.skipping import SkippedSteps
-from shardwright_data.flat_tokens import Writer
 
 BAD_TOKEN, BAD_DOCUMENT, DOCUMENTS = 63, 21, 64
 """All documents but this one have tokens below BAD_TOKEN."""

@@ -14,7 +14,7 @@ from signed_manifests import sign
 
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.stores import Damaged
-from tools import checkpoint as tool
+from shardwright.tools import checkpoint as tool
 
 
 @pytest.fixture

@@ -26,11 +26,11 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.files import read_config
 from shardwright.run.opening import StagesChoice, open_run, read_weights
 from shardwright.run.resuming import check_resumes, config_of, literal, saved_config
-from tools import checkpoint_to_huggingface, evaluate, serve
-from tools.generate import MeshChoice, Settings, generate
-from tools.replay import __main__ as replay
-from tools.replay.session import opened
-from tools.report import __main__ as report
+from shardwright.tools import checkpoint_to_huggingface, evaluate, serve
+from shardwright.tools.generate import MeshChoice, Settings, generate
+from shardwright.tools.replay import __main__ as replay
+from shardwright.tools.replay.session import opened
+from shardwright.tools.report import __main__ as report
 
 ROOT = Path(__file__).parents[2]
 PAYLOAD = """
@@ -240,7 +240,7 @@ def test_changes_of_a_config_yaml_are_refused_in_one_line(stranger, changes, mes
     run = stranger.write()
     (stranger.directory / "config.yaml").write_text(json.dumps({"training": {"changes": changes}}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tools.replay.session.read_config", lambda path: json.loads(path.read_text()))  # at once
+        patch.setattr("shardwright.tools.replay.session.read_config", lambda path: json.loads(path.read_text()))  # at once
         with pytest.raises(ValueError, match=message), opened(run, 3, StagesChoice(), False, False, print):
             pass
 

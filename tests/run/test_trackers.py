@@ -229,3 +229,11 @@ def test_wandb_without_a_login_writes_files_and_asks_nothing(mode, is_known, exp
     trackers.TRACKERS["wandb"][1](stub, trackers.Facts("name", tmp_path, "project", 0, {}, None))
     assert given["mode"] == expected
     assert ("wandb sync" in capsys.readouterr().out) == (expected == "offline")
+
+
+def test_a_tracker_of_ones_own_file(tmp_path):
+    with tracked(TrackersConfig(["own_parts:tracker"]), tmp_path, "name", 0, {}) as send:
+        send({"step": 3, "loss": 1.5})
+    assert json.loads((tmp_path / "own_parts.jsonl").read_text()) == {"step": 3, "loss": 1.5}
+    with pytest.raises(ValueError, match=r"'own_parts:absent' is not a tracker \(.*absent"):
+        trackers.check_trackers(TrackersConfig(["own_parts:absent"]))

@@ -11,9 +11,9 @@ import tiny
 from redrawn import kept_by_numpy, redrawn
 
 import train
-from models import gpt2
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import bool_, f32, i32, u32
+from shardwright.models import gpt2
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept
 

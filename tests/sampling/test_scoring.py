@@ -9,10 +9,10 @@ import rule_models
 import tiny
 
 import train
+from shardwright.data.loader import DataConfig, make_loader
 from shardwright.run.step import trace_step
 from shardwright.sampling import scoring
 from shardwright.sampling.scoring import POSITIONS, Scorer, log_likelihoods, pieces
-from shardwright_data.loader import DataConfig, make_loader
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 2, 16, 17, 3, 9, 17, 5, 4]

@@ -4,8 +4,8 @@ import unicodedata
 
 import pytest
 
+from shardwright.data.untrusted import one_line, parse_json, shown
 from shardwright.settings.program import refusal
-from shardwright_data.untrusted import one_line, parse_json, shown
 
 pytestmark = pytest.mark.quick
 

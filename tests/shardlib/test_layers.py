@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_extra import KEPT, explicit_activation_checkpointing, save_for_backward
 from shardlib.layers import run_layers
 from shardlib.parsing import ShardError
+from shardwright.jax_extra import KEPT, explicit_activation_checkpointing, save_for_backward
 
 ROWS, WIDTH = 5, 6
 

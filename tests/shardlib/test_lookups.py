@@ -11,12 +11,12 @@ import tiny
 from gradients import assert_same, loss_and_gradients
 from jax.sharding import AbstractMesh, AxisType
 
-from models import gpt2, moe
 from shardlib import products
+from shardwright.data.loader import batch_shapes
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
+from shardwright.models import gpt2, moe
 from shardwright.run.step import trace_step
-from shardwright_data.loader import batch_shapes
 
 IDS = {
     "random": np.random.default_rng(0).integers(0, 50, 1000),

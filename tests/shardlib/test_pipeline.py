@@ -23,8 +23,6 @@ import tiny
 from jax import lax
 
 import train
-from jax_extra import save_for_backward
-from models import gpt2
 from shardlib import shardops
 from shardlib.equations import body_of
 from shardlib.layers import LayerAux
@@ -34,11 +32,13 @@ from shardlib.schedules import CHUNKS, in_a_ring, schedule_of
 from shardlib.shardtypes import Array, ShardError, f32, make_shardings, pytree_dataclass, u32
 from shardlib.tick_tables import tick_table
 from shardwright.cluster.devices import make_mesh
+from shardwright.data.loader import TokenBatch, in_microbatches
+from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
+from shardwright.models import gpt2
 from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.stages import placement_of, training_table
-from shardwright_data.loader import TokenBatch, in_microbatches
 
 BATCH, LENGTH, LAYERS = 64, 16, 8
 SETTINGS = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jax_extra import explicit_activation_checkpointing, save_for_backward
 from shardlib.split_backward import SplitBackward
+from shardwright.jax_extra import explicit_activation_checkpointing, save_for_backward
 
 LAYERS, WIDTH, ROWS = 3, 8, 4
 

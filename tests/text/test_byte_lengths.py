@@ -10,13 +10,13 @@ from numpy_checks import check_modules
 from tokenization import PROBES
 from written_datasets import write
 
-from shardwright_data.flat_tokens import Reader
-from shardwright_data.loader import DataConfig, FlatTokensLoader, SourceConfig
-from shardwright_data.text import definitions
-from shardwright_data.text import tokenizers as module
-from shardwright_data.text.tokenizers import Tokenizer, byte_lengths, byte_lengths_of_datasets, open_tokenizer
-from tools import huggingface_to_flat_tokens as tool
-from tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
+from shardwright.data.flat_tokens import Reader
+from shardwright.data.loader import DataConfig, FlatTokensLoader, SourceConfig
+from shardwright.data.text import definitions
+from shardwright.data.text import tokenizers as module
+from shardwright.data.text.tokenizers import Tokenizer, byte_lengths, byte_lengths_of_datasets, open_tokenizer
+from shardwright.tools import huggingface_to_flat_tokens as tool
+from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
 check_modules(module)
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def texts():
-    with lzma.open(ROOT / "tests/data/austen_validation.jsonl.xz") as lines:
+    with lzma.open(ROOT / "shardwright/shipped/austen_validation.jsonl.xz") as lines:
         chapters = [json.loads(line)["text"] for line in lines]
     # A text that quotes the space of SentencePiece means a space by it, of fewer bytes.
     return [*[text for text in PROBES if "\u2581" not in text], *(chapter[:3000] for chapter in chapters)]

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from pyarrow import feather
 
-from shardwright_data.text import sources
+from shardwright.data.text import sources
 
 PACKED = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 

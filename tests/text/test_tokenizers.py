@@ -14,10 +14,10 @@ import pytest
 from numpy_checks import check_modules
 from tokenization import PROBES
 
-from shardwright_data.text import definitions
-from shardwright_data.text import tokenizers as text_tokenizers
-from shardwright_data.text.definitions import load_definition
-from shardwright_data.text.tokenizers import Tokenizer, open_tokenizer
+from shardwright.data.text import definitions
+from shardwright.data.text import tokenizers as text_tokenizers
+from shardwright.data.text.definitions import load_definition
+from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer
 
 check_modules(text_tokenizers)
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def texts():
-    with lzma.open(ROOT / "tests/data/austen_validation.jsonl.xz") as lines:
+    with lzma.open(ROOT / "shardwright/shipped/austen_validation.jsonl.xz") as lines:
         chapters = [json.loads(line)["text"] for line in lines]
     return [*PROBES, *(chapter[i : i + 1500] for chapter in chapters[:8] for i in range(0, 9000, 1500))]
 
@@ -86,7 +86,7 @@ ENCODING_CONSTRUCTORS = {"mine": mine}
 PROGRAM = """
 import json, sys
 import tiktoken
-from shardwright_data.text import definitions, tokenizers
+from shardwright.data.text import definitions, tokenizers
 texts = json.load(sys.stdin)
 tokenizer = tokenizers.open_tokenizer("tiktoken", "mine", "<|endoftext|>")
 encoded = tokenizer.encode(texts)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright.run.checkpoint import Checkpointer
-from tools.checkpoint import Settings, run
+from shardwright.tools.checkpoint import Settings, run
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""tools/chip: the settings for a device, by JAX's name for it; the parts that it measures, and what fails in them."""
+"""tools.chip: the settings for a device, by JAX's name for it; the parts that it measures, and what fails in them."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import pytest
 from shipped import load
 
 from shardwright.cluster.chips import chip_of
-from tools import chip
-from tools.chip import PARTS, Part, Settings, command_of, settings_for
+from shardwright.tools import chip
+from shardwright.tools.chip import PARTS, Part, Settings, command_of, settings_for
 
 ROOT = Path(__file__).parents[2]
 ON_COLAB = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "Tesla T4": "t4", "NVIDIA L4": "l4"}

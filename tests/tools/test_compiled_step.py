@@ -4,7 +4,7 @@ from hlo_texts import TEXT
 from shardwright.inspect.compiled.files import read_step
 from shardwright.run.compiling import with_mesh
 from shardwright.run.files import write_json
-from tools.compiled_step import Settings, run
+from shardwright.tools.compiled_step import Settings, run
 
 pytestmark = pytest.mark.quick
 

@@ -19,18 +19,18 @@ from own_model import imported
 from rich.console import Console
 
 import train
-from models import moe
 from shardlib.shardtypes import ShardError
 from shardwright.cluster.config import MeshConfig
 from shardwright.cluster.devices import make_mesh
+from shardwright.data.flat_tokens import Writer
+from shardwright.data.loader import DataConfig
+from shardwright.data.text.tokenizers import open_tokenizer
 from shardwright.modeling.model import load_model
+from shardwright.models import moe
 from shardwright.run.opening import trusted_options
 from shardwright.settings.program import refusal
-from shardwright_data.flat_tokens import Writer
-from shardwright_data.loader import DataConfig
-from shardwright_data.text.tokenizers import open_tokenizer
-from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
-from tools.evaluate import MeshChoice, OpenRun, Settings, StepChoice, evaluate
+from shardwright.tools import checkpoint_to_huggingface, huggingface_to_checkpoint
+from shardwright.tools.evaluate import MeshChoice, OpenRun, Settings, StepChoice, evaluate
 
 pytestmark = pytest.mark.long
 
@@ -319,7 +319,7 @@ def test_the_example_of_the_page(run, monkeypatch):
     harness = types.ModuleType("lm_eval")
     harness.simple_evaluate = lambda **asked: asked
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
-    monkeypatch.setattr("tools.evaluate.language_model", lambda scorer, tokenizer, weights: scorer)
+    monkeypatch.setattr("shardwright.tools.evaluate.language_model", lambda scorer, tokenizer, weights: scorer)
     names = {}
     exec(code.replace("runs/<name>", str(run)), names)
     assert names["results"]["model"].length == SEQ_LEN

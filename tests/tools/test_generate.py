@@ -17,12 +17,12 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 import train
+from shardwright.data.loader import DataConfig, StreamConfig
+from shardwright.data.text import definitions
+from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer
 from shardwright.modeling.model import load_model
 from shardwright.sampling.samples import TrainingSamples
-from shardwright_data.loader import DataConfig, StreamConfig
-from shardwright_data.text import definitions
-from shardwright_data.text.tokenizers import Tokenizer, open_tokenizer
-from tools.generate import MeshChoice, Settings, generate, quote_prompt, read_prompts
+from shardwright.tools.generate import MeshChoice, Settings, generate, quote_prompt, read_prompts
 
 ROOT = Path(__file__).parents[2]
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"

@@ -11,12 +11,12 @@ import pytest
 import zarr
 from numpy_checks import check_modules
 
-from shardwright_data import flat_tokens
-from shardwright_data.text import sources
-from shardwright_data.text import tokenizers as text_tokenizers
-from shardwright_data.text.definitions import train_bpe
-from tools import huggingface_to_flat_tokens as tool
-from tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
+from shardwright.data import flat_tokens
+from shardwright.data.text import sources
+from shardwright.data.text import tokenizers as text_tokenizers
+from shardwright.data.text.definitions import train_bpe
+from shardwright.tools import huggingface_to_flat_tokens as tool
+from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
 # Not text.definitions, whose large dictionaries take long to check.
 check_modules(flat_tokens)
@@ -185,7 +185,7 @@ def test_max_tokens_is_exact(tmp_path, bpe, kind, batch, monkeypatch):
 # ---- errors -------------------------------------------------------------------------------------------------------
 
 
-AUSTEN = SplitConfig(files=[str(ROOT / "tests/data/austen_validation.jsonl.xz")])
+AUSTEN = SplitConfig(files=[str(ROOT / "shardwright/shipped/austen_validation.jsonl.xz")])
 BPE = TokenizerConfig(kind="train_bpe")
 
 

@@ -9,10 +9,10 @@ from numpy_checks import check_modules
 from rich.console import Console
 from written_datasets import TEXTS, write
 
-from shardwright_data.text.definitions import train_bpe
-from shardwright_data.text.tokenizers import Tokenizer
-from tools import inspect_data
-from tools.inspect_data import Settings
+from shardwright.data.text.definitions import train_bpe
+from shardwright.data.text.tokenizers import Tokenizer
+from shardwright.tools import inspect_data
+from shardwright.tools.inspect_data import Settings
 
 check_modules(inspect_data)
 

@@ -10,7 +10,7 @@ import pytest
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.plan.step import Facts, PlannedStep
 from shardwright.inspect.plan.work import Op
-from tools.plan import calibration, rows, runs
+from shardwright.tools.plan import calibration, rows, runs
 
 HEADER = ",".join(runs.COLUMNS)
 TINY = "x1,torchtitan,2/64/4 vocab 256,2 H100,d2,1,2,32,bf16,full,F,0.5,,,"

@@ -17,9 +17,9 @@ from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.planning import SAVED, Change, advice, doubled, planned_change, planned_step
 from shardwright.modeling.model import load_model
 from shardwright.run.config import register_schema, to_config
-from tools.plan import compare
-from tools.plan.search import as_config, as_lines, search
-from tools.verify.meshes import all_meshes
+from shardwright.tools.plan import compare
+from shardwright.tools.plan.search import as_config, as_lines, search
+from shardwright.tools.verify.meshes import all_meshes
 
 ROOT = Path(__file__).parents[2]
 H100 = chip_of("h100")

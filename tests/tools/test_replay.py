@@ -1,4 +1,4 @@
-"""tools/replay: a step of a run again, equal to the bit; its documents; what makes a spike; how two runs differ."""
+"""tools.replay: a step of a run again, equal to the bit; its documents; what makes a spike; how two runs differ."""
 
 import dataclasses
 import io
@@ -22,17 +22,17 @@ from rich.console import Console
 import train
 from shardwright.cluster.config import MeshConfig
 from shardwright.cluster.devices import make_mesh
+from shardwright.data.flat_tokens import Writer
+from shardwright.data.loader import make_loader
 from shardwright.modeling.model import load_model
 from shardwright.run.opening import StagesChoice
 from shardwright.run.provenance import ROOT, keep_source, source_of
 from shardwright.run.stages import placement_of
-from shardwright_data.flat_tokens import Writer
-from shardwright_data.loader import make_loader
-from tools.replay import __main__ as program
-from tools.replay.__main__ import Settings, compare_with_log, plain, replay
-from tools.replay.documents import token_losses
-from tools.replay.session import Done, before, checkpoints_of
-from tools.replay.two_runs import rebuilt
+from shardwright.tools.replay import __main__ as program
+from shardwright.tools.replay.__main__ import Settings, compare_with_log, plain, replay
+from shardwright.tools.replay.documents import token_losses
+from shardwright.tools.replay.session import Done, before, checkpoints_of
+from shardwright.tools.replay.two_runs import rebuilt
 
 GARBAGE = 260
 """The document of the dataset with a spike that has tokens as no other."""

@@ -12,14 +12,14 @@ import tiny
 from recipes import SOURCE, line_of, module_of
 
 from shardwright.cluster.devices import make_mesh
+from shardwright.data.loader import in_microbatches
 from shardwright.inspect.statistics.of_run import StepWithoutStages
 from shardwright.modeling.model import load_model
 from shardwright.run.opening import fresh_state
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
-from shardwright_data.loader import in_microbatches
-from tools.replay import nonfinite
-from tools.replay.documents import _by_starts, on_host
+from shardwright.tools.replay import nonfinite
+from shardwright.tools.replay.documents import _by_starts, on_host
 
 pytestmark = pytest.mark.long
 

@@ -1,4 +1,4 @@
-"""tools/report on metrics written by hand, whose figures are known: the table, the plots, several runs, Markdown."""
+"""tools.report on metrics written by hand, whose figures are known: the table, the plots, several runs, Markdown."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tools.report.__main__ import Settings, show_report
-from tools.report.comparing import compare_runs
-from tools.report.plots import averaged, panels_of
-from tools.report.reading import find_runs, read_run
+from shardwright.tools.report.__main__ import Settings, show_report
+from shardwright.tools.report.comparing import compare_runs
+from shardwright.tools.report.plots import averaged, panels_of
+from shardwright.tools.report.reading import find_runs, read_run
 
 VALIDATION = {"event": "validation", "loss": 1.5, "bits_per_byte": 0.75}
 MEMORY = {"event": "memory", "peak_memory_bytes": 3 * 2**30, "source": "device"}

@@ -1,4 +1,4 @@
-"""The step by source line in the page of tools/report: the table, what is damaged, and links."""
+"""The step by source line in the page of shardwright/tools/report: the table, what is damaged, and links."""
 
 import json
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from written_runs import HLO, PROFILE, write_run, write_step
 
-from tools.report.comparing import compare_runs
-from tools.report.lines import step_by_line
-from tools.report.page import page
-from tools.report.reading import read_run
+from shardwright.tools.report.comparing import compare_runs
+from shardwright.tools.report.lines import step_by_line
+from shardwright.tools.report.page import page
+from shardwright.tools.report.reading import read_run
 
 pytestmark = pytest.mark.quick
 LINES = f"{PROFILE}/profile_by_line.json"

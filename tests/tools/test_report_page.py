@@ -1,4 +1,4 @@
-"""The page of tools/report: what it says of a run, whole, damaged or a stranger's; and how it looks, in Chromium."""
+"""The page of tools.report: what it says of a run, whole, damaged or a stranger's; and how it looks, in Chromium."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from browser import CHROMIUM, seen
 from rich.console import Console
 from written_runs import PROFILE, write_lines, write_run, write_step
 
-from tools.report.__main__ import Settings, show_report
-from tools.report.comparing import Comparison, compare_runs
-from tools.report.page import figure
-from tools.report.plots import Panel, panels_of
-from tools.report.reading import read_run
-from tools.report.sections import SECTIONS, head, microscope, samples, settings
+from shardwright.tools.report.__main__ import Settings, show_report
+from shardwright.tools.report.comparing import Comparison, compare_runs
+from shardwright.tools.report.page import figure
+from shardwright.tools.report.plots import Panel, panels_of
+from shardwright.tools.report.reading import read_run
+from shardwright.tools.report.sections import SECTIONS, head, microscope, samples, settings
 
 
 def report(*directories: Path) -> Comparison:

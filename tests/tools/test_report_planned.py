@@ -1,4 +1,4 @@
-"""What was planned beside what was measured, in the page of tools/report."""
+"""What was planned beside what was measured, in the page of shardwright/tools/report."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from written_runs import PROFILE, write_plan, write_run, write_step
 
-from tools.report.comparing import compare_runs
-from tools.report.page import page
-from tools.report.planned import planned_and_measured
-from tools.report.reading import read_run
+from shardwright.tools.report.comparing import compare_runs
+from shardwright.tools.report.page import page
+from shardwright.tools.report.planned import planned_and_measured
+from shardwright.tools.report.reading import read_run
 
 pytestmark = pytest.mark.quick
 

@@ -1,4 +1,4 @@
-"""What tools/schedule prints; docs/pipeline.md shows what it prints now."""
+"""What shardwright/tools/schedule prints; docs/pipeline.md shows what it prints now."""
 
 import ast
 import doctest
@@ -13,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from tools import schedule as tool
-from tools.schedule import Settings, simulated
+from shardwright.tools import schedule as tool
+from shardwright.tools.schedule import Settings, simulated
 
 pytestmark = pytest.mark.quick
 

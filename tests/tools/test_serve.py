@@ -23,10 +23,10 @@ from local_server import LocalServer, SilentHandler
 from rich.console import Console
 
 import train
+from shardwright.data.loader import DataConfig, StreamConfig
 from shardwright.modeling.model import load_model
-from shardwright_data.loader import DataConfig, StreamConfig
-from tools import serve
-from tools.generate import Settings, generate
+from shardwright.tools import serve
+from shardwright.tools.generate import Settings, generate
 
 ROOT = Path(__file__).parents[2]
 TEXT = "It is a truth universally acknowledged, that a <b>naïve</b> man in possession of a fortune, must be in want"

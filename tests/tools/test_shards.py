@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from tokenization import config, random_texts, small, tree, write_jsonl
 
-from shardwright_data import flat_tokens
-from tools import huggingface_to_flat_tokens as tool
-from tools.huggingface_to_flat_tokens import SplitConfig, TokenizerConfig
+from shardwright.data import flat_tokens
+from shardwright.tools import huggingface_to_flat_tokens as tool
+from shardwright.tools.huggingface_to_flat_tokens import SplitConfig, TokenizerConfig
 
 __all__ = ["small"]
 

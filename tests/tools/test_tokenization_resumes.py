@@ -10,11 +10,11 @@ import time
 import pytest
 from tokenization import config, driver, random_texts, small, tree, write_jsonl
 
-from shardwright_data.flat_tokens import Writer, work_on
-from shardwright_data.text import definitions
-from shardwright_data.text.worker_pool import map_in_order
-from tools import huggingface_to_flat_tokens as tool
-from tools.huggingface_to_flat_tokens import TokenizerConfig
+from shardwright.data.flat_tokens import Writer, work_on
+from shardwright.data.text import definitions
+from shardwright.data.text.worker_pool import map_in_order
+from shardwright.tools import huggingface_to_flat_tokens as tool
+from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
 
 __all__ = ["small"]
 

@@ -15,13 +15,13 @@ import zarr
 from rich.console import Console
 from written_datasets import write
 
+from shardwright.data.loader import DataConfig
+from shardwright.data.text import definitions
+from shardwright.data.text.tokenizers import open_tokenizer, tokenizer_of_run
+from shardwright.data.untrusted import MEMORY, check_types, read_file, read_object, refused
 from shardwright.run.files import read_config
-from shardwright_data.loader import DataConfig
-from shardwright_data.text import definitions
-from shardwright_data.text.tokenizers import open_tokenizer, tokenizer_of_run
-from shardwright_data.untrusted import MEMORY, check_types, read_file, read_object, refused
-from tools import huggingface_to_checkpoint, inspect_data
-from tools.generate import Settings, read_prompts
+from shardwright.tools import huggingface_to_checkpoint, inspect_data
+from shardwright.tools.generate import Settings, read_prompts
 
 QUIET = Console(file=io.StringIO())
 DEEP = "[" * 10**5 + "]" * 10**5

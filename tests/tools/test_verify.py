@@ -1,4 +1,4 @@
-"""tools/verify: what it compares, and that it names the tensor and the line where an edited train.py goes wrong."""
+"""tools.verify: what it compares, and that it names the tensor and the line where an edited train.py goes wrong."""
 
 import dataclasses
 import shutil
@@ -12,13 +12,13 @@ from verifying import ROOT, verify
 
 import train
 from shardwright.cluster.config import MeshConfig
+from shardwright.data.loader import TokenBatch
 from shardwright.run.config import PipelineConfig
-from shardwright_data.loader import TokenBatch
-from tools.verify.__main__ import small
-from tools.verify.compare import error_of
-from tools.verify.inputs import Inputs, with_planted
-from tools.verify.meshes import ONE_DEVICE, all_meshes, mesh_of
-from tools.verify.step import by_layer, in_order, on_host
+from shardwright.tools.verify.__main__ import small
+from shardwright.tools.verify.compare import error_of
+from shardwright.tools.verify.inputs import Inputs, with_planted
+from shardwright.tools.verify.meshes import ONE_DEVICE, all_meshes, mesh_of
+from shardwright.tools.verify.step import by_layer, in_order, on_host
 
 SOURCE = (ROOT / "train.py").read_text()
 
@@ -165,7 +165,7 @@ BUGS = {  # what is copied and edited, the edit, the first tensor that differs, 
         (),
     ),
     "a model of one's own": (
-        ("models/gpt2.py", "own/mine.py"),
+        ("shardwright/models/gpt2.py", "own/mine.py"),
         "save_for_backward(attended[..., 0, :])",
         "save_for_backward(attended[..., 0, :] * shardops.axis_size('t'))",
         "metric loss",
@@ -231,7 +231,9 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
     before = edited.read_text()
     assert before.count(text) == 1
     edited.write_text(before.replace(text, instead))
-    done = verify(tmp_path, *settings, name="local_gpt2" if source == "models/gpt2.py" else "local_test_synthetic")
+    done = verify(
+        tmp_path, *settings, name="local_gpt2" if source == "shardwright/models/gpt2.py" else "local_test_synthetic"
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     mesh = "p=2 r=1 d=2 t=2" if source == "shardlib" else "r=2 d=2 t=2"
     assert f"DIFFERS on {mesh}: the first tensor that differs is the {tensor}, by " in done.stdout

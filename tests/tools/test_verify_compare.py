@@ -1,4 +1,4 @@
-"""tools/verify/compare.py: the first value of a program that differs from one device, and its line."""
+"""shardwright/tools/verify/compare.py: the first value of a program that differs from one device, and its line."""
 
 import types
 from pathlib import Path
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib import marks
 from shardlib.proof.domain import UNIFORM, Dim, Part, Value, cut, whole
-from tools.verify.compare import assembled, first_difference
+from shardwright.tools.verify.compare import assembled, first_difference
 
 SIZES = {"r": 2, "d": 2, "t": 2}
 

@@ -23,11 +23,11 @@ from wrong_edits import EDITS
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run.step import trace_step
-from tools.verify.__main__ import small
-from tools.verify.compare import causes
-from tools.verify.inputs import make_inputs
-from tools.verify.meshes import ONE_DEVICE, abstract_mesh_of, mesh_of
-from tools.verify.step import fresh_state
+from shardwright.tools.verify.__main__ import small
+from shardwright.tools.verify.compare import causes
+from shardwright.tools.verify.inputs import make_inputs
+from shardwright.tools.verify.meshes import ONE_DEVICE, abstract_mesh_of, mesh_of
+from shardwright.tools.verify.step import fresh_state
 
 BUGS = [edit for edit in EDITS if edit.gate == "verify"]
 SIZES = {2: {"d": (1, 2, 1), "t": (1, 1, 2)}, 4: {"d": (1, 2, 2), "t": (1, 2, 2)}, 8: {"d": (2, 2, 2), "t": (2, 2, 2)}}

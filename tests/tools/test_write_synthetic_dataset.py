@@ -9,8 +9,8 @@ import pytest
 import zarr
 from numpy_checks import check_modules
 
-from shardwright_data import flat_tokens
-from tools import write_synthetic_dataset as tool
+from shardwright.data import flat_tokens
+from shardwright.tools import write_synthetic_dataset as tool
 
 check_modules(flat_tokens, tool)
 

@@ -9,8 +9,8 @@ import pytest
 import tiny
 from gradients import loss_and_gradients
 
+from shardwright.data.loader import TokenBatch
 from shardwright.modeling import rope
-from shardwright_data.loader import TokenBatch
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from recipes import RECIPES, ROOT, SOURCE, changed, hunks, module_of
 from redrawn import redrawn
 from verifying import verify
 
+from shardwright.data.loader import TokenBatch
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
@@ -32,7 +33,6 @@ from shardwright.run.opening import fresh_state
 from shardwright.run.reference import read_reference
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
-from shardwright_data.loader import TokenBatch
 
 EVERY_LONG = pytest.mark.long(every_case=True)
 MESHES = ("one device", "d=2 t=2", "p=2 d=2 t=2")
@@ -621,7 +621,7 @@ def test_a_metric_computed_on_the_host(tmp_path):
         np.testing.assert_allclose(rank, np.sum(w**2) / np.linalg.eigvalsh(w.T @ w)[-1], rtol=1e-4)
 
 
-EXCHANGE = "\nfrom tools.huggingface.families import from_huggingface, to_huggingface\n"
+EXCHANGE = "\nfrom shardwright.tools.huggingface.families import from_huggingface, to_huggingface\n"
 
 
 def with_products(w):

@@ -9,16 +9,16 @@ import tiny
 from jax.sharding import AbstractMesh, AxisType
 
 import train
+from shardwright.data.loader import TokenBatch
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling import attention_calls, context
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from shardwright.run.step import trace_step
-from shardwright_data.loader import TokenBatch
-from tools.verify.compare import TOLERANCE, errors_of
-from tools.verify.inputs import make_inputs
-from tools.verify.meshes import ONE_DEVICE, mesh_of
-from tools.verify.step import fresh_state, tensors_of_step
+from shardwright.tools.verify.compare import TOLERANCE, errors_of
+from shardwright.tools.verify.inputs import make_inputs
+from shardwright.tools.verify.meshes import ONE_DEVICE, mesh_of
+from shardwright.tools.verify.step import fresh_state, tensors_of_step
 
 WAYS = {  # training.context, training.attention
     "gather, einsum": ("gather", "einsum"),

@@ -112,7 +112,7 @@ def band_of(curves: list[list[float]], compute_dtype: str) -> np.ndarray:
     """How far from the first of `curves` the loss after each step may be: 8 times the largest difference so far.
 
     The curves are of unbroken runs that differ in the order of their sums alone, one on each mesh. At least it is what
-    tools/verify allows a loss: a thirty-second of a rounding of the compute dtype, and 2**-20 of the loss.
+    shardwright/tools/verify allows a loss: a thirty-second of a rounding of the compute dtype, and 2**-20 of the loss.
     """
     curves = np.array(curves)
     spread = np.maximum.accumulate(np.abs(curves - curves[0]).max(axis=0))

@@ -7,11 +7,11 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
-from models import gpt2
 from shardlib.op_checks import varying
 from shardlib.values import is_opaque
 from shardwright.modeling.model import compute_scope, load_model
 from shardwright.modeling.weights import initialize
+from shardwright.models import gpt2
 
 AXES = ("p", "r", "d", "t")
 NORMS, MATRICES = "f32 layers/p M", "act layers/p M K/t D"

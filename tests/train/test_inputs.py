@@ -17,12 +17,12 @@ from own_model import MINE, PAGE, SIZES, imported
 
 import train
 from shardlib.shardtypes import bool_, u32
+from shardwright.data import flat_tokens
+from shardwright.data.loader import DataConfig, SourceConfig, StreamConfig, make_loader
 from shardwright.modeling.model import Tokens, load_model
 from shardwright.sampling.sampler import Sampler, Sampling
-from shardwright_data import flat_tokens
-from shardwright_data.loader import DataConfig, SourceConfig, StreamConfig, make_loader
-from tools.verify.inputs import random_batch
-from tools.verify.step import type_check
+from shardwright.tools.verify.inputs import random_batch
+from shardwright.tools.verify.step import type_check
 
 check_modules(flat_tokens)
 

@@ -20,8 +20,8 @@ from shardlib.placement import LayerPlacement
 from shardlib.schedules import in_a_ring, schedule_of
 from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
 from shardlib.tick_tables import tick_table
+from shardwright.data.loader import DataConfig, FlatTokensLoader, batch_shapes
 from shardwright.run.stages import InTurn
-from shardwright_data.loader import DataConfig, FlatTokensLoader, batch_shapes
 
 MESH = "r=2 d=2 t=2"
 

@@ -8,7 +8,7 @@ from huggingface_models import losses_and_gradients, their_logits
 from llama_truth import compare, llama
 
 import train
-from shardwright_data.loader import TokenBatch
+from shardwright.data.loader import TokenBatch
 
 EVERY_LONG = pytest.mark.long(every_case=True)
 

@@ -2,8 +2,8 @@
 
 The first gate is tracing, on a mesh of r=2, d=2, t=2 that has no devices, and on one of p=2 more. A mutant that passes
 it is harmless if its program is the same to the letter (the StableHLO of training and evaluation step, in each of
-CONFIGS), or if it only leaves out to gather weights ahead, which are then gathered at their use: tools/verify sees the
-same numbers. Else it is for verify_only, and the second gate, tools/verify, must reject it.
+CONFIGS), or if it only leaves out to gather weights ahead, which are then gathered at their use: tools.verify sees the
+same numbers. Else it is for verify_only, and the second gate, tools.verify, must reject it.
 
     python -m pytest -m slow -s tests/train/test_mutation_score.py      prints the score of both gates, on all cores
 """

@@ -17,16 +17,16 @@ from losses_of_runs import losses
 from rich.console import Console
 
 import train
+from shardwright.data.flat_tokens import Writer
+from shardwright.data.loader import SourceConfig, TokenBatch
 from shardwright.modeling.model import load_model
 from shardwright.run.changes import loader_at, steps_of, tokens_before
 from shardwright.run.config import check_config
 from shardwright.run.opening import StagesChoice
 from shardwright.run.resuming import check_resumes, saved_config
-from shardwright_data.flat_tokens import Writer
-from shardwright_data.loader import SourceConfig, TokenBatch
-from tools.replay.__main__ import Settings, replay
-from tools.replay.session import opened
-from tools.replay.two_runs import compared, recorded
+from shardwright.tools.replay.__main__ import Settings, replay
+from shardwright.tools.replay.session import opened
+from shardwright.tools.replay.two_runs import compared, recorded
 
 LENGTHS = [{"step": 3, "training.seq_len": 32}, {"step": 6, "training.batch_size": 16, "optimizer.learning_rate": 1e-3}]
 

@@ -14,10 +14,10 @@ import rule_models as models
 import tiny
 
 import train
+from shardwright.data.loader import TokenBatch
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.blockwise import BLOCKS
 from shardwright.run.step import trace_step
-from shardwright_data.loader import TokenBatch
 
 ROWS = 4
 LENGTHS = {"einsum": 16, "blockwise": BLOCKS["cpu"] + 32}

@@ -18,8 +18,8 @@ import train
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import check_table
 from shardwright.run.config import Config, check_divides
-from tools.verify.meshes import all_meshes, some_of
-from tools.verify.step import type_check
+from shardwright.tools.verify.meshes import all_meshes, some_of
+from shardwright.tools.verify.step import type_check
 
 ROOT = Path(__file__).parents[2]
 DEVICES = 2048

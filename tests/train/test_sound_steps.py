@@ -15,10 +15,10 @@ from traced_steps import GPT2, program
 from wrong_edits import EDITS, OF_MODELS
 
 import train
-from models import family, gpt2, moe
 from shardlib.shardtypes import ShardError
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
+from shardwright.models import family, gpt2, moe
 from shardwright.run.config import PipelineConfig
 from shardwright.run.step import Step, trace_step
 

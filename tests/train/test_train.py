@@ -18,11 +18,11 @@ from shipped import load
 import train
 from shardlib.shardtypes import f32
 from shardwright.cluster.devices import make_mesh
+from shardwright.data.loader import TokenBatch
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
 from shardwright.run.config import check_divides
 from shardwright.run.metrics import RunLog
-from shardwright_data.loader import TokenBatch
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,12 +6,12 @@ A run starts this module as a program, which writes the table and the picture.
 import sys
 from pathlib import Path
 
+from shardwright.data.untrusted import read_file
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.picture import draw
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import Table
 from shardwright.run.files import write_json, write_whole
-from shardwright_data.untrusted import read_file
 
 _MOST_BYTES = 2**30
 """Largest size of an HLO text."""

@@ -9,7 +9,7 @@ from shardwright.inspect.compiled.hlo import Computation, Frame, Instruction, Pr
 from shardwright.inspect.compiled.operations import NO_WORK
 
 WITHOUT_LINE = "without a line"
-_HELPERS = ("jax_extra.py",)
+_HELPERS = ("shardwright/jax_extra.py",)
 _LIBRARY = "shardlib"
 _NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
 """Opcodes whose line tells nothing about their neighbors."""

@@ -4,8 +4,8 @@ import html
 import itertools
 from collections.abc import Iterable
 
+from shardwright.data.untrusted import shown
 from shardwright.inspect.compiled.table import KINDS, Row, Table, around, in_bytes
-from shardwright_data.untrusted import shown
 
 _WIDTH, _MARGIN, _INDENT, _LETTER = 1180, 16, 10, 7.3
 _AXES = {"r": "#cc79a7", "d": "#0072b2", "t": "#d55e00", "p": "#009e73", "e": "#8c6bb1", "c": "#7f6000"}

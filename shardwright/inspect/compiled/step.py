@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwright.data.untrusted import read_text
 from shardwright.inspect.compiled.hlo import Computation, Instruction, Program
 from shardwright.inspect.compiled.lines import WITHOUT_LINE, Places, phase_of
 from shardwright.inspect.compiled.operations import NO_WORK, Work, works_of
 from shardwright.inspect.compiled.table import Row, Section, Table, around
-from shardwright_data.untrusted import read_text
 
 _LOOPS = {"run_layers": "layers", "gradients": "groups of microbatches", "_run": "ticks"}
 """What the loop of a function iterates over."""

@@ -5,7 +5,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from shardwright_data.untrusted import COPY_AGAIN, LARGE, read_object
+from shardwright.data.untrusted import COPY_AGAIN, LARGE, read_object
 
 KINDS = {
     "collective": "Collectives: a device sends",

@@ -11,11 +11,11 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jax_extra import SAVED
 from shardlib import equations
 from shardlib.equations import IDENTITIES, Atom, Eqn, axes_of, body_of, called, is_variable, kinds, words
 from shardlib.places import is_users, place
 from shardwright.inspect.compiled.lines import phase_of
+from shardwright.jax_extra import SAVED
 from shardwright.modeling.planned_attention import KERNEL
 
 ALIASES = IDENTITIES | kinds("unreduced") | words("reshape squeeze transpose copy reduce_precision")

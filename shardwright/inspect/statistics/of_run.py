@@ -9,11 +9,11 @@ import jax
 from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import Array, make_shardings
 from shardwright.cluster.watch import pause
+from shardwright.data.loader import TokenBatch
 from shardwright.inspect.statistics.collect import Statistics
 from shardwright.run.config import check_divides
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.run.step import Step
-from shardwright_data.loader import TokenBatch
 
 if TYPE_CHECKING:
     from train import State

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-import jax_extra
 from shardlib import layers
 from shardlib.equations import CALLS, called, frames_of
 from shardlib.places import is_installed
 from shardlib.proof.equation import Equation
+from shardwright import jax_extra
 from shardwright.inspect.statistics.rerun import Path
 
 GRADIENT = "gradient"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright_data.untrusted import number, shown
+from shardwright.data.untrusted import number, shown
 
 COLUMNS = {
     "rms": ("rms", "root of the mean of the squares"),

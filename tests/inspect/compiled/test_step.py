@@ -13,11 +13,11 @@ import tiny
 from hlo_texts import HEAD, TEXT
 from step_text import table_of
 
-from models import gpt2
 from shardwright.cluster.devices import make_mesh
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import Table, as_text, in_bytes, in_flops, read_table
+from shardwright.models import gpt2
 from shardwright.run.files import write_json
 
 MESH = {"d": 2, "t": 2}
@@ -253,7 +253,7 @@ def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatch
     assert files.pop("shardwright/run/stages.py", set()) == ({"p"} if "p" in mesh else set())
     assert set(files) == {
         "train.py",
-        *{"gpt2": ["models/gpt2.py"], "llama with muon": ["shardwright/optimizers/muon.py"]}.get(model, []),
+        *{"gpt2": ["shardwright/models/gpt2.py"], "llama with muon": ["shardwright/optimizers/muon.py"]}.get(model, []),
     }
 
 

@@ -13,8 +13,6 @@ import step_text
 import tiny
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_extra import KEPT, SAVED
-from models import family
 from shardlib.axes import AXES
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.plan.graph import graph_of
@@ -22,10 +20,12 @@ from shardwright.inspect.plan.kernels import kind_of, peak_of, product_shape
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.plan.step import _again
 from shardwright.inspect.planning import mesh_sizes, planned_step
+from shardwright.jax_extra import KEPT, SAVED
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of
+from shardwright.models import family
 from shardwright.optimizers.config import GroupConfig
-from tools.plan.screen import as_text
+from shardwright.tools.plan.screen import as_text
 
 KINDS = {"all_gather": "all-gather", "psum_scatter": "reduce-scatter", "psum": "all-reduce"}
 KINDS |= {"ppermute": "collective-permute"}

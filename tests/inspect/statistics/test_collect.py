@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from recipes import SOURCE, line_of, module_of
 
 import train
-from jax_extra import save_for_backward
 from shardwright.cluster.devices import make_mesh
 from shardwright.inspect.statistics.collect import Statistics
 from shardwright.inspect.statistics.measures import bits, finished, sums
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.inspect.statistics.points import saved_points
+from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.model import load_model
 from shardwright.run.stages import placement_of
 from shardwright.run.step import Step, trace_step

@@ -1,0 +1,54 @@
+"""The command `shardwright`: `shardwright train`, and each program in shardwright/tools, such as `shardwright plan`."""
+
+import ast
+import importlib
+import os
+import pkgutil
+import runpy
+import sys
+import textwrap
+from pathlib import Path
+
+from shardlib.parsing import did_you_mean
+from shardwright.trainer import trainer_name
+
+TOOLS = Path(__file__).parent / "tools"
+USAGE = "usage: shardwright <command> [settings]; `shardwright <command> --help` lists the settings of a command"
+
+
+def commands() -> dict[str, Path]:
+    """Files of the programs, by command. `train` is that of `trainer_name`."""
+    found = {"train": TOOLS.parent / "train.py"}
+    for _, name, is_package in pkgutil.iter_modules([str(TOOLS)]):
+        file = TOOLS / name / "__main__.py" if is_package else TOOLS / f"{name}.py"
+        if file.exists():
+            found[name] = file
+    return found
+
+
+def first_line_of(file: Path) -> str:
+    """First line of a program's docstring, cut for a terminal of 80 columns."""
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return textwrap.shorten(text.partition("\n")[0], 50, placeholder="…")
+
+
+def main() -> None:
+    """Runs the program that the first argument names, with the others as its command line."""
+    command, *arguments = sys.argv[1:] or ["--help"]
+    known = commands()
+    if command in ("--help", "-h"):
+        print("\n".join([USAGE, "", *(f"  {name:27}{first_line_of(file)}" for name, file in known.items())]))
+        return
+    folder, _, part = command.partition(".")  # plan.search is a part of plan
+    if folder not in known or (part and not (TOOLS / folder / f"{part}.py").exists()):
+        sys.exit(f"Error: there is no command {command!r}.{did_you_mean(command, known)} {USAGE}.")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: models of the project are found there
+    sys.argv = [f"shardwright {command}", *arguments]
+    if command == "train":
+        importlib.import_module(trainer_name()).main()
+    else:
+        runpy.run_module(f"shardwright.tools.{command}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

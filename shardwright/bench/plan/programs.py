@@ -1,0 +1,130 @@
+"""Compiles programs for TPUs and GPUs without having one, and keeps them as files in a directory.
+
+Compiling needs no driver or device, but a separate environment with the compilers and the JAX version of constraints/:
+
+    pip install -c constraints/py3.11.txt -e . libtpu==0.0.42.1 jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 \
+        nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-cudnn-cu13
+
+A program <name> is in <name>.txt.gz, facts that only its compiler knows in <name>.json. Existing programs are kept, so
+an interrupted command resumes; after a change of source or settings, use another directory.
+"""
+
+import collections
+import concurrent.futures
+import gzip
+import importlib.util
+import json
+import multiprocessing
+import os
+import string
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from shardwright.bench.common import first_line, parser_of
+from shardwright.bench.plan.clock import Clock
+from shardwright.cluster import chips, devices
+from shardwright.inspect.compiled import hlo, step
+from shardwright.run.compiling import with_mesh
+from shardwright.run.files import write_json
+
+GPUS = {"h100": 84_942_979_072, "h200": 151_397_597_184}
+"""Memory of each chip, in bytes."""
+TPUS = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v7x": "tpu7x:2x2x1"}
+OPTIONS = {
+    # Autotuning needs a device. Without it, Triton's matmuls would get a bad tile size.
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    # Annotates operations with seconds, and schedules by them.
+    "xla_gpu_collect_cost_model_stats": True,
+    "xla_gpu_enable_analytical_sol_latency_estimator": True,
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
+
+
+def options_of(page: str | None, chips: list[str], default: list[str], rows: list[str], arguments: list[str] | None):
+    """Parses the command line: which rows and `chips` to compile; by default all rows and the chips in `default`."""
+    parser = parser_of(page)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the programs")
+    parser.add_argument("--chips", nargs="+", choices=chips, default=default)
+    parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
+    parser.add_argument("--lines", action="store_true", help="also print the lines that differ")
+    return parser.parse_args(arguments)
+
+
+def devices_of(chip: str, count: int, hosts: int = 1) -> Any:
+    """Returns this many devices to compile for."""
+    if chip in TPUS:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
+    else:
+        known = chips.chip_of(chip)
+        values = {"name": known.kinds[0], "memory": GPUS[chip], "bandwidth": f"{known.memory_bandwidth:.0f}"}
+        config = string.Template(Path(__file__).with_name("gpu.txtpb").read_text()).substitute(values)
+        target = {"target_config": config, "topology": f"1x{hosts}x{count // hosts}"}
+        topology = topologies.get_topology_desc(platform="cuda", **target)
+    return topology.devices[:count]
+
+
+def write(path: Path, chip: str, lowered: jax.stages.Lowered, options: Mapping, mesh: Any, facts: Mapping) -> None:
+    """Compiles a program for a mesh. Writes its text, and facts with its chip and peak memory."""
+    options = {**options, **(OPTIONS if chip in GPUS else {})}
+    made: Any = lowered.compile(
+        compiler_options=devices.known_options(options, lambda line: print(line, file=sys.stderr))
+    )
+    Path(f"{path}.txt.gz").write_bytes(gzip.compress(with_mesh(made.as_text(), mesh).encode()))
+    peak = made.memory_analysis().peak_memory_in_bytes
+    write_json(Path(f"{path}.json"), {"chip": chip, **facts, "peak_bytes": peak})
+
+
+def apart(made: Callable[..., Any], *arguments: object) -> None:
+    """Runs `made(*arguments)` in a separate process, on the CPU, with CUDA's libraries if they are installed."""
+    nvidia = importlib.util.find_spec("nvidia")
+    places = [Path(place, "cu13") for place in nvidia.submodule_search_locations or ()] if nvidia else []
+    flags = [f"--xla_gpu_cuda_data_dir={place}" for place in places if place.exists()]
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "TPU_STDERR_LOG_LEVEL": "3"}
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(made, *arguments).result()
+
+
+def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable[..., Any], show: Callable[..., Any]) -> int:
+    """Makes missing programs with `make(path, *name)`, and shows each with `show(name, text, facts)`.
+
+    Returns how many could not be made or shown; the others still are.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_platforms", "cpu")  # libtpu serves one process at a time
+    failed = 0
+    for name in names:
+        path = out / ".".join(name)
+        try:
+            if not Path(f"{path}.json").exists():
+                apart(make, path, *name)
+            text = gzip.decompress(Path(f"{path}.txt.gz").read_bytes()).decode()
+            show(name, text, json.loads(Path(f"{path}.json").read_text()))
+        except Exception as error:  # a compiler may reject a program, or be missing
+            print(path.name, first_line(error), flush=True)
+            failed += 1
+    return failed
+
+
+def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict[str, Any]:
+    """Reads from a program: bytes of state, FLOPs, bytes sent by line, operation and axes, and on GPUs its clock."""
+    program = hlo.parse(text)
+    table, flops, sent = step.describe(program), 0.0, collections.defaultdict[Any, float](float)
+    state = (i for i in program.entry.instructions.values() if i.opcode == "parameter" and i.op_name[:6] == "state.")
+    share = facts.get("local_attention", 1) / facts.get("ticks", 1)  # fraction of ticks in which a device runs a task
+    for row in table.rows:
+        times = row.count * row.turns * (share if row.sometimes else 1)
+        if row.kind == "matmul":
+            flops += row.size * times
+        elif row.kind == "collective":
+            sent[row.line.removeprefix("~"), row.what, " ".join(sorted(row.axes.split()))] += row.size * times
+    found = {"program": program, "state": sum(i.bytes for i in state), "FLOPs": flops, "sent": sent}
+    if facts["chip"] in GPUS:
+        found["clock"] = clock = Clock(program, table, chips.chip_of(facts["chip"]), facts, attention)
+        found["seconds"] = clock.seconds(program.entry)
+    return found

@@ -1,0 +1,217 @@
+"""Makes batches from flat-tokens datasets, one or a mixture: a pure function of datasets, weights, seed and step."""
+
+import collections
+import functools
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwright.data import flat_tokens
+from shardwright.data.flat_tokens.reader import CACHE_BYTES
+from shardwright.data.loader.batches import NO_EPOCHS, Loader, Piece, TokenBatch
+from shardwright.data.loader.config import DataConfig, SourceConfig
+from shardwright.data.loader.order import BLOCK, PERIOD, Indices, Quotas, permute
+from shardwright.data.text.tokenizers import ByteLengths, byte_lengths_of_datasets
+
+
+class Source:
+    """Reads the sequences of one dataset, numbered over all epochs.
+
+    Args:
+        source: the dataset.
+        data: how to read it.
+        split: of the dataset.
+        seq_len: tokens in a sequence.
+        inputs: names of the inputs of the batches.
+        options: of its flat_tokens.Reader.
+
+    Raises:
+        ValueError: the dataset or an input is missing, damaged or too short.
+    """
+
+    def __init__(
+        self, source: SourceConfig, data: DataConfig, split: str, seq_len: int, inputs: Sequence[str], **options: Any
+    ):
+        self.config, self._data, self._seq_len, self._inputs = source, data, seq_len, inputs
+        read: dict[str, None] = dict.fromkeys([*inputs, *([] if data.loss_mask is None else [data.loss_mask])])
+        self.dataset = flat_tokens.Reader(source.filespec, split, inputs=tuple(read), **options)
+        tokens = self.dataset.num_tokens
+        self.sequences_per_epoch = tokens // seq_len if data.sequence_packing else self.dataset.num_documents
+        if self.sequences_per_epoch == 0:
+            raise ValueError(
+                f"{self.dataset.path} is too short: {tokens} tokens do not fill one sequence of seq_len {seq_len}. "
+                "Use a shorter seq_len or a larger dataset."
+            )
+
+    def spans(self, numbers: Indices) -> tuple[Indices, Indices]:
+        """Returns `(starts, lengths)`, in tokens of the dataset, of sequences given by their numbers."""
+        epoch, index = np.divmod(numbers, self.sequences_per_epoch)
+        if self._data.shuffle:
+            index = permute(index, self.sequences_per_epoch, self._data.seed, epoch)
+        if self._data.sequence_packing:
+            return index * self._seq_len, np.full_like(index, self._seq_len)
+        starts, lengths = self.dataset.document_spans(index)
+        return starts, np.minimum(lengths, self._seq_len)
+
+    def number_after(self, before: "Source", number: int) -> int:
+        """Returns the number of the next sequence after the first `number` sequences of `before`, of the same dataset.
+
+        If seq_len differs, it is the first that begins after as many tokens of the epoch, or the next epoch's first.
+        """
+        epoch, index = divmod(number, before.sequences_per_epoch)
+        if self._data.sequence_packing:
+            index = min(-(-index * before._seq_len // self._seq_len), self.sequences_per_epoch)
+        return epoch * self.sequences_per_epoch + index
+
+    def sequences(self, numbers: Indices) -> TokenBatch:
+        """Reads sequences, given by their numbers."""
+        starts, lengths = self.spans(numbers)
+        is_token = np.arange(self._seq_len) < lengths[:, None]
+        encoded = np.zeros(is_token.shape, np.uint32)
+        encoded[is_token] = self.dataset.read(starts, lengths)
+        targets, is_seq_start = flat_tokens.decode(encoded)
+        if targets.max() > self.dataset.max_token_id:
+            raise ValueError(
+                f"{self.dataset.path} holds the token id {targets.max()}, but its attribute max_token_id is "
+                f"{self.dataset.max_token_id}. Write or copy the dataset again."
+            )
+        inputs, loss_mask = np.zeros((*is_token.shape, len(self._inputs)), np.uint32), is_token.copy()
+        for i, name in enumerate(self._inputs):
+            inputs[is_token, i] = self.dataset.read(starts, lengths, name)
+        if self._data.loss_mask is not None:
+            loss_mask[is_token] = self.dataset.read(starts, lengths, self._data.loss_mask) != 0
+        return TokenBatch(targets, is_seq_start, loss_mask, inputs if self._inputs else None)
+
+
+class FlatTokensLoader(Loader):
+    """Loads batches of one split of a flat-tokens dataset, or of several mixed by weight.
+
+    Any step can be read at any time, from several threads, at the same cost.
+
+    Args:
+        config: the dataset, or the mixture, and its order.
+        after: loader of the batches before `first`, if settings change there. Its datasets continue where they were.
+        first: index of the first batch.
+        batches: arguments of Loader.
+        options: the same, by name.
+
+    Raises:
+        ValueError: a dataset or an input is missing, damaged or too short, token ids exceed the vocabulary, a weight
+            is too small, or the mesh or the microbatches do not divide a batch.
+    """
+
+    parallel_loads = 8
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *batches: Any,
+        after: "FlatTokensLoader | None" = None,
+        first: int = 0,
+        **options: Any,
+    ):
+        super().__init__(*batches, **options)
+        self._after, self._first = after, first
+        named = config.mixture or {None: SourceConfig(config.filespec or "")}
+        self.quotas = Quotas([source.weight for source in named.values()], config.seed)
+        options = {"cache_bytes": CACHE_BYTES // len(named), "inputs": self.inputs}
+        self.sources: dict[str | None, Source] = {}
+        """Sources by their names in the mixture; None for a single dataset."""
+        for (name, source), share in zip(named.items(), self.quotas.shares.tolist(), strict=True):
+            if share < 1:
+                raise ValueError(
+                    f"mixture.{name}.weight is {source.weight}, less than one sequence in {BLOCK * PERIOD}. Give it a "
+                    "larger weight or remove the source."
+                )
+            self.sources[name] = Source(source, config, self.split, self.seq_len, **options)
+            path, largest = self.sources[name].dataset.path, self.sources[name].dataset.max_token_id
+            if self.vocab_size is not None and largest >= self.vocab_size:
+                raise ValueError(
+                    f"{path} has token ids up to {largest}, but the model's vocabulary is {self.vocab_size}. Set the "
+                    f"vocabulary to {largest + 1} or more, or choose a dataset made with the model's tokenizer."
+                )
+        self.num_tokens = sum(source.dataset.num_tokens for source in self.sources.values())
+        read = after._read_before(first) if after else {}
+        begins = ((source, *read.get(dataset, (source, 0))) for dataset, source in self._datasets())
+        self._begins = np.array([source.number_after(before, number) for source, before, number in begins])
+        """Number of the first sequence of each source."""
+
+    def _numbers(self, step: int) -> np.ndarray:
+        """Returns the number of each source's next sequence at the batch of `step`."""
+        return self._begins + self.quotas.before((step - self._first) * self.batch_size)
+
+    def _datasets(self) -> Iterator[tuple[tuple[str, int], Source]]:
+        """Yields each source with the key of its dataset: fingerprint, and number of earlier sources with the same."""
+        seen = collections.Counter()
+        for source in self.sources.values():
+            yield (source.dataset.fingerprint, seen[source.dataset.fingerprint]), source
+            seen[source.dataset.fingerprint] += 1
+
+    def _read_before(self, step: int) -> dict[tuple[str, int], tuple[Source, int]]:
+        """Maps each dataset read by batches before `step` to its source and the number of its next sequence."""
+        read = self._after._read_before(self._first) if self._after else {}
+        numbers = zip(self._datasets(), self._numbers(step).tolist(), strict=True)
+        return read | {dataset: (source, number) for (dataset, source), number in numbers}
+
+    def locate(self, step: int, indices: Indices) -> list[tuple[str | None, np.ndarray, np.ndarray]]:
+        """Lists each source in the batch of `step`: name, positions of its sequences in `indices`, their numbers."""
+        which, numbers = self.quotas.locate((step - self._first) * self.batch_size + indices)
+        numbers = numbers + self._begins[which]
+        found = []
+        for i, name in enumerate(self.sources):
+            places = np.flatnonzero(which == i)
+            if places.size:
+                found.append((name, places, numbers[places]))
+        return found
+
+    def sequences(self, step: int, indices: Indices) -> TokenBatch:
+        """Reads sequences of the batch of `step`, as Loader.sequences describes."""
+        found = self.locate(step, indices)
+        parts = [self.sources[name].sequences(numbers) for name, _, numbers in found]
+        back = np.argsort(np.concatenate([places for _, places, _ in found]))
+        return jax.tree.map(lambda *of_sources: np.concatenate(of_sources)[back], *parts)
+
+    def pieces(self, step: int) -> list[Piece]:
+        """Lists the parts of documents in the batch of `step`, as Loader.pieces describes."""
+        pieces = []
+        for name, indices, numbers in self.locate(step, np.arange(self.batch_size)):
+            source = self.sources[name]
+            starts, lengths = source.spans(numbers)
+            firsts, lasts = np.split(source.dataset.documents_at(np.concatenate([starts, starts + lengths - 1])), 2)
+            documents = np.concatenate([np.arange(a, b + 1) for a, b in zip(firsts, lasts, strict=True)])
+            indices, starts, ends = (np.repeat(x, lasts - firsts + 1) for x in (indices, starts, starts + lengths))
+            begins, sizes = source.dataset.document_spans(documents)
+            low, high = np.maximum(starts, begins), np.minimum(ends, begins + sizes)
+            columns = indices, low - starts, documents, low - begins, high - low
+            pieces += [Piece(*row, source=name) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        return sorted(pieces, key=lambda piece: (piece.sequence, piece.position))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Returns the identity of each dataset, as Loader.state describes, and of those `before` the `first` batch."""
+        return ({"before": self._after.state(step), "first": self._first} if self._after else {}) | {
+            "dataset" if name is None else f"mixture.{name}": source.dataset.fingerprint
+            for name, source in self.sources.items()
+        }
+
+    def epochs_before(self, step: int) -> Fraction:
+        """Counts passes over the dataset before the batch of `step`, as Loader.epochs_before describes."""
+        if len(self.sources) != 1:
+            raise ValueError(NO_EPOCHS)
+        (source,) = self.sources.values()
+        return Fraction(int(self._numbers(step)[0]), source.sequences_per_epoch)
+
+    def epoch_steps(self) -> dict[str, Fraction]:
+        """Computes the number of batches per epoch of each source. The next epoch follows without a gap."""
+        total = int(self.quotas.shares.sum())
+        return {
+            name or source.config.filespec: Fraction(source.sequences_per_epoch * total, share * self.batch_size)
+            for (name, source), share in zip(self.sources.items(), self.quotas.shares.tolist(), strict=True)
+        }
+
+    @functools.cached_property
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of each token; None if the tokenizers of the sources differ, or one is unknown."""
+        return byte_lengths_of_datasets(*(source.dataset for source in self.sources.values()))

@@ -1,0 +1,344 @@
+"""Reads text documents in order, from a Hugging Face dataset or from files, with the library `datasets`.
+
+The position in a source is a small JSON value from `datasets`, from which reading can resume.
+"""
+
+import codecs
+import csv
+import glob
+import io
+import itertools
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, Any
+
+from shardwright.data.untrusted import decode, parse_json, refused, shown
+
+BLOCK_BYTES = 2**21
+"""Characters per block of documents: large enough to make sending it to a process cheap."""
+RECORDS = 64
+"""Records read at a time."""
+KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+KINDS |= {".csv": "csv", ".txt": "text"}
+"""Kind of each file extension; .gz, .bz2, .xz or .zst may follow, except for .parquet, .arrow and .feather."""
+BAD = "why it is bad"
+"""Additional column of rows of files: what is wrong with the row; None if nothing is."""
+
+
+def open_text(
+    where: str,
+    dataset: str | None,
+    dataset_config: str | None,
+    split: str | None,
+    files: list[str],
+    text_field: str = "text",
+    *,
+    revision: str | None = None,
+    separator: str | None = None,
+    by_line: bool = False,
+) -> tuple[str, Any]:
+    """Opens a dataset or files. Returns a name, for messages, and the documents as a datasets.IterableDataset.
+
+    Args:
+        where: section of the settings, for messages.
+        dataset: name on the hub, or a local directory; None for files.
+        dataset_config: its configuration (subset); None if it has only one.
+        split: name of the split.
+        files: read in this order: paths, globs, whose matches are sorted, or URLs; empty for a dataset. A document is a
+            line of .jsonl, an element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a
+            .txt.
+        text_field: the column or JSON key that holds the document.
+        revision: a commit or tag of the dataset; None for the newest.
+        separator: text between the documents of a .txt, including adjacent line breaks. None: one document per file.
+        by_line: True if each line of a .txt is a document.
+
+    Raises:
+        ValueError: both or none are given, or the dataset, the split or a file is missing or cannot be read.
+    """
+    import datasets
+    from fsspec.compression import register_compression
+
+    # Also for `datasets`, whose reader of .zst files does not detect truncation.
+    register_compression("zstd", lambda file, **_: io.BufferedReader(_Zstd(file)), ["zst", "zstd"], force=True)
+    if (dataset is None) == (not files):
+        raise ValueError(
+            f"{where}: give either `dataset`, to read from Hugging Face, or files; dataset is {dataset!r}, files are "
+            f"{list(files)}."
+        )
+    if dataset is not None:
+        if split is None:
+            raise ValueError(f"{where}.source is missing; give the split of {dataset} to read, such as `train`.")
+        name = f"{dataset} ({split})"
+        with refused(
+            f"Cannot read {name}", "Check its name, its split, the connection, and whether its files are whole."
+        ):
+            builder = datasets.load_dataset_builder(dataset, dataset_config, revision=revision)
+            of_split = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}.get(split, [])
+            if not any(path.endswith(".arrow") for path in of_split):
+                return name, builder.as_streaming_dataset(split)
+        # `datasets` would not notice that an .arrow file is truncated.
+        given = {"paths": list(of_split), "text_field": text_field, "separator": None}
+        return name, datasets.IterableDataset.from_generator(_rows, gen_kwargs=given)
+    name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
+    if unknown := [file for file in files if kind_of(file) is None]:
+        raise ValueError(f"{unknown[0]!r} is not a supported file; choose one of these kinds: {', '.join(KINDS)}.")
+    given = {"paths": match(files), "text_field": text_field, "separator": "\n" if by_line else separator}
+    return name, datasets.IterableDataset.from_generator(_rows, gen_kwargs=given)
+
+
+def kind_of(path: str) -> str | None:
+    """Returns the kind of a file, by its name; None if it is not one of KINDS."""
+    name = path.rsplit("/", 1)[-1]
+    # Only the first file of a .zip would be read.
+    found = [(name.rfind(suffix), suffix) for suffix in KINDS if suffix in name and not name.endswith(".zip")]
+    return KINDS[max(found)[1]] if found else None
+
+
+def match(patterns: list[str]) -> list[str]:
+    """Expands glob patterns to files; keeps URLs. Raises ValueError if a pattern has no match."""
+    paths: list[str] = []
+    for pattern in patterns:
+        if "://" in pattern:
+            paths.append(pattern)
+            continue
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        if not (found := [path for path in found if os.path.isfile(path)]):
+            raise ValueError(f"No file matches {pattern!r} in {os.getcwd()}. Correct the path or pattern.")
+        paths += found
+    return paths
+
+
+def blocks(
+    name: str, data: Any, text_field: str, place: dict[str, Any] | None = None, max_bad_rows: int = 0
+) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yields documents in blocks of about BLOCK_BYTES, each with the position after it. Documents without text are "".
+
+    A position includes the number of `bad_rows` before it, which are skipped and reported on stderr.
+
+    Args:
+        name: of the source, for messages.
+        data: what `open_text` returned.
+        text_field: the column or JSON key that holds the document.
+        place: position to start from; None for the beginning.
+        max_bad_rows: most bad rows to skip, in files.
+
+    Raises:
+        ValueError: a file is damaged, there are more bad rows, or a record of the hub has no text.
+    """
+    num_bad = 0
+    if place is not None:
+        data.load_state_dict(place["data"])
+        num_bad = place["bad_rows"]
+    texts: list[str] = []
+    size, before = 0, num_bad
+    for batch in readable(name, data.iter(RECORDS)):
+        for values in zip(*batch.values(), strict=True):
+            row = dict(zip(batch, values, strict=True))
+            if row.get(BAD) is not None and num_bad < max_bad_rows:
+                num_bad += 1
+                print(f"bad row {num_bad} of at most {max_bad_rows}: {shown(row[BAD])}", file=sys.stderr, flush=True)
+            else:
+                texts.append(text_of(row, text_field, name))
+                size += len(texts[-1])
+        if size >= BLOCK_BYTES:
+            yield texts, {"data": data.state_dict(), "bad_rows": num_bad}
+            texts, size, before = [], 0, num_bad
+    if texts or num_bad > before:
+        yield texts, {"data": data.state_dict(), "bad_rows": num_bad}
+
+
+def text_of(row: Mapping[str, Any], text_field: str, where: str) -> str:
+    """Returns the document of a row, "" for None. Raises ValueError if the row is bad; `where` names the source."""
+    if row.get(BAD) is not None:
+        raise ValueError(f"{row[BAD]}. Correct it, or skip bad rows with max_bad_rows when you write a dataset.")
+    try:
+        return _document(row, text_field) or ""
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}.") from error
+
+
+def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
+    """Yields `values`. Raises ValueError, which names `where`, if one of them cannot be read."""
+    values, end = iter(values), object()
+    while True:
+        with refused(f"{where} is corrupt or cannot be read", "Download or write it again."):
+            value = next(values, end)
+        if value is end:
+            return
+        yield value
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+
+
+def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[dict[str, str | None]]:
+    """Yields the rows of files: each with its document, or under BAD its file, its position and what is wrong."""
+    import fsspec
+
+    for path in paths:
+        kind, place = str(kind_of(path)), "the beginning"
+        try:
+            opened: Any = fsspec.open(path, "rb", compression="infer")
+            with opened as file:
+                if kind in ("csv", "text"):
+                    # Bytes that are not UTF-8 become halves of surrogate pairs, which `_document` rejects.
+                    newline = "" if kind == "csv" else None
+                    file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
+                for place, row in READERS[kind](file, text_field, separator):
+                    try:
+                        found = {text_field: _document(row, text_field), BAD: None}
+                    except ValueError as error:
+                        if isinstance(row, bytes) and not row.endswith(b"\n"):
+                            raise  # a truncated file: what follows is lost
+                        found = {text_field: None, BAD: f"{path}, {place}: {str(error).rstrip('.')}"}
+                    yield found
+        except Exception as error:
+            raise ValueError(f"{path}, at {place}") from error
+
+
+class _Zstd(io.RawIOBase):
+    """Decompresses a .zst file, with a window of any size. Raises EOFError if it is truncated."""
+
+    def __init__(self, file: IO):
+        from zstandard import ZstdDecompressor
+
+        self._new = ZstdDecompressor(max_window_size=2**31).decompressobj
+        self._file, self._frame, self._packed, self._content = file, self._new(), b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            self._packed = self._packed or self._file.read(2**14)
+            if not self._packed and self._frame is None:
+                return 0
+            if not self._packed:
+                name = getattr(self._file, "path", "a file")
+                raise EOFError(f"{name} ended before the end-of-stream marker was reached")
+            self._frame = self._frame or self._new()
+            self._content = memoryview(self._frame.decompress(self._packed))
+            self._packed = self._frame.unused_data
+            self._frame = None if self._frame.eof else self._frame
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size
+
+
+def _document(row: object, text_field: str) -> str | None:
+    """Extracts the document of a row: its columns, JSON bytes, or a ValueError to raise. Raises it for bad rows."""
+    if isinstance(row, ValueError):
+        raise row
+    is_json = isinstance(row, bytes)
+    row = parse_json(decode(row).strip()) if is_json else row
+    if not isinstance(row, Mapping):
+        raise ValueError(f"it is {type(row).__name__}, not an object")
+    if text_field not in row:
+        raise ValueError(f"no column {text_field!r}; set text_field to one of {sorted(row)}")
+    text = row[text_field]
+    text = decode(text) if isinstance(text, bytes) else text
+    if not isinstance(text, str | None):
+        raise ValueError(f"{text_field!r} is {type(text).__name__}, not text")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        if not is_json:
+            decode((text or "").encode(errors="surrogateescape"))  # raises
+        raise ValueError(f"{text_field!r} has half of a surrogate pair at character {error.start}") from error
+    return text
+
+
+def _lines(file: IO, *_: object) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(file, 1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if line.strip():
+            yield f"line {number}", line
+
+
+def _json(file: IO, *_: object) -> Iterator[tuple[str, Any]]:
+    """Yields the elements of an array, or lines that are objects."""
+    lines = _lines(file)
+    place, first = next(lines, ("", b""))
+    if first.lstrip().startswith(b"["):
+        yield from ((f"element {i}", row) for i, row in enumerate(parse_json(decode(first + file.read()))))
+    elif first:
+        yield from itertools.chain([(place, first)], lines)
+
+
+def _csv(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(file, strict=True)
+    names = next(reader, [])
+    if names.count(text_field) > 1:
+        raise ValueError(f"{names.count(text_field)} columns are named {text_field!r}")
+    place = reader.line_num + 1
+    for row in reader:
+        wrong = ValueError(f"it has {len(row)} fields, not {len(names)}")
+        if row:
+            yield f"line {place}", dict(zip(names, row, strict=True)) if len(row) == len(names) else wrong
+        place = reader.line_num + 1
+
+
+def _parquet(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
+    from pyarrow import parquet
+
+    opened = parquet.ParquetFile(file)
+    known = text_field in opened.schema_arrow.names
+    return _records(opened.iter_batches(RECORDS, columns=[text_field] if known else None), text_field)
+
+
+def _arrow(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
+    """Reads Arrow's IPC format, as a stream or as a file (Feather)."""
+    import pyarrow as pa
+
+    try:
+        batches = pa.ipc.open_stream(file)
+    except pa.ArrowInvalid:
+        opened = pa.ipc.open_file(file)
+        yield from _records(map(opened.get_batch, range(opened.num_record_batches)), text_field)
+        return
+    yield from _records(batches, text_field)
+    if file.seekable() and file.seek(-8, os.SEEK_END) and file.read() != b"\xff\xff\xff\xff\0\0\0\0":
+        raise EOFError("the end-of-stream marker is missing")
+
+
+def _records(batches: Iterable[Any], text_field: str) -> Iterator[tuple[str, Any]]:
+    """Yields the rows of pyarrow record batches."""
+    from pyarrow import large_binary, types
+
+    number = itertools.count()
+    for batch in batches:
+        for start in range(0, batch.num_rows, RECORDS):
+            part = batch.slice(start, RECORDS)
+            if text_field in part.schema.names:
+                column = part.column(text_field)
+                if types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                if (
+                    types.is_string(column.type)
+                    or types.is_large_string(column.type)
+                    or types.is_string_view(column.type)
+                ):
+                    column = column.cast(large_binary())  # decoded row by row
+                rows = [{text_field: value} for value in column.to_pylist()]
+            else:
+                rows = [dict.fromkeys(part.schema.names)] * part.num_rows
+            yield from ((f"row {next(number)}", row) for row in rows)
+
+
+def _text(file: IO, text_field: str, separator: str | None) -> Iterator[tuple[str, Any]]:
+    """Yields the text, or the documents between separators; after the last one only if it is not empty."""
+    if separator is None:
+        yield "document 0", {text_field: file.read()}
+        return
+    number, rest = itertools.count(), ""
+    while content := file.read(BLOCK_BYTES):
+        *whole, rest = (rest + content).split(separator)
+        yield from ((f"document {next(number)}", {text_field: document.strip("\r\n")}) for document in whole)
+    if rest.strip("\r\n"):
+        yield f"document {next(number)}", {text_field: rest.strip("\r\n")}
+
+
+READERS = {"jsonl": _lines, "json": _json, "parquet": _parquet, "arrow": _arrow, "csv": _csv, "text": _text}
+"""Reader of each kind of file: yields rows with their positions. Lines count from 1, all else from 0."""

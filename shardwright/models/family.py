@@ -1,0 +1,252 @@
+"""Relatives of the Llama: what Qwen2, Mistral, OLMo 2, SmolLM 3, Gemma 2 and 3, Phi-3 and gpt-oss change, as switches.
+
+    python -m tools.huggingface_to_checkpoint model=<one of them> output=runs/<name>
+
+Any combination trains. docs/huggingface.md says which become models of transformers. moe.py has the same switches. Dims
+and axes are those of train.py.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib import shardops
+from shardlib.shardtypes import Array, pytree_dataclass, typed
+from shardwright.data.checks import above_0, at_least_1, check_choice, within
+from shardwright.jax_extra import save_for_backward
+from shardwright.modeling import masks, rope, settings
+from shardwright.modeling.model import Tokens, act
+from shardwright.modeling.weights import bias, gain
+from shardwright.trainer import train
+
+
+@dataclasses.dataclass
+class ModelConfig(settings.ModelConfig):
+    """Settings of the Llama, and switches. Without any it is the Llama."""
+
+    module: str = "family"
+    family: str | None = None
+    """model_type that an export becomes, such as phi3. Null: the first with this math."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values (Qwen2)."""
+    out_bias: bool = False
+    """Bias of the output of attention (gpt-oss)."""
+    sinks: bool = False
+    """A score for each head that belongs to no key (gpt-oss)."""
+    norms: str = "before"
+    """Norms of attention and of the MLP: before, on their inputs; after, on their outputs (OLMo 2); both (Gemma 2)."""
+    norm_offset: bool = False
+    """Whether norms of positions, and of heads by qk_norm, multiply by 1 + weight (Gemma)."""
+    qk_norm_all: bool = False
+    """RMSNorm over all heads of the queries together, and over all of the keys (OLMo 2)."""
+    window: int | None = at_least_1(None)
+    """Positions that a query sees, including its own (Mistral 0.1). Null: all before it."""
+    full_every: int | None = at_least_1(None)
+    """Every so-manieth layer has no window (Gemma 2: 2). Null: all have it."""
+    window_rope_base: float | None = above_0(None)
+    """rope_base of layers with a window, which then have no rope_scaling (Gemma 3). Null: those of all layers."""
+    rotary_share: float = within(math.ulp(0), math.nextafter(1, 2), 1.0)
+    """Share of the entries of a head that RoPE turns, the first ones (Phi-4-mini)."""
+    no_rope_every: int | None = at_least_1(None)
+    """Every so-manieth layer has no RoPE (SmolLM 3: 4). Null: all have it."""
+    attention_softcap: float | None = above_0(None)
+    """Scores x become softcap·tanh(x/softcap) (Gemma 2). Null: no cap."""
+    attention_scalar: int | None = at_least_1(None)
+    """Products of queries and keys are divided by its root (Gemma 2). Null: d_head."""
+    embedding_scaled: bool = False
+    """Whether the embedding is multiplied by √d_model (Gemma)."""
+    activation: str = "silu"
+    """Activation of the MLP: silu; gelu, approximated by tanh (Gemma); or clamped, as `gated` says (gpt-oss)."""
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether attention and MLP have norms before them."""
+        return self.norms != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether attention and MLP have norms after them."""
+        return self.norms != "before"
+
+    @property
+    def period(self) -> int:
+        """Number of layers after which their pattern repeats."""
+        period = math.lcm(self.full_every or 1, self.no_rope_every or 1)
+        return self.layers if self.layers % period else period
+
+    def check(self, seq_len: int) -> None:
+        """Raises ValueError for settings that contradict each other."""
+        super().check(seq_len)
+        check_choice("model.norms", self.norms, ("before", "after", "both"))
+        check_choice("model.activation", self.activation, ("silu", "gelu", "clamped"))
+        if self.full_every and not self.window:
+            raise ValueError(f"model.full_every is {self.full_every}, but no layer has a window; set model.window.")
+        if int(self.d_head * self.rotary_share) % 2:
+            raise ValueError(
+                f"model.rotary_share is {self.rotary_share}, of d_head {self.d_head}; RoPE turns pairs of entries."
+            )
+        if self.qk_norm and self.qk_norm_all:
+            raise ValueError("model.qk_norm and model.qk_norm_all are both true; heads are normed once: choose one.")
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class Layer(train.TransformerLayer):
+    """Weights of one layer. Those that the settings do not ask for are None."""
+
+    attention_norm: gain["M if norms_before"]
+    mlp_norm: gain["M if norms_before"]
+    attention_out_norm: gain["M if norms_after"]
+    mlp_out_norm: gain["M if norms_after"]
+    q_norm_all: gain["K/t Q D if qk_norm_all"]
+    k_norm_all: gain["K/t D if qk_norm_all"]
+    b_q: bias["K/t Q D if qkv_bias"]
+    b_k: bias["K/t D if qkv_bias"]
+    b_v: bias["K/t D if qkv_bias"]
+    b_o: bias["M if out_bias"]
+    sinks: bias["K/t Q if sinks", None]
+
+
+@pytree_dataclass
+class Weights(train.Transformer):
+    """Weights of the model."""
+
+    layers: Array["layers/p", Layer]
+
+
+OFFSET = ["attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm", "final_norm"]
+"""The norms that model.norm_offset changes: they begin at 0."""
+
+
+# ---- the model --------------------------------------------------------------------------------------------------
+
+
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Hidden entries of an MLP, in f32. clamped is gpt-oss's: gate·σ(1.702·gate)·(up + 1), each at most 7 before."""
+    gate = jnp.float32(gate)
+    if activation != "clamped":
+        return {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[activation](gate) * up
+    gate = jnp.minimum(gate, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (jnp.clip(jnp.float32(up), -7.0, 7.0) + 1)
+
+
+@typed
+def gated_mlp(
+    x: act["B/b L/c/t M"], w_gate: act["M F/t"], w_up: act["M F/t"], w_down: act["F/t M"], activation: str
+) -> act["B/b L/c/t M"]:
+    """Gated MLP of `x`."""
+    nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", x)
+    gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_gate))
+    up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
+    hidden: act["B/b L/c F/t"] = gated(activation, gate, up).astype(x.dtype)
+    out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
+    return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+
+
+class Model(train.Llama):
+    """The Llama, with the switches of ModelConfig."""
+
+    Weights = Weights
+    c: ModelConfig
+
+    def __init__(self, c: ModelConfig):
+        super().__init__(c, **{name: {"mean": 0.0} for name in OFFSET if c.norm_offset})
+        self.period = c.period
+
+    def prepare(self, tokens: Tokens) -> Tokens:
+        """Adds the cosines and sines of RoPE in layers without a window, and with one."""
+        c = dataclasses.replace(self.c, d_head=int(self.c.d_head * self.c.rotary_share))
+        other = {"rope_base": c.window_rope_base, "rope_scaling": None} if c.window_rope_base else {}
+        tables = [rope.tables(x, tokens.positions) for x in (c, dataclasses.replace(c, **other))]
+        return dataclasses.replace(tokens, shared=tables)
+
+    def window_at(self, place: int) -> int | None:
+        """Positions that a query sees in the layer at this place of its period; None: all before it."""
+        full = self.c.full_every and (place + 1) % self.c.full_every == 0
+        return None if full else self.c.window
+
+    def mask_at(self, place: int) -> masks.AttentionMask:
+        """Who attends to whom in the layer at this place of its period."""
+        c, window = self.c, self.window_at(place)
+        return masks.AttentionMask(
+            mask_mod=(masks.causal, masks.same_document, *([masks.Window(window)] if window else [])),
+            score_mod=masks.SoftCap(c.attention_softcap) if c.attention_softcap else None,
+            scale=c.attention_scalar**-0.5 if c.attention_scalar else None,
+        )
+
+    @typed
+    def embed(self, w: Weights, tokens: Tokens) -> act["B/b L/c/t M"]:
+        """Residual stream before the first layer."""
+        x = super().embed(w, tokens)
+        return x * math.sqrt(self.c.d_model) if self.c.embedding_scaled else x
+
+    def normed(self, x: jax.Array, weight: jax.Array | None, dims: str = "B/b L/c/t M") -> jax.Array:
+        """RMSNorm over the last dim, in f32; without a weight, `x` itself."""
+        if weight is None:
+            return x
+        unit = train.unit_rms(x, self.c.norm_epsilon)
+        scaled = shardops.einsum_unreduced(f"{dims}, {dims[-1]} -> {dims}", unit, weight)
+        return (unit + scaled if self.c.norm_offset else scaled).astype(x.dtype)
+
+    @typed
+    def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+        """One transformer layer. Its weights are gathered."""
+        x = self.with_attention(x, w, tokens, attend)
+        out = gated_mlp(self.normed(x, w.mlp_norm), w.w_gate, w.w_up, w.w_down, self.c.activation)
+        return x + self.normed(out, w.mlp_out_norm)
+
+    @typed
+    def with_attention(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+        """The first half of a layer: the residual stream after attention."""
+        every, at, queries, keys = self.c.no_rope_every, "B/b L/c", "K/t Q D", "K/t D"
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.attention_norm))
+        angles = tokens.shared[self.window_at(tokens.index_in_period) is not None]
+
+        def heads(dims, weight, bias):
+            y = shardops.matmul(f"{at} M, M {dims} -> {at} {dims}", nx, weight)
+            return y if bias is None else y + shardops.broadcast(f"{dims} -> {at} {dims}", bias)
+
+        def turned(dims, y, weight, of_all):
+            y = self.head_norm(f"{at} {dims}", y, weight, of_all)
+            return save_for_backward(
+                y if every and (tokens.index_in_period + 1) % every == 0 else rope.rotate(y, angles)
+            )
+
+        q = turned(queries, heads(queries, w.w_q, w.b_q), w.q_norm, w.q_norm_all)
+        k = turned(keys, heads(keys, w.w_k, w.b_k), w.k_norm, w.k_norm_all)
+        v = save_for_backward(heads(keys, w.w_v, w.b_v))
+        sinks = w.sinks
+        if sinks is not None:  # each device of c uses a copy for its own queries
+            sinks = shardops.all_gather("K/t Q/w -> K/t Q *w", sinks)
+            sinks = shardops.broadcast("K/t Q *w -> B/b K/t Q *c", sinks)
+        attended = save_for_backward(attend(q, k, v, self.mask_at(tokens.index_in_period), sinks=sinks))
+        out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
+        out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+        out = out if w.b_o is None else out + shardops.broadcast("M -> B/b L/c/t M", w.b_o)
+        return save_for_backward(x + self.normed(out, w.attention_out_norm))
+
+    def head_norm(self, heads: str, x: jax.Array, weight: Any, of_all: Any = None) -> jax.Array:
+        """RMSNorm of each head of queries or keys by `weight`, or of all together by `of_all`, if it has the weight."""
+        if of_all is None:
+            return self.normed(x, weight, heads)
+        product, position, x32 = shardops.einsum_unreduced, "B/b L/c", jnp.float32(x)
+        square = shardops.psum(f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32)))
+        mean = square / (math.prod(x.shape[2:]) * shardops.axis_size("t"))
+        scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.c.norm_epsilon))
+        scaled = product(f"{heads}, {position} -> {heads}", x32, scale)
+        return product(f"{heads}, {heads.removeprefix(position)} -> {heads}", scaled, of_all).astype(x.dtype)
+
+    @typed
+    def logits(self, w: Weights, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
+        """Logits of the token after each position."""
+        softcap, unembed = self.c.logit_softcap, w.embed if w.unembed is None else w.unembed
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm))
+        logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
+        return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)

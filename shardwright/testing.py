@@ -1,0 +1,35 @@
+"""For tests of a project: is the training step of a configuration right on a mesh?"""
+
+from pathlib import Path
+
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+
+from shardlib.axes import axes_of_mesh
+from shardwright.inspect import examine
+from shardwright.modeling.model import load_model
+from shardwright.run.config import check_divides
+from shardwright.run.launch import composed
+from shardwright.run.step import trace_step
+
+
+def assert_sound(name: str, mesh: str, *overrides: str, configs: str | Path = "configs") -> None:
+    """Raises unless a run's step computes on a mesh what it computes on one device, and looks at no later token.
+
+    It is the proof that `train` makes before its first step. Nothing is compiled, and no devices are needed.
+
+    Args:
+        name: the configuration, a file of `configs` or one that comes with shardwright.
+        mesh: the devices along each axis, such as `d=2 t=2`; others are 1.
+        overrides: settings as on the command line, such as `training.microbatches=2`.
+        configs: directory of the project's configurations.
+
+    Raises:
+        ValueError: a setting is wrong, or the step is rejected, with the line that does it.
+    """
+    sizes = {axis: int(size) for axis, size in (word.split("=") for word in mesh.split())}
+    c = composed(name, *overrides, *(f"mesh.{axis}={size}" for axis, size in sizes.items()), own=configs)
+    shape = axes_of_mesh(sizes)
+    with use_abstract_mesh(AbstractMesh((*shape.values(),), (*shape,), axis_types=(AxisType.Explicit,) * len(shape))):
+        check_divides(c, shape)
+        step = trace_step(c, load_model(c.model))
+    examine.prove([step], None)

@@ -1,0 +1,169 @@
+"""Samples text from a checkpoint.
+
+    python -m tools.generate run=runs/<name> prompt="Once upon a time" max_tokens=200 temperature=0.8 top_k=50
+    python -m tools.generate run=runs/<name> prompts_file=prompts.txt samples=4 output=texts.jsonl
+    python -m tools.generate run=runs/<name> step=500 prompt_ids=[5,8,13] mesh.t=2
+
+The weights are sharded as in training, on any mesh. docs/sampling.md explains how it works.
+"""
+
+import bisect
+import dataclasses
+import json
+import sys
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.text import Text
+
+from shardwright.data.checks import check_ranges, within
+from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
+from shardwright.data.untrusted import LARGE, parse_object, read_text, shown
+from shardwright.modeling.model import load_model
+from shardwright.run.directory import quoted
+from shardwright.run.files import write_whole
+from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
+from shardwright.run.step import trace_step
+from shardwright.sampling.sampler import Sampler, Sampling, check_ids
+from shardwright.settings.program import run_program
+
+
+@dataclass
+class Settings(Sampling, CheckpointChoice):
+    """Settings of the program."""
+
+    prompt: str | None = None
+    """Text to continue, exactly as it is after `prompt=`; empty: a document from its beginning."""
+    prompts_file: str | None = None
+    """A file with a prompt on each line; or a .jsonl, with a prompt under the key `prompt` of each."""
+    prompt_ids: list[int] | None = None
+    """A prompt as token ids, without model.bos_id, which is put before it."""
+    samples: int = within(1, 2**20, 1)
+    """Number of texts for each prompt, at least 1."""
+    context: int | None = within(1, 2**24, None)
+    """Number of tokens that the next one can see, for which memory is taken; null: training.seq_len of the run. RoPE by
+    the length of the text (dynamic, longrope) is that of so many tokens."""
+    stop: list[int] | None = None
+    """Ids of the tokens that end a text. Null: the end token of the run's data, if any; []: none."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end a text where the first of them comes."""
+    batch: int = within(1, 2**20, 64)
+    """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
+    mesh: MeshChoice = field(default_factory=MeshChoice)
+    """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if these fit, else all on d."""
+    output: str | None = None
+    """A file for the texts. Each line is a JSON object: prompt, sample (number of the text among those of its prompt,
+    from 0), text (what was added, without the stop token or string), ended (by a stop token or string), prompt_ids,
+    and ids (the tokens added, with those of the stop)."""
+
+
+def read_prompts(config: Settings) -> list[str]:
+    """The prompts as texts; none with prompt_ids. Raises ValueError unless they are given in exactly one way."""
+    names = ("prompt", "prompts_file", "prompt_ids")
+    given = [name for name in names if getattr(config, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        raise ValueError(f"give one of prompt, prompts_file and prompt_ids; given: {found}.")
+    if config.prompts_file is not None:
+        text = read_text(config.prompts_file, LARGE)
+        if not text.strip():
+            raise ValueError(f"prompts_file={config.prompts_file} has no prompt. Write one on each line.")
+        if not config.prompts_file.endswith(".jsonl"):
+            return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+        lines = [
+            (f"{config.prompts_file}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()
+        ]
+        return [parse_object(where, line, {"prompt": str}, "Correct it.")["prompt"] for where, line in lines]
+    return [] if config.prompt is None else [config.prompt]
+
+
+def before(ends: list[str], text: str) -> str:
+    """The text before the first of `ends` in it."""
+    return text[: min((text.index(end) for end in ends if end in text), default=None)]
+
+
+# ---- texts --------------------------------------------------------------------------------------------------------
+
+
+def generate(config: Settings, console: Console | None = None) -> list[dict[str, Any]]:
+    """Samples texts and prints them, each after its prompt in bold and ▸. Returns what `output` has of each.
+
+    Raises:
+        ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint or tokenizer.
+    """
+    console = console or Console()
+    check_ranges("", config)
+    texts = read_prompts(config)
+    with open_run(config.run, config.step, config.trust) as saved:
+        c = saved.c
+        # Ids need no tokenizer: without one, ids are printed.
+        of_ids = config.prompt_ids is not None and config.tokenizer is None
+        tokenizer = Tokenizer() if of_ids else tokenizer_of_run(c.data, config.tokenizer)
+        prompts = [tokenizer.ids(text) for text in texts]
+        if config.prompt_ids is not None:
+            check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
+            prompts, texts = [config.prompt_ids], [tokenizer.decode(config.prompt_ids)]
+        stop = config.stop if config.stop is not None else [] if tokenizer.end is None else [tokenizer.end]
+        if "" in config.stop_strings:
+            raise ValueError("stop_strings has an empty text, which every text begins with; leave it out.")
+        drawing: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling)}
+        settings = Sampling(**{**drawing, "stop": tuple(stop)})
+        context = config.context or c.training.seq_len
+        c.model.check(context)
+        with jax.set_mesh(mesh_for(config.mesh, c)):
+            model = load_model(c.model)
+            say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
+            weights, source = saved.read_weights(model, config.other_source, say)
+            if config.context and getattr(c.model, "rope_scaling", None):
+                scaling = dataclasses.replace(c.model.rope_scaling, length=config.context)
+                model = load_model(dataclasses.replace(c.model, rope_scaling=scaling))
+            # Of a long context no more is taken than the texts can have.
+            context = min(context, max(map(len, prompts)) + config.max_tokens)
+            sampler = Sampler(trace_step(c, model), settings, context, config.batch, source)
+            repeated = [prompt for prompt in prompts for _ in range(config.samples)]
+            start = time.perf_counter()
+            added_by = lambda prompt, ids: tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)
+            is_over = lambda prompt, ids: any(end in added_by(prompt, ids) for end in config.stop_strings)
+            drawn = sampler.generate(weights, repeated, is_over)
+            results = []
+            for i, (prompt, ids) in enumerate(zip(repeated, drawn, strict=True)):
+                if is_over(prompt, ids):  # some tokens more were drawn
+                    del ids[1 + bisect.bisect(range(1, len(ids)), False, key=lambda n: is_over(prompt, ids[:n])) :]
+                ended = ids[-1] in settings.stop or is_over(prompt, ids)
+                added = before(config.stop_strings, added_by(prompt, ids))
+                text, sample = texts[i // config.samples], i % config.samples
+                about = {"prompt": text, "sample": sample, "text": added, "ended": ended}
+                results.append(about | {"prompt_ids": list(prompt), "ids": ids})
+            for result in results:
+                how = "ended" if result["ended"] else "cut"
+                heading = f"sample {result['sample']}: {len(result['ids'])} tokens, {how}"
+                console.rule(heading, align="left", style="dim")
+                parts = (shown(result["prompt"]), "bold"), ("▸", "dim"), shown(result["text"])
+                console.print(Text.assemble(*parts), soft_wrap=True)
+            seconds = time.perf_counter() - start
+            made = f"{sum(map(len, drawn)):,} tokens of {len(drawn)} texts in {seconds:.2f} s, compilation included"
+            say(f"{made}; step {saved.step}, mesh {dict(jax.sharding.get_mesh().shape)}, {c.training.compute_dtype}")
+    if config.output is not None:
+        lines = (json.dumps(result, ensure_ascii=False) + "\n" for result in results)
+        write_whole(Path(config.output), "".join(lines))
+    return results
+
+
+# ---- main ---------------------------------------------------------------------------------------------------------
+
+
+def quote_prompt(argument: str) -> str:
+    """Quotes a `prompt` of the command line for Hydra: `prompt=Hello, "you"` is exactly that text."""
+    name, equals, value = argument.partition("=")
+    if name != "prompt" or not equals:
+        return argument
+    return f"prompt={quoted(value)}"
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = map(quote_prompt, sys.argv[1:])
+    run_program("generate", Settings, generate)

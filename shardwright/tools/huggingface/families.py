@@ -1,0 +1,349 @@
+"""Converts models of train.py, family.py and moe.py to and from transformers' model types in KINDS.
+
+docs/huggingface.md describes `to_huggingface` and `from_huggingface`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwright.data.checks import check_ranges
+from shardwright.huggingface import Names, check_fixed
+from shardwright.modeling.model import load_model
+from shardwright.modeling.settings import ModelConfig, RopeScaling
+from shardwright.models import family, moe
+
+
+class Kind(NamedTuple):
+    """Differences of a family in transformers from Llama."""
+
+    module: str
+    """Value of model.module."""
+    architecture: str
+    ours: Mapping[str, Any] = {}
+    """Our settings that all models of the family have."""
+    settings: Mapping[str, str] = {}
+    """Our settings that differ within the family, with the names in transformers."""
+    every: Mapping[str, tuple[str, Any, Any]] = {}
+    """Our settings that change every n-th layer, with the list of layers in transformers' config.json, and its entries
+    for such a layer and for the others."""
+    fixed: Mapping[str, Any] = {}
+    """Settings in transformers that must have these values for the same math."""
+    names: Mapping[str, str] = {}
+    """Weights of a layer, ours and theirs. Several of ours that map to one of theirs are concatenated in it."""
+    experts: Mapping[str, str] = {}
+    """Weights of each expert: ours, and theirs with {} for the expert's index."""
+    stacks: Mapping[str, str] = {}
+    """Stacked weights of a layer's experts. Several of ours that map to one of theirs are interleaved in it."""
+
+
+_SETTINGS = {
+    "vocab": "vocab_size",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "n_kv": "num_key_value_heads",
+    "d_head": "head_dim",
+    "norm_epsilon": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}
+_FIXED = {  # our math in transformers' settings
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
+_ROPE = {
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+        "original_max_position_embeddings": "original_length",
+    },
+    "yarn": {
+        "factor": "factor",
+        "beta_slow": "slow_turns",
+        "beta_fast": "fast_turns",
+        "original_max_position_embeddings": "original_length",
+        "attention_factor": "attention_factor",
+        "truncate": "truncate",
+    },
+    "longrope": {
+        "factor": "factor",
+        "short_factor": "short_factors",
+        "long_factor": "long_factors",
+        "original_max_position_embeddings": "original_length",
+        "attention_factor": "attention_factor",
+    },
+}
+"""Settings of each kind of RoPE scaling: names in transformers and in RopeScaling."""
+_LAYER = {
+    "attention_norm": "input_layernorm.weight",
+    "w_q": "self_attn.q_proj.weight",
+    "w_k": "self_attn.k_proj.weight",
+    "w_v": "self_attn.v_proj.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "w_o": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "w_gate": "mlp.gate_proj.weight",
+    "w_up": "mlp.up_proj.weight",
+    "w_down": "mlp.down_proj.weight",
+}
+_WHOLE = {"embed": "model.embed_tokens.weight", "unembed": "lm_head.weight", "final_norm": "model.norm.weight"}
+
+_WINDOW = {"window": "sliding_window"}
+_FULL_EVERY = {"full_every": ("layer_types", "full_attention", "sliding_attention")}
+_QKV_BIAS = {f"b_{x}": f"self_attn.{x}_proj.bias" for x in "qkv"}
+_QK_ALL = {f"{x}_norm_all": f"self_attn.{x}_norm.weight" for x in "qk"}
+_OUT_NORMS = {
+    "attention_out_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
+}
+_FUSED: dict[str, str] = dict.fromkeys(("w_q", "w_k", "w_v"), "self_attn.qkv_proj.weight")
+_FUSED |= dict.fromkeys(("w_gate", "w_up"), "mlp.gate_up_proj.weight")
+_GEMMA = {"norms": "both", "norm_offset": True, "embedding_scaled": True, "activation": "gelu"}
+_GEMMA_SETTINGS = _WINDOW | {"logit_softcap": "final_logit_softcapping", "attention_scalar": "query_pre_attn_scalar"}
+_CAPPED = {"attention_softcap": "attn_logit_softcapping"}
+_GELU = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+_EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
+_SPARSE = _EXPERTS | {"d_ff": "moe_intermediate_size", "normalize": "norm_topk_prob"}
+_SWIGLU = {f"w_{x}": f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")}
+KINDS = {
+    "llama": Kind("train", "LlamaForCausalLM"),
+    "qwen3": Kind("train", "Qwen3ForCausalLM", ours={"qk_norm": True}),
+    "mistral": Kind("family", "MistralForCausalLM", settings=_WINDOW),
+    "qwen2": Kind("family", "Qwen2ForCausalLM", ours={"qkv_bias": True}, names=_QKV_BIAS),
+    "olmo2": Kind(
+        "family", "Olmo2ForCausalLM", ours={"norms": "after", "qk_norm_all": True}, names=_OUT_NORMS | _QK_ALL
+    ),
+    "smollm3": Kind("family", "SmolLM3ForCausalLM", every={"no_rope_every": ("no_rope_layers", 0, 1)}),
+    "gemma2": Kind(
+        "family",
+        "Gemma2ForCausalLM",
+        ours=_GEMMA,
+        settings=_GEMMA_SETTINGS | _CAPPED,
+        every=_FULL_EVERY,
+        fixed=_GELU | {"use_bidirectional_attention": None},
+        names=_OUT_NORMS,
+    ),
+    "gemma3_text": Kind(
+        "family",
+        "Gemma3ForCausalLM",
+        ours=_GEMMA | {"qk_norm": True},
+        settings=_GEMMA_SETTINGS | {"window_rope_base": "rope_local_base_freq"},
+        every=_FULL_EVERY,
+        fixed=_GELU | {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+        names=_OUT_NORMS,
+    ),
+    "phi3": Kind(
+        "family", "Phi3ForCausalLM", settings=_WINDOW | {"rotary_share": "partial_rotary_factor"}, names=_FUSED
+    ),
+    "mixtral": Kind(
+        "moe",
+        "MixtralForCausalLM",
+        settings=_EXPERTS | {"experts": "num_local_experts"},
+        fixed={"router_jitter_noise": 0.0},
+        names={"router": "block_sparse_moe.gate.weight"},
+        experts={
+            f"w_{x}": f"block_sparse_moe.experts.{{}}.{y}.weight"
+            for x, y in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+    ),
+    "qwen3_moe": Kind(
+        "moe",
+        "Qwen3MoeForCausalLM",
+        ours={"qk_norm": True},
+        settings=_SPARSE,
+        fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        names={"router": "mlp.gate.weight"},
+        experts=_SWIGLU,
+    ),
+    "olmoe": Kind(
+        "moe",
+        "OlmoeForCausalLM",
+        ours={"qk_norm_all": True},
+        settings=_SPARSE | {"d_ff": "intermediate_size"},
+        fixed={"clip_qkv": None},
+        names=_QK_ALL | {"router": "mlp.gate.weight"},
+        experts=_SWIGLU,
+    ),
+    "gpt_oss": Kind(
+        "moe",
+        "GptOssForCausalLM",
+        ours={"sinks": True, "qkv_bias": True, "out_bias": True, "expert_bias": True, "activation": "clamped"},
+        settings=_WINDOW | _EXPERTS | {"experts": "num_local_experts"},
+        every=_FULL_EVERY,
+        fixed={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        names=_QKV_BIAS
+        | {"b_o": "self_attn.o_proj.bias", "sinks": "self_attn.sinks"}
+        | {"router": "mlp.router.weight", "b_router": "mlp.router.bias"},
+        stacks=dict.fromkeys(("w_gate", "w_up"), "mlp.experts.gate_up_proj")
+        | dict.fromkeys(("b_gate", "b_up"), "mlp.experts.gate_up_proj_bias")
+        | {"w_down": "mlp.experts.down_proj", "b_down": "mlp.experts.down_proj_bias"},
+    ),
+}
+CONFIGS = {"moe": moe.ModelConfig, "family": family.ModelConfig, "train": ModelConfig}
+_TRAINING = {
+    "module",
+    "family",
+    "bias_rate",
+    "groups_per_token",
+    "capacity_factor",
+    "pools",
+    "balance_loss",
+    "router_z_loss",
+}
+"""Settings that transformers lacks because they don't change logits."""
+
+
+def kind_in(config: dict) -> str:
+    """Returns the key of KINDS for a config.json as transformers reads it, or its model_type if there is none."""
+    kind = str(config.get("model_type"))
+    return "llama" if kind == "mistral" and config.get("sliding_window") is None else kind
+
+
+def kind_of(c: ModelConfig) -> str:
+    """Returns the family with this math. Raises ValueError if there is none, or c.family has other math."""
+    module = next(module for module, of_module in CONFIGS.items() if isinstance(c, of_module))
+    kinds = {name: kind for name, kind in KINDS.items() if kind.module == module}
+    own = set(CONFIGS[module].__dataclass_fields__) - set(ModelConfig.__dataclass_fields__) - _TRAINING
+    usual = {
+        name: CONFIGS[module].__dataclass_fields__[name].default for name in sorted(own | {"qk_norm", "logit_softcap"})
+    }
+    others = {}
+    for name, kind in kinds.items():
+        known = {**usual, **kind.ours, **{ours: getattr(c, ours) for ours in (*kind.settings, *kind.every)}}
+        others[name] = [ours for ours, value in known.items() if getattr(c, ours) != value]
+    found = getattr(c, "family", None) or min(others, key=lambda name: len(others[name]))
+    if found not in kinds:
+        raise ValueError(f"model.family is {found!r}; it can be {', '.join(kinds)}, or null.")
+    if others[found]:
+        name = others[found][0]
+        raise ValueError(f"model.{name} is {getattr(c, name)!r}; {found} in transformers does not support it.")
+    return found
+
+
+def names_of(c: ModelConfig) -> Names:
+    """Returns the table of names for a model with these settings. In both layouts, heads are in the order K, Q."""
+    found, layers = kind_of(c), load_model(c).table.layers
+    kind, layer, stacks, at = KINDS[found], {}, {}, "model.layers.{}."
+    absent = {*kind.experts, *kind.stacks, *(() if c.qk_norm else ("q_norm", "k_norm"))}
+    for ours, theirs in {**_LAYER, **kind.names}.items():
+        if ours not in absent and getattr(layers, ours, True) is not None:
+            layer[at + theirs] = (*layer.get(at + theirs, ()), ours)
+    for ours, theirs in kind.stacks.items():
+        stacks[at + theirs] = (*stacks.get(at + theirs, ()), ours)
+    return Names(
+        family=found,
+        whole={name: theirs for name, theirs in _WHOLE.items() if not (c.tied_embeddings and name == "unembed")},
+        layer=layer,
+        experts={at + theirs: ours for ours, theirs in kind.experts.items()},
+        stacks=stacks,
+        transposed=True,
+        base="model.",
+        # Old files contain RoPE's frequencies.
+        unused=r"self_attn\.rotary_emb\.inv_freq" + (r"|lm_head\.weight" if c.tied_embeddings else ""),
+    )
+
+
+def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.ndarray]]:
+    """Returns the content of config.json and the tensors, for one of KINDS.
+
+    Raises:
+        ValueError: none of them supports a weight or setting.
+    """
+    found, scaling = kind_of(c), c.rope_scaling
+    kind = KINDS[found]
+    config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": found, "pad_token_id": None}
+    config |= {**_FIXED, **kind.fixed}
+    config |= {theirs: getattr(c, ours) for ours, theirs in {**_SETTINGS, **kind.settings}.items()}
+    config |= {every[0]: _layers(c.layers, getattr(c, ours), every) for ours, every in kind.every.items()}
+    # RoPE's names before transformers 5.0, which later versions and other programs also read.
+    config |= {"num_attention_heads": c.heads, "max_position_embeddings": None}
+    # For gpt-oss, null means YaRN.
+    config |= {"rope_theta": c.rope_base, "rope_scaling": {"rope_type": "default"} if found == "gpt_oss" else None}
+    if config.get("query_pre_attn_scalar", c.d_head) is None:
+        config["query_pre_attn_scalar"] = c.d_head
+    if config.get("rope_local_base_freq", c.rope_base) is None:
+        if scaling is not None:
+            raise ValueError(f"model.window_rope_base is null, but {found} does not scale RoPE in windows; set it.")
+        config["rope_local_base_freq"] = c.rope_base
+    if scaling is not None:
+        if found == "phi3" and scaling.kind != "longrope":
+            raise ValueError(
+                f"model.rope_scaling.kind is {scaling.kind!r}; phi3 in transformers supports only longrope."
+            )
+        values = {theirs: getattr(scaling, ours) for theirs, ours in _ROPE[scaling.kind].items()}
+        values = {theirs: value for theirs, value in values.items() if value is not None}
+        config["rope_scaling"] = {"rope_type": scaling.kind} | values
+        if scaling.kind == "llama3":
+            config["max_position_embeddings"] = round(scaling.original_length * scaling.factor)
+        if scaling.kind == "dynamic":
+            config["max_position_embeddings"] = scaling.original_length
+        if scaling.kind == "longrope":  # Phi-3 reads it here
+            config["original_max_position_embeddings"] = scaling.original_length
+    return config, names_of(c).to_tensors(weights, load_model(c).table)
+
+
+def _layers(layers: int, n: int | None, every: tuple[str, Any, Any]) -> list:
+    """Returns transformers' list of layers, of which every n-th differs."""
+    return [every[1] if n and (i + 1) % n == 0 else every[2] for i in range(layers)]
+
+
+def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
+    """Returns the model section and the weights, for one of KINDS.
+
+    Raises:
+        ValueError: config.json has other math or a value out of range, or a tensor is missing or unknown.
+    """
+    if (found := kind_in(config)) not in KINDS:
+        raise ValueError(f"config.json: model_type is {found!r}; it can be {', '.join(KINDS)}.")
+    kind, names = KINDS[found], {**_SETTINGS, **KINDS[found].settings}
+    check_fixed(config, {name: value for name, value in {**_FIXED, **kind.fixed}.items() if name not in names.values()})
+    rope, experts = config["rope_parameters"], config.get("num_local_experts")
+    if local := rope.get("sliding_attention"):
+        check_fixed(local, {"rope_type": "default"})
+        rope, config = rope["full_attention"], config | {"rope_local_base_freq": local["rope_theta"]}
+    config = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), "num_experts": experts} | config
+    check_fixed(config, {} if "rotary_share" in names else {"partial_rotary_factor": 1.0})
+    settings = {**kind.ours, **{ours: config.get(theirs) for ours, theirs in names.items()}}
+    heads, n_kv = config["num_attention_heads"], config["num_key_value_heads"] or config["num_attention_heads"]
+    d_head = config.get("head_dim") or config["hidden_size"] // heads
+    settings |= {"n_kv": n_kv, "n_q_per_kv": heads // n_kv, "d_head": d_head, "bos_id": config["bos_token_id"]}
+    settings |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": _scaling(rope, config)}
+    for ours, every in kind.every.items():
+        theirs = config[every[0]]
+        settings[ours] = theirs.index(every[1]) + 1 if every[1] in theirs else None
+        if theirs != _layers(settings["layers"], settings[ours], every):
+            raise ValueError(
+                f"config.json: {every[0]} is {theirs!r:.80}; it can only have {every[1]!r} in every n-th layer, or "
+                f"{every[2]!r} in all {settings['layers']}, so this model cannot be imported."
+            )
+    c = CONFIGS[kind.module](**settings, **({} if kind.module == "train" else {"family": found}))
+    check_ranges("config.json, as a run has it: model", c)
+    c.check(seq_len=1)
+    return c, names_of(c).from_tensors(tensors, load_model(c).table)
+
+
+def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
+    """Returns the RoPE scaling, at the length that the model was made for, max_position_embeddings."""
+    if (kind := rope["rope_type"]) == "default":
+        return None
+    if kind not in _ROPE:
+        raise ValueError(f"config.json: rope_type is {kind!r}; it can be default, {', '.join(_ROPE)}.")
+    check_fixed(rope, {"mscale": None, "mscale_all_dim": None})
+    values: dict[str, Any] = {
+        ours: rope[theirs] for theirs, ours in _ROPE[kind].items() if rope.get(theirs) is not None
+    }
+    length = config.get("max_position_embeddings")
+    if kind in ("dynamic", "longrope"):
+        values = {"original_length": length, "length": length} | values
+    if kind in ("yarn", "longrope") and "factor" not in values:
+        values["factor"] = length / values["original_length"]
+    return RopeScaling(kind=kind, **values)

@@ -1,0 +1,140 @@
+"""Writes a model of `transformers` as a checkpoint, from which a run can continue training.
+
+    python -m tools.huggingface_to_checkpoint model=<directory, or name on the hub> output=runs/<name>
+
+Llama, models with its math (TinyLlama, SmolLM, Mistral without a sliding window …) and Qwen3 become models of train.py;
+Qwen2, Mistral 0.1, OLMo 2, SmolLM 3, Gemma 2, Gemma 3 and Phi of family.py; Mixtral, Qwen3-MoE, OLMoE and gpt-oss of
+moe.py.
+Another model_type is converted by `from_huggingface` of the module of that name, or of the one that `module` names;
+docs/huggingface.md describes that function. Settings that change the math and are not supported are refused by name.
+Then the logits of a text are computed twice, by transformers from the model's files and as a run does. If they differ,
+there is no checkpoint. Runs on the CPU, in memory for three times the model. It writes
+into `output`
+
+    checkpoints/0000000000/    the weights, in f32; complete or missing
+    model/imported.yaml        the model section, as a config group
+    tokenizer.json             if the model has one, to make datasets with
+
+so that training.init_from=<output> with --config-dir=<output> model=imported starts from it.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from omegaconf import MISSING, OmegaConf
+
+from shardwright.data.checks import within
+from shardwright.data.untrusted import read_object, refused, shown
+from shardwright.huggingface import Tensors, as_transformers_reads
+from shardwright.modeling.model import is_shipped
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.settings.program import run_program
+from shardwright.tools.huggingface.check import check_rules, compare_logits, mapping_of, module_for
+
+FILES = ["config.json", "tokenizer.json", "model*.safetensors"]
+"""Files to download of a model on the hub; some models have their weights again, in other formats."""
+
+
+@dataclass
+class Settings:
+    """Settings of the program."""
+
+    model: str = MISSING
+    """A directory with config.json and safetensors, or a name on the Hugging Face hub."""
+    output: str = MISSING
+    """The directory to write, runs/<name> for example; it must not have checkpoints yet."""
+    module: str | None = None
+    """Value of model.module. Null: train, moe or family for the types that they have, else the module named like the
+    model_type."""
+    bos_id: int | None = within(0, 2**31, None)
+    """The id before the first token of each document. Null: the config's bos_token_id."""
+    check: bool = True
+    """Compares the logits with those of transformers, which must be installed, with torch."""
+
+
+def find_model(name: str) -> Path:
+    """The directory of a model: `name` itself, or, for a name on the hub, a download.
+
+    Raises:
+        ValueError: there is no such model, or it has no config.json.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        import huggingface_hub
+
+        remedy = "Check the name, the connection, and that you are logged in if access is restricted."
+        with refused(f"model is {name!r}, which is not a directory, and cannot be downloaded from the hub", remedy):
+            directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=FILES))
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json: it is not a model of transformers. Correct model={name}.")
+    return directory
+
+
+def run(config: Settings, log: Callable[[str], None] = print) -> None:
+    """Writes the checkpoint.
+
+    Raises:
+        ValueError: a setting out of range, no such model, math that the module does not have, or other logits.
+        OSError: the checkpoint could not be written.
+    """
+    directory, output = find_model(config.model), Path(config.output)
+    if Checkpointer(output / "checkpoints").steps():
+        raise ValueError(f"output is {config.output}, which has checkpoints already. Give another directory.")
+    content = read_object(directory / "config.json", {"model_type?": str, "bos_token_id?": int | None})
+    bos = content.get("bos_token_id") if config.bos_id is None else config.bos_id
+    if bos is None:
+        raise ValueError("config.json: bos_token_id is None; give bos_id=<the id that begins each document>.")
+    kind = content.get("model_type")
+    content = as_transformers_reads(content | {"bos_token_id": bos})
+    name = config.module or module_for(content)
+    if not config.module and name != "train" and not is_shipped(name):
+        raise ValueError(
+            f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."
+        )
+    c, weights = mapping_of(name).from_huggingface(content, Tensors(directory))
+    c.module = name
+    if not 0 <= c.bos_id < c.vocab:
+        raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
+    check_rules(c, content)
+    if config.check and content.get("quantization_config"):
+        raise ValueError(
+            "config.json has a quantization_config, by which transformers would quantize the weights to compare. These "
+            "are not quantized: delete it from config.json, or set check=false."
+        )
+    log(f"compared   {compare_logits(c, weights, directory) if config.check else 'nothing: check=false'}")
+    model = dataclasses.asdict(c)
+    length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
+    # The other sections of a run's configuration, for programs that read them.
+    optimizer = {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"}
+    training = {"batch_size": 1, "seq_len": length, "steps": 1}
+    metadata = {"config": {"model": model, "optimizer": optimizer, "training": training}, "loader": {}}
+    with Checkpointer(output / "checkpoints") as checkpoints:
+        state = {"weights": jax.device_put(weights, jax.local_devices(backend="cpu")[0])}
+        checkpoints.save(0, state, metadata)
+    (output / "model").mkdir(parents=True, exist_ok=True)
+    header = f"# {config.model}, as shardwright/tools/huggingface_to_checkpoint read it.\n"
+    (output / "model" / "imported.yaml").write_text(header + OmegaConf.to_yaml(OmegaConf.create(model)))
+    if (directory / "tokenizer.json").is_file():
+        shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
+    parameters = sum(array.size for array in jax.tree.leaves(weights))
+    log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
+    log(f"checkpoint {output}/checkpoints/0000000000")
+    if (output / "tokenizer.json").is_file():
+        ends = content.get("eos_token_id")
+        stop = "" if ends is None else f" 'stop={[ends] if isinstance(ends, int) else ends}'"
+        named = f"run={output} tokenizer={output}/tokenizer.json{stop}"
+        log(f"To sample:\n  python -m tools.generate {named} prompt=<text>")
+    log(
+        "To continue training, with the settings of a run in configs/:\n"
+        f"  python -m train --config-name=<run> --config-dir={config.output} model=imported "
+        f"training.init_from={config.output} data.filespec=data/<name>.zarr"
+    )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # other devices would be started, and their memory taken, for nothing
+    run_program("huggingface_to_checkpoint", Settings, run)

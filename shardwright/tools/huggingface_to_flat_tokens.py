@@ -1,0 +1,356 @@
+"""Tokenizes text into a flat-tokens dataset: a Hugging Face dataset, or jsonl, parquet, arrow, csv and text files.
+
+    python -m tools.huggingface_to_flat_tokens --config-name=tinystories
+
+shardwright/tools/configs/ has examples, which docs/data.md explains; docs/flat-tokens.md describes the format. After a
+kill, the same command resumes and writes the same bytes.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from omegaconf import MISSING
+
+from shardwright.data import flat_tokens
+from shardwright.data.checks import check_choice, within
+from shardwright.data.text import definitions, sources, tokenizers
+from shardwright.data.text.tokenizers import Tokenizer
+from shardwright.data.text.worker_pool import map_in_order
+from shardwright.settings.differences import flat
+from shardwright.settings.program import run_program
+
+SPLITS = ("train", "validation")
+TRAIN_DOCUMENTS = 100_000
+"""Documents at the start of the training split that `train_bpe` trains on."""
+STATE_SECONDS = 15
+"""Seconds between saved states: the most work that a killed run loses."""
+
+Place = dict[str, Any] | None
+"""A position in the documents of a split, for sources.blocks."""
+
+
+@dataclass
+class TokenizerConfig:
+    """Settings of the tokenizer."""
+
+    kind: str = "bytes"
+    """`bytes`: the UTF-8 bytes, with ids as in ByT5: byte + 3, after 0 `<s>`, 1 `</s>` and 2 `<pad>`.
+    `huggingface`: a tokenizer of the `tokenizers` library. `tiktoken`: an encoding of tiktoken. `train_bpe`:
+    a byte-level BPE trained on the training split, with id 0 for `<|begin|>` and 1 for `<|end|>`."""
+    name: str | None = None
+    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory; transformers converts other
+    formats. For `tiktoken`: one of its encodings, such as cl100k_base."""
+    end_token: str | None = None
+    """Token appended to each document; null: none. Starts need none, because the format marks them."""
+    vocab_size: int = within(258, 2**31, 4096)
+    """For `train_bpe`: largest size of the vocabulary, at least 258."""
+
+
+@dataclass
+class SplitConfig:
+    """Settings of the documents of a split."""
+
+    source: str | None = None
+    """The split of the Hugging Face dataset to read."""
+    files: list[str] = field(default_factory=list)
+    """Files, globs or URLs to read, in this order, the matches of a glob sorted. A document is a line of .jsonl, an
+    element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a .txt unless `text_separator`
+    is set. .jsonl, .json, .csv and .txt may be compressed: .gz, .bz2, .xz, .zst."""
+    skip_documents: int = within(0, 2**50, 0)
+    """Number of documents to skip at the start of the source, at least 0."""
+    max_documents: int | None = within(1, 2**50, None)
+    """Number of documents to read after these, at least 1; null for all."""
+    max_tokens: int | None = within(1, 2**50, None)
+    """Number of tokens to write, at least 1; null for all. The last document is truncated to fit exactly."""
+
+
+@dataclass
+class Settings:
+    """All settings."""
+
+    out: str = MISSING
+    """Directory of the dataset: a local path, or a URL that tensorstore knows."""
+    overwrite: bool = False
+    """Replaces existing splits, and unfinished ones with other settings."""
+    dataset: str | None = None
+    """Name of a Hugging Face dataset; null to read files."""
+    dataset_config: str | None = None
+    """The dataset's configuration (subset), if it has several."""
+    dataset_revision: str | None = None
+    """Commit or tag of the dataset, for reproducible results; null for the newest."""
+    text_field: str = "text"
+    """The column or JSON key that holds the document."""
+    text_separator: str | None = None
+    """Separator between the documents of a .txt file, such as `<|endoftext|>`, including adjacent line breaks. Null if
+    each such file is one document."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train: SplitConfig | None = field(default_factory=SplitConfig)
+    """Null to omit the training split."""
+    validation: SplitConfig | None = field(default_factory=SplitConfig)
+    """Null to omit the validation split."""
+    max_bad_rows: int = within(0, 2**50, 0)
+    """Most bad rows to skip in a split's files, each reported with its file and line: rows that are not JSON, not
+    UTF-8, or have no text in `text_field`. One more ends the program."""
+    num_shards: int = within(1, 100_000, 1)
+    """Number of shards, at most the number of files, each tokenized by a process with its own `shard`. Without `shard`,
+    the program verifies the shards and merges them into what one process would write."""
+    shard: int | None = within(0, 100_000, None)
+    """Number of the shard to tokenize, from 0, into `<out>.shards/<shard>-of-<num_shards>`."""
+    num_workers: int | None = within(1, 2**10, None)
+    """Number of tokenizing processes, at least 1. Null: one per core, but on two cores one, except with tiktoken. With
+    1, this process tokenizes. The result does not depend on it."""
+
+
+def run(config: Settings) -> None:
+    """Writes the splits of `config` and tokenizer.json.
+
+    Raises:
+        ValueError: a setting is out of range, missing or contradicts another; a source or tokenizer is missing or
+            not usable; or a split exists already, or was started with other settings.
+    """
+    names = [name for name in SPLITS if getattr(config, name) is not None]
+    if not names:
+        raise ValueError("train and validation are both null: nothing to write.")
+    opened = {name: open_source(config, name) for name in names}
+    config = dataclasses.replace(config, out=path_of(config, config.shard))
+    root = flat_tokens.open_kvstore(config.out)
+    begun, chosen = flat_tokens.unfinished_settings(config.out), result_settings(config, names)
+    goes_on = begun is not None and all(begun.get(name) == value for name, value in chosen.items())
+    content = flat_tokens.read_file(root, "tokenizer.json")
+    before = None if content is None else content.decode()
+    tokenizer = make_tokenizer(config, before if goes_on else None)
+    definition = tokenizer.definition or ""
+    if before not in (None, tokenizer.definition):
+        other = f"{config.out}/tokenizer.json is not the tokenizer of the settings. All splits of a dataset must have"
+        if left := [name for name in SPLITS if name not in names and flat_tokens.is_there(root, name)]:
+            raise ValueError(f"{other} the same, and {left[0]} would keep its own: choose another path, or write both.")
+        if begun is None and not config.overwrite:
+            raise ValueError(f"{other} the same: choose another path, or replace the dataset with overwrite=true.")
+    settings = chosen | {"tokenizer.json": hashlib.sha256(definition.encode()).hexdigest()}
+    with flat_tokens.work_on(config.out, settings, names, config.overwrite, free=["num_shards"]) as resuming:
+        root.write("tokenizer.json", definition.encode()).result()
+        for name in names:
+            if resuming and flat_tokens.is_there(root, name):
+                print(f"{config.out}/{name}: complete", flush=True)
+                continue
+            shards = config.num_shards if config.shard is None else 1
+            write = write_split if shards == 1 else merge_split
+            print(write(config, name, opened[name], tokenizer, settings), flush=True)
+
+
+def result_settings(config: Settings, names: list[str]) -> dict[str, Any]:
+    """Returns all settings that the result depends on, except a trained tokenizer, as JSON values by name."""
+    settings = flat(dataclasses.asdict(config))
+    for free in ("out", "overwrite", "num_workers", "max_bad_rows", "shard"):
+        del settings[free]
+    for name in names:
+        stats = [(path, os.stat(path)) for path in sources.match(getattr(config, name).files) if "://" not in path]
+        settings[f"{name}.files found"] = [f"{path}, {s.st_size} bytes of {s.st_mtime_ns}" for path, s in stats]
+    return json.loads(json.dumps(settings))
+
+
+def open_source(config: Settings, name: str) -> tuple[str, Any]:
+    """Opens the documents of a split. Returns a name, for messages, and the documents.
+
+    Raises:
+        ValueError: settings contradict each other, or the source is missing or not usable.
+    """
+    split: SplitConfig = getattr(config, name)
+    hub = config.dataset, config.dataset_config, split.source
+    options: dict[str, Any] = {"revision": config.dataset_revision, "separator": config.text_separator}
+    where, data = sources.open_text(name, *hub, split.files, config.text_field, **options)
+    if config.num_shards > 1 or config.shard is not None:
+        check_shards(config, name, data.num_shards)
+        data = data if config.shard is None else data.shard(config.num_shards, config.shard)
+    if split.skip_documents:
+        data = data.skip(split.skip_documents)
+    return where, data if split.max_documents is None else data.take(split.max_documents)
+
+
+def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
+    """Opens or trains the tokenizer of the settings.
+
+    Args:
+        config: the settings.
+        trained: the tokenizer.json that an interrupted run trained, if any.
+
+    Raises:
+        ValueError: settings contradict each other, or the tokenizer is missing or lacks the end token.
+    """
+    kind, name, end_token = config.tokenizer.kind, config.tokenizer.name, config.tokenizer.end_token
+    check_choice("tokenizer.kind", kind, (*tokenizers.KINDS, "train_bpe"))
+    if kind != "train_bpe":
+        return tokenizers.open_tokenizer(kind, name, end_token)
+    if name is not None or config.train is None:
+        raise ValueError("tokenizer.kind is train_bpe; give a training split and no tokenizer.name.")
+    if trained is None:
+        blocks = sources.blocks(*open_source(config, "train"), config.text_field, None, config.max_bad_rows)
+        texts = itertools.islice(itertools.chain.from_iterable(block for block, _ in blocks), TRAIN_DOCUMENTS)
+        trained = definitions.train_bpe(texts, config.tokenizer.vocab_size)
+    return Tokenizer(trained, end_token)
+
+
+# ---- a split ------------------------------------------------------------------------------------------------------
+
+
+def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int]:
+    """Encodes the documents of a block for flat-tokens. Also returns how many were dropped for having no tokens."""
+    texts, _ = item
+    ids, lengths = tokenizer.encode(texts)
+    kept = lengths[lengths > 0]
+    return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size
+
+
+def write_split(
+    config: Settings, name: str, source: tuple[str, Any], tokenizer: Tokenizer, settings: dict[str, Any]
+) -> str:
+    """Writes a split or the rest of it; returns a line that summarizes it.
+
+    Args:
+        config: the settings.
+        name: of the split.
+        source: what `open_source` returned.
+        tokenizer: of all splits.
+        settings: what `result_settings` returned.
+
+    Raises:
+        ValueError: the source, the tokenizer or flat_tokens.Writer raises it, or the split has no tokens.
+    """
+    split = getattr(config, name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # On two cores, two workers and this process would take more CPU time with `tokenizers`, which uses threads.
+    num_workers = config.num_workers or (1 if cores <= 2 and tokenizer.encoding is None else cores)
+    most = sys.maxsize if split.max_tokens is None else split.max_tokens
+    with flat_tokens.Writer(config.out, name, resume=True) as writer:
+        done = writer.place or {"place": None, "num_empty": 0}
+        blocks = sources.blocks(*source, config.text_field, done["place"], config.max_bad_rows)
+        results = map_in_order(functools.partial(tokenize, tokenizer), blocks, num_workers)
+        saved = time.monotonic()
+        for (_, place), (encoded, num_empty) in results:
+            writer.append_encoded(encoded[: most - writer.num_tokens])
+            done = {"place": place, "num_empty": done["num_empty"] + num_empty}
+            if writer.num_tokens == most:
+                break
+            if time.monotonic() - saved >= STATE_SECONDS:
+                writer.save(done)
+                of = f" of {most:,}" if split.max_tokens else ""
+                print(f"{name}: {writer.num_tokens:,}{of} tokens", file=sys.stderr, flush=True)
+                saved = time.monotonic()
+        results.close()
+        tokens, documents, empty = writer.num_tokens, writer.num_documents, done["num_empty"]
+        if tokens == 0 and config.shard is None:  # others may have some
+            raise ValueError(
+                f"{name}: the source has no text; {empty} empty documents. Check text_field and the source."
+            )
+        bad = (done["place"] or {"bad_rows": 0})["bad_rows"]  # no place: no row
+        writer.attributes.update(attributes_of(config, name, tokenizer, bad))
+        if config.shard is not None:
+            writer.attributes["shard"] = identity_of(config, config.shard, settings)
+    notes = [f"{writer.path}: {tokens:,} tokens in {documents:,} documents"]
+    if bad:
+        notes.append(f"{bad:,} bad rows skipped")
+    if empty:
+        notes.append(f"{empty:,} empty documents skipped")
+    if split.max_tokens is not None and tokens < most:
+        notes.append(f"the source ended before max_tokens={most:,}")
+    return "; ".join(notes)
+
+
+def attributes_of(config: Settings, name: str, tokenizer: Tokenizer, bad_rows: int) -> dict[str, Any]:
+    """Returns the attributes that record how a split was made."""
+    about = {"kind": config.tokenizer.kind, "name": config.tokenizer.name}
+    about |= {"vocab_size": tokenizer.vocab_size, "end_token": config.tokenizer.end_token}
+    files = getattr(config, name).files or [config.dataset, config.dataset_config, getattr(config, name).source]
+    return {"tokenizer": about, "source": files, "bad_rows": bad_rows}
+
+
+# ---- shards -------------------------------------------------------------------------------------------------------
+
+
+def path_of(config: Settings, shard: int | None) -> str:
+    """Returns the path of the dataset of a shard; None: of the whole."""
+    return config.out if shard is None else f"{config.out.rstrip('/')}.shards/{shard:05}-of-{config.num_shards:05}"
+
+
+def identity_of(config: Settings, shard: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the attributes that identify a shard. Lists, which may name all files, are replaced by checksums."""
+    checksum = lambda x: hashlib.sha256(json.dumps(x).encode()).hexdigest()[:16] if isinstance(x, list) else x
+    return {"shard": shard, "of": config.num_shards} | {name: checksum(value) for name, value in settings.items()}
+
+
+def check_shards(config: Settings, name: str, num_files: int) -> None:
+    """Raises ValueError if a split of `num_files` files cannot be tokenized in these shards."""
+    split = getattr(config, name)
+    whole = [x for x in ("skip_documents", "max_documents", "max_tokens") if getattr(split, x)]
+    if whole or config.tokenizer.kind == "train_bpe":
+        one = f"{name}.{whole[0]}" if whole else "tokenizer.kind=train_bpe"
+        raise ValueError(f"{one} needs all text in one process. Remove it or num_shards={config.num_shards}.")
+    if config.dataset is not None and config.dataset_revision is None and not os.path.exists(config.dataset):
+        raise ValueError(
+            f"dataset={config.dataset} may change from one shard to the next. Give dataset_revision=<commit or tag>."
+        )
+    if not max(2, (config.shard or 0) + 1) <= config.num_shards <= num_files:
+        raise ValueError(
+            f"shard={config.shard} num_shards={config.num_shards}, but {name} has {num_files} files: set num_shards "
+            "from 2 to that number, and shard from 0 to num_shards - 1. Write a split of few files in a separate run."
+        )
+
+
+def merge_split(config: Settings, name: str, _: tuple[str, Any], tokenizer: Tokenizer, settings: dict[str, Any]) -> str:
+    """Verifies the shards and merges them into a split, or resumes that; returns a line that summarizes it.
+
+    Args:
+        config: the settings.
+        name: of the split.
+        tokenizer: of all splits.
+        settings: what `result_settings` returned.
+
+    Raises:
+        ValueError: a shard is missing, damaged, or has another number, settings or files; or none has tokens.
+    """
+    paths, bad, faults = [path_of(config, shard) for shard in range(config.num_shards)], 0, []
+    for shard, path in enumerate(paths):
+        try:
+            found = flat_tokens.Reader(path, name).attributes
+        except ValueError as error:
+            faults.append(str(error))
+            continue
+        expected, had = identity_of(config, shard, settings), found.get("shard", {})
+        faults += [
+            f"{path}/{name} was made with {x} {had.get(x)}, not {expected[x]}."
+            for x in expected
+            if had.get(x) != expected[x]
+        ][:1]
+        bad += found.get("bad_rows", 0)
+    if faults:
+        raise ValueError(
+            "\n".join([f"{len(faults)} of {len(paths)} shards cannot be merged. Delete and rewrite them:", *faults])
+        )
+    if bad > config.max_bad_rows:
+        raise ValueError(f"{name}: its shards skipped {bad} bad rows, more than max_bad_rows={config.max_bad_rows}.")
+    with flat_tokens.Writer(config.out, name, resume=True) as writer:
+        saved = time.monotonic()
+        for shard in range(writer.place or 0, len(paths)):
+            writer.append_split(flat_tokens.Reader(paths[shard], name))
+            if time.monotonic() - saved >= STATE_SECONDS:
+                writer.save(shard + 1)
+                saved = time.monotonic()
+        if writer.num_tokens == 0:
+            raise ValueError(f"{name}: the source has no text. Check text_field and the source.")
+        writer.attributes.update(attributes_of(config, name, tokenizer, bad))
+        return (
+            f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} documents of {len(paths)} shards"
+        )
+
+
+if __name__ == "__main__":
+    run_program("huggingface_to_flat_tokens", Settings, run)

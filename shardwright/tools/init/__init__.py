@@ -1,0 +1,1 @@
+"""Makes a project that trains a model of its own."""

@@ -1,0 +1,30 @@
+"""Makes a project of your own: a model, its configurations, and a test that proves it.
+
+    shardwright init my_project
+
+docs/projects.md shows what to do with it.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+TEMPLATE = Path(__file__).parent / "template"
+
+
+def main() -> None:
+    """Copies the template into a new directory."""
+    parser = argparse.ArgumentParser(prog="shardwright init", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("directory", type=Path, help="a directory that is empty or does not exist")
+    directory = parser.parse_args().directory
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        sys.exit(f"Error: {directory} is not empty. Give a directory that is empty or does not exist.")
+    shutil.copytree(TEMPLATE, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (directory / "gitignore").rename(directory / ".gitignore")  # so named, wheels would leave it out
+    print(f"{directory}: a project. Its README.md has the next commands:")
+    print(f"  cd {directory}\n  shardwright train --config-name=my_run\n  python -m pytest")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The Llama of shardwright's train.py, with an MLP of squared ReLU (arXiv 2109.08668) in place of SwiGLU."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from shardlib import shardops
+from shardlib.shardtypes import Array, pytree_dataclass, typed
+from shardwright.jax_extra import save_for_backward
+from shardwright.modeling import settings
+from shardwright.modeling.model import Tokens, act
+from shardwright.modeling.weights import gain, matrix
+from shardwright.trainer import train
+
+
+@dataclasses.dataclass
+class ModelConfig(settings.ModelConfig):
+    module: str = "my_model"
+
+
+@pytree_dataclass
+class Layer:
+    """Weights of a layer: inputs -> outputs. /w are the axes over which they are sharded at rest and gathered."""
+
+    attention_norm: gain["M"]
+    w_q: matrix["M/w -> K/t Q D"]
+    w_k: matrix["M/w -> K/t D"]
+    w_v: matrix["M/w -> K/t D"]
+    q_norm: gain["D if qk_norm"]
+    k_norm: gain["D if qk_norm"]
+    w_o: matrix["K/t Q D -> M/w"]
+    mlp_norm: gain["M"]
+    w_up: matrix["M/w -> F/t"]
+    w_down: matrix["F/t -> M/w"]
+
+
+@pytree_dataclass
+class Weights(train.Transformer):
+    layers: Array["layers/p", Layer]
+
+
+class Model(train.Llama):
+    Weights = Weights
+
+    @typed
+    def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+        x = self.with_attention(x, w, tokens, attend)
+        nx = train.rms_norm(x, w.mlp_norm, self.c.norm_epsilon)
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
+        up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
+        hidden = jax.nn.relu(up) ** 2
+        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
+        return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)

@@ -1,0 +1,143 @@
+"""What a run will cost, before it runs: memory, time, communication, by source line. No devices are used.
+
+    python -m tools.plan --config-name=c4_h100x64_7b
+    python -m tools.plan --config-name=c4_h100x64_7b hardware=v5p plan.devices=128 plan.search=true
+    python -m tools.plan --config-name=c4_h100x64_7b plan.search=true plan.chips=[h100,v5p] plan.deadline=3d
+    python -m tools.plan --config-name=c4_h100x64_7b plan.output=plan.html
+    python -m tools.plan rows=runs.csv
+
+Traces the training step of a configuration, as `python -m train` would run it, and computes what a device of that
+hardware does with it. docs/plan.md explains what it shows, and how near it is to measured runs.
+"""
+
+import math
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import MISSING
+
+from shardlib.axes import AXES
+from shardwright.cluster.chips import chip_of
+from shardwright.data.checks import within
+from shardwright.inspect.planning import advice, doubled, mesh_sizes, planned_change
+from shardwright.run.config import Config
+from shardwright.run.files import write_json, write_whole
+from shardwright.run.launch import CONFIGS, start_with_section
+from shardwright.settings.program import run_program
+from shardwright.settings.words import say
+from shardwright.tools.plan.calibration import calibrated
+from shardwright.tools.plan.compare import compared
+from shardwright.tools.plan.page import page
+from shardwright.tools.plan.rows import lines
+from shardwright.tools.plan.runs import read
+from shardwright.tools.plan.screen import as_text
+from shardwright.tools.plan.search import as_config, as_lines, search
+
+
+@dataclass
+class PlanConfig:
+    """The section `plan`."""
+
+    devices: Any = None
+    """Number of devices, where the mesh has a -1. Null: that of the mesh. With search also several, as [8,64]."""
+    chips: list[str] = field(default_factory=list)
+    """With search, kinds of chips to compare, as [h100,v5p]. Empty: hardware.chip."""
+    deadline: str | None = None
+    """With search, the longest that the run may take, as 7d or 36h: the cheapest that keeps it is shown first."""
+    budget: float | None = None
+    """With search, the most dollars that the run may cost: the fastest that keeps it is shown first."""
+    output: str | None = None
+    """File to write the plan to: .json, or .html for a page; with search .yaml, for a configuration. Null: only the
+    terminal."""
+    search: bool = False
+    """Whether to search for the fastest mesh, microbatches, schedule and saved values that fit, instead."""
+
+
+def job(c: Config, settings: PlanConfig) -> None:
+    """Plans `c`, and shows the plan."""
+    output = None if settings.output is None else Path(settings.output)
+    suffixes = (".yaml",) if settings.search else (".json", ".html")
+    if output is not None and output.suffix not in suffixes:
+        raise ValueError(f"plan.output is {output}: its name must end in {' or '.join(suffixes)}.")
+    counts: list[Any] = (
+        settings.devices if isinstance(settings.devices, list) and settings.devices else [settings.devices]
+    )
+    if wrong := [n for n in counts if n is not None and not (type(n) is int and 1 <= n <= 2**20)]:
+        raise ValueError(f"plan.devices is {wrong[0]}; give a whole number from 1 to {2**20}, or some as [8,64].")
+    several = bool(settings.chips) or len(counts) > 1 or (settings.deadline, settings.budget) != (None, None)
+    if several and (not settings.search or output is not None):
+        raise ValueError("plan.chips, deadline, budget and several devices need plan.search=true, and no plan.output.")
+    if several:
+        names = settings.chips or [c.hardware.chip or ""]
+        kinds = [(chip_of(name), n or math.prod(mesh_sizes(c, None).values())) for name in names for n in counts]
+        say("\n".join(compared(c, kinds, settings.deadline, settings.budget)))
+        return
+    devices = counts[0]
+    if c.hardware.chip is None:
+        raise ValueError(
+            "hardware.chip is null: choose hardware=<name, such as h100>, or give hardware.chip=<name, such as l4>."
+        )
+    chip = chip_of(c.hardware.chip)
+    hydra = HydraConfig.get()
+    name = hydra.job.config_name or ""
+    if settings.search:
+        stated = math.prod(mesh_sizes(c, None).values()) if devices is None else devices
+        found = search(c, stated, chip)
+        text = "\n".join(as_lines(found))
+        if output is not None:
+            own = [override for override in hydra.overrides.task if not override.startswith("plan.")]
+            start = f"# python -m train --config-dir={output.absolute().parent} --config-name={output.stem}\n"
+            chosen, before = dict(found[0].settings), math.prod(getattr(c.mesh, axis) for axis in AXES)
+            if c.distributed.count and before > 0:  # as many devices to a host as before
+                chosen["distributed.count"] = max(1, c.distributed.count * stated // before)
+            write_whole(output, start + as_config(name, own, CONFIGS, chosen))
+    else:
+        sizes = mesh_sizes(c, devices)
+        plan = planned_change(c, sizes, chip, {})
+        more = [*advice(c, sizes, plan), *doubled(c, sizes, plan)]
+        text = as_text(plan, name, ["", "What would help", *more])
+        if output is not None and output.suffix == ".json":
+            write_json(output, plan.as_data())
+        elif output is not None:
+            write_whole(output, page(plan, name, more))
+    say(text if output is None else f"{text}\n\n{'Configuration' if settings.search else 'Plan'}: {output}")
+
+
+@dataclass
+class PlannedConfig(Config):
+    """All settings of a run, and the section `plan`."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+@dataclass
+class Settings:
+    """Settings without a configuration, for a table of runs of others."""
+
+    rows: str = MISSING
+    """CSV file of measured runs, with the columns that docs/plan.md shows."""
+    calibrate: bool = False
+    """Whether to fit constants to some of the rows, beginning at those of the chip, and to hold the others out."""
+    most: int = within(1, 10_000, 20)
+    """Number of rows of a kind of chip, at most, that calibration uses; with `together`, of all."""
+    together: bool = False
+    """Whether to calibrate all trainers and chips at once, and to hold out one trainer after the other."""
+
+
+def run(config: Settings) -> None:
+    """Prints the rows of a table with their plans; with `calibrate`, what calibration on some of them finds."""
+    table = read(config.rows)
+    for line in calibrated(table, config.most, config.together) if config.calibrate else lines(table):
+        say(line)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+    if any(argument.startswith("rows=") for argument in sys.argv[1:]):
+        run_program("plan", Settings, run)
+    else:
+        start_with_section("plan", PlannedConfig, job, __doc__ or "")

@@ -1,0 +1,61 @@
+"""Kinds and numbers of chips beside each other: the cheapest for a deadline, or the fastest for a budget."""
+
+import re
+from collections.abc import Sequence
+
+from shardwright.cluster.chips import Chip
+from shardwright.inspect.compiled.table import in_bytes, in_seconds
+from shardwright.inspect.planning import Change
+from shardwright.run.config import Config
+from shardwright.tools.plan.search import limit_of, search
+
+SECONDS = 60.0
+"""Of the processor, for all searches together."""
+
+
+def days_of(text: str) -> float:
+    """Days of a time such as 7d or 36h."""
+    if not (found := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([dh])", text.strip())):
+        raise ValueError(f"plan.deadline is {text!r}; give days or hours, as 7d or 36h.")
+    return float(found[1]) / (1 if found[2] == "d" else 24)
+
+
+def compared(c: Config, kinds: Sequence[tuple[Chip, int]], deadline: str | None, budget: float | None) -> list[str]:
+    """The best plan of each number of chips of a kind, as a table of at most 80 columns, the one to take first.
+
+    That is the cheapest of those that keep the deadline and the budget; without a deadline, the fastest.
+    """
+    latest = None if deadline is None else days_of(deadline)
+    found: list[Change] = []
+    left = []
+    for chip, devices in kinds:
+        try:
+            found.append(search(c, devices, chip, SECONDS / len(kinds))[0])
+        except ValueError as error:
+            left.append(f"{devices} x {chip.name}: {str(error).splitlines()[0]}"[:80])
+    if not found:
+        raise ValueError("; ".join(left))
+    if not found[0].plan.steps:
+        raise ValueError("the run's length is given in epochs: give training.steps or training.tokens instead.")
+    dollars = lambda plan: float("inf") if plan.dollars is None else plan.dollars
+
+    def too_much(change: Change) -> bool:
+        late = latest is not None and change.plan.days > latest
+        return late or (budget is not None and dollars(change.plan) > budget)
+
+    by = dollars if latest is not None else lambda plan: plan.days
+    found.sort(key=lambda change: (too_much(change), by(change.plan)))
+    lines = ["chips           days  cost       step      MFU  memory    mesh"]
+    for change in found:
+        plan, mesh = change.plan, " ".join(f"{axis}{n}" for axis, n in change.plan.step.mesh.items() if n > 1)
+        cost = "unknown" if plan.dollars is None else f"${plan.dollars:,.0f}"
+        figures = f"{plan.days:>6.3g}  {cost:<9}  {in_seconds(plan.seconds):<8} {plan.mfu:>4.0%}"
+        lines.append(f"{plan.step.devices:>5} {plan.chip.name:<9} {figures}  {in_bytes(plan.step.peak):<9} {mesh or 1}")
+    settings, plan = found[0]
+    given = {"plan.deadline": deadline, "plan.budget": budget}
+    limits = " and ".join(f"{limit}={x}" for limit, x in given.items() if x is not None)
+    how = "Cheapest" if latest is not None else "Fastest"
+    answer = f"None keeps {limits}. Nearest" if too_much(found[0]) else how + (limits and f" within {limits}")
+    kept = Change({key: x for key, x in settings.items() if not (key.startswith("mesh.") and x == 1)}, plan)
+    lines += ["", f"{answer}: {plan.step.devices} x {plan.chip.name}."]
+    return [*lines, f"{limit_of(plan)} With: {kept}", *left]

@@ -1,0 +1,172 @@
+"""Replays a step of a run: shows its documents and statistics, what caused a spike, or where two runs diverge.
+
+    python -m tools.replay run=runs/<name> step=123
+    python -m tools.replay run=runs/<name> step=123 mesh.d=4 mesh.t=2
+    python -m tools.replay run=runs/<name> step=123 bisect=loss
+    python -m tools.replay run=runs/<name> against=runs/<other>
+
+Starts from the last checkpoint at or before the step, reads the same batches, and writes nothing to the run. On the
+run's own mesh the step is bit-identical. docs/replay.md has examples.
+"""
+
+import functools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from omegaconf import MISSING
+from rich.console import Console
+
+from shardwright.data.checks import check_choice, within
+from shardwright.data.text.tokenizers import Tokenizer
+from shardwright.inspect.statistics.of_run import RunStatistics
+from shardwright.run.files import write_whole
+from shardwright.run.opening import StagesChoice
+from shardwright.run.skipping import are_finite
+from shardwright.settings.program import run_program
+from shardwright.settings.screen import print_line
+from shardwright.tools.replay import bisect, show, two_runs
+from shardwright.tools.replay.documents import Document, documents_of, on_host, token_losses, tokenizer_of, with_losses
+from shardwright.tools.replay.nonfinite import Explainer
+from shardwright.tools.replay.session import Done, Session, logged, metrics_of, opened
+
+
+@dataclass
+class Settings:
+    """Settings of the program."""
+
+    run: str = MISSING
+    """Directory of a run."""
+    step: int | None = within(0, 2**31, None)
+    """The step, counted from 0, as in metrics.jsonl and in what the run prints."""
+    bisect: str | None = None
+    """Finds the documents that make the step's `loss` or `grad_norm` jump."""
+    against: str | None = None
+    """Directory of another run: shows the first step and tensor in which the two differ."""
+    mesh: StagesChoice = field(default_factory=StagesChoice)
+    """Devices along p, r, d, e, c and t; -1 for one of them except p: all remaining. Null: the run's mesh."""
+    microscope: bool = True
+    """Shows activation and gradient statistics of the step."""
+    other_source: bool = False
+    """Allows source that computes something else than the checkpoint's source did."""
+    trust: bool = False
+    """Allows what the run names: imports its own modules, runs its saved source, fetches data from other hosts, and
+    reads weights of other runs. If the run is not yours, read its config.yaml first."""
+    out: str | None = None
+    """File for the result, a JSON object."""
+    since: int | None = within(0, 2**31, None)
+    """First step of which to write fingerprints, up to `step`, to `out`; against= compares these."""
+
+
+def compare_with_log(done: Done, record: dict[str, Any] | None) -> str | None:
+    """Describes how a replayed step differs from the log; "" if it is bit-identical; None if it was not logged."""
+    found, is_logged = [], False
+    for name, x in (("loss", done.loss), ("grad_norm", done.grad_norm)):
+        y = logged(record or {}, name)
+        is_logged |= y is not None
+        if y is not None and x != y and not (np.isnan(x) and np.isnan(y)):
+            found.append(f"{name} {abs(x / y - 1):.1g} from the {y:.7g} that the run logged")
+    return ("differs: " * bool(found) + ", ".join(found)) if is_logged else None
+
+
+def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
+    """Replays, prints and returns the result.
+
+    Raises:
+        ValueError: as tools.replay.session.opened; there is no such step; or settings exclude each other.
+    """
+    console = console or Console()
+    write = functools.partial(print_line, console)
+    if config.step is None and config.against is None:
+        raise ValueError("give step=<step>, a step in metrics.jsonl, or against=<another run>.")
+    if config.since is not None:
+        return two_runs.record(config, write)
+    if config.against is not None:
+        if config.bisect is not None or config.step is not None:
+            raise ValueError("drop step= and bisect=, which are for one run: against= compares two.")
+        return two_runs.compare_runs(config, write)
+    last, logs = config.step or 0, metrics_of(config.run)
+    if logs and last > max(logs):
+        raise ValueError(f"step is {last}; {config.run} has steps 0 to {max(logs)}. Choose one of these.")
+    with opened(config.run, last, config.mesh, config.trust, config.other_source, write) as session:
+        origin = f"its checkpoint of step {session.step}" if session.step else "its beginning"
+        print_line(console, f"run         {config.run}, from {origin}")
+        while session.step < last:
+            session.advance()
+        return step_of(session, config, logs, console)
+
+
+def step_of(session: Session, config: Settings, logs: dict[int, dict], console: Console) -> dict[str, Any]:
+    """Shows the documents and statistics of the step, and the origin of a NaN or infinity, if there is one."""
+    step, batch = session.step, session.batch()
+    host, tokenizer = on_host(batch), tokenizer_of(session)
+    every = documents_of(session, host)
+    documents = with_losses(every, token_losses(session, batch), host.loss_mask)
+    if config.bisect is not None:
+        usual = bisect.usual(logs, step, config.bisect)
+        return bisected(session, config.bisect, usual, documents, console, tokenizer)
+    instead = f", batch {session.number}" * (session.number != step)
+    show.documents(console, f"Documents of step {step}{instead}, highest loss first", documents, tokenizer)
+    found = {}
+    if config.microscope:
+        microscope = RunStatistics(session.traced, session.placement, session.options)
+        found = microscope.collect(session.state, batch, np.int32(step), session.reference)
+        show.statistics(console, found)
+    after, done = session.try_step(batch)
+    differs = compare_with_log(done, logs.get(step))
+    what = "not in metrics.jsonl" if differs is None else differs or "bit-identical"
+    skipped = ", skipped" * done.skipped
+    print_line(console, f"step {step}  loss {done.loss:.7g}  grad_norm {done.grad_norm:.7g}{skipped}  {what}")
+    why = []
+    if not (np.isfinite(done.loss + done.grad_norm) and all(map(bool, jax.tree.leaves(are_finite(after))))):
+        why = Explainer(session).explain(session.state, batch, every)
+        for line in why or ["no single operation that the replay sees produced it"]:
+            print_line(console, f"not finite  {line}")
+    return {
+        "step": step,
+        **plain(done),
+        "is_equal": None if differs is None else not differs,
+        "not_finite": why,
+        "documents": [show.described(document) for document in documents],
+        "microscope": found,
+    }
+
+
+def plain(done: Done) -> dict[str, Any]:
+    """Returns what a step computed, for JSON; numbers that are not finite become strings."""
+    return {"loss": show.for_json(done.loss), "grad_norm": show.for_json(done.grad_norm), "skipped": done.skipped}
+
+
+def bisected(
+    session: Session, metric: str, usual: float, documents: list[Document], console: Console, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Shows the documents that make the step's metric jump from its usual value."""
+    write = functools.partial(print_line, console)
+    write(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {session.step}")
+    found, before, after = bisect.find(session, session.batch(), documents, metric, usual, write)
+    numbers = lambda done: f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
+    if after is None:
+        write(f"step {session.step}  {numbers(before)}: {metric} did not jump, or no half of the documents explains it")
+    else:
+        count = len(found)
+        which = "document makes" if count == 1 else "documents together make"
+        show.documents(console, f"{count} {which} the {metric} of step {session.step} jump", found, tokenizer)
+        write(f"step {session.step}  {numbers(before)}; without: {numbers(after)}")
+    both = {"before": plain(before), "after": after and plain(after)}
+    return {"step": session.step, **both, "documents": [show.described(document) for document in found]}
+
+
+def run(config: Settings) -> None:
+    """Replays a step or compares two runs, and writes the result to `out`."""
+    if config.bisect is not None:
+        check_choice("bisect", config.bisect, ("loss", "grad_norm"))
+    found = replay(config)
+    if config.out:
+        write_whole(Path(config.out), json.dumps(found, default=str, allow_nan=False) + "\n")
+
+
+if __name__ == "__main__":
+    run_program("replay", Settings, run)

@@ -1,0 +1,79 @@
+"""Finds the origin of a NaN or infinity in a step: line, tensor, layer and document."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from shardwright.data.loader import TokenBatch
+from shardwright.inspect.statistics.origin import Finder, Origin, positions
+from shardwright.run.checkpoint_arrays import named_leaves
+from shardwright.tools.replay.documents import Document
+from shardwright.tools.replay.session import Session
+
+if TYPE_CHECKING:
+    from train import State
+
+METRICS = 2
+"""Number of the metrics to check, the first of train.Metrics: loss and gradient norm."""
+
+
+def in_state(state: "State") -> Iterator[str]:
+    """Describes each array of a state (without stages) that is not finite: its name, layer and entry."""
+    for name, x in named_leaves(state).items():
+        bad = ~np.isfinite(np.asarray(x))
+        if not bad.any():
+            continue
+        first = np.argwhere(bad)[0].tolist()
+        kind = "NaN" if np.isnan(np.asarray(x)[tuple(first)]) else "an infinity"
+        parts = name.split("/")
+        of_layer = f", layer {first.pop(0)}" if "layers" in parts[:-1] else ""
+        yield f"{name}{of_layer}, entry {first}: {kind} ({int(bad.sum()):,} of {bad.size:,} entries are not finite)"
+
+
+class Explainer:
+    """Explains why steps of a session are not finite. With pipeline stages, it runs on the mesh without them."""
+
+    def __init__(self, session: Session):
+        self._session, self._step = session, session.without_stages()
+        with jax.set_mesh(self._step.mesh):
+            state = jax.tree.leaves(session.traced.state)
+            self._finder = Finder(self._step.program, session.c.model.layers, len(state) + METRICS)
+
+    def explain(self, state: "State", batch: TokenBatch, documents: list[Document]) -> list[str]:
+        """Returns lines on why the step from this state, or its new state, is not finite; none if both are finite.
+
+        Args:
+            state: before the step.
+            batch: of the step.
+            documents: of the batch.
+        """
+        step = np.int32(self._session.step)
+        if found := list(in_state(self._step.state(state))):
+            return [f"before the step, {line}" for line in found]
+        with self._step.arguments(state, batch, step, self._session.reference) as arguments:
+            origin, after = self._finder.find(*arguments)
+            lines = [] if origin is None else self._lines(origin, documents)
+            after = jax.tree.unflatten(jax.tree.structure(state), after[:-METRICS])
+            return [*lines, *(f"after the step, {line}" for line in in_state(after))]
+
+    def _lines(self, origin: Origin, documents: list[Document]) -> list[str]:
+        t = self._session.c.training
+        layers = "" if origin.layers is None else f", layer {origin.layers[0]}"
+        if origin.layers is not None and origin.layers[0] != origin.layers[1]:
+            layers = f", one of the layers {origin.layers[0]} to {origin.layers[1]}"
+        backward = ", in the backward pass" * origin.is_backward
+        where = f"{origin.place}, {origin.name}{layers}{backward} ({origin.operation})"
+        lines = [f"{origin.kind} is first computed at {where}"]
+        size = t.batch_size // t.microbatches
+        experts = [n for name in ("experts", "pools") if (n := getattr(self._session.c.model, name, None))]
+        if (found := positions(origin, size, t.seq_len, experts)) is not None:
+            sequence, position = origin.microbatch * size + found[0], found[1]
+            where = f"sequence {sequence}" + (f", position {position}" if position is not None else "")
+            among = [x for x in documents if x.sequence == sequence]
+            if position is not None:
+                among = [x for x in among if x.span.start <= position < x.span.stop]
+            named = ", ".join(x.name for x in among)
+            lines.append(f"{where}: document {named}" if among else f"{where}: padding")
+        return lines

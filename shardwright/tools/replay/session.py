@@ -1,0 +1,178 @@
+"""Reopens a run at one of its steps: state from a checkpoint, batches, and the compiled step."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.cluster.devices import known_options
+from shardwright.data.loader import TokenBatch, batch_of, check_skips
+from shardwright.data.untrusted import number, read_object, shown
+from shardwright.inspect.soundness import check_steps
+from shardwright.inspect.statistics.of_run import StepWithoutStages
+from shardwright.modeling.model import inputs_of, load_model
+from shardwright.run.changes import config_at, firsts, loader_at
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.config import Config as RunConfig
+from shardwright.run.files import read_config, read_records
+from shardwright.run.opening import StagesChoice, fresh_state, mesh_for, read_state, trusted_options
+from shardwright.run.provenance import compare_source, provenance_of, source_of
+from shardwright.run.reference import check_reference, read_reference, reference_record
+from shardwright.run.resuming import config_of, saved_config
+from shardwright.run.stages import placement_of
+from shardwright.run.step import trace_step
+from shardwright.settings.differences import flat
+from shardwright.trainer import train
+
+Write = Callable[[str], None]
+
+
+class Done(NamedTuple):
+    """Result of a step."""
+
+    loss: np.float32
+    grad_norm: np.float32
+    skipped: bool
+
+
+class Session:
+    """A run between two steps, on the current mesh.
+
+    Attributes:
+        step: index of the next step.
+        state: the state before it.
+        c, loader, traced: the configuration, the data and the program of that step.
+    """
+
+    def __init__(self, c: RunConfig, metadata: dict[str, Any], step: int, options: dict[str, Any]):
+        self.step, self.model, self.options, self._whole = step, load_model(c.model), options, c
+        self.placement = placement_of(c, self.model)
+        self.state: Any = None
+        self.reference = read_reference(c)
+        self._settle(metadata.get("loader"))
+
+    def _settle(self, state: Any = None) -> None:
+        self.c, self._program = config_at(self._whole, self.step), None
+        self.traced = trace_step(self.c, self.model)
+        self.loader = loader_at(self._whole, self.step, inputs_of(self.model), state)
+
+    def without_stages(self) -> StepWithoutStages:
+        """Returns the step, traced without pipeline stages."""
+        return StepWithoutStages(self.traced, self.placement)
+
+    @property
+    def number(self) -> int:
+        """Index of the batch of the step."""
+        return batch_of(self.step, self.c.data.skip_steps)
+
+    def batch(self) -> TokenBatch:
+        return self.loader.load(self.number)
+
+    def try_step(self, batch: TokenBatch) -> tuple[Any, Done]:
+        """Returns the state after the step with this batch, and the result. The session doesn't advance."""
+        state = jax.tree.map(jnp.copy, self.state)  # the step donates its memory
+        if self._program is None:
+            if self.traced.mesh.size > 1:  # the mesh may be one that the run was not proved on
+                check_steps(self.traced, source_of())
+            self._program = self.traced.lower().compile(compiler_options=self.options)
+        state, metrics = self._program(state, batch, np.int32(self.step), self.reference)
+        loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
+        return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
+
+    def advance(self) -> Done:
+        self.state, done = self.try_step(self.batch())
+        self.step += 1
+        if self.step in firsts(self._whole):
+            self._settle()
+        return done
+
+
+def checkpoints_of(run: str) -> Checkpointer:
+    """Opens the checkpoints of a run, none if it ended before its first. Close it after use."""
+    return Checkpointer(f"{run.rstrip('/')}/checkpoints")
+
+
+def before(run: str, checkpoints: Checkpointer, step: int) -> tuple[int, dict[str, Any]]:
+    """Returns the step of the last checkpoint at or before `step` (0: the beginning), and its metadata."""
+    steps = checkpoints.steps()
+    if done := max((done for done in steps if done <= step), default=0):
+        return done, checkpoints.metadata(done)
+    first = checkpoints.metadata(min(steps)) if steps else {"config": read_config(Path(run) / "config.yaml")}
+    place = None if steps or Path(run, "checkpoints").exists() else flat(first["config"]).get("paths.checkpoints")
+    if place:
+        raise ValueError(
+            f"the run's checkpoints are below {place!r}: copy them to {run}/checkpoints, or make that directory, "
+            "empty, to replay from the first step."
+        )
+    kept = kept_by(run, 0)
+    return 0, first | ({"provenance": kept[1]} if kept else {})
+
+
+def kept_by(run: str, step: int) -> tuple[Path, dict[str, Any]] | None:
+    """Returns where a run saved its source at its last start up to a step, and its provenance.json; None: nowhere."""
+    starts = [path.parent for path in (Path(run) / "source").glob("*/provenance.json")]
+    starts = [path for path in starts if re.fullmatch("[0-9]+", path.name) and int(path.name) <= step]
+    if not starts:
+        return None
+    last = max(starts, key=lambda path: int(path.name))
+    return last, read_object(last / "provenance.json", {"source": dict})
+
+
+@contextlib.contextmanager
+def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: bool, write: Write) -> Iterator[Session]:
+    """Opens a session at the last checkpoint at or before `step`, or at the beginning of the run. Sets the mesh.
+
+    Raises:
+        ValueError: there is no such run or checkpoint, the source differs, data is missing, or something is untrusted.
+        Damaged: the checkpoint is damaged.
+    """
+    with checkpoints_of(run) as checkpoints:
+        done, metadata = before(run, checkpoints, step)
+        config, last = saved_config(metadata), Path(run) / "config.yaml"
+        if last.exists():  # it has changes and skipped batches that a later start added
+            later = read_config(last)
+            config["training"]["changes"] = later.get("training", {}).get("changes", [])
+            skips = config["data"].get("skip_steps", []), later.get("data", {}).get("skip_steps", [])
+            with contextlib.suppress(ValueError, TypeError):  # from a start that went back further
+                check_skips(*skips, done)
+                config["data"]["skip_steps"] = skips[1]
+            config = saved_config({"config": config})  # config.yaml is untrusted too
+        c = config_of(config, trust)
+        for name in ("reference", *(() if done else ("init_from",))):  # init_from is read only before the first step
+            if (place := getattr(c.training, name)) is not None and not trust:
+                raise ValueError(
+                    f"training.{name} of the run is {place!r}: give trust=true to read its weights, if you trust it."
+                )
+        on = mesh_for(mesh, c)
+        with jax.set_mesh(on):
+            if done:
+                check_reference(metadata.get("reference"), reference_record(c))
+            options = known_options(trusted_options(c, trust, write), write)
+            session = Session(c, metadata if done else {}, done, options)
+            now = provenance_of(trace_step(config_at(c, done - 1), session.model))
+            allow = None if other_source else "other_source=true"
+            if differs := compare_source(metadata.get("provenance"), now, ("training",), allow):
+                write(shown(f"source      {differs}"))
+            if done:
+                shapes = session.traced.state
+                session.state = read_state(checkpoints, done, train.State, shapes, session.model, session.placement)
+            else:
+                session.state = fresh_state(session.traced)
+            yield session
+
+
+def metrics_of(run: str) -> dict[int, dict[str, Any]]:
+    """Reads the metrics of each step from a run's metrics.jsonl; empty if there is none."""
+    path = Path(run) / "metrics.jsonl"
+    records = read_records(path) if path.exists() else ()
+    return {record["step"]: record for record in records if record is not None and "event" not in record}
+
+
+def logged(record: Mapping[str, Any], name: str) -> np.float32 | None:
+    """Returns a metric of a step as the run logged it; None if it didn't."""
+    return np.float32(number(record[name])) if name in record else None

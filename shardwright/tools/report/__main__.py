@@ -1,0 +1,73 @@
+"""Reports on a run, or compares several: a table on the terminal, and a page with plots, samples, settings, provenance.
+
+    python -m tools.report run=runs/<run>
+    python -m tools.report run=runs/<sweep>
+    python -m tools.report run=[runs/a,runs/b] sort=tokens/s
+    python -m tools.report run='runs/local_*' output=curves.html
+    python -m tools.report run=runs/<run> output=issue.md
+
+A run keeps its own page, report.html, up to date while it trains. Runs that are still training, or were killed, are
+shown up to their last step, with a note.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shardwright.run.files import REPORT, write_whole
+from shardwright.settings.program import run_program
+from shardwright.settings.screen import print_line, print_table
+from shardwright.tools.report.comparing import Comparison, compare_runs
+from shardwright.tools.report.page import page
+from shardwright.tools.report.planned import issue
+from shardwright.tools.report.reading import find_runs, read_run
+
+
+@dataclass
+class Settings:
+    """Settings of the program."""
+
+    run: Any = None
+    """Directories of runs or sweeps, or patterns such as runs/local_*; one, or a list."""
+    sort: str = "loss"
+    """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, bubble, steps, time, or run."""
+    output: str | None = None
+    """The .html file to write, or an .md file with figures and provenance, to paste into an issue. Null: report.html in
+    the directory of the run, or in the one that all runs are in. An existing file is replaced."""
+
+
+def show(c: Comparison, console: Console) -> None:
+    """Prints the table, and notes on each run."""
+    cells = lambda run: [*(c.setting(run, x) for x in c.differing[:4]), *(c.metric(run, x) for x in c.metrics)]
+    rows = [(i, *cells(run)) for i, run in enumerate(c.runs, 1)]
+    print_table(console, ["#", *c.differing[:4], *c.metrics], rows)
+    print_line(console, f"\nRuns in {c.parent}:")
+    for i, run in enumerate(c.runs, 1):
+        text = f"{i:>3}  {c.name(run)}   {'; '.join(run.notes)}".rstrip()
+        print_line(console, text, "yellow" if run.notes else "")
+
+
+def show_report(config: Settings, console: Console | None = None) -> None:
+    """Prints the table and writes the file.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+    console = console or Console()
+    patterns = [config.run] if isinstance(config.run, str) else config.run
+    if not isinstance(patterns, list) or not patterns or not all(x and isinstance(x, str) for x in patterns):
+        raise ValueError(f"run is {config.run!r}; give directories or patterns: run=runs/<run>, run=[runs/a,runs/b].")
+    if config.output is not None and Path(config.output).suffix not in (".html", ".md"):
+        raise ValueError(f"output is {config.output}; its name must end in .html or .md.")
+    c = compare_runs([read_run(directory) for directory in find_runs(patterns)], config.sort)
+    show(c, console)
+    place = c.runs[0].directory if len(c.runs) == 1 else c.parent
+    output = Path(config.output) if config.output is not None else place / REPORT
+    write_whole(output, issue(c) if output.suffix == ".md" else page(c))
+    print_line(console, f"\nReport: {output}")
+
+
+if __name__ == "__main__":
+    run_program("report", Settings, show_report)

@@ -1,0 +1,101 @@
+"""Compares runs: finds the settings that differ, computes the columns of the table, sorts the runs."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwright.inspect.compiled.table import in_bytes, in_numbers
+from shardwright.run.files import duration
+from shardwright.tools.report.reading import Run
+
+
+class Metric(NamedTuple):
+    """A column of the table. `best` is min, max, or None for neither."""
+
+    best: Callable | None
+    show: Callable[[float], str]
+    meaning: str
+
+
+METRICS = {
+    "loss": Metric(min, "{:.3f}".format, "training loss, nats per token, averaged over the last steps"),
+    "val": Metric(min, "{:.3f}".format, "the last validation loss, nats per token"),
+    "bits/byte": Metric(min, "{:.3f}".format, "the same in bits per byte of text, comparable across tokenizers"),
+    "tokens/s": Metric(max, in_numbers, "of the median step"),
+    "MFU": Metric(
+        max, "{:.1%}".format, "of the median step, counting pairs that attention computes; peak measured or given"
+    ),
+    "memory": Metric(min, in_bytes, "peak of the fullest device; ~: of the step alone, predicted by the compiler"),
+    "bubble": Metric(min, "{:.2%}".format, "share of the time that devices idle between steps"),
+    "steps": Metric(None, "{:,.0f}".format, "done"),
+    "tokens": Metric(None, in_numbers, "seen in training"),
+    "time": Metric(min, duration, "of the steps, h:mm:ss, each as long as the median step"),
+}
+
+
+@dataclass
+class Comparison:
+    """A comparison of runs."""
+
+    runs: list[Run]
+    """Sorted."""
+    differing: list[str]
+    """Dotted names of the settings that differ between runs."""
+    metrics: list[str]
+    """Names in METRICS that at least one run has."""
+
+    @property
+    def alone(self) -> Run | None:
+        """The run, if there is only one."""
+        return self.runs[0] if len(self.runs) == 1 else None
+
+    def setting(self, run: Run, name: str) -> str:
+        """Formats a setting for the table."""
+        value = run.settings.get(name, "?")
+        return f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+    def metric(self, run: Run, name: str) -> str:
+        """Formats a metric for the table."""
+        value = run.values.get(name)
+        if value is None:
+            return "–"
+        text = METRICS[name].show(value) if math.isfinite(value) else str(value)
+        if name == "steps" and run.total_steps is not None and value < run.total_steps:
+            text += f"/{run.total_steps:,}"
+        is_predicted = name == "memory" and run.of_event("memory")[-1].get("source") == "compiler"
+        return "~" * is_predicted + text
+
+    @property
+    def parent(self) -> Path:
+        """The directory that all runs are in."""
+        common = Path(os.path.commonpath([run.directory.absolute().parent for run in self.runs]))
+        return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
+
+    def name(self, run: Run) -> str:
+        """Returns the run's directory, relative to the one that all runs are in."""
+        return str(run.directory.absolute().relative_to(self.parent.absolute()))
+
+
+def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
+    """Finds the settings that differ and sorts the runs: unknown values and NaN last, ties by name.
+
+    Raises:
+        ValueError: `sort` is not a column.
+    """
+    known = [run.settings for run in runs if run.settings]
+    names = dict.fromkeys(name for settings in known for name in settings if not name.startswith("paths."))
+    values = lambda name: {json.dumps(settings.get(name, "?"), default=str) for settings in known}
+    differing = [name for name in names if len(values(name)) > 1]
+    c = Comparison(list(runs), differing, [n for n in METRICS if any(n in run.values for run in runs)])
+    if sort not in METRICS and sort != "run":
+        raise ValueError(f"sort is {sort!r}; it must be one of {', '.join([*c.metrics, 'run'])}.")
+    c.runs.sort(key=lambda run: str(run.directory))
+    if sort in METRICS:
+        values = {run: run.values.get(sort, math.nan) for run in c.runs}
+        sign = -1 if METRICS[sort].best is max else 1
+        c.runs.sort(key=lambda run: math.inf if math.isnan(values[run]) else sign * values[run])
+    return c

@@ -1,0 +1,49 @@
+"""Writes the report as a self-contained HTML page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from plotly.io.json import to_json_plotly
+from plotly.offline import get_plotlyjs
+
+from shardwright.data.untrusted import shown
+from shardwright.tools.report.comparing import Comparison
+from shardwright.tools.report.plots import Panel
+from shardwright.tools.report.sections import SECTIONS, head
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def page(c: Comparison) -> str:
+    """Renders the page. All content is escaped and stripped of control characters."""
+    found = [(s, f"{s.name}.html", data) for s in SECTIONS if (data := s.data(c)) is not None]
+    return page_of(head(c), found, [TEMPLATES])
+
+
+def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, Any]]], templates: list[Path]) -> str:
+    """Renders a page from `top`, the data of page.html, and sections: (name and title, template, its data).
+
+    `templates` are directories of templates.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(templates),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup | jinja2.Undefined) else shown(value),
+        undefined=jinja2.ChainableUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["figure"] = figure
+    text = lambda name: Markup((TEMPLATES / name).read_text())
+    rendered = [(s, Markup(environment.get_template(name).render(data))) for s, name, data in sections]
+    return environment.get_template("page.html").render(
+        top, sections=rendered, style=text("page.css"), script=text("page.js"), plotly=Markup(get_plotlyjs())
+    )
+
+
+def figure(panel: Panel) -> Markup:
+    """Formats a plot as JSON for a <script>. Plotly escapes <, so that no text of the plot can end the script."""
+    return Markup(to_json_plotly(panel.figure))

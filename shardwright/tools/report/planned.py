@@ -1,0 +1,92 @@
+"""Compares the predictions in a run's plan.json with measurements, for the page and to paste into an issue."""
+
+import contextlib
+import math
+from typing import Any
+
+from shardwright.data.untrusted import number, one_line, read_object
+from shardwright.inspect.compiled.lines import WITHOUT_LINE
+from shardwright.tools.report.comparing import METRICS, Comparison
+from shardwright.tools.report.lines import FIRST, measured_lines, newest, read
+from shardwright.tools.report.reading import Run
+
+_PLANNED = {"tokens/s": "tokens_per_second", "MFU": "mfu", "memory": "peak_bytes"}
+"""Key in plan.json of the predicted value of each metric."""
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
+"""Packages whose versions go into an issue."""
+_KINDS = {"work?": [{"line": str, "kind": str, "seconds": float, "exposed": float}]}
+
+
+def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
+    """Returns the predicted value of a metric, NaN if unknown, and the same as text, for speeds with the range."""
+    planned, show = number(plan.get(_PLANNED.get(name, ""))), METRICS[name].show
+    if not math.isfinite(planned):
+        return math.nan, ""
+    seconds, low, high = (number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
+    ranged = name != "memory" and 0 < low <= high < math.inf
+    text = f" ({show(planned * seconds / high)} to {show(planned * seconds / low)})" if ranged else ""
+    return planned, show(planned) + text
+
+
+def planned_and_measured(c: Comparison) -> dict[str, Any] | None:
+    """Makes the data of the section; None without a plan. `problems` lists what cannot be read."""
+    run, problems = c.alone, []
+    if not run or not (path := newest(run.directory, "plan.json")):
+        return None
+    plan = read(path, lambda path: read_object(path, _KINDS), problems) or {}
+    planned, low, high = (1000 * number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
+    now, ms = run.values.get("ms/step", math.nan), "{:,.2f} ms".format
+    rows = [("time of a step", planned, f"{ms(planned)} ({ms(low)} to {ms(high)})", ms(now) if now > 0 else "–", now)]
+    rows += [(name, *expected(plan, name), c.metric(run, name), run.values.get(name, math.nan)) for name in _PLANNED]
+    figures = [(name, text, measured, _ratio(value, known)) for name, value, text, measured, known in rows if plan]
+    lines = _lines(plan.get("work", []), run)
+    return {"problems": problems, "plan": plan, "figures": figures, "first": lines[:FIRST], "rest": lines[FIRST:]}
+
+
+def _lines(work: list[dict[str, Any]], run: Run) -> list[dict[str, Any]]:
+    """Lists predicted and measured milliseconds per line, step and device: each as (all, exposed)."""
+    found: dict[str, dict[str, Any]] = {}
+    at = lambda place: found.setdefault(place.removeprefix("~"), {"planned": (0.0, 0.0), "measured": (0.0, 0.0)})
+    for row in work:
+        line, exposed = at(row["line"] or WITHOUT_LINE), number(row["exposed"]) * (row["kind"] == "collective")
+        line["planned"] = (line["planned"][0] + 1000 * number(row["seconds"]), line["planned"][1] + 1000 * exposed)
+    for row in measured_lines(run):
+        seconds, waited = row["seconds"], row["exposed"] / (row["share"] or 1)
+        at(row["place"]).update(text=row["text"], measured=(1000 * seconds, 1000 * seconds * waited))
+    rows = [row | {"place": x, "ratio": _ratio(row["planned"][0], row["measured"][0])} for x, row in found.items()]
+    return sorted(rows, key=lambda row: (row["measured"], row["planned"]), reverse=True)
+
+
+def _ratio(planned: float, measured: float) -> str:
+    """Formats measured / planned; empty if one is unknown."""
+    found = float(measured) / planned if planned > 0 and measured > 0 else math.nan
+    return (f"{found:,.0f}" if found >= 100 else f"{found:.3g}") if math.isfinite(found) else ""
+
+
+def issue(c: Comparison) -> str:
+    """Writes, in Markdown for each run, a table of planned and measured values, and its provenance."""
+    return "\n".join(_of_run(c, run) for run in c.runs)
+
+
+def _of_run(c: Comparison, run: Run) -> str:
+    facts, packages = (x if isinstance(x, dict) else {} for x in (run.about.get("run"), run.about.get("packages")))
+    plan: dict = {}
+    with contextlib.suppress(OSError, ValueError):
+        plan = read_object(run.directory / "plan.json")
+    lines = [f"### {one_line(c.name(run), 80)}", "", "| | planned | measured |", "|---|---|---|"]
+    for name in (name for name in c.metrics if name in run.values):
+        measured = c.metric(run, name)
+        if name == "MFU" and str(facts.get("devices", "")).endswith(" cpu"):
+            measured += ", not meaningful: the peak of a CPU is measured"
+        lines.append(f"| {name} | {expected(plan, name)[1]} | {measured} |")
+    versions = [f"Python {run.about.get('python')}", *(f"{x} {packages[x]}" for x in PACKAGES if x in packages)]
+    made = {
+        "device": facts.get("devices"),
+        "peak": facts.get("peak_source"),
+        "versions": ", ".join(versions),
+        "commit": run.about.get("commit"),
+        "settings": " ".join(map(str, run.about.get("overrides") or [])),
+        "state": "; ".join([f"{run.state} {run.why}".strip(), *run.notes]),
+    }
+    said = [f"- {key}: `{one_line(str(value), 400)}`" for key, value in made.items() if value]
+    return "\n".join([*lines, "", *said, ""])

@@ -1,0 +1,131 @@
+"""Makes the data of the sections of the page, each shown by templates/<name>.html.
+
+To add a section, write a function and a template and add them to SECTIONS. The template gets what the function returns,
+escaped, and shows Panels, which are plots, with `plots(panels)` of plots.html.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from shardwright.inspect.statistics.tables import tables_of
+from shardwright.run.files import duration
+from shardwright.tools.report.comparing import METRICS, Comparison
+from shardwright.tools.report.lines import step_by_line
+from shardwright.tools.report.planned import planned_and_measured
+from shardwright.tools.report.plots import colour, evenly, panels_of
+from shardwright.tools.report.reading import AVERAGED, Run, read_samples
+
+_SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
+"""Most steps whose samples are shown, most events, most characters of a text."""
+
+
+class Section(NamedTuple):
+    """A part of the page."""
+
+    name: str
+    """Name of its template, and of its anchor in the page."""
+    title: str
+    data: Callable[[Comparison], dict[str, Any] | None]
+    """Returns what its template shows; None to omit the section."""
+
+
+def head(c: Comparison) -> dict[str, Any]:
+    """Makes the top of every page: title, and for a single run its state and key figures."""
+    run = c.alone
+    if run is None:
+        return {"title": f"{len(c.runs)} runs in {c.parent}"}
+    done, total = int(run.values.get("steps", 0)), run.total_steps
+    left = (total - done) * run.values.get("ms/step", math.nan) / 1000 if total else math.nan
+    return {
+        "title": run.directory.absolute().name,
+        "run": run,
+        "place": run.directory.absolute(),
+        "running": run.state == "running",
+        "written": time.time(),
+        "progress": min(1.0, done / total) if total else None,
+        "left": duration(left) if run.state == "running" and 0 < left < 1e9 else "",
+        "figures": [(name, c.metric(run, name), METRICS[name].meaning) for name in c.metrics],
+    }
+
+
+# ---- sections of several runs ---------------------------------------------------------------------------------------
+
+
+def runs(c: Comparison) -> dict[str, Any] | None:
+    return None if c.alone else {"c": c, "metrics": METRICS, "colour": colour}
+
+
+def curves(c: Comparison) -> dict[str, Any] | None:
+    panels = panels_of(c)
+    return {"panels": panels, "averaged": AVERAGED} if panels else None
+
+
+# ---- sections of a single run ---------------------------------------------------------------------------------------
+
+
+def of_run(data: Callable[[Run], dict[str, Any] | None]) -> Callable[[Comparison], dict[str, Any] | None]:
+    """Makes a section that only pages of a single run have."""
+    return lambda c: data(c.alone) if c.alone else None
+
+
+def microscope(run: Run) -> dict[str, Any] | None:
+    """Makes the tables of the last activation and gradient statistics; None without any."""
+    looks = [event for event in run.of_event("microscope") if tables_of(event)]
+    if not looks:
+        return None
+    last = max(looks, key=lambda look: look["step"])
+    return {"step": last["step"] + 1, "count": len(looks), "tables": tables_of(last)}
+
+
+def events(run: Run) -> dict[str, Any] | None:
+    """Lists events such as skipped steps, spikes, changes and restarts."""
+    of_others = ("validation", "memory", "step_bubble", "sample", "microscope")
+    found = [event for event in run.events if event["event"] not in of_others and event.get("state") != "finished"]
+    found += [{"step": done - 1, "event": "resumed"} for done in run.starts if done]
+    found.sort(key=lambda event: event["step"])
+    return {"events": found[-_EVENTS:], "left_out": max(0, len(found) - _EVENTS)} if found else None
+
+
+def samples(run: Run) -> dict[str, Any] | None:
+    """Lists samples of each prompt over the steps."""
+    found: dict[str, list[dict]] = {}
+    for sample in sorted(read_samples(run.directory), key=lambda sample: sample["step"]):
+        found.setdefault(sample["prompt"], []).append(sample)
+    prompts = []
+    for prompt, of_steps in list(found.items())[:_SAMPLES]:
+        chosen = [of_steps[i] for i in evenly(len(of_steps), _SAMPLES)]
+        rows = [(sample["step"], sample["text"][:_LONGEST], sample.get("ended") is True) for sample in chosen]
+        prompts.append({"prompt": prompt[:_LONGEST], "rows": rows, "left_out": len(of_steps) - len(rows)})
+    return {"prompts": prompts} if prompts else None
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """Lists the configuration, settings that are not defaults first."""
+    defaults: Any = run.about.get("defaults") if isinstance(run.about.get("defaults"), dict) else {}
+    as_json = lambda value: json.dumps(value, ensure_ascii=False, default=str)
+    default_of = lambda name: as_json(defaults[name]) if name in defaults else ""
+    rows = [(name, as_json(value), default_of(name)) for name, value in run.settings.items()]
+    chosen = [row for row in rows if row[1] != row[2]]
+    return {"groups": {"Other than the default": chosen, "Defaults": [row for row in rows if row not in chosen]}}
+
+
+def provenance(run: Run) -> dict[str, Any]:
+    """Lists the command, commit, versions and starts of the run."""
+    return {"about": run.about, "starts": run.starts}
+
+
+SECTIONS = (
+    Section("runs", "Runs", runs),
+    Section("curves", "Curves", curves),
+    Section("planned", "Planned and measured", planned_and_measured),
+    Section("step", "The step by source line", of_run(step_by_line)),
+    Section("microscope", "Under the microscope", of_run(microscope)),
+    Section("events", "What happened", of_run(events)),
+    Section("samples", "Samples", of_run(samples)),
+    Section("settings", "Settings", of_run(settings)),
+    Section("provenance", "Provenance", of_run(provenance)),
+)
+"""Sections of the page, from top to bottom."""

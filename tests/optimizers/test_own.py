@@ -1,0 +1,61 @@
+"""An optimizer and a loss of the user's own file."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from shardwright.inspect.causality import check_causal
+from shardwright.optimizers.config import GroupConfig
+
+
+@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
+def test_the_step_descends_by_them(mesh):
+    """Half of a loss moves the weights as far as half of a learning rate."""
+    plain = {"warmup_steps": 0, "schedule": "constant", "schedule_steps": None, "clip_norm": 1e9}
+    found = []
+    with jax.set_mesh(tiny.mesh(mesh)):
+        for changes in ({"loss": "own_parts:halved", "learning_rate": 1e-2}, {"learning_rate": 5e-3}):
+            c = tiny.config()
+            c.optimizer = tiny.optimizer(algorithm="own_parts:sgd", **plain | changes)
+            state = tiny.state(c)
+            before = jax.tree.map(np.asarray, state.weights)
+            state, metrics = tiny.training_step(c)(state, tiny.place_batch(c), np.int32(0))
+            moves = jax.tree.map(lambda w, old: np.asarray(w) - old, state.weights, before)
+            found.append((float(metrics.loss), jax.tree.leaves(moves)))
+    (half, moved), (whole, expected) = found
+    assert half == pytest.approx(whole / 2)
+    assert min(np.abs(x).max() for x in expected) > 1e-6
+    for x, y in zip(moved, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-7)
+
+
+def test_an_own_optimizer_has_both_moments_and_a_group_may_name_it():
+    c = tiny.config()
+    c.optimizer = tiny.optimizer(algorithm="muon", groups=[GroupConfig(match="layers.w_q", algorithm="own_parts:sgd")])
+    with jax.set_mesh(tiny.mesh("one device")):
+        state = tiny.state(c)
+    assert state.adam_nu.layers.w_q is not None
+    assert state.adam_nu.layers.w_k is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": "own_parts:sgdd"}, r"'own_parts:sgdd' is not an optimizer \(.*'sgdd'"),
+        ({"loss": "no_such_file:loss"}, r"'no_such_file:loss' is not a loss \(No module named 'no_such_file'\)"),
+        ({"loss": "cross_entropi"}, r"Did you mean cross_entropy\?"),
+    ],
+)
+def test_a_name_that_is_none(changes, message):
+    c = tiny.config()
+    c.optimizer = tiny.optimizer(**changes)
+    with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=message):
+        assert tiny.step(c).traced
+
+
+def test_an_own_loss_is_proved_with_the_step():
+    c = tiny.config()
+    c.optimizer = tiny.optimizer(loss="own_parts:mixes_sequences")
+    with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=r"own_parts\.py:.* another sequence"):
+        check_causal(tiny.step(c), None)
