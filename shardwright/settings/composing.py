@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import traceback
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.parsing import did_you_mean
 from shardlib.places import shown_path
 from shardwright.data.untrusted import first_line
-from shardwright.settings.settings import is_section, kind_of, settings_of, words_for
+from shardwright.settings.settings import is_section, kind_of, settings_of, without_null, words_for
 
 QUOTES = "Write name=value; put a value with characters such as , = [ { ~ é in both kinds of quotes: 'name=\"value\"'."
 NAMES = ("--config-name", "-cn")
@@ -74,6 +75,13 @@ def command_of(module: str) -> str:
 def is_setting(argument: str) -> bool:
     """Returns whether an argument sets or removes a setting; others are flags and their values."""
     return argument.startswith(("+", "~")) or ("=" in argument and not argument.startswith("-"))
+
+
+def with_brackets(schema: type, arguments: Sequence[str]) -> list[str]:
+    """Puts brackets around the one value of a setting that is a list: train.files=a.txt is train.files=[a.txt]."""
+    names = [s.name for s in settings_of(schema) if typing.get_origin(without_null(s.kind)) is list]
+    one_value = re.compile(rf"""(\+*(?:{"|".join(names)})=)(?!null$)("[^"]*"|'[^']*'|[^][(){{}}$,]+)""")
+    return [f"{m[1]}[{m[2]}]" if (m := one_value.fullmatch(text)) else text for text in arguments]
 
 
 def check_flags(program: Program, arguments: Sequence[str]) -> None:

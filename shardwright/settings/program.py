@@ -35,6 +35,7 @@ from shardwright.settings.composing import (
     is_setting,
     own_configs,
     register_shipped,
+    with_brackets,
 )
 from shardwright.settings.exits import ERROR, exit_of
 from shardwright.settings.help import help_text
@@ -131,7 +132,7 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
             stream.reconfigure(errors="replace")
     register_shipped()
     # Hydra requires flags before settings.
-    sys.argv[1:] = sorted(sys.argv[1:], key=is_setting)
+    sys.argv[1:] = with_brackets(program.schema, sorted(sys.argv[1:], key=is_setting))
     with refusals_shown():
         check_flags(program, sys.argv[1:])
     sys.argv[1:1] = own_configs(program, sys.argv[1:])

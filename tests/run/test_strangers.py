@@ -240,7 +240,9 @@ def test_changes_of_a_config_yaml_are_refused_in_one_line(stranger, changes, mes
     run = stranger.write()
     (stranger.directory / "config.yaml").write_text(json.dumps({"training": {"changes": changes}}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwright.tools.replay.session.read_config", lambda path: json.loads(path.read_text()))  # at once
+        patch.setattr(
+            "shardwright.tools.replay.session.read_config", lambda path: json.loads(path.read_text())
+        )  # at once
         with pytest.raises(ValueError, match=message), opened(run, 3, StagesChoice(), False, False, print):
             pass
 

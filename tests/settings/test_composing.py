@@ -44,6 +44,15 @@ def test_configurations_of_config_dir_in_any_order(mine, composed):
         composed(mine, BASE, "model=mymodl")
 
 
+def test_a_list_of_one_value_needs_no_brackets(composed):
+    (config,) = composed(BASE, "data.skip_steps=3", "training.sample_prompts=It is a truth")
+    assert (config.data.skip_steps, config.training.sample_prompts) == ([3], ["It is a truth"])
+    (config,) = composed(BASE, "data.skip_steps=[3,4]", "training.sample_prompts='a, b'")
+    assert (config.data.skip_steps, config.training.sample_prompts) == ([3, 4], ["a, b"])
+    found = composed(BASE, "--multirun", "data.skip_steps=[1],[2]", "paths.model_name=x")
+    assert [config.data.skip_steps for config in found] == [[1], [2]]
+
+
 def test_a_sweep_is_composed_as_a_whole_before_its_first_job(composed):
     found = composed(BASE, "--multirun", "model=glob(de*)", "training.seed=range(1,3)", "paths.model_name=x")
     assert [config.training.seed for config in found] == [1, 2]
