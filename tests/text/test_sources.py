@@ -4,6 +4,8 @@ import bz2
 import gzip
 import json
 import lzma
+import re
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -292,12 +294,39 @@ def test_a_compressed_dataset_with_options_of_its_own(tmp_path):
 
 
 def test_files_that_are_none(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"'a.doc' is not a supported file; choose one of these kinds: .jsonl, .json, .parquet"
-    ):
-        open_files(["a.jsonl", "a.doc"])
-    with pytest.raises(ValueError, match=r"No file matches 'nowhere/\*.jsonl' in .* Correct the path or pattern"):
-        open_files(["nowhere/*.jsonl"])
+    (tmp_path / "a.doc").write_text("a")
+    for files in (str(tmp_path / "a.doc"), "nowhere/*.jsonl", str(tmp_path)):
+        message = (
+            rf"No text file matches '{re.escape(files)}.* Correct the path .* these kinds: .jsonl, .json, .parquet"
+        )
+        with pytest.raises(ValueError, match=message):
+            open_files([files])
+
+
+def test_a_folder_is_its_text_files(tmp_path):
+    """Those below it too, sorted by path; not hidden ones, nor other kinds. No special sign of its name counts."""
+    folder = tmp_path / "[ab]"
+    for name in ("b.txt", "a/z.txt.gz", ".hidden.txt", "a/.git/c.txt", "c.pdf", "a.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(gzip.compress(b"z") if name.endswith(".gz") else b'{"text": "a"}\n')
+    assert read_all(open_files([f"{folder}/"])) == ["a", "z", '{"text": "a"}\n']
+
+
+def test_files_are_read_without_the_package_datasets(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # to import it raises ImportError
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text(lines(["c", "d", "e"]))
+    check(lambda: open_files([str(tmp_path)]), ["a", "b", "c", "d", "e"])
+    check(lambda: open_files([str(tmp_path)]).skip(1).take(3), ["b", "c", "d"])
+
+
+def test_a_position_of_version_0_2_goes_on(tmp_path):
+    """It is that of the library `datasets`, which read files then."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(lines([f"{name}{i}" for i in range(9)]))
+    place = {"examples_iterable": {"shard_idx": 1, "shard_example_idx": 3, "type": "ExamplesIterable"}, "epoch": 0}
+    found = read_all(open_files([str(tmp_path / "*.jsonl")]), place={"data": place, "bad_rows": 0})
+    assert found == [f"b{i}" for i in range(3, 9)]
 
 
 def test_a_dataset_of_the_hub(tmp_path):

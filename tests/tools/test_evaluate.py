@@ -353,7 +353,7 @@ def test_the_command(run, tmp_path):
         ({"step": 3}, r"no complete checkpoint of step 3"),
         ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
         ({"data": "a", "tasks": ["b"]}, r"give one of data and tasks; data and tasks is given"),
-        ({"data": "nowhere.jsonl"}, r"No file matches 'nowhere.jsonl'"),
+        ({"data": "nowhere.jsonl"}, r"No text file matches 'nowhere.jsonl'"),
         ({"data": "data.zarr"}, r"data.zarr"),
     ],
 )

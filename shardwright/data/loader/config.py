@@ -31,9 +31,9 @@ class StreamConfig:
     validation: str = "validation"
     """The dataset's split to validate on."""
     train_files: list[str] = field(default_factory=list)
-    """Files, globs or URLs to train on, of the kinds that docs/data.md lists; each line of a .txt is a document."""
+    """Files, folders, globs or URLs to train on, of the kinds in docs/data.md; each line of a .txt is a document."""
     validation_files: list[str] = field(default_factory=list)
-    """Files, globs or URLs to validate on."""
+    """Files, folders, globs or URLs to validate on."""
     text_field: str = "text"
     """The column or JSON key that holds the document."""
     tokenizer_kind: str = "bytes"

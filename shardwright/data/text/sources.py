@@ -1,6 +1,6 @@
-"""Reads text documents in order, from a Hugging Face dataset or from files, with the library `datasets`.
+"""Reads text documents in order, from files or from a Hugging Face dataset, which needs the library `datasets`.
 
-The position in a source is a small JSON value from `datasets`, from which reading can resume.
+The position in a source is a small JSON value, from which reading can resume.
 """
 
 import codecs
@@ -11,14 +11,17 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import IO, Any
+
+import numpy as np
 
 from shardwright.data.untrusted import decode, parse_json, refused, shown
 
 BLOCK_BYTES = 2**21
 """Characters per block of documents: large enough to make sending it to a process cheap."""
 RECORDS = 64
-"""Records read at a time."""
+"""Records of pyarrow converted at a time."""
 KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 KINDS |= {".csv": "csv", ".txt": "text"}
 """Kind of each file extension; .gz, .bz2, .xz or .zst may follow, except for .parquet, .arrow and .feather."""
@@ -38,14 +41,14 @@ def open_text(
     separator: str | None = None,
     by_line: bool = False,
 ) -> tuple[str, Any]:
-    """Opens a dataset or files. Returns a name, for messages, and the documents as a datasets.IterableDataset.
+    """Opens a dataset or files. Returns a name, for messages, and the documents: a datasets.IterableDataset or Files.
 
     Args:
         where: section of the settings, for messages.
         dataset: name on the hub, or a local directory; None for files.
         dataset_config: its configuration (subset); None if it has only one.
         split: name of the split.
-        files: read in this order: paths, globs, whose matches are sorted, or URLs; empty for a dataset. A document is a
+        files: read in this order: paths, folders, globs, or URLs, as for `match`; empty for a dataset. A document is a
             line of .jsonl, an element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a
             .txt.
         text_field: the column or JSON key that holds the document.
@@ -56,7 +59,6 @@ def open_text(
     Raises:
         ValueError: both or none are given, or the dataset, the split or a file is missing or cannot be read.
     """
-    import datasets
     from fsspec.compression import register_compression
 
     # Also for `datasets`, whose reader of .zst files does not detect truncation.
@@ -69,6 +71,8 @@ def open_text(
     if dataset is not None:
         if split is None:
             raise ValueError(f"{where}.source is missing; give the split of {dataset} to read, such as `train`.")
+        import datasets
+
         name = f"{dataset} ({split})"
         with refused(
             f"Cannot read {name}", "Check its name, its split, the connection, and whether its files are whole."
@@ -78,13 +82,9 @@ def open_text(
             if not any(path.endswith(".arrow") for path in of_split):
                 return name, builder.as_streaming_dataset(split)
         # `datasets` would not notice that an .arrow file is truncated.
-        given = {"paths": list(of_split), "text_field": text_field, "separator": None}
-        return name, datasets.IterableDataset.from_generator(_rows, gen_kwargs=given)
+        return name, Files(list(of_split), text_field)
     name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
-    if unknown := [file for file in files if kind_of(file) is None]:
-        raise ValueError(f"{unknown[0]!r} is not a supported file; choose one of these kinds: {', '.join(KINDS)}.")
-    given = {"paths": match(files), "text_field": text_field, "separator": "\n" if by_line else separator}
-    return name, datasets.IterableDataset.from_generator(_rows, gen_kwargs=given)
+    return name, Files(match(files), text_field, "\n" if by_line else separator)
 
 
 def kind_of(path: str) -> str | None:
@@ -96,15 +96,20 @@ def kind_of(path: str) -> str | None:
 
 
 def match(patterns: list[str]) -> list[str]:
-    """Expands glob patterns to files; keeps URLs. Raises ValueError if a pattern has no match."""
+    """Expands globs, and folders to all files of KINDS below them, sorted; keeps URLs.
+
+    Raises ValueError if a pattern has no match of one of KINDS.
+    """
     paths: list[str] = []
     for pattern in patterns:
-        if "://" in pattern:
-            paths.append(pattern)
-            continue
-        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-        if not (found := [path for path in found if os.path.isfile(path)]):
-            raise ValueError(f"No file matches {pattern!r} in {os.getcwd()}. Correct the path or pattern.")
+        every = os.path.join(glob.escape(pattern), "**") if os.path.isdir(pattern) else pattern
+        found = [every] if "://" in every or os.path.isfile(every) else sorted(glob.glob(every, recursive=True))
+        found = [path for path in found if kind_of(path) and ("://" in path or os.path.isfile(path))]
+        if not found:
+            raise ValueError(
+                f"No text file matches {every!r} in {os.getcwd()}. Correct the path or pattern, or choose files of "
+                f"these kinds: {', '.join(KINDS)}."
+            )
         paths += found
     return paths
 
@@ -132,15 +137,13 @@ def blocks(
         num_bad = place["bad_rows"]
     texts: list[str] = []
     size, before = 0, num_bad
-    for batch in readable(name, data.iter(RECORDS)):
-        for values in zip(*batch.values(), strict=True):
-            row = dict(zip(batch, values, strict=True))
-            if row.get(BAD) is not None and num_bad < max_bad_rows:
-                num_bad += 1
-                print(f"bad row {num_bad} of at most {max_bad_rows}: {shown(row[BAD])}", file=sys.stderr, flush=True)
-            else:
-                texts.append(text_of(row, text_field, name))
-                size += len(texts[-1])
+    for row in readable(name, data):
+        if row.get(BAD) is not None and num_bad < max_bad_rows:
+            num_bad += 1
+            print(f"bad row {num_bad} of at most {max_bad_rows}: {shown(row[BAD])}", file=sys.stderr, flush=True)
+        else:
+            texts.append(text_of(row, text_field, name))
+            size += len(texts[-1])
         if size >= BLOCK_BYTES:
             yield texts, {"data": data.state_dict(), "bad_rows": num_bad}
             texts, size, before = [], 0, num_bad
@@ -172,29 +175,78 @@ def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
 # ---- files --------------------------------------------------------------------------------------------------------
 
 
-def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[dict[str, str | None]]:
-    """Yields the rows of files: each with its document, or under BAD its file, its position and what is wrong."""
+@dataclass
+class Files:
+    """Rows of files in order, with the methods of datasets.IterableDataset that are used here."""
+
+    paths: list[str]
+    text_field: str
+    separator: str | None = None
+    skipped: int = 0
+    most: int = sys.maxsize
+
+    def __post_init__(self):
+        self.num_shards = len(self.paths)
+        # Of the next row: its file, its row there, and the number of rows before it.
+        self._position = 0, 0, 0
+
+    def shard(self, num_shards: int, index: int) -> "Files":
+        """Returns a contiguous part of the files."""
+        return replace(self, paths=np.array_split(self.paths, num_shards)[index].tolist())
+
+    def skip(self, number: int) -> "Files":
+        """Returns these files without their first rows."""
+        return replace(self, skipped=number)
+
+    def take(self, number: int) -> "Files":
+        """Returns these files without the rows after the first `number` that are not skipped."""
+        return replace(self, most=number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, as `datasets` writes it, because checkpoints of 0.2 have it so."""
+        file, row, number = self._position
+        return {"examples_iterable": {"shard_idx": file, "shard_example_idx": row}, "number": number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves to a position."""
+        file = state["examples_iterable"]
+        self._position = file["shard_idx"], file["shard_example_idx"], state.get("number", 0)
+
+    def __iter__(self) -> Iterator[dict[str, str | None]]:
+        first, row, number = self._position
+        for file in range(first, len(self.paths)):
+            for found in itertools.islice(_rows(self.paths[file], self.text_field, self.separator), row, None):
+                if number >= self.skipped + self.most:
+                    return
+                row, number = row + 1, number + 1
+                self._position = file, row, number
+                if number > self.skipped:
+                    yield found
+            row = 0
+
+
+def _rows(path: str, text_field: str, separator: str | None) -> Iterator[dict[str, str | None]]:
+    """Yields the rows of a file: each with its document, or under BAD its file, its position and what is wrong."""
     import fsspec
 
-    for path in paths:
-        kind, place = str(kind_of(path)), "the beginning"
-        try:
-            opened: Any = fsspec.open(path, "rb", compression="infer")
-            with opened as file:
-                if kind in ("csv", "text"):
-                    # Bytes that are not UTF-8 become halves of surrogate pairs, which `_document` rejects.
-                    newline = "" if kind == "csv" else None
-                    file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
-                for place, row in READERS[kind](file, text_field, separator):
-                    try:
-                        found = {text_field: _document(row, text_field), BAD: None}
-                    except ValueError as error:
-                        if isinstance(row, bytes) and not row.endswith(b"\n"):
-                            raise  # a truncated file: what follows is lost
-                        found = {text_field: None, BAD: f"{path}, {place}: {str(error).rstrip('.')}"}
-                    yield found
-        except Exception as error:
-            raise ValueError(f"{path}, at {place}") from error
+    kind, place = str(kind_of(path)), "the beginning"
+    try:
+        opened: Any = fsspec.open(path, "rb", compression="infer")
+        with opened as file:
+            if kind in ("csv", "text"):
+                # Bytes that are not UTF-8 become halves of surrogate pairs, which `_document` rejects.
+                newline = "" if kind == "csv" else None
+                file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
+            for place, row in READERS[kind](file, text_field, separator):
+                try:
+                    found = {text_field: _document(row, text_field), BAD: None}
+                except ValueError as error:
+                    if isinstance(row, bytes) and not row.endswith(b"\n"):
+                        raise  # a truncated file: what follows is lost
+                    found = {text_field: None, BAD: f"{path}, {place}: {str(error).rstrip('.')}"}
+                yield found
+    except Exception as error:
+        raise ValueError(f"{path}, at {place}") from error
 
 
 class _Zstd(io.RawIOBase):
