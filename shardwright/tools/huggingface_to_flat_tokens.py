@@ -12,13 +12,15 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from shardwright.data import flat_tokens
 from shardwright.data.checks import check_choice, within
@@ -62,9 +64,9 @@ class SplitConfig:
     source: str | None = None
     """The split of the Hugging Face dataset to read."""
     files: list[str] = field(default_factory=list)
-    """Files, globs or URLs to read, in this order, the matches of a glob sorted. A document is a line of .jsonl, an
-    element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a .txt unless `text_separator`
-    is set. .jsonl, .json, .csv and .txt may be compressed: .gz, .bz2, .xz, .zst."""
+    """Files, folders, globs or URLs to read, in this order; those of a folder or glob are sorted. A document is a line
+    of .jsonl, an element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a .txt unless
+    `text_separator` is set. .jsonl, .json, .csv and .txt may be compressed: .gz, .bz2, .xz, .zst."""
     skip_documents: int = within(0, 2**50, 0)
     """Number of documents to skip at the start of the source, at least 0."""
     max_documents: int | None = within(1, 2**50, None)
@@ -128,6 +130,14 @@ def run(config: Settings) -> None:
     content = flat_tokens.read_file(root, "tokenizer.json")
     before = None if content is None else content.decode()
     tokenizer = make_tokenizer(config, before if goes_on else None)
+    if tokenizer.end_token is None:
+        choices = ", ".join(sorted(tokenizer.special)[:10]) or "it has none"
+        print(
+            "warning: tokenizer.end_token is null, so a model cannot learn where a document ends. Set it to a special "
+            f"token of the tokenizer ({choices}), in both kinds of quotes: 'tokenizer.end_token=\"</s>\"'.",
+            file=sys.stderr,
+            flush=True,
+        )
     definition = tokenizer.definition or ""
     if before not in (None, tokenizer.definition):
         other = f"{config.out}/tokenizer.json is not the tokenizer of the settings. All splits of a dataset must have"
@@ -145,6 +155,21 @@ def run(config: Settings) -> None:
             shards = config.num_shards if config.shard is None else 1
             write = write_split if shards == 1 else merge_split
             print(write(config, name, opened[name], tokenizer, settings), flush=True)
+    if config.shard is None:
+        print(next_steps(config, tokenizer, flat_tokens.is_there(root, "validation")), flush=True)
+
+
+def next_steps(config: Settings, tokenizer: Tokenizer, has_validation: bool) -> str:
+    """Returns the vocabulary's size, the lines for a configuration, and a command that trains on the dataset."""
+    vocab = str(-(-tokenizer.vocab_size // 64) * 64)
+    values = {"data.filespec": config.out, "model.vocab": vocab, "model.bos_id": str(tokenizer.end or 0)}
+    values |= {} if has_validation else {"training.eval_batches": "0"}
+    settings = [f"{name}={value}" for name, value in values.items()]
+    lines, command = OmegaConf.to_yaml(OmegaConf.from_dotlist(settings)), " ".join(map(shlex.quote, settings))
+    return (
+        f"vocabulary: {tokenizer.vocab_size:,}, rounded up below. In a configuration:\n\n{lines}\n"
+        f"Try it: python -m train --config-name=local_text {command}"
+    )
 
 
 def result_settings(config: Settings, names: list[str]) -> dict[str, Any]:
@@ -202,12 +227,15 @@ def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
 # ---- a split ------------------------------------------------------------------------------------------------------
 
 
-def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int]:
-    """Encodes the documents of a block for flat-tokens. Also returns how many were dropped for having no tokens."""
+def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int, Counter[str]]:
+    """Encodes the documents of a block for flat-tokens.
+
+    Also returns how many were dropped for having no tokens, and the characters that the tokenizer drops.
+    """
     texts, _ = item
     ids, lengths = tokenizer.encode(texts)
     kept = lengths[lengths > 0]
-    return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size
+    return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size, tokenizer.dropped(texts)
 
 
 def write_split(
@@ -231,13 +259,14 @@ def write_split(
     num_workers = config.num_workers or (1 if cores <= 2 and tokenizer.encoding is None else cores)
     most = sys.maxsize if split.max_tokens is None else split.max_tokens
     with flat_tokens.Writer(config.out, name, resume=True) as writer:
-        done = writer.place or {"place": None, "num_empty": 0}
+        done = {"place": None, "num_empty": 0, "dropped": {}} | (writer.place or {})
         blocks = sources.blocks(*source, config.text_field, done["place"], config.max_bad_rows)
         results = map_in_order(functools.partial(tokenize, tokenizer), blocks, num_workers)
         saved = time.monotonic()
-        for (_, place), (encoded, num_empty) in results:
+        for (_, place), (encoded, num_empty, dropped) in results:
             writer.append_encoded(encoded[: most - writer.num_tokens])
-            done = {"place": place, "num_empty": done["num_empty"] + num_empty}
+            dropped = dropped + Counter(done["dropped"])
+            done = {"place": place, "num_empty": done["num_empty"] + num_empty, "dropped": dropped}
             if writer.num_tokens == most:
                 break
             if time.monotonic() - saved >= STATE_SECONDS:
@@ -260,6 +289,9 @@ def write_split(
         notes.append(f"{bad:,} bad rows skipped")
     if empty:
         notes.append(f"{empty:,} empty documents skipped")
+    if dropped := Counter(done["dropped"]):
+        most_often = ", ".join(f"{count:,} × {character!r}" for character, count in dropped.most_common(5))
+        notes.append(f"the tokenizer dropped {dropped.total():,} characters, of {len(dropped)} kinds: {most_often}")
     if split.max_tokens is not None and tokens < most:
         notes.append(f"the source ended before max_tokens={most:,}")
     return "; ".join(notes)

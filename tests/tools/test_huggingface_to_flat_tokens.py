@@ -2,14 +2,20 @@
 
 import json
 import lzma
+import re
+import shlex
 import subprocess
 import sys
+import unicodedata
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
 from numpy_checks import check_modules
+from omegaconf import OmegaConf
+from shipped import load
 
 from shardwright.data import flat_tokens
 from shardwright.data.text import sources
@@ -165,6 +171,60 @@ def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
     assert "6 empty documents skipped" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("model", "normalizer"),
+    [
+        ("BPE", None),  # without an unknown token: leaves the characters out
+        ("BPE with an unknown token", None),
+        ("Unigram", None),
+        ("BPE", "NFC"),  # what it makes of two characters has a token
+    ],
+)
+def test_dropped_characters_are_counted(tmp_path, capsys, monkeypatch, model, normalizer):
+    """Also over blocks. Against the characters of the texts that are not in the vocabulary."""
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 20)
+    texts = ["a☃b", "☃☃ café", "", "b c東", "abc e\u0301"] * 2
+    vocab = ["<unk>", *"abcef é"]
+    ids = {piece: i for i, piece in enumerate(vocab)}
+    made = {
+        "BPE": lambda: tokenizers.models.BPE(ids, []),
+        "BPE with an unknown token": lambda: tokenizers.models.BPE(ids, [], unk_token="<unk>"),
+        "Unigram": lambda: tokenizers.models.Unigram([(piece, -1.0) for piece in vocab], 0, False),
+    }
+    tokenizer = tokenizers.Tokenizer(made[model]())
+    if normalizer:
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = TokenizerConfig(kind="huggingface", name=str(tmp_path / "tokenizer.json"))
+    run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer=config)
+    normal = "".join(texts) if normalizer is None else unicodedata.normalize("NFC", "".join(texts))
+    lost = Counter(character for character in normal if character not in vocab)
+    (found,) = re.findall(r"the tokenizer dropped (.*)", capsys.readouterr().out)
+    told = ", ".join(f"{count:,} × {character!r}" for character, count in lost.most_common())
+    assert found == f"{lost.total()} characters, of {len(lost)} kinds: {told}"
+
+
+@pytest.mark.parametrize("end_token", [None, "</s>"])
+def test_ends_with_what_training_needs(tmp_path, capsys, monkeypatch, end_token):
+    """Its command and its lines are a configuration, and fit the dataset."""
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    _, attributes = run(tmp_path / "d", source, tokenizer=TokenizerConfig(end_token=end_token))
+    out, err = capsys.readouterr()
+    assert ("warning: tokenizer.end_token is null" in err) == (end_token is None)
+    assert "the tokenizer dropped" not in out
+    assert f"{attributes['num_tokens']:,} tokens" in out
+    assert "vocabulary: 259" in out
+    text, command = out.partition("configuration:\n\n")[2].split("\nTry it: ")
+    assert shlex.split(command)[:4] == ["python", "-m", "train", "--config-name=local_text"]
+    c = load("local_text", *shlex.split(command)[4:])
+    given = OmegaConf.create(text)
+    assert c.data.filespec == given.data.filespec == str(tmp_path / "d")
+    assert c.model.vocab == given.model.vocab == 320 > attributes["max_token_id"]
+    assert c.model.bos_id == given.model.bos_id == (0 if end_token is None else 1)
+    assert c.training.eval_batches == given.training.eval_batches == 0  # there is nothing to validate on
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["bytes", "huggingface"])
 @pytest.mark.parametrize("batch", [1, 50, 10**6])
@@ -196,8 +256,8 @@ BPE = TokenizerConfig(kind="train_bpe")
         ({"train": SplitConfig()}, r"train: give either `dataset`.* or files"),
         ({"dataset": "c4"}, r"train: give either `dataset`.* or files"),
         ({"train": SplitConfig(), "dataset": "c4"}, "train.source is missing; give the split of c4"),
-        ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No file matches 'nothing/\*.jsonl' in "),
-        ({"train": SplitConfig(files=[__file__])}, r"choose one of these kinds: .jsonl"),
+        ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No text file matches 'nothing/\*.jsonl' in "),
+        ({"train": SplitConfig(files=[__file__])}, r"or choose files of these kinds: .jsonl"),
         ({"train": None, "validation": AUSTEN, "tokenizer": BPE}, "tokenizer.kind is train_bpe; give a training split"),
         ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "no token '<eos>' for tokenizer.end_token"),
         (

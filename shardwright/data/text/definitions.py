@@ -17,6 +17,9 @@ _PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), 
 _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABLE.index(byte)) for byte in range(256)}
 
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""A space in the vocabulary of SentencePiece."""
+
 
 @functools.lru_cache(maxsize=1)
 def load_definition(definition: str) -> Any:
@@ -41,6 +44,14 @@ def load_definition(definition: str) -> Any:
     # A document that quotes "</s>" must not end there.
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+@functools.lru_cache(maxsize=2**17)
+def is_dropped(definition: str, character: str) -> bool:
+    """Returns whether a tokenizer loses a character other than a space: it has no token for it, or its unknown one."""
+    tokenizer = load_definition(definition)
+    back = tokenizer.decode(tokenizer.encode(character, add_special_tokens=False).ids)
+    return not (character.isspace() or character == SPACE or character in back)
 
 
 def find_huggingface(name: str) -> str:

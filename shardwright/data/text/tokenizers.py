@@ -5,6 +5,7 @@ They treat text as plain: they add no special tokens around it, and recognize no
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -52,14 +53,19 @@ class Tokenizer:
     def __post_init__(self):
         if self.definition is None:
             return
-        loaded = load_definition(self.definition)
+        load_definition(self.definition)  # raises if it is damaged
         if self.end_token is None or self.end is not None:
             return
-        special = sorted(token.content for token in loaded.get_added_tokens_decoder().values())
+        special = sorted(self.special)
         raise ValueError(
             f"The tokenizer has no token {self.end_token!r} for tokenizer.end_token. Choose one of its {len(special)} "
             f"special tokens, such as {special[:30]}."
         )
+
+    @property
+    def special(self) -> dict[str, int]:
+        """Special tokens and their ids."""
+        return {token.content: i for i, token in load_definition(self.definition).get_added_tokens_decoder().items()}
 
     @property
     def end(self) -> int | None:
@@ -110,6 +116,15 @@ class Tokenizer:
             # Like encode_ordinary (no special tokens), but without making a list.
             return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         return self._by_definition([text])[0]
+
+    def dropped(self, texts: list[str]) -> Counter[str]:
+        """Counts the characters of texts, after normalization, that the tokenizer loses. Words are not checked."""
+        loaded, counts = load_definition(self.definition), Counter[str]()
+        if self.is_bytes or self.encoding is not None or type(loaded.model).__name__ == "WordLevel":
+            return counts
+        for text in texts if loaded.normalizer is None else map(loaded.normalizer.normalize_str, texts):
+            counts.update({c: text.count(c) for c in set(text) if definitions.is_dropped(self.definition, c)})
+        return counts
 
     def ids(self, text: str) -> list[int]:
         """Encodes a text, without the end token. Raises ValueError if the tokenizer is unknown and there is text."""
@@ -223,8 +238,6 @@ def tokenizer_of_dataset(reader: Reader) -> Tokenizer:
 
 # ---- bytes of tokens ----------------------------------------------------------------------------------------------
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""A space in the vocabulary of SentencePiece."""
 _BYTES = {f"<0x{byte:02X}>": 1 for byte in range(256)}
 """Its tokens of single bytes."""
 PROBES = (
@@ -277,7 +290,7 @@ def byte_lengths(known: Tokenizer) -> ByteLengths | None:
     letters = set(BYTE_LETTERS.values())
     # In a byte-level tokenizer each letter is a byte.
     byte_level = lambda piece: len(piece) if letters.issuperset(piece) else 0
-    sentence_piece = lambda piece: _BYTES.get(piece) or len(piece.replace(_SPACE, " ").encode())
+    sentence_piece = lambda piece: _BYTES.get(piece) or len(piece.replace(definitions.SPACE, " ").encode())
     encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES]
     for size in (byte_level, sentence_piece):
         of_token = np.zeros(max(vocab.values()) + 1, np.int64)
