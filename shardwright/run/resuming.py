@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from shardwright.run.files import as_config, literal
 from shardwright.run.stores import Damaged, agreed
 from shardwright.settings.composing import wrong_setting
 from shardwright.settings.differences import config_differences, flat
+from shardwright.settings.settings import is_section, without_null
 
 RETIRED = {
     "data": ("max_epochs", "cache_bytes"),  # and of each source of a mixture
@@ -84,11 +86,16 @@ def with_defaults(saved: dict, named: str | None = None) -> dict:
             if not (is_shipped(module) or module == named):
                 continue
             kind = module_of(module).ModelConfig
-        defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
-        made = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
-        kept = _without(given, RETIRED.get(section.name, ()))
-        filled[section.name] = defaults | made | kept
+        filled[section.name] = _filled(kind, _without(given, RETIRED.get(section.name, ())))
     return saved | filled
+
+
+def _filled(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills in defaults for the settings that a section, or a section in it, lacks."""
+    defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+    made = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
+    inner = {k: without_null(v) for k, v in typing.get_type_hints(kind).items() if isinstance(given.get(k), Mapping)}
+    return {**defaults, **made, **given} | {k: _filled(v, given[k]) for k, v in inner.items() if is_section(v)}
 
 
 def _without(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

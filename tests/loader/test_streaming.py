@@ -135,6 +135,17 @@ def test_packed_in_order(files, texts, end):
     assert [field.dtype for field in found] == [np.uint32, np.bool_, np.bool_]
 
 
+@pytest.mark.parametrize(("separator", "expected"), [("\n", [b"one", b"two"]), (None, [b"one\ntwo\n"])])
+def test_the_documents_of_a_text(tmp_path, separator, expected):
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\n")
+    loader = make([str(tmp_path)], shuffle=False, stream_settings={"text_separator": separator})
+    targets, is_seq_start, _ = joined(batches(loader, [0]))
+    ids = np.frombuffer(b"".join(expected), np.uint8) + 3
+    np.testing.assert_array_equal(targets.ravel(), np.resize(ids, targets.size))
+    starts = np.cumsum([0, *map(len, expected)])[:-1]
+    np.testing.assert_array_equal(np.flatnonzero(is_seq_start.ravel()[: ids.size]), starts)
+
+
 def test_unpacked(files, texts):
     loader = make(files, shuffle=False, sequence_packing=False)
     targets, is_seq_start, loss_mask = joined(batches(loader, range(20)))

@@ -31,11 +31,13 @@ class StreamConfig:
     validation: str = "validation"
     """The dataset's split to validate on."""
     train_files: list[str] = field(default_factory=list)
-    """Files, folders, globs or URLs to train on, of the kinds in docs/data.md; each line of a .txt is a document."""
+    """Files, folders, globs or URLs to train on, of the kinds in docs/data.md."""
     validation_files: list[str] = field(default_factory=list)
     """Files, folders, globs or URLs to validate on."""
     text_field: str = "text"
     """The column or JSON key that holds the document."""
+    text_separator: str | None = "\n"
+    """Separator between the documents of a .txt: each line is one. Null: each file is one."""
     tokenizer_kind: str = "bytes"
     """`bytes`, `huggingface` or `tiktoken`: as in shardwright/tools/huggingface_to_flat_tokens, with the same ids."""
     tokenizer: str | None = None

@@ -64,7 +64,8 @@ class StreamLoader(Loader):
         self._config, self._stream = config, stream
         files = {"train": stream.train_files, "validation": stream.validation_files}[self.split]
         hub = stream.dataset, stream.dataset_config, getattr(stream, self.split)
-        self._name, self._data = sources.open_text("data.stream", *hub, files, stream.text_field, by_line=True)
+        separator = {"separator": stream.text_separator}
+        self._name, self._data = sources.open_text("data.stream", *hub, files, stream.text_field, **separator)
         self._tokenizer = open_tokenizer(stream.tokenizer_kind, stream.tokenizer, stream.end_token)
         size = self._tokenizer.vocab_size
         if self.vocab_size is not None and size > self.vocab_size:

@@ -39,7 +39,6 @@ def open_text(
     *,
     revision: str | None = None,
     separator: str | None = None,
-    by_line: bool = False,
 ) -> tuple[str, Any]:
     """Opens a dataset or files. Returns a name, for messages, and the documents: a datasets.IterableDataset or Files.
 
@@ -54,7 +53,6 @@ def open_text(
         text_field: the column or JSON key that holds the document.
         revision: a commit or tag of the dataset; None for the newest.
         separator: text between the documents of a .txt, including adjacent line breaks. None: one document per file.
-        by_line: True if each line of a .txt is a document.
 
     Raises:
         ValueError: both or none are given, or the dataset, the split or a file is missing or cannot be read.
@@ -84,7 +82,7 @@ def open_text(
         # `datasets` would not notice that an .arrow file is truncated.
         return name, Files(list(of_split), text_field)
     name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
-    return name, Files(match(files), text_field, "\n" if by_line else separator)
+    return name, Files(match(files), text_field, separator)
 
 
 def kind_of(path: str) -> str | None:
