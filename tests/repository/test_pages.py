@@ -32,6 +32,7 @@ from shardwright.modeling.settings import ModelConfig
 from shardwright.models import gpt2, moe
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.run.step import trace_step
+from shardwright.settings.composing import with_brackets
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
 from shardwright.tools.verify.__main__ import VerifyConfig
 
@@ -94,10 +95,11 @@ def test_the_index_has_every_page():
 
 
 def commands(text: str) -> list[list[str]]:
-    """Words after `python -m` of each command in a page's blocks and inline code."""
+    """Words after `python -m` of each command in a page's blocks and inline code; `shardwright x` is tools.x."""
     lines = [line for language, block in blocks(text) if not language for line in block.replace("\\\n", "").split("\n")]
     found = []
     for line in [*lines, *(span.replace("\n", " ") for span in spans(text))]:
+        line = re.sub(r"^shardwright (\w+)", lambda m: f"python -m {'' if m[1] == 'train' else 'tools.'}{m[1]}", line)
         _, is_command, rest = re.sub(r"<[\w ,]+>", "name", line).partition("python -m ")
         if is_command:
             words = shlex.split(rest.replace("\\|", "|"), comments=True)
@@ -133,15 +135,17 @@ def check_run(flags: dict[str, str], overrides: list[str]) -> None:
         overrides = first_values(overrides)
     register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        to_config(compose(flags["--config-name"], overrides=overrides))
+        to_config(compose(flags["--config-name"], overrides=with_brackets(Config, overrides)))
 
 
 def check_tool(module: str, flags: dict[str, str], overrides: list[str]) -> None:
     """Merges a tool's settings into its Config."""
     main = f"{module}.__main__" if ROOT.joinpath(*module.split("."), "__main__.py").exists() else module
     overrides = [o for o in overrides if not o.startswith(("hydra", "prompt="))]  # a prompt is read as it is
+    schema = importlib.import_module(f"shardwright.{main}").Settings
+    overrides = with_brackets(schema, overrides)
     given = OmegaConf.from_dotlist(first_values(overrides) if "--multirun" in flags else overrides)
-    OmegaConf.merge(OmegaConf.structured(importlib.import_module(f"shardwright.{main}").Settings), given)
+    OmegaConf.merge(OmegaConf.structured(schema), given)
 
 
 def check_command(words: list[str]) -> None:
