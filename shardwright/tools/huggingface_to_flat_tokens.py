@@ -131,13 +131,9 @@ def run(config: Settings) -> None:
     before = None if content is None else content.decode()
     tokenizer = make_tokenizer(config, before if goes_on else None)
     if tokenizer.end_token is None:
-        choices = ", ".join(sorted(tokenizer.special)[:10]) or "it has none"
-        print(
-            "warning: tokenizer.end_token is null, so a model cannot learn where a document ends. Set it to a special "
-            f"token of the tokenizer ({choices}), in both kinds of quotes: 'tokenizer.end_token=\"</s>\"'.",
-            file=sys.stderr,
-            flush=True,
-        )
+        special = ", ".join(sorted(tokenizer.special)[:10]) or "none"
+        warning = "warning: tokenizer.end_token is null, so a model cannot learn where a document ends. Special tokens:"
+        print(f"{warning} {special}. Give one as 'tokenizer.end_token=\"<name>\"'.", file=sys.stderr, flush=True)
     definition = tokenizer.definition or ""
     if before not in (None, tokenizer.definition):
         other = f"{config.out}/tokenizer.json is not the tokenizer of the settings. All splits of a dataset must have"
@@ -228,10 +224,7 @@ def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
 
 
 def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int, Counter[str]]:
-    """Encodes the documents of a block for flat-tokens.
-
-    Also returns how many were dropped for having no tokens, and the characters that the tokenizer drops.
-    """
+    """Encodes the documents of a block for flat-tokens. Also counts those without tokens, and dropped characters."""
     texts, _ = item
     ids, lengths = tokenizer.encode(texts)
     kept = lengths[lengths > 0]
@@ -291,7 +284,7 @@ def write_split(
         notes.append(f"{empty:,} empty documents skipped")
     if dropped := Counter(done["dropped"]):
         most_often = ", ".join(f"{count:,} × {character!r}" for character, count in dropped.most_common(5))
-        notes.append(f"the tokenizer dropped {dropped.total():,} characters, of {len(dropped)} kinds: {most_often}")
+        notes.append(f"the tokenizer dropped {dropped.total():,} characters, {len(dropped)} different: {most_often}")
     if split.max_tokens is not None and tokens < most:
         notes.append(f"the source ended before max_tokens={most:,}")
     return "; ".join(notes)

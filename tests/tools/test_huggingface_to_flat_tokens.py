@@ -202,7 +202,7 @@ def test_dropped_characters_are_counted(tmp_path, capsys, monkeypatch, model, no
     lost = Counter(character for character in normal if character not in vocab)
     (found,) = re.findall(r"the tokenizer dropped (.*)", capsys.readouterr().out)
     told = ", ".join(f"{count:,} × {character!r}" for character, count in lost.most_common())
-    assert found == f"{lost.total()} characters, of {len(lost)} kinds: {told}"
+    assert found == f"{lost.total()} characters, {len(lost)} different: {told}"
 
 
 @pytest.mark.parametrize("end_token", [None, "</s>"])
