@@ -28,6 +28,7 @@ from shardwright.data.text import definitions, sources, tokenizers
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.data.text.worker_pool import map_in_order
 from shardwright.settings.differences import flat
+from shardwright.settings.composing import command_of
 from shardwright.settings.program import run_program
 
 SPLITS = ("train", "validation")
@@ -164,7 +165,7 @@ def next_steps(config: Settings, tokenizer: Tokenizer, has_validation: bool) -> 
     lines, command = OmegaConf.to_yaml(OmegaConf.from_dotlist(settings)), " ".join(map(shlex.quote, settings))
     return (
         f"vocabulary: {tokenizer.vocab_size:,}, rounded up below. In a configuration:\n\n{lines}\n"
-        f"Try it: python -m train --config-name=local_text {command}"
+        f"Try it: {command_of('train')} --config-name=local_text {command}"
     )
 
 

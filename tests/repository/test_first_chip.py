@@ -14,11 +14,7 @@ SMALL = "model.layers=1 model.d_model=64 model.d_ff=64 model.n_kv=1 training.seq
 SMALL += " optimizer.warmup_steps=0 training.sample_interval=null hardware.compilation_cache=null"
 
 
-SHARDWRIGHT = f"""
-program=$1; shift
-test $program = train || program=tools.$program
-exec {sys.executable} -m $program "$@"
-"""
+SHARDWRIGHT = f'exec {sys.executable} -m shardwright "$@"'
 """The program that the wheel installs, from this source."""
 
 
