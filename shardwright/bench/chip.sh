@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} VENV=.venv-chip WHEELS=.wheels
 # What pyproject.toml needs beside JAX and what JAX needs.
 packages="hydra-core omegaconf PyYAML packaging rich markdown-it-py mdurl Pygments tensorstore jaxtyping wadler_lindig
-  typing_extensions einops google-crc32c plotly narwhals zarr donfig numcodecs jinja2 markupsafe"
+  typing_extensions einops google-crc32c zarr donfig numcodecs jinja2 markupsafe"
 
 version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 fetch() { # <version of Python>: downloads wheels for it

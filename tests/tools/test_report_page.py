@@ -1,10 +1,12 @@
 """The page of tools.report: what it says of a run, whole, damaged or a stranger's; and how it looks, in Chromium."""
 
 import json
+import math
 import os
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from browser import CHROMIUM, seen
 from rich.console import Console
@@ -194,6 +196,12 @@ def test_no_text_of_a_plot_ends_its_script():
     assert "<" not in figure(panel)
 
 
+def test_what_json_lacks_is_null_in_a_plot():
+    panel = Panel("", traces=[{"name": "", "x": np.array([1.0, np.nan]), "y": [math.inf, 0.1234567891234]}])
+    data = json.loads(figure(panel), parse_constant=pytest.fail)["data"]
+    assert data == [{"name": "", "x": [1, None], "y": [None, 0.123456789]}]
+
+
 EVIL = "\x1b]0;owned\x07\u202e</script><img src=x onerror=alert(1)>{{7*7}}\"'&<b>"
 SHOWN = "\ufffd]0;owned\ufffd\ufffd</script><img src=x onerror=alert(1)>{{7*7}}\"'&<b>"
 
@@ -257,6 +265,7 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path):
     assert {f"#{section.name}" for section in SECTIONS if section.name != "runs"} <= set(links)
     assert "default-src 'none'" in page.read_text()[:1000]
     assert not [*page.parent.glob("*.tmp")]
+    assert page.stat().st_size < 1.5e6
 
 
 DRAWN = """[...document.querySelectorAll(".plot")].map(plot => {

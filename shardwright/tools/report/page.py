@@ -1,13 +1,14 @@
 """Writes the report as a self-contained HTML page."""
 
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
-from plotly.io.json import to_json_plotly
-from plotly.offline import get_plotlyjs
 
 from shardwright.data.untrusted import shown
 from shardwright.tools.report.comparing import Comparison
@@ -40,10 +41,21 @@ def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, An
     text = lambda name: Markup((TEMPLATES / name).read_text())
     rendered = [(s, Markup(environment.get_template(name).render(data))) for s, name, data in sections]
     return environment.get_template("page.html").render(
-        top, sections=rendered, style=text("page.css"), script=text("page.js"), plotly=Markup(get_plotlyjs())
+        top, sections=rendered, style=text("page.css"), script=text("page.js"), plotly=text("plotly-basic.min.js")
     )
 
 
 def figure(panel: Panel) -> Markup:
-    """Formats a plot as JSON for a <script>. Plotly escapes <, so that no text of the plot can end the script."""
-    return Markup(to_json_plotly(panel.figure))
+    """Formats a plot as JSON for a <script>, with < escaped, so that no text of the plot can end the script."""
+    return Markup(json.dumps(_finite(panel.figure), separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _finite(value: Any) -> Any:
+    """Converts arrays to lists, rounds floats to nine digits, and makes NaN and infinities, which JSON lacks, null."""
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_finite(x) for x in value]
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if math.isfinite(value) else None
+    return value
