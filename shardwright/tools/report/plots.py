@@ -101,15 +101,17 @@ def _x_of(run: Run, panel: Panel) -> Curve:
 
 
 def metric(c: Comparison, panel: Panel, name: str) -> Panel:
-    """Adds the curve of a metric: smoothed, with the raw values thin behind it if few runs are shown."""
+    """Adds the curve of a metric: a schedule as it is; others smoothed, with the raw values behind if runs are few."""
     for i, run in enumerate(c.runs):
         x, values = _x_of(run, panel), run.metrics.get(name, np.full(len(run.step), np.nan))
         known = np.isfinite(values)
         if not known.any():
             continue
-        if len(c.runs) <= 4:
+        schedule = is_schedule(values[known])
+        if len(c.runs) <= 4 and not schedule:
             panel.traces.append(line(i, x, values, _name(c, i, "each step"), 0.8, opacity=0.5))
-        panel.traces.append(line(i, x[known], averaged(values[known]), _name(c, i, "average")))
+        curve, what = (values[known], "each step") if schedule else (averaged(values[known]), "average")
+        panel.traces.append(line(i, x[known], curve, _name(c, i, what)))
     return panel
 
 
@@ -143,3 +145,12 @@ def averaged(values: Curve) -> Curve:
     starts = np.maximum(places - half, 0)
     ends = np.minimum(places + np.minimum(places, half) + 1, len(values))
     return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def is_schedule(values: Curve) -> bool:
+    """Returns whether the slope hardly changes from one step to the next, beyond rounding in f32: nothing to smooth."""
+    if len(values) < 3:
+        return True
+    slopes = np.diff(values)
+    slope, change, size = (float(np.median(np.abs(x))) for x in (slopes, np.diff(slopes), values))
+    return change <= 0.1 * slope + 1e-6 * size
