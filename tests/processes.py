@@ -117,7 +117,7 @@ class Run:
         text = path.read_text() if path.exists() else ""
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         steps = [line for line in lines if "event" not in line]
-        assert [line["step"] for line in steps] == list(range(len(steps)))
+        assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
         return [line["loss"] for line in steps]
 
     def _all(self) -> range:

@@ -45,7 +45,7 @@ def now_at(what: str, step: int | None = None, *, paused: bool = False) -> None:
 
     Args:
         what: the activity, in words.
-        step: index of the step, counted from 0; None: the same as before.
+        step: number of the step, from 1; None: the same as before.
         paused: True to apply distributed.pause_timeout instead of stall_timeout.
     """
     global _place

@@ -57,7 +57,9 @@ def settings_at(config: dict, step: int) -> dict:
             try:
                 functools.reduce(lambda at, key: at.setdefault(key, {}), path, found)[name] = change[setting]
             except (AttributeError, TypeError):
-                raise ValueError(f"training.changes, from step {change['step']}: {setting} is in no section.") from None
+                raise ValueError(
+                    f"training.changes, after step {change['step']}: {setting} is in no section."
+                ) from None
     return found
 
 
@@ -100,7 +102,7 @@ def check_changes(c: "Config", check: Callable[[Any], None]) -> None:
         try:
             check(config_at(c, first))
         except ValueError as error:
-            raise ValueError(f"training.changes, from step {first}: {error}") from None
+            raise ValueError(f"training.changes, after step {first}: {error}") from None
 
 
 def described_change(c: "Config", first: int) -> str:

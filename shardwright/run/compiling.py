@@ -1,12 +1,15 @@
 """Compiles the training step and keeps its optimized HLO text."""
 
+import contextlib
 import ctypes
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
+from rich.progress import Progress, TextColumn
 
 from shardwright.cluster.watch import pause
 from shardwright.run.directory import remove_older
@@ -42,6 +45,21 @@ def compile_step(
     text = _keep_hlo(compiled, directory) if jax.process_index() == 0 else None
     free_kept_memory()
     return compiled, text
+
+
+@contextlib.contextmanager
+def seconds_shown(what: str) -> Iterator[None]:
+    """Shows that `what` is being done: on a terminal with the seconds so far, until it is done. On process 0 only."""
+    if jax.process_index() != 0:
+        yield
+    elif not (console := Console()).is_terminal:
+        say(f"{what} …", flush=True)
+        yield
+    else:
+        line = TextColumn(what + " … {task.elapsed:.0f} s", markup=False)
+        with Progress(line, console=console, transient=True) as progress:
+            progress.add_task("")
+            yield
 
 
 def free_kept_memory() -> None:

@@ -13,7 +13,7 @@ LOCK = ".lock"
 """File that a run locks. It names the process and host of the run, and is empty if there is none."""
 REPORT = "report.html"
 """The run's report page."""
-OF_A_STEP = ("step", "event", "tokens", "seconds", "tokens_per_second", "mfu")
+OF_A_STEP = ("step", "event", "tokens", "seconds", "tokens_per_second", "mfu", "unix_time")
 """Names that RunLog adds to the metrics of a step."""
 
 
@@ -64,6 +64,17 @@ def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
         except (ValueError, KeyError, TypeError):
             is_one = False
         yield record if is_one else None
+
+
+def steps_done(record: Mapping[str, Any]) -> int:
+    """Returns the number of steps done at a line of metrics.jsonl. Lines without a clock count steps from 0."""
+    return record["step"] + ("unix_time" not in record)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Reads a metrics.jsonl of any version as `read_records` does, with `step` the number of steps done."""
+    for record in read_records(path):
+        yield record if record is None else record | {"step": steps_done(record)}
 
 
 def duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,9 @@ import jax
 from shardwright.modeling.model import COMPUTE_DTYPES
 from shardwright.run.background import in_background
 from shardwright.run.best_effort import in_a_line
-from shardwright.run.compiling import compile_step
+from shardwright.run.compiling import compile_step, seconds_shown
 from shardwright.run.directory import override
+from shardwright.run.files import duration
 from shardwright.run.flops import peak_flops, speed_of
 from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics
@@ -71,6 +73,9 @@ class Journal(contextlib.ExitStack):
         lengths = {"total_steps": run.total, "start_step": run.start, "print_every": t.log_interval}
         send = self.enter_context(trackers)
         self.log = self.enter_context(RunLog(self._directory, **lengths, speed=speed, see=see, send=send))
+        self._began = time.monotonic()
+        if not run.is_over:
+            self.log.add_event(run.start - 1, "start", {})
         for step, why in damaged.items():
             self.log.add_event(run.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
         if not run.is_over and (changed := run.changes().get(run.start)):
@@ -79,9 +84,14 @@ class Journal(contextlib.ExitStack):
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the training step and keeps its HLO text, for the picture and the profile."""
-        lowered = self._run.step.lower()
-        check_metrics(lowered.out_info[1])
-        self._program, self._hlo = compile_step(lowered, self._directory, self._run.options)
+        begin = time.monotonic()
+        with seconds_shown("compiling  the training step"):
+            lowered = self._run.step.lower()
+            check_metrics(lowered.out_info[1])
+            self._program, self._hlo = compile_step(lowered, self._directory, self._run.options)
+        self._compiled = time.monotonic() - begin
+        log(f"compiled   the training step in {self._compiled:.1f} s")
+        self.log.add_event(self._run.start - 1, "compiled", {"seconds": round(self._compiled, 3)})
         return self._program
 
     def profile(self, settle: Callable[[], Any]) -> contextlib.AbstractContextManager[StepProfiler]:
@@ -117,14 +127,14 @@ class Journal(contextlib.ExitStack):
         return self.skips.state(), not self.skips.in_a_row
 
     def replay_of(self, step: int) -> str:
-        """Returns the command that replays a step."""
+        """Returns the command that replays a step, by its number, from 1."""
         return f"python -m tools.replay {override('run', str(self._directory))} step={step}"
 
     def _tell_step(self, step: int, why: str, event: str) -> None:
         batch = self._run.batch_of(step)
         words, documents = described_documents(self._run.loader, batch)
-        told = f"{event} {'at ' * (event == 'spike')}step {step}, counted from 0: {why}; batch {batch}, {words}; "
-        log(f"{told}{self.replay_of(step)} shows them" + ", and names what is not finite" * (event == "skipped"))
+        told = f"{event} {'at ' * (event == 'spike')}step {step + 1}: {why}; batch {batch}, {words}; "
+        log(f"{told}{self.replay_of(step + 1)} shows them" + ", and names what is not finite" * (event == "skipped"))
         self.log.add_event(step, event, {"why": why, "batch": batch, "documents": documents})
 
     # ---- the end ----------------------------------------------------------------------------------------------------
@@ -161,6 +171,7 @@ class Journal(contextlib.ExitStack):
             log(f"skipped    {self.skips.count} steps: the events `skipped` of metrics.jsonl")
         if self._profiler.by_line:
             log(self._profiler.by_line)
+        log(f"time       {duration(time.monotonic() - self._began)}, of it {self._compiled:.0f} s to compile the step")
         log(f"loss       {float(self._loss):.3f} nats a token at the last step")
         log(f"checkpoint {checkpoints}/{at.total:010}")
         self._finish_page("finished")

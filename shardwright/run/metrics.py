@@ -16,7 +16,7 @@ import jax
 from shardlib.layers import LayerMetrics
 from shardwright.cluster.watch import now_at
 from shardwright.data.untrusted import check_file, parse_json
-from shardwright.run.files import OF_A_STEP, duration
+from shardwright.run.files import OF_A_STEP, duration, steps_done
 from shardwright.run.flops import Speed
 from shardwright.settings.words import say
 
@@ -29,16 +29,17 @@ _SPEED_WINDOW = 20
 class RunLog(contextlib.AbstractContextManager):
     """Writes `<directory>/metrics.jsonl`, and prints a line every few steps.
 
-    Steps count from 0. The line of a step holds the metrics given to `log`, as floats, and
+    The line of a step holds the metrics given to `log`, as floats, and
 
-        step               index of the step
+        step               number of steps done with it, as in the names of checkpoints; arguments count steps from 0
         tokens             tokens that the run has trained on after the step, including before it was resumed
         seconds            from the end of the previous step to the end of this one, with whatever ran between them
         tokens_per_second
         mfu                counts only query-key pairs that attention computes, as if each sequence were one document
+        unix_time          time of writing, in seconds since 1970
 
-    The first line of a run lacks the last three, because no step precedes it. NaN and the infinities, which JSON does
-    not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event"; lines of
+    The first line of a run lacks the time and speed of a step, because no step precedes it. NaN and the infinities,
+    which JSON does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event"; lines of
     steps have no "event".
 
     With several processes all make the same calls, and process 0 writes and prints. Lines that cannot be written stay
@@ -182,6 +183,7 @@ class RunLog(contextlib.AbstractContextManager):
     def _write_line(self, record: dict[str, Any]) -> None:
         if self._path is None:
             return
+        record |= {"step": record["step"] + 1, "unix_time": round(time.time(), 3)}
         self._send(record)
         with self._lock:
             others_wait = self._torn
@@ -245,7 +247,7 @@ class RunLog(contextlib.AbstractContextManager):
 
 
 def move_later_lines(path: Path, step: int) -> int:
-    """Moves the lines of `step` and later, and those that are not JSON, to `<name>.left`. Returns their number."""
+    """Moves the lines after `step` steps, and those that are not JSON, to `<name>.left`. Returns their number."""
     if not path.exists():
         return 0
     check_file(path)  # opening a pipe would block
@@ -254,7 +256,7 @@ def move_later_lines(path: Path, step: int) -> int:
         for line in lines:
             line = line.removesuffix("\n") + "\n"
             try:
-                is_earlier = parse_json(line)["step"] < step
+                is_earlier = steps_done(parse_json(line)) <= step
             except (ValueError, KeyError, TypeError):
                 is_earlier = False
             file.write(line) if is_earlier else later.append(line)

@@ -47,7 +47,7 @@ def introduce(run: "Run", planned: str | None, source_differs: str | None) -> di
     _print_start(run)
     lines = [planned, source_differs and f"source     {source_differs}"]
     lines += [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]
-    lines += [f"from step {first}: {changed}" for first, changed in run.changes().items()]
+    lines += [f"after step {first}: {changed}" for first, changed in run.changes().items()]
     for line in filter(None, lines):
         log(line)
     return options

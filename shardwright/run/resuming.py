@@ -173,7 +173,7 @@ def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
         before, now = settings_at(saved, first), settings_at(current, first)
         differences = config_differences(before, now, fixed_settings(before, now)) if first < done else []
         if differences:
-            since = f" from step {first} on" if first else ""
+            since = f" after step {first}" if first else ""
             changed = {}
             for name in filter(may_change, (line.partition(":")[0] for line in differences)):
                 of_mixture = name.startswith("data.mixture")

@@ -140,7 +140,7 @@ class Run(Schedule):
         for step in range(self.start, self.end_step):
             profiler.before_step(step - self.start)
             first = step == self.start  # takes longer, because it sets up devices and networks
-            now_at("waiting for a batch", step, paused=first)
+            now_at("waiting for a batch", step + 1, paused=first)
             batch = next(batches)
             now_at("in the training step", paused=first)
             yield step, batch
@@ -177,7 +177,7 @@ class Run(Schedule):
         journal.log.events.append((done - 1, "checkpoint"))
         metadata = {"loader": self.loader.state(self.batch_of(done - 1) + 1), "provenance": self.provenance}
         is_last = self.is_over or self.stopped_by is not None
-        self._keeper.save(done, state, metadata, journal.settle, journal.replay_of(done - 1), is_last)
+        self._keeper.save(done, state, metadata, journal.settle, journal.replay_of(done), is_last)
 
     def validate(self, evaluation_step: Callable[..., Any], weights: object) -> None:
         """Logs the validation loss, or why there is none. Does nothing if training.eval_batches is 0."""

@@ -35,7 +35,7 @@ class SkippedSteps:
     Args:
         most: training.max_skipped.
         state: what `state` returned when the checkpoint was saved; empty for a new run.
-        tell: called with the step, the reason, and `skipped` or `spike`.
+        tell: called with the index of the step, the reason, and `skipped` or `spike`.
         spike_factor: training.spike_factor.
     """
 
@@ -70,7 +70,7 @@ class SkippedSteps:
         self._tell(step, why, "skipped")
         if self._most is not None and self.in_a_row >= self._most:
             raise FloatingPointError(
-                f"{self.in_a_row} steps in a row were skipped, the last of them step {step} ({why}); "
+                f"{self.in_a_row} steps in a row were skipped, the last of them step {step + 1} ({why}); "
                 f"training.max_skipped is {self._most}. Skip these batches (data.skip_steps) from an earlier "
                 f"checkpoint on (training.resume_step), or {SMALLER_RATE}."
             )

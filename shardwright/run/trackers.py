@@ -64,7 +64,7 @@ def check_trackers(c: TrackersConfig) -> None:
 
 
 class Facts(NamedTuple):
-    """Facts about a run that a tracker gets before its first step, which is step `start`.
+    """Facts about a run that a tracker gets before its first step, when `start` steps are done.
 
     `settings` have dotted names. `known` is the run's id in the tracker, if it was there before.
     """
@@ -91,7 +91,9 @@ class Opened(NamedTuple):
 def _tensorboard(tensorboardx: Any, run: Facts) -> Opened:
     # Next to plugins/profile, so that TensorBoard shows both. purge_step hides what a killed run logged after start.
     suffix = f".{run.start}"  # or two starts within a second would share a file
-    writer = tensorboardx.SummaryWriter(str(run.directory), purge_step=run.start or None, filename_suffix=suffix)
+    writer = tensorboardx.SummaryWriter(
+        str(run.directory), purge_step=run.start + 1 if run.start else None, filename_suffix=suffix
+    )
     writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in run.settings.items()))
     logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # no warning per NaN: the run reports them
 
@@ -326,7 +328,7 @@ def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
             found[name] = float(value)
 
     for name, value in record.items():
-        if name not in ("step", "event"):
+        if name not in ("step", "event", "unix_time"):
             add(f"{event}/{name}" if event else name, value)
     return record["step"], found
 

@@ -171,7 +171,7 @@ def test_two_processes_change_settings_as_one(tmp_path):
     change = "training.changes=[{step: 3, training.batch_size: 16}]"
     two, one = (Run(tmp_path / str(n), n, 4 // n, "training.steps=5", change).succeed() for n in (2, 1))
     np.testing.assert_allclose(two.losses(), one.losses(), rtol=1e-5)
-    assert "from step 3: training.batch_size" in two.stdout(0)
+    assert "after step 3: training.batch_size" in two.stdout(0)
 
 
 @pytest.mark.long
@@ -281,7 +281,7 @@ Loader.sequences = stuck
 """
 
 
-STUCK_AT = f"process 1 on {HOST} stalled: it was waiting for a batch, at step 12, for 15 s (distributed.stall_timeout)"
+STUCK_AT = f"process 1 on {HOST} stalled: it was waiting for a batch, at step 13, for 15 s (distributed.stall_timeout)"
 
 
 @pytest.mark.slow
@@ -305,7 +305,7 @@ def test_a_process_stuck_in_its_loader_or_broken_ends_the_others(problem, code, 
     assert codes[0] in (STALLED.code, -signal.SIGABRT, LOST.code)
     if codes[0] == STALLED.code:
         assert code == STALLED.code
-        assert re.search(rf"process 0 on {HOST} stalled: it was .*, at step 1[234], for 15 s", run.stderr(0))
+        assert re.search(rf"process 0 on {HOST} stalled: it was .*, at step 1[345], for 15 s", run.stderr(0))
     check_it_goes_on(run, 2, unbroken)
 
 

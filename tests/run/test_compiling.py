@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from simulated import without_cache, xla_flags
 
 from shardwright.inspect.examine import draw_step
 from shardwright.run import background
-from shardwright.run.compiling import compile_step, free_kept_memory
+from shardwright.run.compiling import compile_step, free_kept_memory, seconds_shown
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +39,16 @@ def lower():
     w = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P()))
     x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, P("d")))
     return mesh, jax.jit(mapped).lower(w, x)
+
+
+def test_a_terminal_shows_the_seconds_and_a_file_one_line(monkeypatch, capsys):
+    for is_terminal, seconds in (("", 0), ("1", 1.3)):
+        monkeypatch.setenv("FORCE_COLOR", is_terminal)
+        with seconds_shown("compiling  [it]"):
+            time.sleep(seconds)
+        out = capsys.readouterr().out
+        assert ("compiling  [it] … 1 s" in out) == bool(is_terminal)
+    assert out.endswith("\x1b[2K"), "the line is gone"
 
 
 def test_the_text_is_kept_and_drawn(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from full_disk import files_of_at_most
 
 from shardlib.layers import LayerMetrics
+from shardwright.run.files import read_metrics
 from shardwright.run.flops import PeakFlops, Speed
 from shardwright.run.metrics import RunLog, check_metrics
 
@@ -40,16 +41,17 @@ def test_a_line_a_step(tmp_path):
             log.log(step, metrics(1 / (step + 3)))
             time.sleep(0.01)
     first, *others = read(tmp_path)
+    assert first.pop("unix_time") == pytest.approx(time.time(), abs=60)
     assert first == {
-        "step": 0,
+        "step": 1,
         "learning_rate": float(np.float32(3e-4)),
         "loss": float(np.float32(1 / 3)),
         "tokens": 64,
     }
-    assert [line["step"] for line in others] == [1, 2, 3, 4]
-    for step, line in enumerate(others, start=1):
-        assert line["loss"] == float(np.float32(1 / (step + 3)))
-        assert line["tokens"] == 64 * (step + 1)
+    assert [line["step"] for line in others] == [2, 3, 4, 5]
+    for step, line in enumerate(others, start=2):
+        assert line["loss"] == float(np.float32(1 / (step + 2)))
+        assert line["tokens"] == 64 * step
         assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
         assert line["mfu"] == pytest.approx(64 / line["seconds"] * 1000 / 1e9)
     assert all(line["seconds"] >= 0.01 for line in others[:3])
@@ -112,15 +114,17 @@ def test_a_pipe_in_the_place_of_the_log_is_refused(tmp_path):
         run_log(tmp_path)
 
 
-def test_resuming_replaces_later_and_torn_lines(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    earlier = [{"step": step, "loss": 1.5} for step in range(4)] + [{"step": 3, "event": "validation"}]
-    later = [{"step": 4, "loss": 7.0}, {"step": 4, "event": "validation"}, {"step": 5, "loss": 7.0}]
+@pytest.mark.parametrize("clock", [{"unix_time": 1.5e9}, {}], ids=["", "of version 0.2, which counts from 0"])
+def test_resuming_replaces_later_and_torn_lines(tmp_path, capsys, clock):
+    path, one = tmp_path / "metrics.jsonl", len(clock)
+    earlier = [{"step": step + one, "loss": 1.5} for step in range(4)] + [{"step": 3 + one, "event": "validation"}]
+    later = [{"step": 4 + one, "loss": 7.0}, {"step": 4 + one, "event": "validation"}, {"step": 5 + one, "loss": 7.0}]
+    earlier, later = ([line | clock for line in lines] for lines in (earlier, later))
     path.write_text("".join(json.dumps(line) + "\n" for line in earlier + later) + '{"step": 6, "lo')
     with run_log(tmp_path, start_step=4) as log:
         assert read(tmp_path) == earlier
         log.log(4, metrics(2.0))
-    assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3, 4]
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 4, 5]
     assert read(tmp_path)[-1]["loss"] == 2.0
     assert "4 lines, torn or of steps to be redone, are moved to metrics.jsonl.left" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl.left").read_text().endswith('{"step": 6, "lo\n')
@@ -133,7 +137,8 @@ def test_events_are_told_apart(tmp_path, capsys):
         log.log_event(0, "validation", {"loss": jnp.float32(1.25), "tokens": 640, "of": "tiny"})
         log.log(1, metrics(1.0))
     lines = read(tmp_path)
-    assert lines[1] == {"step": 0, "event": "validation", "loss": 1.25, "tokens": 640, "of": "tiny"}
+    assert lines[1].pop("unix_time") >= lines[0]["unix_time"]
+    assert lines[1] == {"step": 1, "event": "validation", "loss": 1.25, "tokens": 640, "of": "tiny"}
     assert ["event" in line for line in lines] == [False, True, False]
     printed = capsys.readouterr().out
     assert "step 1  validation  loss 1.25  tokens 640  of tiny\n" in printed
@@ -152,7 +157,7 @@ def test_an_events_time_is_no_steps(tmp_path):
             log.log(step, metrics(1.0))
             log.log_event(step, "validation", slow)
     steps = {line["step"]: line for line in read(tmp_path) if "event" not in line}
-    assert all(steps[step]["seconds"] < 0.25 for step in (1, 2))
+    assert all(steps[step]["seconds"] < 0.25 for step in (2, 3))
 
 
 def test_losses_that_are_not_finite_are_valid_json(tmp_path):
@@ -190,7 +195,7 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn(tmp_path, capsys):
                 log.sync()
         log.log_event(3, "sample", {"text": "x"})
         log.sync()
-    assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3]
+    assert [line["step"] for line in read(tmp_path)] == [1, 2, 3, 4, 4]
     said = [line for line in capsys.readouterr().out.splitlines() if str(path) in line]
     assert said == [
         f"WARNING: {path} cannot be written: File too large; its lines are kept in memory",
@@ -221,9 +226,9 @@ def test_what_a_disk_lost_after_a_write_is_written_again(tmp_path, monkeypatch, 
         with pytest.raises(OSError, match=f"^{path} cannot be written: Input/output error$"):
             log.sync()
         log.sync()
-        assert [line["step"] for line in read(tmp_path)] == [0, 1, 2]
+        assert [line["step"] for line in read(tmp_path)] == [1, 2, 3]
         log.log(3, metrics(0.5))
-    assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3]
+    assert [line["step"] for line in read(tmp_path)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("why", ["File too large", "No such file or directory"])

@@ -113,7 +113,7 @@ def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("idle "))
     train(tmp_path / "b", 8, start=10)
     (slept,), (awake,) = events(tmp_path / "a"), events(tmp_path / "b")
-    assert (slept["event"], slept["step"], slept["steps"], slept["devices"]) == ("step_bubble", 15, 4, 1)
+    assert (slept["event"], slept["step"], slept["steps"], slept["devices"]) == ("step_bubble", 16, 4, 1)
     assert 0.2 <= slept["gap_seconds"] < 0.6
     assert slept["gap_seconds"] < slept["step_seconds"]
     assert slept["step_bubble"] == pytest.approx(slept["gap_seconds"] / slept["step_seconds"])

@@ -86,7 +86,7 @@ def test_skipped_steps_in_a_row_end_the_run():
     few = SkippedSteps(3, {}, lambda *line: told.append(line))
     for step, skipped in enumerate([True, True, False, True, True]):
         few.see(step, "NaN", "NaN", skipped)
-    with pytest.raises(FloatingPointError, match="3 steps in a row were skipped, the last of them step 5"):
+    with pytest.raises(FloatingPointError, match="3 steps in a row were skipped, the last of them step 6"):
         SkippedSteps(3, few.state(), print).see(5, "NaN", 1.0, True)
     assert [(step, event) for step, _, event in told] == [(step, "skipped") for step in (0, 1, 3, 4)]
     assert few.count == 4
@@ -200,14 +200,14 @@ def test_a_bad_document_costs_one_step_and_is_named(tmp_path, dataset, capsys):
     lines = lines_of(directory)
     (bad,) = [line for line in lines if line.get("skipped")]
     (event,) = [line for line in lines if line.get("event") == "skipped"]
-    assert event["step"] == event["batch"] == bad["step"]
+    assert event["step"] == event["batch"] + 1 == bad["step"]
     assert bad["loss"] == "NaN"
     assert any(first <= BAD_DOCUMENT <= last for first, last in event["documents"][""])
     assert sum(last - first + 1 for first, last in event["documents"][""]) == tiny.BATCH
     assert all(np.isfinite(line["loss"]) for line in lines if "loss" in line and line is not bad)
     assert all(np.isfinite(array).all() for array in weights_of(directory, 8).values())
     shown = capsys.readouterr().out
-    assert f"skipped step {bad['step']}, counted from 0: loss NaN, gradient norm NaN; batch" in shown
+    assert f"skipped step {bad['step']}: loss NaN, gradient norm NaN; batch" in shown
     assert "skipped    1 steps" in shown
 
 
@@ -219,10 +219,10 @@ def test_a_run_tells_of_a_spike_and_how_to_replay_it(tmp_path, dataset, capsys, 
     monkeypatch.setattr(skipping, "RISES", -100)
     directory = run(tmp_path / "run", dataset, steps=5, spike_factor=0.1)
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("spike")]
-    assert [line.partition(";")[0].partition(" loss")[0] for line in told] == ["spike at step 3, counted from 0:"]
-    assert told[0].endswith(f"python -m tools.replay run={directory} step=3 shows them")
+    assert [line.partition(";")[0].partition(" loss")[0] for line in told] == ["spike at step 4:"]
+    assert told[0].endswith(f"python -m tools.replay run={directory} step=4 shows them")
     (event,) = [line for line in lines_of(directory) if line.get("event") == "spike"]
-    assert event["step"] == event["batch"] == 3
+    assert (event["step"], event["batch"]) == (4, 3)
     assert len(losses(directory)) == 5
 
 

@@ -21,21 +21,21 @@ from shardwright.run.trackers import TrackersConfig, check_or_enqueue, check_tra
 ROOT = Path(__file__).parents[2]
 
 FIRST = [
-    {"step": 0, "loss": 5.5, "grad_norm": 2.0, "size": [1.0, 2.0], "tokens": 64},
-    {"step": 1, "loss": "NaN", "grad_norm": 3.0, "tokens": 128},
-    {"step": 1, "event": "validation", "loss": 4.25, "of": "tiny"},
+    {"step": 1, "loss": 5.5, "unix_time": 1.5e9, "grad_norm": 2.0, "size": [1.0, 2.0], "tokens": 64},
+    {"step": 2, "loss": "NaN", "grad_norm": 3.0, "tokens": 128},
+    {"step": 2, "event": "validation", "loss": 4.25, "of": "tiny"},
 ]
-LATER = [{"step": 2, "loss": 3.5, "tokens": 192}, {"step": 0, "event": "memory", "peak": 0.25}]
+LATER = [{"step": 3, "loss": 3.5, "tokens": 192}, {"step": 1, "event": "memory", "peak": 0.25}]
 EXPECTED = {
-    ("loss", 0): 5.5,
-    ("grad_norm", 0): 2.0,
-    ("size/0", 0): 1.0,
-    ("size/1", 0): 2.0,
-    ("grad_norm", 1): 3.0,
-    ("validation/loss", 1): 4.25,
-    ("loss", 2): 3.5,
-    ("tokens", 2): 192.0,
-    ("memory/peak", 0): 0.25,
+    ("loss", 1): 5.5,
+    ("grad_norm", 1): 2.0,
+    ("size/0", 1): 1.0,
+    ("size/1", 1): 2.0,
+    ("grad_norm", 2): 3.0,
+    ("validation/loss", 2): 4.25,
+    ("loss", 3): 3.5,
+    ("tokens", 3): 192.0,
+    ("memory/peak", 1): 0.25,
 }
 
 
@@ -172,7 +172,7 @@ def send_to(monkeypatch, tmp_path, *fakes, lines=FIRST):
 def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fails, kind, tmp_path, monkeypatch, capsys):
     bad, good = Fake(fails, kind), Fake(None)
     send_to(monkeypatch, tmp_path, bad, good)
-    assert [step for step, _ in good.lines] == [0, 1, 1]
+    assert [step for step, _ in good.lines] == [1, 2, 2]
     assert good.closed
     assert bad.closed == (fails == "log")
     (line,) = capsys.readouterr().out.splitlines()

@@ -66,7 +66,7 @@ def test_training_writes_texts_before_between_and_after(run):
     assert all(line.keys() == {"step", "prompt", "text", "ended"} for line in lines)
     assert [line["text"] for line in lines[:2]] != [line["text"] for line in lines[-2:]]
     events = [line for line in read(run / "metrics.jsonl") if line.get("event") == "sample"]
-    assert [event["step"] for event in events] == [-1, -1, 1, 1, 3, 3, 4, 4]
+    assert [event["step"] for event in events] == [0, 0, 2, 2, 4, 4, 5, 5]
     assert events[0]["text"].startswith("It is")
 
 

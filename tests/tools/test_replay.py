@@ -87,12 +87,12 @@ def of_demo(tmp_path_factory, dataset):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 5, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_step_is_equal_to_the_bit(of_demo, step):
     """From the beginning, at a checkpoint, and after one."""
     found, text = replayed(of_demo, step=step, microscope=False)
     assert found["is_equal"] is True
-    assert found["loss"] == losses(of_demo)[step]
+    assert found["loss"] == losses(of_demo)[step - 1]
     assert "bit-identical" in text
 
 
@@ -125,9 +125,9 @@ def test_it_is_on_other_meshes_too(tmp_path, dataset, mesh, options):
     """With batches that are left out."""
     options = {"skip_steps": [1, 5], **options}
     directory = run(tmp_path / "run", dataset, mesh, **options)
-    found, _ = replayed(directory, step=9, microscope=False)
+    found, _ = replayed(directory, step=10, microscope=False)
     assert found["is_equal"] is True
-    elsewhere, _ = replayed(directory, step=9, mesh=StagesChoice(r=1, d=2, t=4), microscope=False)
+    elsewhere, _ = replayed(directory, step=10, mesh=StagesChoice(r=1, d=2, t=4), microscope=False)
     assert elsewhere["loss"] == pytest.approx(found["loss"], rel=1e-5)
 
 
@@ -136,16 +136,16 @@ def test_batches_that_a_later_start_left_out_are_left_out(tmp_path, dataset):
     """Before the first checkpoint of that start."""
     run(tmp_path / "run", dataset, steps=6)
     directory = run(tmp_path / "run", dataset, steps=8, skip_steps=[6])
-    for step in (5, 7):
+    for step in (6, 8):
         assert replayed(directory, step=step, microscope=False)[0]["is_equal"] is True
 
 
 @pytest.mark.slow
 def test_its_statistics_are_those_of_the_run_and_leave_it_as_it_is(of_demo, tmp_path, dataset):
     events = {x["step"]: x for x in lines_of(of_demo) if x.get("event") == "microscope"}
-    assert list(events) == [0, 3, 6, 9]
-    found, text = replayed(of_demo, step=6)
-    assert found["microscope"] == {name: events[6][name] for name in ("points", "weights")}
+    assert list(events) == [1, 4, 7, 10]
+    found, text = replayed(of_demo, step=7)
+    assert found["microscope"] == {name: events[7][name] for name in ("points", "weights")}
     assert "Llama.layer gate" in text
     without = run(tmp_path / "without", dataset)
     assert losses(without) == losses(of_demo)
@@ -156,7 +156,7 @@ def test_its_statistics_are_those_of_the_run_and_leave_it_as_it_is(of_demo, tmp_
 
 @pytest.mark.long
 def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset):
-    found, _ = replayed(of_demo, step=3, microscope=False)
+    found, _ = replayed(of_demo, step=4, microscope=False)
     documents = found["documents"]
     assert [x["loss"] for x in documents] == sorted((x["loss"] for x in documents), reverse=True)
     tokens = sum(x["tokens"] for x in documents)
@@ -173,7 +173,8 @@ def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("a", {"step": 10}, r"step is 10; .* has steps 0 to 9"),
+        ("a", {"step": 11}, r"step is 11; .* has steps 1 to 10"),
+        ("a", {"step": 0}, r"step is 0; .* has steps 1 to 10"),
         ("a", {}, "give step=<step>"),
         ("none", {"step": 1}, r"none/config.yaml cannot be read: .* no such file"),
     ],
@@ -195,7 +196,7 @@ def of_spike(tmp_path_factory):
     has_it = lambda step: any(a <= GARBAGE <= b for a, b in loader.documents(step)[None])
     step = next(step for step in range(30) if has_it(step))
     options = {"checkpoint_interval": 10, "schedule_steps": 60, "microbatches": 1, "shuffle": False}
-    return run(tmp_path_factory.mktemp("runs") / "spike", data, steps=step + 1, **options), step
+    return run(tmp_path_factory.mktemp("runs") / "spike", data, steps=step + 1, **options), step + 1
 
 
 @pytest.mark.slow
@@ -234,8 +235,8 @@ def test_equal_runs_do_not_differ(of_demo, tmp_path, dataset):
     log = Path(other) / "metrics.jsonl"
     log.write_text(log.read_text().replace(f'"loss": {losses(log.parent)[3]!r}', '"loss": 1.5'))
     found, text = replayed(of_demo, against=other)
-    assert (found["step"], found["first"]) == (3, None)
-    assert "tensors     bit-identical up to step 3, each with its own source, on the same mesh" in text
+    assert (found["step"], found["first"]) == (4, None)
+    assert "tensors     bit-identical up to step 4, each with its own source, on the same mesh" in text
     for settings in ({"bisect": "loss"}, {"step": 3}):
         with pytest.raises(ValueError, match="drop step= and bisect=, which are for one run: against= compares two"):
             replayed(of_demo, against=other, **settings)
@@ -245,9 +246,9 @@ def test_equal_runs_do_not_differ(of_demo, tmp_path, dataset):
 @pytest.mark.parametrize(
     ("changes", "first", "step"),
     [
-        ({"seed": 1}, (0, "the batch, targets, sequence 0"), 0),
-        # The rate of step 0 is 0: the loss of step 2 differs first.
-        ({"learning_rate": 0.011}, (1, "the update of embed"), 2),
+        ({"seed": 1}, (1, "the batch, targets, sequence 0"), 1),
+        # The rate of step 1 is 0: the loss of step 3 differs first.
+        ({"learning_rate": 0.011}, (2, "the update of embed"), 3),
     ],
 )
 def test_the_first_value_that_differs_is_named(of_demo, tmp_path, dataset, changes, first, step):
@@ -299,7 +300,7 @@ def test_each_run_is_replayed_by_its_own_source(of_demo, tmp_path, dataset):
     found, text = replayed(of_demo, against=str(tmp_path / "b"), trust=True)
     number = line_of("up = save")
     where = f"Llama.layer up in layer 0, train.py:{number} (train.py:{number + 1} in the other run)"
-    assert found["first"] == (0, where), text
+    assert found["first"] == (1, where), text
     assert text.count("with its saved source") == 1
 
 

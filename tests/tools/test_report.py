@@ -82,6 +82,32 @@ def test_slow_steps_and_validations_do_not_count_as_speed(tmp_path):
     assert values["time"] == 21 * 0.5
 
 
+def test_time_on_the_clock_is_that_of_all_starts_with_compiling(tmp_path):
+    start, compiled = {"event": "start"}, lambda seconds: {"event": "compiled", "seconds": seconds}
+    first = [{"step": 0, "unix_time": 100} | start, {"step": 0, "unix_time": 115} | compiled(12)]
+    first += [{"step": n, "loss": 1.0, "tokens": n, "unix_time": 115 + n} for n in (1, 2)]
+    second = [{"step": 2, "unix_time": 500} | start, {"step": 2, "unix_time": 505.5} | compiled(3)]
+    write_lines(tmp_path, first + second + [{"step": 3, "loss": 1.0, "tokens": 3, "unix_time": 507}])
+    values = read_run(tmp_path).values
+    assert (values["wall"], values["compile"], values["steps"]) == (17 + 7, 15, 3)
+    text = printed(run=str(tmp_path), output=str(tmp_path / "o.html"))
+    assert "0:00:24" in text
+    assert "0:00:15" in text
+
+
+def test_runs_of_before_the_clock_count_steps_from_0(tmp_path):
+    """A run of version 0.2, one of today, and one that today's program resumed."""
+    lines = lambda numbers, **clock: [{"step": n, "loss": 9.0 - n, "tokens": 8} | clock for n in numbers]
+    new = lambda numbers: lines(numbers, unix_time=1.5e9)
+    found = []
+    for i, written in enumerate((lines(range(4)), new(range(1, 5)), lines([0, 1]) + new([3, 4]))):
+        (tmp_path / str(i)).mkdir()
+        write_lines(tmp_path / str(i), written)
+        r = read_run(tmp_path / str(i))
+        found.append(([*r.step], r.values["steps"]))
+    assert found == [([1, 2, 3, 4], 4)] * 3
+
+
 def test_averages_against_a_loop():
     losses = np.random.default_rng(0).normal(3, 1, 57)
     ends = [i + min(i, 2) + 1 for i in range(57)]

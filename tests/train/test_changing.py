@@ -614,7 +614,7 @@ def test_a_metric_computed_on_the_host(tmp_path):
     with module_of(changed("host_metric")) as train, jax.set_mesh(tiny.mesh("d=4 t=2")):
         train.train(c, load_model(c.model), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    found = {line["step"] + 1: line["stable_rank"] for line in lines if line.get("event") == "embedding"}
+    found = {line["step"]: line["stable_rank"] for line in lines if line.get("event") == "embedding"}
     assert found.keys() == {2, 4}
     for step, rank in found.items():
         w = zarr.open_array(tmp_path / f"checkpoints/{step:010}/weights/embed", mode="r")[:].astype(np.float64)

@@ -134,7 +134,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
         "0000000008",
     ]
     (event,) = events(directory)
-    assert (event["step"], event["damaged_step"]) == (3, 6)
+    assert (event["step"], event["damaged_step"]) == (4, 6)
     assert [path.name for path in checkpoints.glob("set_aside/*/*")] == ["0000000006"]
     # Back to step 4 by choice: the same losses again, and no checkpoint of the other future is mixed in.
     whole = losses(directory)

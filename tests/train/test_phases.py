@@ -181,8 +181,8 @@ def test_each_step_is_that_of_its_settings(of_changes, data):
     assert losses(of_changes) == by_hand(c, LENGTHS, 9)
     changed = [(x["step"], x["settings"]) for x in lines(of_changes) if x.get("event") == "changed"]
     assert changed == [
-        (3, "training.seq_len 16 -> 32"),
-        (6, "optimizer.learning_rate 0.01 -> 0.001, training.batch_size 8 -> 16"),
+        (4, "training.seq_len 16 -> 32"),
+        (7, "optimizer.learning_rate 0.01 -> 0.001, training.batch_size 8 -> 16"),
     ]
     steps = [x for x in lines(of_changes) if "event" not in x]
     assert [x["tokens"] for x in steps] == [tokens_before(c, step + 1) for step in range(9)]
@@ -216,7 +216,7 @@ def test_replay_does_a_step_again(on_two_meshes, tmp_path, step, without):
     directory = shutil.copytree(on_two_meshes, tmp_path / "run")
     for done in without:
         shutil.rmtree(directory / f"checkpoints/{done:010}")
-    settings = Settings(run=str(directory), step=step, microscope=False, mesh=StagesChoice(d=4, t=2))
+    settings = Settings(run=str(directory), step=step + 1, microscope=False, mesh=StagesChoice(d=4, t=2))
     assert replay(settings, Console(file=io.StringIO()))["loss"] == losses(on_two_meshes)[step]
 
 
@@ -246,10 +246,10 @@ def test_two_runs_are_compared_across_a_change(on_two_meshes):
         ([{"step": 3}, {"step": 3}], r"changes\[1\].step is 3; it must be a whole number above 3"),
         ([{"step": 0, "training.seq_len": 32}], r"changes\[0\].step is 0; it must be a whole number above 0"),
         ([{"training.seq_len": 32}], r"changes\[0\].step is None"),
-        ([{"step": 3, "training.seq_len": "long"}], "from step 3: training.seq_len is long; it must be"),
-        ([{"step": 3, "training.seq_len": 0}], "from step 3: training.seq_len is 0; it must be at least 1"),
-        ([{"step": 3, "data.mixture.web.weight": 2}], "from step 3: data.mixture"),
-        ([{"step": 3, "optimizer.schedule": "wsd"}], "from step 3: optimizer.schedule is wsd and"),
+        ([{"step": 3, "training.seq_len": "long"}], "after step 3: training.seq_len is long; it must be"),
+        ([{"step": 3, "training.seq_len": 0}], "after step 3: training.seq_len is 0; it must be at least 1"),
+        ([{"step": 3, "data.mixture.web.weight": 2}], "after step 3: data.mixture"),
+        ([{"step": 3, "optimizer.schedule": "wsd"}], "after step 3: optimizer.schedule is wsd and"),
     ],
 )
 def test_a_wrong_entry_gets_one_line(data, changes, message):
@@ -266,8 +266,8 @@ def test_a_wrong_entry_gets_one_line(data, changes, message):
             {"seq_len": 64},
             r"seq_len: checkpoint has 16, this run has 64.*add {step: 4, training.seq_len: 64} to",
         ),
-        ([], {}, r"other settings from step 3 on:\n  training.seq_len: checkpoint has 32, this run has 16"),
-        ([{"step": 2, "training.seq_len": 8}, *LENGTHS], {}, "other settings from step 2 on:"),
+        ([], {}, r"other settings after step 3:\n  training.seq_len: checkpoint has 32, this run has 16"),
+        ([{"step": 2, "training.seq_len": 8}, *LENGTHS], {}, "other settings after step 2:"),
         (
             LENGTHS,
             {"filespec": None, "mixture": {"a": SourceConfig("a"), "b": SourceConfig("b")}},
@@ -312,7 +312,7 @@ def test_data_of_later_phases_is_checked_before_the_first_step(data, tmp_path):
 def test_a_phase_whose_steps_are_skipped_ends_no_run(data, tmp_path):
     changes = [{"step": 1, "optimizer.z_loss": 3e38}, {"step": 2, "optimizer.z_loss": 0.0}]  # the loss is infinite
     run(tmp_path / "run", config(data, changes, steps=3))
-    assert [x["step"] for x in lines(tmp_path / "run") if x.get("event") == "skipped"] == [1]
+    assert [x["step"] for x in lines(tmp_path / "run") if x.get("event") == "skipped"] == [2]
 
 
 def test_microbatches_change_no_batch(data):
@@ -344,9 +344,9 @@ def test_a_branch_of_a_constant_run_is_a_run_with_its_schedule(data, tmp_path):
 
 @pytest.mark.slow
 def test_validation_at_the_end_of_each_epoch(tmp_path):
-    """20 sequences in an epoch, 8 in a step: it ends within steps 2, 4 and 7; half of one too within 1, 3, 6 and 8."""
+    """20 sequences in an epoch, 8 in a step: it ends within steps 3, 5 and 8; half of one too within 2, 4, 7 and 9."""
     data = written(tmp_path / "a.zarr", 320)
-    for epochs, expected in ((1.0, [2, 4, 7, 8]), (0.5, [1, 2, 3, 4, 6, 7, 8])):
+    for epochs, expected in ((1.0, [3, 5, 8, 9]), (0.5, [2, 3, 4, 5, 7, 8, 9])):
         c = config(data, [], eval_batches=1, eval_epochs=epochs)
         run(tmp_path / str(epochs), c)
         assert [x["step"] for x in lines(tmp_path / str(epochs)) if x.get("event") == "validation"] == expected

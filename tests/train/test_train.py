@@ -29,7 +29,11 @@ ROOT = Path(__file__).parents[2]
 
 def events(directory: Path) -> list[dict]:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("event", "memory") not in ("memory", "step_bubble", "end")]
+    return [
+        line
+        for line in lines
+        if line.get("event", "memory") not in ("memory", "step_bubble", "end", "start", "compiled")
+    ]
 
 
 def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:
@@ -118,9 +122,9 @@ def test_a_validation_that_fails_costs_no_checkpoint(tmp_path, monkeypatch, caps
     monkeypatch.setattr("shardwright.run.schedule.evaluate", fail)
     directory = run(tmp_path / "run", 2)
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["0000000002"]
-    assert events(directory) == [
-        {"step": 1, "event": "validation_failed", "why": "ValueError: the validation has no target"}
-    ]
+    (event,) = events(directory)
+    failed = {"step": 2, "event": "validation_failed", "why": "ValueError: the validation has no target"}
+    assert event == failed | {"unix_time": event["unix_time"]}
     assert "step 2  validation_failed  why ValueError: the validation has no target" in capsys.readouterr().out
 
 
@@ -147,12 +151,12 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
 @pytest.mark.slow
 def test_evaluations_at_their_interval_and_after_a_start_without_steps(tmp_path):
     run(tmp_path / "run", 5, eval_interval=2)
-    assert [e["step"] for e in events(tmp_path / "run")] == [1, 3, 4]
+    assert [e["step"] for e in events(tmp_path / "run")] == [2, 4, 5]
     run(tmp_path / "late", 2, eval_batches=0)
     assert events(tmp_path / "late") == []
     for _ in range(2):
         run(tmp_path / "late", 2)
-        assert [(e["step"], e["event"]) for e in events(tmp_path / "late")] == [(1, "validation")]
+        assert [(e["step"], e["event"]) for e in events(tmp_path / "late")] == [(2, "validation")]
 
 
 @pytest.mark.long

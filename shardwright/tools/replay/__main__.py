@@ -41,7 +41,7 @@ class Settings:
     run: str = MISSING
     """Directory of a run."""
     step: int | None = within(0, 2**31, None)
-    """The step, counted from 0, as in metrics.jsonl and in what the run prints."""
+    """Number of the step, from 1, as in metrics.jsonl and in what the run prints."""
     bisect: str | None = None
     """Finds the documents that make the step's `loss` or `grad_norm` jump."""
     against: str | None = None
@@ -58,7 +58,8 @@ class Settings:
     out: str | None = None
     """File for the result, a JSON object."""
     since: int | None = within(0, 2**31, None)
-    """First step of which to write fingerprints, up to `step`, to `out`; against= compares these."""
+    """First step of which to write fingerprints, up to `step`, to `out`; against= compares these. Here both count from
+    0, as in all versions, because each run is replayed with its own source."""
 
 
 def compare_with_log(done: Done, record: dict[str, Any] | None) -> str | None:
@@ -88,32 +89,33 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
         if config.bisect is not None or config.step is not None:
             raise ValueError("drop step= and bisect=, which are for one run: against= compares two.")
         return two_runs.compare_runs(config, write)
-    last, logs = config.step or 0, metrics_of(config.run)
-    if logs and last > max(logs):
-        raise ValueError(f"step is {last}; {config.run} has steps 0 to {max(logs)}. Choose one of these.")
-    with opened(config.run, last, config.mesh, config.trust, config.other_source, write) as session:
+    number, logs = config.step or 0, metrics_of(config.run)
+    last = max(logs, default=2**31)
+    if not 1 <= number <= last:
+        raise ValueError(f"step is {number}; {config.run} has steps 1 to {last}. Choose one of these.")
+    with opened(config.run, number - 1, config.mesh, config.trust, config.other_source, write) as session:
         origin = f"its checkpoint of step {session.step}" if session.step else "its beginning"
         print_line(console, f"run         {config.run}, from {origin}")
-        while session.step < last:
+        while session.step < number - 1:
             session.advance()
         return step_of(session, config, logs, console)
 
 
 def step_of(session: Session, config: Settings, logs: dict[int, dict], console: Console) -> dict[str, Any]:
     """Shows the documents and statistics of the step, and the origin of a NaN or infinity, if there is one."""
-    step, batch = session.step, session.batch()
+    step, batch = session.step + 1, session.batch()
     host, tokenizer = on_host(batch), tokenizer_of(session)
     every = documents_of(session, host)
     documents = with_losses(every, token_losses(session, batch), host.loss_mask)
     if config.bisect is not None:
         usual = bisect.usual(logs, step, config.bisect)
         return bisected(session, config.bisect, usual, documents, console, tokenizer)
-    instead = f", batch {session.number}" * (session.number != step)
+    instead = f", batch {session.number}" * (session.number != session.step)
     show.documents(console, f"Documents of step {step}{instead}, highest loss first", documents, tokenizer)
     found = {}
     if config.microscope:
         microscope = RunStatistics(session.traced, session.placement, session.options)
-        found = microscope.collect(session.state, batch, np.int32(step), session.reference)
+        found = microscope.collect(session.state, batch, np.int32(session.step), session.reference)
         show.statistics(console, found)
     after, done = session.try_step(batch)
     differs = compare_with_log(done, logs.get(step))
@@ -144,19 +146,19 @@ def bisected(
     session: Session, metric: str, usual: float, documents: list[Document], console: Console, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Shows the documents that make the step's metric jump from its usual value."""
-    write = functools.partial(print_line, console)
-    write(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {session.step}")
+    write, step = functools.partial(print_line, console), session.step + 1
+    write(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {step}")
     found, before, after = bisect.find(session, session.batch(), documents, metric, usual, write)
     numbers = lambda done: f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
     if after is None:
-        write(f"step {session.step}  {numbers(before)}: {metric} did not jump, or no half of the documents explains it")
+        write(f"step {step}  {numbers(before)}: {metric} did not jump, or no half of the documents explains it")
     else:
         count = len(found)
         which = "document makes" if count == 1 else "documents together make"
-        show.documents(console, f"{count} {which} the {metric} of step {session.step} jump", found, tokenizer)
-        write(f"step {session.step}  {numbers(before)}; without: {numbers(after)}")
+        show.documents(console, f"{count} {which} the {metric} of step {step} jump", found, tokenizer)
+        write(f"step {step}  {numbers(before)}; without: {numbers(after)}")
     both = {"before": plain(before), "after": after and plain(after)}
-    return {"step": session.step, **both, "documents": [show.described(document) for document in found]}
+    return {"step": step, **both, "documents": [show.described(document) for document in found]}
 
 
 def run(config: Settings) -> None:

@@ -144,13 +144,13 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
     settings = {"trust": config.trust, "other_source": config.other_source}
     settings |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     # Before the step at which the metrics differ, because the update of an earlier step may have caused it.
-    start, found = max(done for done in _saved(runs[0]) & _saved(runs[1]) if done <= max(step - 1, 0)), []
+    start, found = max(done for done in _saved(runs[0]) & _saved(runs[1]) if done <= max(step - 2, 0)), []
     with tempfile.TemporaryDirectory() as directory:
         for i, run in enumerate(runs):
-            root = rebuilt(run, step, Path(directory) / f"source of {i}", config.trust)
+            root = rebuilt(run, step - 1, Path(directory) / f"source of {i}", config.trust)
             by = ", with its saved source" * (root != ROOT)
-            write(f"replaying   {run} from step {start} to {step}{by}")
-            of = {"run": str(Path(run).absolute()), "step": step, "since": start, "out": f"{directory}/{i}.json"}
+            write(f"replaying   {run} from step {start + 1} to {step}{by}")
+            of = {"run": str(Path(run).absolute()), "step": step - 1, "since": start, "out": f"{directory}/{i}.json"}
             found.append(recorded_by(root, **of, **settings))
     first = compared(*found)
     if first is None:
@@ -159,6 +159,7 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
             "the mesh, a package or the hardware"
         )
     else:
+        first = first[0] + 1, first[1]
         write(f"tensors     in step {first[0]} the first that differs is {first[1]}")
     return {"step": step, "first": first}
 

@@ -32,7 +32,8 @@ class Settings:
     run: Any = None
     """Directories of runs or sweeps, or patterns such as runs/local_*; one, or a list."""
     sort: str = "loss"
-    """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, bubble, steps, time, or run."""
+    """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, bubble, steps, time, wall,
+    compile, or run."""
     output: str | None = None
     """The .html file to write, or an .md file with figures and provenance, to paste into an issue. Null: report.html in
     the directory of the run, or in the one that all runs are in. An existing file is replaced."""

@@ -97,7 +97,7 @@ def panels_of(c: Comparison) -> list[Panel]:
 
 
 def _x_of(run: Run, panel: Panel) -> Curve:
-    return run.tokens if panel.x == "tokens" else run.step + 1
+    return run.tokens if panel.x == "tokens" else run.step
 
 
 def metric(c: Comparison, panel: Panel, name: str) -> Panel:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.data.untrusted import number, read_object
-from shardwright.run.files import LOCK, OF_A_STEP, read_config, read_records
+from shardwright.run.files import LOCK, OF_A_STEP, read_config, read_metrics, read_records
 from shardwright.settings.differences import flat
 
 Curve = np.ndarray
@@ -41,8 +41,11 @@ class Run:
     metrics: dict[str, np.ndarray]
     """COMMON_METRICS, the loss in nats per token, then the user's own; the mean of metrics of layers."""
     step: Curve
+    """Number of steps done with this one."""
     tokens: Curve
     """Tokens seen up to the end of the step."""
+    wall_seconds: float = 0.0
+    """From each start to its last line, without what was redone, summed."""
     values: dict[str, float] = field(default_factory=dict)
     """Figures of the run, by names as in comparing.METRICS, ms/step and tokens; empty if no step was done."""
     state: str = "unknown"
@@ -95,28 +98,28 @@ def _runs_in(top: str) -> Iterator[Path]:
 def read_run(directory: Path) -> Run:
     """Reads the files of a run as far as possible; `notes` lists the rest."""
     notes: list[str] = []
-    steps, events, ended = _read_metrics(directory, notes)
+    steps, events, ended, wall_seconds = _read_metrics(directory, notes)
     own = sorted({*itertools.chain(*steps)} - {"skipped", *COMMON_METRICS, *OF_A_STEP})
     metrics = {name: _curve(steps, name) for name in [*COMMON_METRICS, *own]}
     step, tokens, seconds = (_curve(steps, name) for name in ("step", "tokens", "seconds"))
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
     settings = _read_settings(directory, notes)
-    run = Run(directory, settings, *_read_starts(directory), events, metrics, step, tokens, notes=notes)
+    run = Run(directory, settings, *_read_starts(directory), events, metrics, step, tokens, wall_seconds, notes=notes)
     run.state, run.why = _state(run, ended)
     if not steps:
         return run
     run.values = _values(run, seconds)
-    if run.state != "running" and run.total_steps is not None and step[-1] + 1 < run.total_steps:
-        notes.append(f"unfinished: {int(step[-1]) + 1:,} of {run.total_steps:,} steps")
+    if run.state != "running" and run.total_steps is not None and step[-1] < run.total_steps:
+        notes.append(f"unfinished: {int(step[-1]):,} of {run.total_steps:,} steps")
     if failed := run.of_event("validation_failed"):
         notes.append(f"validations failed: {len(failed)}, the last: {failed[-1].get('why')}")
     if (bad := step[~np.isfinite(metrics["loss"])]).size:
-        notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]) + 1:,}")
+        notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]):,}")
     return run
 
 
 def _values(run: Run, seconds: Curve) -> dict[str, float]:
-    done, tokens = run.step[-1] + 1, run.tokens[-1]
+    done, tokens = run.step[-1], run.tokens[-1]
     last = run.metrics["loss"][-max(1, min(AVERAGED, len(run.step) // 10)) :]
     last = last[np.isfinite(last)] if np.isfinite(last).any() else last
     found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last))}
@@ -132,6 +135,8 @@ def _values(run: Run, seconds: Curve) -> dict[str, float]:
         "memory": {"memory": "peak_memory_bytes"},
         "step_bubble": {"bubble": "step_bubble"},
     }
+    if compiled := run.of_event("compiled"):
+        found |= {"wall": run.wall_seconds, "compile": sum(number(event.get("seconds")) for event in compiled)}
     for event in run.events:
         named = of_events.get(event["event"], {})
         found |= {name: number(event[key]) for name, key in named.items() if key in event}
@@ -147,20 +152,20 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], bool]:
-    """Returns the lines of steps, in order, those of events, and whether the run ended after the last one."""
+def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], bool, float]:
+    """Returns the lines of steps, in order, those of events, whether the run ended after them, and Run.wall_seconds."""
     steps: dict[int, dict] = {}
     events, unreadable, ended = [], 0, False
     try:
-        records = list(read_records(directory / "metrics.jsonl"))
+        records = list(read_metrics(directory / "metrics.jsonl"))
     except FileNotFoundError:
         notes.append("no metrics.jsonl: the run did not start")
-        return [], [], False
+        return [], [], False, 0.0
     except ValueError as error:
         notes.append(str(error))
-        return [], [], False
+        return [], [], False, 0.0
     for record in records:
-        if record is None or ("event" not in record and record["step"] < 0):
+        if record is None or ("event" not in record and record["step"] < 1):
             unreadable += 1
         elif "event" in record:
             events.append(record | {"event": str(record["event"])})
@@ -172,7 +177,9 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
         notes.append(f"{unreadable} unreadable line{'s' * (unreadable > 1)} in metrics.jsonl")
     if not steps:
         notes.append("no step was logged in metrics.jsonl")
-    return [steps[step] for step in sorted(steps)], events, ended
+    clock = [(number(x["unix_time"]), x.get("event") == "start") for x in records if x and "unix_time" in x]
+    lengths = (now - before for (before, _), (now, starts) in itertools.pairwise(clock) if not starts)
+    return [steps[step] for step in sorted(steps)], events, ended, sum(x for x in lengths if x > 0)
 
 
 def _read_starts(directory: Path) -> tuple[list[int], dict[str, Any]]:

@@ -77,14 +77,14 @@ def microscope(run: Run) -> dict[str, Any] | None:
     if not looks:
         return None
     last = max(looks, key=lambda look: look["step"])
-    return {"step": last["step"] + 1, "count": len(looks), "tables": tables_of(last)}
+    return {"step": last["step"], "count": len(looks), "tables": tables_of(last)}
 
 
 def events(run: Run) -> dict[str, Any] | None:
     """Lists events such as skipped steps, spikes, changes and restarts."""
-    of_others = ("validation", "memory", "step_bubble", "sample", "microscope")
+    of_others = ("validation", "memory", "step_bubble", "sample", "microscope", "start", "compiled")
     found = [event for event in run.events if event["event"] not in of_others and event.get("state") != "finished"]
-    found += [{"step": done - 1, "event": "resumed"} for done in run.starts if done]
+    found += [{"step": done, "event": "resumed"} for done in run.starts if done]
     found.sort(key=lambda event: event["step"])
     return {"events": found[-_EVENTS:], "left_out": max(0, len(found) - _EVENTS)} if found else None
 
