@@ -39,8 +39,8 @@ class RunLog(contextlib.AbstractContextManager):
         unix_time          time of writing, in seconds since 1970
 
     The first line of a run lacks the time and speed of a step, because no step precedes it. NaN and the infinities,
-    which JSON does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event"; lines of
-    steps have no "event".
+    which JSON does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as
+    "event"; lines of steps have no "event".
 
     With several processes all make the same calls, and process 0 writes and prints. Lines that cannot be written stay
     in memory and are retried with the next one. `sync` and `close` raise OSError while there are any.

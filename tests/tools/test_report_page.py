@@ -14,8 +14,8 @@ from written_runs import PROFILE, write_lines, write_run, write_step
 
 from shardwright.tools.report.__main__ import Settings, show_report
 from shardwright.tools.report.comparing import Comparison, compare_runs
-from shardwright.tools.report.page import figure
-from shardwright.tools.report.plots import Panel, panels_of
+from shardwright.tools.report.page import as_json
+from shardwright.tools.report.plots import Panel, axes_of, panels_of
 from shardwright.tools.report.reading import read_run
 from shardwright.tools.report.sections import SECTIONS, head, microscope, samples, settings
 
@@ -104,11 +104,15 @@ def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
 
 
 def test_the_plots_of_a_run_alone(tmp_path):
-    loss, norm, *others = panels_of(report(write_run(tmp_path / "run")))
+    c = report(write_run(tmp_path / "run"))
+    loss, norm, *others = panels_of(c)
     assert [panel.title for panel in others] == [*("Learning rate", "Tokens/s", "noise", "pair", "stream")]
     by_name = {trace["name"]: trace for trace in loss.traces}
     assert [*by_name] == ["each step", "average", "validation"]
-    assert [*by_name["validation"]["x"]] == [50, 100, 150, 200]
+    assert [*by_name["validation"]["meta"]["x"]["steps"]] == [50, 100, 150, 200]
+    ((steps,), (tokens,), (minutes,)) = axes_of(c).values()
+    assert len(steps) == len(tokens) == len(minutes) == len(by_name["average"]["y"]) == 200
+    assert (steps[-1], tokens[-1], minutes[-1]) == (200, 128000, pytest.approx(198 * 0.5 / 60))
     assert [trace["name"] for trace in norm.traces] == ["each step", "average"]
 
 
@@ -193,13 +197,13 @@ def test_an_empty_directory_has_a_page(tmp_path):
 
 def test_no_text_of_a_plot_ends_its_script():
     panel = Panel("", traces=[{"name": "", "legendgroup": "", "x": ["</script>"]}])
-    assert "<" not in figure(panel)
+    assert "<" not in as_json(panel.figure)
 
 
 def test_what_json_lacks_is_null_in_a_plot():
     panel = Panel("", traces=[{"name": "", "x": np.array([1.0, np.nan]), "y": [math.inf, 0.1234567891234]}])
-    data = json.loads(figure(panel), parse_constant=pytest.fail)["data"]
-    assert data == [{"name": "", "x": [1, None], "y": [None, 0.123456789]}]
+    data = json.loads(as_json(panel.figure), parse_constant=pytest.fail)["data"]
+    assert data == [{"name": "", "x": [1, None], "y": [None, 0.123457]}]
 
 
 EVIL = "\x1b]0;owned\x07\u202e</script><img src=x onerror=alert(1)>{{7*7}}\"'&<b>"
@@ -317,6 +321,33 @@ def test_plots_follow_each_other(pages):
     )
     assert set(near) == {"20,40"}
     assert "20,40" not in far
+
+
+@pytest.mark.long
+def test_the_reader_chooses_the_x_axis_of_all_plots(pages):
+    ends = "plots.map(x => [x.layout.xaxis.title.text, ...x.data.map(t => [...t.x].pop())])"
+    click = lambda axis: f"document.querySelector('[data-axis^=\"{axis}\"]').click(); await pause(); found.push({ends})"
+    steps, tokens, minutes = seen(
+        pages["several"],
+        f"""const pause = () => new Promise(done => setTimeout(done, 500)), found = [];
+        for (const axis of ["steps", "tokens", "minutes"]) {{{click("${axis}").replace("'", "`")}}}
+        return found""",
+    )
+    assert {x for plot in steps for x in plot} == {"steps", 200}
+    assert {x for plot in tokens for x in plot} == {"tokens", 128000}
+    assert {x for plot in minutes for x in plot} == {"minutes of training", 1.65}
+
+
+@pytest.mark.long
+def test_twelve_runs_fit_into_1400_pixels(tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium (Debian: apt install chromium)")
+    runs = [write_run(tmp_path / f"optimizer.learning_rate-0.00{i}+mesh.t-1", rate=0.001 * (i + 1)) for i in range(12)]
+    page = write_page(*runs, output=tmp_path / "report.html")
+    assert page.stat().st_size < 1.5e6
+    ask = "return [...document.querySelectorAll('.scroll')].map(x => [x.scrollWidth, x.clientWidth])"
+    ((whole, shown),) = seen(page, ask, width=1400)
+    assert whole == shown
 
 
 @pytest.mark.long

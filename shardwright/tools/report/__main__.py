@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 
 from shardwright.run.files import REPORT, write_whole
@@ -39,15 +40,32 @@ class Settings:
     the directory of the run, or in the one that all runs are in. An existing file is replaced."""
 
 
+def side_by_side(columns: list[list[str]], width: int) -> list[list[list[str]]]:
+    """Groups columns of cells into tables of at most `width` letters, with two before each column."""
+    tables, used = [[]], 0
+    for cells in columns:
+        wide = 2 + max(map(cell_len, cells))
+        if tables[-1] and used + wide > width:
+            tables, used = [*tables, []], 0
+        tables[-1].append(cells)
+        used += wide
+    return tables
+
+
 def show(c: Comparison, console: Console) -> None:
     """Prints the table, and notes on each run."""
-    cells = lambda run: [*(c.setting(run, x) for x in c.differing[:4]), *(c.metric(run, x) for x in c.metrics)]
-    rows = [(i, *cells(run)) for i, run in enumerate(c.runs, 1)]
-    print_table(console, ["#", *c.differing[:4], *c.metrics], rows)
+    columns = [[c.heading(name), *(c.setting(run, name) for run in c.runs)] for name in c.differing]
+    columns[4:4] = [[name, *(c.metric(run, name) for run in c.runs)] for name in c.metrics]
+    for i, part in enumerate(side_by_side(columns, console.width - len(str(len(c.runs))))):
+        head, *rows = zip(["#", *range(1, len(c.runs) + 1)], *part, strict=True)
+        if i:
+            print_line(console, "")
+        print_table(console, [str(name) for name in head], rows)
     print_line(console, f"\nRuns in {c.parent}:")
     for i, run in enumerate(c.runs, 1):
-        text = f"{i:>3}  {c.name(run)}   {'; '.join(run.notes)}".rstrip()
-        print_line(console, text, "yellow" if run.notes else "")
+        print_line(console, f"{i:>3}  {c.name(run)}")
+        for note in run.notes:
+            print_line(console, f"     {note}", "yellow")
 
 
 def show_report(config: Settings, console: Console | None = None) -> None:
@@ -66,6 +84,7 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     show(c, console)
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT
+    c.page = output
     write_whole(output, issue(c) if output.suffix == ".md" else page(c))
     print_line(console, f"\nReport: {output}")
 

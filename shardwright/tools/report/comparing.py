@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from shardwright.inspect.compiled.table import in_bytes, in_numbers
-from shardwright.run.files import duration
+from shardwright.run.files import REPORT, duration
 from shardwright.tools.report.reading import Run
 
 
@@ -49,11 +50,24 @@ class Comparison:
     """Dotted names of the settings that differ between runs."""
     metrics: list[str]
     """Names in METRICS that at least one run has."""
+    page: Path | None = None
+    """The file that links to the runs' own pages."""
 
     @property
     def alone(self) -> Run | None:
         """The run, if there is only one."""
         return self.runs[0] if len(self.runs) == 1 else None
+
+    def heading(self, name: str) -> str:
+        """Shortens the dotted name of a differing setting to its last part, unless that is a letter or not unique."""
+        last = lambda name: name.rpartition(".")[2]
+        is_clear = len(last(name)) > 1 and [last(x) for x in self.differing].count(last(name)) == 1
+        return last(name) if is_clear else name
+
+    def link(self, run: Run) -> str:
+        """Returns the relative URL of the run's own page; empty if it has none."""
+        page = run.directory / REPORT
+        return quote(os.path.relpath(page, self.page.parent)) if self.page and page.is_file() else ""
 
     def setting(self, run: Run, name: str) -> str:
         """Formats a setting for the table."""

@@ -12,7 +12,6 @@ from markupsafe import Markup
 
 from shardwright.data.untrusted import shown
 from shardwright.tools.report.comparing import Comparison
-from shardwright.tools.report.plots import Panel
 from shardwright.tools.report.sections import SECTIONS, head
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -37,7 +36,7 @@ def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, An
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["figure"] = figure
+    environment.filters["json"] = as_json
     text = lambda name: Markup((TEMPLATES / name).read_text())
     rendered = [(s, Markup(environment.get_template(name).render(data))) for s, name, data in sections]
     return environment.get_template("page.html").render(
@@ -45,17 +44,18 @@ def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, An
     )
 
 
-def figure(panel: Panel) -> Markup:
-    """Formats a plot as JSON for a <script>, with < escaped, so that no text of the plot can end the script."""
-    return Markup(json.dumps(_finite(panel.figure), separators=(",", ":")).replace("<", "\\u003c"))
+def as_json(data: Any) -> Markup:
+    """Formats data as JSON for a <script>, with < escaped, so that no text in it can end the script."""
+    return Markup(json.dumps(_finite(data), separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def _finite(value: Any) -> Any:
-    """Converts arrays to lists, rounds floats to nine digits, and makes NaN and infinities, which JSON lacks, null."""
+    """Converts arrays to lists, rounds fractions to six digits, and writes NaN and infinities, unknown to JSON, as null."""
     if isinstance(value, dict):
         return {name: _finite(x) for name, x in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
         return [_finite(x) for x in value]
     if isinstance(value, float):
-        return float(f"{value:.9g}") if math.isfinite(value) else None
+        exact = value.is_integer()
+        return int(value) if exact else float(f"{value:.6g}") if math.isfinite(value) else None
     return value

@@ -73,12 +73,19 @@ def _of_run(c: Comparison, run: Run) -> str:
     plan: dict = {}
     with contextlib.suppress(OSError, ValueError):
         plan = read_object(run.directory / "plan.json")
-    lines = [f"### {one_line(c.name(run), 80)}", "", "| | planned | measured |", "|---|---|---|"]
-    for name in (name for name in c.metrics if name in run.values):
+    planned = {name: expected(plan, name)[1] for name in c.metrics if name in run.values}
+    column = any(planned.values())
+    lines = [
+        f"### {one_line(c.name(run), 80)}",
+        "",
+        f"| |{' planned |' * column} measured |",
+        f"|---|{'---|' * column}---|",
+    ]
+    for name in planned:
         measured = c.metric(run, name)
         if name == "MFU" and str(facts.get("devices", "")).endswith(" cpu"):
             measured += ", not meaningful: the peak of a CPU is measured"
-        lines.append(f"| {name} | {expected(plan, name)[1]} | {measured} |")
+        lines.append(f"| {name} | {f'{planned[name]} | ' * column}{measured} |")
     versions = [f"Python {run.about.get('python')}", *(f"{x} {packages[x]}" for x in PACKAGES if x in packages)]
     made = {
         "device": facts.get("devices"),

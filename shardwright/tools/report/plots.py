@@ -11,11 +11,13 @@ from shardwright.data.untrusted import number, shown
 from shardwright.tools.report.comparing import Comparison
 from shardwright.tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run
 
-_POINTS = 1500  # of a curve, at most
-_COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#a0725a", "#8b8b8b")
-"""Distinguishable colors, readable on white and on black. After those of Okabe and Ito."""
+_FEW, _POINTS, _POINTS_OF_MANY = 4, 1500, 400
+"""Number of runs whose raw values are shown; points of a curve, at most, on a page of so few runs and of more."""
+_COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#a5b400", "#b49696")
+_COLOURS += ("#875a00", "#c3004b", "#0f6978", "#784ba5", "#b496ff", "#4bb4e1")
+"""Colors chosen to be as different as can be (in OKLab) among those that are readable on white and on black."""
 _DASHES = ("solid", "dot", "dashdot")
-"""Dashes of the first eight lines, of the next eight, and so on."""
+"""Dashes of the first twelve lines, of the next twelve, and so on."""
 LOG = {"type": "log", "tickformat": "~g"}
 _TRANSPARENT = "rgba(0,0,0,0)"
 _LAYOUT = {
@@ -36,11 +38,11 @@ class Panel:
 
     title: str
     x: str = "steps"
-    """Title of the axis."""
+    """Title of the axis. Of steps: the axis that the reader chooses among `axes_of`."""
     y: dict[str, Any] = field(default_factory=dict)
     """Settings of the axis, as in plotly's layout.yaxis."""
     traces: list[dict[str, Any]] = field(default_factory=list)
-    """As in plotly's data; `legendgroup` is the run."""
+    """As in plotly's data; `legendgroup` is the run. The script adds the x of curves of a run."""
     wide: bool = False
     """True for twice the usual width."""
     layout: dict[str, Any] = field(default_factory=dict)
@@ -49,11 +51,12 @@ class Panel:
     @property
     def figure(self) -> dict[str, Any]:
         """Data and layout for plotly.js. Plotly interprets names and titles as HTML, so they are escaped."""
-        # Several runs need no legend: the table above the plots names them.
+        # Several runs share the legend above the plots.
         is_shared = len({trace.get("legendgroup") for trace in self.traces}) > 1
+        log = "log scale" if self.y.get("type") == "log" else ""
         layout = _LAYOUT | {
             "xaxis": {"title": {"text": html.escape(self.x)}, "automargin": True, "zeroline": False},
-            "yaxis": {"automargin": True, "zeroline": False} | self.y,
+            "yaxis": {"automargin": True, "zeroline": False, "title": {"text": log}} | self.y,
             "legend": {"bgcolor": _TRANSPARENT, "x": 1, "xanchor": "right", "y": 1},
             "showlegend": len(self.traces) > 1 and not is_shared,
             **self.layout,
@@ -71,22 +74,17 @@ def evenly(count: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
-def line(i: int, x: Curve, y: Curve, name: str, width: float = 2, **others: object) -> dict[str, Any]:
-    """Makes a curve in color number `i`, thinned out if it is long."""
-    kept = evenly(len(x), _POINTS)
+def line(i: int, y: Curve, name: str, width: float = 2, **others: object) -> dict[str, Any]:
+    """Makes a curve of run number `i`, in its color. `y` has a value for each x in `axes_of`."""
     style = {"color": colour(i), "dash": _DASHES[i // len(_COLOURS) % len(_DASHES)], "width": width}
-    trace = {"type": "scatter", "mode": "lines", "line": style, "x": x[kept], "y": y[kept]}
-    return trace | {"name": name, "legendgroup": str(i)} | others
+    return {"type": "scatter", "mode": "lines", "line": style, "y": y, "name": name, "legendgroup": str(i)} | others
 
 
 def panels_of(c: Comparison) -> list[Panel]:
     """Makes all plots: losses, other metrics of each step, and the user's own metrics."""
-    if c.alone:
-        loss = Panel("Loss, nats a token", y=LOG, wide=True)
-    else:
-        loss = Panel("Training loss, nats a token (○ validation)", "tokens", LOG, wide=True)
+    circles = "" if c.alone else " (○ validation)"
     panels = [
-        losses(c, loss),
+        losses(c, Panel(f"Loss, nats a token{circles}", y=LOG, wide=True)),
         metric(c, Panel("Norm of the gradients", y=LOG), "grad_norm"),
         metric(c, Panel("Learning rate"), "learning_rate"),
         metric(c, Panel("Tokens/s", y={"rangemode": "tozero"}), "tokens_per_second"),
@@ -96,46 +94,61 @@ def panels_of(c: Comparison) -> list[Panel]:
     return [panel for panel in panels if panel.traces]
 
 
-def _x_of(run: Run, panel: Panel) -> Curve:
-    return run.tokens if panel.x == "tokens" else run.step
+def axes_of(c: Comparison) -> dict[str, list[Curve]]:
+    """Returns the x of the curves of each run, by the name of each axis that the reader may choose."""
+    drawn = lambda curves: [x[_kept(c, run)] for run, x in zip(c.runs, curves, strict=True)]
+    return {name: drawn(curves) for name, curves in _axes(c).items()}
+
+
+def _axes(c: Comparison) -> dict[str, list[Curve]]:
+    """Steps, tokens and time of all steps of each run. Tokens and time only if a run has them."""
+    longest = max([run.seconds[-1] for run in c.runs if len(run.seconds)], default=0.0)
+    unit, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60)
+    found = {"steps": [run.step for run in c.runs], "tokens": [run.tokens for run in c.runs]}
+    found[f"{unit} of training"] = [run.seconds / seconds for run in c.runs]
+    return {name: curves for name, curves in found.items() if any((x > 0).any() for x in curves)}
+
+
+def _kept(c: Comparison, run: Run) -> np.ndarray:
+    """Returns the indices of the steps that are drawn."""
+    return evenly(len(run.step), _POINTS if len(c.runs) <= _FEW else _POINTS_OF_MANY)
 
 
 def metric(c: Comparison, panel: Panel, name: str) -> Panel:
     """Adds the curve of a metric: a schedule as it is; others smoothed, with the raw values behind if runs are few."""
     for i, run in enumerate(c.runs):
-        x, values = _x_of(run, panel), run.metrics.get(name, np.full(len(run.step), np.nan))
-        known = np.isfinite(values)
-        if not known.any():
+        values, kept = run.metrics.get(name, np.full(len(run.step), np.nan)), _kept(c, run)
+        known = np.flatnonzero(np.isfinite(values))
+        if not known.size:
             continue
         schedule = is_schedule(values[known])
-        if len(c.runs) <= 4 and not schedule:
-            panel.traces.append(line(i, x, values, _name(c, i, "each step"), 0.8, opacity=0.5))
+        if len(c.runs) <= _FEW and not schedule:
+            panel.traces.append(line(i, values[kept], _name(c, i, "each step"), 0.8, opacity=0.5))
         curve, what = (values[known], "each step") if schedule else (averaged(values[known]), "average")
-        panel.traces.append(line(i, x[known], curve, _name(c, i, what)))
+        drawn = np.interp(kept, known, curve, left=np.nan, right=np.nan)
+        panel.traces.append(line(i, drawn, _name(c, i, what)))
     return panel
 
 
 def losses(c: Comparison, panel: Panel) -> Panel:
-    """Adds training losses, and validation losses as circles."""
+    """Adds training losses, and validation losses as circles, which have an x of their own on each axis."""
     metric(c, panel, "loss")
     for i, run in enumerate(c.runs):
         validations = ((event["step"], number(event.get("loss"))) for event in run.of_event("validation"))
         known = [(step, loss) for step, loss in validations if math.isfinite(loss)]
-        if points := [(_x_of(run, panel)[_place(run, step)], loss) for step, loss in known if run.values]:
+        if known and run.values:
+            steps, values = np.array([known[k] for k in evenly(len(known), _POINTS)]).T
+            places = np.minimum(np.searchsorted(run.step, steps), len(run.step) - 1)
+            own = {"x": {name: curves[i][places] for name, curves in _axes(c).items()}}
             marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if c.alone else i), "line": {"width": 2}}
-            circles = line(i, *np.array(points).T, name=_name(c, i, "validation"))
-            panel.traces.append(circles | {"mode": "markers", "marker": marker})
+            name = _name(c, i, "validation")
+            panel.traces.append(line(i, values, name, mode="markers", marker=marker, meta=own))
     return panel
 
 
 def _name(c: Comparison, i: int, what: str) -> str:
     """Names a trace of run number `i`: by what it is for a single run; otherwise by the run's number and name."""
     return what if c.alone else shown(f"{i + 1}  {c.name(c.runs[i])}")
-
-
-def _place(run: Run, step: int) -> int:
-    """Returns the index of a step among those that were read, or of the next one, or of the last."""
-    return min(int(np.searchsorted(run.step, step)), len(run.step) - 1)
 
 
 def averaged(values: Curve) -> Curve:

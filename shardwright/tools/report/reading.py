@@ -44,6 +44,8 @@ class Run:
     """Number of steps done with this one."""
     tokens: Curve
     """Tokens seen up to the end of the step."""
+    seconds: Curve
+    """Training time up to the end of the step, without the first step of each start, whose time is unknown."""
     wall_seconds: float = 0.0
     """From each start to its last line, without what was redone, summed."""
     values: dict[str, float] = field(default_factory=dict)
@@ -104,7 +106,8 @@ def read_run(directory: Path) -> Run:
     step, tokens, seconds = (_curve(steps, name) for name in ("step", "tokens", "seconds"))
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
     settings = _read_settings(directory, notes)
-    run = Run(directory, settings, *_read_starts(directory), events, metrics, step, tokens, wall_seconds, notes=notes)
+    run = Run(directory, settings, *_read_starts(directory), events, metrics, step, tokens, np.nancumsum(seconds))
+    run.wall_seconds, run.notes = wall_seconds, notes
     run.state, run.why = _state(run, ended)
     if not steps:
         return run

@@ -15,7 +15,7 @@ from shardwright.run.files import duration
 from shardwright.tools.report.comparing import METRICS, Comparison
 from shardwright.tools.report.lines import step_by_line
 from shardwright.tools.report.planned import planned_and_measured
-from shardwright.tools.report.plots import colour, evenly, panels_of
+from shardwright.tools.report.plots import axes_of, colour, evenly, panels_of
 from shardwright.tools.report.reading import AVERAGED, Run, read_samples
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
@@ -59,8 +59,9 @@ def runs(c: Comparison) -> dict[str, Any] | None:
 
 
 def curves(c: Comparison) -> dict[str, Any] | None:
-    panels = panels_of(c)
-    return {"panels": panels, "averaged": AVERAGED} if panels else None
+    panels, runs = panels_of(c), [] if c.alone else c.runs
+    found = {"panels": panels, "axes": axes_of(c), "averaged": AVERAGED}
+    return found | {"runs": runs, "name_of": c.name, "colour": colour} if panels else None
 
 
 # ---- sections of a single run ---------------------------------------------------------------------------------------

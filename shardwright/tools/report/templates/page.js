@@ -6,15 +6,31 @@ const config = {
   modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d"],
 };
 
+// The x of curves of a run, by steps, tokens or time: of all curves of a run the same, but circles have their own.
+const axes = JSON.parse(document.getElementById("axes")?.textContent ?? "{}");
+const axisKey = "axis:" + location.pathname;
+const xOf = (trace, axis) => trace.meta?.x[axis] ?? axes[axis][trace.legendgroup] ?? trace.x;
+
 for (const plot of plots) {
   const { data, layout } = JSON.parse(plot.nextElementSibling.textContent);
   layout.xaxis.nticks = narrow.matches ? 5 : 8;
   Plotly.newPlot(plot, data, layout, config);
 }
 
-// A zoom along the steps is one of all plots by steps.
-let following = false;
 const bySteps = plots.filter(plot => plot.dataset.x === "steps");
+const axisButtons = [...document.querySelectorAll("button[data-axis]")];
+function choose(axis) {
+  for (const button of axisButtons) button.setAttribute("aria-pressed", button.dataset.axis === axis);
+  sessionStorage.setItem(axisKey, axis);
+  return Promise.all(bySteps.map(plot => Plotly.update(plot, { x: plot.data.map(trace => xOf(trace, axis)) },
+    { "xaxis.title.text": axis, "xaxis.autorange": true })));
+}
+for (const button of axisButtons) button.addEventListener("click", () => choose(button.dataset.axis));
+const chosen = sessionStorage.getItem(axisKey);
+if (axisButtons.length) choose(chosen in axes ? chosen : axisButtons[0].dataset.axis);
+
+// A zoom along the chosen axis is one of all plots that have it.
+let following = false;
 for (const plot of bySteps) plot.on("plotly_relayout", async change => {
   const from = change["xaxis.range[0]"], to = change["xaxis.range[1]"], all = change["xaxis.autorange"];
   if (following || (from === undefined && !all)) return;
@@ -24,7 +40,7 @@ for (const plot of bySteps) plot.on("plotly_relayout", async change => {
   following = false;
 });
 
-// The number of a run in the table shows or hides it in all plots.
+// The name of a run in the legend shows or hides it in all plots.
 for (const button of document.querySelectorAll("button.run")) button.addEventListener("click", () => {
   const shown = button.getAttribute("aria-pressed") !== "true";
   button.setAttribute("aria-pressed", shown);
