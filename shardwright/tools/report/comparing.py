@@ -35,7 +35,7 @@ METRICS = {
     "steps": Metric(None, "{:,.0f}".format, "done"),
     "tokens": Metric(None, in_numbers, "seen in training"),
     "time": Metric(min, duration, "of the steps, h:mm:ss, each as long as the median step"),
-    "wall": Metric(min, duration, "on the clock from each start to its last line, with compiling, saving, validation"),
+    "wall": Metric(min, duration, "on the clock, from each start to its last line"),
     "compile": Metric(min, duration, "of this, compiling the training step"),
 }
 

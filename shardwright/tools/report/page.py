@@ -50,7 +50,7 @@ def as_json(data: Any) -> Markup:
 
 
 def _finite(value: Any) -> Any:
-    """Converts arrays to lists, rounds fractions to six digits, and writes NaN and infinities, unknown to JSON, as null."""
+    """Converts arrays to lists, rounds fractions to six digits, and writes NaN and infinities as null, as JSON must."""
     if isinstance(value, dict):
         return {name: _finite(x) for name, x in value.items()}
     if isinstance(value, list | tuple | np.ndarray):

@@ -38,6 +38,10 @@ def head(c: Comparison) -> dict[str, Any]:
     if run is None:
         return {"title": f"{len(c.runs)} runs in {c.parent}"}
     done, total = int(run.values.get("steps", 0)), run.total_steps
+    meanings = {name: METRICS[name].meaning for name in c.metrics if name not in ("wall", "compile")}
+    if {"time", "wall"} <= run.values.keys():
+        wall, compiling = (c.metric(run, name) for name in ("wall", "compile"))
+        meanings["time"] = f"of the steps, h:mm:ss; {wall} on the clock, {compiling} of it compiling"
     left = (total - done) * run.values.get("ms/step", math.nan) / 1000 if total else math.nan
     return {
         "title": run.directory.absolute().name,
@@ -47,7 +51,7 @@ def head(c: Comparison) -> dict[str, Any]:
         "written": time.time(),
         "progress": min(1.0, done / total) if total else None,
         "left": duration(left) if run.state == "running" and 0 < left < 1e9 else "",
-        "figures": [(name, c.metric(run, name), METRICS[name].meaning) for name in c.metrics],
+        "figures": [(name, c.metric(run, name), meaning) for name, meaning in meanings.items()],
     }
 
 
