@@ -295,7 +295,7 @@ def test_each_run_is_replayed_by_its_own_source(of_demo, tmp_path, dataset):
     shutil.rmtree(changed)
     with pytest.raises(ValueError, match=r"/b was made by other source, kept in .*give trust=true"):
         replayed(of_demo, against=str(tmp_path / "b"))
-    with pytest.raises(ValueError, match=r"train.py: other source .* computes something else in training"):
+    with pytest.raises(ValueError, match=r"train.py: the source differs .* computes something else in training"):
         replayed(tmp_path / "b", step=1)
     found, text = replayed(of_demo, against=str(tmp_path / "b"), trust=True)
     number = line_of("up = save")
