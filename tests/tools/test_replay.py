@@ -267,7 +267,7 @@ def test_the_source_that_a_run_kept_is_written_again(tmp_path):
     with pytest.raises(ValueError, match=r"was made by other source, kept in .*0000000004.*give trust=true"):
         again(trust=False)
     assert (again(trust=True) / "train.py").read_text() == SOURCE
-    assert (tmp_path / "again/tools/replay/two_runs.py").exists()
+    assert (tmp_path / "again/shardwright/tools/replay/two_runs.py").exists()
     (tmp_path / "source/0000000004/source.zip").write_bytes(b"cut")
     with pytest.raises(ValueError, match=r"source\.zip cannot be read: File is not a zip file\. Check out"):
         again(trust=True)
