@@ -367,10 +367,14 @@ def arrays_in(t, value, path: str = "") -> list[tuple[str, ArrayType, typing.Any
 
 
 def map_arrays(fn: collections.abc.Callable[..., typing.Any], x):
-    """Replaces each array of `x`, a dataclass of array types, by fn(path, array type, array)."""
+    """Replaces each array of `x`, a dataclass of array types, by fn(path, array type, array).
+
+    What `fn` does to an array has the array's name in a profile: it is in a scope `array=<path>`.
+    """
     leaves, structure = jax.tree.flatten(x, is_leaf=is_opaque)
     parts = zip(arrays_in(type(x), x), leaves, strict=True)
-    return structure.unflatten([fn(path, array, leaf) for (path, array, _), leaf in parts])
+    named = lambda path: jax.named_scope(f"array={path}")(fn)
+    return structure.unflatten([named(path)(path, array, leaf) for (path, array, _), leaf in parts])
 
 
 # ---- shardings --------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ import jax
 from shardwright.bench.plan.programs import GPUS, TPUS, devices_of, options_of, reading, show_all, write
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.devices import make_mesh
+from shardwright.inspect.compiled.lines import without_array
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.plan.work import Op
 from shardwright.inspect.planning import planned_step
@@ -93,14 +94,15 @@ def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str,
         collections.defaultdict[str, float](float),
     )
     for op in plan_of(step, chip, 1).rows:
+        line = without_array(op.line)
         if op.kind == "collective":
-            key = op.line, OPS.get(op.what, "all-reduce"), " ".join(sorted(op.axes))
+            key = line, OPS.get(op.what, "all-reduce"), " ".join(sorted(op.axes))
             sent[key] += sent_by(op, facts["mesh"])
-        spent[op.line] += op.exposed * (op.kind != "attention")
+        spent[line] += op.exposed * (op.kind != "attention")
     state = sum(array.bytes for array in step.held if array.kind in ("weights", "optimizer"))
     products = sum(op.count * op.flops for op in step.ops if op.kind == "matmul")
     found = {"state": state / theirs["state"], "peak": step.peak / facts["peak_bytes"]}
-    total = theirs["sent"].total()
+    total = sum(theirs["sent"].values())
     found |= {"FLOPs": products / theirs["FLOPs"], "sent": sum(sent.values()) / total}
     every = {**sent, **theirs["sent"]}
     off = [key for key in every if abs(sent[key] - theirs["sent"][key]) > total / 1000]

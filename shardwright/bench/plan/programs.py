@@ -29,6 +29,7 @@ from shardwright.bench.common import first_line, parser_of
 from shardwright.bench.plan.clock import Clock
 from shardwright.cluster import chips, devices
 from shardwright.inspect.compiled import hlo, step
+from shardwright.inspect.compiled.lines import without_array
 from shardwright.run.compiling import with_mesh
 from shardwright.run.files import write_json
 
@@ -122,7 +123,8 @@ def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict
         if row.kind == "matmul":
             flops += row.size * times
         elif row.kind == "collective":
-            sent[row.line.removeprefix("~"), row.what, " ".join(sorted(row.axes.split()))] += row.size * times
+            line = without_array(row.line.removeprefix("~"))
+            sent[line, row.what, " ".join(sorted(row.axes.split()))] += row.size * times
     found = {"program": program, "state": sum(i.bytes for i in state), "FLOPs": flops, "sent": sent}
     if facts["chip"] in GPUS:
         found["clock"] = clock = Clock(program, table, chips.chip_of(facts["chip"]), facts, attention)

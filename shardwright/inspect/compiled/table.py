@@ -1,6 +1,8 @@
 """A compiled step as rows: collectives, matmuls, kept arrays and other operations. Formats it as text and as data."""
 
+import collections
 import dataclasses
+import itertools
 import typing
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ class Row:
     """Equal things that a source line does in one section and one phase.
 
     Attributes:
-        line: such as "train.py:158". With a "~" before it, the compiler dropped the line, and this is a neighbor's.
+        line: as in compiled.lines.CallSite, such as "train.py:158", "~train.py:158" or "train.py:275 w_q".
         where: loops around it, outermost first, and "again" for what the backward pass recomputes of the forward pass.
         section: index of its section in the table.
         phase: "forward", "backward", "again" or "", as compiled.lines.phase_of says.
@@ -102,7 +104,7 @@ class Table:
         mesh: number of devices along each axis; empty if it is not known.
         sections: the program, and the loops and branches in it.
         rows: in program order.
-        source: text of each line, by its name without "~". Lines whose text is unknown are missing.
+        source: text of each line, by its name in rows without "~". Lines whose text is unknown are missing.
         line_of: source line of each HLO operation, by its name; None for a loop, branch or call, whose operations have
             their own. Empty, like the next field, if the table was read from a file.
         communicating: names of the HLO operations that communicate.
@@ -190,20 +192,24 @@ def as_text(table: Table, width: int = 120) -> str:
     mesh = " ".join(f"{axis}={size}" for axis, size in table.mesh.items())
     blocks = [f"{table.name} on {table.devices} devices{f', {mesh}' if mesh else ''}; what one device does in a step"]
     for kind, title in KINDS.items():
-        cells = [
-            (row.amount(row.total), row.times, row.words, row.where, row.line, table.text_of(row.line))
-            for row in table.of(kind)
-        ]
-        head = {"matmul": "FLOPs"}.get(kind, "bytes"), "number", "what", "where", "line", ""
-        blocks += [f"\n{title} {table.total(kind)}", *_columns([head, *cells], width)]
+        totals = collections.Counter[str]()
+        for row in table.of(kind):
+            totals[row.line] += row.total
+        rows = sorted(table.of(kind), key=lambda row: (-totals[row.line], row.line))
+        head = {"matmul": "FLOPs"}.get(kind, "bytes"), "number", "what", "where"
+        first, *cells = _columns([head, *((row.amount(row.total), row.times, row.words, row.where) for row in rows)])
+        blocks += [f"\n{title} {table.total(kind)}", first if rows else "none"]
+        for line, of_line in itertools.groupby(zip(rows, cells, strict=True), key=lambda pair: pair[0].line):
+            text = f"{line}  {table.text_of(line)}".rstrip()
+            blocks += [text if len(text) <= width else f"{text[: width - 1]}…", *(cell for _, cell in of_line)]
     if any(row.line.startswith("~") for row in table.rows):
         blocks.append("\n~ the compiler dropped the line; it is that of a neighboring operation")
     return "\n".join(blocks)
 
 
-def _columns(lines: list[tuple[str, ...]], width: int) -> list[str]:
-    """Aligns lines in columns, the first two to the right."""
+def _columns(lines: list[tuple[str, ...]]) -> list[str]:
+    """Aligns lines in columns, the first two to the right, with room at the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = ([cell.rjust(n) if i < 2 else cell.ljust(n) for i, (cell, n) in enumerate(zip(line, widths, strict=True))]
                for line in lines)  # fmt: skip
-    return ["  ".join(cells).rstrip()[:width] for cells in aligned] if lines[1:] else ["none"]
+    return ["  ".join(["", *cells]).rstrip() for cells in aligned]

@@ -14,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from shardlib import equations
 from shardlib.equations import IDENTITIES, Atom, Eqn, axes_of, body_of, called, is_variable, kinds, words
 from shardlib.places import is_users, place
-from shardwright.inspect.compiled.lines import phase_of
+from shardwright.inspect.compiled.lines import phase_of, with_array
 from shardwright.jax_extra import SAVED
 from shardwright.modeling.planned_attention import KERNEL
 
@@ -39,7 +39,7 @@ TASK = "task_"
 
 
 class Site(NamedTuple):
-    """Source of an operation: `train.py:158`, its phase as in `compiled.lines.phase_of`, and the stage's task or ""."""
+    """Source of an operation: its line and phase as in `compiled.lines.CallSite`, and the stage's task or ""."""
 
     line: str
     phase: str
@@ -157,8 +157,8 @@ def _value(aval: object, site: Site, **more: Any) -> Value:
 def _site(eqn: Eqn, scope: _Scope) -> tuple[Site, str]:
     stack = f"{scope.stack}/{eqn.source_info.name_stack}"
     tasks = [part for part in stack.replace("(", "/").replace(")", "/").split("/") if part.startswith(TASK)]
-    line = next((place(*call) for call in reversed(equations.frames_of(eqn)) if is_users(call[0])), scope.line)
-    return Site(line, phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else ""), stack
+    users = (with_array(place(*call), stack) for call in reversed(equations.frames_of(eqn)) if is_users(call[0]))
+    return Site(next(users, scope.line), phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else ""), stack
 
 
 def _add(jaxpr: object, ins: Sequence[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:

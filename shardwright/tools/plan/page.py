@@ -27,7 +27,7 @@ def page(plan: Plan, name: str, more: Sequence[str] = ()) -> str:
     parts = {
         "What would help": {"more": more},
         "Memory": {"table": held, "panels": [memory_panel(held, plan.chip.memory_bytes / GIB)]},
-        "Communication": {"table": communication(plan, by_tensor=True)},
+        "Communication": {"table": communication(plan)},
         "Work": {"table": work(plan), "panels": [roofline(plan)]},
     }
     sections = [

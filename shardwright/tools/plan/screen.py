@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from shardlib.axes import mesh_text
-from shardwright.inspect.compiled.lines import WITHOUT_LINE
+from shardwright.inspect.compiled.lines import WITHOUT_LINE, without_array
 from shardwright.inspect.compiled.table import in_bytes, in_numbers, in_seconds
 from shardwright.inspect.plan.plan import Plan
 from shardwright.inspect.plan.work import Op
@@ -50,7 +50,7 @@ class Table(NamedTuple):
 
 def text_of(line: str) -> str:
     """Text of a source line; empty if it is not known."""
-    file, _, number = line.rpartition(":")
+    file, _, number = without_array(line).rpartition(":")
     return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
 
 
@@ -88,10 +88,10 @@ def memory(plan: Plan) -> Table:
     return Table(title, ("GiB", "%", "kind", "again ms", "line", ""), 2, rows, note)
 
 
-def communication(plan: Plan, by_tensor: bool) -> Table:
-    """Messages, by line. `by_tensor`: a row for each tensor that a line sends."""
+def communication(plan: Plan) -> Table:
+    """Messages, by line."""
 
-    def row(same: list[Op], line: str, what: str, axes: tuple[str, ...], timing: str, _: str) -> tuple[Any, ...]:
+    def row(same: list[Op], line: str, what: str, axes: tuple[str, ...], timing: str) -> tuple[Any, ...]:
         ms, waits = (1e3 * sum(getattr(op, name) for op in same) for name in ("seconds", "exposed"))
         size = sum(op.bytes * op.count for op in same) / GIB
         link = "far" if plan.chip.reach(plan.step.mesh, axes)[1] > 1 else "near"
@@ -100,7 +100,7 @@ def communication(plan: Plan, by_tensor: bool) -> Table:
         return ms, waits, size, what, f"{' '.join(axes)} {link}", timing, line or WITHOUT_LINE, tensor
 
     sent = [op for op in plan.rows if op.kind == "collective"]
-    rows = _rows(sent, lambda op: (op.line, op.what, op.axes, op.timing, op.tensor if by_tensor else ""), row)
+    rows = _rows(sent, lambda op: (op.line, op.what, op.axes, op.timing), row)
     ms, waits = (sum(row[i] for row in rows) for i in (0, 1))
     title = f"Communication: {digits(ms)} ms in a step, {digits(waits)} of them waited for"
     head = ("ms", "waits", "GiB", "what", "link", "timing", "line", "tensor")
@@ -168,7 +168,7 @@ def title_of(plan: Plan, name: str) -> str:
 def as_text(plan: Plan, name: str, more: Sequence[str] = ()) -> str:
     """The plan of the configuration of this name, in lines of at most WIDTH columns. `more` are lines under it."""
     lines = [title_of(plan, name), *(f"{part:<8}{figure:<9} {words}" for part, figure, words in answer(plan))]
-    for table in (memory(plan), communication(plan, by_tensor=False), work(plan)):
+    for table in (memory(plan), communication(plan), work(plan)):
         lines += ["", table.title, *(_aligned(table) if table.rows else ["none"])]
     return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in [*lines, *more])
 

@@ -15,6 +15,7 @@ from step_text import table_of
 
 from shardwright.cluster.devices import make_mesh
 from shardwright.inspect.compiled.hlo import parse
+from shardwright.inspect.compiled.lines import with_array, without_array
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import Table, as_text, in_bytes, in_flops, read_table
 from shardwright.models import gpt2
@@ -219,11 +220,37 @@ def test_each_written_collective_of_a_layer_is_at_its_line():
     forward = [row for row in table.of("collective") if row.where == "layers, forward"]
     assert forward
     for row in forward:
-        text = source[int(row.line.removeprefix("train.py:"))]
+        text = source[int(without_array(row.line).removeprefix("train.py:"))]
         assert ("psum_scatter(" if row.what == "reduce-scatter" else "all_gather(") in text
         spec = text.split('"')[1]
         assert "used.spec" in spec or all(f"/{axis}" in spec or f"+{axis}" in spec for axis in row.axes.split())
     assert {row.turns for row in forward} == {tiny.model().layers}
+
+
+def test_each_gather_and_each_reduction_of_a_weight_has_its_name():
+    """The bytes are those of the weight of this name: each of eight devices has an eighth of it."""
+    _, table = training_step("d=4 t=2")
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        layers = tiny.state(tiny.config()).weights.layers
+    arrays = {x.name: getattr(layers, x.name) for x in dataclasses.fields(layers)}
+    held = {name: x.nbytes // tiny.model().layers // 8 for name, x in arrays.items() if x is not None}
+    for what, where in {"all-gather": "layers, forward", "reduce-scatter": "layers, backward"}.items():
+        rows = [row for row in table.of("collective") if (row.what, row.where) == (what, where) and " " in row.line]
+        assert sorted(row.line.split()[1] for row in rows) == sorted(held)
+        for row in rows:
+            others = (4 if "d" in row.axes else 1) * (2 if "t" in row.axes else 1) - 1
+            assert row.size == held[row.line.split()[1]] * others, row
+
+
+@pytest.mark.quick
+def test_the_array_of_a_line():
+    """As XLA for GPUs names what it makes of several."""
+    scopes = "jit(f)/transpose(jvp())/(array=w_v/all_gather:array=w_k/all_gather:jvp(array=embed)/all_gather)"
+    assert with_array("train.py:275", "jit(f)/dot_general") == "train.py:275"
+    assert with_array("train.py:275", scopes) == "train.py:275 embed, w_k, w_v"
+    assert with_array("train.py:275", scopes + "array=b/x:array=layers.a/y") == "train.py:275 b, embed, layers.a +2"
+    assert [without_array(f"a b/train.py:275{x}") for x in ("", " w, v +2")] == ["a b/train.py:275"] * 2
+    assert without_array("without a line") == "without a line"
 
 
 WHOLE, STAGES = {"r": 2, "d": 2, "t": 2}, {"r": 1, "d": 2, "t": 2, "p": 2}
@@ -283,15 +310,18 @@ def test_the_table_as_text():
         "f on 4 devices, d=2 t=2; what one device does in a step",
         "",
         "Collectives: a device sends 960 B",
-        "bytes  number  what                      where             line",
-        "320 B   1 × 5  reduce-scatter d          loop in f         train.py:10",
-        "320 B   1 × 5  all-gather d              loop in f         train.py:10",
-        "192 B       1  all-reduce d t            outside of loops  train.py:20  y = x @ w",
-        "128 B       1  all-gather t, overlapped  outside of loops  train.py:10",
+        "  bytes  number  what                      where",
+        "train.py:10",
+        "  320 B   1 × 5  reduce-scatter d          loop in f",
+        "  320 B   1 × 5  all-gather d              loop in f",
+        "  128 B       1  all-gather t, overlapped  outside of loops",
+        "train.py:20  y = x @ w",
+        "  192 B       1  all-reduce d t            outside of loops",
         "",
         "Matmuls: a device multiplies 2.05 kFLOP",
-        "     FLOPs  number  what        where             line",
-        "2.05 kFLOP       1  8×8×16 f32  outside of loops  train.py:20  y = x @ w",
+        "       FLOPs  number  what        where",
+        "train.py:20  y = x @ w",
+        "  2.05 kFLOP       1  8×8×16 f32  outside of loops",
         "",
         "Kept for the backward pass 0 B",
         "none",
