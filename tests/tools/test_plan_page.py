@@ -47,6 +47,20 @@ def tables(text: str) -> list[list[float]]:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("size", "unit", "largest"), [(3.0, "B", "3.00"), (1536.0, "KiB", "1.50"), (GIB, "GiB", "1.00")]
+)
+def test_figures_are_in_a_unit_that_fits_the_largest(size, unit, largest):
+    made = plan(size=size)
+    head, first, *_ = as_text(made, "ours").split("\n\n")[1].splitlines()[1:]
+    assert (head.split()[0], first.split()[0]) == (unit, largest)
+    assert f"<th>{unit}</th>" in page(made, "ours")
+    assert not re.search(
+        r"\d\.\d{4}", re.sub(r"<script.*?</script>|<style.*?</style>", "", page(made, "ours"), flags=re.S)
+    )
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("lines", [3, 30])
 def test_the_rows_add_up_to_the_totals(lines):
     made = plan(lines)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from shardwright.inspect.plan.plan import Plan
-from shardwright.tools.plan.screen import GIB, Table, answer, communication, digits, memory, text_of, title_of, work
+from shardwright.tools.plan.screen import GIB, Table, answer, communication, digits, in_unit, memory, text_of, title_of, work
 from shardwright.tools.report.page import TEMPLATES, page_of
 from shardwright.tools.report.plots import LOG, Panel, colour
 
@@ -17,7 +17,7 @@ KINDS = ("saved", "weights", "optimizer", "reference", "gradients", "gathered", 
 """Of memory, in the order of their colours."""
 PHASES = {"backward": "diamond", "forward": "circle", "again": "square", "update": "cross", "": "x"}
 """Symbols of the roofline's points."""
-_LIMIT = "#d0453f"
+_LIMIT, _OTHERS = "#d0453f", "#9aa0a6"
 _ABOVE = {"legend": {"bgcolor": "rgba(0,0,0,0)", "orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}}
 
 
@@ -31,7 +31,7 @@ def page(plan: Plan, name: str, more: Sequence[str] = ()) -> str:
         "Work": {"table": work(plan), "panels": [roofline(plan)]},
     }
     sections = [
-        ({"name": title.split()[-1].lower(), "title": title}, "plan.html", {"first": ROWS, "digits": digits, **data})
+        ({"name": title.split()[-1].lower(), "title": title}, "plan.html", {"first": ROWS, **data})
         for title, data in parts.items()
         if data.get("more", True)
     ]
@@ -44,24 +44,31 @@ def _text(head: str, line: str) -> str:
 
 
 def memory_panel(table: Table, limit: float) -> Panel:
-    """Each line's memory begins where that of the line above ends. The chip's limit is a line."""
+    """Each line's memory begins where that of the line above ends. The chip's limit is a line, unless it is far."""
     bars, names, total = collections.defaultdict(list), [], 0.0
-    for size, _, kind, _, line, _ in table.cut(BARS - 1):
+    peak = sum(row[0] for row in table.rows)
+    unit, scale = in_unit("GiB", peak)
+    for gib, _, kind, _, line, _ in table.cut(BARS - 1):
+        size = scale * gib
         names.append(f"{PurePath(line).name} {kind or ''}".strip())
-        text = _text(f"{names[-1]}: {digits(size)} GiB, together {digits(total + size)}", line)
+        text = _text(f"{names[-1]}: {digits(size)} {unit}, together {digits(total + size)}", line)
         bars[kind or "others"].append((names[-1], size, total, text))
         total += size
     traces = []
     for i, kind in enumerate(KINDS):
         if kind in bars:
             of = dict(zip(("y", "x", "base", "hovertext"), map(list, zip(*bars[kind], strict=True)), strict=True))
-            traces.append({"type": "bar", "orientation": "h", "name": kind, "marker": {"color": colour(i)}, **of})
+            traces.append({"type": "bar", "orientation": "h", "name": kind, **of})
+            traces[-1]["marker"] = {"color": _OTHERS if kind == "others" else colour(i)}
             traces[-1]["hoverinfo"] = "text"
-    ends = {"mode": "lines", "x": [limit, limit], "y": [names[0], names[-1]], "hoverinfo": "x+name"}
-    traces.append({"type": "scatter", "name": "limit of the chip", "line": {"color": _LIMIT}} | ends)
+    if is_near := limit < 8 * peak:
+        ends = {"mode": "lines", "x": [scale * limit] * 2, "y": [names[0], names[-1]], "hoverinfo": "x+name"}
+        traces.append({"type": "scatter", "name": "limit of the chip", "line": {"color": _LIMIT}} | ends)
+    title = "By line: each begins where the one above ends"
+    title += "" if is_near else f". The chip has {digits(limit)} GiB"
     down = {"autorange": "reversed", "type": "category", "ticksuffix": " ", "dtick": 1}
     order = {"categoryorder": "array", "categoryarray": names}
-    return Panel("By line: each begins where the one above ends", "GiB", down | order, traces, True, _ABOVE)
+    return Panel(title, unit, down | order, traces, True, _ABOVE)
 
 
 def roofline(plan: Plan) -> Panel:

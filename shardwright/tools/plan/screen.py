@@ -21,12 +21,31 @@ SHOWN, WIDTH = 10, 80
 """Rows of a table on the terminal, and its columns."""
 
 
+_SMALLER = {
+    "GiB": ("MiB", 1024),
+    "MiB": ("KiB", 1024),
+    "KiB": ("B", 1024),
+    "ms": ("µs", 1000),
+    "TFLOP": ("GFLOP", 1000),
+    "GFLOP": ("MFLOP", 1000),
+}
+"""The next smaller unit, and how many of it are one."""
+
+
+class Column(NamedTuple):
+    """A column of a table, as text."""
+
+    head: str
+    is_number: bool
+    cells: list[str]
+
+
 class Table(NamedTuple):
     """Part of a plan, by source line, the largest first.
 
     Attributes:
         title: with the total.
-        head: names of the columns; the last two are the line and what is beside it.
+        head: names of the columns, with the units of the rows; the last two are the line and what is beside it.
         adding: number of the first columns that add up.
         rows: numbers, texts and None.
         note: what the columns mean.
@@ -46,6 +65,27 @@ class Table(NamedTuple):
         sums = [sum(row[i] for row in left) for i in range(self.adding)]
         others = (*sums, *[None] * (len(self.head) - self.adding - 2), f"{len(left)} others", "")
         return [*self.rows[:most], others]
+
+    def columns(self, rows: list[tuple[Any, ...]]) -> list[Column]:
+        """Some of the rows as text. The largest number of a column has three digits, the others as many decimals."""
+        found = []
+        for head, *cells in zip(self.head, *rows, strict=True):
+            numbers = [x for x in cells if isinstance(x, float)]
+            head, scale = in_unit(head, max(numbers, default=1.0))
+            decimals = min(places(scale * max(numbers, default=1.0)), 3)
+            text = lambda x, scale=scale, decimals=decimals: f"{scale * x:,.{decimals}f}"
+            found.append(Column(head, bool(numbers), [text(x) if isinstance(x, float) else x or "" for x in cells]))
+        return found
+
+
+def in_unit(head: str, most: float) -> tuple[str, float]:
+    """The name of a column in the unit in which `most` is at least 1, and the factor of its numbers."""
+    *words, unit = head.split(" ")
+    scale = 1.0
+    while unit in _SMALLER and most * scale < 1:
+        unit, count = _SMALLER[unit]
+        scale *= count
+    return " ".join([*words, unit]), scale
 
 
 def text_of(line: str) -> str:
@@ -101,12 +141,12 @@ def communication(plan: Plan) -> Table:
 
     sent = [op for op in plan.rows if op.kind == "collective"]
     rows = _rows(sent, lambda op: (op.line, op.what, op.axes, op.timing), row)
-    ms, waits = (sum(row[i] for row in rows) for i in (0, 1))
-    title = f"Communication: {digits(ms)} ms in a step, {digits(waits)} of them waited for"
-    head = ("ms", "waits", "GiB", "what", "link", "timing", "line", "tensor")
+    sent_s, waited_s = (in_seconds(sum(row[i] for row in rows) / 1e3) for i in (0, 1))
+    title = f"Communication: {sent_s} in a step, {waited_s} of it waited for"
+    head = ("ms", "waits ms", "GiB", "what", "link", "timing", "line", "tensor")
     note = (
-        "waits: milliseconds in which nothing is computed. ahead, after: hides behind what the layer or the microbatch "
-        "computes. waited: something needs it at once. GiB: of the whole arrays, of all messages in a step."
+        "waits: time in which nothing is computed. ahead, after: hides behind what the layer or the microbatch "
+        "computes. waited: something needs it at once. Sizes are of the whole arrays, of all messages in a step."
     )
     return Table(title, head, 3, rows, note)
 
@@ -132,7 +172,7 @@ def work(plan: Plan) -> Table:
         "computing, moving memory, or launching kernels. again: the backward pass recomputes what was not kept."
     )
     head = ("ms", "%", "TFLOP", "peak %", "bound", "phase", "line", "")
-    return Table(f"Work: {digits(sum(row[0] for row in rows))} ms in a step", head, 3, rows, note)
+    return Table(f"Work: {in_seconds(sum(row[0] for row in rows) / 1e3)} in a step", head, 3, rows, note)
 
 
 def answer(plan: Plan) -> list[tuple[str, str, str]]:
@@ -174,14 +214,10 @@ def as_text(plan: Plan, name: str, more: Sequence[str] = ()) -> str:
 
 
 def _aligned(table: Table) -> list[str]:
-    """The head and the rows. Numbers of a column have as many decimals as give its largest three digits."""
+    """The head and the rows."""
     columns = []
-    for head, *cells in zip(table.head, *table.cut(SHOWN), strict=True):
-        if numbers := [x for x in cells if isinstance(x, float)]:
-            decimals = min(places(max(numbers)), 3)
-            texts = ["" if x is None else f"{x:,.{decimals}f}" for x in cells]
-        else:
-            texts = [PurePath(x or "").name if head == "line" else x or "" for x in cells]
-        width = max(map(len, [head, *texts]))
-        columns.append([f"{text:{'>' if numbers else '<'}{width}}" for text in [head, *texts]])
+    for head, is_number, cells in table.columns(table.cut(SHOWN)):
+        texts = [head, *(PurePath(x).name if head == "line" else x for x in cells)]
+        width = max(map(len, texts))
+        columns.append([f"{text:{'>' if is_number else '<'}{width}}" for text in texts])
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
