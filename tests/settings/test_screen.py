@@ -22,7 +22,17 @@ def test_a_table_that_is_too_wide_has_its_names_and_all_digits():
     columns = [line for line in console.file.getvalue().splitlines() if line.strip()]
     assert all(len(line) <= 80 for line in columns)
     assert all(part in printed for text in numbers for part in text.split())
-    assert "".join(line[:10].strip() for line in columns[1:]).startswith("layers.att")
+    assert columns[1].startswith("layers.attention_norm  ")
+
+
+def test_words_are_broken_only_if_they_do_not_fit():
+    for count, is_whole in {8: True, 14: False}.items():
+        words = [f"{i}.23456" for i in range(count)]
+        console = Console(file=io.StringIO(), width=80)
+        print_table(console, ["", *"abcdefghijklmn"[:count]], [["attention_norm", *words]])
+        lines = console.file.getvalue().splitlines()
+        assert all(len(line) <= 80 for line in lines)
+        assert all(any(word in line for line in lines) for word in words) == is_whole
 
 
 @pytest.mark.quick

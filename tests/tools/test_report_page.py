@@ -120,7 +120,7 @@ def test_the_last_look_of_the_microscope_is_tables(tmp_path):
     found = microscope(read_run(write_run(tmp_path / "run")))
     assert (found["step"], found["count"]) == (101, 2)
     activations, weights = found["tables"]
-    assert activations.rows == [["Llama.layer gate train.py:159", "1.5 – 4.5", "8", "0%", "0%", "0% – 50%"]]
+    assert activations.rows == [["Llama.layer gate train.py:159", "1.5\xa0– 4.5", "8", "0%", "0%", "0%\xa0– 50%"]]
     assert weights.rows == [["embed", "0.125", "2", "0.0625", "0.00248", "inf", "0.3%"]]
 
 
