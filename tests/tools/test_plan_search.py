@@ -18,7 +18,7 @@ from shardwright.inspect.planning import SAVED, Change, advice, doubled, planned
 from shardwright.modeling.model import load_model
 from shardwright.run.config import register_schema, to_config
 from shardwright.tools.plan import compare
-from shardwright.tools.plan.search import as_config, as_lines, search
+from shardwright.tools.plan.search import as_config, as_lines, changes_of, search
 from shardwright.tools.verify.meshes import all_meshes
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +39,8 @@ def test_what_is_found_is_the_best_of_all():
     assert found[0].plan.seconds <= best * (1 + 1e-9)
     assert [change.plan.seconds for change in found] == sorted(change.plan.seconds for change in found)
     assert all(change.plan.step.devices == 2 for change in found)
-    lines = as_lines(found)
-    assert len(lines) == 9
+    lines = as_lines(c, found)
+    assert sum(bool(re.match(r" +\d", line)) for line in lines) == 6
     assert re.fullmatch(r"Best: \d+% of its step is [a-z ]+\.", lines[-1])
     assert max(map(len, lines)) <= 80
 
@@ -56,12 +56,16 @@ def test_a_search_in_which_nothing_fits_says_so():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("chip", "unroll", "shown"), [("h100", None, "unroll=null"), ("v5e", 1, "")])
+@pytest.mark.parametrize(("chip", "unroll", "shown"), [("h100", None, "training.unroll=null"), ("v5e", 1, "")])
 def test_a_search_unrolls_layers_where_a_loop_costs_time(chip, unroll, shown):
-    found = search(tiny.config(unroll=1, save="everything"), 1, chip_of(chip), seconds=60.0)
+    c, told = tiny.config(unroll=1, save="everything"), []
+    found = search(c, 1, chip_of(chip), seconds=60.0, tell=told.append)
     assert found[0].settings.get("training.unroll", 1) == unroll
-    assert as_lines(found)[1].endswith(shown)
-    assert re.fullmatch(r"Best: \d+% of its step is [a-z ]+\.", as_lines(found)[-1])
+    lines = as_lines(c, found)
+    assert shown in "\n".join(lines[1:3])
+    assert re.fullmatch(r"Best: \d+% of its step is [a-z ]+\.", lines[-1])
+    assert told[-1].startswith(f"1 x {chip}: {len(told)} planned, best ")
+    assert told[-1].endswith(f" a step with {' '.join(changes_of(c, found[0].settings)) or 'its own settings'}")
     assert ("training.unroll=null" in str(found[0])) == (unroll is None)
 
 
@@ -88,6 +92,21 @@ def test_the_configuration_that_is_written_composes(tmp_path):
         section, field = name.split(".")
         assert getattr(getattr(c, section), field) == value
     assert OmegaConf.create(text).defaults[0] == "gpt2_124m"
+
+
+@pytest.mark.quick
+def test_the_settings_that_are_named_are_those_that_change():
+    c = tiny.config(save="dots", unroll=1)
+    own = {"mesh.d": c.mesh.d, "training.save": "dots", "training.unroll": 1}
+    assert changes_of(c, own) == []
+    assert changes_of(c, own | {"mesh.d": 64, "training.unroll": None}) == ["mesh.d=64", "training.unroll=null"]
+
+
+@pytest.mark.quick
+def test_costs_are_those_of_the_run(plan):
+    """24 · 3 · 8 dollars a day, for 100 steps of 864 s."""
+    made = [Change({"mesh.d": 8}, plan._replace(seconds=864.0, steps=steps)) for steps in (100, 0)]
+    assert [line.split()[5] for line in as_lines(tiny.config(), made)[1:3]] == ["$576", "unknown"]
 
 
 @pytest.mark.long
@@ -122,7 +141,7 @@ def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch, plan):
 
     monkeypatch.setattr(compare, "search", searched)
     kinds = [(chip_of(name), n) for name, n in (("h100", 8), ("h100", 64), ("a100", 8), ("v5e", 8))]
-    of = lambda **limits: compare.compared(c, kinds, limits.get("deadline"), limits.get("budget"))
+    of = lambda **limits: compare.compared(c, kinds, limits.get("deadline"), limits.get("budget"), print)
     # Days 4, 0.6 and 9; dollars 24 · 3 · 8 · 4 = 2304, 24 · 3 · 64 · 0.6 = 2765, and 24 · 2 · 8 · 9 = 3456.
     rows = of(deadline="5d")
     assert [line.split()[:4] for line in rows[1:4]] == [

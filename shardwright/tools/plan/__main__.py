@@ -11,6 +11,7 @@ hardware does with it. docs/plan.md explains what it shows, and how near it is t
 """
 
 import math
+import shlex
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from shardwright.tools.plan.page import page
 from shardwright.tools.plan.rows import lines
 from shardwright.tools.plan.runs import read
 from shardwright.tools.plan.screen import as_text
-from shardwright.tools.plan.search import as_config, as_lines, search
+from shardwright.tools.plan.search import as_config, as_lines, changes_of, progress, search
 
 
 @dataclass
@@ -74,7 +75,9 @@ def job(c: Config, settings: PlanConfig) -> None:
     if several:
         names = settings.chips or [c.hardware.chip or ""]
         kinds = [(chip_of(name), n or math.prod(mesh_sizes(c, None).values())) for name in names for n in counts]
-        say("\n".join(compared(c, kinds, settings.deadline, settings.budget)))
+        with progress() as tell:
+            lines = compared(c, kinds, settings.deadline, settings.budget, tell)
+        say("\n".join(lines))
         return
     devices = counts[0]
     if c.hardware.chip is None:
@@ -86,15 +89,20 @@ def job(c: Config, settings: PlanConfig) -> None:
     name = hydra.job.config_name or ""
     if settings.search:
         stated = math.prod(mesh_sizes(c, None).values()) if devices is None else devices
-        found = search(c, stated, chip)
-        text = "\n".join(as_lines(found))
+        with progress() as tell:
+            found = search(c, stated, chip, tell=tell)
+        own = [override for override in hydra.overrides.task if not override.startswith("plan.")]
+        chosen, before = dict(found[0].settings), math.prod(getattr(c.mesh, axis) for axis in AXES)
+        if c.distributed.count and before > 0:  # as many devices to a host as before
+            chosen["distributed.count"] = max(1, c.distributed.count * stated // before)
+        if output is None:
+            arguments = [f"--config-name={name}", *own, *changes_of(c, chosen)]
+        else:
+            arguments = [f"--config-dir={output.absolute().parent}", f"--config-name={output.stem}"]
+        start = shlex.join(["python", "-m", "train", *arguments])
         if output is not None:
-            own = [override for override in hydra.overrides.task if not override.startswith("plan.")]
-            start = f"# python -m train --config-dir={output.absolute().parent} --config-name={output.stem}\n"
-            chosen, before = dict(found[0].settings), math.prod(getattr(c.mesh, axis) for axis in AXES)
-            if c.distributed.count and before > 0:  # as many devices to a host as before
-                chosen["distributed.count"] = max(1, c.distributed.count * stated // before)
-            write_whole(output, start + as_config(name, own, CONFIGS, chosen))
+            write_whole(output, f"# {start}\n{as_config(name, own, CONFIGS, chosen)}")
+        text = "\n".join([*as_lines(c, found), f"Start it: {start}"])
     else:
         sizes = mesh_sizes(c, devices)
         plan = planned_change(c, sizes, chip, {})

@@ -1,13 +1,13 @@
 """Kinds and numbers of chips beside each other: the cheapest for a deadline, or the fastest for a budget."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardwright.cluster.chips import Chip
 from shardwright.inspect.compiled.table import in_bytes, in_seconds
 from shardwright.inspect.planning import Change
 from shardwright.run.config import Config
-from shardwright.tools.plan.search import limit_of, search
+from shardwright.tools.plan.search import limit_of, named, search
 
 SECONDS = 60.0
 """Of the processor, for all searches together."""
@@ -20,7 +20,13 @@ def days_of(text: str) -> float:
     return float(found[1]) / (1 if found[2] == "d" else 24)
 
 
-def compared(c: Config, kinds: Sequence[tuple[Chip, int]], deadline: str | None, budget: float | None) -> list[str]:
+def compared(
+    c: Config,
+    kinds: Sequence[tuple[Chip, int]],
+    deadline: str | None,
+    budget: float | None,
+    tell: Callable[[str], object],
+) -> list[str]:
     """The best plan of each number of chips of a kind, as a table of at most 80 columns, the one to take first.
 
     That is the cheapest of those that keep the deadline and the budget; without a deadline, the fastest.
@@ -30,7 +36,7 @@ def compared(c: Config, kinds: Sequence[tuple[Chip, int]], deadline: str | None,
     left = []
     for chip, devices in kinds:
         try:
-            found.append(search(c, devices, chip, SECONDS / len(kinds))[0])
+            found.append(search(c, devices, chip, SECONDS / len(kinds), tell)[0])
         except ValueError as error:
             left.append(f"{devices} x {chip.name}: {str(error).splitlines()[0]}"[:80])
     if not found:
@@ -51,11 +57,10 @@ def compared(c: Config, kinds: Sequence[tuple[Chip, int]], deadline: str | None,
         cost = "unknown" if plan.dollars is None else f"${plan.dollars:,.0f}"
         figures = f"{plan.days:>6.3g}  {cost:<9}  {in_seconds(plan.seconds):<8} {plan.mfu:>4.0%}"
         lines.append(f"{plan.step.devices:>5} {plan.chip.name:<9} {figures}  {in_bytes(plan.step.peak):<9} {mesh or 1}")
-    settings, plan = found[0]
+    plan = found[0].plan
     given = {"plan.deadline": deadline, "plan.budget": budget}
     limits = " and ".join(f"{limit}={x}" for limit, x in given.items() if x is not None)
     how = "Cheapest" if latest is not None else "Fastest"
     answer = f"None keeps {limits}. Nearest" if too_much(found[0]) else how + (limits and f" within {limits}")
-    kept = Change({key: x for key, x in settings.items() if not (key.startswith("mesh.") and x == 1)}, plan)
     lines += ["", f"{answer}: {plan.step.devices} x {plan.chip.name}."]
-    return [*lines, f"{limit_of(plan)} With: {kept}", *left]
+    return [*lines, f"{limit_of(plan)} With: {named(c, found[0].settings)}", *left]

@@ -3,11 +3,13 @@
 import contextlib
 import itertools
 import math
+import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from shardlib.axes import AXES
 from shardwright.cluster.chips import Chip
@@ -27,7 +29,9 @@ LONG = 16384
 _OF_STAGES = ("pipeline.schedule", "pipeline.virtual_stages")
 
 
-def search(c: Config, devices: int, chip: Chip, seconds: float = 60.0) -> list[Change]:
+def search(
+    c: Config, devices: int, chip: Chip, seconds: float = 60.0, tell: Callable[[str], object] = lambda text: None
+) -> list[Change]:
     """The settings that were planned and fit, the fastest first.
 
     Begins with the settings of the configuration, where its mesh is of so many devices, and a mesh for each number of
@@ -39,12 +43,14 @@ def search(c: Config, devices: int, chip: Chip, seconds: float = 60.0) -> list[C
         devices: number of devices.
         chip: their kind.
         seconds: of the processor, to search for at most.
+        tell: gets a line after each plan: how many there are, and the best.
 
     Raises:
         ValueError: nothing that was planned fits.
     """
     end, seen, varied, refused = math.inf, {}, set(), ["none divides the sizes"]
     key = lambda settings: tuple(settings.items())
+    found = lambda: sorted(filter(None, seen.values()), key=lambda change: cost(change.settings))
 
     def cost(settings: Settings) -> tuple[int, float]:
         """Sort key of plans: step time if the plan fits, otherwise peak memory."""
@@ -53,6 +59,9 @@ def search(c: Config, devices: int, chip: Chip, seconds: float = 60.0) -> list[C
             try:
                 plan = planned_change(c, dict.fromkeys(AXES, 1), chip, settings)
                 seen[key(settings)] = Change(settings, plan)
+                plans, best = sum(change is not None for change in seen.values()), found()[0]
+                way = f"{in_seconds(best.plan.seconds)} a step with {named(c, best.settings)}"
+                tell(f"{devices} x {chip.name}: {plans} planned, best {way if best.plan.fits else 'does not fit yet'}")
             except ValueError as error:
                 refused.append(str(error))
         if (change := seen.get(key(settings))) is None:
@@ -72,7 +81,6 @@ def search(c: Config, devices: int, chip: Chip, seconds: float = 60.0) -> list[C
         best_of_p += [min(of_t)] if of_t else []
         if len(best_of_p) > PATIENCE and min(best_of_p[-PATIENCE:]) > min(best_of_p):
             break
-    found = lambda: sorted(filter(None, seen.values()), key=lambda change: cost(change.settings))
     while time.process_time() < end and (todo := [x for x in found()[:KEPT] if key(x.settings) not in varied]):
         varied.add(key(todo[0].settings))
         for settings in _varied(c, todo[0], chip):
@@ -85,6 +93,34 @@ def search(c: Config, devices: int, chip: Chip, seconds: float = 60.0) -> list[C
             f"{in_bytes(chip.memory_bytes)}. Take more devices, or a smaller training.batch_size."
         )
     return [change for change in best if change.plan.fits]
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Context of searches that shows on stderr what they tell: a terminal's last line, or a line every 10 seconds."""
+    console, last = Console(stderr=True, highlight=False, markup=False), time.monotonic()
+    with console.status("planning") as status:
+
+        def tell(text: str) -> None:
+            nonlocal last
+            if console.is_terminal:
+                status.update(text[: console.width - 3])
+            elif time.monotonic() - last > 10:
+                last = time.monotonic()
+                console.print(text, soft_wrap=True)
+
+        yield tell
+
+
+def changes_of(c: Config, settings: Settings) -> list[str]:
+    """The settings that differ from those of the configuration, as on the command line."""
+    now = lambda name: getattr(getattr(c, name.partition(".")[0]), name.partition(".")[2])
+    return [f"{name}={'null' if x is None else x}" for name, x in settings.items() if now(name) != x]
+
+
+def named(c: Config, settings: Settings) -> str:
+    """The same in words."""
+    return " ".join(changes_of(c, settings)) or "its own settings"
 
 
 def _divisors(n: int) -> list[int]:
@@ -150,18 +186,16 @@ def _axes(c: Config, mesh: Mapping[str, int]) -> str:
     return "prdt" + "".join(axis for axis, is_tried in more.items() if is_tried or mesh[axis] > 1)
 
 
-def as_lines(found: list[Change], count: int = 6) -> list[str]:
+def as_lines(c: Config, found: list[Change], count: int = 6) -> list[str]:
     """The best settings and the runners-up, as a table of at most 80 columns, and what limits the best."""
-    lines = ["  a step   MFU   GiB   p    r    d  t  parts  save        schedule"]
+    lines = ["  a step    MFU     memory        cost  settings"]
     for settings, plan in found[:count]:
-        sizes = "{p:>3} {r:>4} {d:>4} {t:>2}".format(**plan.step.mesh)
-        figures = f"{in_seconds(plan.seconds):>8} {plan.mfu:>5.0%} {plan.step.peak / 2**30:>5.1f}"
-        others = [f"{axis}={plan.step.mesh[axis]}" for axis in "ec" if plan.step.mesh[axis] > 1]
-        named = {name: settings.get(f"training.{name}", 1) for name in ("side_by_side", "unroll")}
-        others += [f"{name}={n or 'null'}" for name, n in named.items() if n != 1]
-        stages = " ".join([*(str(settings[key]) for key in _OF_STAGES if key in settings), *others])
-        kept = f"{settings['training.microbatches']:>6}  {settings['training.save']:<10}"
-        lines.append(f"{figures} {sizes} {kept}  {stages}".rstrip())
+        cost = "unknown" if plan.dollars is None or not plan.steps else f"${plan.dollars:,.0f}"
+        figures = f"{in_seconds(plan.seconds):>8} {plan.mfu:>6.1%} {in_bytes(plan.step.peak):>10} {cost:>11}  "
+        lines += textwrap.wrap(
+            named(c, settings), 80, initial_indent=figures, subsequent_indent=" " * len(figures),
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
     return [*lines, "", f"Best: {limit_of(found[0].plan)}"]
 
 
