@@ -8,8 +8,10 @@ can read a cache, so the positions of a forward pass need not belong to one text
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -206,6 +208,21 @@ class Sampler(Programs):
         super().__init__(step, source, (settings, context, self._chunk))
         self._t, self._checked = self.mesh.shape["t"], False
         self._prefill, self._decode = self._programs()
+
+    def with_settings(self, settings: Sampling) -> "Sampler":
+        """The same sampler with other settings, which shares what is compiled to read prompts."""
+        check_ranges("sampling", settings)
+        check_ids("stop", settings.stop, self.c.vocab)
+        other = copy.copy(self)
+        other.settings, other._settings = settings, (*self._settings[:2], settings, self.context, self._chunk)
+        other._decode = other._programs()[1]
+        return other
+
+    def compile(self, weights: object) -> None:
+        """Compiles all that texts of one batch need, whatever the length of their prompts."""
+        lengths = itertools.takewhile(lambda n: n < self.context, (SHORTEST << i for i in itertools.count()))
+        for length in [*lengths, self.context]:
+            self.generate(weights, [[0] * (length - 1)], lambda prompt, ids: True)  # the first token is bos
 
     def _programs(self):
         forward, s, chunk = self.forward, self.settings, self._chunk

@@ -139,7 +139,8 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
                 about = {"prompt": text, "sample": sample, "text": added, "ended": ended}
                 results.append(about | {"prompt_ids": list(prompt), "ids": ids})
             for result in results:
-                how = "ended" if result["ended"] else "cut"
+                is_full = len(result["ids"]) < config.max_tokens
+                how = "ended" if result["ended"] else f"cut by context={context}" if is_full else "cut by max_tokens"
                 heading = f"sample {result['sample']}: {len(result['ids'])} tokens, {how}"
                 console.rule(heading, align="left", style="dim")
                 parts = (shown(result["prompt"]), "bold"), ("▸", "dim"), shown(result["text"])

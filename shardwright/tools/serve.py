@@ -45,8 +45,10 @@ PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title>
 <style>:root { color-scheme: light dark } body { font: 16px/1.5 system-ui; max-width: 45em; margin: auto; padding: 1em }
   textarea { width: 100%; box-sizing: border-box } textarea, pre { white-space: pre-wrap; font: inherit }</style>
-<form><textarea name="prompt" rows="5" aria-label="prompt" autofocus>
-$prompt</textarea> $fields <button>Continue</button></form><p>$about</p>""")
+<form onsubmit="let s = 0; setInterval(() => state.textContent = 'working, ' + ++s + ' s', 1000)">
+<textarea name="prompt" rows="5" aria-label="prompt" autofocus>
+$prompt</textarea> $fields <button>Continue</button></form>
+<p>$about <span id="state" role="status"></span></p>""")
 
 
 class Model:
@@ -56,7 +58,8 @@ class Model:
         self.mesh, self._lock = jax.sharding.get_mesh(), threading.Lock()
         self.config, self.step, self.metadata, self.texts = config, None, None, 0
         self.c: Config | Any = None
-        self.sampler = functools.lru_cache(8)(self._sampler)  # each compiles for itself
+        self._any: Sampler | None = None
+        self.sampler = functools.lru_cache(8)(self._sampler)  # each compiles how it draws
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -72,19 +75,31 @@ class Model:
             self.weights = self.metadata = None  # two may not fit
             if saved.c != self.c:
                 self.sampler.cache_clear()  # of another run of this name
+                self._any = None
             self.c, self.model = saved.c, load_model(saved.c.model)
             self.tokenizer = tokenizer_of_run(saved.c.data, self.config.tokenizer)
             self.weights, self.source = saved.read_weights(self.model, self.config.other_source, print)
             self.step, self.metadata = saved.step, saved.metadata
 
-    def _sampler(self, room: int, temperature: float, min_p: float) -> Sampler:
-        """What draws tokens one by one, with memory for as many in a text, prompt included, or for all that it sees."""
-        end, context = self.tokenizer.end, min(room, self.c.training.seq_len)
+    def _sampler(self, temperature: float, min_p: float) -> Sampler:
+        """What draws tokens one by one, with memory for all that the model sees."""
+        end, context = self.tokenizer.end, self.c.training.seq_len
         settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
-        return Sampler(trace_step(self.c, self.model), settings, context, 1, self.source, chunk=1)
+        if self._any is not None:
+            return self._any.with_settings(settings)
+        self._any = Sampler(trace_step(self.c, self.model), settings, context, 1, self.source, chunk=1)
+        return self._any
 
-    def stream(self, sampler: Sampler, ids: list[int], asked: Sampling, write: Callable[[str], Any]) -> None:
-        """Calls `write` with the text that each token adds. Part of a character waits for the rest."""
+    def compile(self) -> None:
+        """Compiles what the settings on the page need, for prompts of any length."""
+        defaults = {name: kind(text) for name, (kind, text) in FIELDS.items() if name != "max_tokens"}
+        self.sampler(**defaults).compile(self.weights)
+
+    def stream(self, sampler: Sampler, ids: list[int], asked: Sampling, write: Callable[[str], Any]) -> str:
+        """Calls `write` with the text that each token adds. Part of a character waits for the rest.
+
+        Returns how many tokens there are, and why there are no more.
+        """
         end, done = self.tokenizer.end, ""
 
         def is_over(prompt: list[int], added: list[int], whole: bool = False) -> bool:
@@ -96,7 +111,11 @@ class Model:
             return len(added) >= asked.max_tokens
 
         self.texts += 1
-        is_over(ids, sampler.generate(self.weights, [ids], is_over, first=self.texts - 1)[0], whole=True)
+        added = sampler.generate(self.weights, [ids], is_over, first=self.texts - 1)[0]
+        is_over(ids, added, whole=True)
+        full = f"with the prompt they fill the model's context of {sampler.context}"
+        why = "max_tokens is reached" if len(added) >= asked.max_tokens else full
+        return f"{len(added)} tokens: {'the text ends here' if added[-1] == end else why}."
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -147,8 +166,7 @@ class Handler(BaseHTTPRequestHandler):
             if "prompt" in asked:
                 self.model.refresh()
                 ids = self.model.tokenizer.ids(asked["prompt"])
-                room = 1 << (len(ids) + sampling.max_tokens).bit_length()  # few of them, as each is compiled
-                sampler = self.model.sampler(room, sampling.temperature, sampling.min_p)
+                sampler = self.model.sampler(temperature=sampling.temperature, min_p=sampling.min_p)
                 sampler.check([ids])
             status, about = 200, f"step {self.model.step}"
         except (ValueError, OSError) as error:
@@ -164,8 +182,8 @@ class Handler(BaseHTTPRequestHandler):
             write(PAGE.substitute(parts))
             if ids is not None:
                 write(f"<pre><b>{prompt}</b>")
-                self.model.stream(sampler, ids, sampling, lambda text: write(escape(text)))
-                write("</pre>")
+                end = self.model.stream(sampler, ids, sampling, lambda text: write(escape(text)))
+                write(f"</pre><p>{escape(end)}</p>")
 
 
 def serve(config: Settings) -> None:
@@ -177,6 +195,8 @@ def serve(config: Settings) -> None:
     with jax.set_mesh(mesh), server:
         Handler.model = Model(config)
         Handler.model.refresh()
+        print("compiling for prompts of any length", flush=True)
+        Handler.model.compile()
         print(f"http://{config.host}:{server.server_port}/ continues texts with {config.run}", flush=True)
         server.serve_forever()
 

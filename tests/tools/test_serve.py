@@ -79,6 +79,10 @@ def test_a_page_over_http(run):
                 assert (unescape(found[1]), unescape(found[2])) == (prompt, expected["text"])
                 assert "<i>" not in "".join(page)
                 assert len(page) > 8  # not all at the end
+                assert "".join(page).endswith("</pre><p>24 tokens: max_tokens is reached.</p>")
+            assert "".join(get(url, prompt="a" * 50, max_tokens=64)[1]).endswith(
+                "<p>14 tokens: with the prompt they fill the model&#x27;s context of 64.</p>"
+            )
             first, second = ("".join(get(url, prompt="a", max_tokens=9)[1]) for _ in range(2))
             assert first != second  # of other noise
             for asked, line in [
@@ -101,6 +105,26 @@ def test_a_page_over_http(run):
             process.terminate()
 
 
+@pytest.mark.long
+def test_no_prompt_is_compiled_for(run):
+    """Another temperature compiles only how tokens are drawn."""
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    with jax.set_mesh(tiny.mesh("d=1")):
+        model = serve.Model(serve.Settings(run=str(run)))
+        model.refresh()
+        model.compile()
+        assert compiled
+        for temperature, count in {1.0: 0, 0.5: 1}.items():
+            compiled.clear()
+            sampler = model.sampler(temperature=temperature, min_p=0.05)
+            for length in (1, 20, 63):
+                model.stream(sampler, [5] * length, serve.Sampling(max_tokens=3), lambda text: None)
+            assert len(compiled) == count
+
+
 class Model:
     """As tools.serve has it; of a text that begins with s, it writes all that a reader could take."""
 
@@ -108,7 +132,7 @@ class Model:
         self.config, self.step = serve.Settings(run="a run", seconds=seconds), 3
         self.c = SimpleNamespace(training=SimpleNamespace(seq_len=64))
         self.tokenizer, self.lock = SimpleNamespace(ids=list), threading.Lock()
-        self.refresh, self.sampler = (lambda: None), (lambda *settings: SimpleNamespace(check=lambda prompts: None))
+        self.refresh, self.sampler = (lambda: None), (lambda **settings: SimpleNamespace(check=lambda prompts: None))
 
     def alone(self):
         return self.lock
@@ -116,6 +140,7 @@ class Model:
     def stream(self, sampler, ids, asked, write):
         for _ in range(2**14 if ids[:1] == ["s"] else 1):
             write("text " * 2**10)
+        return "1024 tokens: max_tokens is reached."
 
 
 @pytest.fixture
