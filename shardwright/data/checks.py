@@ -27,16 +27,17 @@ def check_ranges(section: str, settings: Any) -> None:
     for field in dataclasses.fields(settings):
         name, value = f"{section}.{field.name}" if section else field.name, getattr(settings, field.name)
         if "range" in field.metadata:
-            check_range(name, value, *field.metadata["range"])
+            check_range(name, value, *field.metadata["range"], or_null=field.default is None)
         if dataclasses.is_dataclass(value):
             check_ranges(name, value)
 
 
-def check_range(name: str, value: float | None, low: float = 1, end: float = 2**31) -> None:
-    """Checks that a number is in [low, end). None is in every range."""
+def check_range(name: str, value: float | None, low: float = 1, end: float = 2**31, or_null: bool = False) -> None:
+    """Checks that a number is in [low, end). None is in every range; `or_null`: the message for 0 says so."""
     if value is not None and not low <= value < end:  # NaN is in no range
         least = "above 0" if low == math.ulp(0) else f"at least {low}"
-        raise ValueError(f"{name} is {value}; it must be {least} and {_UPPER.get(end, f'below {end}')}.")
+        null = ", or null for none" if or_null and value == 0 else ""
+        raise ValueError(f"{name} is {value}; it must be {least} and {_UPPER.get(end, f'below {end}')}{null}.")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
