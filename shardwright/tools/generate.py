@@ -100,9 +100,14 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
     texts = read_prompts(config)
     with open_run(config.run, config.step, config.trust) as saved:
         c = saved.c
-        # Ids need no tokenizer: without one, ids are printed.
-        of_ids = config.prompt_ids is not None and config.tokenizer is None
-        tokenizer = Tokenizer() if of_ids else tokenizer_of_run(c.data, config.tokenizer)
+        say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
+        try:
+            tokenizer = tokenizer_of_run(c.data, config.tokenizer)
+        except (ValueError, OSError) as error:
+            if config.prompt_ids is None or config.tokenizer is not None:
+                raise
+            say(f"ids are shown, and none ends a text: {error}")
+            tokenizer = Tokenizer()
         prompts = [tokenizer.ids(text) for text in texts]
         if config.prompt_ids is not None:
             check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
@@ -116,7 +121,6 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
         c.model.check(context)
         with jax.set_mesh(mesh_for(config.mesh, c)):
             model = load_model(c.model)
-            say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
             weights, source = saved.read_weights(model, config.other_source, say)
             if config.context and getattr(c.model, "rope_scaling", None):
                 scaling = dataclasses.replace(c.model.rope_scaling, length=config.context)

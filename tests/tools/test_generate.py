@@ -132,6 +132,17 @@ def test_a_sample_that_fails_is_one_warning(tmp_path, capsys):
 
 
 @pytest.mark.long
+def test_a_prompt_of_ids_is_that_of_its_text(run, tmp_path):
+    """Read, continued and ended by the tokenizer of the run."""
+    quiet = Console(file=io.StringIO())
+    of_text, of_ids = (
+        generate(Settings(str(run), max_tokens=12, temperature=0.8, **prompt), quiet)
+        for prompt in ({"prompt": "It is"}, {"prompt_ids": [3 + byte for byte in b"It is"]})
+    )
+    assert of_text == of_ids
+
+
+@pytest.mark.long
 def test_the_command(run, tmp_path):
     """With a prompt that Hydra's grammar would not take."""
     prompt, output = 'so, "it" is', tmp_path / "texts.jsonl"
