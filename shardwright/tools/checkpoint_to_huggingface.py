@@ -142,7 +142,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    parameters = sum(tensor.size for tensor in tensors.values())
     log(f"model      {content['architectures'][0]}: {parameters:,} parameters, after {step} steps")
     log(f"compared   {compared}")
     log(shown(f"tokenizer  {about}"))

@@ -693,6 +693,7 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
         own = dense.logits(with_products(after), (ids, position, np.ones_like(ids)), tiny.model(layers=4))
         transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
         model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+        assert f": {model.num_parameters():,} parameters," in said
         with torch.no_grad():
             expected = model(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
         np.testing.assert_allclose(expected, own, rtol=0, atol=1e-5 * np.abs(own).max())
