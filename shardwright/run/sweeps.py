@@ -57,7 +57,9 @@ class Sweep(Callback):
 
     def __init__(self):
         self._name, self._jobs = "its name", 0
+        self._done: list[str] = []
         self._failed: list[str] = []
+        self._is_over = True  # as long as no job began
 
     def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Adds the directory of each job to its overrides, which reach it through any launcher."""
@@ -91,10 +93,8 @@ class Sweep(Callback):
         self._jobs += 1
         if job_return.status == JobStatus.COMPLETED:
             if job_return.return_value is not None:  # the signal that stopped the run
-                sys.exit(
-                    f"{job_return.return_value}: the sweep stops here. To resume: the same command, with "
-                    f"paths.model_name={self._name}"
-                )
+                sys.exit(f"{job_return.return_value}: the sweep stops here.")
+            self._done.append(config.hydra.job.override_dirname)
             return
         try:
             _ = job_return.return_value  # raises it, and prints the job's overrides before
@@ -114,7 +114,17 @@ class Sweep(Callback):
             if jax.distributed.is_initialized() and config.hydra.launcher._target_.endswith(".BasicLauncher"):
                 sys.exit("The sweep stops here: an error ends all processes of a run.")
 
+    def on_job_start(self, config: DictConfig, **kwargs: object) -> None:
+        self._is_over = config.hydra.mode != RunMode.MULTIRUN
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: object) -> None:
+        self._is_over = True
+
     def _end(self, directory: Path) -> None:
+        if not self._is_over:
+            done = f"\nThe sweep {directory} was stopped. Jobs that are done: {len(self._done)}"
+            print("\n  ".join([done, *self._done]), file=sys.stderr)
+            print(f"To resume: the same command, with paths.model_name={self._name}", file=sys.stderr)
         if self._failed:
             print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
             print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Starts programs with settings from Hydra, and prints errors that users can act on."""
 
+import atexit
 import contextlib
 import errno
 import functools
@@ -142,10 +143,13 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         return
     os.environ.setdefault(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR", "0"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which are printed here
+    interrupted: list[int] = []
+    atexit.register(lambda: _leave(*interrupted) if interrupted else None)
     try:
         hydra.main(version_base="1.3", config_path=str(program.configs), config_name=program.config_name)(job)()
     except KeyboardInterrupt:
         print("Error: interrupted by Ctrl-C.", file=sys.stderr)
+        interrupted.append(130)
         sys.exit(130)
     except Refused as error:
         sys.exit(str(error))
@@ -157,6 +161,14 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         if os.environ[FULL_ERROR] == "1" or not (told or is_of_composing(error)):
             raise
         sys.exit(told or f"Error: {shown(explained(program, error, sys.argv[1:]))}")
+
+
+def _leave(code: int) -> None:
+    """Ends the process before libraries unload: XLA's threads may still compute, and would abort it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
