@@ -31,6 +31,7 @@ from shardwright.settings.composing import Program, command_of
 from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import refusals_shown, start
 from shardwright.settings.words import print_if_possible
+from shardwright.settings.written import read_as_written
 
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
 
@@ -69,6 +70,7 @@ def composed(name: str, *overrides: str, own: str | Path | None = None) -> Confi
     It is a file of the directory `own`, a project's configurations, or one of CONFIGS.
     """
     register_schema()
+    read_as_written(Config)
     folders = [path.absolute() for path in (Path(own), CONFIGS) if path.is_dir()] if own else [CONFIGS]
     folders.sort(key=lambda path: not (path / f"{name}.yaml").exists())
     others = [f"hydra.searchpath=[{','.join(f'file://{path}' for path in folders[1:])}]"] if folders[1:] else []

@@ -1,5 +1,6 @@
 """Checks the command line of a program, and turns Hydra's composition errors into one message."""
 
+import argparse
 import dataclasses
 import os
 import re
@@ -82,6 +83,14 @@ def with_brackets(schema: type, arguments: Sequence[str]) -> list[str]:
     names = [s.name for s in settings_of(schema) if typing.get_origin(without_null(s.kind)) is list]
     one_value = re.compile(rf"""(\+*(?:{"|".join(names)})=)(?!null$)("[^"]*"|'[^']*'|[^][(){{}}$,]+)""")
     return [f"{m[1]}[{m[2]}]" if (m := one_value.fullmatch(text)) else text for text in arguments]
+
+
+def flags_of(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the flags that name configurations: config_name and config_dir, None if not given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    return parser.parse_known_args(arguments)[0]
 
 
 def check_flags(program: Program, arguments: Sequence[str]) -> None:

@@ -32,6 +32,7 @@ from shardwright.settings.composing import (
     check_flags,
     command_of,
     explained,
+    flags_of,
     is_of_composing,
     is_setting,
     own_configs,
@@ -40,6 +41,7 @@ from shardwright.settings.composing import (
 )
 from shardwright.settings.exits import ERROR, exit_of
 from shardwright.settings.help import help_text
+from shardwright.settings.written import override_as_written, read_as_written
 
 PACKAGE = Path(__file__).parents[1]
 FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
@@ -137,6 +139,8 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
     with refusals_shown():
         check_flags(program, sys.argv[1:])
     sys.argv[1:1] = own_configs(program, sys.argv[1:])
+    sys.argv[1:] = [override_as_written(program.schema, x) if is_setting(x) else x for x in sys.argv[1:]]
+    read_as_written(program.schema, flags_of(sys.argv[1:]).config_dir)
     if not {"--help", "-h"}.isdisjoint(sys.argv):
         with refusals_shown(), contextlib.suppress(BrokenPipeError):  # a reader such as `head` may stop early
             print(help_text(program, sections()), flush=True)

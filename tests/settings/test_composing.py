@@ -58,3 +58,34 @@ def test_a_sweep_is_composed_as_a_whole_before_its_first_job(composed):
     assert [config.training.seed for config in found] == [1, 2]
     with pytest.raises(SystemExit, match=r"^Error: training\.seed is x; it must be a whole number"):
         composed(BASE, "--multirun", "training.seed=1,x", "paths.model_name=x")
+
+
+WRITTEN = ["1_1_1", "1e5", "1.10", "yes", "12:30", "true", "017", "0x10", "a b 1", "-.5"]
+"""Texts, all but one of which YAML reads as another value."""
+
+
+def test_texts_keep_what_a_file_has(tmp_path, composed):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [local_test_synthetic, override data: numbers, _self_]\n"
+        f"training: {{tokens: 1e9, seed: 1_0, document_mask: no, sample_prompts: [&a {', '.join(WRITTEN)}, *a]}}\n"
+        "paths: {model_name: 2_2, checkpoints: null}\n"
+        "hardware: {environment: {A: 1_0, B: on}, compilation_cache: '1e5'}\n"
+    )
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "numbers.yaml").write_text("filespec: 2026_01\nskip_steps: [1e1, 11]\n")
+    (config,) = composed(f"--config-dir={tmp_path}", "--config-name=mine")
+    assert config.training.sample_prompts == [*WRITTEN, WRITTEN[0]]
+    t, paths, hardware = config.training, config.paths, config.hardware
+    assert (t.tokens, t.seed, t.document_mask) == (10**9, 10, False)
+    assert (paths.model_name, paths.checkpoints) == ("2_2", None)
+    assert (hardware.environment, hardware.compilation_cache) == ({"A": "1_0", "B": "on"}, "1e5")
+    assert (config.data.filespec, config.data.skip_steps) == ("2026_01", [10, 11])
+
+
+def test_texts_keep_what_a_command_line_has(composed):
+    prompts = f"training.sample_prompts=[{', '.join(WRITTEN)}, ' 1', \"a, 1\"]"
+    numbers = "training.steps=1e3", "optimizer.z_loss=1e-4", "training.document_mask=no"
+    (config,) = composed(BASE, "paths.model_name=1_1_1", "++hardware.environment.A=1e5", prompts, *numbers)
+    assert (config.paths.model_name, config.hardware.environment.A) == ("1_1_1", "1e5")
+    assert config.training.sample_prompts == [*WRITTEN, " 1", "a, 1"]
+    assert (config.training.steps, config.optimizer.z_loss, config.training.document_mask) == (1000, 1e-4, False)
