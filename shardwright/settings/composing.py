@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.parsing import did_you_mean
 from shardlib.places import shown_path
 from shardwright.data.untrusted import first_line
-from shardwright.settings.settings import is_section, kind_of, settings_of, without_null, words_for
+from shardwright.settings.settings import is_section, kind_of, like_setting, settings_of, without_null, words_for
 
 QUOTES = "Write name=value; put a value with characters such as , = [ { ~ é in both kinds of quotes: 'name=\"value\"'."
 NAMES = ("--config-name", "-cn")
@@ -58,14 +58,6 @@ def register_shipped() -> None:
     OmegaConf.register_new_resolver("shipped", lambda name: absolute(found(name)), replace=True)
 
 
-def own_configs(program: Program, arguments: Sequence[str]) -> list[str]:
-    """The flag for the folder configs/ where a program starts, whose files come before those of `program.configs`."""
-    own = Path("configs")
-    given = any(text.startswith(("--config-dir", "-cd", "--config-path", "-cp")) for text in arguments)
-    is_own = program.config_name is None and own.is_dir() and not own.samefile(program.configs)
-    return ["--config-dir=configs"] if is_own and not given else []
-
-
 def command_of(module: str) -> str:
     """The command that starts a program: `python -m tools.plan` where it was started so, else `shardwright plan`."""
     started = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
@@ -85,21 +77,50 @@ def with_brackets(schema: type, arguments: Sequence[str]) -> list[str]:
     return [f"{m[1]}[{m[2]}]" if (m := one_value.fullmatch(text)) else text for text in arguments]
 
 
-def flags_of(arguments: Sequence[str]) -> argparse.Namespace:
-    """Reads the flags that name configurations: config_name and config_dir, None if not given."""
+def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Replaces paths, as a shell completes them, by what Hydra takes. Also returns the directory of --config-dir.
+
+    --config-name=configs/x.yaml becomes x, in that directory, whose default is a project's configs/; and runs/x, run=x and x become run=runs/x if the program
+    reads a run and runs/x exists.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
-    return parser.parse_known_args(arguments)[0]
+    flags, others = parser.parse_known_args(arguments)
+    path = Path(flags.config_name or "")
+    if path.suffix == ".yaml" and path.is_file():
+        flags.config_name = path.stem
+        if not path.parent.samefile(program.configs):
+            flags.config_dir = flags.config_dir or str(path.parent)
+    own = Path("configs")
+    if program.config_name is None and own.is_dir() and not own.samefile(program.configs):
+        flags.config_dir = flags.config_dir or str(own)
+    found = [f"--{name.replace('_', '-')}={value}" for name, value in vars(flags).items() if value is not None]
+    if "run" in (field.name for field in dataclasses.fields(program.schema)):
+        others = [_of_run(text) for text in others]
+    return sorted([*found, *others], key=is_setting), flags.config_dir
+
+
+def _of_run(argument: str) -> str:
+    path = argument.removeprefix("run=")
+    directory = next((x for x in (path, f"runs/{path}") if Path(x).is_dir()), None)
+    return argument if directory is None or "=" in path else f'run="{directory}"'
 
 
 def check_flags(program: Program, arguments: Sequence[str]) -> None:
-    """Raises ValueError for an unknown flag, or if no configuration is named."""
+    """Raises ValueError for an unknown flag, an added setting that does not exist, or if no configuration is named."""
     flags = [text.partition("=")[0] for text in arguments if text.startswith("-")]
     for flag in flags:
         if flag not in FLAGS:
-            near = did_you_mean(flag, FLAGS) or f" A setting has no dashes: {flag.lstrip('-')}=<value>."
-            raise ValueError(f"there is no flag {flag}.{near}")
+            name = flag.lstrip("-").replace("-", "_")
+            setting = like_setting(program.schema, name)
+            near = did_you_mean(flag, FLAGS) if setting is None else ""
+            raise ValueError(
+                f"there is no flag {flag}.{near or f' A setting has no dashes: {setting or name}=<value>.'}"
+            )
+    for name in (text.lstrip("+").partition("=")[0] for text in arguments if text.startswith("+")):
+        if "." in name and not name.startswith("hydra"):
+            kind_of(program.schema, name)
     if program.config_name is None and {*flags}.isdisjoint((*NAMES, *UNNAMED)):
         raise ValueError(f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them.")
 
@@ -136,7 +157,8 @@ def explained(program: Program, error: Exception, arguments: Sequence[str]) -> s
             return str(unknown)
         if value:
             return f"{key} has several values: {value}. Give {key}=[{value}] for a list, or --multirun for a sweep."
-    if cause is not None and (cause.full_key or "") in {setting.name for setting in settings_of(program.schema)}:
+    sections = {field.name for field in dataclasses.fields(program.schema)}
+    if cause is not None and re.split(r"[.\[]", cause.full_key or "")[0] in sections:
         where = re.match(r"In '(.+?)'", str(error))
         return (f"{where[1]}.yaml: " if where else "") + wrong_setting(program.schema, cause, overrides)
     more = first_line(cause) if cause is not None and cause is not error else ", ".join(overrides)
@@ -161,9 +183,9 @@ def _missing_config(program: Program, error: MissingConfigException) -> str:
     group, _, choice = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
     if "submitit" in choice:
         return f"{group} is {choice}, which needs hydra-submitit-launcher: pip install -e '.[slurm]'"
-    if group:
-        options = list(error.options or [])
+    if group and (options := list(error.options or [])):
         return f"{group} is {choice}; choose one of {', '.join(options)}.{did_you_mean(choice, options)}"
+    choice = f"{group}/{choice}" if group else choice
     near = did_you_mean(choice, [path.stem for path in program.configs.glob("*.yaml")])
     return (
         f"--config-name is {choice}, and {shown_path(str(program.configs))}/ has no {choice}.yaml.{near} "
@@ -180,7 +202,7 @@ def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequen
         return str(unknown)
     if kind is Any or is_section(kind) or "not in struct" in reason or "nterpolation" in reason:
         return f"{name}: {reason}. Correct its value, or add an entry with a plus: +{name}=<value>."
-    given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2] for text in overrides}
+    given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2].strip("'") for text in overrides}
     match = re.match(r"Value '(.*?)'(?: of type| is not|\()", reason)
     value, allowed = match[1] if match else given.get(name), words_for(kind)
     return f"{name} is {value}; it must be {allowed}." if value else f"{name}: {reason}; it must be {allowed}."

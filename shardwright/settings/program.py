@@ -29,13 +29,12 @@ from shardwright.data.checks import check_ranges
 from shardwright.data.untrusted import first_line, shown
 from shardwright.settings.composing import (
     Program,
+    by_name,
     check_flags,
     command_of,
     explained,
-    flags_of,
     is_of_composing,
     is_setting,
-    own_configs,
     register_shipped,
     with_brackets,
 )
@@ -134,13 +133,13 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     register_shipped()
-    # Hydra requires flags before settings.
-    sys.argv[1:] = with_brackets(program.schema, sorted(sys.argv[1:], key=is_setting))
+    # Flags first, as Hydra requires.
+    sys.argv[1:], config_dir = by_name(program, sys.argv[1:])
+    sys.argv[1:] = with_brackets(program.schema, sys.argv[1:])
     with refusals_shown():
         check_flags(program, sys.argv[1:])
-    sys.argv[1:1] = own_configs(program, sys.argv[1:])
     sys.argv[1:] = [override_as_written(program.schema, x) if is_setting(x) else x for x in sys.argv[1:]]
-    read_as_written(program.schema, flags_of(sys.argv[1:]).config_dir)
+    read_as_written(program.schema, config_dir)
     if not {"--help", "-h"}.isdisjoint(sys.argv):
         with refusals_shown(), contextlib.suppress(BrokenPipeError):  # a reader such as `head` may stop early
             print(help_text(program, sections()), flush=True)

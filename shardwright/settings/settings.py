@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -11,6 +12,45 @@ from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import MISSING
+
+NAMES_OF_OTHERS = {
+    "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
+    "optimizer.warmup_steps": "warmup warmup_iters lr_warmup_steps lr_warmup_iters num_warmup_steps",
+    "optimizer.schedule_steps": "lr_decay_iters lr_decay_steps decay_steps",
+    "optimizer.final_fraction": "min_lr min_lr_ratio",
+    "optimizer.schedule": "lr_scheduler lr_scheduler_type lr_schedule lr_decay_style",
+    "optimizer.clip_norm": "grad_clip clip_grad max_grad_norm gradient_clip_val clip_grad_norm",
+    "optimizer.adam_b1 and optimizer.adam_b2": "betas beta1 beta2 adam_beta1 adam_beta2",
+    "training.batch_size": "batch global_batch_size total_batch_size train_batch_size",
+    "training.batch_size and training.microbatches": "micro_batch_size per_device_train_batch_size device_batch_size "
+    "local_batch_size gradient_accumulation_steps grad_accum_steps accumulate_grad_batches",
+    "training.seq_len": "block_size context_length max_seq_len max_seq_length seq_length sequence_length n_ctx",
+    "training.steps": "max_steps max_iters num_steps train_iters train_steps num_iterations total_steps",
+    "training.tokens": "max_tokens num_tokens total_tokens train_tokens",
+    "training.epochs": "num_epochs max_epochs num_train_epochs",
+    "training.eval_interval": "eval_every eval_steps val_interval val_check_interval",
+    "training.checkpoint_interval": "save_interval save_every save_steps",
+    "training.log_interval": "log_every logging_steps log_every_n_steps",
+    "training.compute_dtype": "dtype precision mixed_precision",
+    "training.save": "remat gradient_checkpointing activation_checkpointing recompute",
+    "model.layers": "n_layer n_layers num_layers num_hidden_layers",
+    "model.d_model": "n_embd hidden_size dim embed_dim",
+    "model.d_ff": "intermediate_size ffn_dim ffn_hidden_size",
+    "model.n_kv × model.n_q_per_kv": "n_head n_heads num_heads num_attention_heads",
+    "model.n_kv": "n_kv_head n_kv_heads num_kv_heads num_key_value_heads num_query_groups",
+    "model.d_head": "head_dim",
+    "model.vocab": "vocab_size n_vocab",
+    "mesh.d": "fsdp dp_shard data_parallel_shard_degree",
+    "mesh.r": "dp ddp dp_replicate data_parallel_size data_parallel_replicate_degree",
+    "mesh.t": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree",
+    "mesh.c": "cp context_parallel context_parallel_size context_parallel_degree",
+    "mesh.p": "pp pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree",
+    "paths.model_name": "run_name name exp_name",
+    "paths.root_working_dir": "output_dir out_dir save_dir",
+    "data.filespec": "data_dir data_path dataset_path dataset",
+    "trackers.names": "report_to wandb wandb_log tracker logger",
+}
+"""Settings, and what nanoGPT, transformers, Megatron, torchtitan, Lightning and others call them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +109,24 @@ def kind_of(schema: type, name: str, prefix: str = "") -> Any:
 def _known(schema: type, parts: list[str], i: int, known: list[str], prefix: str) -> str:
     """Suggests the closest name if part `i` is unknown, in its section or elsewhere, or lists those of the section."""
     path = (prefix + ".".join(parts[:i])).rstrip(".")
+    names = [s.name for s in settings_of(schema, prefix) if not is_section(s.kind)]
+    ours = next((ours for ours, theirs in NAMES_OF_OTHERS.items() if parts[-1].lower() in theirs.split()), "")
+    if ours and all(name in names or name.partition(".")[0] in names for name in re.split(" and | × ", ours)):
+        return f" Did you mean {ours}?"
     if near := difflib.get_close_matches(parts[i], known, n=1):
         return f" Did you mean {prefix}{'.'.join([*parts[:i], near[0], *parts[i + 1 :]])}?"
-    names = [s.name for s in settings_of(schema, prefix) if not is_section(s.kind)]
     if elsewhere := [name for name in names if name.rpartition(".")[2] == parts[-1]]:
         return f" Did you mean {elsewhere[0]}?"
     return f" {f'The section {path} has' if path else 'There are'} {', '.join(known)}."
+
+
+def like_setting(schema: type, name: str) -> str | None:
+    """Returns `name` if it is a setting, or the setting that is probably meant; None if none is like it."""
+    try:
+        kind_of(schema, name)
+    except ValueError as error:
+        return next(iter(re.findall(r"Did you mean (.*)\?", str(error))), None)
+    return name
 
 
 def without_null(kind: object) -> Any:

@@ -65,7 +65,7 @@ class _SearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if self.config_dir and os.path.isdir(self.config_dir):  # Hydra has it only later, and reports what is none
-            search_path.append("command-line", os.path.abspath(self.config_dir))
+            search_path.prepend("command-line", os.path.abspath(self.config_dir), "main")  # a project's files win
         for element in search_path.get_path():
             element.path = element.path if "://" in element.path else f"{_Files.scheme()}://{element.path}"
 
@@ -79,8 +79,8 @@ def _changed(node: yaml.Node | None, name: str, schema: type) -> Iterator[tuple[
         for entry in node.value:
             yield from _changed(entry, f"{name}.0", schema)
     elif isinstance(node, yaml.ScalarNode) and node.style is None:
-        if node.tag.endswith((":int", ":float", ":bool", ":timestamp")) or re.fullmatch(_LIKE_NUMBER, node.value):
-            yield node, _as_written(_kind(schema, name), node.value)
+        is_text = node.tag.endswith((":str", ":null", ":merge")) and not re.fullmatch(_LIKE_NUMBER, node.value)
+        yield from () if is_text else [(node, _as_written(_kind(schema, name), node.value))]
 
 
 def _as_written(kind: Any, text: str) -> str:
