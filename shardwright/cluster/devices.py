@@ -15,11 +15,14 @@ import jax
 from jax.sharding import AxisType
 
 from shardlib.axes import axes_of_mesh, mesh_text
+from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.settings.exits import LOST
 from shardwright.settings.words import say
 
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm] (what is deleted is unknown to it)
+_SIMULATES = "xla_force_host_platform_device_count"
+"""XLA flag that simulates devices."""
 _settings = cast(Any, jax.config)  # whose attributes are made as it runs
 
 
@@ -104,10 +107,22 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
         waiting.cancel()
 
 
+def check_chip(hardware: HardwareConfig) -> None:
+    """Raises ValueError if hardware.chip is not a CPU but the devices are, unless simulated on purpose."""
+    chip = chip_of(hardware.chip) if hardware.chip else None
+    is_simulated = hardware.simulated_devices is not None or _SIMULATES in os.environ.get("XLA_FLAGS", "")
+    if chip and chip.platform != "cpu" and jax.default_backend() == "cpu" and not is_simulated:
+        extra = "tpu" if chip.platform == "tpu" else "cuda"
+        raise ValueError(
+            f"hardware.chip is {hardware.chip}, but JAX finds only CPUs. Give hardware=cpu, or hardware.simulated_devices "
+            f"to try this run on simulated devices; to use a {chip.platform.upper()}: pip install 'shardwright[{extra}]'."
+        )
+
+
 def simulate_devices(hardware: HardwareConfig) -> None:
     """Applies hardware.simulated_devices. Has no effect once devices have started."""
     count = hardware.simulated_devices
-    if count is None or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+    if count is None or _SIMULATES in os.environ.get("XLA_FLAGS", ""):
         return
     with contextlib.suppress(RuntimeError):  # in a later job of a sweep
         jax.config.update("jax_num_cpu_devices", count)

@@ -21,7 +21,7 @@ class PeakFlops(NamedTuple):
     """Peak FLOP/s of the devices of a run."""
 
     total: float
-    """FLOP/s of all devices together."""
+    """FLOP/s of all devices together; NaN on CPUs, which have no such figure."""
     source: str
     """Where the figure comes from, for the user."""
 
@@ -44,9 +44,10 @@ class Speed(NamedTuple):
         return self.tokens_before + (step + 1) * self.tokens_per_step
 
     def of_step(self, seconds: float) -> dict[str, float]:
-        """Computes tokens_per_second and mfu of a step that took `seconds`."""
+        """Computes tokens_per_second, and mfu unless the peak is unknown, of a step that took `seconds`."""
         rate = self.tokens_per_step / seconds
-        return {"tokens_per_second": rate, "mfu": rate * self.flops / self.peak.total}
+        mfu = {} if math.isnan(self.peak.total) else {"mfu": rate * self.flops / self.peak.total}
+        return {"tokens_per_second": rate, **mfu}
 
 
 def attended_keys(patterns: Iterable[AttentionMask], length: int) -> float:
@@ -82,8 +83,8 @@ def peak_flops(devices: Sequence[Device], dtype: jax.typing.DTypeLike) -> PeakFl
     """Determines the peak matmul FLOP/s of all `devices` together in `dtype`.
 
     For known chips it is the vendor's dense figure (shardwright/cluster/chips). For others it is measured once, with
-    matmuls on one device of this process, which takes a tenth of a second. The simulated devices of a CPU share its
-    cores, so one device measures the total of a process.
+    matmuls on one device of this process, which takes a tenth of a second. On CPUs it is NaN: what one measures there
+    depends on what else runs.
 
     Args:
         devices: all of one kind, at least one of this process.
@@ -94,18 +95,17 @@ def peak_flops(devices: Sequence[Device], dtype: jax.typing.DTypeLike) -> PeakFl
         raise ValueError(f"the peak FLOP/s of different devices {[kind, *others]} is undefined. Use one kind.")
     dtype = jnp.dtype(dtype)
     own = next(device for device in devices if device.process_index == jax.process_index())
-    is_cpu = own.platform == "cpu"
-    chip = None if is_cpu else chip_for(kind)
+    if own.platform == "cpu":
+        return PeakFlops(math.nan, "unknown for CPUs, so there is no MFU")
+    chip = chip_for(kind)
     known = chip and chip.peak.get({"bfloat16": "bf16", "float16": "bf16", "float32": "f32"}.get(dtype.name, ""))
     if known:
         figure = f"{known / 1e12:g} TFLOP/s, the vendor's dense {dtype.name} figure for {kind}"
         return PeakFlops(known * len(devices), f"{len(devices)} x {figure}")
-    units = len({device.process_index for device in devices}) if is_cpu else len(devices)
-    size = 1024 if is_cpu else 8192
+    size = 8192
     measured = _matmul_flops(own, dtype, size)
     how = f"the best of several {size} x {size} {dtype.name} matmuls on this {kind}"
-    source = f"{units} x {measured / 1e12:.4g} TFLOP/s, measured here: {how}" + " (shared by its devices)" * is_cpu
-    return PeakFlops(measured * units, source)
+    return PeakFlops(measured * len(devices), f"{len(devices)} x {measured / 1e12:.4g} TFLOP/s, measured here: {how}")
 
 
 @functools.cache  # the runs of a sweep have the same peak

@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
-from shardwright.cluster.devices import make_mesh, start_devices
+from shardwright.cluster.devices import check_chip, make_mesh, start_devices
 from shardwright.cluster.watch import watched, write_hosts
 from shardwright.data.checks import check_ranges
 from shardwright.modeling.model import LanguageModel, load_model, module_of
@@ -123,6 +123,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     name = c.paths.model_name or HydraConfig.get().job.config_name or ""
     check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
     start_devices(c.distributed, c.hardware)
+    check_chip(c.hardware)
     with watched(c.distributed), jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
         for first in firsts(c):
             check_divides(config_at(c, first), jax.sharding.get_mesh().shape)

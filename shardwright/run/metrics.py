@@ -35,7 +35,8 @@ class RunLog(contextlib.AbstractContextManager):
         tokens             tokens that the run has trained on after the step, including before it was resumed
         seconds            from the end of the previous step to the end of this one, with whatever ran between them
         tokens_per_second
-        mfu                counts only query-key pairs that attention computes, as if each sequence were one document
+        mfu                counts only query-key pairs that attention computes, as if each sequence were one document;
+                           not on CPUs
         unix_time          time of writing, in seconds since 1970
 
     The first line of a run lacks the time and speed of a step, because no step precedes it. NaN and the infinities,
@@ -234,7 +235,8 @@ class RunLog(contextlib.AbstractContextManager):
             parts.append(f"loss {_short(values['loss'])}")
         if self._durations:
             speed = self.speed.of_step(seconds)
-            parts.append(f"{speed['tokens_per_second']:,.0f} tokens/s  MFU {100 * speed['mfu']:.1f}%")
+            parts.append(f"{speed['tokens_per_second']:,.0f} tokens/s")
+            parts += [f"MFU {100 * speed['mfu']:.1f}%"] if "mfu" in speed else []
         parts += [f"{name} {_short(values[name])}" for name in sorted(values.keys() - {"loss"})]
         self._print("  ".join(parts))
 

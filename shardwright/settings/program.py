@@ -62,6 +62,7 @@ def refusal(error: Exception) -> str | None:
         or isinstance(error, OmegaConfBaseException)
         or (isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC))
         or (isinstance(error, ModuleNotFoundError) and extra_of(error) is not None)
+        or _lacks_platform(error)
     )
     if not refuses or os.environ.get(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR")) == "1":
         return None
@@ -77,10 +78,22 @@ def message_of(error: Exception) -> str:
         return f"this needs the package {error.name}, which is not installed: pip install {where}[{extra_of(error)}]'"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
+    if _lacks_platform(error):
+        return (
+            f"JAX_PLATFORMS is {os.environ['JAX_PLATFORMS']}, and JAX cannot start it. Check that this host has such a "
+            "device, install JAX for it with pip install 'shardwright[cuda]' or 'shardwright[tpu]', or unset "
+            f"JAX_PLATFORMS. {error}".strip()
+        )
     if not isinstance(error, OmegaConfBaseException):
         return str(error)
     name, first = error.full_key or "a setting", first_line(error)
     return f"{name}: {first}. Correct the value of {name}."
+
+
+def _lacks_platform(error: Exception) -> bool:
+    """Returns whether JAX could not start the platform that JAX_PLATFORMS names; it asserts, or raises RuntimeError."""
+    is_started = "backends" not in (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, AssertionError | RuntimeError) and "JAX_PLATFORMS" in os.environ and not is_started
 
 
 def extra_of(error: ImportError) -> str | None:

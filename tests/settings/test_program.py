@@ -17,3 +17,18 @@ def test_where_it_came_from_is_shown_on_demand(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "in _read_attributes" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_platform_that_jax_cannot_start(platform, tmp_path):
+    """As on any host without the plugin or the device: jax 0.10 asserts, or raises a RuntimeError."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platform, "HYDRA_FULL_ERROR": "0"}
+    data = f"data.filespec={ROOT}/synthetic_dataset.zarr"
+    command = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", data]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"Error: JAX_PLATFORMS is {platform}, and JAX cannot start it. Check that")
+    assert f"'shardwright[{platform}]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
