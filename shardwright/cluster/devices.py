@@ -114,8 +114,9 @@ def check_chip(hardware: HardwareConfig) -> None:
     if chip and chip.platform != "cpu" and jax.default_backend() == "cpu" and not is_simulated:
         extra = "tpu" if chip.platform == "tpu" else "cuda"
         raise ValueError(
-            f"hardware.chip is {hardware.chip}, but JAX finds only CPUs. Give hardware=cpu, or hardware.simulated_devices "
-            f"to try this run on simulated devices; to use a {chip.platform.upper()}: pip install 'shardwright[{extra}]'."
+            f"hardware.chip is {hardware.chip}, but JAX finds only CPUs. Give hardware=cpu, or "
+            f"hardware.simulated_devices to try this run on simulated devices; to use a {chip.platform.upper()}: pip "
+            f"install 'shardwright[{extra}]'."
         )
 
 

@@ -44,6 +44,7 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
 
     @functools.wraps(run)
     def job(config: object) -> Any:
+        print_if_possible()  # also in the process of a job that Slurm starts
         with launched(config) as given:
             stopped_by = run(*given)
         if stopped_by and HydraConfig.get().mode == RunMode.RUN:
@@ -53,7 +54,6 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
     @functools.wraps(run)
     def main() -> None:
         gc.freeze()  # or each collection would traverse all modules, in the training loop too
-        print_if_possible()
         register_schema()
         about = Program(command_of("train"), CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
         sys.argv[1:] = with_edits(sys.argv[1:])

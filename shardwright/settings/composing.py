@@ -97,14 +97,16 @@ def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], str 
         flags.config_dir = flags.config_dir or str(own)
     found = [f"--{name.replace('_', '-')}={value}" for name, value in vars(flags).items() if value is not None]
     if "run" in (field.name for field in dataclasses.fields(program.schema)):
-        others = [_of_run(text) for text in others]
+        runs = {text: run for text in others if (run := _directory_of(text.removeprefix("run=")))}
+        several = f"[{','.join(runs.values())}]" if len(runs) > 1 else "".join(runs.values())
+        others = [*(text for text in others if text not in runs), *([f"run={several}"] if runs else [])]
     return sorted([*found, *others], key=is_setting), flags.config_dir
 
 
-def _of_run(argument: str) -> str:
-    path = argument.removeprefix("run=")
-    directory = next((x for x in (path, f"runs/{path}") if Path(x).is_dir()), None)
-    return argument if directory is None or "=" in path else f'run="{directory}"'
+def _directory_of(run: str) -> str | None:
+    """Returns the directory of a run, quoted for Hydra; None if there is none of this name, also not in runs/."""
+    found = next((path for path in (run, f"runs/{run}") if "=" not in path and Path(path).is_dir()), None)
+    return found and f'"{found}"'
 
 
 def check_flags(program: Program, arguments: Sequence[str]) -> None:

@@ -187,6 +187,9 @@ def open_source(config: Settings, name: str) -> tuple[str, Any]:
         ValueError: settings contradict each other, or the source is missing or not usable.
     """
     split: SplitConfig = getattr(config, name)
+    if split.source is None and not split.files:
+        where = f"{name}.files=[<file>]" if config.dataset is None else f"{name}.source=<split of {config.dataset}>"
+        raise ValueError(f"{name} has neither files nor a source; give {where}, or {name}=null to leave it out.")
     hub = config.dataset, config.dataset_config, split.source
     options: dict[str, Any] = {"revision": config.dataset_revision, "separator": config.text_separator}
     where, data = sources.open_text(name, *hub, split.files, config.text_field, **options)

@@ -6,7 +6,8 @@ import pytest
 
 from shardwright.run.config import Config, register_schema
 from shardwright.run.launch import CONFIGS
-from shardwright.settings.composing import Program
+from shardwright.run.opening import CheckpointChoice
+from shardwright.settings.composing import Program, by_name
 from shardwright.settings.program import FULL_ERROR, start
 
 BASE = "--config-name=local_test_synthetic"
@@ -58,6 +59,25 @@ def test_a_sweep_is_composed_as_a_whole_before_its_first_job(composed):
     assert [config.training.seed for config in found] == [1, 2]
     with pytest.raises(SystemExit, match=r"^Error: training\.seed is x; it must be a whole number"):
         composed(BASE, "--multirun", "training.seed=1,x", "paths.model_name=x")
+
+
+@pytest.mark.parametrize("value", ["x", "runs/x", "run=x", "run=runs/x"])
+def test_a_run_is_found_by_what_a_shell_completes(value, tmp_path, monkeypatch):
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "a,b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tool = Program("python -m tools.generate", CONFIGS, "generate", CheckpointChoice)
+    assert by_name(tool, ["trust=true", value]) == (["trust=true", 'run="runs/x"'], None)
+    assert by_name(tool, [value, "runs/a,b"])[0] == ['run=["runs/x","runs/a,b"]']
+    assert by_name(tool, ["run=s3://x/y"])[0] == ["run=s3://x/y"]
+
+
+def test_a_configuration_is_found_by_its_path(mine, composed, tmp_path):
+    (config,) = composed("--config-name", f"{tmp_path}/mine/mine.yaml", "model=mymodel")
+    assert (config.model.vocab, config.training.steps) == (1280, 5)
+    (config,) = composed(f"-cn={CONFIGS}/local_test_synthetic.yaml")
+    assert config.training.steps == 50
+    assert composed(mine, f"--config-name={CONFIGS}/local_test_synthetic.yaml") == [config]
 
 
 WRITTEN = ["1_1_1", "1e5", "1.10", "yes", "12:30", "true", "017", "0x10", "a b 1", "-.5"]

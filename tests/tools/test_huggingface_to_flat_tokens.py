@@ -253,9 +253,12 @@ BPE = TokenizerConfig(kind="train_bpe")
     ("settings", "message"),
     [
         ({"train": None}, "train and validation are both null"),
-        ({"train": SplitConfig()}, r"train: give either `dataset`.* or files"),
+        (
+            {"train": SplitConfig()},
+            r"train has neither files nor a source; give train.files=\[<file>\], or train=null to",
+        ),
         ({"dataset": "c4"}, r"train: give either `dataset`.* or files"),
-        ({"train": SplitConfig(), "dataset": "c4"}, "train.source is missing; give the split of c4"),
+        ({"train": SplitConfig(), "dataset": "c4"}, "give train.source=<split of c4>, or train=null to leave it out"),
         ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No text file matches 'nothing/\*.jsonl' in "),
         ({"train": SplitConfig(files=[__file__])}, r"or choose files of these kinds: .jsonl"),
         ({"train": None, "validation": AUSTEN, "tokenizer": BPE}, "tokenizer.kind is train_bpe; give a training split"),

@@ -4,6 +4,7 @@ import functools
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ CACHE_BYTES = 2**28
 """Most bytes of decoded chunks in memory, for a reader or for all sources of a mixture."""
 MOST_PROBES_LOCAL, MOST_PROBES_REMOTE = 4096, 64
 """Most files of an array that are checked when it is opened, which limits the time to open it."""
+_RECIPES = Path(__file__).parents[2] / "tools" / "configs"
+"""Directory of the configurations that make the datasets of configs/data/."""
 _AGAIN = "Write or copy the dataset again."
 _ATTRIBUTES = {"max_token_id": int, "format?": str, "version?": int, "num_tokens?": int, "num_documents?": int}
 _MOST_BYTES = 64
@@ -95,9 +98,15 @@ class Reader:
         else:
             usual = [x for x in ("train", "validation") if self._read_json(f"{x}/zarr.json")]
             there = f" It has {' and '.join(usual)}." if usual else ""
+            ours = [path.stem for path in _RECIPES.glob("*.yaml") if f"\nout: {self.filespec}\n" in path.read_text()]
+            make = (
+                f"make the dataset with python -m tools.huggingface_to_flat_tokens --config-name={ours[0]}"
+                if ours
+                else ""
+            )
             raise ValueError(
-                f"No flat-tokens split at {self.path}.{there} Correct the path or the name of the split, or write the "
-                "dataset (docs/data.md)."
+                f"No flat-tokens split at {self.path}.{there} Correct the path or the name of the split, or "
+                f"{make or 'write the dataset (docs/data.md)'}."
             )
         check_types(self.path, {"attributes": attributes}, {"attributes": _ATTRIBUTES}, _AGAIN)
         found = {name: attributes.get(name, value) for name, value in IDENTITY.items()}
