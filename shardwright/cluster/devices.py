@@ -21,8 +21,6 @@ from shardwright.settings.exits import LOST
 from shardwright.settings.words import say
 
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm] (what is deleted is unknown to it)
-_SIMULATES = "xla_force_host_platform_device_count"
-"""XLA flag that simulates devices."""
 _settings = cast(Any, jax.config)  # whose attributes are made as it runs
 
 
@@ -108,22 +106,23 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
 
 
 def check_chip(hardware: HardwareConfig) -> None:
-    """Raises ValueError if hardware.chip is not a CPU but the devices are, unless simulated on purpose."""
+    """Prints that CPUs simulate hardware.chip. Raises ValueError if neither settings nor XLA_FLAGS simulate devices."""
     chip = chip_of(hardware.chip) if hardware.chip else None
-    is_simulated = hardware.simulated_devices is not None or _SIMULATES in os.environ.get("XLA_FLAGS", "")
-    if chip and chip.platform != "cpu" and jax.default_backend() == "cpu" and not is_simulated:
-        extra = "tpu" if chip.platform == "tpu" else "cuda"
+    if chip is None or chip.platform == "cpu" or jax.default_backend() != "cpu":
+        return
+    if hardware.simulated_devices is None and jax.local_device_count() == 1:
         raise ValueError(
-            f"hardware.chip is {hardware.chip}, but JAX finds only CPUs. Give hardware=cpu, or "
-            f"hardware.simulated_devices to try this run on simulated devices; to use a {chip.platform.upper()}: pip "
-            f"install 'shardwright[{extra}]'."
+            f"hardware.chip is {hardware.chip}, but JAX finds only a CPU. Install JAX for the chip (pip install "
+            "'shardwright[cuda]' or 'shardwright[tpu]'), give hardware=cpu, or try the run on simulated devices with "
+            "hardware.simulated_devices=<number>."
         )
+    say(f"chip       no {hardware.chip} here: simulated by this host's CPU")
 
 
 def simulate_devices(hardware: HardwareConfig) -> None:
     """Applies hardware.simulated_devices. Has no effect once devices have started."""
     count = hardware.simulated_devices
-    if count is None or _SIMULATES in os.environ.get("XLA_FLAGS", ""):
+    if count is None or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     with contextlib.suppress(RuntimeError):  # in a later job of a sweep
         jax.config.update("jax_num_cpu_devices", count)

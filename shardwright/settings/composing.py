@@ -80,8 +80,8 @@ def with_brackets(schema: type, arguments: Sequence[str]) -> list[str]:
 def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Replaces paths, as a shell completes them, by what Hydra takes. Also returns the directory of --config-dir.
 
-    --config-name=configs/x.yaml becomes x, in that directory, whose default is a project's configs/; and runs/x, run=x and x become run=runs/x if the program
-    reads a run and runs/x exists.
+    --config-name=configs/x.yaml becomes x, in that directory; without one, a project's configs/ come first. runs/x,
+    run=x and x become run=runs/x if the program reads a run and runs/x exists.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn")

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from simulated import without_cache
 
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
-from shardwright.cluster.devices import known_options, start_devices
+from shardwright.cluster.devices import check_chip, known_options, start_devices
 from shardwright.modeling.model import load_model
 from shardwright.run.compiling import compile_step
 from shardwright.run.config import register_schema
@@ -34,6 +34,18 @@ def start(hardware: str, *lines: str, **environment: str) -> str:
     done = subprocess.run([sys.executable, "-c", "\n".join(code)], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+@pytest.mark.quick
+def test_a_chip_that_is_not_there_is_refused_or_simulated_on_purpose(monkeypatch, capsys):
+    check_chip(HardwareConfig(chip="cpu"))
+    assert capsys.readouterr().out == ""
+    check_chip(HardwareConfig(chip="h100"))  # XLA_FLAGS of the tests simulate eight devices
+    assert capsys.readouterr().out == "chip       no h100 here: simulated by this host's CPU\n"
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    check_chip(HardwareConfig(chip="h100", simulated_devices=1))
+    with pytest.raises(ValueError, match=r"hardware.chip is v5e, but JAX finds only a CPU. .* give hardware=cpu"):
+        check_chip(HardwareConfig(chip="v5e"))
 
 
 @pytest.mark.long
