@@ -50,9 +50,9 @@ def test_its_cells_plan_train_and_compare(tmp_path, monkeypatch):
     shown = outputs[-1].data["text/markdown"]
     assert shown == (tmp_path / "first_chip.md").read_text()
     assert re.search(r"^step +[\d.]+ m?s +between", printed, re.MULTILINE)  # the plan
-    assert re.search(r"^\| tokens/s \|  \| \S+ \|", shown, re.MULTILINE)
+    assert re.search(r"^\| tokens/s \| \S+ \|", shown, re.MULTILINE)
     assert "| MFU |" not in shown  # of a CPU
-    (measured,) = re.search(r"^\| memory \|  \| (.*?) \|", shown, re.MULTILINE).groups()
+    (measured,) = re.search(r"^\| memory \| (.*?) \|", shown, re.MULTILINE).groups()
     assert measured.startswith("~")  # of a CPU, the compiler's
     assert "- device: `1 x cpu`" in shown
 
