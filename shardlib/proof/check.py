@@ -275,9 +275,12 @@ def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None =
 
 
 def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> AbstractMesh:
-    """A mesh of one device along each axis of `mesh`, except the axes in `without`."""
+    """A mesh of one device, of the same kind, along each axis of `mesh`, except the axes in `without`."""
     kinds = {axis: kind for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if axis not in without}
-    return AbstractMesh((1,) * len(kinds), tuple(kinds), axis_types=tuple(kinds.values()))
+    of: Any = getattr(mesh, "abstract_mesh", mesh)
+    return AbstractMesh(
+        (1,) * len(kinds), tuple(kinds), axis_types=tuple(kinds.values()), abstract_device=of.abstract_device
+    )
 
 
 @contextlib.contextmanager

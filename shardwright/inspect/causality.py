@@ -15,7 +15,7 @@ from shardlib.proof.causality import GIVEN, find_later, operations, tokens
 from shardlib.proof.check import Finding, on_one_device
 from shardlib.proof.lengths import compared
 from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, entries_of, made, unknown
-from shardwright.inspect.soundness import Unproved, refuse
+from shardwright.inspect.soundness import Unproved, devices_of, refuse
 from shardwright.modeling import fp8
 from shardwright.modeling.attention_calls import mask_of, sees_later
 from shardwright.modeling.masks import AttentionMask
@@ -79,7 +79,7 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
     patterns = [*(call.pattern for each in checked for call in each.calls), getattr(step.model, "mask", None)]
     if not all(pattern.causal for pattern in patterns if isinstance(pattern, AttentionMask)):
         return "the model's attention mask says causal=False"
-    settings = step.model.c, checked[0].c.training, step.c.optimizer, context
+    settings = step.model.c, checked[0].c.training, step.c.optimizer, context, devices_of(step.mesh)
     settings += tuple(source and text_of(part) for part in (type(step.model), step.trainer))
     try:
         refuse(lambda: list(dict.fromkeys(_findings(checked))), source, "causality", *settings)

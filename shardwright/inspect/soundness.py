@@ -8,14 +8,14 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from shardlib.axes import ALWAYS, CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
+from shardlib.axes import CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
 from shardlib.places import place
-from shardlib.proof.check import Finding, prove, prove_function, raise_for, tracing
+from shardlib.proof.check import Finding, on_one_device, prove, prove_function, raise_for, tracing
 from shardwright.inspect.fresh import anew
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, path_of
@@ -48,7 +48,7 @@ def check_steps(step: Step, source: object) -> None:
     Raises:
         ShardError: names the lines of the source that are wrong or not proved, with the values there and the remedy.
     """
-    refuse(lambda: find_unsound(step), source, *(read_by(step) if source else ()))
+    refuse(lambda: find_unsound(step), source, *(read_by(step) if source else ()), devices_of(step.mesh))
 
 
 def check_program(program: Any, args: object, source: Any, *settings: Any) -> None:
@@ -59,6 +59,12 @@ def check_program(program: Any, args: object, source: Any, *settings: Any) -> No
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     find = lambda: prove_function(lambda: program.trace(*shapes).jaxpr)
     refuse(find, source, program.__name__, settings, repr(shapes))
+
+
+def devices_of(mesh: Any) -> tuple:
+    """What a proof depends on of a mesh, of devices or abstract: its sizes, and the kind of its devices."""
+    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    return (*mesh.shape.items(), device and device.device_kind)
 
 
 def refuse(find: Callable[[], list[Finding]], source: object, *parts: object) -> None:
@@ -98,10 +104,11 @@ def find_unsound(step: Step) -> list[Finding]:
 
 def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
     """find_unsound for one form of attention. `to_single`: also compare with what a single device runs."""
-    t, mesh = step.c.training, getattr(step.mesh, "abstract_mesh", step.mesh)
+    t, mesh = step.c.training, cast(AbstractMesh, getattr(step.mesh, "abstract_mesh", step.mesh))
     if t.loss_chunk:  # each chunk on a device of its own
         sizes, kinds = (*mesh.axis_sizes, t.seq_len // t.loss_chunk), (*mesh.axis_types, AxisType.Explicit)
-        mesh = AbstractMesh(sizes, (*mesh.axis_names, CHUNK_AXIS), axis_types=kinds)
+        names, device = (*mesh.axis_names, CHUNK_AXIS), mesh.abstract_device
+        mesh = AbstractMesh(sizes, names, axis_types=kinds, abstract_device=device)
     in_order = ["layers in order"] * (mesh.shape.get(PIPELINE_AXIS, 1) > 1)
 
     def trace(at: AbstractMesh, *forms: str) -> dict[str, tuple[Any, list]]:
@@ -127,7 +134,7 @@ def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
 def _check_rules(step: Step) -> tuple[list[Finding], bool]:
     """Numbers in a model's masks that differ on one device; and True if einsum computes all attention."""
     mesh = getattr(step.mesh, "abstract_mesh", step.mesh)
-    one = AbstractMesh((1,) * len(ALWAYS), ALWAYS, axis_types=mesh.axis_types[:1] * len(ALWAYS))
+    one = on_one_device(mesh, OPTIONAL)
 
     def calls(step: Step) -> tuple[list[Call], bool]:
         found = [*step.other(name="evaluation").calls, *step.calls]

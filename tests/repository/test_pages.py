@@ -158,7 +158,8 @@ def check_command(words: list[str]) -> None:
     assert files, f"there is no {module}"
     flags = dict(word.partition("=")[::2] for word in arguments if word.startswith("--"))
     overrides = [word for word in arguments if not word.startswith("-")]
-    if arguments in ([], ["--help"]) or any("…" in word for word in arguments) or flags.get("--config-name") in ("name", "my_run"):
+    of_readers = flags.get("--config-name") in ("name", "my_run")
+    if arguments in ([], ["--help"]) or any("…" in word for word in arguments) or of_readers:
         return
     if module in ("train", "tools.verify"):
         assert "--config-name" in flags, f"{module} needs a configuration"

@@ -1,0 +1,281 @@
+"""Checks an edit before any run: is the step still right, does it fit, what does it cost, and what did the edit change?
+
+    python -m tools.check --config-name=c4_h100x64_7b
+    python -m tools.check --config-name=local_test_synthetic check.against=main check.output=json
+
+Takes the configuration of a run, and uses no devices. Types, the proof and causality are those of `train`, the costs
+those of `tools.plan`. Exit status 0: accepted; 1: rejected; 2: it could not be checked.
+"""
+
+import collections
+import contextlib
+import difflib
+import hashlib
+import json
+import linecache
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardlib.axes import AXES
+from shardlib.equations import equations_in, frames_of
+from shardlib.parsing import ShardError
+from shardlib.places import is_users, shown_path
+from shardlib.proof.check import tracing
+from shardwright.cluster.chips import chip_of
+from shardwright.cluster.config import DistributedConfig
+from shardwright.cluster.devices import start_devices
+from shardwright.data.checks import check_choice
+from shardwright.inspect.causality import check_causal
+from shardwright.inspect.compiled.table import in_bytes, in_seconds
+from shardwright.inspect.plan.step import mesh_for
+from shardwright.inspect.planning import NOT_MEASURED, mesh_sizes, planned_change
+from shardwright.inspect.soundness import check_steps
+from shardwright.modeling.model import load_model
+from shardwright.run.config import Config, check_divides
+from shardwright.run.launch import start_with_section
+from shardwright.run.provenance import source_of
+from shardwright.run.report import parameters_of
+from shardwright.run.step import Step, trace_step
+from shardwright.settings.words import listed, say
+
+UNCHECKED = 2
+"""Exit status if nothing was found out."""
+MOST = 4
+"""Number of changed lines that the screen names."""
+
+
+@dataclass
+class CheckConfig:
+    """The section `check`."""
+
+    against: str | None = "HEAD"
+    """What to compare with: a commit of the repository where the program starts, or a directory. Null: nothing."""
+    output: str = "text"
+    """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the difference of each."""
+    devices: int | None = None
+    """Number of devices, where the mesh has a -1. Null: that of the mesh."""
+
+
+def checks(step: Step) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    """The checks in order: a name, and a function that raises for a rejected step, or returns why nothing is known."""
+    source = source_of()
+    yield "types", lambda: step.traced and None
+    if step.mesh.size > 1 or step.c.training.loss_chunk:
+        yield "mesh", lambda: check_steps(step, source)
+    yield "causality", lambda: check_causal(step, source) or None
+
+
+PROVED = {
+    "types": "",
+    "mesh": "computes what one device computes",
+    "causality": "no position sees a later token or another document",
+}
+
+
+def verdict_of(step: Step) -> dict[str, Any]:
+    """The checks of a step, until one rejects it: their words and seconds; and for a rejection its place and remedy."""
+    found: dict[str, Any] = {"verdict": "accepted", "checks": []}
+    for name, check in checks(step):
+        begin = time.perf_counter()
+        try:
+            unknown = check()
+            ended = {"ok": None if unknown else True, "text": f"not proved: {unknown}" if unknown else PROVED[name]}
+        except ValueError as error:
+            ended = {"ok": False, "text": str(error)}
+            place = getattr(error, "place", "") or (re.match(r"\S+\.py:\d+", str(error)) or [""])[0]
+            remedy = getattr(error, "remedy", "") or str(error).partition("remedy: ")[2].partition("\n")[0]
+            problem = str(error).partition("\n")[0].removeprefix(f"{place}: ")
+            found |= {"verdict": "rejected", "place": place, "problem": problem, "remedy": remedy}
+        found["checks"].append({"name": name, **ended, "seconds": round(time.perf_counter() - begin, 2)})
+        if ended["ok"] is False:
+            break
+    return found
+
+
+def program_of(step: Step) -> dict[str, Any]:
+    """A hash of the traced program, which comments and names of values do not change, and the user's lines in it."""
+    text = re.sub(r"0x[0-9a-f]{6,}", "", str(step.jaxpr))  # addresses of functions
+    calls = {call for eqn in equations_in(step.jaxpr) for call in frames_of(eqn) if is_users(call[0])}
+    lines = [(shown_path(file), line, linecache.getline(file, line).strip()) for file, line in sorted(calls)]
+    return {"hash": hashlib.sha256(text.encode()).hexdigest()[:20], "lines": lines}
+
+
+def costs_of(c: Config, sizes: dict[str, int]) -> dict[str, Any]:
+    """What the plan says: seconds of a step, bytes at the peak, and both by line."""
+    plan = planned_change(c, sizes, chip_of(c.hardware.chip or NOT_MEASURED), {})
+    found: dict[str, Any] = {"bytes": plan.step.peak, "memory_bytes": plan.chip.memory_bytes, "fits": plan.fits}
+    if plan.chip.name != NOT_MEASURED:
+        found["seconds"] = plan.seconds
+    by_line: dict[str, list[float]] = {}
+    for line, i, amount in (
+        *((row.line, 0, row.exposed) for row in plan.rows),
+        *((held.line, 1, held.bytes) for held in plan.step.held),
+    ):
+        by_line.setdefault(line, [0.0, 0.0])[i] += amount
+    return {**found, "by_line": by_line}
+
+
+def checked(c: Config, settings: CheckConfig) -> dict[str, Any]:
+    """All that is found of a configuration on its own."""
+    is_open = any(getattr(c.mesh, axis) == -1 for axis in AXES)
+    devices = settings.devices or (c.hardware.simulated_devices if is_open else None)
+    if is_open and devices is None:
+        raise ValueError("the mesh has a -1, for the remaining devices: give check.devices=<number of devices>.")
+    sizes = mesh_sizes(c, devices)
+    chip = chip_of(c.hardware.chip or NOT_MEASURED)
+    check_divides(c, sizes)
+    mesh = mesh_for(sizes, chip.platform, chip.kinds[0])
+    with tracing(mesh):
+        model = load_model(c.model)
+    step = trace_step(c, model, mesh)
+    found = verdict_of(step)
+    if found["verdict"] == "rejected":
+        return found
+    return found | {"program": program_of(step), "costs": costs_of(c, sizes), "parameters": parameters_of(model)}
+
+
+@contextlib.contextmanager
+def source_at(against: str) -> Iterator[tuple[str, Path]]:
+    """Context with a directory like the working directory, of a commit or as given; and its name.
+
+    Raises:
+        ValueError: it is no directory and no commit.
+    """
+    if Path(against).is_dir():
+        yield against, Path(against)
+        return
+    git = lambda *words: subprocess.run(["git", *words], capture_output=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            commit, within = git("rev-parse", "--short", against).decode().strip(), git("rev-parse", "--show-prefix")
+            root = git("rev-parse", "--show-toplevel").decode().strip()
+            subprocess.run(["tar", "-x", "-C", directory], input=git("-C", root, "archive", commit), check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = getattr(error, "stderr", None) or str(error).encode()
+            reason = why.decode().strip().partition("\n")[0]
+            raise ValueError(f"check.against is {against!r}, no directory and no commit ({reason}).") from None
+        yield f"{against} ({commit})", Path(directory) / within.decode().strip()
+
+
+def started(directory: Path) -> subprocess.Popen:
+    """Starts this program on the source of another directory, to print its result as JSON."""
+    own = [word for word in sys.argv[1:] if not word.startswith(("check.against=", "check.output="))]
+    command = [sys.executable, "-m", "shardwright.tools.check", *own, "check.against=null", "check.output=json"]
+    paths = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+    options: dict[str, Any] = {"cwd": directory, "env": os.environ | {"PYTHONPATH": paths}, "text": True}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def compared(now: dict[str, Any], process: subprocess.Popen) -> dict[str, Any]:
+    """The `difference` of a result from that of a process, or why it is `unknown`."""
+    out, err = process.communicate()
+    try:
+        before = json.loads(out.strip().rpartition("\n")[2])
+    except ValueError:
+        last = [line for line in (out + err).splitlines() if line.strip()] or ["it printed nothing"]
+        return {"unknown": last[-1]}
+    if before["verdict"] == "rejected":
+        return {"unknown": f"it is rejected there, at {before['place']}: {before['problem']}"}
+    return {"difference": difference(now, before)}
+
+
+def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Whether the program is the same, the lines that changed, and for each cost the line that changed it most."""
+    there, here = ([tuple(line) for line in of["program"]["lines"]] for of in (before, now))
+    texts = ([(file, text) for file, _, text in lines] for lines in (there, here))
+    same, lines = {}, []
+    for kind, a, a_end, b, b_end in difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes():
+        pairs = zip(there[a:a_end], here[b:b_end], strict=False)
+        same |= {f"{x[0]}:{x[1]}": f"{y[0]}:{y[1]}" for x, y in pairs}
+        lines += [f"{file}:{line}" for file, line, _ in here[b:b_end] if kind != "equal"]
+    found: dict[str, Any] = {"same_program": now["program"]["hash"] == before["program"]["hash"], "lines": lines}
+    for i, name in enumerate(("seconds", "bytes")):
+        if name not in now["costs"] or name not in before["costs"]:
+            continue
+        of_line: dict[str, float] = collections.defaultdict(float)
+        for line, amounts in now["costs"]["by_line"].items():
+            of_line[line] += amounts[i]
+        for line, amounts in before["costs"]["by_line"].items():
+            of_line[same.get(line, line)] -= amounts[i]
+        line, change = max(of_line.items(), key=lambda item: abs(item[1]), default=("", 0.0))
+        found[name] = {"before": before["costs"][name], "now": now["costs"][name], "line": line, "of_line": change}
+    return found | {"parameters": now["parameters"] - before["parameters"]}
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The result for a terminal of 80 columns."""
+    lines = []
+    for check in found["checks"]:
+        word = {True: "ok", None: "–", False: "rejected"}[check["ok"]]
+        lines.append(f"{check['name']:11}{word:9}{check['text']}  ({check['seconds']:.1f} s)")
+    if "costs" not in found:
+        return "\n".join(lines)
+    costs = found["costs"]
+    time_of = f"{in_seconds(costs['seconds'])} a step, " if "seconds" in costs else ""
+    need, has = in_bytes(costs["bytes"]), in_bytes(costs["memory_bytes"])
+    fits = "ok" if costs["fits"] else "too much"
+    lines.append(f"{'plan':11}{fits:9}{time_of}{need} of {has}, {found['parameters']:,} parameters")
+    if "against" not in found:
+        return "\n".join(lines)
+    lines.append(f"against {found['against']}")
+    if "unknown" in found:
+        return "\n".join([*lines, f"  {'–':9}it cannot be checked: {found['unknown']}"])
+    than = found["difference"]
+    if than["same_program"]:
+        return "\n".join([*lines, f"  {'program':9}no change"])
+    lines.append(f"  {'program':9}changed: {listed(than['lines'], MOST) or 'lines that left, or settings'}")
+    for name, title, shown in (("seconds", "time", in_seconds), ("bytes", "memory", in_bytes)):
+        if (of := than.get(name)) is not None:
+            change = of["now"] / of["before"] - 1
+            sign = "+" if of["of_line"] > 0 else "−"
+            where = f"   {of['line']} {sign}{shown(abs(of['of_line']))}" if abs(change) >= 5e-4 else ""
+            lines.append(f"  {title:9}{shown(of['before'])} → {shown(of['now'])}   {change:+.1%}{where}")
+    if than["parameters"]:
+        lines.append(f"  {'params':9}{than['parameters']:+,}")
+    return "\n".join(lines)
+
+
+class Rejected(SystemExit):
+    """Ends the program with the status of a rejected step."""
+
+
+def job(c: Config, settings: CheckConfig) -> None:
+    """Checks `c`, prints the result, and ends with its status."""
+    check_choice("check.output", settings.output, ("text", "json"))
+    start_devices(DistributedConfig(), c.hardware)
+    with contextlib.ExitStack() as stack:
+        other = name = None
+        if settings.against:
+            name, directory = stack.enter_context(source_at(settings.against))
+            other = stack.enter_context(started(directory))  # while this process checks its own
+            stack.callback(other.kill)
+        found = checked(c, settings)
+        if other and found["verdict"] == "accepted":
+            found |= {"against": name, **compared(found, other)}
+    say(json.dumps(found) if settings.output == "json" else as_text(found))
+    if found["verdict"] == "rejected":
+        raise Rejected(1)
+
+
+@dataclass
+class CheckedConfig(Config):
+    """All settings of a run, and the section `check`."""
+
+    check: CheckConfig = field(default_factory=CheckConfig)
+
+
+if __name__ == "__main__":
+    try:
+        start_with_section("check", CheckedConfig, job, __doc__ or "")
+    except Rejected:
+        raise
+    except SystemExit as end:  # a wrong setting
+        sys.exit(UNCHECKED if end.code else 0)

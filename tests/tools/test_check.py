@@ -1,0 +1,96 @@
+"""tools.check: its verdict, its exit status, and what it says of an edit against a commit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.tools.init.__main__ import TEMPLATE
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+NORM = "nx = train.rms_norm(x, w.mlp_norm, self.c.norm_epsilon)"
+EDITS = {
+    "a comment": (NORM, f"{NORM}  # of each position"),
+    "an activation": ("jax.nn.relu(up) ** 2", "jax.nn.silu(up)"),
+    "a sum that is left out": (
+        'x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)',
+        'x + shardops.shard("B/b L/c M -> B/b L/c/t M", out)',
+    ),
+    "a look ahead": (NORM, NORM.replace("rms_norm(x,", "rms_norm(jax.numpy.roll(x, -1, 1),")),
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A project as `shardwright init` makes it, committed."""
+    directory = tmp_path_factory.mktemp("project")
+    for path in TEMPLATE.rglob("*.*"):
+        if path.suffix in (".py", ".yaml"):
+            target = directory / path.relative_to(TEMPLATE)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(path.read_text())
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
+        subprocess.run([*git, *words], cwd=directory, check=True)
+    return directory
+
+
+def check(project: Path, *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "shardwright.tools.check", "--config-name=my_run", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def edited(project: Path, edit: str, *words: str) -> tuple[int, dict]:
+    """The result on an edit of the project's model."""
+    model, (old, new) = project / "my_model.py", EDITS[edit]
+    before = model.read_text()
+    assert before.count(old) == 1
+    try:
+        model.write_text(before.replace(old, new))
+        status, text = check(project, "check.output=json", *words)
+        return status, json.loads(text.strip().rpartition("\n")[2])
+    finally:
+        model.write_text(before)
+
+
+def test_a_comment_is_no_change(project):
+    status, found = edited(project, "a comment")
+    assert (status, found["verdict"], found["difference"]["same_program"]) == (0, "accepted", True)
+
+
+def test_an_activation_is_a_change_of_its_line(project):
+    status, found = edited(project, "an activation")
+    line = (project / "my_model.py").read_text().partition("jax.nn.relu")[0].count("\n") + 1
+    assert (status, found["difference"]["same_program"], found["difference"]["lines"]) == (0, False, [f"my_model.py:{line}"])
+    assert found["difference"]["parameters"] == 0
+    assert [each["name"] for each in found["checks"]] == ["types", "mesh", "causality"]
+
+
+@pytest.mark.parametrize(("edit", "name"), [("a sum that is left out", "types"), ("a look ahead", "causality")])
+def test_a_wrong_edit_is_rejected_at_its_line(project, edit, name):
+    status, found = edited(project, edit, "mesh.t=1", "mesh.d=4") if name == "causality" else edited(project, edit)
+    assert (status, found["verdict"], found["checks"][-1]["name"]) == (1, "rejected", name)
+    line = (project / "my_model.py").read_text().partition(EDITS[edit][0])[0].count("\n") + 1
+    assert found["place"] == f"my_model.py:{line}"
+    assert found["problem"]
+
+
+def test_what_it_cannot_check(project):
+    assert check(project, "check.against=nowhere")[0] == 2
+    assert check(project, "model.layrs=3")[0] == 2
+    status, text = check(project, "check.against=nowhere")
+    assert "check.against is 'nowhere', no directory and no commit" in text
+
+
+def test_the_screen_has_80_columns(project):
+    status, text = check(project)
+    assert status == 0
+    assert "  program  no change" in text
+    assert max(map(len, text.splitlines())) <= 80
