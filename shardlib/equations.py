@@ -36,7 +36,8 @@ _KINDS = {
     "nonlinear": """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz complex cos cosh
         digamma erf erf_inv erfc exp exp2 expm1 floor igamma igammac integer_pow is_finite le_to lgamma log log1p
         logistic lt_to nextafter not or polygamma population_count pow regularized_incomplete_beta rem round rsqrt
-        shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta""",
+        shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
+        one_minus_square""",  # the last one since jax 0.12
     "random": "random_fold_in threefry2x32",
     # of several entries together
     "reduction": "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",

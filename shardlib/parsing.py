@@ -28,6 +28,8 @@ from shardlib.axes import AXIS_ORDER, CHUNK_AXIS, EITHER_ORDER, GROUPS
 from shardlib.places import place_of_caller
 
 T = TypeVar("T")
+OWN = re.compile(r"[A-Za-z_][\w.]*:\w+")
+"""Names of functions in the user's own files."""
 ZIGZAG = "Z"
 """Name of a dim in zigzag order (shardlib/zigzag.py)."""
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -261,6 +263,8 @@ def named(what: str, name: str, known: Mapping[str, T]) -> T:
         return known[name]
     module, _, attribute = name.partition(":")
     try:
+        if not OWN.fullmatch(name):
+            raise ValueError("no module:function")
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         article = "an" if what[0] in "aeiou" else "a"

@@ -28,7 +28,7 @@ def commands() -> dict[str, Path]:
 
 def first_line_of(file: Path) -> str:
     """First line of a program's docstring, cut for a terminal of 80 columns."""
-    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return textwrap.shorten(text.partition("\n")[0], 50, placeholder="…")
 
 

@@ -1,5 +1,6 @@
 """For tests of a project: is the training step of a configuration right on a mesh?"""
 
+import re
 from pathlib import Path
 
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
@@ -7,6 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from shardlib.axes import axes_of_mesh
 from shardwright.inspect import examine
 from shardwright.modeling.model import load_model
+from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import check_divides
 from shardwright.run.launch import composed
 from shardwright.run.step import trace_step
@@ -26,10 +28,12 @@ def assert_sound(name: str, mesh: str, *overrides: str, configs: str | Path = "c
     Raises:
         ValueError: a setting is wrong, or the step is rejected, with the line that does it.
     """
+    if not re.fullmatch(r"(?:[a-z]=[1-9]\d*\s*)+", mesh):
+        raise ValueError(f"the mesh is {mesh!r}; give the number of devices along each axis, as in 'd=2 t=2'.")
     sizes = {axis: int(size) for axis, size in (word.split("=") for word in mesh.split())}
     c = composed(name, *overrides, *(f"mesh.{axis}={size}" for axis, size in sizes.items()), own=configs)
     shape = axes_of_mesh(sizes)
     with use_abstract_mesh(AbstractMesh((*shape.values(),), (*shape,), axis_types=(AxisType.Explicit,) * len(shape))):
         check_divides(c, shape)
-        step = trace_step(c, load_model(c.model))
-    examine.prove([step], None)
+        steps = [trace_step(config_at(c, first), load_model(c.model)) for first in firsts(c)]
+    examine.prove(steps, None)

@@ -9,10 +9,11 @@ A checkout's train.py, and a fork of it (`shardwright fork`), are the module `tr
 import functools
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.settings.words import say
+from shardwright.data.untrusted import shown
 
 if TYPE_CHECKING:
     import train as train
@@ -34,8 +35,9 @@ def trainer_name() -> str:
         return RELEASED
     if file.samefile(released):
         return "train"
-    is_trainer = _STEP in file.read_text(errors="replace")
-    say(f"trainer: {file}" if is_trainer else f"trainer: {released}. {file} has no `{_STEP}…`, so it does not train.")
+    is_trainer = f"\n{_STEP}" in file.read_text(encoding="utf-8", errors="replace")
+    other = f"trainer: {released}. {file} has no `{_STEP}…`, so it does not train."
+    print(shown(f"trainer: {file}" if is_trainer else other), file=sys.stderr)  # stdout may be read by a program
     return "train" if is_trainer else RELEASED
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from shardlib.proof.check import tracing
+from shardwright.optimizers.rates import own_functions
 from shardwright.run.provenance import PACKAGES, own_modules
 from shardwright.run.step import Step
 
@@ -26,7 +27,8 @@ def anew(step: Step) -> Iterator[Step]:
     """
     c, kinds = step.c.model, (type(step.model), type(step.c.model))
     files = {str(path) for path in own_modules()}
-    names = step.trainer.__name__, *(kind.__module__ for kind in kinds)
+    own_parts = own_functions(step.c.optimizer)
+    names = step.trainer.__name__, *(part.__module__ for part in (*kinds, *own_parts))
     packages = {name.partition(".")[0] for name in names} - {"__main__", *PACKAGES}
 
     def is_own(name: str, module: object) -> bool:

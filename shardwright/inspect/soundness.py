@@ -20,6 +20,7 @@ from shardwright.inspect.fresh import anew
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.masks import numbers_in
+from shardwright.optimizers.rates import own_functions
 from shardwright.run.provenance import read_by, record_of, source_of
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import agreed
@@ -95,6 +96,7 @@ def find_unsound(step: Step) -> list[Finding]:
     """
     kinds = [kind for kind in type(step.model).__mro__ if kind.__module__ not in ("builtins", "typing")]
     makers = [step.trainer.init_state, step.trainer.make_training_step, step.trainer.make_evaluation_step]
+    makers += own_functions(step.c.optimizer)
     if found := list(dict.fromkeys(finding for part in (*makers, *kinds) for finding in _machines(part))):
         return found
     found, is_einsum = _check_rules(step)

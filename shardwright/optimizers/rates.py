@@ -63,6 +63,12 @@ def loss_of(c: OptimizerConfig, known: Mapping[str, Callable]) -> Callable:
     return functools.partial(named("loss", c.loss, known), c=c)
 
 
+def own_functions(c: OptimizerConfig) -> list[Callable]:
+    """The optimizers and the loss that the settings name in the user's own files."""
+    loss = [named("loss", c.loss, {})] if ":" in c.loss else []
+    return [*algorithms(c, {}).values(), *loss]
+
+
 def updates_of(c: OptimizerConfig, table: object, known: Mapping[str, Any]) -> Any:
     """The Update of each weight, in a tree like the model's `table`.
 

@@ -30,6 +30,7 @@ from typing import Any, cast
 import jax
 
 from shardwright.cluster.devices import Device, kept_programs, make_mesh
+from shardwright.optimizers.rates import own_functions
 from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.files import write_whole
 from shardwright.run.reference import reference_record
@@ -86,7 +87,9 @@ def files_of_source() -> dict[str, list[Path]]:
 
 def source_of() -> dict[str, str]:
     """Hashes each part of the source, by name."""
-    digest = lambda paths: hashlib.sha256(b"".join(map(bytes_of, paths))).hexdigest()[:20]
+    # Two files of one name may change places: their folders tell them apart.
+    part = lambda path: f"{path.parent.name}/{path.name} {len(bytes_of(path))}\n".encode() + bytes_of(path)
+    digest = lambda paths: hashlib.sha256(b"".join(map(part, paths))).hexdigest()[:20]
     return {name: digest(paths) for name, paths in files_of_source().items()}
 
 
@@ -110,7 +113,8 @@ def text_of(part: Any) -> bytes:
 def read_by(step: Step) -> tuple:
     """Returns what determines the programs of a step besides the hashed source: settings, files, the reference."""
     settings = [dataclasses.asdict(part) for part in (step.c.model, step.c.optimizer, step.c.training, step.c.pipeline)]
-    return settings, text_of(type(step.model)), text_of(step.trainer), reference_record(step.c)
+    own = [text_of(function) for function in own_functions(step.c.optimizer)]  # also of files that are no part of it
+    return settings, text_of(type(step.model)), text_of(step.trainer), own, reference_record(step.c)
 
 
 def record_of(name: str, source: object, *parts: object) -> Path | None:

@@ -45,7 +45,8 @@ def model_of(c: Config) -> LanguageModel | None:
         saved = saved_config(metadata)
         metadata["config"].pop("pipeline", None)  # reference_record has never hashed it
         # Not used in this run, and they may name untrusted code and addresses.
-        saved |= {"pipeline": {}, "data": {}, "training": saved["training"] | {"changes": []}}
+        saved |= {"pipeline": {}, "data": {}, "trackers": {}, "training": saved["training"] | {"changes": []}}
+        saved["optimizer"] = saved.get("optimizer", {}) | {"algorithm": "adamw", "loss": "cross_entropy", "groups": []}
         sizes = config_of(saved, trust=saved["model"].get("module") == c.model.module).model
         model, inputs = load_model(sizes), inputs_of(load_model(c.model))
         if sizes.vocab != c.model.vocab:

@@ -112,8 +112,7 @@ def config_of(saved: dict, trust: bool = False) -> Config:
     module = saved["model"].get("module", "train")
     schedule = saved.get("pipeline", {}).get("schedule", "gpipe")
     named = [("model.module", module, is_shipped(str(module))), ("pipeline.schedule", schedule, schedule in SCHEDULES)]
-    parts = flat({name: saved.get(name, {}) for name in ("optimizer", "trackers")})
-    named += [(name, text, False) for name, x in parts.items() for text in re.findall(r"[\w.]+:\w+", str(x))]
+    named += [(name, value, ":" not in str(value)) for name, value in _functions(saved)]
     for name, value, known in named:
         if not (known or trust):
             raise ValueError(
@@ -133,6 +132,16 @@ def config_of(saved: dict, trust: bool = False) -> Config:
             "trust that address."
         )
     return c
+
+
+def _functions(saved: dict) -> Iterator[tuple[str, object]]:
+    """Yields the settings of a checkpoint that may name functions; `named` imports none without a colon."""
+    optimizer, trackers = saved.get("optimizer", {}), saved.get("trackers", {})
+    yield from ((f"optimizer.{name}", optimizer.get(name)) for name in ("algorithm", "loss"))
+    groups, names = optimizer.get("groups"), trackers.get("names")
+    for group in groups if isinstance(groups, list) else ():
+        yield "optimizer.groups", group.get("algorithm") if isinstance(group, dict) else None
+    yield from (("trackers.names", name) for name in (names if isinstance(names, list) else ()))
 
 
 def fetched(c: Config) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import jax
 from hydra.core.hydra_config import HydraConfig
 
-from shardlib.parsing import named
+from shardlib.parsing import OWN, named
+from shardwright.data.checks import check_choice
 from shardwright.data.untrusted import read_object
 from shardwright.run.best_effort import best_effort
 from shardwright.run.files import write_whole
@@ -56,7 +57,8 @@ class TrackersConfig:
 def check_trackers(c: TrackersConfig) -> None:
     """Raises ValueError for an unknown tracker, or a queue without ClearML."""
     for name in c.names:
-        named("tracker", name, TRACKERS)
+        if not OWN.fullmatch(name):  # which is imported where the run starts: a configuration may be a stranger's
+            check_choice("trackers.names", name, tuple(TRACKERS))
     if c.queue is not None and "clearml" not in c.names:
         raise ValueError(
             f"trackers.queue is {c.queue!r}, a ClearML queue, but trackers.names is {c.names}. Add clearml to it."

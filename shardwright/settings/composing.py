@@ -88,9 +88,10 @@ def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], str 
     parser.add_argument("--config-dir", "-cd")
     flags, others = parser.parse_known_args(arguments)
     path = Path(flags.config_name or "")
-    if path.suffix == ".yaml" and path.is_file():
+    is_shipped = path.parent.name == "configs" and (program.configs / path.name).is_file()
+    if path.suffix == ".yaml" and (path.is_file() or is_shipped):
         flags.config_name = path.stem
-        if not path.parent.samefile(program.configs):
+        if path.is_file() and not path.parent.samefile(program.configs):
             flags.config_dir = flags.config_dir or str(path.parent)
     own = Path("configs")
     if program.config_name is None and own.is_dir() and not own.samefile(program.configs):
@@ -172,7 +173,9 @@ def _null_section(program: Program, overrides: Sequence[str]) -> str | None:
     for name in (text.lstrip("+~").partition("=")[0] for text in overrides):
         group, section = [*name.split("."), ""][:2]
         files = sorted((program.configs / group).glob("*.yaml"))
-        if having := [f"{group}={path.stem}" for path in files if f"\n{section}:\n" in path.read_text()]:
+        if having := [
+            f"{group}={path.stem}" for path in files if f"\n{section}:\n" in path.read_text(encoding="utf-8")
+        ]:
             directory = shown_path(str(program.configs / group))
             return (
                 f"{name} cannot be set: {group}.{section} is null here. Also choose a configuration with this section, "

@@ -40,6 +40,7 @@ from shardwright.settings.composing import (
 )
 from shardwright.settings.exits import ERROR, exit_of
 from shardwright.settings.help import help_text
+from shardwright.settings.words import as_installed
 from shardwright.settings.written import override_as_written, read_as_written
 
 PACKAGE = Path(__file__).parents[1]
@@ -67,8 +68,8 @@ def refusal(error: Exception) -> str | None:
     if not refuses or os.environ.get(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR")) == "1":
         return None
     if getattr(error, "place", ""):
-        return f"{shown(error)}\n  Set HYDRA_FULL_ERROR=1 to see the traceback."
-    return f"Error: {shown(message_of(error))}"
+        return f"{shown(as_installed(str(error)))}\n  Set HYDRA_FULL_ERROR=1 to see the traceback."
+    return f"Error: {shown(as_installed(message_of(error)))}"
 
 
 def message_of(error: Exception) -> str:
@@ -155,7 +156,7 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
     read_as_written(program.schema, config_dir)
     if not {"--help", "-h"}.isdisjoint(sys.argv):
         with refusals_shown(), contextlib.suppress(BrokenPipeError):  # a reader such as `head` may stop early
-            print(help_text(program, sections()), flush=True)
+            print(as_installed(help_text(program, sections())), flush=True)
         return
     os.environ.setdefault(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR", "0"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which are printed here
@@ -176,7 +177,7 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         told = isinstance(error, OSError) and refusal(error)  # such as of the directory of a sweep
         if os.environ[FULL_ERROR] == "1" or not (told or is_of_composing(error)):
             raise
-        sys.exit(told or f"Error: {shown(explained(program, error, sys.argv[1:]))}")
+        sys.exit(told or f"Error: {shown(as_installed(explained(program, error, sys.argv[1:])))}")
 
 
 def _leave(code: int) -> None:

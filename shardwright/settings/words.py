@@ -3,8 +3,10 @@
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from shardwright.data.untrusted import shown
@@ -39,9 +41,21 @@ def print_if_possible() -> None:
             setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **options))
 
 
+PACKAGE = Path(__file__).parents[1]
+_IN_CHECKOUT = (PACKAGE.parent / "pyproject.toml").exists()
+
+
+def as_installed(text: str) -> str:
+    """Writes commands and pages in a message as they are outside a checkout: `shardwright plan`, and a whole path."""
+    if _IN_CHECKOUT:
+        return text
+    text = re.sub(r"python -m (?:tools\.|(?=train\b))", "shardwright ", text)
+    return re.sub(r"(?<![\w/])(?=docs/\w+\.md)", f"{PACKAGE}/", text)
+
+
 def say(text: str, flush: bool = False) -> None:
     """Prints a text without control characters."""
-    print(shown(text), flush=flush)
+    print(shown(as_installed(text)), flush=flush)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

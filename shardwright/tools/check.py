@@ -19,31 +19,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardlib.axes import AXES
-from shardlib.equations import equations_in, frames_of
+from shardlib.equations import arrays_in, equations_in, frames_of
 from shardlib.parsing import ShardError
-from shardlib.places import is_users, shown_path
+from shardlib.places import is_users, shown_path, users_call
+from shardlib.places import place as place_at
 from shardlib.proof.check import tracing
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig
 from shardwright.cluster.devices import start_devices
-from shardwright.data.checks import check_choice
+from shardwright.data.checks import at_least_1, check_choice
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.compiled.table import in_bytes, in_seconds
 from shardwright.inspect.plan.step import mesh_for
 from shardwright.inspect.planning import NOT_MEASURED, mesh_sizes, planned_change
 from shardwright.inspect.soundness import check_steps
 from shardwright.modeling.model import load_model
+from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import Config, check_divides
 from shardwright.run.launch import start_with_section
 from shardwright.run.provenance import source_of
 from shardwright.run.report import parameters_of
-from shardwright.run.step import Step, trace_step
+from shardwright.run.step import NAMES, Step, trace_step
 from shardwright.settings.words import listed, say
 
 UNCHECKED = 2
@@ -60,17 +64,21 @@ class CheckConfig:
     """What to compare with: a commit of the repository where the program starts, or a directory. Null: nothing."""
     output: str = "text"
     """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the difference of each."""
-    devices: int | None = None
+    devices: int | None = at_least_1(None)
     """Number of devices, where the mesh has a -1. Null: that of the mesh."""
 
 
-def checks(step: Step) -> Iterator[tuple[str, Callable[[], str | None]]]:
-    """The checks in order: a name, and a function that raises for a rejected step, or returns why nothing is known."""
+def checks(steps: Sequence[Step]) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    """The checks in order: a name, and a function that raises for a rejected step, or returns why nothing is known.
+
+    `steps` are those of each phase of the run, as its training.changes make them.
+    """
+    programs = [step.other(name=name) for step in steps for name in NAMES]
+    yield "types", lambda: None if [program.traced for program in programs] else ""
     source = source_of()
-    yield "types", lambda: step.traced and None
-    if step.mesh.size > 1 or step.c.training.loss_chunk:
-        yield "mesh", lambda: check_steps(step, source)
-    yield "causality", lambda: check_causal(step, source) or None
+    if steps[0].mesh.size > 1 or any(step.c.training.loss_chunk for step in steps):
+        yield "mesh", lambda: next(filter(None, (check_steps(step, source) for step in steps)), None)
+    yield "causality", lambda: next(filter(None, (check_causal(step, source) for step in steps)), None)
 
 
 PROVED = {
@@ -80,20 +88,29 @@ PROVED = {
 }
 
 
-def verdict_of(step: Step) -> dict[str, Any]:
+def rejection(error: Exception) -> dict[str, Any]:
+    """The verdict on a step whose trace or proof raised an error, with the line of the user's code that it is about."""
+    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    place = getattr(error, "place", "") or (re.match(r"\S+\.py:\d+", text) or [""])[0]
+    if not place and (call := users_call(error)):
+        place = place_at(call.tb_frame.f_code.co_filename, call.tb_lineno)
+    remedy = getattr(error, "remedy", "") or text.partition("remedy: ")[2].partition("\n")[0]
+    problem = text.partition("\n")[0].removeprefix(f"{place}: ")
+    text = text if text.startswith(place) else f"{place}: {text}"
+    return {"verdict": "rejected", "place": place, "problem": problem, "remedy": remedy, "text": text}
+
+
+def verdict_of(steps: Sequence[Step]) -> dict[str, Any]:
     """The checks of a step, until one rejects it: their words and seconds; and for a rejection its place and remedy."""
     found: dict[str, Any] = {"verdict": "accepted", "checks": []}
-    for name, check in checks(step):
+    for name, check in checks(steps):
         begin = time.perf_counter()
         try:
             unknown = check()
             ended = {"ok": None if unknown else True, "text": f"not proved: {unknown}" if unknown else PROVED[name]}
-        except ValueError as error:
-            ended = {"ok": False, "text": str(error)}
-            place = getattr(error, "place", "") or (re.match(r"\S+\.py:\d+", str(error)) or [""])[0]
-            remedy = getattr(error, "remedy", "") or str(error).partition("remedy: ")[2].partition("\n")[0]
-            problem = str(error).partition("\n")[0].removeprefix(f"{place}: ")
-            found |= {"verdict": "rejected", "place": place, "problem": problem, "remedy": remedy}
+        except Exception as error:  # an edit may make any error of Python
+            found |= rejection(error)
+            ended = {"ok": False, "text": found.pop("text")}
         found["checks"].append({"name": name, **ended, "seconds": round(time.perf_counter() - begin, 2)})
         if ended["ok"] is False:
             break
@@ -101,11 +118,15 @@ def verdict_of(step: Step) -> dict[str, Any]:
 
 
 def program_of(step: Step) -> dict[str, Any]:
-    """A hash of the traced program, which comments and names of values do not change, and the user's lines in it."""
-    text = re.sub(r"0x[0-9a-f]{6,}", "", str(step.jaxpr))  # addresses of functions
-    calls = {call for eqn in equations_in(step.jaxpr) for call in frames_of(eqn) if is_users(call[0])}
+    """A hash of the traced programs, which comments and names of values do not change, and the user's lines in them."""
+    digest, calls = hashlib.sha256(), set()
+    for program in (step.other(name=name) for name in NAMES):
+        digest.update(re.sub(r"0x[0-9a-f]{6,}", "", str(program.jaxpr)).encode())  # without addresses of functions
+        for array in arrays_in(program.jaxpr):
+            digest.update(np.asarray(array).tobytes())
+        calls |= {call for eqn in equations_in(program.jaxpr) for call in frames_of(eqn) if is_users(call[0])}
     lines = [(shown_path(file), line, linecache.getline(file, line).strip()) for file, line in sorted(calls)]
-    return {"hash": hashlib.sha256(text.encode()).hexdigest()[:20], "lines": lines}
+    return {"hash": digest.hexdigest()[:20], "lines": lines}
 
 
 def costs_of(c: Config, sizes: dict[str, int]) -> dict[str, Any]:
@@ -135,11 +156,11 @@ def checked(c: Config, settings: CheckConfig) -> dict[str, Any]:
     mesh = mesh_for(sizes, chip.platform, chip.kinds[0])
     with tracing(mesh):
         model = load_model(c.model)
-    step = trace_step(c, model, mesh)
-    found = verdict_of(step)
+    steps = [trace_step(config_at(c, first), model, mesh) for first in firsts(c)]
+    found = verdict_of(steps)
     if found["verdict"] == "rejected":
         return found
-    return found | {"program": program_of(step), "costs": costs_of(c, sizes), "parameters": parameters_of(model)}
+    return found | {"program": program_of(steps[0]), "costs": costs_of(c, sizes), "parameters": parameters_of(model)}
 
 
 @contextlib.contextmanager
@@ -161,7 +182,7 @@ def source_at(against: str) -> Iterator[tuple[str, Path]]:
         except (OSError, subprocess.CalledProcessError) as error:
             why = getattr(error, "stderr", None) or str(error).encode()
             reason = why.decode().strip().partition("\n")[0]
-            raise ValueError(f"check.against is {against!r}, no directory and no commit ({reason}).") from None
+            raise ValueError(f"check.against is {against!r}, no directory and no commit ({reason}); null compares with nothing.") from None
         yield f"{against} ({commit})", Path(directory) / within.decode().strip()
 
 
@@ -183,7 +204,7 @@ def compared(now: dict[str, Any], process: subprocess.Popen) -> dict[str, Any]:
         last = [line for line in (out + err).splitlines() if line.strip()] or ["it printed nothing"]
         return {"unknown": last[-1]}
     if before["verdict"] == "rejected":
-        return {"unknown": f"it is rejected there, at {before['place']}: {before['problem']}"}
+        return {"unknown": f"it is rejected there: {before['place']} {before['problem']}"}
     return {"difference": difference(now, before)}
 
 
@@ -212,7 +233,7 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 def as_text(found: dict[str, Any]) -> str:
     """The result for a terminal of 80 columns."""
-    lines = []
+    lines = [found["text"]] if not found["checks"] else []
     for check in found["checks"]:
         word = {True: "ok", None: "–", False: "rejected"}[check["ok"]]
         lines.append(f"{check['name']:11}{word:9}{check['text']}  ({check['seconds']:.1f} s)")
@@ -252,14 +273,25 @@ def job(c: Config, settings: CheckConfig) -> None:
     check_choice("check.output", settings.output, ("text", "json"))
     start_devices(DistributedConfig(), c.hardware)
     with contextlib.ExitStack() as stack:
-        other = name = None
-        if settings.against:
-            name, directory = stack.enter_context(source_at(settings.against))
-            other = stack.enter_context(started(directory))  # while this process checks its own
-            stack.callback(other.kill)
-        found = checked(c, settings)
-        if other and found["verdict"] == "accepted":
-            found |= {"against": name, **compared(found, other)}
+        other, against = None, {}
+        try:
+            if settings.against:
+                name, directory = stack.enter_context(source_at(settings.against))
+                other = stack.enter_context(started(directory))  # while this process checks its own
+                stack.callback(other.kill)
+                against = {"against": name}
+        except ValueError as error:
+            if settings.against != CheckConfig.against:
+                raise
+            against = {"against": settings.against, "unknown": str(error)}
+        try:
+            found = checked(c, settings)
+        except ValueError:  # a wrong setting
+            raise
+        except Exception as error:  # of a module that the edit broke
+            found = {"checks": [], **rejection(error)}
+        if found["verdict"] == "accepted":
+            found |= against | (compared(found, other) if other else {})
     say(json.dumps(found) if settings.output == "json" else as_text(found))
     if found["verdict"] == "rejected":
         raise Rejected(1)
@@ -278,4 +310,6 @@ if __name__ == "__main__":
     except Rejected:
         raise
     except SystemExit as end:  # a wrong setting
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
         sys.exit(UNCHECKED if end.code else 0)

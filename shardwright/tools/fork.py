@@ -47,7 +47,7 @@ def edited_files() -> list[str] | None:
 
 def show_changes() -> None:
     """Prints the diff of the fork, and what is as released."""
-    ours, theirs = FORK.read_text(), RELEASED.read_text()
+    ours, theirs = FORK.read_text(encoding="utf-8"), RELEASED.read_text(encoding="utf-8")
     lines = (theirs.splitlines(keepends=True), ours.splitlines(keepends=True))
     sys.stdout.writelines(difflib.unified_diff(*lines, "released/train.py", "train.py"))
     mine, released = definitions(ours), definitions(theirs)

@@ -6,6 +6,7 @@ import pytest
 import tiny
 
 from shardwright.inspect.causality import check_causal
+from shardwright.inspect.soundness import check_steps
 from shardwright.optimizers.config import GroupConfig
 
 
@@ -59,3 +60,17 @@ def test_an_own_loss_is_proved_with_the_step():
     c.optimizer = tiny.optimizer(loss="own_parts:mixes_sequences")
     with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=r"own_parts\.py:.* another sequence"):
         check_causal(tiny.step(c), None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("by_machine", r"own_parts\.py:\d+: jax\.device_count is the same on all meshes"),
+        ("by_first_trace", r"own_parts\.py:\d+: .*times what it is on one device"),
+    ],
+)
+def test_an_own_loss_that_depends_on_the_mesh_is_refused(loss, message):
+    c = tiny.config()
+    c.optimizer = tiny.optimizer(loss=f"own_parts:{loss}")
+    with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match=message):
+        check_steps(tiny.step(c), None)

@@ -84,7 +84,7 @@ def shardwright(installed: Path, directory: Path, *arguments: str) -> str:
     code = "import sys; from shardwright.__main__ import main; sys.argv[0] = 'shardwright'; main()"
     done = run(installed, directory, "-P", "-c", code, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stderr + done.stdout
 
 
 TRAIN = ("train", "training.steps=1", "training.eval_batches=0", "paths.model_name=a", "hardware.simulated_devices=4")

@@ -26,6 +26,7 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.files import read_config
 from shardwright.run.opening import StagesChoice, open_run, read_weights
 from shardwright.run.resuming import check_resumes, config_of, literal, saved_config
+from shardwright.run.step import trace_step
 from shardwright.tools import checkpoint_to_huggingface, evaluate, serve
 from shardwright.tools.generate import MeshChoice, Settings, generate
 from shardwright.tools.replay import __main__ as replay
@@ -135,6 +136,29 @@ def test_a_module_that_the_user_trusts_or_names_too_is_imported(stranger):
     c = config_of(stranger.config, trust=True)
     assert stranger.ran
     check_resumes(stranger.config, c, stranger.directory, 1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["runs.evil.payload:main", "runs.evil.payload", "runs.evil.payload:", "x.y: main"])
+@pytest.mark.parametrize(
+    ("section", "settings"),
+    [
+        ("optimizer", lambda name: {"algorithm": name}),
+        ("optimizer", lambda name: {"loss": name}),
+        ("optimizer", lambda name: {"groups": [{"match": "*", "algorithm": name}]}),
+        ("trackers", lambda name: {"names": [name]}),
+    ],
+)
+def test_no_function_that_a_run_names_is_imported(stranger, section, settings, name):
+    """However it is spelled: with a colon it is refused at once, and nothing else is imported."""
+    stranger.config[section] = stranger.config.get(section, {}) | settings(name)
+    with contextlib.suppress(ValueError):
+        c = config_of(stranger.config)
+        assert ":" not in name
+        model = load_model(c.model)
+        with jax.set_mesh(tiny.mesh("one device")):
+            trace_step(c, model).traced  # noqa: B018
+    assert not stranger.ran
 
 
 @pytest.mark.quick

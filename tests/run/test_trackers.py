@@ -236,4 +236,4 @@ def test_a_tracker_of_ones_own_file(tmp_path):
         send({"step": 3, "loss": 1.5})
     assert json.loads((tmp_path / "own_parts.jsonl").read_text()) == {"step": 3, "loss": 1.5}
     with pytest.raises(ValueError, match=r"'own_parts:absent' is not a tracker \(.*absent"):
-        trackers.check_trackers(TrackersConfig(["own_parts:absent"]))
+        check_or_enqueue(TrackersConfig(["own_parts:absent"]), "name", {})

@@ -98,7 +98,11 @@ class Reader:
         else:
             usual = [x for x in ("train", "validation") if self._read_json(f"{x}/zarr.json")]
             there = f" It has {' and '.join(usual)}." if usual else ""
-            ours = [path.stem for path in _RECIPES.glob("*.yaml") if f"\nout: {self.filespec}\n" in path.read_text()]
+            ours = [
+                path.stem
+                for path in _RECIPES.glob("*.yaml")
+                if f"\nout: {self.filespec}\n" in path.read_text(encoding="utf-8")
+            ]
             make = (
                 f"make the dataset with python -m tools.huggingface_to_flat_tokens --config-name={ours[0]}"
                 if ours

@@ -5,7 +5,7 @@ import re
 from pathlib import PurePath
 from typing import NamedTuple
 
-from shardlib.places import is_installed
+from shardlib.places import is_installed, shown_path
 from shardwright.inspect.compiled.hlo import Computation, Frame, Instruction, Program, Shape
 from shardwright.inspect.compiled.operations import NO_WORK
 
@@ -79,7 +79,7 @@ class Places:
         self.root = str(libraries[0]) if libraries else ""
         self._users: dict[str, str] = {}  # files that users edit, and their paths as shown
         for file in files:
-            path = file.removeprefix(f"{self.root}/") if self.root else file
+            path = shown_path(file.removeprefix(f"{self.root}/") if self.root else file)
             if not (path.startswith((f"{_LIBRARY}/", *_HELPERS)) or is_installed(file)):
                 self._users[file] = path
 

@@ -37,7 +37,7 @@ def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, An
         lstrip_blocks=True,
     )
     environment.filters["json"] = as_json
-    text = lambda name: Markup((TEMPLATES / name).read_text())
+    text = lambda name: Markup((TEMPLATES / name).read_text(encoding="utf-8"))
     rendered = [(s, Markup(environment.get_template(name).render(data))) for s, name, data in sections]
     return environment.get_template("page.html").render(
         top, sections=rendered, style=text("page.css"), script=text("page.js"), plotly=text("plotly-basic.min.js")
