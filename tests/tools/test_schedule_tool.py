@@ -87,7 +87,7 @@ def test_times_are_of_all_chunks():
     ("settings", "message"),
     [
         (["schedule=interleaved_1f1b", "m=6", "v=2"], "6 microbatches are not a multiple of 4 devices"),
-        (["schedule=zb"], "'zb' is not a schedule (No module named 'zb'). Choose gpipe, 1f1b, interleaved_1f1b"),
+        (["schedule=zb"], "'zb' is not a schedule (no module:function). Choose gpipe, 1f1b, interleaved_1f1b"),
         (["schedule=[]"], "schedule is []; give a name, or a list of names"),
         (["schedule=3"], "schedule is 3; give a name"),
         (["v=2"], "gpipe is defined for one chunk per device, not for v=2"),
