@@ -279,3 +279,13 @@ def test_a_ring_may_draw_by_a_key(is_made):
     mesh, specs = AbstractMesh((2,), ("d",)), (P(), P("d"))
     args = jax.random.key(0), shape(8, 4)
     check(body, *args, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "tanh", "sigmoid", "softplus", "elu", "log_softmax"])
+def test_activations_of_this_jax_are_proved(name):
+    """With their gradients, for which a new jax may have primitives of its own."""
+    function = getattr(jax.nn, name)
+    gradient = lambda x: jax.grad(lambda x: function(x).sum())(x)
+    mesh = jax.sharding.AbstractMesh((2,), ("d",))
+    check(gradient, jnp.ones((4, 8)), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
