@@ -28,7 +28,7 @@ def assert_sound(name: str, mesh: str, *overrides: str, configs: str | Path = "c
     Raises:
         ValueError: a setting is wrong, or the step is rejected, with the line that does it.
     """
-    if not re.fullmatch(r"(?:[a-z]=[1-9]\d*\s*)+", mesh):
+    if not re.fullmatch(r"[a-z]=[1-9]\d*(?: [a-z]=[1-9]\d*)*", mesh):
         raise ValueError(f"the mesh is {mesh!r}; give the number of devices along each axis, as in 'd=2 t=2'.")
     sizes = {axis: int(size) for axis, size in (word.split("=") for word in mesh.split())}
     c = composed(name, *overrides, *(f"mesh.{axis}={size}" for axis, size in sizes.items()), own=configs)

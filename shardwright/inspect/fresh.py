@@ -59,7 +59,7 @@ def anew(step: Step) -> Iterator[Step]:
         sys.modules.update(before)
         for name, module in before.items():
             package, _, last = name.rpartition(".")
-            if package:
+            if package in sys.modules and last not in vars(sys.modules[package]):
                 setattr(sys.modules[package], last, module)
 
 
@@ -67,6 +67,7 @@ def _forget(modules: Iterable[str]) -> None:
     """Has Python import these modules again; `from package import module` reads the attribute of the package."""
     for name in modules:
         package, _, last = name.rpartition(".")
-        if package in sys.modules:
-            vars(sys.modules[package]).pop(last, None)
+        # Not an object of the module's name that the package imported from it.
+        if package in sys.modules and vars(sys.modules[package]).get(last) is sys.modules[name]:
+            delattr(sys.modules[package], last)
         del sys.modules[name]

@@ -1,5 +1,8 @@
 """An optimizer and a loss of the user's own file."""
 
+import importlib
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -74,3 +77,22 @@ def test_an_own_loss_that_depends_on_the_mesh_is_refused(loss, message):
     c.optimizer = tiny.optimizer(loss=f"own_parts:{loss}")
     with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match=message):
         check_steps(tiny.step(c), None)
+
+
+def test_a_function_of_its_modules_name_stays_an_attribute_of_the_package(tmp_path, monkeypatch):
+    """The modules are imported anew for a trace, and put back."""
+    (tmp_path / "own_losses").mkdir()
+    source = (
+        "import train\n\n\ndef half(logits, targets, *_, c):\n    return 0.5 * train.cross_entropy(logits, targets)\n"
+    )
+    (tmp_path / "own_losses/half.py").write_text(source)
+    (tmp_path / "own_losses/__init__.py").write_text("from own_losses.half import half\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = importlib.import_module("own_losses")
+    function = package.half
+    c = tiny.config()
+    c.optimizer = tiny.optimizer(loss="own_losses:half")
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        check_steps(tiny.step(c), None)
+    assert sys.modules["own_losses"] is package
+    assert package.half is function
