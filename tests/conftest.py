@@ -2,6 +2,7 @@
 
 import collections
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for same in cases.values():
         for item in same[1:-1]:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def own_modules_leave(tmp_path_factory):
+    """What a test imports from a file that it wrote is gone after it, so that no other test counts it as its source."""
+    known = set(sys.modules)
+    yield
+    written = str(tmp_path_factory.getbasetemp())
+    for name in sys.modules.keys() - known:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(written):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -36,8 +36,7 @@ def module(monkeypatch, tmp_path):
         monkeypatch.delitem(sys.modules, "mine", raising=False)
         return importlib.import_module("mine")
 
-    yield make
-    sys.modules.pop("mine", None)
+    return make
 
 
 def test_as_it_is(module):

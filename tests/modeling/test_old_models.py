@@ -36,8 +36,7 @@ def written(monkeypatch, tmp_path):
         monkeypatch.delitem(sys.modules, "old_model", raising=False)
         importlib.invalidate_caches()
 
-    yield write
-    sys.modules.pop("old_model", None)
+    return write
 
 
 def test_a_layer_that_takes_einsum_is_refused(written):

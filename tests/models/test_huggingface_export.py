@@ -201,8 +201,7 @@ def edited(saved, tmp_path, monkeypatch):
         module_of("mine")
         return saved("grouped", module="mine", layers=4)[2]
 
-    yield make
-    sys.modules.pop("mine", None)
+    return make
 
 
 @pytest.mark.parametrize("edit", EDITS)

@@ -167,21 +167,17 @@ def test_of_two_modules_of_one_name_both_are_source(tmp_path, monkeypatch):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(f"NAME = {package!r}")
         importlib.import_module(package)
-    try:
-        after = provenance.source_of()["__init__.py"]
-        for _ in range(2):  # a start again at this step
-            provenance.keep_source(tmp_path / "run", 12, load_model(tiny.model()), {})
-        kept = tmp_path / "run/source/0000000012"
-        found = {path.name: path.read_text() for path in kept.glob("*__init__.py")}
-        assert found == {"__init__.py": "NAME = 'mine_a'", "mine_b____init__.py": "NAME = 'mine_b'"}
-        for package in ("mine_a", "mine_b"):
-            (tmp_path / package / "__init__.py").write_text("NAME = 0")
-            provenance.bytes_of.cache_clear()  # as another start
-            before, after = after, provenance.source_of()["__init__.py"]
-            assert before != after
-    finally:
-        for package in ("mine_a", "mine_b"):
-            del sys.modules[package]
+    after = provenance.source_of()["__init__.py"]
+    for _ in range(2):  # a start again at this step
+        provenance.keep_source(tmp_path / "run", 12, load_model(tiny.model()), {})
+    kept = tmp_path / "run/source/0000000012"
+    found = {path.name: path.read_text() for path in kept.glob("*__init__.py")}
+    assert found == {"__init__.py": "NAME = 'mine_a'", "mine_b____init__.py": "NAME = 'mine_b'"}
+    for package in ("mine_a", "mine_b"):
+        (tmp_path / package / "__init__.py").write_text("NAME = 0")
+        provenance.bytes_of.cache_clear()  # as another start
+        before, after = after, provenance.source_of()["__init__.py"]
+        assert before != after
 
 
 def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
@@ -189,17 +185,14 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine_parts.py").write_text("FACTOR = 1.0")
     importlib.import_module("mine_parts")
-    try:
-        before = provenance.source_of()
-        (tmp_path / "mine_parts.py").write_text("FACTOR = 0.5")
-        assert provenance.source_of() == before, "what runs is still the source before"
-        provenance.keep_source(tmp_path, 3, load_model(tiny.model()), {})
-        assert (tmp_path / "source/0000000003/mine_parts.py").read_text() == "FACTOR = 1.0"
-        provenance.bytes_of.cache_clear()  # as another start
-        assert {name for name, _ in before.items() ^ provenance.source_of().items()} == {"mine_parts.py"}
-        assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]
-    finally:
-        del sys.modules["mine_parts"]
+    before = provenance.source_of()
+    (tmp_path / "mine_parts.py").write_text("FACTOR = 0.5")
+    assert provenance.source_of() == before, "what runs is still the source before"
+    provenance.keep_source(tmp_path, 3, load_model(tiny.model()), {})
+    assert (tmp_path / "source/0000000003/mine_parts.py").read_text() == "FACTOR = 1.0"
+    provenance.bytes_of.cache_clear()  # as another start
+    assert {name for name, _ in before.items() ^ provenance.source_of().items()} == {"mine_parts.py"}
+    assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]
 
 
 @pytest.fixture(scope="module")

@@ -88,9 +88,7 @@ class Stranger:
 def stranger(tmp_path, monkeypatch, archive, no_hashes):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # as `python -m` does
-    yield Stranger(archive, tmp_path / "runs" / "evil")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "runs"]:
-        del sys.modules[name]
+    return Stranger(archive, tmp_path / "runs" / "evil")
 
 
 READERS = {

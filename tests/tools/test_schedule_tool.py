@@ -114,8 +114,6 @@ def my_schedules(tmp_path, monkeypatch):
     (source,) = [block for block in blocks("python") if block.startswith("# my_schedules.py")]
     (tmp_path / "my_schedules.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("my_schedules", None)
 
 
 COMMAND = "python -m tools.schedule "

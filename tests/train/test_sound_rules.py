@@ -121,7 +121,6 @@ def edited(tmp_path, monkeypatch):
     """Makes a module of train.py after edits, a file like that of any user."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    made = []
 
     def make(*edits: tuple[str, str]) -> Edited:
         source = SOURCE
@@ -130,13 +129,10 @@ def edited(tmp_path, monkeypatch):
             source = source.replace(old, new)
         (tmp_path / "an_edited_train.py").write_text(source)
         importlib.invalidate_caches()
-        made.append("an_edited_train")
         known = SOURCE.splitlines()
-        return Edited(made[-1], {i for i, line in enumerate(source.splitlines(), 1) if line not in known})
+        return Edited("an_edited_train", {i for i, line in enumerate(source.splitlines(), 1) if line not in known})
 
-    yield make
-    for name in made:
-        sys.modules.pop(name, None)
+    return make
 
 
 def found(edit: Edited, mesh: str, **training) -> str:
