@@ -66,6 +66,8 @@ class CheckConfig:
     """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the difference of each."""
     devices: int | None = at_least_1(None)
     """Number of devices, where the mesh has a -1. Null: that of the mesh."""
+    numeric: bool = False
+    """Also runs a small step in f64 on two meshes of 8 simulated devices, as tools.verify does: a minute."""
 
 
 def checks(steps: Sequence[Step]) -> Iterator[tuple[str, Callable[[], str | None]]]:
@@ -182,17 +184,53 @@ def source_at(against: str) -> Iterator[tuple[str, Path]]:
         except (OSError, subprocess.CalledProcessError) as error:
             why = getattr(error, "stderr", None) or str(error).encode()
             reason = why.decode().strip().partition("\n")[0]
-            raise ValueError(f"check.against is {against!r}, no directory and no commit ({reason}); null compares with nothing.") from None
+            raise ValueError(
+                f"check.against is {against!r}, no directory and no commit ({reason}); null compares with nothing."
+            ) from None
         yield f"{against} ({commit})", Path(directory) / within.decode().strip()
 
 
-def started(directory: Path) -> subprocess.Popen:
-    """Starts this program on the source of another directory, to print its result as JSON."""
-    own = [word for word in sys.argv[1:] if not word.startswith(("check.against=", "check.output="))]
-    command = [sys.executable, "-m", "shardwright.tools.check", *own, "check.against=null", "check.output=json"]
-    paths = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+def started(program: str, *words: str, directory: Path | None = None) -> subprocess.Popen:
+    """Starts a program with the settings of this run and those of `words`, on the source of a directory."""
+    own = [word for word in sys.argv[1:] if not word.startswith("check.")]
+    paths = os.pathsep.join(filter(None, [str(directory or os.getcwd()), os.environ.get("PYTHONPATH")]))
     options: dict[str, Any] = {"cwd": directory, "env": os.environ | {"PYTHONPATH": paths}, "text": True}
+    command = [sys.executable, "-m", f"shardwright.tools.{program}", *own, *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def small_meshes(c: Config) -> list[str]:
+    """Two meshes of 8 devices, as verify.meshes names them: the first has several along the axes that the run has."""
+    own = [axis for axis in "ecptdr" if getattr(c.mesh, axis) != 1]
+    first = sorted([*own, *(axis for axis in "tdr" if axis not in own)][:3])
+    return ["".join(f"{axis}2" for axis in first), "d4t2" if first == ["d", "r", "t"] else "d2r2t2"]
+
+
+def compared_in_numbers(c: Config, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """The verdict of tools.verify on a small step of `c`, with its check.
+
+    Raises:
+        ValueError: it compared nothing.
+    """
+    meshes, begin = small_meshes(c), time.perf_counter()
+    process = started("verify", "verify.small=true", f"verify.meshes=[{','.join(meshes)}]")
+    stack.callback(process.kill)
+    out, err = process.communicate()
+    found: dict[str, Any] = {"verdict": "accepted"}
+    text = f"as on one device, in f64 on {' and '.join(meshes)}"
+    if process.returncode:
+        if "DIFFERS on" not in out:
+            raise ValueError((out + err).strip().rpartition("\n")[2])
+        text = out[out.index("DIFFERS on") :].strip()
+        line = re.search(r"\S+\.py:\d+", text)
+        found = {
+            "verdict": "rejected",
+            "place": line[0] if line else "",
+            "problem": text.partition("\n")[0],
+            "remedy": "",
+        }
+    seconds = round(time.perf_counter() - begin, 2)
+    return found | {"check": {"name": "numeric", "ok": not process.returncode, "text": text, "seconds": seconds}}
 
 
 def compared(now: dict[str, Any], process: subprocess.Popen) -> dict[str, Any]:
@@ -277,7 +315,11 @@ def job(c: Config, settings: CheckConfig) -> None:
         try:
             if settings.against:
                 name, directory = stack.enter_context(source_at(settings.against))
-                other = stack.enter_context(started(directory))  # while this process checks its own
+                same = [word for word in sys.argv[1:] if word.startswith("check.devices=")]
+                words = [*same, "check.against=null", "check.output=json"]
+                other = stack.enter_context(
+                    started("check", *words, directory=directory)
+                )  # while this one checks its own
                 stack.callback(other.kill)
                 against = {"against": name}
         except ValueError as error:
@@ -290,6 +332,10 @@ def job(c: Config, settings: CheckConfig) -> None:
             raise
         except Exception as error:  # of a module that the edit broke
             found = {"checks": [], **rejection(error)}
+        if found["verdict"] == "accepted" and settings.numeric:
+            numeric = compared_in_numbers(c, stack)
+            found["checks"].append(numeric.pop("check"))
+            found |= numeric
         if found["verdict"] == "accepted":
             found |= against | (compared(found, other) if other else {})
     say(json.dumps(found) if settings.output == "json" else as_text(found))

@@ -21,6 +21,11 @@ EDITS = {
         'x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)',
         'x + shardops.shard("B/b L/c M -> B/b L/c/t M", out)',
     ),
+    "a value that depends on its shard": (
+        "hidden = jax.nn.relu(up) ** 2",
+        "scale = lambda up: up * (1 + jax.numpy.arange(up.shape[-1], dtype=up.dtype))\n"
+        '        hidden = shardops.per_device("B/b L/c F/t", scale, jax.nn.relu(up) ** 2, reason="a planted bug")',
+    ),
     "a look ahead": (NORM, NORM.replace("rms_norm(x,", "rms_norm(jax.numpy.roll(x, -1, 1),")),
 }
 
@@ -68,7 +73,11 @@ def test_a_comment_is_no_change(project):
 def test_an_activation_is_a_change_of_its_line(project):
     status, found = edited(project, "an activation")
     line = (project / "my_model.py").read_text().partition("jax.nn.relu")[0].count("\n") + 1
-    assert (status, found["difference"]["same_program"], found["difference"]["lines"]) == (0, False, [f"my_model.py:{line}"])
+    assert (status, found["difference"]["same_program"], found["difference"]["lines"]) == (
+        0,
+        False,
+        [f"my_model.py:{line}"],
+    )
     assert found["difference"]["parameters"] == 0
     assert [each["name"] for each in found["checks"]] == ["types", "mesh", "causality"]
 
@@ -82,6 +91,15 @@ def test_a_wrong_edit_is_rejected_at_its_line(project, edit, name):
     assert found["problem"]
 
 
+def test_numbers_that_differ_are_rejected(project):
+    """The proof trusts what the edit declares as per-device code, and is made first."""
+    status, found = edited(project, "a value that depends on its shard", "check.numeric=true")
+    assert (status, found["verdict"], found["checks"][-1]["name"]) == (1, "rejected", "numeric")
+    assert all(each["ok"] for each in found["checks"][:-1])
+    assert "DIFFERS" in found["problem"]
+    assert found["place"].startswith("my_model.py:")
+
+
 def test_what_it_cannot_check(project):
     assert check(project, "check.against=nowhere")[0] == 2
     assert check(project, "model.layrs=3")[0] == 2
@@ -90,7 +108,8 @@ def test_what_it_cannot_check(project):
 
 
 def test_the_screen_has_80_columns(project):
-    status, text = check(project)
+    status, text = check(project, "check.numeric=true")
     assert status == 0
+    assert "numeric    ok " in text
     assert "  program  no change" in text
     assert max(map(len, text.splitlines())) <= 80
