@@ -4,6 +4,7 @@
     python -m tools.report run=runs/<sweep>
     python -m tools.report run=[runs/a,runs/b] sort=tokens/s
     python -m tools.report run='runs/local_*' output=curves.html
+    python -m tools.report run='[runs/base-*,runs/idea-*]'
     python -m tools.report run=runs/<run> output=issue.md
 
 A run keeps its own page, report.html, up to date while it trains. Runs that are still training, or were killed, are
@@ -22,6 +23,7 @@ from shardwright.settings.program import run_program
 from shardwright.settings.screen import print_line, print_table
 from shardwright.tools.report.comparing import Comparison, compare_runs
 from shardwright.tools.report.page import page
+from shardwright.tools.report.pairs import Pairs, pairs_of
 from shardwright.tools.report.planned import issue
 from shardwright.tools.report.reading import find_runs, read_run
 
@@ -31,7 +33,8 @@ class Settings:
     """Settings of the program."""
 
     run: Any = None
-    """Directories of runs or sweeps, or patterns such as runs/local_*; one, or a list."""
+    """Directories of runs or sweeps, or patterns such as runs/local_*; one, or a list. Two with several runs each are
+    also compared pair by pair, by seed."""
     sort: str = "loss"
     """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, bubble, steps, time, wall,
     compile, or run."""
@@ -66,6 +69,10 @@ def show(c: Comparison, console: Console) -> None:
         print_line(console, f"{i:>3}  {c.name(run)}")
         for note in run.notes:
             print_line(console, f"     {note}", "yellow")
+    if c.pairs:
+        print_line(console, "")
+        for line in c.pairs.lines() if isinstance(c.pairs, Pairs) else [f"Not compared pair by pair: {c.pairs}"]:
+            print_line(console, line)
 
 
 def show_report(config: Settings, console: Console | None = None) -> None:
@@ -80,7 +87,11 @@ def show_report(config: Settings, console: Console | None = None) -> None:
         raise ValueError(f"run is {config.run!r}; give directories or patterns: run=runs/<run>, run=[runs/a,runs/b].")
     if config.output is not None and Path(config.output).suffix not in (".html", ".md"):
         raise ValueError(f"output is {config.output}; its name must end in .html or .md.")
-    c = compare_runs([read_run(directory) for directory in find_runs(patterns)], config.sort)
+    known = {directory: read_run(directory) for directory in find_runs(patterns)}
+    c = compare_runs([*known.values()], config.sort)
+    groups = [[known[directory] for directory in find_runs([pattern])] for pattern in patterns]
+    if len(groups) == 2 and min(map(len, groups)) > 1:
+        c.pairs = pairs_of((patterns[0], patterns[1]), (groups[0], groups[1]))
     show(c, console)
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from shardwright.inspect.compiled.table import in_bytes, in_numbers
 from shardwright.run.files import REPORT, duration
+from shardwright.tools.report.pairs import Pairs
 from shardwright.tools.report.reading import Run
 
 
@@ -50,6 +51,8 @@ class Comparison:
     """Dotted names of the settings that differ between runs."""
     metrics: list[str]
     """Names in METRICS that at least one run has."""
+    pairs: Pairs | str | None = None
+    """Two groups of runs, compared pair by pair; or why they are not."""
     page: Path | None = None
     """The file that links to the runs' own pages."""
 

@@ -8,6 +8,7 @@ from shardwright.data.untrusted import number, one_line, read_object
 from shardwright.inspect.compiled.lines import WITHOUT_LINE
 from shardwright.tools.report.comparing import METRICS, Comparison
 from shardwright.tools.report.lines import FIRST, measured_lines, newest, read
+from shardwright.tools.report.pairs import Pairs
 from shardwright.tools.report.reading import Run
 
 _PLANNED = {"tokens/s": "tokens_per_second", "MFU": "mfu", "memory": "peak_bytes"}
@@ -65,7 +66,8 @@ def _ratio(planned: float, measured: float) -> str:
 
 def issue(c: Comparison) -> str:
     """Writes, in Markdown for each run, a table of planned and measured values, and its provenance."""
-    return "\n".join(_of_run(c, run) for run in c.runs)
+    pairs = ["```", *c.pairs.lines(), "```", ""] if isinstance(c.pairs, Pairs) else []
+    return "\n".join([*pairs, *(_of_run(c, run) for run in c.runs)])
 
 
 def _of_run(c: Comparison, run: Run) -> str:

@@ -14,6 +14,7 @@ from shardwright.inspect.statistics.tables import tables_of
 from shardwright.run.files import duration
 from shardwright.tools.report.comparing import METRICS, Comparison
 from shardwright.tools.report.lines import step_by_line
+from shardwright.tools.report.pairs import Pairs, key, shown
 from shardwright.tools.report.planned import planned_and_measured
 from shardwright.tools.report.plots import axes_of, colour, evenly, panels_of
 from shardwright.tools.report.reading import AVERAGED, Run, read_samples
@@ -60,6 +61,14 @@ def head(c: Comparison) -> dict[str, Any]:
 
 def runs(c: Comparison) -> dict[str, Any] | None:
     return None if c.alone else {"c": c, "metrics": METRICS, "colour": colour}
+
+
+def pairs(c: Comparison) -> dict[str, Any] | None:
+    if not isinstance(c.pairs, Pairs):
+        return {"why": c.pairs} if c.pairs else None
+    seeds = [shown(key(a)) for a, _ in c.pairs.runs]
+    rows = list(zip(seeds, c.pairs.runs, c.pairs.differences.tolist(), strict=True))
+    return {"lines": c.pairs.lines(), "rows": rows, "names": c.pairs.names, "metric": c.pairs.metric}
 
 
 def curves(c: Comparison) -> dict[str, Any] | None:
@@ -124,6 +133,7 @@ def provenance(run: Run) -> dict[str, Any]:
 
 SECTIONS = (
     Section("runs", "Runs", runs),
+    Section("pairs", "Is the difference real?", pairs),
     Section("curves", "Curves", curves),
     Section("planned", "Planned and measured", planned_and_measured),
     Section("step", "The step by source line", of_run(step_by_line)),

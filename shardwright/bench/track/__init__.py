@@ -1,0 +1,1 @@
+"""Small runs that compare ideas, seed by seed."""

@@ -1,0 +1,41 @@
+"""The Llama of train.py with an output gate on attention: sigmoid(W·x) for each entry of each head (arXiv 2505.06708)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from shardlib import shardops
+from shardlib.shardtypes import Array, pytree_dataclass, typed
+from shardwright.modeling.model import Tokens, act
+from shardwright.modeling.settings import ModelConfig  # noqa: F401 (part of a model's module)
+from shardwright.modeling.weights import matrix
+from shardwright.trainer import train
+
+
+@pytree_dataclass
+class Layer(train.TransformerLayer):
+    """Weights of one layer."""
+
+    w_attention_gate: matrix["M/w -> K/t Q D"]
+
+
+@pytree_dataclass
+class Weights(train.Transformer):
+    """Weights of the model."""
+
+    layers: Array["layers/p", Layer]
+
+
+class Model(train.Llama):
+    """The model."""
+
+    Weights = Weights
+
+    @typed
+    def with_attention(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+        """The residual stream after gated attention."""
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", train.rms_norm(x, w.attention_norm, self.c.norm_epsilon))
+        gate = shardops.matmul("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w.w_attention_gate)
+        opened = jax.nn.sigmoid(jnp.float32(gate))
+        return super().with_attention(x, w, tokens, lambda *qkv_mask: (attend(*qkv_mask) * opened).astype(x.dtype))

@@ -1,0 +1,115 @@
+"""Compares two groups of runs pair by pair: is the difference of their final losses real?
+
+Two runs form a pair if they have the same seeds, so that what a seed does to the loss cancels: the initial weights and
+the order of the data. The interval is Student's for the mean of the differences, which takes them to be normal.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.tools.report.reading import Run
+
+CONFIDENCE = 0.99
+"""Of the interval. Of 20 comparisons of a thing with itself, more than one raises a false alarm in 2 of 100 cases; at
+0.95 it would be 26 of 100."""
+POWER = 0.8
+"""Probability with which the number of pairs that is said to be needed finds the difference."""
+MOST_PAIRS = 1000
+"""No larger number of pairs is looked for."""
+SEEDS = ("training.seed", "data.seed")
+
+
+def interval(differences: np.ndarray) -> tuple[float, float]:
+    """Bounds of the mean difference, by Student's distribution."""
+    from scipy import stats  # a page of a single run does not wait for it
+
+    pairs = len(differences)
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, pairs - 1) * differences.std(ddof=1) / math.sqrt(pairs))
+    return float(differences.mean()) - half, float(differences.mean()) + half
+
+
+def power(effect: float, deviation: float, pairs: int) -> float:
+    """Probability that the interval of this many pairs excludes 0 on the side of the mean difference.
+
+    Args:
+        effect: size of the true mean difference, above 0.
+        deviation: standard deviation of the differences, above 0.
+        pairs: at least 2.
+    """
+    from scipy import stats
+
+    limit = stats.t.ppf((1 + CONFIDENCE) / 2, pairs - 1)
+    return float(stats.nct.sf(limit, pairs - 1, effect * math.sqrt(pairs) / deviation))
+
+
+def needed(effect: float, deviation: float) -> int | None:
+    """The smallest number of pairs that finds a mean difference with probability POWER; None above MOST_PAIRS."""
+    return next((n for n in range(2, MOST_PAIRS + 1) if effect and power(effect, deviation, n) >= POWER), None)
+
+
+@dataclass
+class Pairs:
+    """Two groups of runs, compared by the loss of each pair."""
+
+    names: tuple[str, str]
+    """What selected each group."""
+    metric: str
+    """In comparing.METRICS: val if all runs have it, else loss."""
+    runs: list[tuple[Run, Run]]
+    left_out: list[str]
+    """What was not compared, and why."""
+
+    @property
+    def differences(self) -> np.ndarray:
+        """The second run's loss minus the first's, in nats per token: f64[pairs]."""
+        return np.array([b.values[self.metric] - a.values[self.metric] for a, b in self.runs])
+
+    def lines(self) -> list[str]:
+        """The verdict for a terminal of 80 columns."""
+        pairs, mean, deviation = len(self.runs), self.differences.mean(), self.differences.std(ddof=1)
+        low, high = interval(self.differences)
+        verdict = "lower" if high < 0 else "higher" if low > 0 else "no difference seen"
+        found = [
+            f"{self.metric} of {self.names[1]} minus {self.names[0]}, {pairs} pairs:",
+            f"  {mean:+.4f} nats, {CONFIDENCE:.0%} interval {low:+.4f} to {high:+.4f}: {verdict}",
+        ]
+        if low <= 0 <= high and deviation:
+            more = needed(abs(mean), deviation)
+            took = f"{more} pairs, {max(0, more - pairs)} more" if more else f"over {MOST_PAIRS} pairs"
+            found.append(f"  A difference as small as {abs(mean):.4f} takes {took}.")
+        return [*found, *(f"  {line}" for line in self.left_out)]
+
+
+def key(run: Run) -> tuple[object, ...]:
+    return tuple(run.settings.get(name, 0) for name in SEEDS)
+
+
+def shown(seeds: tuple[object, ...]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in zip(SEEDS, seeds, strict=True))
+
+
+def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]) -> Pairs | str:
+    """Pairs the finished runs of two groups by their seeds, or returns why they cannot be paired."""
+    left_out, by_seeds = [], []
+    for name, runs in zip(names, groups, strict=True):
+        found: dict[tuple, Run] = {}
+        for run in runs:
+            if run.state != "finished" or not math.isfinite(run.values.get("loss", math.nan)):
+                left_out.append(f"{run.directory} is left out: it is {run.state}.")
+            elif (other := found.setdefault(key(run), run)) is not run:
+                return f"{other.directory} and {run.directory} of {name} both have {shown(key(run))}."
+        by_seeds.append(found)
+    first, second = by_seeds
+    alone = [
+        f"{run.directory} is left out: it has no partner."
+        for k, run in (first | second).items()
+        if (k in first) != (k in second)
+    ]
+    runs = [(first[k], second[k]) for k in first if k in second]
+    if len(runs) < 2:
+        return f"{len(runs)} pairs of finished runs have the same {' and '.join(SEEDS)}; it takes 2."
+    metric = "val" if all("val" in run.values for pair in runs for run in pair) else "loss"
+    return Pairs(names, metric, runs, [*left_out, *alone])

@@ -1,0 +1,118 @@
+"""tools.report of two groups of runs, paired by seed. scipy's tests and simulated differences are the oracle."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+from rich.console import Console
+
+from shardwright.tools.report.__main__ import Settings, show_report
+from shardwright.tools.report.pairs import CONFIDENCE, POWER, Pairs, interval, needed, pairs_of, power
+from shardwright.tools.report.reading import read_run
+
+
+def write(directory, seed, loss, state="finished", val=None, data_seed=0):
+    directory.mkdir(parents=True)
+    lines = [{"step": 1, "loss": loss, "tokens": 8, "unix_time": 1.0}]
+    lines += [{"step": 1, "event": "validation", "loss": val}] if val is not None else []
+    lines += [{"step": 1, "event": "end", "state": state}] if state else []
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"training": {"seed": seed, "steps": 1}, "data": {"seed": data_seed}}
+    (directory / "config.yaml").write_text(json.dumps(settings))
+    return read_run(directory)
+
+
+def groups(tmp_path, a, b):
+    return [
+        [write(tmp_path / f"{name}{i}", i, x) for i, x in enumerate(losses)] for name, losses in (("a", a), ("b", b))
+    ]
+
+
+def compared(tmp_path, a, b) -> Pairs:
+    pairs = pairs_of(("a*", "b*"), groups(tmp_path, a, b))
+    assert isinstance(pairs, Pairs)
+    return pairs
+
+
+def test_the_interval_is_that_of_the_paired_t_test(tmp_path):
+    rng = np.random.default_rng(0)
+    a = rng.normal(3, 0.1, 7)
+    b = a + rng.normal(0.02, 0.01, 7)
+    pairs = compared(tmp_path, a, b)
+    found = stats.ttest_rel(b, a).confidence_interval(CONFIDENCE)
+    np.testing.assert_allclose(interval(pairs.differences), found, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("metric", "val"), [("val", 2.0), ("loss", None)])
+def test_the_last_validation_counts_where_all_runs_have_one(tmp_path, metric, val):
+    a = [write(tmp_path / f"a{i}", i, 3.0, val=2.5) for i in range(2)]
+    b = [write(tmp_path / f"b{i}", i, 3.25, val=val) for i in range(2)]
+    pairs = pairs_of(("a", "b"), (a, b))
+    assert (pairs.metric, pairs.differences.mean()) == (metric, -0.5 if val else 0.25)
+
+
+def found_by(rng, effect, deviation, pairs) -> float:
+    """Share of 4,000 simulated comparisons whose interval excludes 0."""
+    drawn = rng.normal(effect, deviation, (4000, pairs))
+    return np.mean([low > 0 or high < 0 for low, high in map(interval, drawn)])
+
+
+@pytest.mark.parametrize("effect", [0.02, 0.04])
+def test_the_pairs_that_are_needed_find_the_difference(effect):
+    pairs, rng = needed(effect, 0.03), np.random.default_rng(1)
+    assert found_by(rng, effect, 0.03, pairs - 1) < POWER + 0.02
+    assert found_by(rng, effect, 0.03, pairs) == pytest.approx(power(effect, 0.03, pairs), abs=0.02)
+    assert power(effect, 0.03, pairs) >= POWER > power(effect, 0.03, pairs - 1)
+    assert needed(1e-4, 0.03) is None
+
+
+@pytest.mark.parametrize("pairs", [3, 10])
+def test_of_twenty_comparisons_with_itself_at_most_one_is_a_false_alarm(pairs):
+    assert found_by(np.random.default_rng(2), 0, 0.03, pairs) == pytest.approx(1 - CONFIDENCE, abs=0.006)
+    rng = np.random.default_rng(3)
+    alarms = [found_low > 0 or high < 0 for found_low, high in map(interval, rng.normal(0, 0.03, (20, pairs)))]
+    assert sum(alarms) <= 1
+
+
+def test_runs_without_a_partner_or_an_end_are_named(tmp_path):
+    a, b = groups(tmp_path, [3.0, 3.1, 3.2], [3.0, 3.2])
+    b.append(write(tmp_path / "killed", 7, 3.0, state=None))
+    pairs = pairs_of(("a", "b"), (a, b))
+    assert len(pairs.runs) == 2
+    text = "\n".join(pairs.lines())
+    assert f"{tmp_path}/a2 is left out: it has no partner." in text
+    assert f"{tmp_path}/killed is left out: it is broke off." in text
+
+
+def test_what_cannot_be_paired_says_why(tmp_path):
+    a, b = groups(tmp_path, [3.0, 3.1], [3.0, 3.2])
+    again = write(tmp_path / "again", 1, 3.0)
+    assert "both have training.seed=1, data.seed=0" in pairs_of(("a", "b"), ([*a, again], b))
+    assert "1 pairs" in pairs_of(("a", "b"), (a[:1], b))
+
+
+def printed(width: int = 80, **settings) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        show_report(Settings(**settings), console)
+    return console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ([2.98, 3.079, 3.181, 3.28], ": lower"),
+        ([3.02, 3.121, 3.219, 3.32], ": higher"),
+        ([3.02, 3.06, 3.22, 3.29], "no difference seen"),
+        ([3.0, 3.1, 3.2, 3.3], "no difference seen"),
+    ],
+)
+def test_two_patterns_are_compared_on_the_screen_the_page_and_in_markdown(tmp_path, losses, verdict):
+    groups(tmp_path, [3.0, 3.1, 3.2, 3.3], losses)
+    patterns = [str(tmp_path / "a*"), str(tmp_path / "b*")]
+    for name in ("page.html", "issue.md"):
+        text = printed(run=patterns, output=str(tmp_path / name), width=200)
+        assert verdict in text
+        assert verdict in (tmp_path / name).read_text()
+    assert "pairs" not in printed(run=str(tmp_path), output=str(tmp_path / "o.html"))
