@@ -1,4 +1,4 @@
-"""The Llama of train.py with an output gate on attention: sigmoid(W·x) for each entry of each head (arXiv 2505.06708)."""
+"""The Llama of train.py with a gate σ(W·x) on each entry of what attention returns (arXiv 2505.06708)."""
 
 from collections.abc import Callable
 
