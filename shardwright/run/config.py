@@ -255,6 +255,11 @@ def check_config(c: Config) -> None:
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.context", c.training.context, tuple(x for x in STRATEGIES if x != "whole"))
     check_choice("training.save", c.training.save, tuple(KEPT))
+    lengths = {name: getattr(c.training, name) for name in ("steps", "tokens", "epochs")}
+    given = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]
+    if len(given) > 1:
+        other = given[0].partition("=")[0]
+        raise ValueError(f"the run has several lengths: {', '.join(given)}. Keep one: set {other}=null, for example.")
     if c.training.microbatches % c.training.side_by_side:
         raise ValueError(
             f"training.side_by_side is {c.training.side_by_side}; it must divide training.microbatches = "

@@ -97,11 +97,15 @@ def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], str 
     if program.config_name is None and own.is_dir() and not own.samefile(program.configs):
         flags.config_dir = flags.config_dir or str(own)
     found = [f"--{name.replace('_', '-')}={value}" for name, value in vars(flags).items() if value is not None]
-    if "run" in (field.name for field in dataclasses.fields(program.schema)):
+    if _reads_runs(program):
         runs = {text: run for text in others if (run := _directory_of(text.removeprefix("run=")))}
         several = f"[{','.join(runs.values())}]" if len(runs) > 1 else "".join(runs.values())
         others = [*(text for text in others if text not in runs), *([f"run={several}"] if runs else [])]
     return sorted([*found, *others], key=is_setting), flags.config_dir
+
+
+def _reads_runs(program: Program) -> bool:
+    return "run" in (field.name for field in dataclasses.fields(program.schema))
 
 
 def _directory_of(run: str) -> str | None:
@@ -140,6 +144,8 @@ def is_of_composing(error: Exception) -> bool:
 
 def explained(program: Program, error: Exception, arguments: Sequence[str]) -> str:
     """Writes the message for an error of Hydra's composition: what is wrong, with its value, and what to do."""
+    if isinstance(error, OverrideParseException) and "=" not in error.override and _reads_runs(program):
+        return f"there is no directory {error.override}. Give that of a run: run=runs/<run>."
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override}. {QUOTES}".replace("\n", "\\n")
     if isinstance(error, MissingConfigException):

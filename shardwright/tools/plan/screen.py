@@ -181,7 +181,7 @@ def answer(plan: Plan) -> list[tuple[str, str, str]]:
     fits = "fits" if plan.fits else f"{in_bytes(plan.step.peak - limit)} too much"
     most, _, kind, _, line, _ = memory(plan).rows[0]
     shares = [(f"{100 * share:.0f} %", name) for name, share in plan.limits.items() if share > 0.005]
-    run, of = (digits(plan.days), "days for") if plan.days >= 1 else (duration(86400 * plan.days), "hours for")
+    run, of = (digits(plan.days), "days for") if plan.days >= 1 else (duration(86400 * plan.days), "for")
     low, high, least = map(in_seconds, (*plan.range, plan.at_peaks))
     peak = in_numbers(plan.chip.peak_of(facts.dtype))
     more = ", and what moving to the host takes" if plan.offloads else f"; {least} at the chip's peaks"
