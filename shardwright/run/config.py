@@ -116,6 +116,8 @@ class TrainingConfig:
     compile, but a GPU copies fewer saved activations."""
     eval_batches: int = within(0, 2**31, 8)
     """Most batches of the validation split per evaluation; 0 for no evaluations."""
+    forecast: str | None = None
+    """A forecast of this run's loss, made by tools.forecast. The run says when it leaves it. Null: none."""
     eval_interval: int | None = at_least_1(None)
     """Steps between evaluations. The last step is always followed by one. Null: only that."""
     eval_epochs: float | None = above_0(None)

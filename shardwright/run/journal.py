@@ -4,7 +4,8 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,17 @@ import jax
 from shardwright.modeling.model import COMPUTE_DTYPES
 from shardwright.run.background import in_background
 from shardwright.run.best_effort import in_a_line
+from shardwright.run.changes import tokens_before
 from shardwright.run.compiling import compile_step, seconds_shown
 from shardwright.run.directory import override
 from shardwright.run.files import duration
 from shardwright.run.flops import peak_flops, speed_of
+from shardwright.run.forecast import PARTS, Bound, Watch
 from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.page import Page
 from shardwright.run.profile import StepProfiler
-from shardwright.run.report import facts_of, log
+from shardwright.run.report import facts_of, log, parameters_without_embeddings
 from shardwright.run.skipping import SkippedSteps, described_documents
 from shardwright.run.stores import agreed
 from shardwright.run.trackers import tracked
@@ -69,10 +72,13 @@ class Journal(contextlib.ExitStack):
         trackers = tracked(c.trackers, self._directory, c.paths.model_name or "", run.start, dataclasses.asdict(c))
         self.push(self._end_by_error)
         speed = speed_of(run.step, run.loader.tokens_per_batch, self._peak, run.tokens_before())
-        see = lambda step, x: self.skips.see(step, x["loss"], x.get("grad_norm", x["loss"]), "skipped" in x)
+        self._watch = None
+        if t.forecast is not None and not run.is_over:
+            size = parameters_without_embeddings(run.model)
+            self._watch = Watch(Path(t.forecast), self._directory, size, tokens_before(c, run.total), self._tell_part)
         lengths = {"total_steps": run.total, "start_step": run.start, "print_every": t.log_interval}
         send = self.enter_context(trackers)
-        self.log = self.enter_context(RunLog(self._directory, **lengths, speed=speed, see=see, send=send))
+        self.log = self.enter_context(RunLog(self._directory, **lengths, speed=speed, see=self._see, send=send))
         self._began = time.monotonic()
         if not run.is_over:
             self.log.add_event(run.start - 1, "start", {})
@@ -137,6 +143,19 @@ class Journal(contextlib.ExitStack):
         log(f"{told}{self.replay_of(step + 1)} shows them" + ", and names what is not finite" * (event == "skipped"))
         self.log.add_event(step, event, {"why": why, "batch": batch, "documents": documents})
 
+    def _see(self, step: int, x: Mapping[str, Any]) -> None:
+        self.skips.see(step, x["loss"], x.get("grad_norm", x["loss"]), "skipped" in x)
+        if self._watch:
+            self._watch.see(step, self.log.speed.tokens_after(step), x["loss"])
+
+    def _tell_part(self, step: int, part: int, loss: float, bound: Bound) -> None:
+        inside = bound.low <= loss <= bound.high
+        of = f"forecast   mean loss {loss:.3f} of part {part + 1} of {PARTS}"
+        if not inside:
+            log(f"{of} is {'below' if loss < bound.low else 'ABOVE'} its forecast, {bound.low:.3f} to {bound.high:.3f}")
+        event = {"part": part + 1, "loss": loss, "inside": inside, "low": bound.low, "high": bound.high}
+        self.log.add_event(step, "forecast", event)
+
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     @property
@@ -174,6 +193,8 @@ class Journal(contextlib.ExitStack):
         log(f"time       {duration(time.monotonic() - self._began)}, of it {self._compiled:.0f} s to compile the step")
         log(f"loss       {float(self._loss):.3f} nats a token at the last step")
         log(f"checkpoint {checkpoints}/{at.total:010}")
+        if self._watch:
+            self._watch.end_part()
         self._finish_page("finished")
 
     def _finish_page(self, state: str, why: str | None = None) -> None:

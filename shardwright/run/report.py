@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from shardwright.cluster.devices import known_options
 from shardwright.modeling.attention_calls import check_deterministic, describe_attention
 from shardwright.run.best_effort import best_effort
+from shardwright.run.changes import tokens_before
 from shardwright.run.files import write_whole
 from shardwright.run.flops import Speed
 from shardwright.run.resuming import with_defaults
@@ -32,6 +33,13 @@ def log(text: str) -> None:
 def parameters_of(model: Any) -> int:
     """Counts the parameters of a model."""
     return sum(math.prod(weight.shape) for weight in jax.tree.leaves(model.table))
+
+
+def parameters_without_embeddings(model: Any) -> int:
+    """Counts the parameters of a model but for those of its embedding and unembedding."""
+    is_weight = lambda x: hasattr(x, "kind")
+    weights = jax.tree.leaves(model.table, is_leaf=is_weight)
+    return sum(math.prod(w.shape) for w in weights if w.kind not in ("embedding", "unembedding"))
 
 
 def introduce(run: "Run", planned: str | None, source_differs: str | None) -> dict[str, Any]:
@@ -85,6 +93,8 @@ def facts_of(run: "Run", speed: Speed) -> dict[str, Any]:
         "run": {
             "total_steps": run.total,
             "parameters": parameters_of(run.model),
+            "parameters_without_embeddings": parameters_without_embeddings(run.model),
+            "tokens": tokens_before(run.whole, run.total),
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
             "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP, counting pairs that attention computes (all pairs: "

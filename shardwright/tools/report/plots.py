@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from shardwright.data.untrusted import number, shown
+from shardwright.run.forecast import PARTS, Forecast
 from shardwright.tools.report.comparing import Comparison
-from shardwright.tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run
+from shardwright.tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run, forecast_in
 
 _FEW, _POINTS, _POINTS_OF_MANY = 4, 1500, 400
 """Number of runs whose raw values are shown; points of a curve, at most, on a page of so few runs and of more."""
@@ -132,6 +133,8 @@ def metric(c: Comparison, panel: Panel, name: str) -> Panel:
 
 def losses(c: Comparison, panel: Panel) -> Panel:
     """Adds training losses, and validation losses as circles, which have an x of their own on each axis."""
+    if c.alone and (forecast := forecast_in(c.alone)):
+        add_band(c.alone, panel, forecast)
     metric(c, panel, "loss")
     for i, run in enumerate(c.runs):
         validations = ((event["step"], number(event.get("loss"))) for event in run.of_event("validation"))
@@ -144,6 +147,18 @@ def losses(c: Comparison, panel: Panel) -> Panel:
             name = _name(c, i, "validation")
             panel.traces.append(line(i, values, name, mode="markers", marker=marker, meta=own))
     return panel
+
+
+def add_band(run: Run, panel: Panel, forecast: Forecast) -> None:
+    """Adds the interval of the forecast in the middle of each part of the run, as far as it has come."""
+    middles = forecast.tokens / PARTS * (np.arange(PARTS) + 0.5)
+    places = np.searchsorted(run.tokens, middles[middles <= max([0, *run.tokens])])
+    own = {"x": {name: curves[0][places] for name, curves in _axes(Comparison([run], [], [])).items()}}
+    for name in ("low", "high"):
+        values = np.array([getattr(bound, name) for bound in forecast.curve[: len(places)]])
+        fill = {"fill": "tonexty", "fillcolor": "rgba(128,128,128,0.25)"} if name == "high" else {}
+        style = {"line": {"color": "#808080", "width": 0.5}, "meta": own, "showlegend": name == "high"}
+        panel.traces.append(line(0, values, "forecast") | style | fill)
 
 
 def _name(c: Comparison, i: int, what: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardwright.data.untrusted import number, read_object
 from shardwright.run.files import LOCK, OF_A_STEP, read_config, read_metrics, read_records
+from shardwright.run.forecast import FILE, Forecast, read_forecast
 from shardwright.settings.differences import flat
 
 Curve = np.ndarray
@@ -119,6 +120,14 @@ def read_run(directory: Path) -> Run:
     if (bad := step[~np.isfinite(metrics["loss"])]).size:
         notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]):,}")
     return run
+
+
+def forecast_in(run: Run) -> Forecast | None:
+    """The forecast that the run carries; None if it has none, or one that cannot be read."""
+    try:
+        return read_forecast(run.directory / FILE)
+    except (OSError, ValueError):
+        return None
 
 
 def _values(run: Run, seconds: Curve) -> dict[str, float]:

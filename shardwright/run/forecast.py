@@ -1,0 +1,113 @@
+"""A forecast of a run's loss that was written before the run (tools.forecast), and whether the run keeps to it."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwright.data.untrusted import number, read_object
+
+FILE = "forecast.json"
+"""Its copy in the run's directory."""
+PARTS = 10
+"""Parts of a run, of as many tokens each, whose mean training losses are forecast."""
+
+
+class Bound(NamedTuple):
+    """The forecast of a loss, in nats per token."""
+
+    loss: float
+    low: float
+    high: float
+
+
+class Forecast(NamedTuple):
+    """A forecast, as read from its file."""
+
+    params: int
+    """Parameters of the model without embeddings."""
+    tokens: int
+    """Of the whole run."""
+    metric: str
+    """What `end` is of: val, the last validation loss, or loss, the mean training loss of the last part."""
+    end: Bound
+    curve: list[Bound]
+    """Of the mean training loss of each part."""
+
+
+def read_forecast(path: Path) -> Forecast:
+    """Reads a forecast. Raises ValueError if the file is none, OSError if it cannot be read."""
+    kinds = {"params": int, "tokens": int, "metric": str, "end": dict, "curve": [dict]}
+    found = read_object(path, kinds)
+    bound = lambda values: Bound(*(number(values.get(name)) for name in Bound._fields))
+    curve = [*map(bound, found["curve"])]
+    read = Forecast(found["params"], found["tokens"], found["metric"], bound(found["end"]), curve)
+    values = [value for each in (read.end, *read.curve) for value in each]
+    if len(read.curve) != PARTS or not np.isfinite(values).all() or read.tokens < 1:
+        raise ValueError(f"{path} is no forecast of tools.forecast; make it again.")
+    return read
+
+
+def part_of(tokens: Any, total: int) -> Any:
+    """Number of the part, from 0, in which a step ends after so many tokens; of arrays too."""
+    return np.minimum(np.ceil(np.asarray(tokens) * PARTS / total - 1e-9).astype(int) - 1, PARTS - 1)
+
+
+def losses_of_parts(tokens: np.ndarray, losses: np.ndarray, total: int) -> np.ndarray:
+    """Mean loss of the steps of each part of a run of `total` tokens; NaN without any: f64[PARTS].
+
+    Args:
+        tokens: seen up to the end of each step.
+        losses: of each step; those that are not finite don't count.
+        total: tokens of the whole run.
+    """
+    known = np.isfinite(losses)
+    parts = part_of(tokens[known], total)
+    with np.errstate(invalid="ignore"):
+        return np.bincount(parts, losses[known], minlength=PARTS) / np.bincount(parts, minlength=PARTS)
+
+
+class Watch:
+    """Compares the training loss with the forecast, part by part.
+
+    Args:
+        source: training.forecast.
+        directory: the run's, which keeps a copy.
+        params: parameters of this run's model without embeddings.
+        tokens: of this run.
+        tell: called with the last step of a part, the part's number, its mean loss, and its Bound.
+
+    Raises:
+        ValueError: it is the forecast of another run.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(
+        self, source: Path, directory: Path, params: int, tokens: int, tell: Callable[[int, int, float, Bound], None]
+    ):
+        known = read_forecast(source)
+        if (known.params, known.tokens) != (params, tokens):
+            raise ValueError(
+                f"training.forecast is {source}, of {known.params:,} parameters without embeddings and "
+                f"{known.tokens:,} tokens; this run has {params:,} and {tokens:,}. Make its own with tools.forecast, "
+                "or set training.forecast=null."
+            )
+        self.of_run, self._tell = known, tell
+        self._step, self._part, self._losses = 0, 0, []
+        if not (directory / FILE).exists() or not source.samefile(directory / FILE):
+            shutil.copyfile(source, directory / FILE)
+
+    def see(self, step: int, tokens: int, loss: Any) -> None:
+        """Takes the loss of a step that ends after so many tokens of the run."""
+        if (part := int(part_of(tokens, self.of_run.tokens))) != self._part:
+            self.end_part()
+        self._step, self._part = step, part
+        self._losses.append(number(loss))
+
+    def end_part(self) -> None:
+        """Compares the mean loss since the part began, or since the run was resumed in it."""
+        if self._losses:
+            self._tell(self._step, self._part, sum(self._losses) / len(self._losses), self.of_run.curve[self._part])
+        self._losses = []

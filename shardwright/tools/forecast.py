@@ -1,0 +1,120 @@
+"""Forecasts the loss of a run from smaller ones, before it starts.
+
+    python -m tools.forecast --config-name=big forecast.runs=runs/ladder
+
+Fits L(N, D) = E + A/N^a + B/D^b to the final losses of finished runs of several sizes and lengths, and writes what it
+says of this configuration, with an interval, to a file that `training.forecast` takes: docs/ladder.md.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwright.data.checks import within
+from shardwright.inspect import scaling
+from shardwright.modeling.model import load_model
+from shardwright.run.changes import steps_of, tokens_before
+from shardwright.run.config import Config
+from shardwright.run.files import write_whole
+from shardwright.run.forecast import FILE, PARTS, Bound, losses_of_parts
+from shardwright.run.launch import start_with_section
+from shardwright.run.report import parameters_without_embeddings
+from shardwright.settings.words import say
+from shardwright.tools.report.reading import Run, find_runs, read_run
+
+
+@dataclass
+class ForecastConfig:
+    """The section `forecast`."""
+
+    runs: Any = None
+    """Directories of runs or sweeps, or patterns such as runs/ladder-*; one, or a list."""
+    output: str = FILE
+    """The file to write."""
+    seed: int = within(0, 2**32, 0)
+    """Random seed of the bootstrap."""
+
+
+def facts_of(run: Run) -> tuple[int, int] | None:
+    """Parameters without embeddings, and tokens of a run; None if it is unfinished or does not say."""
+    about = run.about.get("run")
+    facts = about if isinstance(about, dict) else {}
+    params, tokens = facts.get("parameters_without_embeddings"), facts.get("tokens")
+    if run.state != "finished" or not math.isfinite(run.values.get("loss", math.nan)):
+        return None
+    return (params, tokens) if isinstance(params, int) and isinstance(tokens, int) else None
+
+
+def forecast_of(runs: list[Run], params: int, tokens: int, seed: int) -> dict[str, Any]:
+    """The contents of the file.
+
+    Raises:
+        ValueError: too few runs are finished.
+    """
+    known = [(run, facts) for run in runs if (facts := facts_of(run))]
+    sizes = np.array([facts for _, facts in known], float).reshape(-1, 2).T
+    metric = "val" if all("val" in run.values for run, _ in known) else "loss"
+
+    def at(losses: Sequence[float]) -> scaling.Forecast:
+        is_there = np.isfinite(losses)
+        runs = scaling.Runs(sizes[0], sizes[1], np.array(losses))[is_there]
+        return scaling.forecasts(runs, [(params, tokens)], seed)[0]
+
+    end = at([run.values[metric] for run, _ in known])
+    parts = [losses_of_parts(run.tokens, run.metrics["loss"], n) for run, (_, n) in known]
+    curve = [at(losses) for losses in zip(*parts, strict=True)]
+    used = [
+        {"directory": str(run.directory), "params": n, "tokens": d, "loss": run.values[metric]}
+        | {"metrics_sha256": hashlib.sha256((run.directory / "metrics.jsonl").read_bytes()).hexdigest()}
+        for run, (n, d) in known
+    ]
+    bound = lambda of: {name: round(getattr(of, name), 5) for name in Bound._fields}
+    return {
+        "params": params,
+        "tokens": tokens,
+        "metric": metric,
+        "end": bound(end),
+        "curve": [bound(each) for each in curve],
+        "coverage": scaling.COVERAGE,
+        "law": "L(N, D) = E + A/N^a + B/D^b, N without embeddings; of each tenth of the runs for the curve",
+        "law_of_the_end": end.law,
+        "widened": round(end.widened, 2),
+        "runs": used,
+    }
+
+
+def job(c: Config, settings: ForecastConfig) -> None:
+    """Writes the forecast of `c`, and prints it. Raises ValueError for wrong settings and too few runs."""
+    patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
+    if not isinstance(patterns, list) or not patterns or not all(x and isinstance(x, str) for x in patterns):
+        raise ValueError("give the smaller runs: forecast.runs=runs/<sweep>, or [runs/a,runs/b].")
+    t = c.training
+    steps = t.steps if t.tokens is None else steps_of(c, t.tokens)
+    if steps is None:
+        raise ValueError("the length of the run is given in epochs; give training.steps or training.tokens.")
+    params, tokens = parameters_without_embeddings(load_model(c.model)), tokens_before(c, steps)
+    found = forecast_of([read_run(path) for path in find_runs(patterns)], params, tokens, settings.seed)
+    write_whole(Path(settings.output), json.dumps(found, indent=1) + "\n")
+    end, count = found["end"], len(found["runs"])
+    say(f"{found['metric']:5} {end['loss']:.3f} nats, {scaling.COVERAGE:.0%} interval {end['low']:.3f} to {end['high']:.3f}")
+    say(f"of    {params:,} parameters without embeddings and {tokens:,} tokens, from {count} runs")
+    if found["widened"] > 1:
+        say(f"      the interval is {found['widened']} times the bootstrap's, to hold the largest of these runs")
+    say(f"Start the run with training.forecast={settings.output}")
+
+
+@dataclass
+class ForecastedConfig(Config):
+    """All settings of a run, and the section `forecast`."""
+
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
+
+
+if __name__ == "__main__":
+    start_with_section("forecast", ForecastedConfig, job, __doc__ or "")

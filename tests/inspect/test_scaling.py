@@ -1,0 +1,160 @@
+"""Forecasts from small runs: against laws that are known, and against the losses of 104 published models."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwright.inspect.scaling import COVERAGE, Runs, fit, forecasts
+from shardwright.run import forecast as of_run
+from shardwright.tools.report.comparing import compare_runs
+from shardwright.tools.report.page import page
+from shardwright.tools.report.reading import read_run
+
+TABLE = Path(__file__).parents[1] / "data/losses_of_104_models.csv"
+E, A, ALPHA, B, BETA = 1.7, 400.0, 0.34, 410.0, 0.28  # arXiv 2203.15556
+PARAMS, TOKENS = (x.ravel() for x in np.meshgrid([1e6, 4e6, 16e6, 64e6], [2e7, 1e8, 5e8, 2.5e9]))
+
+
+def known(params, tokens):
+    return E + A / params**ALPHA + B / tokens**BETA
+
+
+def published(dataset: str) -> tuple[Runs, Runs]:
+    """The models of a dataset: two thirds, and the third that took the most compute."""
+    rows = csv.DictReader(line for line in TABLE.read_text().splitlines() if line[0] != "#")
+    columns = [
+        [float(row[name]) for name in ("params_no_embed", "tokens", "loss")]
+        for row in rows
+        if row["dataset"] == dataset
+    ]
+    runs = Runs(*np.array(columns).T)
+    third = len(runs.loss) // 3
+    return runs[runs.by_compute[:-third]], runs[runs.by_compute[-third:]]
+
+
+def test_a_law_that_holds_is_found():
+    law = fit(Runs(PARAMS, TOKENS, known(PARAMS, TOKENS)))
+    np.testing.assert_allclose(law(1e9, 2e10), known(1e9, 2e10), rtol=0.02)
+    np.testing.assert_allclose(law(PARAMS, TOKENS), known(PARAMS, TOKENS), rtol=2e-3)
+    e, a, alpha, b, beta = law.constants
+    np.testing.assert_allclose(e + a / PARAMS**alpha + b / TOKENS**beta, law(PARAMS, TOKENS), rtol=1e-9)
+
+
+@pytest.mark.parametrize("dataset", ["c4", "rpj", "rw"])
+def test_the_largest_published_models_are_forecast_from_the_others(dataset):
+    """The median error is at most 2.5 %, and below that of a power law of compute fitted to the same models."""
+    small, large = published(dataset)
+    error = lambda losses: np.median(np.abs(losses / large.loss - 1))
+    slope, start = np.polyfit(np.log(small.params * small.tokens), np.log(small.loss), 1)
+    power_law = np.exp(start + slope * np.log(large.params * large.tokens))
+    of_law = error(fit(small)(large.params, large.tokens))
+    assert of_law < 0.025
+    assert of_law < error(power_law)
+
+
+@pytest.mark.long
+def test_the_largest_published_models_are_inside_their_intervals():
+    inside, widths = [], []
+    for dataset in ("c4", "rpj", "rw"):
+        small, large = published(dataset)
+        bounds = forecasts(small, list(zip(large.params, large.tokens, strict=True)))
+        inside += [b.low <= loss <= b.high for b, loss in zip(bounds, large.loss, strict=True)]
+        widths += [(b.high - b.low) / b.loss for b in bounds]
+    assert np.mean(inside) >= COVERAGE
+    assert max(widths) < 0.3, "an interval that holds everything says nothing"
+
+
+@pytest.mark.long
+def test_noisy_ladders_hold_a_four_times_larger_run_in_nine_of_ten():
+    rng, inside = np.random.default_rng(0), 0
+    for seed in range(20):
+        noise = np.exp(rng.normal(0, 0.01, len(PARAMS) + 1))
+        (b,) = forecasts(Runs(PARAMS, TOKENS, known(PARAMS, TOKENS) * noise[1:]), [(256e6, 2.5e9)], seed)
+        inside += b.low <= known(256e6, 2.5e9) * noise[0] <= b.high
+    assert inside >= 18
+
+
+def test_a_law_that_breaks_off_widens_the_interval():
+    losses = known(PARAMS, TOKENS)
+    (plain,) = forecasts(Runs(PARAMS, TOKENS, losses), [(256e6, 2.5e9)])
+    bent = np.where(PARAMS * TOKENS > 1e15, losses * 1.1, losses)
+    (wide,) = forecasts(Runs(PARAMS, TOKENS, bent), [(256e6, 2.5e9)])
+    assert wide.high - wide.low > 2 * (plain.high - plain.low)
+
+
+def test_too_few_runs_are_refused():
+    with pytest.raises(ValueError, match="6 finished runs of several sizes; there are 5"):
+        forecasts(Runs(PARAMS[:5], TOKENS[:5], known(PARAMS, TOKENS)[:5]), [(1e9, 1e10)])
+
+
+# ---- in a run ---------------------------------------------------------------------------------------------------
+
+
+def test_means_of_parts_are_those_of_a_loop():
+    rng = np.random.default_rng(0)
+    tokens = np.arange(1, 38) * 64
+    losses = rng.normal(3, 1, 37)
+    losses[5] = np.nan
+    expected = [[] for _ in range(of_run.PARTS)]
+    for n, loss in zip(tokens.tolist(), losses, strict=True):
+        part = next(i for i in range(of_run.PARTS) if n * of_run.PARTS <= (i + 1) * tokens[-1])
+        expected[part] += [loss] if np.isfinite(loss) else []
+    np.testing.assert_allclose(of_run.losses_of_parts(tokens, losses, tokens[-1]), [np.mean(x) for x in expected])
+
+
+def written(path: Path, **changes) -> Path:
+    bound = lambda i: {"loss": 4.0 - i / 10, "low": 3.5 - i / 10, "high": 4.5 - i / 10}
+    content = {"params": 7, "tokens": 100, "metric": "loss", "end": bound(9), "curve": [*map(bound, range(10))]}
+    path.write_text(json.dumps(content | changes))
+    return path
+
+
+def test_the_parts_of_a_run_are_told(tmp_path):
+    told = []
+    (tmp_path / "run").mkdir()
+    file = written(tmp_path / "f.json")
+    watch = of_run.Watch(file, tmp_path / "run", 7, 100, lambda *of: told.append(of))
+    for step, loss in enumerate([4.0, 4.0, 9.0, 9.0, "NaN"]):
+        watch.see(step, 5 * (step + 1), loss)
+    watch.end_part()
+    watch.end_part()
+    assert [(step, part, loss) for step, part, loss, _ in told][:2] == [(1, 0, 4.0), (3, 1, 9.0)]
+    assert [bound.low <= loss <= bound.high for *_, loss, bound in told] == [True, False, False]
+    assert (tmp_path / "run" / of_run.FILE).read_text() == file.read_text()
+    of_run.Watch(tmp_path / "run" / of_run.FILE, tmp_path / "run", 7, 100, print)  # a resumed run
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"params": 8}, "8 parameters without embeddings and 100 tokens; this run has 7 and 100"),
+        ({"tokens": 99}, "this run has 7 and 100"),
+        ({"curve": []}, "is no forecast"),
+        ({"end": {"loss": 1.0}}, "is no forecast"),
+        ({"curve": 3}, "curve"),
+    ],
+)
+def test_another_forecast_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        of_run.Watch(written(tmp_path / "f.json", **changes), tmp_path, 7, 100, print)
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([4.0 - i / 20 for i in range(20)], "The loss stayed inside its forecast to the end."),
+        ([4.0] * 12 + [9.0] * 8, "The loss left its forecast: end, loss; 7 of 10; 8 of 10; 9 of 10; 10 of 10."),
+        ([4.0] * 9, "The loss is inside its forecast."),
+    ],
+)
+def test_the_page_says_whether_the_run_kept_to_it(tmp_path, losses, said):
+    written(tmp_path / of_run.FILE)
+    lines = [{"step": i, "loss": x, "tokens": 5 * i, "unix_time": float(i)} for i, x in enumerate(losses, 1)]
+    lines += [{"step": 20, "event": "end", "state": "finished"}] if len(losses) == 20 else []
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page(compare_runs([read_run(tmp_path)], "loss"))
+    assert said in text
+    assert '"forecast"' in text, "the band"
