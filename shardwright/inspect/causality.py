@@ -100,8 +100,9 @@ def _findings(checked: list[Step]) -> Iterator[Finding]:
         for call in dict.fromkeys(step.calls):
             if sees_later(mask_of(step.forward, call), call, step.size[1]):  # at all distances
                 place = f"layer {call.place}" + (", in training," if step.forward.in_training else "")
+                mask = f"{call.pattern.made}: the attention mask `{call.pattern}`"
                 yield Finding(
-                    f"the attention mask `{call.pattern}` of {place} lets a position see later ones\n  "
+                    f"{mask} of {place} lets a position see later ones\n  "
                     f"remedy: add masks.causal to its mask_mod. {PURPOSE}",
                     is_wrong=True,
                 )

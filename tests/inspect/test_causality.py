@@ -281,7 +281,7 @@ WRONG = {  # name: the model, what the line says, and sizes as above
     "mixture of depths": (Depths, "top_k: the logits of"),
     "the wrong way": (attends(in_document(lambda i, j: i <= j)), "reduce_max"),
     "other documents": (attends(lambda q, k: q.index >= k.index), "dot_general: .*in an earlier document"),
-    "rule": (ruled(same_document), "lets a position see later ones"),
+    "rule": (ruled(same_document), r"^\S+\.py:\d+: the attention mask .* lets a position see later ones"),
     "leak": (Leaks, "slice|concatenate"),
     "mean": (mixed(lambda x, _: jnp.mean(x, 1, keepdims=True)), "reduce_sum: .*of position 14"),
     "norm of the batch": (mixed(lambda x, _: x - jnp.mean(x, 0)), f"reduce_sum: .*{OTHERS}"),
