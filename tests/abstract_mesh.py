@@ -1,6 +1,7 @@
-"""Tracing on a mesh of no devices, for tests of what is rejected before anything runs."""
+"""Meshes of no devices, for tests of what is rejected before anything runs, and of simulated ones."""
 
 import inspect
+import math
 from collections.abc import Callable
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.proof.check import prove_function
 from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
+from shardlib.testing import sizes_of
 
 MESH = AbstractMesh((2, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
 SIZES = {"B": 4, "L": 6, "S": 6, "M": 8, "N": 8, "F": 12, "V": 16, "U": 2}
@@ -58,6 +60,13 @@ def unsound(body: Callable, result=f32[""], mesh=MESH, **operands) -> list[str]:
 def shape_of(t) -> jax.ShapeDtypeStruct:
     dtype = {"f32": jnp.float32, "i32": jnp.int32}[t.dtype]
     return jax.ShapeDtypeStruct([SIZES[dim.name] for dim in t.spec.dims], dtype, sharding=make_shardings(t))
+
+
+def simulated_mesh(name: str) -> jax.sharding.Mesh:
+    """The mesh of a name such as "d=2 t=2"."""
+    sizes = sizes_of(name)
+    devices, kinds = jax.devices()[: math.prod(sizes.values())], (AxisType.Explicit,) * len(sizes)
+    return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=kinds, devices=devices)
 
 
 def drop(*_):

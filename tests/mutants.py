@@ -5,18 +5,24 @@ They are found in the syntax tree: strings that are specs, and calls of shardlib
 
 import ast
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 
 from shardlib.axes import AXIS_ORDER, GROUPS
 from shardlib.parsing import ShardError, parse_op, parse_shape
-from shardwright.modeling import weights
 
 AXES = ("r", "t", "d", "p")
 """Of the meshes on which mutants are traced."""
 COLLECTIVES = {"all_gather", "psum_scatter", "psum", "pmax", "replicate"}
-WEIGHTS = {name for name, value in vars(weights).items() if isinstance(value, weights.Declared)}
-"""Names of the kinds of weights, which are indexed with a spec as the types of arrays are."""
+
+
+@functools.cache
+def kinds_of_weights() -> dict:
+    """The kinds of weights by name, which are indexed with a spec as the types of arrays are."""
+    from shardwright.modeling import weights  # the tests of shardlib have no trainer, and mutate no model
+
+    return {name: value for name, value in vars(weights).items() if isinstance(value, weights.Declared)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +105,7 @@ def _all_mutants(source: Source) -> Iterator[Mutant]:
                 yield source.mutant(kind, node, call)
         elif isinstance(node, ast.FunctionDef):
             yield from _other_counts(source, node)
-        elif isinstance(node, ast.Subscript) and getattr(node.value, "id", "") in WEIGHTS:
+        elif isinstance(node, ast.Subscript) and getattr(node.value, "id", "") in kinds_of_weights():
             yield from _other_uses(source, node)
 
 
@@ -123,7 +129,7 @@ def _other_counts(source: Source, function: ast.FunctionDef) -> Iterator[Mutant]
 def _other_uses(source: Source, node: ast.Subscript) -> Iterator[Mutant]:
     """Other types in use, of a weight that is used as its line says."""
     if isinstance(node.slice, ast.Constant):
-        used = getattr(weights, node.value.id)[node.slice.value.partition(" if ")[0]].used
+        used = kinds_of_weights()[node.value.id][node.slice.value.partition(" if ")[0]].used
         for kind, spec in spec_changes(str(used.spec)):
             after = f'{source.of(node.slice)}, {used.dtype}["{spec}"]'
             yield source.mutant(kind, node.slice, after)
@@ -132,7 +138,7 @@ def _other_uses(source: Source, node: ast.Subscript) -> Iterator[Mutant]:
 def _of_type(node: ast.Subscript) -> list[ast.expr]:
     """The spec of `f32["B"]`, `Array["layers", X]` or `matrix["M -> F"]`, in a list; nothing for another subscript."""
     first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
-    types = {"act", "f32", "i32", "u32", "bool_", "Array", *WEIGHTS}
+    types = {"act", "f32", "i32", "u32", "bool_", "Array", *kinds_of_weights()}
     return [first] if getattr(node.value, "id", "") in types else []
 
 

@@ -4,20 +4,27 @@ import collections
 
 import pytest
 import random_programs
-from hypothesis import HealthCheck, given, note, settings
-from hypothesis import strategies as st
 from random_programs import MESHES, OF_ONE_ENTRY, Generator, describe, outcome
+
+hypothesis = pytest.importorskip("hypothesis")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 
 def campaign(count: int, meshes: tuple = MESHES) -> collections.Counter:
     """How many programs were accepted, differ, or are refused though they are right."""
     found = collections.Counter()
 
-    @settings(max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck])
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[*hypothesis.HealthCheck],
+    )
     @given(st.randoms(use_true_random=False), st.sampled_from(meshes))
     def check(rng, mesh):
         program = Generator(rng).program()
-        note(f"on {mesh}:\n{describe(program)}")
+        hypothesis.note(f"on {mesh}:\n{describe(program)}")
         if result := outcome(program, mesh):
             assert not (result.accepted and result.differs), "accepted, but differs"
             found["accepted" if result.accepted else "differs" if result.differs else "refused though right"] += 1

@@ -7,12 +7,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.layers import run_layers
 from shardlib.parsing import ShardError
-from shardwright.jax_extra import KEPT, explicit_activation_checkpointing, save_for_backward
 
 ROWS, WIDTH = 5, 6
+POLICIES = jax.checkpoint_policies
+KEPT = {
+    "marked": POLICIES.save_only_these_names("saved"),
+    "offload": POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["saved"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "nothing": POLICIES.nothing_saveable,
+    "dots": POLICIES.dots_with_no_batch_dims_saveable,
+    "everything": POLICIES.everything_saveable,
+}
+save_for_backward = functools.partial(checkpoint_name, name="saved")
 
 
 def layer(w, x, index, place, attend):
@@ -51,7 +65,7 @@ def by_hand(w, x, caches, numbers):
 
 
 def keeping(save):
-    return functools.partial(explicit_activation_checkpointing, save=save)
+    return functools.partial(jax.checkpoint, policy=KEPT[save])
 
 
 def loop(w, x, caches, numbers=None, **options):

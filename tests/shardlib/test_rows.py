@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
+from abstract_mesh import simulated_mesh
 
 from shardlib import grouped, products, rows, shardops
 from shardlib.shardtypes import ShardError, f32, i32, typed_shard_map
@@ -51,7 +51,7 @@ def test_what_is_refused(op, spec, message):
         op(spec, x, ids)
         return jnp.float32(0)
 
-    with jax.set_mesh(tiny.mesh("d=2 t=2")), pytest.raises(ShardError, match=message):
+    with jax.set_mesh(simulated_mesh("d=2 t=2")), pytest.raises(ShardError, match=message):
         jax.jit(per_device).trace(np.zeros((4, 8, 2), np.float32), np.zeros((4, 8), np.int32))
 
 

@@ -16,8 +16,6 @@ from types import SimpleNamespace
 import golden
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tick_tables import check_tick_table
 
 from shardlib import schedules
@@ -42,6 +40,8 @@ from shardlib.tick_tables import Costs, simulate, tick_table
 
 pytestmark = pytest.mark.quick
 
+hypothesis = pytest.importorskip("hypothesis")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 settings.register_profile("schedules", max_examples=60, deadline=None, database=None, derandomize=True)
 settings.load_profile("schedules")
 
