@@ -1,11 +1,11 @@
 """For tests of a project: is the training step of a configuration right on a mesh?"""
 
-import re
 from pathlib import Path
 
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 from shardlib.axes import axes_of_mesh
+from shardlib.testing import sizes_of
 from shardwright.inspect import examine
 from shardwright.modeling.model import load_model
 from shardwright.run.changes import config_at, firsts
@@ -28,9 +28,7 @@ def assert_sound(name: str, mesh: str, *overrides: str, configs: str | Path = "c
     Raises:
         ValueError: a setting is wrong, or the step is rejected, with the line that does it.
     """
-    if not re.fullmatch(r"[a-z]=[1-9]\d*(?: [a-z]=[1-9]\d*)*", mesh):
-        raise ValueError(f"the mesh is {mesh!r}; give the number of devices along each axis, as in 'd=2 t=2'.")
-    sizes = {axis: int(size) for axis, size in (word.split("=") for word in mesh.split())}
+    sizes = sizes_of(mesh)
     c = composed(name, *overrides, *(f"mesh.{axis}={size}" for axis, size in sizes.items()), own=configs)
     shape = axes_of_mesh(sizes)
     with use_abstract_mesh(AbstractMesh((*shape.values(),), (*shape,), axis_types=(AxisType.Explicit,) * len(shape))):

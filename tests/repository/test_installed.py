@@ -79,6 +79,45 @@ def test_what_it_refuses(alone, tmp_path):
     assert re.sub(r"mine.py:\d+: ", "", done.stderr.partition("ShardError: ")[2]).startswith(MESSAGE)
 
 
+PLAIN = """
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+SPECS = {"in_specs": P(None, "model"), "out_specs": P()}
+
+
+def test_right(assert_sound):
+    assert_sound(lambda x: jax.lax.psum(jnp.sum(x, 1), "model"), X, meshes=["model=2", "model=4"], **SPECS)
+
+
+def test_wrong(assert_sound):
+    assert_sound(lambda x: jax.lax.pmean(jnp.sum(x, 1), "model"), X, meshes=["model=2", "model=4"], **SPECS)
+"""
+
+
+def test_its_fixture_in_pytest(alone, tmp_path):
+    """A failure shows the line of the test and the message, without the frames of shardlib and JAX."""
+    (tmp_path / "conftest.py").write_text(without_other_packages() + "assert 'jax' not in sys.modules\n")
+    (tmp_path / "test_mine.py").write_text(PLAIN)
+    done = run(alone, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    shown = done.stdout.partition("FAILURES")[2]
+    assert re.search(r"^E +shardlib.parsing.ShardError: on the mesh model=2: \S*test_mine.py:14: ", shown, re.MULTILINE)
+    assert "_ _ _" not in shown
+    assert "shardlib/" not in shown
+
+
+def test_its_own_tests_need_no_trainer():
+    """They are collected where the trainer and what only it needs are hidden; `make test-shardlib` runs them so."""
+    hide = without_other_packages() + "sys.modules.update(dict.fromkeys(['shardwright', 'train', 'hypothesis']))\n"
+    command = [sys.executable, "-c", hide + "import pytest; sys.exit(pytest.main(sys.argv[1:]))"]
+    folders = ["tests/shardlib", "tests/proof"]
+    command += ["-q", "-p", "no:cacheprovider", "-m", "quick and not long and not slow", *folders]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert re.search(r"\d\d+ passed", done.stdout), done.stdout + done.stderr
+
+
 def shardwright(installed: Path, directory: Path, *arguments: str) -> str:
     """What the command prints in a directory."""
     code = "import sys; from shardwright.__main__ import main; sys.argv[0] = 'shardwright'; main()"

@@ -1,0 +1,46 @@
+"""For tests of any JAX program: does it compute on each mesh what it computes on one device?"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from shardlib.parsing import ShardError
+from shardlib.proof.check import check
+
+
+def sizes_of(mesh: str) -> dict[str, int]:
+    """Devices along each axis of a mesh such as `data=2 model=4`.
+
+    Raises:
+        ValueError: it is not of this form.
+    """
+    if not re.fullmatch(r"[a-z_]\w*=[1-9]\d*(?: [a-z_]\w*=[1-9]\d*)*", mesh):
+        raise ValueError(f"the mesh is {mesh!r}; give the number of devices along each axis, as in 'd=2 t=2'.")
+    return {axis: int(size) for axis, size in (word.split("=") for word in mesh.split())}
+
+
+def assert_sound(function: Callable[..., Any], *args: Any, meshes: Iterable[str], **specs: Any) -> None:
+    """Raises unless a function computes on each mesh what it computes on one device.
+
+    It is the proof of shardlib.proof.check.check. Nothing is compiled, and no devices are needed.
+
+    Args:
+        function: what each device computes, with `specs`; without them, a function that calls typed_shard_map, or
+            jax.shard_map without its `mesh`.
+        *args: its arguments, with global shapes: arrays, jax.ShapeDtypeStruct, and pytrees of them.
+        meshes: the devices along each axis, such as `["data=4", "data=2 model=2"]`.
+        **specs: in_specs, out_specs and other options of jax.shard_map.
+
+    Raises:
+        ShardError: the mesh, and file and line of the first value that is not what one device computes.
+        ValueError: a mesh is not of this form.
+    """
+    __tracebackhide__ = True  # of pytest: a failed test shows its own line and the message
+    for mesh in meshes:
+        sizes = sizes_of(mesh)
+        try:
+            check(function, *args, mesh=AbstractMesh((*sizes.values(),), (*sizes,)), **specs)
+        except ShardError as error:
+            raise ShardError(f"on the mesh {mesh}: {error}", place="") from None

@@ -1,0 +1,39 @@
+"""assert_sound for plain JAX programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardlib import testing
+from shardlib.shardtypes import ShardError
+
+pytestmark = pytest.mark.quick
+
+X, W = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 32), jnp.float32)
+SPECS = {"in_specs": (P("data", "model"), P("model")), "out_specs": P("data")}
+MESHES = ["data=4", "data=2 model=2"]
+project = lambda x, w: lax.psum(x @ w, "model")
+mean = lambda x, w: project(x, w) / lax.axis_size("model")
+
+
+def test_a_right_program_passes_on_each_mesh():
+    testing.assert_sound(project, X, W, meshes=["data=4 model=1", "data=2 model=2"], **SPECS)
+    testing.assert_sound(
+        jax.grad(lambda x: jnp.sum(jnp.sin(x))), X, meshes=["data=2"], in_specs=P("data"), out_specs=P("data")
+    )
+    step = lambda x, w: jnp.sum(jax.shard_map(project, **SPECS)(x, w))
+    testing.assert_sound(step, X, W, meshes=["data=2 model=2"])
+
+
+def test_a_wrong_one_fails_with_its_mesh_and_line():
+    line = mean.__code__.co_firstlineno
+    with pytest.raises(ShardError, match=rf"^on the mesh data=2 model=2: \S*test_testing.py:{line}: div: .* 0.5 times"):
+        testing.assert_sound(mean, X, W, meshes=["data=4 model=1", "data=2 model=2"], **SPECS)
+
+
+@pytest.mark.parametrize("mesh", ["", "data", "data=0", "data=2,model=2", "2x2"])
+def test_what_is_no_mesh(mesh):
+    with pytest.raises(ValueError, match=r"the mesh is .*; give the number of devices along each axis"):
+        testing.assert_sound(project, X, W, meshes=[mesh], **SPECS)
