@@ -28,7 +28,7 @@ DEVELOPMENT := $(VENV)/.installed-$(EXTRAS)
 SITE := $(VENV)/.installed-for-docs
 fail = { echo "make: $(1)" >&2; exit 1; }
 
-.PHONY: help demo verify setup test test-quick test-long test-slow docs pictures lint format constraints clean check-python check-venv
+.PHONY: help demo verify setup test test-quick test-long test-slow test-shardlib wheels docs pictures lint format constraints clean check-python check-venv
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS) ARGS=$(ARGS)"
@@ -53,6 +53,17 @@ test-long: $(DEVELOPMENT) ## only the long tests: less than half an hour on two 
 
 test-slow: $(DEVELOPMENT) ## only the slow tests: some hours on two cores
 	$(RUN) pytest -n $(WORKERS) $(SLOWEST) -m slow
+
+test-shardlib: check-python ## the tests of shardlib, where only it and pytest are installed: a few minutes
+	rm -rf $(VENV)-shardlib && $(PYTHON) -m venv $(VENV)-shardlib
+	$(VENV)-shardlib/bin/pip install --quiet ./shardlib pytest $(CONSTRAINTS:%=-c %)
+	JAX_ENABLE_COMPILATION_CACHE=false $(VENV)-shardlib/bin/pytest -o addopts="--import-mode=importlib --strict-markers" -o pythonpath=tests \
+	  -m "not long and not slow" tests/shardlib tests/proof
+
+# Each wheel would take along what another build left in build/.
+wheels: $(RUNTIME) ## the wheels of shardwright, which has shardlib, and of shardlib alone, in dist/
+	@for package in . ./shardlib; do rm -rf build && $(RUN) pip wheel -q --no-deps -w dist $$package || exit 1; done
+	@rm -rf build && ls dist/*.whl
 
 docs: $(SITE) ## the documentation as a site with search; prints the path of its first page
 	@$(RUN) sphinx -q -W --keep-going -c docs/site -d $(VENV)/doctrees . docs/site/html
