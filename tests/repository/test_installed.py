@@ -14,8 +14,8 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "shardlib/README.md").read_text()
-RIGHT, WRONG = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-(MESSAGE,) = re.findall(r"^```\nmine.py:…: (.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+UNPROVED, PROVED, FIXTURE, RIGHT, WRONG = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+MESSAGES = re.findall(r"^```\nmine.py:…: (.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 NEEDED = {"jax", "numpy", "einops"}
 """The packages that shardlib depends on."""
 MODULES = {"google-crc32c": "google_crc32c", "hydra-core": "hydra"}
@@ -72,39 +72,26 @@ def test_shardlib_alone(alone, tmp_path):
     assert done.stdout == f"(8, 32) (2, 32) 4096.0 {alone / 'shardlib/__init__.py'}\n", done.stderr
 
 
-def test_what_it_refuses(alone, tmp_path):
-    (tmp_path / "mine.py").write_text(without_other_packages() + RIGHT + WRONG)
+@pytest.mark.parametrize(("program", "message"), [*zip([UNPROVED, RIGHT + WRONG], MESSAGES, strict=True)])
+def test_what_it_refuses(alone, tmp_path, program, message):
+    (tmp_path / "mine.py").write_text(without_other_packages() + program)
     done = run(alone, tmp_path, "mine.py")
     assert done.returncode == 1
-    assert re.sub(r"mine.py:\d+: ", "", done.stderr.partition("ShardError: ")[2]).startswith(MESSAGE)
-
-
-PLAIN = """
-import jax, jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
-
-X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-SPECS = {"in_specs": P(None, "model"), "out_specs": P()}
-
-
-def test_right(assert_sound):
-    assert_sound(lambda x: jax.lax.psum(jnp.sum(x, 1), "model"), X, meshes=["model=2", "model=4"], **SPECS)
-
-
-def test_wrong(assert_sound):
-    assert_sound(lambda x: jax.lax.pmean(jnp.sum(x, 1), "model"), X, meshes=["model=2", "model=4"], **SPECS)
-"""
+    assert re.sub(r"mine.py:\d+: ", "", done.stderr.partition("ShardError: ")[2]).startswith(message)
 
 
 def test_its_fixture_in_pytest(alone, tmp_path):
     """A failure shows the line of the test and the message, without the frames of shardlib and JAX."""
+    program = UNPROVED.rpartition("check(")[0]
     (tmp_path / "conftest.py").write_text(without_other_packages() + "assert 'jax' not in sys.modules\n")
-    (tmp_path / "test_mine.py").write_text(PLAIN)
+    (tmp_path / "test_wrong.py").write_text(program + FIXTURE)
+    (tmp_path / "test_right.py").write_text(program + PROVED + FIXTURE)
     done = run(alone, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     shown = done.stdout.partition("FAILURES")[2]
-    assert re.search(r"^E +shardlib.parsing.ShardError: on the mesh model=2: \S*test_mine.py:14: ", shown, re.MULTILINE)
-    assert "_ _ _" not in shown
+    line = program.partition("return")[0].count("\n") + 1
+    assert f"ShardError: on the mesh data=2 model=4: test_wrong.py:{line}: sub: a maximum" in shown
+    assert "_ _ _" not in shown, "frames"
     assert "shardlib/" not in shown
 
 
