@@ -55,7 +55,7 @@ test-slow: $(DEVELOPMENT) ## only the slow tests: some hours on two cores
 	$(RUN) pytest -n $(WORKERS) $(SLOWEST) -m slow
 
 test-shardlib: check-python ## the tests of shardlib, where only it and pytest are installed: a few minutes
-	rm -rf $(VENV)-shardlib && $(PYTHON) -m venv $(VENV)-shardlib
+	rm -rf build $(VENV)-shardlib && $(PYTHON) -m venv $(VENV)-shardlib
 	$(VENV)-shardlib/bin/pip install --quiet ./shardlib pytest $(CONSTRAINTS:%=-c %)
 	JAX_ENABLE_COMPILATION_CACHE=false $(VENV)-shardlib/bin/pytest -o addopts="--import-mode=importlib --strict-markers" -o pythonpath=tests \
 	  -m "not long and not slow" tests/shardlib tests/proof
