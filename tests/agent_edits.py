@@ -1,0 +1,129 @@
+"""A session of an agent that edits the model: what tools.check says of each edit, and after how long.
+
+    python tests/agent_edits.py        makes each edit of data/agent_edits.toml and records docs/agents.md anew
+
+The edits are made in a copy of the checkout, a repository of its own.
+"""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes import ROOT
+
+EDITS = tomllib.loads((ROOT / "tests/data/agent_edits.toml").read_text())["edit"]
+PAGE = ROOT / "docs/agents.md"
+COMMAND = ["-m", "tools.check", "--config-name=local_test_synthetic", "check.output=json"]
+TRACKED = ("train.py", "shardlib", "shardwright", "configs", "tools", "docs")
+
+
+def checkout(directory: Path) -> Path:
+    """A repository in `directory` with the sources of this checkout, in one commit."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "site", "pictures")
+    for name in TRACKED:
+        source, target = ROOT / name, directory / name
+        if source.is_dir() and not source.is_symlink():
+            shutil.copytree(source, target, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(source, target, follow_symlinks=False)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
+        subprocess.run([*git, *words], cwd=directory, check=True)
+    return directory
+
+
+@contextlib.contextmanager
+def edited(directory: Path, edit: dict, *more: list[str]) -> Iterator[str]:
+    """Context in which an edit is made in a checkout, and after it `more` changes; yields the file's text."""
+    path = directory / edit["file"]
+    before = text = path.read_text()
+    for old, new in (*edit["change"], *more):
+        assert text.count(old) == 1, (
+            f"{edit['file']} has {text.count(old)} times {old!r}: change tests/data/agent_edits.toml"
+        )
+        text = text.replace(old, new)
+    path.write_text(text)
+    try:
+        yield text
+    finally:
+        path.write_text(before)
+
+
+def check(directory: Path, *words: str, **environment: str) -> tuple[int, dict]:
+    """Exit status of tools.check in a checkout, and what it says."""
+    environment = os.environ | {"PYTHONPATH": str(directory)} | environment
+    command = [sys.executable, *COMMAND, *words]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.returncode, json.loads(done.stdout.strip().rpartition("\n")[2])
+
+
+def verdict(found: dict) -> str:
+    """What the page says of a result."""
+    if found["verdict"] == "rejected":
+        remedy = f" *Remedy:* {found['remedy']}" if found["remedy"] else ""
+        return f"**rejected** by `{found['checks'][-1]['name']}`, {found['place']}: {found['problem']}.{remedy}"
+    than = found["difference"]
+    if than["same_program"]:
+        return "accepted, no change to the program"
+    parts = [f"changed: {', '.join(than['lines'])}"] if than["lines"] else []
+    if change := than["bytes"]["now"] - than["bytes"]["before"]:
+        of = than["bytes"]
+        parts.append(f"memory {change / of['before']:+.1%}" + (f", most by {of['line']}" if of["line"] else ""))
+    parts += [f"{than['parameters']:+,} parameters"] if than["parameters"] else []
+    return "accepted; " + "; ".join(parts or ["changed"])
+
+
+def record(directory: Path) -> list[str]:
+    """The recorded parts of the page, in order: what check says of the edit with a remedy, and after it; the table."""
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(directory / ".cache")}  # without earlier proofs
+    check(directory, **environment)
+    rows, loads, shown = [], [], []
+    sessions = [(str(number), edit["name"], edit, []) for number, edit in enumerate(EDITS, start=1)]
+    (fixed,) = (edit for edit in EDITS if "fix" in edit)
+    sessions.append(("", f"{EDITS.index(fixed) + 1}, with its remedy", fixed, [fixed["fix"]]))
+    for number, name, edit, more in sessions:
+        with edited(directory, edit, *more):
+            begin, computed = time.perf_counter(), cpu_seconds()
+            _, found = check(directory, **environment)
+            took = f"{time.perf_counter() - begin:.1f} | {cpu_seconds() - computed:.1f}"
+        loads.append(os.getloadavg()[0])
+        shown += [as_json(found)] * (edit is fixed)
+        rows.append(f"| {number} | {name} | {verdict(found).replace('|', chr(92) + '|')} | {took} |\n")
+        print(rows[-1], end="", flush=True)
+    about = f"{os.cpu_count()} cores with a load of {min(loads):.0f} to {max(loads):.0f}"
+    head = "| | edit | what `check` says | seconds | of CPU |\n|---|---|---|---|---|\n"
+    return [*shown, f"Recorded on {about}:\n\n{head}{''.join(rows)}"]
+
+
+def cpu_seconds() -> float:
+    """CPU time of the programs that ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def as_json(found: dict) -> str:
+    """The verdict as a block of JSON, without the text of each check and the costs by line."""
+    kept = {name: found[name] for name in ("verdict", "place", "problem", "remedy", "difference") if name in found}
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in kept.items()]
+    return "```json\n{" + ",\n ".join(lines) + "}\n```"
+
+
+RECORDED = re.compile(r"```json\n.*?```|^Recorded on .*?\n(?=\n[^|\n])", re.DOTALL | re.MULTILINE)
+"""The parts of the page that the script writes: two blocks of JSON, and the table with the line before it."""
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        parts = iter(record(checkout(Path(scratch))))
+    PAGE.write_text(RECORDED.sub(lambda match: next(parts), PAGE.read_text()))
