@@ -30,7 +30,7 @@ fail = { echo "make: $(1)" >&2; exit 1; }
 
 .PHONY: help demo verify setup test test-quick test-long test-slow test-shardlib wheels docs pictures lint format constraints clean check-python check-venv
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS) ARGS=$(ARGS)"
 
 demo: $(RUNTIME) ## train a small sharded model on 8 simulated devices
@@ -86,9 +86,9 @@ format: $(DEVELOPMENT) ## correct what the linters can
 	$(RUN) ruff check --fix
 	$(RUN) ruff format
 
-clean: ## remove the virtual environment and the caches
+clean: ## remove the virtual environment, what was built, and the caches
 	if [ -e $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi
-	rm -rf *.egg-info .pytest_cache .ruff_cache
+	rm -rf *.egg-info shardlib/*.egg-info build dist $(VENV)-shardlib .pytest_cache .ruff_cache
 
 # A killed pip leaves packages that look installed, so an environment with an unfinished installation is made anew.
 $(RUNTIME): PACKAGES = .
