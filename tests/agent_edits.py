@@ -23,6 +23,8 @@ from recipes import ROOT
 
 EDITS = tomllib.loads((ROOT / "tests/data/agent_edits.toml").read_text())["edit"]
 PAGE = ROOT / "docs/agents.md"
+CALL = re.compile(r"[\w.]+[(\[][^`]*?'[^']*'[^`]*?[)\]]+")
+"""Code in a message that is not marked as code: `matmul('B M, M F -> B F')`, `f32['B M']`."""
 COMMAND = ["-m", "tools.check", "--config-name=local_test_synthetic", "check.output=json"]
 TRACKED = ("train.py", "shardlib", "shardwright", "configs", "tools", "docs")
 
@@ -72,7 +74,8 @@ def verdict(found: dict) -> str:
     """What the page says of a result."""
     if found["verdict"] == "rejected":
         remedy = f" *Remedy:* {found['remedy']}" if found["remedy"] else ""
-        return f"**rejected** by `{found['checks'][-1]['name']}`, {found['place']}: {found['problem']}.{remedy}"
+        text = f"**rejected** by `{found['checks'][-1]['name']}`, {found['place']}: {found['problem']}.{remedy}"
+        return CALL.sub(r"`\g<0>`", text)
     than = found["difference"]
     if than["same_program"]:
         return "accepted, no change to the program"
@@ -101,7 +104,7 @@ def record(directory: Path) -> list[str]:
         shown += [as_json(found)] * (edit is fixed)
         rows.append(f"| {number} | {name} | {verdict(found).replace('|', chr(92) + '|')} | {took} |\n")
         print(rows[-1], end="", flush=True)
-    about = f"{os.cpu_count()} cores with a load of {min(loads):.0f} to {max(loads):.0f}"
+    about = f"{os.cpu_count()} cores that other programs used too, with a load of {min(loads):.0f} to {max(loads):.0f}"
     head = "| | edit | what `check` says | seconds | of CPU |\n|---|---|---|---|---|\n"
     return [*shown, f"Recorded on {about}:\n\n{head}{''.join(rows)}"]
 
@@ -115,8 +118,7 @@ def cpu_seconds() -> float:
 def as_json(found: dict) -> str:
     """The verdict as a block of JSON, without the text of each check and the costs by line."""
     kept = {name: found[name] for name in ("verdict", "place", "problem", "remedy", "difference") if name in found}
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in kept.items()]
-    return "```json\n{" + ",\n ".join(lines) + "}\n```"
+    return f"```json\n{json.dumps(kept, indent=1, ensure_ascii=False)}\n```"
 
 
 RECORDED = re.compile(r"```json\n.*?```|^Recorded on .*?\n(?=\n[^|\n])", re.DOTALL | re.MULTILINE)

@@ -6,6 +6,8 @@ from pathlib import Path
 import agent_edits
 import pytest
 
+from shardwright.tools.init.__main__ import TEMPLATE
+
 EDITS = {edit["name"]: edit for edit in agent_edits.EDITS}
 
 
@@ -24,6 +26,11 @@ def test_the_page_has_each_edit_with_its_verdict():
     assert [name for name, _ in rows()] == [name for name, _ in expected]
     for (name, text), (_, begin) in zip(rows(), expected, strict=True):
         assert text.startswith(begin), name
+
+
+@pytest.mark.quick
+def test_the_page_quotes_what_a_project_gets():
+    assert (TEMPLATE / "AGENTS.md").read_text() in agent_edits.PAGE.read_text()
 
 
 @pytest.fixture(scope="module")
