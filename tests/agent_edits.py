@@ -25,6 +25,8 @@ EDITS = tomllib.loads((ROOT / "tests/data/agent_edits.toml").read_text())["edit"
 PAGE = ROOT / "docs/agents.md"
 CALL = re.compile(r"[\w.]+[(\[][^`]*?'[^']*'[^`]*?[)\]]+")
 """Code in a message that is not marked as code: `matmul('B M, M F -> B F')`, `f32['B M']`."""
+LONGEST = 70
+"""Characters of a line of code that the page shows."""
 COMMAND = ["-m", "tools.check", "--config-name=local_test_synthetic", "check.output=json"]
 TRACKED = ("train.py", "shardlib", "shardwright", "configs", "tools", "docs")
 
@@ -70,19 +72,27 @@ def check(directory: Path, *words: str, **environment: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout.strip().rpartition("\n")[2])
 
 
-def verdict(found: dict) -> str:
-    """What the page says of a result."""
+def verdict(found: dict, text: str) -> str:
+    """What the page says of a result on an edited file: with the text of lines, because their numbers change."""
+    lines = text.splitlines()
+
+    def code(place: str) -> str:
+        number = int(re.search(r":(\d+)", place)[1])
+        first = next(line.strip() for line in lines[number - 1 :] if not line.strip().startswith("@"))
+        return f"`{first if len(first) <= LONGEST else first[:LONGEST] + '…'}`"
+
     if found["verdict"] == "rejected":
         remedy = f" *Remedy:* {found['remedy']}" if found["remedy"] else ""
-        text = f"**rejected** by `{found['checks'][-1]['name']}`, {found['place']}: {found['problem']}.{remedy}"
-        return CALL.sub(r"`\g<0>`", text)
-    than = found["difference"]
+        said = CALL.sub(r"`\g<0>`", f"{found['problem']}.{remedy}")
+        return f"**rejected** by `{found['checks'][-1]['name']}` at {code(found['place'])}: {said}"
+    than, parts = found["difference"], []
     if than["same_program"]:
         return "accepted, no change to the program"
-    parts = [f"changed: {', '.join(than['lines'])}"] if than["lines"] else []
-    if change := than["bytes"]["now"] - than["bytes"]["before"]:
-        of = than["bytes"]
-        parts.append(f"memory {change / of['before']:+.1%}" + (f", most by {of['line']}" if of["line"] else ""))
+    if than["lines"]:
+        parts.append(f"changed: {', '.join(map(code, than['lines']))}")
+    of = than["bytes"]
+    if of["now"] != of["before"]:
+        parts.append(f"memory {of['now'] / of['before'] - 1:+.1%}")
     parts += [f"{than['parameters']:+,} parameters"] if than["parameters"] else []
     return "accepted; " + "; ".join(parts or ["changed"])
 
@@ -96,13 +106,13 @@ def record(directory: Path) -> list[str]:
     (fixed,) = (edit for edit in EDITS if "fix" in edit)
     sessions.append(("", f"{EDITS.index(fixed) + 1}, with its remedy", fixed, [fixed["fix"]]))
     for number, name, edit, more in sessions:
-        with edited(directory, edit, *more):
+        with edited(directory, edit, *more) as text:
             begin, computed = time.perf_counter(), cpu_seconds()
             _, found = check(directory, **environment)
             took = f"{time.perf_counter() - begin:.1f} | {cpu_seconds() - computed:.1f}"
         loads.append(os.getloadavg()[0])
         shown += [as_json(found)] * (edit is fixed)
-        rows.append(f"| {number} | {name} | {verdict(found).replace('|', chr(92) + '|')} | {took} |\n")
+        rows.append(f"| {number} | {name} | {verdict(found, text).replace('|', chr(92) + '|')} | {took} |\n")
         print(rows[-1], end="", flush=True)
     about = f"{os.cpu_count()} cores that other programs used too, with a load of {min(loads):.0f} to {max(loads):.0f}"
     head = "| | edit | what `check` says | seconds | of CPU |\n|---|---|---|---|---|\n"

@@ -21,7 +21,7 @@ def rows() -> list[tuple[str, str]]:
 
 @pytest.mark.quick
 def test_the_page_has_each_edit_with_its_verdict():
-    rejected = {name: f"**rejected** by `{edit['by']}`, " for name, edit in EDITS.items() if "by" in edit}
+    rejected = {name: f"**rejected** by `{edit['by']}` at " for name, edit in EDITS.items() if "by" in edit}
     expected = [*((name, rejected.get(name, "accepted")) for name in EDITS), ("10, with its remedy", "accepted")]
     assert [name for name, _ in rows()] == [name for name, _ in expected]
     for (name, text), (_, begin) in zip(rows(), expected, strict=True):
