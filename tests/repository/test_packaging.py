@@ -107,3 +107,15 @@ def test_versions_agree():
     assert citation["version"] == PROJECT["project"]["version"]
     assert citation["abstract"] == PROJECT["project"]["description"]
     assert citation["license"] == PROJECT["project"]["license"]
+
+
+def test_the_hook_for_pre_commit_is_that_of_the_page():
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    local, named = (
+        yaml.safe_load(block)[0]["hooks"][0]
+        for block in re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/check.md").read_text(), re.DOTALL | re.MULTILINE)
+    )
+    assert local["entry"] == " ".join([hook["entry"], *named["args"]])
+    assert named["id"] == hook["id"]
+    same = ("id", "name", "language", "pass_filenames", "files")
+    assert [local[key] for key in same] == [hook[key] for key in same]
