@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from shardwright.run.files import read_metrics
 from shardwright.run.forecast import read_forecast
-from shardwright.tools.report.reading import read_run
 
 REPETITIONS = 10
 SMALL = ["model.d_model=32,64,96", "training.steps=60,120,240"]
@@ -38,7 +38,9 @@ def main() -> None:
             file = os.path.join(directory, "forecast.json")
             run("forecast", *LARGE, f"forecast.runs={directory}/ladder", f"forecast.output={file}")
             run("train", *LARGE, *place, "paths.model_name=large", f"training.forecast={file}")
-            said, val = read_forecast(Path(file)).end, read_run(Path(directory, "large")).values["val"]
+            lines = read_metrics(Path(directory, "large", "metrics.jsonl"))
+            (val,) = [line["loss"] for line in lines if line and line.get("event") == "validation"]
+            said = read_forecast(Path(file)).end
         inside += said.low <= val <= said.high
         print(f"{seed:4}   {said.loss:.3f}, {said.low:.3f} to {said.high:.3f}   {val:.3f}", flush=True)
     print(json.dumps({"inside": inside, "of": REPETITIONS}))
