@@ -255,6 +255,13 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         pairs = zip(there[a:a_end], here[b:b_end], strict=False)
         same |= {f"{x[0]}:{x[1]}": f"{y[0]}:{y[1]}" for x, y in pairs}
         lines += [f"{file}:{line}" for file, line, _ in here[b:b_end] if kind != "equal"]
+    left = {f"{file}:{line}" for file, line, _ in there} - same.keys()
+
+    def of_now(line: str) -> str:
+        """The place of a line before the edit, which may go on with a weight, as it is now."""
+        place, gap, more = line.partition(" ")
+        return same.get(place, f"{place} (before)" if place in left else place) + gap + more
+
     found: dict[str, Any] = {"same_program": now["program"]["hash"] == before["program"]["hash"], "lines": lines}
     for i, name in enumerate(("seconds", "bytes")):
         if name not in now["costs"] or name not in before["costs"]:
@@ -263,7 +270,7 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         for line, amounts in now["costs"]["by_line"].items():
             of_line[line] += amounts[i]
         for line, amounts in before["costs"]["by_line"].items():
-            of_line[same.get(line, line)] -= amounts[i]
+            of_line[of_now(line)] -= amounts[i]
         line, change = max(of_line.items(), key=lambda item: abs(item[1]), default=("", 0.0))
         found[name] = {"before": before["costs"][name], "now": now["costs"][name], "line": line, "of_line": change}
     return found | {"parameters": now["parameters"] - before["parameters"]}
