@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 
 _KINDS = {
-    "call": "closed_call custom_jvp_call custom_vjp_call jit remat2",
+    "call": "closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2",
     # between devices
     "sum": "psum psum_invariant unreduced_psum",
     "extreme": "pmax pmin",

@@ -134,7 +134,7 @@ class Alignment:
             try:
                 self._known[key] = self._made(ours, theirs, shapes)
             except Different:
-                complete = _completed(ours, theirs, self._twin_sizes)
+                complete = completed(ours, theirs, self._twin_sizes)
                 if complete is theirs:
                     raise
                 self._known[key] = self._made(ours, complete, shapes)
@@ -357,7 +357,7 @@ def _cut(eqn: Eqn, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | 
 OPERATIONS = equations.COLLECTIVES | equations.words("pvary div mul ring_enter ring_index ring_close ring_scatter")
 
 
-def _completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
+def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
     """Completes the program of one device by operations that it left out and that change nothing there.
 
     These are collectives that keep the shape, over axes of one device, and multiplications by a number that is 1 there.
@@ -365,13 +365,14 @@ def _completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
     """
     pairs = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*twin.constvars, *twin.invars], strict=False))
     before: dict[Any, Any] = {}  # the variable that is the same value as a new one
-    kept = lambda var: before.get(var, var)
+    kept = lambda var: before.get(var, var) if is_variable(var) else var
 
     def renamed(ours: Any, theirs: Any) -> list:
         """Renames variables on one device to those whose value they have here."""
         if len(ours) != len(theirs):
             return theirs
-        same = lambda a, b: is_variable(a) and is_variable(b) and a in pairs and kept(pairs[a]) is b
+        is_it = lambda a, b: a is b or (not (is_variable(a) or is_variable(b)) and str(a) == str(b))
+        same = lambda a, b: is_variable(a) and a in pairs and is_it(kept(pairs[a]), b)
         return [pairs[a] if same(a, b) else b for a, b in zip(ours, theirs, strict=True)]
 
     is_same = lambda a, b: not is_variable(a) or pairs.get(a) is b
@@ -396,10 +397,11 @@ def _left_out(eqn: Eqn, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
     """The equation on one device, if it changes nothing there; else None."""
     name, (first, *others) = eqn.primitive.name, eqn.invars or (None,)
     if name in ("div", "mul"):
-        if len(others) != 1 or not is_variable(first) or is_variable(others[0]):
+        if len(others) != 1 or is_variable(others[0]):
             return None
+        operand: Any = pairs[first] if is_variable(first) else first
         one = Literal(type(others[0].val)(1), others[0].aval)
-        return eqn.replace(invars=[pairs[first], one], outvars=[Var(pairs[first].aval)])
+        return eqn.replace(invars=[operand, one], outvars=[Var(operand.aval)])
     if name not in OPERATIONS or not eqn.params.get("tiled", True) or not all(map(is_variable, eqn.invars)):
         return None
     if any(twin_sizes.get(axis, 1) != 1 for axis in equations.axes_of(eqn)):

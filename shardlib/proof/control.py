@@ -21,12 +21,12 @@ def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
     return frozenset(a for a in (sizes if kind is None else kind.varying | kind.unreduced) if sizes[a] > 1)
 
 
-def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
+def join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
     """Facts that hold for a value that is either one or the other."""
     if a.unprovable or b.unprovable:
         return a if a.unprovable else b
     if a == b:
-        return _anonymous(a)
+        return anonymous(a)
     try:
         values = [eq.block(a), eq.block(b)]
         if len({value.extreme for value in values if value.extreme}) > 1:
@@ -39,7 +39,7 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
         return Value(a.dims, unprovable=interpreter.explain(eq, refusal))
 
 
-def _anonymous(value: Value) -> Value:
+def anonymous(value: Value) -> Value:
     """Drops what `value` was computed from: that may belong to another iteration, or to another branch."""
     unknown = dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
     return dataclasses.replace(unknown, components=())
@@ -47,10 +47,10 @@ def _anonymous(value: Value) -> Value:
 
 def _fixed_point(interpreter: "Interpreter", eq: Equation, carry: list[Value], body: Any) -> list[Value]:
     """The facts about carried values that an iteration of a loop preserves."""
-    carry = [_anonymous(value) for value in carry]
+    carry = [anonymous(value) for value in carry]
     for _ in range(4 * len(carry) + 8):
         outs = body(carry)
-        new = [_join(eq, a, b, interpreter) for a, b in zip(carry, outs, strict=True)]
+        new = [join(eq, a, b, interpreter) for a, b in zip(carry, outs, strict=True)]
         if new == carry:
             return carry
         carry = new
@@ -98,7 +98,7 @@ def _of_turn(interpreter: "Interpreter", eq: Equation, x: Value, dims: tuple, de
         if not x.unprovable:
             demand(x)
         known = None if x.count else x.known
-        return dataclasses.replace(_anonymous(x), dims=dims, count=(), known=known)
+        return dataclasses.replace(anonymous(x), dims=dims, count=(), known=known)
     except Refused as refusal:
         return Value(dims, unprovable=interpreter.explain(eq, refusal))
 
@@ -180,7 +180,7 @@ def _cond(interpreter: "Interpreter", eq: Equation) -> list[Value]:
         return interpreter.unprovable(eq, reason)
     result = outs[0]
     for other in outs[1:]:
-        result = [_join(eq, a, b, interpreter) for a, b in zip(result, other, strict=True)]
+        result = [join(eq, a, b, interpreter) for a, b in zip(result, other, strict=True)]
     return result
 
 

@@ -70,7 +70,7 @@ class Sizes(dict[str, int]):
     def __missing__(self, axis: str) -> Any:
         if axis.startswith(ENTRIES):
             return Fraction(1, int(axis[len(ENTRIES) :]))
-        return int(axis[len(BLOCKS) :].partition(".")[0]) if axis.startswith(BLOCKS) else self[real(axis)]
+        return int(axis[len(BLOCKS) :].partition(".")[0]) if axis.startswith(BLOCKS) else {**self}[real(axis)]
 
 
 class SizesOnOne(dict[str, int]):
@@ -142,6 +142,8 @@ class Unprovable:
     problem: str
     remedy: str = ""
     operands: tuple[str, ...] = ()
+    differs: bool = False
+    """True: one device does not compute the value."""
 
     def __str__(self) -> str:
         lines = [f"{self.place}: {self.problem}", *(f"  {operand}" for operand in self.operands)]

@@ -130,9 +130,10 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
         return partial, eq.joined_ratio(ins)
     if name in LINEAR and jnp.issubdtype(kind, jnp.inexact):
         return partial, ratios[0]
-    for value in ins:
+    cases = ins[1:] if name == "select_n" else []
+    for value in ins[: len(ins) - len(cases)]:
         eq.unscaled(value)
-    return partial, 1.0
+    return partial, eq.joined_ratio(cases)
 
 
 def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS, ELEMENTWISE, IDENTITIES, SCATTERS, Atom, body_of, called, shape_of
+from shardlib.equations import CALLS, ELEMENTWISE, IDENTITIES, SCATTERS, Atom, body_of, called, kinds, shape_of
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import ZIGZAG, parse_shape
 from shardlib.proof import collectives, elementwise, lookups, primitives, rings, shapes, sums
@@ -176,7 +176,7 @@ class Interpreter:
         value = dataclasses.replace(
             value, dims=tuple(UNIFORM if dim == one else dim for dim in value.dims), token=object()
         )
-        made = next((v.scaled for v in eq.ins if v.scaled), eq)
+        made = next((v.scaled for v in eq.ins if v.scaled), None if eq.name in kinds("view") else eq)
         if value.is_constant and not value.partial and not value.extreme:
             found = constant(len(shape), *value.known)
             return dataclasses.replace(found, scaled=made) if found.ratio != 1 else found

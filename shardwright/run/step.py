@@ -18,7 +18,8 @@ from jax.sharding import AbstractMesh, Mesh
 from shardlib.axes import AXES
 from shardlib.parsing import ShapeSpec
 from shardlib.proof.causality import GIVEN, LOGITS, TARGETS
-from shardlib.proof.check import AS_RUN, tracing
+from shardlib.proof.check import tracing
+from shardlib.proof.outside import AS_RUN
 from shardlib.shardtypes import Of, f32, typed_shard_map, u32
 from shardlib.values import pipeline_stage
 from shardwright.data.loader import TokenBatch, batch_shapes

@@ -1,0 +1,334 @@
+"""Finds what is wrong with a whole traced program, next to the same program on one device.
+
+Outside of jax.shard_map both compute the same. If one shard_map takes what another returned, with the same spec, each
+device gets its own block back, whatever it is. So facts about blocks pass on, and the spec declares nothing. JAX keeps
+what a backward pass needs this way, stacked along dim 0 over all axes.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from shardlib.equations import IDENTITIES, Eqn, body_of, called, equations_in, jaxprs_of, shape_of, split_scan
+from shardlib.proof.alignment import Different, completed
+from shardlib.proof.control import anonymous, join, varying
+from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices, near, whole
+from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.interpreter import Interpreter, block_of, read_array
+from shardlib.proof.origins import callers_text, use_of
+from shardlib.values import Sharding, axes_of_spec
+
+AS_RUN = "as run"
+"""Form of a program that is checked as it is run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What is wrong with a program, or not proved: where, what the value is, what to do."""
+
+    text: str
+    is_wrong: bool = False
+    """True: the value contradicts its type. False: nothing proves that the program is right."""
+    differs: bool = False
+    """True: one device does not compute the value."""
+    form: str = AS_RUN
+    """The form in which the program was traced."""
+
+    def __str__(self) -> str:
+        return self.text if self.form == AS_RUN else f"{self.text}\n  traced with: {self.form}"
+
+
+Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
+"""Each equation inside a shard_map, with the facts about its results: Interpreter.noted."""
+
+
+def findings(program: ClosedJaxpr, twin: object, types: list | None = None) -> tuple[list[Finding], Facts]:
+    """Finds what is wrong in each jax.shard_map of a traced program, and what depends on the mesh outside of them.
+
+    Args:
+        program: the result of jax.make_jaxpr or of jax.jit(f).trace(...).jaxpr.
+        twin: the same program traced on a mesh whose axes have one device each.
+        types: the specs of the arguments of each shard_map, which give dims their names in messages; None: no names.
+
+    Returns:
+        The findings, and the facts about the results of each equation.
+
+    Raises:
+        Different: the twin has other operations.
+    """
+    count = len(shard_maps_in(program))
+    outside = _Outside(types if types and len(types) == count else [None] * count)
+    _use(outside.run(program, twin))
+    return list(dict.fromkeys(s.finding for s in outside.found if s.is_used or not s.is_taken)), outside.facts
+
+
+def shard_maps_in(program: object) -> list[Any]:
+    """The equations that call jax.shard_map."""
+    return [eqn for eqn in equations_in(program) if eqn.primitive.name == "shard_map"]
+
+
+@dataclasses.dataclass
+class _Suspect:
+    """What is wrong with a value outside of jax.shard_map, unless only shard_maps take it that know what it is."""
+
+    finding: Finding
+    is_taken: bool = False  # by such a shard_map; or nothing may read the value
+    is_used: bool = False  # by something else
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passed:
+    """What is known of a value outside of jax.shard_map."""
+
+    value: Value  # facts about each device's block; if `spec` is None, about the whole value
+    spec: Sharding | None = None  # how a shard_map over the axes `sizes` put the blocks together
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    suspects: tuple[_Suspect, ...] = ()
+
+
+def _use(values: Iterable[_Passed | None]) -> None:
+    """Notes that something uses values which is not a shard_map that knows what they are."""
+    for suspect in itertools.chain.from_iterable(x.suspects for x in values if x):
+        suspect.is_used = True
+
+
+REMEDY = "compute it inside jax.shard_map, or make it the same on every mesh"
+
+
+class _Outside:
+    """Follows a program outside of jax.shard_map."""
+
+    def __init__(self, types: Sequence):
+        self.found: list[_Suspect] = []  # in program order
+        self.facts: Facts = {}
+        self._types = iter(types)
+
+    def run(self, program: Any, twin: Any, args: Sequence[_Passed | None] = ()) -> list[_Passed | None]:
+        """Follows a jaxpr, closed or open. Returns what is known of its results; None for one like on one device."""
+        (ours, consts), (theirs, twin_consts) = body_of(program), body_of(twin)
+        names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]
+        if names(ours) != names(theirs):  # JAX divides by the number of devices, unless it is 1
+            theirs = completed(ours, theirs, {})
+        if names(ours) != names(theirs) or len(consts) != len(twin_consts):
+            raise Different.between(ours.eqns, theirs.eqns)
+        env = dict(zip(ours.invars, args, strict=False))
+        env |= {v: self._constant(v, a, b, ours) for v, a, b in zip(ours.constvars, consts, twin_consts, strict=True)}
+        pairs = dict(zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True))
+        for eqn, other in zip(ours.eqns, theirs.eqns, strict=True):
+            ins = self._read(env, pairs, eqn.invars, other.invars, eqn)
+            env.update(zip(eqn.outvars, self._results(eqn, other, ins), strict=True))
+            pairs.update(zip(eqn.outvars, other.outvars, strict=True))
+        return self._read(env, pairs, ours.outvars, theirs.outvars)
+
+    def _read(
+        self, env: Mapping, pairs: Mapping, ours: Sequence, theirs: Sequence, eqn: Eqn | None = None
+    ) -> list[_Passed | None]:
+        """What is known of the operands of an equation, or of the results of a jaxpr."""
+        is_same = lambda a, b: isinstance(b, Literal) if isinstance(a, Literal) else pairs.get(a) is b
+        if len(ours) != len(theirs) or not all(map(is_same, ours, theirs)):
+            where = f"{Equation(eqn).place()}: " if eqn else ""
+            self._suspect(f"{where}outside jax.shard_map, another value is used than on one device\n  remedy: {REMEDY}")
+            return [None] * len(ours)
+        of = lambda a, b: self._literal(a, b, eqn) if isinstance(a, Literal) else env.get(a)
+        return list(map(of, ours, theirs))
+
+    def _literal(self, here: Any, there: Any, eqn: Eqn | None) -> _Passed | None:
+        is_same = str(here.val) == str(there.val)
+        return None if is_same else _Passed(read_array(here.val, there.val), suspects=(self._number(eqn),))
+
+    def _suspect(self, finding: Finding | str) -> _Suspect:
+        self.found.append(_Suspect(Finding(finding) if isinstance(finding, str) else finding))
+        return self.found[-1]
+
+    def _number(self, eqn: Eqn | None) -> _Suspect:
+        """A number of an equation, or a result, depends on the mesh."""
+        where = f"{Equation(eqn).place()}: {Equation(eqn).shown}" if eqn else "result"
+        return self._suspect(f"{where}: a number outside of jax.shard_map depends on the mesh\n  remedy: {REMEDY}")
+
+    def _constant(self, var: Any, here: Any, there: Any, body: Any) -> _Passed | None:
+        """An array that was made outside of the program."""
+        value = read_array(here, there)
+        if not value.unprovable and value.ratio == 1.0:
+            return None
+        text = f"an array that was made outside of the program depends on the mesh: {here.dtype}{list(here.shape)}"
+        use = use_of(var, body)
+        lines = [f"{Equation(use).place()}: {text}", *filter(None, [callers_text(use)])] if use else [text]
+        return _Passed(value, suspects=(self._suspect("\n  ".join([*lines, f"remedy: {REMEDY}"])),))
+
+    def _results(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
+        """What is known of the results of an equation."""
+        name = eqn.primitive.name
+        if name == "shard_map":
+            return self._of_shard_map(eqn, twin, ins)
+        numbers = (self._number(eqn),) if _numbers(eqn) != _numbers(twin) else ()
+        blank = Value((UNIFORM,) * len(shape_of(eqn.outvars[0])) if eqn.outvars else ())
+        # With check_vma=False, JAX divides a gradient by the number of devices that take it, and sums it inside.
+        if name == "div" and ins[0] is None and ins[1] and ins[1].spec is None and ins[1].value.ratio > 0:
+            made, ratio = Equation(eqn, ins=[blank, ins[1].value]), near(1 / ins[1].value.ratio)
+            return [_Passed(dataclasses.replace(blank, ratio=ratio, scaled=made), suspects=ins[1].suspects)]
+        # A branch of a cond returns zeros in place of what another branch keeps.
+        if name.startswith("empty") or (name == "broadcast_in_dim" and ins[0] and ins[0].value.is_zero):
+            for suspect in numbers:
+                suspect.is_taken = True
+            return [_Passed(dataclasses.replace(blank, known=(0, 0)), suspects=numbers)]
+        if name in IDENTITIES:
+            return ins
+        if name == "scan":
+            return self._of_scan(eqn, twin, ins)
+        if name == "cond":
+            return self._of_cond(eqn, twin, ins)
+        if called(eqn) is not None:
+            return self.run(called(eqn), called(twin), ins)
+        _use(ins)
+        for inner, other in zip(jaxprs_of(eqn), jaxprs_of(twin), strict=True):
+            _use(self.run(inner, other))
+        return [None] * len(eqn.outvars)
+
+    def _of_scan(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
+        first, carry, xs = split_scan(eqn, ins)
+        _use(carry)
+        is_cut = lambda x: bool(x and x.spec and x.spec[0])
+        _use(filter(is_cut, xs))
+        xs = [None if x is None or is_cut(x) else _in_turns(x, x.value.dims[1:], x.spec and x.spec[1:]) for x in xs]
+        outs = self.run(eqn.params["jaxpr"], twin.params["jaxpr"], [*first, *[None] * len(carry), *xs])
+        carried, ys = outs[: len(carry)], outs[len(carry) :]
+        _use(carried)
+        turns = whole(eqn.params["length"])
+        ys = [y and _in_turns(y, (turns, *y.value.dims), y.spec and ((), *y.spec)) for y in ys]
+        return [*[None] * len(carried), *ys]
+
+    def _of_cond(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
+        _use(ins[:1])
+        pairs = zip(eqn.params["branches"], twin.params["branches"], strict=True)
+        outs = zip(*[self.run(branch, other, ins[1:]) for branch, other in pairs], strict=True)
+        return [functools.reduce(functools.partial(_either, eqn), found) for found in outs]
+
+    def _of_shard_map(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
+        manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
+        sizes = Sizes({axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual})
+        twin_sizes, is_unchecked = dict(twin.params["mesh"].shape), not eqn.params.get("check_vma", True)
+        interpreter = Interpreter(sizes, twin_sizes, is_unchecked)
+        (body, _), (other, _) = body_of(eqn.params["jaxpr"]), body_of(twin.params["jaxpr"])
+        # Constants of the caller come before the arguments.
+        known = [[dim.name for dim in spec.dims] for spec in next(self._types) or ()]
+        names = [None] * (len(body.invars) - len(known)) + known
+        args = []
+        for x, spec, var, name in zip(ins, eqn.params["in_specs"], body.invars, names, strict=True):
+            axes = axes_of_spec(spec, len(var.aval.shape))
+            args.append(_argument(x, axes, block_of(axes, var.aval.shape, sizes, names=name), sizes))
+        values = interpreter.run(eqn.params["jaxpr"], twin.params["jaxpr"], args)
+        self.facts |= interpreter.noted
+        for unprovable in interpreter.problems.values():
+            self._suspect(str(unprovable))
+        outs = []
+        for i, (spec, value, there) in enumerate(zip(eqn.params["out_specs"], values, other.outvars, strict=True)):
+            axes, var = axes_of_spec(spec, len(there.aval.shape)), body.outvars[i]
+            suspects = ()
+            if finding := _finding(interpreter, i, value, axes, body, _whole_shape(there.aval, axes, twin_sizes)):
+                live = {axis for axis, n in sizes.items() if n > 1}
+                over, apart = live & {*itertools.chain(*axes)}, live if is_unchecked else varying(var.aval, sizes)
+                suspects = (self._suspect(finding),)
+                # If devices may differ over an axis that the spec lacks, a device may get the block of another one.
+                suspects[0].is_used = not apart <= over
+                # JAX does not read all that it keeps.
+                suspects[0].is_taken = apart == over and len(list(filter(None, axes))) == 1
+            outs.append(_Passed(value, axes, sizes, suspects))
+        return outs
+
+
+def _argument(x: _Passed | None, axes: Sharding, declared: Value, sizes: Mapping[str, int]) -> Value:
+    """Facts about an argument of a shard_map that its spec shards over `axes`."""
+    if (
+        x is None
+        or (x.spec is None and x.value.unprovable)
+        or (x.spec is not None and (x.spec, x.sizes) != (axes, sizes))
+    ):
+        _use([x])
+        return declared
+    for suspect in x.suspects:
+        suspect.is_taken = True
+    if x.value.is_constant:  # JAX may have moved it out of a loop: blame what takes it
+        return dataclasses.replace(x.value, scaled=None)
+    return dataclasses.replace(x.value, dims=declared.dims) if x.spec is None else x.value
+
+
+def _in_turns(x: _Passed, dims: tuple, spec: Sharding | None) -> _Passed | None:
+    """What is known of a value in any turn of a loop, or in all of them together."""
+    if not (x.value.unprovable or x.value.is_block):
+        _use([x])
+        return None
+    known = None if x.value.count else x.value.known
+    value = dataclasses.replace(anonymous(x.value), dims=dims, count=(), known=known)
+    return dataclasses.replace(x, value=value, spec=spec)
+
+
+def _either(eqn: Eqn, a: _Passed | None, b: _Passed | None) -> _Passed | None:
+    """What is known of a result of a conditional from those of two branches."""
+    if a is None or b is None or len({x.spec for x in (a, b)} - {None}) != 1:
+        _use([a, b])
+        return None
+    x = a if b.spec is None else b
+    interpreter = Interpreter(x.sizes, {})
+    eq = Equation(eqn, sizes=interpreter.sizes, twin_sizes=interpreter.twin_sizes)
+    return dataclasses.replace(x, value=join(eq, a.value, b.value, interpreter), suspects=a.suspects + b.suspects)
+
+
+def _numbers(eqn: Eqn) -> dict:
+    """The parameters of an equation that consist of numbers."""
+    is_number = lambda x: isinstance(x, int | float)
+    return {name: value for name, value in eqn.params.items() if jax.tree.all(jax.tree.map(is_number, value))}
+
+
+def _place_of(var: Any, body: Any) -> str:
+    """`file.py:line: ` of the code that makes a result."""
+    made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    while (eqn := made.get(var)) is not None:
+        place = Equation(eqn).place()
+        if place != "?":  # "?": a cast that JAX added
+            return f"{place}: "
+        var = eqn.invars[0] if not isinstance(eqn.invars[0], Literal) else None
+    return ""
+
+
+def _whole_shape(aval: Any, axes: Sharding, sizes: Any) -> tuple[int, ...]:
+    return tuple(n * devices(sizes, a) for n, a in zip(aval.shape, axes, strict=True))
+
+
+def _finding(
+    interpreter: Interpreter, i: int, value: Value, axes: Sharding, body: Any, there: tuple[int, ...]
+) -> Finding | None:
+    """What is wrong with result i of a shard_map; None if nothing is."""
+    if value.unprovable:
+        return Finding(str(value.unprovable), differs=value.unprovable.differs)
+    if value.folded or (value.ratio != 1.0 and value.scaled is not None):
+        origin = value.folding if value.folded else value.scaled
+        try:
+            origin.unscaled(origin.unfolded(value))
+        except Refused as refusal:
+            return Finding(str(interpreter.explain(origin, refusal)), is_wrong=True)
+        return None
+    aval, sizes = body.outvars[i].aval, interpreter.sizes
+    declared, here = block_of(axes, aval.shape, sizes), _whole_shape(aval, axes, sizes)
+    fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
+    if not (value.is_block and fits and value.ratio == 1.0) or value.partial or value.extreme:
+        types = [describe(x, aval.shape, aval.dtype, sizes) for x in (value, declared)]
+        problem = f"is {types[0]}, and is declared {types[1]}\n  remedy: {DECLARED}"
+    elif here != there:
+        problem = (
+            f"has shape {here} here and {there} on one device\n  remedy: compute the shape from global sizes, "
+            "shardops.size(name); declare what does not grow with the mesh without axes"
+        )
+    else:
+        return None
+    return Finding(f"{_place_of(body.outvars[i], body)}result {i} {problem}", is_wrong=True)
+
+
+DECLARED = (
+    "declare it as it is, or convert it to what is declared: psum or psum_scatter for a partial sum, all_gather for "
+    "blocks, this device's block, at axis_index times its size, for what is whole"
+)

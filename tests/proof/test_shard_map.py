@@ -1,0 +1,262 @@
+"""`check` on programs of jax.shard_map as others write them: with gradients around it."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from shard_map_programs import draw
+
+from shardlib.parsing import ShardError
+from shardlib.proof.check import check
+
+COUNT = 90
+MESH = AbstractMesh((2, 4), ("d", "t"), axis_types=(AxisType.Auto,) * 2)
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+BLOCKS, STACKED = P("d", "t"), P(("d", "t"))
+
+
+def gradient(function):
+    loss = lambda *args: jnp.sum(jnp.sin(function(*args)))
+    return lambda *args: jax.grad(loss, argnums=tuple(range(len(args))))(*args)
+
+
+def pulled_back(function, *args):
+    result, pull = jax.vjp(function, *args)
+    return result, pull(jnp.cos(result))
+
+
+def pushed_forward(function, *args):
+    return jax.jvp(function, args, tuple(map(jnp.cos, args)))
+
+
+def linearized(function, *args):
+    result, push = jax.linearize(function, *args)
+    return result, push(*map(jnp.cos, args))
+
+
+def looped(function, *args):
+    return lax.scan(lambda total, scale: (total + jnp.sum(function(*args) * scale), None), 0.0, jnp.arange(3.0))[0]
+
+
+def chosen(function, *args):
+    return lax.cond(args[0].sum() > 0, function, lambda *args: 2 * function(*args), *args)
+
+
+TRANSFORMS = {
+    "as it is": lambda p: p.function(),
+    "grad": lambda p: gradient(p.function()),
+    "vjp": lambda p: functools.partial(pulled_back, p.function()),
+    "jvp": lambda p: functools.partial(pushed_forward, p.function()),
+    "linearize": lambda p: functools.partial(linearized, p.function()),
+    "checkpoint around": lambda p: gradient(jax.checkpoint(p.function())),
+    "checkpoint inside": lambda p: gradient(p.function(jax.checkpoint)),
+    "grad of jit": lambda p: gradient(jax.jit(p.function())),
+    "grad of scan": lambda p: gradient(functools.partial(looped, p.function())),
+    "grad of cond": lambda p: gradient(functools.partial(chosen, p.function())),
+    "second derivative": lambda p: gradient(lambda *args: jnp.sum(gradient(p.function())(*args)[0])),
+}
+
+
+def refusal(program, transform: str) -> str | None:
+    """What check says of a program under a transform; None if it accepts it."""
+    # JAX has no forward derivative of a custom_vjp. With check_vma=False it divides by devices after the second one.
+    is_forward = transform in ("jvp", "linearize") and "custom_vjp" in program.name
+    if is_forward or (transform == "second derivative" and not program.vma):
+        return "not tried" if program.how else None
+    try:
+        check(TRANSFORMS[transform](program), *program.args, mesh=program.abstract())
+    except ShardError as error:
+        return str(error)
+    return None
+
+
+def mistakes(seeds, transforms) -> list[str]:
+    """Right programs that are refused, and wrong ones that are accepted, of the seeds."""
+    cases = ((program, transform) for seed in seeds for transform in transforms(seed) for program in draw(seed))
+    return [
+        f"{transform} of {program.name} ({program.how or 'right'})"
+        for program, transform in cases
+        if (refusal(program, transform) is None) == bool(program.how)
+    ]
+
+
+def test_programs_keep_their_verdict_under_a_transform():
+    names = list(TRANSFORMS)
+    assert mistakes(range(len(names)), lambda seed: [names[seed]]) == []
+
+
+@pytest.mark.long(every_case=True)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_programs_keep_their_verdict_under_each_transform(transform):
+    drawn = [program for seed in range(COUNT) for program in draw(seed)]
+    assert sum(not program.how for program in drawn) >= 80
+    assert sum(bool(program.how) for program in drawn) >= 80
+    assert mistakes(range(COUNT), lambda seed: [transform]) == []
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, COUNT), marks=pytest.mark.long(every_case=True))])
+def test_the_drawn_verdicts_are_those_of_a_run(seeds):
+    drawn = [program for seed in seeds for program in draw(seed)]
+    assert [p.name for p in drawn if p.differs(TRANSFORMS["as it is"]) != bool(p.how)] == []
+    assert [p.name for p in drawn if not p.how and p.differs(TRANSFORMS["grad"])] == []
+
+
+# ---- values that pass from one shard_map to another
+
+
+def mapped(body, specs, outs, **options):
+    return lambda *args: jax.shard_map(body, in_specs=specs, out_specs=outs, **options)(*args)
+
+
+def sum_of_block(x):
+    return x.sum()[None]
+
+
+def total(x):
+    return lax.psum(x[0], ("d", "t"))
+
+
+def through_a_loop(x):
+    sums = lax.scan(lambda _, scale: (None, mapped(sum_of_block, BLOCKS, STACKED)(x * scale)), None, jnp.arange(3.0))[1]
+    return lax.scan(lambda _, row: (None, mapped(total, STACKED, P())(row)), None, sums)[1]
+
+
+def carried(x):
+    step = lambda kept, _: (mapped(sum_of_block, BLOCKS, STACKED)(x) + 0 * kept, mapped(total, STACKED, P())(kept))
+    return lax.scan(step, mapped(sum_of_block, BLOCKS, STACKED)(x), None, length=2)[1]
+
+
+def devices():
+    return jax.sharding.get_abstract_mesh().size
+
+
+scaled = mapped(lambda x, scale: x * scale, (BLOCKS, P()), BLOCKS)
+KEPT = mapped(sum_of_block, BLOCKS, STACKED)
+CLAIMED = mapped(lambda x: x.sum(), BLOCKS, P(), check_vma=False)
+summed_up = mapped(lambda x: lax.psum(x, "d"), P(), P(), check_vma=False)
+OF_ANOTHER_SHAPE = r"result 0 (is|has shape)"
+PASSED = {  # a function, and what is wrong
+    "to a shard_map with the same spec": (lambda x: mapped(total, STACKED, P())(KEPT(x)), None),
+    "with another order of axes": (lambda x: mapped(total, P(("t", "d")), P())(KEPT(x)), OF_ANOTHER_SHAPE),
+    "whole": (lambda x: mapped(lambda x: x.sum(), P(None), P())(KEPT(x)), OF_ANOTHER_SHAPE),
+    "as a result": (lambda x: (KEPT(x), mapped(total, STACKED, P())(KEPT(x))), OF_ANOTHER_SHAPE),
+    "to both": (lambda x: (lambda kept: (jnp.sin(kept).sum(), mapped(total, STACKED, P())(kept)))(KEPT(x)), "result 0"),
+    "wrong where it is taken": (lambda x: mapped(jnp.sin, STACKED, STACKED)(KEPT(x)), "sin of a partial sum"),
+    "through a loop": (through_a_loop, None),
+    "carried by a loop": (carried, OF_ANOTHER_SHAPE),
+    "through jit": (lambda x: jax.jit(mapped(total, STACKED, P()))(jax.jit(KEPT)(x)), None),
+    "what devices do not share": (
+        lambda x: mapped(lambda x: lax.psum(x, ("d", "t")), P(), P(), check_vma=False)(CLAIMED(x)),
+        "result 0",
+    ),
+    "a number": (lambda x: scaled(x, float(devices())), "a number that depends on the mesh"),
+    "a number of one program": (
+        lambda x: (lambda total: scaled(x, total if devices() == 1 else 1.0))(x.sum()),
+        "another value is used",
+    ),
+    "a number as a result": (lambda x: (scaled(x, 1.0), float(devices())), "a number outside of jax.shard_map depends"),
+    "a part that is summed": (lambda x: summed_up(x.sum() / jax.sharding.get_abstract_mesh().shape["d"]), None),
+    "a part that is not": (
+        lambda x: mapped(jnp.sin, P(), P())(x.sum() / devices()),
+        "a number that depends on the mesh",
+    ),
+    "a part as a result": (lambda x: x.sum() / devices(), "a number outside of jax.shard_map depends"),
+}
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_what_passes_between_shard_maps(name):
+    function, problem = PASSED[name]
+    if problem is None:
+        return check(function, X, mesh=MESH)
+    with pytest.raises(ShardError, match=problem):
+        check(function, X, mesh=MESH)
+
+
+def test_manual_axes_are_refused():
+    mesh = AbstractMesh((2, 4), ("d", "t"), axis_types=(AxisType.Manual,) * 2)
+    with pytest.raises(ValueError, match=r"has Manual axes, as inside of jax\.shard_map: make them"):
+        check(mapped(lambda x: x, BLOCKS, BLOCKS), X, mesh=mesh)
+
+
+# ---- a whole training step, as JAX programs are written: shard_map for the layers, and the rest outside
+
+
+def training_step(check_vma, mistake=""):
+    """A transformer of three layers, with a loss over a sharded vocabulary; `mistake` names what is wrong with it."""
+
+    part = functools.partial(mapped, check_vma=check_vma)
+
+    def mlp(x, up, down):
+        y = jax.nn.gelu(x @ up) @ down
+        return {"no psum": lambda y: y, "pmean": lambda y: lax.pmean(y, "t")}.get(mistake, lambda y: lax.psum(y, "t"))(
+            y
+        )
+
+    def attention(q, k, v):
+        scores = jnp.einsum("blhd,bmhd->bhlm", q, k)
+        causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        return jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(jnp.where(causal, scores, -1e9)), v)
+
+    def cross_entropy(x, out, targets):
+        logits = x @ out
+        n = logits.shape[-1]
+        top = lax.pmax(lax.stop_gradient(logits).max(-1), "t")
+        normalizer = jnp.log(lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "t")) + top
+        hit = jnp.arange(n) == (targets - lax.axis_index("t") * n)[..., None]
+        total = lax.psum((normalizer - lax.psum(jnp.where(hit, logits, 0).sum(-1), "t")).sum(), "d")
+        if mistake == "summed twice":
+            total = lax.psum(lax.pcast(total, "t", to="varying"), "t") if check_vma else lax.psum(total, "t")
+        return total / (targets.size * (1 if mistake == "local count" else lax.axis_size("d")))
+
+    heads = P("d", None, "t")
+
+    def layer(x, w):
+        h = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        q, k, v = jnp.moveaxis((h @ w["qkv"]).reshape(*x.shape[:2], 3, 4, 8), 2, 0)
+        x = x + part(attention, (heads,) * 3, heads)(q, k, v).reshape(x.shape)
+        return x + part(mlp, (P("d"), P(None, "t"), P("t")), P("d"))(x, w["up"], w["down"]), None
+
+    def loss(weights, tokens, targets):
+        x, _ = lax.scan(jax.checkpoint(layer), weights["embed"][tokens], weights["layers"])
+        return part(cross_entropy, (P("d"), P(None, "t"), P("d")), P())(x, weights["out"], targets)
+
+    @jax.jit
+    def step(weights, tokens, targets):
+        value, gradients = jax.value_and_grad(loss)(weights, tokens, targets)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    return step
+
+
+WEIGHTS = {"embed": (64, 32), "out": (32, 64), "layers": {"qkv": (3, 32, 96), "up": (3, 32, 64), "down": (3, 64, 32)}}
+MISTAKES = {
+    "no psum": (r"y = jax.nn.gelu", r"result 0 is f32\[8/d 16 32 \+t\], and is declared f32\[8/d 16 32\]"),
+    "pmean": (r"return \{", "it is 0.25 times what it is on one device"),
+    "summed twice": (r"total = lax.psum\(lax.pcast", "each device adds a value that is whole already"),
+    "local count": (r"return total / ", "it is 2 times what it is on one device"),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mistake", ["", "summed twice", *(pytest.param(m, marks=pytest.mark.long) for m in MISTAKES)])
+def test_a_training_step(mistake, check_vma):
+    shapes = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), WEIGHTS, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    run = lambda: check(training_step(check_vma, mistake), shapes, tokens, tokens, mesh=MESH)
+    if not mistake:
+        return run()
+    if mistake == "no psum" and check_vma:
+        pytest.skip("JAX refuses it")
+    text, problem = MISTAKES[mistake]
+    (line,) = (i for i, found in enumerate(Path(__file__).read_text().splitlines(), 1) if re.match(rf" +{text}", found))
+    with pytest.raises(ShardError, match=rf"^\S*test_shard_map.py:{line}: .*{problem}"):
+        run()
