@@ -1,6 +1,8 @@
 """Checks traced programs."""
 
 import contextlib
+import dataclasses
+import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -19,6 +21,7 @@ from shardlib.scopes import Scope
 from shardlib.values import planned_for
 
 WRONG = "wrong: it does not compute what is declared"
+DIFFERS = "wrong, unless what follows undoes it: one device does not compute this value, or a part of it"
 NOT_PROVED = "not proved, though it may be right: docs/refused.md has right programs of this kind, and how they pass"
 UNTRACED = "the program does not trace on one device"
 BOUND = (
@@ -50,6 +53,17 @@ STAGES = (
 )
 LACKING = ("this mesh", "one device"), OF_AXES, OF_AXES
 """Who runs the two forms of a program, and the remedy if they differ: in a line that one form runs, or both."""
+PLAIN = {
+    r"shardops\.size\(name\)": "x.shape[i] * jax.lax.axis_size(axis)",
+    r"shardops\.positions(\('.*?'\))?": "jnp.arange(n) + n * jax.lax.axis_index(axis)",
+    r", by the dim and its axes, such as 'L/t'|, run stages with shardlib\.pipeline": "",
+    r"shardops\.axis_size": "jax.lax.axis_size",
+    r"shardops\.rearrange": "einops.rearrange",
+    r"shardops\.index_unreduced looks up in a sharded dim;": "look up by ids - n * jax.lax.axis_index(axis), and mask;",
+    r"einsum_unreduced makes partial sums": 'leave out jax.lax.pcast(x, axis, to="unreduced")',
+    r"(?<!\.)shardops\.per_device": "shardlib.shardops.per_device",
+}
+"""For remedies that name our functions: the same in functions of JAX. per_device has no counterpart there."""
 Programs = dict[str, tuple[Any, list]]
 """Jaxprs by name, each with the types of the arguments of its shard_maps."""
 Trace = Callable[[AbstractMesh], Programs]
@@ -100,7 +114,9 @@ def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None =
             for text in texts:
                 both = all(lines.issuperset(re.findall(r"(?:^|; )(\S+:\d+): ", text)) for lines in forms)
                 found.append(Finding(text.replace(remedy, of_both) if both else text))
-    return found
+    is_typed = any(types for _, types in ours.values())
+    plain = lambda text: functools.reduce(lambda text, names: re.sub(*names, text), PLAIN.items(), text)
+    return found if is_typed else [dataclasses.replace(finding, text=plain(finding.text)) for finding in found]
 
 
 def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> AbstractMesh:
@@ -178,7 +194,8 @@ def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: A
 def raise_for(found: list[Finding], shown: int | None = None) -> None:
     """Raises ShardError if anything was found, with the first `shown` findings, or all, and the verdict."""
     if found:
-        verdict = WRONG if any(finding.is_wrong for finding in found) else NOT_PROVED
+        differs = any(finding.differs for finding in found)
+        verdict = WRONG if any(finding.is_wrong for finding in found) else DIFFERS if differs else NOT_PROVED
         place_and_remedy = lambda text: (text.partition(": ")[0], text.rpartition("\n")[2])
         found = list({place_and_remedy(finding.text): finding for finding in reversed(found)}.values())[::-1]
         more = [f"… and {len(found) - shown} more"] if shown is not None and len(found) > shown else []

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardlib.equations import frames_of, is_program, words
+from shardlib.equations import axes_of, frames_of, is_program, words
 from shardlib.places import is_users, place
 from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, real
 from shardlib.proof.origins import callers_text, is_helper, size_text
@@ -32,6 +32,10 @@ ONE_SEED = (
 TWICE = (
     "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed again in the "
     "gradient: differentiate each device's term, and take psum of the gradient"
+)
+VARY = (
+    "JAX sums the gradient by what all devices have over them; for the gradient on each device, differentiate by "
+    'jax.lax.pcast(x, {axes}, to="varying") instead of x'
 )
 OWN_SIZE = (
     "make it the same on every mesh: use the global size instead of the size of this device's block, "
@@ -77,11 +81,14 @@ SHOWN |= {"ring_enter": "ppermute", "ring_close": "add", "ring_scatter": "add"}
 
 
 class Refused(Exception):
-    """Raised for a value that is not a block of a whole value. `remedy` is what to do; `at` the Equation to blame."""
+    """Raised for a value that is not a block of a whole value. `remedy` is what to do; `at` the Equation to blame.
 
-    def __init__(self, problem: str, remedy: str = "", at: "Equation | None" = None):
+    `differs`: one device does not compute the value.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", at: "Equation | None" = None, differs: bool = False):
         super().__init__(problem)
-        self.problem, self.remedy, self.at = problem, remedy, at
+        self.problem, self.remedy, self.at, self.differs = problem, remedy, at, differs
 
 
 @dataclasses.dataclass
@@ -157,8 +164,9 @@ class Equation:
         if value.folded:
             raise Refused(
                 f"a sum over {', '.join(sorted(value.folded))} adds different blocks of a sharded dim, entry by entry",
-                "sum along the dim first; to get all blocks, gather them",
+                (value.folding or self).of_gradient() or "sum along the dim first; to get all blocks, gather them",
                 value.folding,
+                True,
             )
         return value
 
@@ -189,7 +197,7 @@ class Equation:
             kind, axes = value.extreme
             raise Refused(
                 f"a {kind}imum over this device's block is used before it is taken over {', '.join(sorted(axes))}",
-                f"take it over the devices first: shardops.p{kind}, jax.lax.p{kind}",
+                f"take it over the devices first, with p{kind}",
             )
         return value
 
@@ -207,14 +215,15 @@ class Equation:
         )
         if made is not None and made.name.startswith("psum"):
             problem = f"each device adds a value that is whole already{is_times('the result')}"
-            raise Refused(problem, TWICE, made)
+            raise Refused(problem, made.of_gradient() or TWICE, made, True)
         if known is not None and not any(isinstance(number, float) for number in known):
             problem = f"a number that depends on the mesh, {known[0]} here and {known[1]} on one device"
             remedy = f"{WHOLE_SIZES}; {MASKED}" if self.name.startswith(("scatter", "dynamic_update")) else WHOLE_SIZES
-            raise Refused(problem, ONE_SEED if self.name.startswith("random") else remedy)
+            raise Refused(problem, ONE_SEED if self.name.startswith("random") else remedy, None, True)
         ones = [v.known[1] == 1 for v in (made.ins if made is not None else ()) if v.is_constant and v.ratio != 1]
         remedy = DEVICES if any(ones) else OWN_SIZE
-        raise Refused(f"a number that depends on the mesh was multiplied into a value{is_times('it')}", remedy, made)
+        problem = f"a number that depends on the mesh was multiplied into a value{is_times('it')}"
+        raise Refused(problem, remedy, made, True)
 
     def reduction(self, value: Value) -> str:
         """The remedy for a partial sum."""
@@ -223,6 +232,11 @@ class Equation:
         if math.isclose(value.ratio * n, 1.0, rel_tol=ROUNDING):  # sums over blocks, divided by the blocks' size
             return f"it is the mean of a block: take the mean over the devices first, jax.lax.pmean(x, {tuple(axes)})"
         return "reduce the partial sum first, with psum or psum_scatter"
+
+    def of_gradient(self) -> str:
+        """The remedy for a sum over devices that JAX adds to a gradient; "" for another sum."""
+        is_added = self.name == "psum_invariant" and "transpose(" in str(self.eqn.source_info.name_stack)
+        return VARY.format(axes=axes_of(self.eqn)) if is_added else ""
 
     def uncut(self, value: Value, i: int, verb: str) -> None:
         """Raises Refused if dim i is sharded, along which `verb` happens."""

@@ -126,9 +126,8 @@ class Interpreter:
     def explain(self, eq: Equation, refusal: Refused) -> Unprovable:
         """Adds the place and the operands' types to a refusal."""
         eq = refusal.at or eq
-        return Unprovable(
-            eq.place(), f"{eq.shown}: {refusal.problem}", refusal.remedy, eq.operand_texts("size" in refusal.remedy)
-        )
+        operands = eq.operand_texts("size" in refusal.remedy)
+        return Unprovable(eq.place(), f"{eq.shown}: {refusal.problem}", refusal.remedy, operands, refusal.differs)
 
     def unprovable(self, eq: Equation, reason: Unprovable) -> list[Value]:
         """Marks all results of an equation as unprovable."""

@@ -1,18 +1,22 @@
-"""`check` on programs of jax.shard_map as others write them: with gradients around it."""
+"""`check` on programs of jax.shard_map as others write them: with gradients around it, and messages in plain JAX."""
 
+import ast
 import functools
 import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from shard_map_programs import draw
 
+import shardlib.proof
 from shardlib.parsing import ShardError
+from shardlib.proof import check as of_check
 from shardlib.proof.check import check
 
 COUNT = 90
@@ -185,6 +189,43 @@ def test_manual_axes_are_refused():
         check(mapped(lambda x: x, BLOCKS, BLOCKS), X, mesh=mesh)
 
 
+# ---- gradients that JAX sums over devices
+
+
+def gradients_of_samples(cast):
+    """The gradient by shared weights for each sample, as in https://github.com/jax-ml/jax/issues/36886."""
+    weights = jnp.array([1.0, 2.0])
+    return jax.vmap(lambda x: jax.grad(lambda w: w @ x)(cast(weights)))
+
+
+def gradient_of_gathered(cast):
+    """The gradient of a loss that all devices compute alike, of all rows."""
+
+    def body(x, w):
+        rows = lax.all_gather(x, "d", tiled=True)
+        return lax.pmean(jax.grad(lambda w: jnp.sum(jnp.sin(rows @ w)))(cast(w)), "d")
+
+    return body
+
+
+ROWS = np.array([[0, 1], [1, 1], [1, 0], [0, 0]], np.float32)
+SUMMED = {  # the program, its arguments and specs
+    "different samples": (gradients_of_samples, [ROWS], P("d"), P("d"), "adds different blocks of a sharded dim"),
+    "the same loss": (gradient_of_gathered, [ROWS, ROWS[1]], (P("d"), P()), P(), "is 2 times what it is on one"),
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_a_gradient_that_jax_sums_is_refused_where_it_is_taken(name):
+    program, args, specs, outs, problem = SUMMED[name]
+    mesh, remedy = AbstractMesh((2,), ("d",)), r"""differentiate by jax.lax.pcast\(x, \('d',\), to="varying"\)"""
+    with pytest.raises(
+        ShardError, match=rf"^\S*test_shard_map.py:\d+: psum: .*{problem}(.|\n)*{remedy}(.|\n)*\nwrong:"
+    ):
+        check(program(lambda w: w), *args, mesh=mesh, in_specs=specs, out_specs=outs)
+    check(program(lambda w: lax.pcast(w, "d", to="varying")), *args, mesh=mesh, in_specs=specs, out_specs=outs)
+
+
 # ---- a whole training step, as JAX programs are written: shard_map for the layers, and the rest outside
 
 
@@ -245,7 +286,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("mistake", ["", "summed twice", *(pytest.param(m, marks=pytest.mark.long) for m in MISTAKES)])
+@pytest.mark.parametrize("mistake", ["", *(pytest.param(mistake, marks=pytest.mark.long) for mistake in MISTAKES)])
 def test_a_training_step(mistake, check_vma):
     shapes = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s, jnp.float32), WEIGHTS, is_leaf=lambda x: isinstance(x, tuple)
@@ -260,3 +301,38 @@ def test_a_training_step(mistake, check_vma):
     (line,) = (i for i, found in enumerate(Path(__file__).read_text().splitlines(), 1) if re.match(rf" +{text}", found))
     with pytest.raises(ShardError, match=rf"^\S*test_shard_map.py:{line}: .*{problem}"):
         run()
+
+
+# ---- messages
+
+
+OURS = re.compile(r"shardops(?!\.per_device)|einsum_unreduced|index_unreduced|shardlib\.pipeline")
+
+
+def test_messages_speak_plain_jax():
+    messages = [
+        refusal(p, transform) or ""
+        for seed in range(16)
+        for p in draw(seed)[1:]
+        for transform in ("as it is", "grad")[: 1 + seed % 2]
+    ]
+    assert all("remedy: " in message and not OURS.search(message) for message in messages)
+    unsure = [message for message in messages if "though it may be right" in message]
+    assert unsure
+    assert not re.search("multiplied into a value|adds different blocks|whole already", "\n".join(unsure))
+
+
+def test_each_remedy_that_names_our_functions_has_one_in_plain_jax():
+    trees = [ast.parse(file.read_text()) for file in Path(shardlib.proof.__path__[0]).glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    documents = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [
+        n.value for n in nodes if isinstance(n, ast.Constant) and id(n) not in documents and isinstance(n.value, str)
+    ]
+    named = [text for text in texts if OURS.search(text) and text not in of_check.PLAIN]
+    assert len(named) > 5
+    plain = lambda text: functools.reduce(lambda text, names: re.sub(*names, text), of_check.PLAIN.items(), text)
+    left = [
+        text for text in named if OURS.search(plain(text)) and text != of_check.OF_AXES
+    ]  # that names settings of ours
+    assert left == []
