@@ -7,6 +7,7 @@ result.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -175,6 +176,9 @@ class Value:
         masked: the offset of the index whose mask made it a partial sum; None if none did.
         origin: the index, for an offset index, what was looked up by it, its mask, and what was masked.
         source: for an extreme, and for an argmax over a block: what it was taken of.
+        shift: extremes of this device's block that were added to it, with their coefficients.
+        is_scale: True if it was instead multiplied by the exponential of what `shift` adds up to.
+        shifting: the equation that first added one.
         is_taken: True if it is the extreme of `source` over all devices.
         is_index: True if it is the index of the first extreme of `source` in this device's block.
         places: for an index into a device's block, how the indexed dim is cut; None for other values.
@@ -203,6 +207,9 @@ class Value:
     masked: Offset | None = None
     origin: Subtracted | Any = dataclasses.field(default=None, compare=False)
     source: Source | None = dataclasses.field(default=None, compare=False)
+    shift: frozenset[tuple[Source, int]] = frozenset()
+    is_scale: bool = False
+    shifting: Any = dataclasses.field(default=None, compare=False)
     is_taken: bool = False
     is_index: bool = False
     places: Dim | None = None
@@ -218,7 +225,7 @@ class Value:
     @property
     def is_block(self) -> bool:
         """True if it is a block of a whole value, or a term of a sum or of an extreme."""
-        odd = self.folded or self.offset or self.valid or self.is_index or self.mask or self.is_local
+        odd = self.folded or self.shift or self.offset or self.valid or self.is_index or self.mask or self.is_local
         return not odd and self.looked_up is None
 
     @property
@@ -260,8 +267,17 @@ def moved(value: Value, source: Sequence[int | None]) -> Value:
         mask=value.mask and value.mask._replace(source=label(value.mask.source)),
         origin=label(value.origin),
         source=label(value.source),
+        shift=added((label(source), c) for source, c in value.shift),
         components=(),
     )
+
+
+def added(terms: Iterable[tuple[Source, int]]) -> frozenset[tuple[Source, int]]:
+    """Extremes of this device's block, with the sums of their coefficients."""
+    total: Counter[Source] = Counter()
+    for source, coefficient in terms:
+        total[source] += coefficient
+    return frozenset(term for term in total.items() if term[1])
 
 
 def devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:

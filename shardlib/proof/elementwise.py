@@ -10,7 +10,7 @@ import numpy as np
 
 from shardlib.equations import kinds
 from shardlib.proof import positions
-from shardlib.proof.domain import Value, constant, moved, near
+from shardlib.proof.domain import Value, added, constant, moved, near
 from shardlib.proof.equation import Equation, Refused, is_integer
 
 
@@ -30,6 +30,7 @@ FOLDS: dict[str, Callable[..., Any]] = {
 """What primitives do with known numbers."""
 
 LINEAR, ADDITIONS = kinds("linear"), kinds("addition")
+ADDING = {*ADDITIONS, "exp"}
 
 
 def refuse_rbg(eq: Equation) -> None:
@@ -52,6 +53,8 @@ def elementwise(eq: Equation) -> Value:
         return ins[1 + int(ins[0].known[0])]
     if (found := positions.of(eq, ins)) is not None:
         return found
+    if any(v.shift or (eq.name in ADDING and _is_untaken(v)) for v in ins):
+        return _shifted(eq, ins)
     if any(v.looked_up is not None for v in ins):
         return _of_rows(eq, ins)
     for value in ins:
@@ -64,6 +67,32 @@ def elementwise(eq: Equation) -> Value:
     masked = next((v for v in ins if v.masked and eq.name in (*LINEAR, "mul", "div")), Value(()))
     extreme, (partial, ratio) = _extreme(eq, ins), _partial_and_ratio(eq, ins)
     return Value(dims, partial, extreme, ratio, masked=masked.masked, origin=masked.origin)
+
+
+def _is_untaken(value: Value) -> bool:
+    """True for an extreme of this device's block, over none of whose devices it was taken yet."""
+    of_block = value.extreme and value.source and not value.is_index
+    return bool(of_block) and value.extreme[1] == {*value.source.axes}
+
+
+def _shifted(eq: Equation, ins: list[Value]) -> Value:
+    """Follows extremes of a device's block that are subtracted before an exponential, until a factor undoes that.
+
+    exp(x - m) * exp(m - maximum) is exp(x - maximum) for any m, so each device may use its own.
+    """
+    is_scale, inexact = any(v.is_scale for v in ins), jnp.issubdtype(eq.result_type(), jnp.inexact)
+    terms: Any = [frozenset({(v.source, 1)}) if _is_untaken(v) else v.shift for v in ins]
+    is_mixed = any(found and v.is_scale != is_scale for v, found in zip(ins, terms, strict=True))
+    if is_mixed or not inexact or eq.name not in ("convert_element_type", *(("mul", "div") if is_scale else ADDING)):
+        for value in ins:
+            eq.term(value)
+    signs = (1, -1 if eq.name in ("sub", "div") else 1)
+    shift = added((source, sign * c) for found, sign in zip(terms, signs, strict=False) for source, c in found)
+    clean = {"extreme": None, "source": None, "shift": frozenset(), "is_scale": False}
+    bare = [dataclasses.replace(v, **clean) if found else v for v, found in zip(ins, terms, strict=True)]
+    is_scale, at = bool(shift) and (is_scale or eq.name == "exp"), next((v.shifting for v in ins if v.shift), eq)
+    found = elementwise(dataclasses.replace(eq, ins=bare))
+    return dataclasses.replace(found, shift=shift, is_scale=is_scale, shifting=at)
 
 
 def _of_rows(eq: Equation, ins: list[Value]) -> Value:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardlib.equations import axes_of, frames_of, is_program, words
+from shardlib.equations import axes_of, frames_of, is_program, kinds, words
 from shardlib.places import is_users, place
 from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, real
 from shardlib.proof.origins import callers_text, is_helper, size_text
@@ -44,6 +44,9 @@ OWN_SIZE = (
 DEVICES = "leave it out: like the number of devices, shardops.axis_size, it is 1 on one device"
 FOLDING = words("psum psum_invariant pvary reduce_sum add add_any sub neg convert_element_type")
 """Linear primitives whose rules accept sums of different blocks that are still to be summed along the dim."""
+SHIFTING = kinds("call", "cast", "identity", "addition", "product")
+SHIFTING |= words("exp convert_element_type broadcast_in_dim squeeze reduce_sum")
+"""Primitives whose rules accept values to which each device added an extreme of its block."""
 NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (
         lambda value: value.offset,
@@ -174,6 +177,8 @@ class Equation:
         """Returns `value`; raises Refused if it is neither a block of a whole value nor a term of a sum."""
         if self.name not in FOLDING:
             self.unfolded(value)
+        if value.shift and self.name not in SHIFTING:
+            self.term(value)
         for is_it, problem, remedy in NO_BLOCKS:
             if is_it(value):
                 names = {"axes": ", ".join(axis for axis, _ in value.offset), "place": self.place()}
@@ -192,12 +197,13 @@ class Equation:
         return self.term(value)
 
     def term(self, value: Value) -> Value:
-        """Returns `value`; raises Refused if it is a maximum or minimum that is still to be taken."""
-        if value.extreme:
-            kind, axes = value.extreme
+        """Returns `value`; raises Refused if it is, or was shifted by, an extreme that is still to be taken."""
+        if extreme := value.extreme or next(((source.kind, source.axes) for source, _ in value.shift), None):
+            kind, axes = extreme
             raise Refused(
                 f"a {kind}imum over this device's block is used before it is taken over {', '.join(sorted(axes))}",
                 f"take it over the devices first, with p{kind}",
+                value.shifting,
             )
         return value
 

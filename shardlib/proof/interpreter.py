@@ -17,7 +17,7 @@ from shardlib.proof import collectives, elementwise, lookups, primitives, rings,
 from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, varying
 from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Unprovable, Value, constant, cut, real, whole
-from shardlib.proof.equation import ONE_SEED, WHOLE_SIZES, Equation, Refused
+from shardlib.proof.equation import ONE_SEED, SHIFTING, WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import KEEPING, OF_SIZES
 
 MODULES = collectives, lookups, rings, shapes, sums
@@ -99,6 +99,9 @@ class Interpreter:
             if mark is not None or (eq.name in PLACING and eq.name not in CONTROL):
                 for value in filter(lambda value: value.folded, eq.ins):
                     eq.block(value)
+            for value in eq.ins:
+                if value.shift and (mark is not None or eq.name not in SHIFTING):
+                    eq.term(value)
             if mark is not None:
                 return [self._marked(eq, mark)]
             if is_region(eq.eqn):

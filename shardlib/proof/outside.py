@@ -305,10 +305,10 @@ def _finding(
     """What is wrong with result i of a shard_map; None if nothing is."""
     if value.unprovable:
         return Finding(str(value.unprovable), differs=value.unprovable.differs)
-    if value.folded or (value.ratio != 1.0 and value.scaled is not None):
-        origin = value.folding if value.folded else value.scaled
+    if value.shift or value.folded or (value.ratio != 1.0 and value.scaled is not None):
+        origin = value.shifting if value.shift else value.folding if value.folded else value.scaled
         try:
-            origin.unscaled(origin.unfolded(value))
+            origin.unscaled(origin.unfolded(origin.term(value)))
         except Refused as refusal:
             return Finding(str(interpreter.explain(origin, refusal)), is_wrong=True)
         return None

@@ -21,7 +21,7 @@ def of(eq: Equation, ins: list[Value]) -> Value | None:
         return ins[0] if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
     if is_own:
         return _index_into_own_block(eq, *ins)
-    if name == "eq" and (best := _best(eq, ins)):
+    if name in ("eq", "ge", "le") and (best := _best(eq, ins)):
         return best
     if name in COMPARISONS and any(v.offset or v.is_local for v in ins):
         return _compared(eq, *ins)
@@ -252,9 +252,11 @@ def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value
 def _best(eq: Equation, ins: list[Value]) -> Value | None:
     """True on devices whose own extreme is that of all devices: these may give its index."""
     values = [v for v in ins if not v.is_index]
-    local = next((v for v in values if v.extreme and v.source is not None), None)
+    local: Any = next((v for v in values if v.extreme and v.source is not None), None)
     taken = next((v for v in values if v.is_taken), None)
     if local is None or taken is None or local.source != taken.source:
+        return None
+    if eq.name != "eq" and (ins[0] is not local or eq.name != {"max": "ge", "min": "le"}[local.source.kind]):
         return None
     return Value(eq.joined_dims(ins), mask=Mask(Range(), source=local.source))
 

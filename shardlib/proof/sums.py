@@ -27,7 +27,10 @@ def _cut_axes(x: Value, gone: Any) -> tuple[str, ...]:
 @rule("reduce_sum")
 def _sum(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
-    axes = frozenset(_cut_axes(eq.term(x), gone))
+    if not x.is_scale or any(source.dims[i] is not None for source, _ in x.shift for i in gone):
+        eq.term(x)
+    shift = frozenset((source._replace(dims=_without(source.dims, gone)), c) for source, c in x.shift)
+    axes = frozenset(_cut_axes(x, gone))
     if axes & x.partial:
         eq.finished(x)
     uniform = [i for i in gone if x.dims[i] is UNIFORM]
@@ -35,7 +38,8 @@ def _sum(eq: Equation) -> Value:
     if x.is_constant and not x.partial:
         return constant(len(eq.result_shape), x.known[0] * here, x.known[1] * there)
     dims, ratio = _without(x.dims, gone), near(x.ratio * there / here) if here else x.ratio
-    return Value(dims, x.partial | axes - x.folded, None, ratio, folded=x.folded - axes, folding=x.folding)
+    found = Value(dims, x.partial | axes - x.folded, None, ratio, folded=x.folded - axes, folding=x.folding)
+    return dataclasses.replace(found, shift=shift, is_scale=x.is_scale, shifting=x.shifting)
 
 
 def _source(x: Value, kind: str, gone: Any) -> Source:

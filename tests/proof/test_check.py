@@ -116,6 +116,21 @@ def scattered_sum(x, start=1, turns=4):
     return total
 
 
+def rescaled_softmax(x, y=None, axis=1, factor=lambda m, top: jnp.exp(m - top), total=lax.psum, devices="t"):
+    """Each device subtracts its own maximum, and a factor makes up for that when the devices' sums are added."""
+    m, of_y = (jnp.max(z, axis=axis, keepdims=True) for z in (x, x if y is None else y))
+    e, top = jnp.exp(x - m), lax.pmax(m, devices)
+    return e * factor(of_y, top) / total(jnp.sum(e, axis=1, keepdims=True) * factor(of_y, top), devices)
+
+
+def first_largest(is_here):
+    def body(x):
+        best, own = x.max(1), lax.axis_index("t") * x.shape[1] + jnp.argmax(x, axis=1).astype(jnp.int32)
+        return lax.pmin(jnp.where(is_here(best, lax.pmax(best, "t")), own, 2**30), "t")
+
+    return body
+
+
 STATE = {"w": [shape(16)]}
 OF_STATE = {"in_specs": (P("t"), BLOCKS), "out_specs": P("t")}
 FIRST = {"in_specs": P(None, "t"), "out_specs": P(None, "t")}
@@ -163,6 +178,86 @@ BODIES = {  # the body, its arguments, its specs, what is wrong
     "integers are not rounded": (drawn(lambda x: 20240101 + x.shape[0]), [shape(16)], ALONE, "a number that depends"),
     "sum of unsigned": (lambda x: lax.psum(x.sum(0), "d").astype(jnp.float32), [COUNTS], SUMS, None),
     "wraps around": (lambda x: lax.psum(x.sum(0).astype(jnp.float32), "d"), [COUNTS], SUMS, "partial sum"),
+    "own maxima": (rescaled_softmax, [X], SPECS, None),
+    "own maxima, of sequences": (
+        lambda x: jax.vmap(rescaled_softmax, 1, 1)(x),
+        [shape(8, 3, 16)],
+        {"in_specs": P("d", None, "t"), "out_specs": P("d", None, "t")},
+        None,
+    ),
+    "own maxima of another array": (rescaled_softmax, [X, X], SPECS | {"in_specs": (BLOCKS, BLOCKS)}, OWN_MAXIMUM),
+    "own maxima the other way": (
+        functools.partial(rescaled_softmax, factor=lambda m, top: jnp.exp(top - m)),
+        [X],
+        SPECS,
+        OWN_MAXIMUM,
+    ),
+    "own maxima twice": (
+        functools.partial(rescaled_softmax, factor=lambda m, top: jnp.exp(2 * (m - top))),
+        [X],
+        SPECS,
+        OWN_MAXIMUM,
+    ),
+    "own maxima squared": (
+        functools.partial(rescaled_softmax, factor=lambda m, top: jnp.exp(m - top) * jnp.exp(m - top)),
+        [X],
+        SPECS,
+        OWN_MAXIMUM,
+    ),
+    "own maxima, of some devices": (
+        lambda x: rescaled_softmax(x, factor=lambda m, top: jnp.exp(lax.pmax(m, "d") - top), devices=("d", "t")),
+        [X],
+        {"in_specs": P(None, ("d", "t")), "out_specs": P(None, ("d", "t"))},
+        OWN_MAXIMUM,
+    ),
+    "own maxima, of all devices": (
+        functools.partial(rescaled_softmax, devices=("d", "t")),
+        [X],
+        {"in_specs": P(None, ("d", "t")), "out_specs": P(None, ("d", "t"))},
+        None,
+    ),
+    "own maxima, not made up for": (
+        functools.partial(rescaled_softmax, factor=lambda m, top: 1.0),
+        [X],
+        SPECS,
+        OWN_MAXIMUM,
+    ),
+    "own maxima, not summed": (
+        functools.partial(rescaled_softmax, total=lambda e, _: e),
+        [X],
+        SPECS,
+        "div of a partial sum over t",
+    ),
+    "own maxima of columns": (functools.partial(rescaled_softmax, axis=0), [X], SPECS, "compares different blocks"),
+    "index of the largest": (first_largest(lambda best, top: best >= top), [X], SPECS | {"out_specs": P("d")}, None),
+    "index of any": (
+        first_largest(lambda best, top: best <= top),
+        [X],
+        SPECS | {"out_specs": P("d")},
+        OWN_MAXIMUM,
+    ),
+    "index of every one": (
+        first_largest(lambda best, top: top >= best),
+        [X],
+        SPECS | {"out_specs": P("d")},
+        OWN_MAXIMUM,
+    ),
+    "less an own maximum": (lambda x: x - x.max(1, keepdims=True), [X], SPECS, OWN_MAXIMUM),
+    "exp less an own maximum": (lambda x: jnp.exp(x - x.max(1, keepdims=True)), [X], SPECS, OWN_MAXIMUM),
+    "own maxima from turn to turn": (
+        lambda x: lax.scan(
+            lambda e, _: (jnp.exp(x - jnp.max(x, 1, keepdims=True)) * e, None), jnp.ones_like(x), length=3
+        )[0],
+        [X],
+        SPECS,
+        OWN_MAXIMUM,
+    ),
+    "own maxima of a choice": (
+        lambda x: lax.cond(lax.psum(x.sum(), ("d", "t")) > 0, lambda x: x - x.max(1, keepdims=True), jnp.sin, x),
+        [X],
+        SPECS,
+        OWN_MAXIMUM,
+    ),
     "wrong": (lambda x: x.sum(1), [X], {**SPECS, "out_specs": P("d")}, r"\nwrong: it does not compute[^\n]*$"),
     "not proved": (wrong, [X], SPECS, r"\nnot proved, though it may be right[^\n]*$"),
 }
