@@ -71,8 +71,8 @@ def elementwise(eq: Equation) -> Value:
 
 def _is_untaken(value: Value) -> bool:
     """True for an extreme of this device's block, over none of whose devices it was taken yet."""
-    of_block = value.extreme and value.source and not value.is_index
-    return bool(of_block) and value.extreme[1] == {*value.source.axes}
+    axes = value.source and not value.is_index and {*value.source.axes}
+    return value.extreme is not None and value.extreme[1] == axes
 
 
 def _shifted(eq: Equation, ins: list[Value]) -> Value:
