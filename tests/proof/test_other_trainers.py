@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,8 @@ BUGS = {"chunks": "is written, or taken|different", "dropped": "random", "log_su
 @pytest.mark.parametrize("name", BUGS)
 def test_the_bugs_in_their_smallest_form(name):
     """Each differs on four devices; the proof rejects those that hold for finite numbers."""
-    body, specs = programs()[name], {"in_specs": P("t"), "out_specs": P() if name == "log_sum_exp" else P("t")}
+    body: Any = programs()[name]
+    specs: dict[str, Any] = {"in_specs": P("t"), "out_specs": P() if name == "log_sum_exp" else P("t")}
     x = jnp.where(jnp.arange(16) < 12, jnp.arange(16.0), -jnp.inf if name == "log_sum_exp" else 20.0)
     mesh = AbstractMesh((4,), ("t",), axis_types=(AxisType.Auto,))
     if BUGS[name]:
