@@ -20,6 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "other-trainers.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and line.count("|") == 6][1:]
 
 
+@pytest.mark.filterwarnings("ignore")  # of what the libraries still use
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 def test_a_function_of_another_library(case: Case):
     if version(case.package) != VERSIONS[case.package]:
