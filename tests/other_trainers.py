@@ -398,7 +398,7 @@ def row(case: Case, said: str, compared: str) -> str:
 
 def rows() -> Iterator[str]:
     """The table of the installed packages, in Markdown."""
-    yield "| package | function | verdict | several devices and one | reason |"
+    yield "| package | function | verdict | several devices vs. one | reason |"
     yield "|---|---|---|---|---|"
     for case in CASES:
         if version(case.package):
