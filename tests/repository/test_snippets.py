@@ -29,6 +29,7 @@ RUN_BY = {
     "huggingface.md": "models/test_huggingface_export.py",
     "loading.md": "repository/test_snippets.py",
     "models.md": "train/test_own_model.py",
+    "other-trainers.md": "proof/test_other_trainers.py",
     "pipeline.md": "tools/test_schedule_tool.py",
     "pytree-zarr-checkpoint.md": "run/test_checkpoint.py",
     "refused.md": "proof/test_refused_page.py",
