@@ -25,6 +25,29 @@ def cross_entropy_with_local_logsumexp(x: f32["B/d V/t"], ids: i32["B/d"]) -> f3
 
 
 @program
+def softmax_with_own_maxima_squared(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
+    own = jnp.max(x, axis=-1, keepdims=True)
+    e = jnp.exp(x - own) * jnp.exp(2 * (own - lax.pmax(own, "t")))
+    return e / lax.psum(jnp.sum(e, axis=-1, keepdims=True), "t")
+
+
+@program
+def own_maxima_subtracted_from_pairs_of_rows(x: f32["B V/t"]) -> f32["1 2 A V/t"]:
+    return (x - jnp.max(x, axis=-1, keepdims=True)).reshape(2, -1, x.shape[1])[None]
+
+
+@program
+def own_maxima_subtracted_in_each_turn(x: f32["B/d V/t"]) -> f32["1 3 B/d V/t"]:
+    return lax.scan(lambda _, k: (None, k * 0 + x - jnp.max(x, axis=-1, keepdims=True)), None, jnp.ones(3))[1][None]
+
+
+@program
+def own_maxima_subtracted_and_summed(x: f32["B/d V/t"]) -> f32["B/d"]:
+    own = jnp.max(x, axis=-1)
+    return lax.psum(jnp.sum(x - own[:, None], axis=-1) + own, "t")
+
+
+@program
 def thirds_by_strides_that_blocks_do_not_have(lp: f32["B/d"]) -> f32[""]:
     return lax.psum(jnp.sum(jnp.tanh(lp[0::3])), "d")
 
