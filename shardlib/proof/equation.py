@@ -44,7 +44,7 @@ OWN_SIZE = (
 DEVICES = "leave it out: like the number of devices, shardops.axis_size, it is 1 on one device"
 FOLDING = words("psum psum_invariant pvary reduce_sum add add_any sub neg convert_element_type")
 """Linear primitives whose rules accept sums of different blocks that are still to be summed along the dim."""
-SHIFTING = kinds("call", "cast", "identity", "addition", "product")
+SHIFTING = kinds("call", "cast", "addition", "product")
 SHIFTING |= words("exp convert_element_type broadcast_in_dim squeeze reduce_sum")
 """Primitives whose rules accept values to which each device added an extreme of its block."""
 NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (

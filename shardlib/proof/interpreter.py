@@ -100,7 +100,7 @@ class Interpreter:
                 for value in filter(lambda value: value.folded, eq.ins):
                     eq.block(value)
             for value in eq.ins:
-                if value.shift and (mark is not None or eq.name not in SHIFTING):
+                if value.shift and mark is None and eq.name not in SHIFTING:
                     eq.term(value)
             if mark is not None:
                 return [self._marked(eq, mark)]

@@ -330,6 +330,7 @@ GIVEN = {  # what uses per-device code, and what is wrong with it: the code is t
     "softmax of a block": (lambda x: per_device(jnp.sort, wrong(x)), OWN_MAXIMUM),
     "mean of a block": (lambda x: per_device(jnp.sort, x / x.shape[1]), "a number that depends on the mesh"),
     "positions of a block": (lambda x: per_device(jnp.sort, x * jnp.arange(x.shape[1])), "count from the start"),
+    "less an own maximum": (lambda x: per_device(jnp.sort, x - x.max(1, keepdims=True)), OWN_MAXIMUM),
     "a block": (lambda x: per_device(jnp.sort, 2 * x), None),
     # What the ring keeps for the backward pass differs in number between meshes.
     "gradient through a ring": (jax.grad(lambda x: jnp.sum(per_device(ring, x) ** 2)), None),
