@@ -40,6 +40,9 @@ class HardwareConfig:
     """Makes replays and resumed runs bit-for-bit equal on NVIDIA GPUs; other devices do not need it. XLA then uses the
     first kernel that compiles instead of the fastest, and cuDNN computes the gradient of attention in a fixed order
     (cost in docs/reliability.md)."""
+    strict: bool = False
+    """Refuses a run whose compiled training step communicates other than written (docs/check.md). Otherwise the run
+    lists each collective that has no counterpart, with its line."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables, such as NCCL's, to set before the devices start. Variables that are already set keep their
     value."""

@@ -5,19 +5,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from shardlib import products
 from shardlib.axes import PIPELINE_AXIS
+from shardwright.inspect.as_written import MOST, compared, refuse
 from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.compiled.trace import top_lines
 from shardwright.inspect.planning import plan_run
 from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.run.background import FAILURES, run_at_low_priority
+from shardwright.run.best_effort import in_a_line
 from shardwright.run.reference import check_paths_with_reference
 from shardwright.run.report import log
 from shardwright.run.step import Step
+from shardwright.run.stores import agreed
 
-__all__ = "RunStatistics", "check_kernels", "draw_step", "plan_run", "prove", "read_trace"
+__all__ = "RunStatistics", "check_as_written", "check_kernels", "draw_step", "plan_run", "prove", "read_trace"
 
 
 def prove(steps: Sequence[Step], source: object) -> None:
@@ -46,6 +51,31 @@ def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
     for step in {step.c.training.seq_len: step for step in steps}.values():
         check_paths_with_reference(step, options)
     products.check_sums()
+
+
+def check_as_written(step: Step, hlo: Path | None) -> None:
+    """Prints whether the compiled step communicates as written, and what differs. All processes call it.
+
+    Raises ValueError if it differs, or `hlo` could not be written by process 0, under hardware.strict.
+    """
+    agreed(lambda: _check_as_written(step, hlo) if jax.process_index() == 0 else None)
+
+
+def _check_as_written(step: Step, hlo: Path | None) -> None:
+    strict = step.c.hardware.strict
+    try:
+        summary, lines = compared(step.jaxpr, step.mesh, hlo.read_text() if hlo else "")
+    except Exception as error:  # another version of XLA may write its programs differently
+        if strict:
+            raise ValueError(f"hardware.strict is true, but the compiled step cannot be read: {error}") from error
+        return log(f"compiled   its collectives are not known: {in_a_line(error)}")
+    if strict:
+        refuse(lines)
+    if step.mesh.size > 1:
+        log(f"compiled   {summary}")
+    for line in [*lines[:MOST], *([f"… and {len(lines) - MOST} more"] if lines[MOST:] else [])]:
+        log(f"WARNING    {line}")
+    return None
 
 
 def draw_step(hlo: Path) -> str:

@@ -13,17 +13,19 @@ import difflib
 import hashlib
 import json
 import linecache
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardlib.axes import AXES
@@ -34,14 +36,17 @@ from shardlib.places import place as place_at
 from shardlib.proof.check import tracing
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig
-from shardwright.cluster.devices import start_devices
+from shardwright.cluster.devices import known_options, make_mesh, start_devices
+from shardwright.cluster.topologies import WITHOUT_DEVICE, devices_of
 from shardwright.data.checks import at_least_1, check_choice
+from shardwright.inspect import as_written
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.compiled.table import in_bytes, in_seconds
 from shardwright.inspect.plan.step import mesh_for
 from shardwright.inspect.planning import NOT_MEASURED, mesh_sizes, planned_change
 from shardwright.inspect.soundness import check_steps
 from shardwright.modeling.model import load_model
+from shardwright.run.best_effort import in_a_line
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import Config, check_divides
 from shardwright.run.launch import start_with_section
@@ -64,23 +69,56 @@ class CheckConfig:
     """What to compare with: a commit of the repository where the program starts, or a directory. Null: nothing."""
     output: str = "text"
     """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the difference of each."""
+    compile: bool = False
+    """Compiles the step for hardware.chip, and checks that it communicates as written. Needs the chip's compiler."""
     devices: int | None = at_least_1(None)
     """Number of devices, where the mesh has a -1. Null: that of the mesh."""
     numeric: bool = False
     """Also runs a small step in f64 on two meshes of 8 simulated devices, as tools.verify does: a minute."""
 
 
-def checks(steps: Sequence[Step]) -> Iterator[tuple[str, Callable[[], str | None]]]:
-    """The checks in order: a name, and a function that raises for a rejected step, or returns why nothing is known.
+Found = tuple[bool | None, str, list[str]]
+"""What a check found: True, or None if nothing is known; words; and lines about the user's source."""
+
+
+def checks(steps: Sequence[Step], settings: CheckConfig) -> Iterator[tuple[str, Callable[[], Found]]]:
+    """The checks in order: a name, and a function that raises for a rejected step, or returns what it found.
 
     `steps` are those of each phase of the run, as its training.changes make them.
     """
-    programs = [step.other(name=name) for step in steps for name in NAMES]
-    yield "types", lambda: None if [program.traced for program in programs] else ""
-    source = source_of()
+    source, programs = source_of(), [step.other(name=name) for step in steps for name in NAMES]
+
+    def proved(name: str, unproved: Iterable[str | None]) -> Found:
+        why = next(filter(None, unproved), None)
+        return (None, f"not proved: {why}", []) if why else (True, PROVED[name], [])
+
+    yield "types", lambda: proved("types", (None for program in programs if program.traced))
     if steps[0].mesh.size > 1 or any(step.c.training.loss_chunk for step in steps):
-        yield "mesh", lambda: next(filter(None, (check_steps(step, source) for step in steps)), None)
-    yield "causality", lambda: next(filter(None, (check_causal(step, source) for step in steps)), None)
+        yield "mesh", lambda: proved("mesh", (check_steps(step, source) for step in steps))
+    yield "causality", lambda: proved("causality", (check_causal(step, source) for step in steps))
+    not_compiled: Found = None, "not compiled (check.compile=true)", []
+    yield "compiled", lambda: compiled(steps[0]) if settings.compile else not_compiled
+
+
+def compiled(step: Step) -> Found:
+    """Compiles a step for its chip, and compares its collectives with those written. Raises under hardware.strict."""
+    chip, count, hardware = chip_of(step.c.hardware.chip or NOT_MEASURED), step.mesh.size, step.c.hardware
+    try:
+        if chip.platform == "cpu":
+            devices, more = jax.devices("cpu")[:count], {}
+        else:
+            devices = devices_of(chip.name, count, math.ceil(count / chip.near) if chip.platform == "gpu" else 1)
+            more = WITHOUT_DEVICE if chip.platform == "gpu" else {}
+        mesh = make_mesh(devices, **step.mesh.shape)
+        with jax.set_mesh(mesh):
+            options = known_options(hardware.options | more, lambda line: print(line, file=sys.stderr))
+            program = trace_step(step.c, step.model, mesh).lower().compile(compiler_options=options)
+    except (KeyError, ValueError, RuntimeError) as error:
+        return None, f"it cannot be compiled for {chip.name} here: {in_a_line(error)}", []
+    summary, lines = as_written.compared(step.jaxpr, step.mesh, program.as_text() or "")
+    if hardware.strict:
+        as_written.refuse(lines)
+    return None if lines else True, summary, lines
 
 
 PROVED = {
@@ -102,17 +140,16 @@ def rejection(error: Exception) -> dict[str, Any]:
     return {"verdict": "rejected", "place": place, "problem": problem, "remedy": remedy, "text": text}
 
 
-def verdict_of(steps: Sequence[Step]) -> dict[str, Any]:
+def verdict_of(steps: Sequence[Step], settings: CheckConfig) -> dict[str, Any]:
     """The checks of a step, until one rejects it: their words and seconds; and for a rejection its place and remedy."""
     found: dict[str, Any] = {"verdict": "accepted", "checks": []}
-    for name, check in checks(steps):
+    for name, check in checks(steps, settings):
         begin = time.perf_counter()
         try:
-            unknown = check()
-            ended = {"ok": None if unknown else True, "text": f"not proved: {unknown}" if unknown else PROVED[name]}
+            ended: dict[str, Any] = dict(zip(("ok", "text", "lines"), check(), strict=True))
         except Exception as error:  # an edit may make any error of Python
             found |= rejection(error)
-            ended = {"ok": False, "text": found.pop("text")}
+            ended = {"ok": False, "text": found.pop("text"), "lines": []}
         found["checks"].append({"name": name, **ended, "seconds": round(time.perf_counter() - begin, 2)})
         if ended["ok"] is False:
             break
@@ -159,7 +196,7 @@ def checked(c: Config, settings: CheckConfig) -> dict[str, Any]:
     with tracing(mesh):
         model = load_model(c.model)
     steps = [trace_step(config_at(c, first), model, mesh) for first in firsts(c)]
-    found = verdict_of(steps)
+    found = verdict_of(steps, settings)
     if found["verdict"] == "rejected":
         return found
     return found | {"program": program_of(steps[0]), "costs": costs_of(c, sizes), "parameters": parameters_of(model)}
@@ -282,6 +319,7 @@ def as_text(found: dict[str, Any]) -> str:
     for check in found["checks"]:
         word = {True: "ok", None: "–", False: "rejected"}[check["ok"]]
         lines.append(f"{check['name']:11}{word:9}{check['text']}  ({check['seconds']:.1f} s)")
+        lines += [f"  {line}" for line in check["lines"][: as_written.MOST]]
     if "costs" not in found:
         return "\n".join(lines)
     costs = found["costs"]
@@ -316,6 +354,8 @@ class Rejected(SystemExit):
 def job(c: Config, settings: CheckConfig) -> None:
     """Checks `c`, prints the result, and ends with its status."""
     check_choice("check.output", settings.output, ("text", "json"))
+    if settings.compile:
+        jax.config.update("jax_platforms", "cpu")  # the compilers of other chips need no device
     start_devices(DistributedConfig(), c.hardware)
     with contextlib.ExitStack() as stack:
         other, against = None, {}

@@ -30,9 +30,10 @@ from typing import Any
 
 import jax
 
-from shardwright.bench.plan.programs import GPUS, TPUS, devices_of, options_of, reading, show_all, write
+from shardwright.bench.plan.programs import options_of, reading, show_all, write
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.devices import make_mesh
+from shardwright.cluster.topologies import GPUS, TPUS, devices_of
 from shardwright.inspect.compiled.lines import without_array
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.plan.work import Op

@@ -16,30 +16,23 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import string
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 
 from shardwright.bench.common import first_line, parser_of
 from shardwright.bench.plan.clock import Clock
 from shardwright.cluster import chips, devices
+from shardwright.cluster.topologies import GPUS, WITHOUT_DEVICE
 from shardwright.inspect.compiled import hlo, step
 from shardwright.inspect.compiled.lines import without_array
 from shardwright.run.compiling import with_mesh
 from shardwright.run.files import write_json
 
-GPUS = {"h100": 84_942_979_072, "h200": 151_397_597_184}
-"""Memory of each chip, in bytes."""
-TPUS = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v7x": "tpu7x:2x2x1"}
-OPTIONS = {
-    # Autotuning needs a device. Without it, Triton's matmuls would get a bad tile size.
-    "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_triton_gemm": False,
+OPTIONS = WITHOUT_DEVICE | {
     # Annotates operations with seconds, and schedules by them.
     "xla_gpu_collect_cost_model_stats": True,
     "xla_gpu_enable_analytical_sol_latency_estimator": True,
@@ -55,19 +48,6 @@ def options_of(page: str | None, chips: list[str], default: list[str], rows: lis
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
     parser.add_argument("--lines", action="store_true", help="also print the lines that differ")
     return parser.parse_args(arguments)
-
-
-def devices_of(chip: str, count: int, hosts: int = 1) -> Any:
-    """Returns this many devices to compile for."""
-    if chip in TPUS:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
-    else:
-        known = chips.chip_of(chip)
-        values = {"name": known.kinds[0], "memory": GPUS[chip], "bandwidth": f"{known.memory_bandwidth:.0f}"}
-        config = string.Template(Path(__file__).with_name("gpu.txtpb").read_text()).substitute(values)
-        target = {"target_config": config, "topology": f"1x{hosts}x{count // hosts}"}
-        topology = topologies.get_topology_desc(platform="cuda", **target)
-    return topology.devices[:count]
 
 
 def write(path: Path, chip: str, lowered: jax.stages.Lowered, options: Mapping, mesh: Any, facts: Mapping) -> None:

@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.bench.plan.clock import ATTENTION
-from shardwright.bench.plan.programs import GPUS, TPUS, devices_of, options_of, reading, show_all, write
+from shardwright.bench.plan.programs import options_of, reading, show_all, write
 from shardwright.bench.throughput.peers.job import Job, Shapes
+from shardwright.cluster.topologies import GPUS, TPUS, devices_of
 from shardwright.inspect.compiled.hlo import Computation, Program
 
 TRAINERS = {"ours": "ours", "plain-jax": "plain_jax", "plain-jax-marked": "plain_jax", "flax-nnx": "flax_nnx"}

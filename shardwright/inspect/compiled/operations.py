@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ NO_WORK = {
     *("opt-barrier", "optimization-barrier", "add-dependency", "domain"),
 }
 """Opcodes that neither compute nor move anything."""
+_REDUCTIONS = ("add", "maximum", "minimum", "multiply", "and", "or")
 _CONTRACTED = ("lhs_contracting", "lhs_batch", "rhs_contracting", "rhs_batch")
 
 
@@ -43,32 +45,54 @@ class Work(NamedTuple):
     overlapped: bool | None = None
 
 
+class Message(NamedTuple):
+    """What a collective communicates.
+
+    Attributes:
+        kind: its opcode, such as "all-gather", of its start if it has a start and an end.
+        reduction: opcode of its reduction, such as "add"; "" without one.
+        groups: ids of the devices that communicate with each other; for a permutation, pairs. Empty if unknown.
+        arrays: types of its operands.
+    """
+
+    kind: str
+    reduction: str
+    groups: list[list[int]]
+    arrays: list[Shape]
+
+
 def works_of(
     program: Program, computation: Computation, instruction: Instruction, chains: set[str] | None = None
 ) -> list[Work]:
-    """The collectives and matmuls that an operation is, or has fused into it.
+    """The collectives and matmuls that an operation is, or has fused into it. `chains`: as for `parts_of`."""
+    found: list[Work | None] = []
+    for around, part, message in parts_of(program, computation, instruction, set() if chains is None else chains):
+        found += [message and _sent(program, around, part, message), _matmul(around, part)]
+    return [work for work in found if work]
+
+
+def parts_of(
+    program: Program, computation: Computation, instruction: Instruction, chains: set[str]
+) -> Iterator[tuple[Computation, Instruction, Message | None]]:
+    """The operation, and what is fused into it unless it communicates: each with its computation and its message.
 
     TPUs do part of a collective in each of the fusions that follow its start; all have the number of its chain. Only
     the first one counts, and its number is added to `chains`.
     """
-    chains = set() if chains is None else chains
-    if communicated := _collective(program, computation, instruction):
-        return [communicated]
-    parts = [(computation, instruction)]
-    if instruction.opcode in ("fusion", "async-start", "call-start"):
-        inside = [program.computations[name] for name in instruction.called]
-        parts += [(called, part) for called in inside for part in called.instructions.values()]
-    found = []
-    for part in parts:
-        communicated, chain = _collective(program, *part), re.search(r'\bchain_id="(\w+)"', part[1].attributes)
-        if communicated and chain:
-            communicated = None if chain[1] in chains else communicated
-            chains.add(chain[1])
-        found += [communicated, _matmul(*part)]
-    return [work for work in found if work]
+    message = _message(program, computation, instruction)
+    yield computation, instruction, message
+    if message or instruction.opcode not in ("fusion", "async-start", "call-start"):
+        return
+    for called in (program.computations[name] for name in instruction.called):
+        for part in called.instructions.values():
+            message, chain = _message(program, called, part), re.search(r'\bchain_id="(\w+)"', part.attributes)
+            if message and chain:
+                message = None if chain[1] in chains else message
+                chains.add(chain[1])
+            yield called, part, message
 
 
-def _collective(program: Program, computation: Computation, instruction: Instruction) -> Work | None:
+def _message(program: Program, computation: Computation, instruction: Instruction) -> Message | None:
     """What the instruction communicates.
 
     None if it does not, if it only ends what another one started, or if each device is a group of its own.
@@ -79,24 +103,31 @@ def _collective(program: Program, computation: Computation, instruction: Instruc
     if op not in COLLECTIVES:
         return None
     groups = _groups(program, actual.attributes)
+    if max(map(len, groups), default=program.devices) == 1:
+        return None
     if (
         op == "all-reduce"
         and computation.root.opcode == "dynamic-slice"
         and computation.root.operands[0] == actual.name
     ):
         op = "reduce-scatter"  # as TPUs write some in a fusion, with padding
-    members = max(map(len, groups), default=program.devices)
-    if members == 1:
-        return None
-    arrays = [computation.instructions[name] for name in instruction.operands]
-    sent = sum(array.bytes for array in arrays)
-    if op == "all-gather":
+    opcodes = (inside.opcode for name in actual.called for inside in program.computations[name].instructions.values())
+    reduction = next((opcode for opcode in opcodes if opcode in _REDUCTIONS), "")
+    operands = (computation.instructions[name] for name in instruction.operands)
+    arrays = [shape for operand in operands for shape in operand.shapes if shape.dtype != "token"]
+    return Message(op, reduction, groups, arrays)
+
+
+def _sent(program: Program, computation: Computation, instruction: Instruction, message: Message) -> Work:
+    members = max(map(len, message.groups), default=program.devices)
+    sent = sum(array.bytes for array in message.arrays)
+    if message.kind == "all-gather":
         sent *= members - 1
-    elif op in ("reduce-scatter", "all-to-all", "ragged-all-to-all", "all-reduce"):
-        sent = sent * (members - 1) * (2 if op == "all-reduce" else 1) // members
-    dtypes = dict.fromkeys(shape.dtype for array in arrays for shape in array.shapes if shape.dtype != "token")
+    elif message.kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all", "all-reduce"):
+        sent = sent * (members - 1) * (2 if message.kind == "all-reduce" else 1) // members
+    dtypes = ", ".join(dict.fromkeys(array.dtype for array in message.arrays))
     overlapped = _overlapped(computation, instruction) if instruction.opcode.endswith("-start") else None
-    return Work("collective", op, sent, ", ".join(dtypes), " ".join(_axes(groups, program)), overlapped)
+    return Work("collective", message.kind, sent, dtypes, " ".join(axes_of(message.groups, program)), overlapped)
 
 
 def _overlapped(computation: Computation, start: Instruction) -> bool:
@@ -142,12 +173,12 @@ def _devices(program: Program, arrangements: list[tuple[list[int], list[int]]], 
     return numbers.reshape(-1, members).tolist()
 
 
-def _axes(groups: list[list[int]], program: Program) -> list[str]:
+def axes_of(groups: Iterable[Iterable[int]], program: Program) -> list[str]:
     """Axes along which mesh positions differ within groups, in the order of the mesh."""
     known = math.prod(program.mesh.values()) == program.devices > max((n for group in groups for n in group), default=0)
     if not known:
         return []
-    places = [np.unravel_index(group, [*program.mesh.values()]) for group in groups]
+    places = [np.unravel_index([*group], [*program.mesh.values()]) for group in groups]
     return [axis for i, axis in enumerate(program.mesh) if any((at[i] != at[i][0]).any() for at in places)]
 
 

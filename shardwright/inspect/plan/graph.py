@@ -100,6 +100,7 @@ class Node(NamedTuple):
         bodies: one for a loop, one per branch for a condition.
         axes: axes of a collective.
         carried: for a scan, how many operands are constants of its body, and how many are carried.
+        primitive: name of JAX's primitive.
     """
 
     op: str
@@ -110,6 +111,7 @@ class Node(NamedTuple):
     bodies: list["Graph"]
     axes: tuple[str, ...] = ()
     carried: tuple[int, int] = (0, 0)
+    primitive: str = ""
 
 
 class Graph(NamedTuple):
@@ -192,7 +194,7 @@ def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope
     outs = [_value(var.aval, site) for var in eqn.outvars]
     kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
     carried = equations.scan_counts(eqn) if op == "scan" else (0, 0)
-    nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried))
+    nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried, op))
     if op in _NAMED and operands:
         outs[0].name = operands[0].name
     if op in WRITING:
