@@ -1,0 +1,246 @@
+"""The collectives of a program against those of its optimized HLO: real programs, edits of their text, public cases."""
+
+import collections
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwright.inspect import as_written
+from shardwright.inspect.as_written import Collective, Sent, compare, compared
+
+HERE = "tests/inspect/test_as_written.py"
+PAIRS = [(i, (i + 1) % 4) for i in range(4)]
+
+
+def f32(*dims):
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def mesh_of(**sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def compiled(function, args, specs, out, **sizes):
+    """The traced program, its mesh and its optimized text."""
+    mesh = mesh_of(**sizes)
+    placed = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec), is_leaf=lambda x: isinstance(x, P))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(function, in_shardings=placed(specs), out_shardings=placed(out)).trace(*args)
+        return traced.jaxpr, mesh, traced.lower().compile().as_text()
+
+
+def per_device(x, w):
+    """Every collective, some of them in a loop, one of which does not depend on its turns."""
+
+    def turn(x, _):
+        whole = lax.all_gather(w, "d", tiled=True)  # moved out of the loop
+        y = jnp.tanh(x @ whole)
+        y = lax.psum_scatter(y @ y.T @ x, "t", scatter_dimension=0, tiled=True)
+        y = lax.all_to_all(jnp.tanh(y), "d", 1, 0, tiled=True)
+        y = lax.all_to_all(jnp.sin(y), "d", 0, 1, tiled=True)
+        return lax.ppermute(lax.all_gather(y, "t", tiled=True), "d", PAIRS), None
+
+    x, _ = lax.scan(turn, x, length=3)
+    x = jnp.exp(x - lax.pmax(x.max(), ("d", "t")))
+    return lax.psum(x.sum(1), "t") + lax.psum(x.sum() ** 2, ("t", "d")), x
+
+
+@functools.cache
+def every_collective():
+    specs, out = (P("d"), P("d")), (P("d"), P("d", None))
+    per_mesh = jax.shard_map(per_device, in_specs=specs, out_specs=out, check_vma=False)
+    return compiled(per_mesh, (f32(32, 16), f32(16, 16)), specs, out, d=4, t=2)
+
+
+def test_every_collective_is_as_written():
+    summary, lines = compared(*every_collective())
+    assert lines == []
+    assert re.fullmatch(r"21 collectives as written, in \d+ messages, 2 moved out of loops or equal to others", summary)
+
+
+# ---- edits of the text ----------------------------------------------------------------------------------------------
+
+OP = r"(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)"
+FOUND = re.compile(rf"^  (?:ROOT )?(%\S+) = (.*?) {OP}\((.*?)\)(.*)$", re.MULTILINE)
+REGROUPED = {"{{0,2,4,6},{1,3,5,7}}": "{{0,1,2,3},{4,5,6,7}}", "{{0,1},{2,3},{4,5},{6,7}}": "{{0,2},{1,3},{4,6},{5,7}}"}
+REDUCED = {"add": "maximum", "maximum": "add"}
+
+
+def dropped(text, of):
+    return text.replace(of[0], of[0].replace(f" {of[3]}(", " tuple(" if "(" in of[2] else " copy("))
+
+
+def doubled(text, of):
+    return text.replace(of[0], of[0].replace("ROOT ", "").replace(of[1], f"{of[1]}.again", 1) + "\n" + of[0])
+
+
+def regrouped(text, of):
+    groups = re.search(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\})", of[5])[1]
+    other = REGROUPED.get(groups) or ("{{0,1}," + groups[7:] if "pairs" in of[5] else "{{0,1,2,3},{4,5,6,7}}")
+    return text.replace(of[0], of[0].replace(groups, other))
+
+
+def retyped(text, of):
+    first = re.findall(r"%[\w.\-]+", of[4])[0]
+    dims = re.search(rf"^  {re.escape(first)} = f32(\[[\d,]*\])", text, re.MULTILINE)[1]
+    convert = f"  %narrow = bf16{dims} convert({first})\n"
+    return text.replace(of[0], convert + of[0].replace(f"({of[4]})", f"({of[4].replace(first, '%narrow', 1)})"))
+
+
+def rereduced(text, of):
+    name = re.search(r"to_apply=(%[\w.\-]+)", of[5])
+    if name is None:
+        return None
+    body = re.search(rf"^{re.escape(name[1])} .*?^}}\n", text, re.MULTILINE | re.DOTALL)[0]
+    opcode = re.search(r" (add|maximum)\(", body)[1]
+    other = body.replace(f" {opcode}(", f" {REDUCED[opcode]}(").replace(name[1], "%other")
+    edited = text.replace(of[0], of[0].replace(f"to_apply={name[1]}", "to_apply=%other"))
+    return edited.replace(body, f"{other}\n{body}")
+
+
+EDITS = [dropped, doubled, regrouped, retyped, rereduced]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_of_a_collective_is_found(edit):
+    jaxpr, mesh, text = every_collective()
+    places = [*FOUND.finditer(text)]
+    assert {of[3] for of in places} == {
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+        "all-to-all",
+        "collective-permute",
+    }
+    missed = {}
+    for of in places:
+        edited = edit(text, of)
+        if edited is not None:
+            assert edited != text
+            missed[of[1]] = not compared(jaxpr, mesh, edited)[1]
+    assert missed
+    assert not any(missed.values()), missed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"microbatches": 2}, {"compute_dtype": "bf16", "gather_weights": "step"}])
+def test_the_training_step_is_as_written(settings):
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        step = tiny.step(tiny.config(**settings))
+        text = step.lower().compile().as_text()
+    assert compared(step.jaxpr, step.mesh, text)[1] == []
+    if not settings:
+        of_kind = {of[3]: of for of in FOUND.finditer(text) if "{{0},{1}" not in of[5]}
+        for edit, of in ((edit, of) for edit in EDITS for of in of_kind.values()):
+            if edited := edit(text, of):
+                assert compared(step.jaxpr, step.mesh, edited)[1], (edit, of[0])
+
+
+# ---- what compilers put in place of a collective --------------------------------------------------------------------
+
+D = frozenset({(0, 1, 2, 3), (4, 5, 6, 7)})
+ANY = frozenset(map(frozenset, D))
+SCATTER = Collective("reduce-scatter", "add", D, "bf16", 1000)
+SHIFT = Collective("collective-permute", "", frozenset({(0, 1), (5, 6)}), "bf16", 30)
+ELSEWHERE = SHIFT._replace(groups=frozenset({(0, 4)}))
+MAXIMUM = Collective("all-reduce", "maximum", ANY, "f32", 16)
+ALL = SCATTER._replace(kind="all-reduce", groups=ANY)
+INSTEAD = {  # what is written, what is compiled instead, on which platforms that is known
+    "padded": (SCATTER, [SCATTER._replace(entries=1125), SHIFT], "tpu"),
+    "padded too much": (SCATTER, [SCATTER._replace(entries=1126)], ""),
+    "padded, and sent to other groups": (SCATTER, [SCATTER._replace(entries=1125), ELSEWHERE], ""),
+    "as all-reduce": (SCATTER, [ALL], "tpu"),
+    "as a maximum": (SCATTER, [ALL._replace(reduction="maximum")], ""),
+    "a maximum in bf16": (MAXIMUM, [MAXIMUM._replace(dtype="bf16")], "tpu"),
+    "a sum in bf16": (ALL._replace(dtype="f32"), [ALL], ""),
+    "wider": (SCATTER, [SCATTER._replace(dtype="f32")], "cpu"),
+    "in two pieces": (SCATTER, [SCATTER._replace(entries=500)] * 2, "cpu gpu tpu"),
+    "in three pieces of two": (SCATTER, [SCATTER._replace(entries=500)] * 3, ""),
+}  # fmt: skip
+
+
+def test_what_counts_as_a_counterpart():
+    found = {}
+    for name, (what, instead, _) in INSTEAD.items():
+        sent = [Sent(what, "train.py:1", 2, 2)], [Sent(other, "train.py:2", 2) for other in instead]
+        known = [platform for platform in ("cpu", "gpu", "tpu") if not compare(*sent, platform)[1]]
+        found[name] = what, instead, " ".join(known)
+    assert found == INSTEAD
+
+
+# ---- public cases: the compiler communicates more than was meant ----------------------------------------------------
+
+Case = collections.namedtuple("Case", "thread function args specs out sizes found")
+
+
+def accumulated(w, x):
+    gradient = lambda total, x: (total + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), None)
+    return lax.scan(gradient, jnp.zeros_like(w), x)[0]
+
+
+def resharded(a, b, c):
+    return c + lax.with_sharding_constraint(a + b, P(None, ("x", "y"), None))
+
+
+def grouped(x, kernel):
+    dims = {"dimension_numbers": ("NWC", "WIO", "NWC"), "feature_group_count": 4}
+    return lax.conv_general_dilated(x, kernel, (1,), "SAME", **dims)
+
+
+BEFORE, AFTER, CUBE = P("y", None, "x"), P(None, ("x", "y"), None), f32(16, 16, 16)
+CASES = {
+    "an all-reduce for each microbatch": Case(
+        "openxla/xla/issues/6750", accumulated, (f32(16, 16), f32(4, 64, 16)), (P(), P(None, "d")), P(), {"d": 8},
+        ["all-reduce over d, f32 1.00 KiB, 4 ×"],
+    ),
+    "the batch gathered to split it into microbatches": Case(
+        "openxla/xla/issues/13306", lambda w, x: accumulated(w, x.reshape(4, -1, 16)), (f32(16, 16), f32(256, 16)),
+        (P(), P("d")), P(), {"d": 8}, ["all-reduce over d, f32 1.00 KiB, 4 ×", "all-gather over d, f32 8.00 KiB, 1 ×"],
+    ),
+    "gathers between two layouts": Case(
+        "openxla/xla/issues/15207", resharded, (CUBE,) * 3, (BEFORE, BEFORE, AFTER), AFTER, {"x": 4, "y": 2},
+        ["all-gather over x, f32 8.00 KiB, 1 ×", "all-gather over y, f32 16.0 KiB, 1 ×"],
+    ),
+    "a Fourier transform along a whole dim": Case(
+        "jax-ml/jax/issues/15680", lambda x: jnp.fft.fft(x).real, (f32(64, 1024),), (P("d"),), P("d"), {"d": 8},
+        ["all-gather over d, c64 512 KiB, 1 ×"],
+    ),
+    "a grouped convolution of a sharded batch": Case(
+        "openxla/xla/issues/47945", grouped, (f32(32, 16, 8), f32(3, 2, 8)), (P("d"), P()), P("d"), {"d": 8},
+        ["all-gather over d, f32 16.0 KiB, 1 ×"],
+    ),
+    "an update of a few rows": Case(
+        "EnzymeAD/Enzyme-JAX/issues/596", lambda x, y: lax.dynamic_update_slice(x, y, (3, 0)),
+        (f32(64, 16), f32(8, 16)), (P("d"), P()), P("d"), {"d": 8}, ["all-gather over d, f32 4.00 KiB, 1 ×"],
+    ),
+}  # fmt: skip
+"""Programs after public threads (of github.com), and what the comparison finds: none of it is written in them."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_public_cases_are_named(name):
+    case = CASES[name]
+    summary, lines = compared(*compiled(case.function, case.args, case.specs, case.out, **case.sizes))
+    assert summary.startswith("0 collectives as written")
+    told = [re.fullmatch(rf"{HERE}:\d+: (.*) a step: compiled, not written", line)[1] for line in lines]
+    assert sorted(told) == sorted(case.found)
+
+
+def test_strict_refuses_what_differs():
+    as_written.refuse([])
+    with pytest.raises(ValueError, match=r"^train\.py:1: x\n  remedy: hardware\.strict is true"):
+        as_written.refuse(["train.py:1: x"])
+
+
+def test_a_loop_of_unknown_length_may_have_any():
+    what = Collective("all-gather", "", D, "f32", 8)
+    assert compare([Sent(what, "train.py:1", math.inf, 1)], [Sent(what, "train.py:1", 7)], "cpu")[1] == []
+    assert compare([Sent(what, "train.py:1", math.inf, 1)], [], "cpu")[1]
