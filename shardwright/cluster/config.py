@@ -41,8 +41,7 @@ class HardwareConfig:
     first kernel that compiles instead of the fastest, and cuDNN computes the gradient of attention in a fixed order
     (cost in docs/reliability.md)."""
     strict: bool = False
-    """Refuses a run whose compiled training step communicates other than written (docs/check.md). Otherwise the run
-    lists each collective that has no counterpart, with its line."""
+    """Refuses a run whose compiled step communicates other than written, which is otherwise listed (docs/check.md)."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables, such as NCCL's, to set before the devices start. Variables that are already set keep their
     value."""

@@ -1,26 +1,25 @@
 """Compares the collectives of a traced program with those of its optimized HLO: does it communicate as written?
 
 Each array counts on its own, with its executions in a step, so what XLA merges into one message or starts early still
-matches. `_INSTEAD` has what compilers may put in place of a collective; nothing else counts as its counterpart.
+matches. `_instead` has what compilers may put in place of a collective; nothing else counts as its counterpart.
 """
 
 import collections
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import AbstractMesh
 
 from shardwright.inspect.compiled.hlo import Computation, Program, Shape, parse
 from shardwright.inspect.compiled.lines import WITHOUT_LINE, Places
-from shardwright.inspect.compiled.operations import Message, axes_of, parts_of
+from shardwright.inspect.compiled.operations import Message, axes_of, message_of, works_of
 from shardwright.inspect.compiled.table import in_bytes
 from shardwright.inspect.plan.graph import Graph, Node, Value, graph_of
 from shardwright.run.compiling import with_mesh
 
+_AS_WRITTEN, _PADDED = "as written", "padded"
 MOST = 10
 """Number of differences that are shown."""
 _KINDS = {
@@ -32,18 +31,12 @@ _KINDS = {
 }
 """Opcode of each collective of a plan's graph."""
 _EXTREMES = {"pmax": "maximum", "pmin": "minimum"}
-_SHORT = {"float8_": "f8", "bfloat": "bf", "float": "f", "int": "s", "uint": "u", "complex": "c"}
 
 
 class Collective(NamedTuple):
-    """A collective of one array.
+    """A collective of one array, with opcodes and dtype as in HLO; `reduction` is "" for one that reduces nothing.
 
-    Attributes:
-        kind: opcode in HLO, such as "all-gather".
-        reduction: opcode of its reduction, such as "add"; "" without one.
-        groups: ids of the devices that communicate with each other; for a permutation, pairs of source and target.
-        dtype: as HLO writes it.
-        entries: of the whole array: the result of a gather, the operand of a scatter.
+    `groups` has ids of devices; of a permutation, pairs. `entries` are those of the result of a gather, else operand.
     """
 
     kind: str
@@ -54,9 +47,9 @@ class Collective(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A collective of a source line, and how often a step executes it: as it stands in the program, and at least.
+    """A collective of a line, and how often a step executes it: infinite in a loop of unknown length.
 
-    It is less if XLA moves it out of loops or merges equal ones. `times` is infinite in a loop of unknown length.
+    `least` is how often if XLA moves it out of its loop, or merges it with an equal one.
     """
 
     what: Collective
@@ -65,70 +58,59 @@ class Sent(NamedTuple):
     least: float = 0.0
 
 
-def compared(jaxpr: object, mesh: Any, text: str) -> tuple[str, list[str]]:
-    """Compares a traced program with its optimized HLO text: a summary, and a line for each difference.
+def compared(jaxpr: object, mesh: Any, text: str, strict: bool = False) -> tuple[str, list[str]]:
+    """Compares a traced program with its optimized HLO text: a summary, and a line for each difference, at most MOST.
 
-    Raises ValueError if the text is not one.
+    Raises ValueError if the text is not one, or for a difference if `strict`.
     """
-    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
     program = parse(with_mesh(text, mesh.shape))
-    compiled, messages = compiled_in(program)
-    changed, differences = compare([*written_in(jaxpr, mesh.shape)], compiled, device.platform)
-    summary = [f"{sum(changed.values()):,.0f} collectives as written, in {messages:,} messages"]
+    messages = [*compiled_in(program, program.entry, Places(program), 1, set())]
+    compiled = [sent for arrays in messages for sent in arrays]
+    written = written_in(graph_of(jaxpr, mesh.shape), mesh.shape, 1, 1, {}, set())
+    changed, differences = compare([*written], compiled, getattr(mesh, "abstract_mesh", mesh).abstract_device.platform)
+    summary = [f"{sum(changed.values()):,.0f} collectives as written"]
+    summary += [f"in {sum(arrays[0].times for arrays in messages):,.0f} messages"]
     summary += [f"{count:,.0f} {how}" for how, count in changed.items() if count and how != _AS_WRITTEN]
     lines = []
     for line, what, times, verdict in differences:
-        size, axes = in_bytes(Shape(what.dtype, (what.entries,)).bytes), " ".join(axes_of(what.groups, program))
+        axes, size = " ".join(axes_of(what.groups, program)), in_bytes(Shape(what.dtype, (what.entries,)).bytes)
         kind = what.kind + f" ({what.reduction})" * (what.reduction in _EXTREMES.values())
         lines.append(f"{line}: {kind} over {axes or '?'}, {what.dtype} {size}, {times:g} × a step: {verdict}")
+    lines[MOST:] = [f"… and {len(lines) - MOST} more"] if lines[MOST:] else []
+    if strict and lines:
+        remedy = "remedy: write what is compiled, or set hardware.strict=false to accept it"
+        raise ValueError("\n  ".join([*lines, remedy]))
     return ", ".join(summary), lines
 
 
-def refuse(lines: list[str]) -> None:
-    """Raises ValueError for these differences, if there are any."""
-    if lines:
-        remedy = "hardware.strict is true: write what is compiled, or set hardware.strict=false to accept it"
-        raise ValueError("\n  ".join([*lines[:MOST], f"remedy: {remedy}"]))
+def written_in(
+    graph: Graph, sizes: Mapping[str, int], times: float, least: float, changes: Mapping[Value, float], before: set
+) -> Iterator[Sent]:
+    """The collectives of a graph, which is executed `times` and at `least`, and of its loops and branches.
 
-
-# ---- as written -----------------------------------------------------------------------------------------------------
-
-
-def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
-    """The collectives of a traced program on a mesh of these sizes."""
-    graph = graph_of(jaxpr, sizes)
-    for node, times, least in _nodes(graph, 1, 1, dict.fromkeys(graph.ins, 1), set()):
-        kind, groups = _KINDS[node.op], _groups_of(node, sizes)
-        reduction = _EXTREMES.get(node.primitive, "add") if kind in ("all-reduce", "reduce-scatter") else ""
-        whole = max(map(len, groups)) if kind == "reduce-scatter" else 1
-        for out in node.outs:
-            entries = math.prod(out.shape) * whole
-            what = Collective(kind, reduction, groups, _dtype(out.dtype), entries)
-            yield Sent(what, node.site.line or WITHOUT_LINE, times, least)
-
-
-def _nodes(
-    graph: Graph, times: float, least: float, changes: dict[Value, float], before: set[tuple]
-) -> Iterator[tuple[Node, float, float]]:
-    """The collectives of a graph and of its loops and branches, each with `times` and `least` as in Sent.
-
-    `times` and `least` are those of the graph, `changes` is how often each of its inputs changes in a step, and
-    `before` is what the collectives before it compute: an equal one needs no execution of its own.
+    `changes` is how often each of its inputs changes in a step, `before` what the collectives before it compute.
     """
+    changes = {**changes}
     for node in graph.nodes:
         reads = tuple(x.root for x in node.ins)
         fewest = max((changes.get(x, 1) for x in reads), default=1)
         changes |= dict.fromkeys((x.root for x in node.outs), fewest)
-        if node.op in _KINDS:
-            what = node.primitive, str(node.params)
-            same, of_line = (*what, *reads), (*what, node.site.line, *map(str, reads))
-            is_known = same in before or (fewest < least and of_line in before)
-            yield node, times, 0 if is_known else fewest
+        if kind := _KINDS.get(node.op):
+            same = node.primitive, str(node.params), *reads
+            of_line = node.primitive, str(node.params), node.site.line, *map(str, reads)
+            fewest = 0 if same in before or (fewest < least and of_line in before) else fewest
             before |= {same, of_line}
+            groups = _groups_of(node, sizes)
+            reduction = _EXTREMES.get(node.primitive, "add") if kind in ("all-reduce", "reduce-scatter") else ""
+            for out in node.outs:
+                entries = math.prod(out.shape) * (max(map(len, groups)) if kind == "reduce-scatter" else 1)
+                what = Collective(kind, reduction, groups, _dtype(out.dtype), entries)
+                yield Sent(what, node.site.line or WITHOUT_LINE, times, fewest)
         turns = node.params.get("length", 1)
         for body in node.bodies:
-            ins = dict.fromkeys(body.ins, least * turns) | dict.fromkeys(body.ins[: node.carried[0]], least)
-            yield from _nodes(body, times * (math.inf if node.op == "while" else turns), least * turns, ins, before)
+            ins = {x: least if i < node.carried[0] else least * turns for i, x in enumerate(body.ins)}
+            inner = times * (math.inf if node.op == "while" else turns)
+            yield from written_in(body, sizes, inner, least * turns, ins, before)
 
 
 def _groups_of(node: Node, sizes: Mapping[str, int]) -> frozenset:
@@ -146,66 +128,45 @@ def _canonical(groups: Iterable[Iterable[int]], kind: str) -> frozenset:
 
 def _dtype(dtype: np.dtype) -> str:
     """How HLO writes a dtype."""
-    short = re.sub("^(?:float8_|b?float|u?int|complex)", lambda kind: _SHORT[kind[0]], dtype.name)
-    return {"bool": "pred"}.get(dtype.name, short)
+    short = {"float8_": "f8", "bfloat": "bf", "float": "f", "int": "s", "uint": "u", "complex": "c", "bool": "pred"}
+    return re.sub("^(float8_|b?float|u?int|complex|bool)", lambda kind: short[kind[0]], dtype.name)
 
 
-# ---- as compiled ----------------------------------------------------------------------------------------------------
-
-
-def compiled_in(program: Program) -> tuple[list[Sent], int]:
-    """The collectives of an optimized program, and the number of messages in which it sends them."""
-    found, messages = [], 0
-    for message, line, times in _messages(program, Places(program), program.entry, 1, set()):
-        groups = _canonical(message.groups or [range(program.devices)], message.kind)
-        members, sizes = max(map(len, groups)), [math.prod(array.dims) for array in message.arrays]
-        if message.kind == "all-to-all" and len(sizes) == members:
-            sizes = [sum(sizes)]  # it has an operand for each device of a group
-        for array, size in zip(message.arrays, sizes, strict=False):
-            entries = size * members if message.kind == "all-gather" else size
-            what = Collective(message.kind, message.reduction, groups, array.dtype, entries)
-            found.append(Sent(what, (line or WITHOUT_LINE).removeprefix("~"), times))
-        messages += times
-    return found, messages
-
-
-def _messages(
-    program: Program, places: Places, computation: Computation, times: int, chains: set[str]
-) -> Iterator[tuple[Message, str | None, int]]:
-    """The messages of a computation and of its loops and branches, with their lines and executions."""
+def compiled_in(
+    program: Program, computation: Computation, places: Places, times: int, chains: set[str]
+) -> Iterator[list[Sent]]:
+    """The messages of a computation that is executed `times`, and of its loops and branches: the arrays of each."""
     for instruction in computation.instructions.values():
-        called = [program.computations[name] for name in instruction.called]
-        if instruction.opcode == "while":
-            yield from _messages(program, places, called[-1], times * (program.turns(instruction) or 1), chains)
-        elif instruction.opcode in ("call", "conditional"):
-            for inside in called:
-                yield from _messages(program, places, inside, times, chains)
-        else:
-            for _, _, message in parts_of(program, computation, instruction, chains):
-                if message:
-                    yield message, places.of(computation, instruction).line, times
+        if instruction.opcode in ("while", "call", "conditional"):
+            is_loop = instruction.opcode == "while"
+            turns = (is_loop and program.turns(instruction)) or 1
+            for name in instruction.called[-1:] if is_loop else instruction.called:
+                yield from compiled_in(program, program.computations[name], places, times * turns, chains)
+            continue
+        works = works_of(program, computation, instruction, chains, message_of)
+        for message in (work for work in works if isinstance(work, Message)):
+            line = (places.of(computation, instruction).line or WITHOUT_LINE).removeprefix("~")
+            groups = _canonical(message.groups or [range(program.devices)], message.kind)
+            members, sizes = max(map(len, groups)), [math.prod(array.dims) for array in message.arrays]
+            if message.kind == "all-to-all" and len(sizes) == members:
+                sizes = [sum(sizes)]  # it has an operand for each device of a group
+            sizes = [size * members if message.kind == "all-gather" else size for size in sizes]
+            kinds = [(message.kind, message.reduction, groups, array.dtype) for array in message.arrays]
+            yield [Sent(Collective(*kind, size), line, times) for kind, size in zip(kinds, sizes, strict=False)]
 
 
-# ---- the comparison -------------------------------------------------------------------------------------------------
-
-_AS_WRITTEN, _PADDED = "as written", "padded"
-_INSTEAD: dict[str, tuple[str, Callable[[Collective, Collective], bool]]] = {
-    _AS_WRITTEN: ("cpu gpu tpu", lambda what, other: what == other),
-    "in f32 instead of bf16": ("cpu", lambda what, other: what.dtype == "bf16" and other == what._replace(dtype="f32")),
-    "in bf16 instead of f32": (  # whose maximum is the same, if they were converted from bf16
-        "tpu", lambda what, other: what.reduction in _EXTREMES.values() and other == what._replace(dtype="bf16"),
-    ),
-    "as all-reduce": (
-        "tpu", lambda what, other: what.kind in ("all-gather", "reduce-scatter") and other == what._replace(
-            kind="all-reduce", reduction="add", groups=_canonical(what.groups, "all-reduce")
-        ),
-    ),
-    _PADDED: (
-        "tpu", lambda what, other: 1 < other.entries / what.entries <= 1.125
-        and other == what._replace(entries=other.entries),
-    ),
-}  # fmt: skip
-"""What compilers put in place of a collective: on which platforms, and whether the second one is for the first."""
+def _instead(what: Collective, have: Iterable[Collective], platform: str) -> Iterator[tuple[str, Collective]]:
+    """What may be compiled for a written collective: how it is changed, and one of those that the program has."""
+    yield _AS_WRITTEN, what
+    if platform == "cpu" and what.dtype == "bf16":
+        yield "in f32 instead of bf16", what._replace(dtype="f32")
+    if platform == "tpu" and what.reduction in _EXTREMES.values():  # the same, of what was converted from bf16
+        yield "in bf16 instead of f32", what._replace(dtype="bf16")
+    if platform == "tpu" and what.kind in ("all-gather", "reduce-scatter"):
+        groups = _canonical(what.groups, "all-reduce")
+        yield "as all-reduce", what._replace(kind="all-reduce", reduction="add", groups=groups)
+        sizes = (other.entries for other in have if 1 < other.entries / what.entries <= 1.125)
+        yield from ((_PADDED, what._replace(entries=size)) for size in sizes)
 
 
 def compare(
@@ -221,14 +182,15 @@ def compare(
     known, fewer = {sent.what for sent in compiled}, collections.defaultdict[Collective, set[float]](lambda: {0.0})
     for sent in written:
         fewer[sent.what] |= {less + sent.times - sent.least for less in fewer[sent.what]}
-    for how, (platforms, is_instead) in _INSTEAD.items():
-        for what, other in itertools.product(most, [*have] if platform in platforms else ()):
-            if is_instead(what, other) and (taken := min(most[what], have[other])):
-                most[what] -= taken
-                have[other] -= taken
-                changed[how] += taken
-                for moves in (moves for moves in have if how == _PADDED and _is_shift(moves, what, other)):
-                    have[moves] -= min(have[moves], taken)
+    ways = [(how, what, other) for what in most for how, other in _instead(what, [*have], platform)]
+    for how, what, other in sorted(ways, key=lambda way: way[0] != _AS_WRITTEN):
+        if taken := min(most[what], have[other]):
+            most[what] -= taken
+            have[other] -= taken
+            changed[how] += taken
+            shift = Collective("collective-permute", "", what.groups, what.dtype, other.entries - what.entries)
+            for moves in (moves for moves in have if how == _PADDED and _is_within(moves, shift)):
+                have[moves] -= min(have[moves], taken)  # the parts of a padded array go to where they belong
     # What is sent in larger or smaller pieces, such as a stack of the gradients of all layers: as many bytes.
     pieces = lambda counts, kind: [what for what in counts if what._replace(entries=0) == kind]
     total = lambda counts, kind: sum(counts[what] * what.entries for what in pieces(counts, kind))
@@ -258,11 +220,10 @@ def _totals(sents: list[Sent], key: Callable) -> dict[Any, float]:
     return found
 
 
-def _is_shift(moves: Collective, what: Collective, padded: Collective) -> bool:
-    """True if a permutation can be what moves the parts of a padded array to where they belong."""
-    within = all(any({*pair} <= {*group} for group in what.groups) for pair in moves.groups)
-    is_small = moves.entries < padded.entries - what.entries
-    return moves.kind == "collective-permute" and moves.dtype == what.dtype and is_small and within
+def _is_within(part: Collective, whole: Collective) -> bool:
+    """True if one communicates within the groups of the other, and less."""
+    within = all(any({*pair} <= {*group} for group in whole.groups) for pair in part.groups)
+    return within and part.entries < whole.entries and part[:2] == whole[:2] and part.dtype == whole.dtype
 
 
 def _lines_of(left: dict[Collective, float], here: dict, there: dict) -> Iterator[tuple[str, Collective, float]]:

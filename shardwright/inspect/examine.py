@@ -9,7 +9,7 @@ import jax
 
 from shardlib import products
 from shardlib.axes import PIPELINE_AXIS
-from shardwright.inspect.as_written import MOST, compared, refuse
+from shardwright.inspect.as_written import compared
 from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.compiled.trace import top_lines
 from shardwright.inspect.planning import plan_run
@@ -56,26 +56,22 @@ def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
 def check_as_written(step: Step, hlo: Path | None) -> None:
     """Prints whether the compiled step communicates as written, and what differs. All processes call it.
 
-    Raises ValueError if it differs, or `hlo` could not be written by process 0, under hardware.strict.
+    Raises ValueError for a difference, or if process 0 has no HLO text, under hardware.strict.
     """
-    agreed(lambda: _check_as_written(step, hlo) if jax.process_index() == 0 else None)
 
+    def check(strict: bool) -> None:
+        try:
+            summary, lines = compared(step.jaxpr, step.mesh, hlo.read_text() if hlo else "", strict)
+        except Exception as error:  # another XLA may write its programs differently
+            if strict:
+                raise ValueError(
+                    f"hardware.strict is true, but the step is not compiled as written:\n{error}"
+                ) from error
+            summary, lines = f"its collectives are not known: {in_a_line(error)}", []
+        log("\n".join([f"compiled   {summary}", *(f"WARNING    {line}" for line in lines)]))
 
-def _check_as_written(step: Step, hlo: Path | None) -> None:
-    strict = step.c.hardware.strict
-    try:
-        summary, lines = compared(step.jaxpr, step.mesh, hlo.read_text() if hlo else "")
-    except Exception as error:  # another version of XLA may write its programs differently
-        if strict:
-            raise ValueError(f"hardware.strict is true, but the compiled step cannot be read: {error}") from error
-        return log(f"compiled   its collectives are not known: {in_a_line(error)}")
-    if strict:
-        refuse(lines)
     if step.mesh.size > 1:
-        log(f"compiled   {summary}")
-    for line in [*lines[:MOST], *([f"… and {len(lines) - MOST} more"] if lines[MOST:] else [])]:
-        log(f"WARNING    {line}")
-    return None
+        agreed(lambda: check(step.c.hardware.strict) if jax.process_index() == 0 else None)
 
 
 def draw_step(hlo: Path) -> str:

@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwright.inspect import as_written
 from shardwright.inspect.as_written import Collective, Sent, compare, compared
 
 HERE = "tests/inspect/test_as_written.py"
@@ -235,9 +234,13 @@ def test_public_cases_are_named(name):
 
 
 def test_strict_refuses_what_differs():
-    as_written.refuse([])
-    with pytest.raises(ValueError, match=r"^train\.py:1: x\n  remedy: hardware\.strict is true"):
-        as_written.refuse(["train.py:1: x"])
+    jaxpr, mesh, text = every_collective()
+    assert compared(jaxpr, mesh, text, strict=True) == compared(jaxpr, mesh, text)
+    edited = dropped(text, FOUND.search(text))
+    with pytest.raises(
+        ValueError, match=rf"^{HERE}:\d+: .*: written, not compiled\n  remedy: .*hardware\.strict=false"
+    ):
+        compared(jaxpr, mesh, edited, strict=True)
 
 
 def test_a_loop_of_unknown_length_may_have_any():

@@ -32,7 +32,7 @@ from shardwright.inspect.compiled.lines import without_array
 from shardwright.run.compiling import with_mesh
 from shardwright.run.files import write_json
 
-OPTIONS = WITHOUT_DEVICE | {
+OPTIONS = WITHOUT_DEVICE["gpu"] | {
     # Annotates operations with seconds, and schedules by them.
     "xla_gpu_collect_cost_model_stats": True,
     "xla_gpu_enable_analytical_sol_latency_estimator": True,

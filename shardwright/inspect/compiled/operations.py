@@ -3,8 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,13 +46,9 @@ class Work(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a collective communicates.
+    """What a collective sends: its opcode, that of its reduction or "", and the types of its operands.
 
-    Attributes:
-        kind: its opcode, such as "all-gather", of its start if it has a start and an end.
-        reduction: opcode of its reduction, such as "add"; "" without one.
-        groups: ids of the devices that communicate with each other; for a permutation, pairs. Empty if unknown.
-        arrays: types of its operands.
+    `groups` has ids of the devices that communicate with each other; for a permutation, pairs. Empty if unknown.
     """
 
     kind: str
@@ -62,37 +58,35 @@ class Message(NamedTuple):
 
 
 def works_of(
-    program: Program, computation: Computation, instruction: Instruction, chains: set[str] | None = None
-) -> list[Work]:
-    """The collectives and matmuls that an operation is, or has fused into it. `chains`: as for `parts_of`."""
-    found: list[Work | None] = []
-    for around, part, message in parts_of(program, computation, instruction, set() if chains is None else chains):
-        found += [message and _sent(program, around, part, message), _matmul(around, part)]
+    program: Program,
+    computation: Computation,
+    instruction: Instruction,
+    chains: set[str] | None = None,
+    collective: Callable[[Program, Computation, Instruction], Any] | None = None,
+) -> list[Any]:
+    """The collectives and matmuls that an operation is, or has fused into it.
+
+    TPUs do part of a collective in each of the fusions that follow its start; all have the number of its chain. Only
+    the first one counts, and its number is added to `chains`. `collective` makes a Work, or what it makes instead.
+    """
+    chains, collective = set() if chains is None else chains, collective or _collective
+    if communicated := collective(program, computation, instruction):
+        return [communicated]
+    parts = [(computation, instruction)]
+    if instruction.opcode in ("fusion", "async-start", "call-start"):
+        inside = [program.computations[name] for name in instruction.called]
+        parts += [(called, part) for called in inside for part in called.instructions.values()]
+    found = []
+    for part in parts:
+        communicated, chain = collective(program, *part), re.search(r'\bchain_id="(\w+)"', part[1].attributes)
+        if communicated and chain:
+            communicated = None if chain[1] in chains else communicated
+            chains.add(chain[1])
+        found += [communicated, _matmul(*part)]
     return [work for work in found if work]
 
 
-def parts_of(
-    program: Program, computation: Computation, instruction: Instruction, chains: set[str]
-) -> Iterator[tuple[Computation, Instruction, Message | None]]:
-    """The operation, and what is fused into it unless it communicates: each with its computation and its message.
-
-    TPUs do part of a collective in each of the fusions that follow its start; all have the number of its chain. Only
-    the first one counts, and its number is added to `chains`.
-    """
-    message = _message(program, computation, instruction)
-    yield computation, instruction, message
-    if message or instruction.opcode not in ("fusion", "async-start", "call-start"):
-        return
-    for called in (program.computations[name] for name in instruction.called):
-        for part in called.instructions.values():
-            message, chain = _message(program, called, part), re.search(r'\bchain_id="(\w+)"', part.attributes)
-            if message and chain:
-                message = None if chain[1] in chains else message
-                chains.add(chain[1])
-            yield called, part, message
-
-
-def _message(program: Program, computation: Computation, instruction: Instruction) -> Message | None:
+def message_of(program: Program, computation: Computation, instruction: Instruction) -> Message | None:
     """What the instruction communicates.
 
     None if it does not, if it only ends what another one started, or if each device is a group of its own.
@@ -103,8 +97,6 @@ def _message(program: Program, computation: Computation, instruction: Instructio
     if op not in COLLECTIVES:
         return None
     groups = _groups(program, actual.attributes)
-    if max(map(len, groups), default=program.devices) == 1:
-        return None
     if (
         op == "all-reduce"
         and computation.root.opcode == "dynamic-slice"
@@ -115,19 +107,22 @@ def _message(program: Program, computation: Computation, instruction: Instructio
     reduction = next((opcode for opcode in opcodes if opcode in _REDUCTIONS), "")
     operands = (computation.instructions[name] for name in instruction.operands)
     arrays = [shape for operand in operands for shape in operand.shapes if shape.dtype != "token"]
-    return Message(op, reduction, groups, arrays)
+    is_one = max(map(len, groups), default=program.devices) == 1
+    return None if is_one else Message(op, reduction, groups, arrays)
 
 
-def _sent(program: Program, computation: Computation, instruction: Instruction, message: Message) -> Work:
-    members = max(map(len, message.groups), default=program.devices)
-    sent = sum(array.bytes for array in message.arrays)
-    if message.kind == "all-gather":
+def _collective(program: Program, computation: Computation, instruction: Instruction) -> Work | None:
+    if (message := message_of(program, computation, instruction)) is None:
+        return None
+    op, _, groups, arrays = message
+    members, sent = max(map(len, groups), default=program.devices), sum(array.bytes for array in arrays)
+    if op == "all-gather":
         sent *= members - 1
-    elif message.kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all", "all-reduce"):
-        sent = sent * (members - 1) * (2 if message.kind == "all-reduce" else 1) // members
-    dtypes = ", ".join(dict.fromkeys(array.dtype for array in message.arrays))
+    elif op in ("reduce-scatter", "all-to-all", "ragged-all-to-all", "all-reduce"):
+        sent = sent * (members - 1) * (2 if op == "all-reduce" else 1) // members
+    dtypes = dict.fromkeys(array.dtype for array in arrays)
     overlapped = _overlapped(computation, instruction) if instruction.opcode.endswith("-start") else None
-    return Work("collective", message.kind, sent, dtypes, " ".join(axes_of(message.groups, program)), overlapped)
+    return Work("collective", op, sent, ", ".join(dtypes), " ".join(axes_of(groups, program)), overlapped)
 
 
 def _overlapped(computation: Computation, start: Instruction) -> bool:
