@@ -75,7 +75,7 @@ def compared(jaxpr: object, mesh: Any, text: str, strict: bool = False) -> tuple
     for line, what, times, verdict in differences:
         axes, size = " ".join(axes_of(what.groups, program)), in_bytes(Shape(what.dtype, (what.entries,)).bytes)
         kind = what.kind + f" ({what.reduction})" * (what.reduction in _EXTREMES.values())
-        lines.append(f"{line}: {kind} over {axes or '?'}, {what.dtype} {size}, {times:g} × a step: {verdict}")
+        lines.append(f"{line}: {kind} over {axes or '?'}, {what.dtype} {size}, {times:g} × a step, {verdict}")
     lines[MOST:] = [f"… and {len(lines) - MOST} more"] if lines[MOST:] else []
     if strict and lines:
         remedy = "remedy: write what is compiled, or set hardware.strict=false to accept it"
@@ -207,8 +207,8 @@ def compare(
         elif what in known:
             most[what] = 0.0
     here, there = (_totals(sents, lambda sent: (sent.what, sent.line)) for sents in (written, compiled))
-    missing = [(*row, "written, not compiled") for row in _lines_of(most, here, there)]
-    more = [(*row, "compiled, not written") for row in _lines_of(have, there, here)]
+    missing = [(*row, "not compiled") for row in _lines_of(most, here, there)]
+    more = [(*row, "not in the source") for row in _lines_of(have, there, here)]
     return changed, sorted(missing + more, key=lambda row: (row[0], row[3], row[1].entries))
 
 

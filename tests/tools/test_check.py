@@ -79,7 +79,7 @@ def test_an_activation_is_a_change_of_its_line(project):
         [f"my_model.py:{line}"],
     )
     assert found["difference"]["parameters"] == 0
-    assert [each["name"] for each in found["checks"]] == ["types", "mesh", "causality"]
+    assert [each["name"] for each in found["checks"]] == ["types", "mesh", "causality", "compiled"]
 
 
 @pytest.mark.parametrize(("edit", "name"), [("a sum that is left out", "types"), ("a look ahead", "causality")])
@@ -95,9 +95,21 @@ def test_numbers_that_differ_are_rejected(project):
     """The proof trusts what the edit declares as per-device code, and is made first."""
     status, found = edited(project, "a value that depends on its shard", "check.numeric=true")
     assert (status, found["verdict"], found["checks"][-1]["name"]) == (1, "rejected", "numeric")
-    assert all(each["ok"] for each in found["checks"][:-1])
+    assert all(each["ok"] for each in found["checks"][:-1] if each["name"] != "compiled")
     assert "DIFFERS" in found["problem"]
     assert found["place"].startswith("my_model.py:")
+
+
+def test_the_compiled_step_is_as_written(project):
+    """For this host's CPU. The compilers of other chips are not installed, or do not exist."""
+    words = "check.compile=true", "hardware.strict=true", "check.against=null", "check.output=json"
+    status, text = check(project, *words)
+    found = json.loads(text.strip().rpartition("\n")[2])["checks"][-1]
+    assert (status, found["name"], found["ok"], found["lines"]) == (0, "compiled", True, [])
+    assert " collectives as written, in " in found["text"]
+    status, text = check(project, *words[:3], "hardware.chip=mi300x")
+    assert status == 0
+    assert "compiled   –        not for mi300x here: ValueError: programs can be compiled ahead for h100," in text
 
 
 def test_what_it_cannot_check(project):
