@@ -66,8 +66,9 @@ def compared(jaxpr: object, mesh: Any, text: str, strict: bool = False) -> tuple
     program = parse(with_mesh(text, mesh.shape))
     messages = [*compiled_in(program, program.entry, Places(program), 1, set())]
     compiled = [sent for arrays in messages for sent in arrays]
-    written = written_in(graph_of(jaxpr, mesh.shape), mesh.shape, 1, 1, {}, set())
-    changed, differences = compare([*written], compiled, getattr(mesh, "abstract_mesh", mesh).abstract_device.platform)
+    changed, differences = compare(
+        [*written_in(jaxpr, mesh.shape)], compiled, getattr(mesh, "abstract_mesh", mesh).abstract_device.platform
+    )
     summary = [f"{sum(changed.values()):,.0f} collectives as written"]
     summary += [f"in {sum(arrays[0].times for arrays in messages):,.0f} messages"]
     summary += [f"{count:,.0f} {how}" for how, count in changed.items() if count and how != _AS_WRITTEN]
@@ -83,34 +84,33 @@ def compared(jaxpr: object, mesh: Any, text: str, strict: bool = False) -> tuple
     return ", ".join(summary), lines
 
 
-def written_in(
-    graph: Graph, sizes: Mapping[str, int], times: float, least: float, changes: Mapping[Value, float], before: set
-) -> Iterator[Sent]:
-    """The collectives of a graph, which is executed `times` and at `least`, and of its loops and branches.
+def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
+    """The collectives of a traced program on a mesh of these sizes."""
+    changes: dict[Value, float] = {}  # how often a value changes in a step; once if it is not here
+    itself: dict[Value, Value] = {}  # the operand of a loop that a constant of its body is
+    before = set()  # what the collectives before one compute; an equal one needs no execution of its own
+    same_as: Callable[[Value], Value] = lambda x: itself.get(x.root, x.root)
 
-    `changes` is how often each of its inputs changes in a step, `before` what the collectives before it compute.
-    """
-    changes = {**changes}
-    for node in graph.nodes:
-        reads = tuple(x.root for x in node.ins)
-        fewest = max((changes.get(x, 1) for x in reads), default=1)
-        changes |= dict.fromkeys((x.root for x in node.outs), fewest)
-        if kind := _KINDS.get(node.op):
-            same = node.primitive, str(node.params), *reads
-            of_line = node.primitive, str(node.params), node.site.line, *map(str, reads)
-            fewest = 0 if same in before or (fewest < least and of_line in before) else fewest
-            before |= {same, of_line}
-            groups = _groups_of(node, sizes)
-            reduction = _EXTREMES.get(node.primitive, "add") if kind in ("all-reduce", "reduce-scatter") else ""
-            for out in node.outs:
-                entries = math.prod(out.shape) * (max(map(len, groups)) if kind == "reduce-scatter" else 1)
-                what = Collective(kind, reduction, groups, _dtype(out.dtype), entries)
-                yield Sent(what, node.site.line or WITHOUT_LINE, times, fewest)
-        turns = node.params.get("length", 1)
-        for body in node.bodies:
-            ins = {x: least if i < node.carried[0] else least * turns for i, x in enumerate(body.ins)}
-            inner = times * (math.inf if node.op == "while" else turns)
-            yield from written_in(body, sizes, inner, least * turns, ins, before)
+    def walk(graph: Graph, times: float, least: float) -> Iterator[Sent]:
+        for node in graph.nodes:
+            reads = tuple(map(same_as, node.ins))
+            fewest = max((changes.get(x, 1) for x in reads), default=1)
+            changes.update((x.root, fewest) for x in node.outs)
+            if kind := _KINDS.get(node.op):
+                equal, groups = (node.primitive, str(node.params), *reads), _groups_of(node, sizes)
+                reduction = _EXTREMES.get(node.primitive, "add") if kind in ("all-reduce", "reduce-scatter") else ""
+                for out in node.outs:
+                    entries = math.prod(out.shape) * (max(map(len, groups)) if kind == "reduce-scatter" else 1)
+                    what = Collective(kind, reduction, groups, _dtype(out.dtype), entries)
+                    yield Sent(what, node.site.line or WITHOUT_LINE, times, 0 if equal in before else fewest)
+                before.add(equal)
+            turns = node.params.get("length", 1)
+            for body in node.bodies:
+                changes.update(dict.fromkeys(body.ins, least * turns))
+                itself.update((x, same_as(x.outer)) for x in body.ins[: node.carried[0]] if x.outer)
+                yield from walk(body, times * (math.inf if node.op == "while" else turns), least * turns)
+
+    yield from walk(graph_of(jaxpr, sizes), 1, 1)
 
 
 def _groups_of(node: Node, sizes: Mapping[str, int]) -> frozenset:

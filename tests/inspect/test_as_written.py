@@ -65,6 +65,20 @@ def test_every_collective_is_as_written():
     assert re.fullmatch(r"21 collectives as written, in \d+ messages, 2 moved out of loops or equal to others", summary)
 
 
+def gathers_again(x):
+    """The same gather three times, also from a loop, which XLA merges into one."""
+    again = lambda total, _: (total + jnp.cos(lax.all_gather(x, "d", tiled=True)).sum(), None)
+    total = jnp.sin(lax.all_gather(x, "d", tiled=True)) * jnp.tan(lax.all_gather(x, "d", tiled=True)).sum()
+    return total + lax.scan(again, 0.0, length=3)[0]
+
+
+def test_equal_collectives_are_merged():
+    per_mesh = jax.shard_map(gathers_again, in_specs=P("d"), out_specs=P(), check_vma=False)
+    summary, lines = compared(*compiled(per_mesh, (f32(16),), (P("d"),), P(), d=4))
+    assert lines == []
+    assert summary == "5 collectives as written, in 1 messages, 4 moved out of loops or equal to others"
+
+
 # ---- edits of the text ----------------------------------------------------------------------------------------------
 
 OP = r"(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)"

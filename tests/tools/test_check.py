@@ -115,7 +115,7 @@ def test_the_compiled_step_is_as_written(project):
 def test_what_it_cannot_check(project):
     assert check(project, "check.against=nowhere")[0] == 2
     assert check(project, "model.layrs=3")[0] == 2
-    status, text = check(project, "check.against=nowhere")
+    _, text = check(project, "check.against=nowhere")
     assert "check.against is 'nowhere', no directory and no commit" in text
 
 
