@@ -104,7 +104,7 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
                     what = Collective(kind, reduction, groups, _dtype(out.dtype), entries)
                     yield Sent(what, node.site.line or WITHOUT_LINE, times, 0 if equal in before else fewest)
                 before.add(equal)
-            turns = node.params.get("length", 1)
+            turns: float = node.params.get("length", 1)
             for body in node.bodies:
                 changes.update(dict.fromkeys(body.ins, least * turns))
                 itself.update((x, same_as(x.outer)) for x in body.ins[: node.carried[0]] if x.outer)
