@@ -94,7 +94,8 @@ def fit(runs: Runs, near: Law | None = None) -> Law:
     grid = itertools.product(shares, exponents, exponents)
     starts = [(floor, middle + np.log(x), alpha, middle + np.log(0.5 - x), beta) for x, alpha, beta in grid]
     starts = [near.values] if near else starts
-    found = [optimize.least_squares(residuals, start, derivatives, loss="huber", f_scale=3.0) for start in starts]
+    options: dict[str, Any] = {"jac": derivatives, "loss": "huber", "f_scale": 3.0}
+    found = [optimize.least_squares(residuals, start, **options) for start in starts]
     return Law([float(x) for x in min(found, key=lambda each: each.cost).x], units)
 
 
