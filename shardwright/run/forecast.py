@@ -52,7 +52,7 @@ def read_forecast(path: Path) -> Forecast:
 
 def part_of(tokens: Any, total: int) -> Any:
     """Number of the part, from 0, in which a step ends after so many tokens; of arrays too."""
-    return np.minimum(np.ceil(np.asarray(tokens) * PARTS / total - 1e-9).astype(int) - 1, PARTS - 1)
+    return np.clip(np.ceil(np.asarray(tokens) * PARTS / total - 1e-9) - 1, 0, PARTS - 1).astype(int)
 
 
 def losses_of_parts(tokens: np.ndarray, losses: np.ndarray, total: int) -> np.ndarray:
@@ -63,7 +63,7 @@ def losses_of_parts(tokens: np.ndarray, losses: np.ndarray, total: int) -> np.nd
         losses: of each step; those that are not finite don't count.
         total: tokens of the whole run.
     """
-    known = np.isfinite(losses)
+    known = np.isfinite(losses) & np.isfinite(tokens)
     parts = part_of(tokens[known], total)
     with np.errstate(invalid="ignore"):
         return np.bincount(parts, losses[known], minlength=PARTS) / np.bincount(parts, minlength=PARTS)

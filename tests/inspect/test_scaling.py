@@ -158,3 +158,10 @@ def test_the_page_says_whether_the_run_kept_to_it(tmp_path, losses, said):
     text = page(compare_runs([read_run(tmp_path)], "loss"))
     assert said in text
     assert '"forecast"' in text, "the band"
+
+
+def test_a_page_of_damaged_metrics_is_made(tmp_path):
+    written(tmp_path / of_run.FILE)
+    lines = ['{"step": 1, "loss": 4.0, "tokens": "NaN"}', '{"step": 2, "loss": 4.0, "tokens": 1e300}', '{"step": 3}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert "Forecast and loss" in page(compare_runs([read_run(tmp_path)], "loss"))

@@ -152,7 +152,8 @@ def losses(c: Comparison, panel: Panel) -> Panel:
 def add_band(run: Run, panel: Panel, forecast: Forecast) -> None:
     """Adds the interval of the forecast in the middle of each part of the run, as far as it has come."""
     middles = forecast.tokens / PARTS * (np.arange(PARTS) + 0.5)
-    places = np.searchsorted(run.tokens, middles[middles <= max([0, *run.tokens])])
+    reached = middles[middles <= np.nanmax(run.tokens, initial=0)]
+    places = np.minimum(np.searchsorted(run.tokens, reached), len(run.tokens) - 1)
     own = {"x": {name: curves[0][places] for name, curves in _axes(Comparison([run], [], [])).items()}}
     for name in ("low", "high"):
         values = np.array([getattr(bound, name) for bound in forecast.curve[: len(places)]])
