@@ -428,7 +428,7 @@ def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfi
         mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
         nu = c.adam_b2 * nu + (1 - c.adam_b2) * jnp.square(g)
         unbiased_mu, unbiased_nu = mu / (1 - c.adam_b1**count), nu / (1 - c.adam_b2**count)
-        change = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon) + update.decay * w
+        change = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon * update.epsilon) + update.decay * w
         return w - rate * update.rate * change, mu, nu
 
     new = jax.tree.map(updated, updates, state.weights, g, state.adam_mu, state.adam_nu)
@@ -467,7 +467,7 @@ class Metrics:
 
 def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     """Fresh weights, and zeros for the optimizer. Runs under jit. The values do not depend on the mesh."""
-    weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
+    weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model, OPTIMIZERS)
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if rates.has_nu(u) else None, updates, weights)
     return State(weights, mu, nu)
@@ -478,7 +478,7 @@ def make_training_step(c: Config, model: LanguageModel):
     forward = Forward(model, c.training, in_training=True)
     of_reference = Forward(reference.model_of(c) or model, c.training)
     Trained, Reference = State[model.Weights], shardtypes.Separate[of_reference.model.Weights]
-    updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
+    updates = rates.updates_of(c.optimizer, model, OPTIMIZERS)
 
     @typed_shard_map
     def per_device(

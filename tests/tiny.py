@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import initialize
 from shardwright.optimizers.config import OptimizerConfig
+from shardwright.optimizers.rates import updates_of
 from shardwright.run.config import Config, PathsConfig, TrainingConfig
 from shardwright.run.step import Step, trace_step
 
@@ -46,6 +48,13 @@ def config(c: ModelConfig | None = None, **training_changes) -> Config:
         hardware=HardwareConfig(),
         paths=PathsConfig(),
     )
+
+
+def updates(c: OptimizerConfig, table) -> Any:
+    """How `c` updates the weights of a table."""
+    of = train.Llama(model())
+    of.table = table
+    return updates_of(c, of, train.OPTIMIZERS)
 
 
 def forward(c: Config) -> train.Forward:

@@ -2,9 +2,12 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from shardwright.data.checks import above_0, at_least_0, at_least_1, check_choice, check_ranges, within
 from shardwright.modeling.weights import KINDS
+
+PARAMETRIZATIONS = ("standard", "mup", "completep")
 
 
 @dataclasses.dataclass
@@ -42,6 +45,13 @@ class OptimizerConfig:
     algorithm: str = "adamw"
     """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all other weights by AdamW. Or
     another name of train.OPTIMIZERS, or module:function of your own (docs/changing.md)."""
+    parametrization: str = "standard"
+    """How initial values, learning rates, Adam's epsilon and weight decay depend on the model's size (docs/ladder.md).
+    standard: they don't. mup: these settings were tuned for the width of `base` (arXiv 2203.03466). completep: for its
+    width and number of layers (arXiv 2505.01618)."""
+    base: Any = None
+    """Sizes of the model for which these settings were tuned, where they differ from this one's: {d_model: 64, n_kv: 2,
+    d_ff: 176}."""
     adam_b1: float = within(0, 1, 0.9)
     adam_b2: float = within(0, 1, 0.95)
     adam_epsilon: float = at_least_0(1e-8)
@@ -70,6 +80,12 @@ class OptimizerConfig:
 def check_optimizer(c: OptimizerConfig) -> None:
     """Raises ValueError for a setting that is not allowed, or contradicts another one."""
     check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
+    check_choice("optimizer.parametrization", c.parametrization, PARAMETRIZATIONS)
+    if c.parametrization != "standard" and not c.base:
+        raise ValueError(
+            f"optimizer.parametrization is {c.parametrization} without optimizer.base; give the sizes for which the "
+            "settings were tuned: 'optimizer.base={d_model: 64}'."
+        )
     for kind in c.decay_on:
         check_choice("optimizer.decay_on", kind, KINDS)
     for i, group in enumerate(c.groups):

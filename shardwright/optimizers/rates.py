@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from shardlib.parsing import did_you_mean, named
 from shardlib.shardtypes import f32, i32
 from shardwright.data.checks import check_choice
+from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import Weight
 from shardwright.optimizers.config import OptimizerConfig
+from shardwright.optimizers.scales import Scale, scales_of
 
 
 def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
@@ -45,6 +47,8 @@ class Update:
     """Factor on the learning rate."""
     decay: float
     """Decoupled weight decay, multiplied by the learning rate of the weight."""
+    epsilon: float = 1.0
+    """Factor on Adam's epsilon."""
 
 
 def has_nu(update: Update) -> bool:
@@ -69,25 +73,26 @@ def own_functions(c: OptimizerConfig) -> list[Callable]:
     return [*algorithms(c, {}).values(), *loss]
 
 
-def updates_of(c: OptimizerConfig, table: object, known: Mapping[str, Any]) -> Any:
+def updates_of(c: OptimizerConfig, model: LanguageModel, known: Mapping[str, Any]) -> Any:
     """The Update of each weight, in a tree like the model's `table`.
 
     With muon as the algorithm, weights that are not matrices are updated by adamw. Then each of c.groups, in order,
-    changes the weights whose names it matches.
+    changes the weights whose names it matches, and c.parametrization scales all.
 
     Args:
         c: settings of the optimizer.
-        table: a Weight for each array.
+        model: the model, whose `table` has a Weight for each array.
         known: the optimizers by name.
 
     Raises:
-        ValueError: a tiny adam_epsilon, an algorithm unknown or unable to update a weight, or a group without weights.
+        ValueError: a tiny adam_epsilon, an algorithm unknown or unable to update a weight, a group without weights, or
+            as in scales_of.
     """
     names = []
     if c.adam_epsilon < 1e-30:  # checked here, when training: older runs must stay readable
         raise ValueError(f"optimizer.adam_epsilon is {c.adam_epsilon}, a divisor of some entries; give at least 1e-30.")
 
-    def update(path, weight: Weight) -> Update:
+    def update(path, weight: Weight, scale: Scale) -> Update:
         names.append(jax.tree_util.keystr(path, simple=True, separator="."))  # such as layers.w_q
         algorithm = "adamw" if c.algorithm == "muon" and weight.kind != "matrix" else c.algorithm
         found = Update(weight, algorithm, 1.0, c.weight_decay if weight.kind in c.decay_on else 0.0)
@@ -101,9 +106,10 @@ def updates_of(c: OptimizerConfig, table: object, known: Mapping[str, Any]) -> A
                 f"dims of inputs and {weight.outputs} of outputs; make it with weights.matrix, another kind, or "
                 "another algorithm by optimizer.groups."
             )
-        return found
+        rate = scale.rate(found.algorithm)
+        return dataclasses.replace(found, rate=found.rate * rate, decay=found.decay / rate, epsilon=scale.epsilon)
 
-    updates = jax.tree_util.tree_map_with_path(update, table)
+    updates = jax.tree_util.tree_map_with_path(update, model.table, scales_of(c, model))
     names_of_algorithms = (*algorithms(c, known), FROZEN)
     check_choice("optimizer.algorithm", c.algorithm, names_of_algorithms)
     for i, group in enumerate(c.groups):

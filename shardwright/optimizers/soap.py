@@ -59,7 +59,8 @@ def soap(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, upd
             return w, mu, nu, *factors
         mu = jnp.where(step == 0, mu, c.adam_b1 * mu + (1 - c.adam_b1) * g)
         arrays = [g, mu, nu, *(factor and factor.array for factor in factors)]
-        change, _, nu, *arrays = on_matrices(functools.partial(of_matrix, c), update, t, step, arrays)
+        own = dataclasses.replace(c, adam_epsilon=c.adam_epsilon * update.epsilon)
+        change, _, nu, *arrays = on_matrices(functools.partial(of_matrix, own), update, t, step, arrays)
         new = w - rate * update.rate * (change + update.decay * w)
         factors = each(lambda factor, x: dataclasses.replace(factor, array=x), factors, arrays)
         return jnp.where(step == 0, w, new), mu, nu, *factors

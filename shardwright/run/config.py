@@ -225,8 +225,23 @@ def to_config(composed: DictConfig) -> Config:
     if missing:
         raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>, or a group that sets it.")
     c: Any = OmegaConf.to_object(config)
+    if c.optimizer.base is not None:
+        c.optimizer.base = _checked_base(c)
     check_config(c)
     return c
+
+
+def _checked_base(c: Config) -> dict[str, Any]:
+    """Converts optimizer.base to the types of the model's settings. Raises ValueError for a wrong or unknown one."""
+    base = c.optimizer.base
+    if not isinstance(base, dict):
+        raise ValueError(f"optimizer.base is {base!r}; give settings of the model: 'optimizer.base={{d_model: 64}}'.")
+    try:
+        model: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(c.model), base))
+    except OmegaConfBaseException as error:
+        raise ValueError(wrong_setting(type(c.model), error, prefix="optimizer.base.")) from None
+    check_ranges("optimizer.base", model)
+    return {name: getattr(model, name) for name in base}
 
 
 def check_config(c: Config) -> None:

@@ -26,6 +26,7 @@ from shardlib.values import mesh_axes
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import LanguageModel, period_of
 from shardwright.modeling.weights import are_stacks, initialize, is_stack
+from shardwright.optimizers.scales import initial_table
 from shardwright.run.config import Config, check_divides
 
 IN_ORDER = "in order"
@@ -160,7 +161,7 @@ class InStages:
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
     """Initializes weights, as modeling.weights.initialize, in their order at rest on the current mesh. Under jit."""
     placement = placement_of(c, model)  # raises if the layers do not divide into stages
-    return initialize(model.table, key, placement.order)
+    return initialize(initial_table(c.optimizer, model), key, placement.order)
 
 
 def stack_orders(placement: LayerPlacement, kind: object, like: object) -> dict[str, np.ndarray]:

@@ -224,7 +224,7 @@ def updated(recipe: str, mesh: str, steps: int = STEPS, **changes) -> list:
         model = load_model(c.model)
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
         state = dataclasses.replace(state, weights=tiny.place(random_like(model.table, 0), train.Transformer))
-        updates = updates_of(c.optimizer, model.table, train.OPTIMIZERS)
+        updates = updates_of(c.optimizer, model, train.OPTIMIZERS)
 
         def update(
             state: train.State[train.Transformer], g: train.Transformer, step: i32[""]

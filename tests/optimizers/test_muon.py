@@ -20,7 +20,7 @@ from shardlib.shardtypes import Array, f32, i32, pytree_dataclass
 from shardwright.modeling.weights import Weight, matrix, vector
 from shardwright.optimizers import muon as optimizers
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright.optimizers.rates import learning_rate, updates_of
+from shardwright.optimizers.rates import learning_rate
 
 State = train.State[train.Transformer]
 
@@ -104,7 +104,7 @@ def muon_by_optax(c: OptimizerConfig, table) -> optax.GradientTransformation:
 
 
 def muon_update(c: OptimizerConfig, table):
-    StateOfTable, updates = train.State[type(table)], updates_of(c, table, train.OPTIMIZERS)
+    StateOfTable, updates = train.State[type(table)], tiny.updates(c, table)
 
     def update(state: StateOfTable, g: type(table), step: i32[""]) -> tuple[StateOfTable, f32[""]]:
         rate = learning_rate(step, c)
@@ -200,7 +200,7 @@ def test_five_updates_are_those_of_torch():
 
 def lowered_update(mesh: str, act: str):
     c, table = config(), train.Llama(tiny.model()).table
-    updates = updates_of(c, table, train.OPTIMIZERS)
+    updates = tiny.updates(c, table)
 
     def update(state: State, g: train.Transformer) -> State:
         return optimizers.muon(state, g, jnp.int32(0), jnp.float32(c.learning_rate), c, updates)

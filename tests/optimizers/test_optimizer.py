@@ -14,7 +14,7 @@ import train
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.shardtypes import f32, i32
 from shardwright.optimizers.config import check_optimizer
-from shardwright.optimizers.rates import learning_rate, updates_of
+from shardwright.optimizers.rates import learning_rate
 
 State = train.State[train.Transformer]
 
@@ -81,13 +81,13 @@ def adamw_by_optax(decay_on: tuple[str, ...]):
 def test_an_epsilon_of_nothing_is_refused():
     """An entry without gradients would be 0/0, also at rate 0."""
     with pytest.raises(ValueError, match=r"optimizer.adam_epsilon is 1e-46, .* give at least 1e-30"):
-        updates_of(tiny.optimizer(adam_epsilon=1e-46), train.Llama(MODEL).table, train.OPTIMIZERS)
+        tiny.updates(tiny.optimizer(adam_epsilon=1e-46), train.Llama(MODEL).table)
 
 
 @pytest.mark.parametrize(("mesh", "decay_on"), DECAY)
 def test_five_updates_equal_optax(mesh, decay_on):
     c, table = tiny.optimizer(clip_norm=30.0, decay_on=list(decay_on)), train.Llama(MODEL).table
-    updates = updates_of(c, table, train.OPTIMIZERS)
+    updates = tiny.updates(c, table)
 
     def update(state: State, g: train.Transformer, step: i32[""]) -> tuple[State, f32[""]]:
         g, norm = train.clip_by_global_norm(g, c.clip_norm)

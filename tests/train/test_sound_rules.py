@@ -105,7 +105,7 @@ WRONG_PRESENCE = {  # what depends on whether there is an axis: the mesh, and ed
     ),
     "a scale, e": ("d=2 e=2 t=2", (ATTEND, with_rule(f"scale=0.1 if 'e' in {AXES} else 0.2"))),
     "a score, c": ("d=2 c=2 t=2", (ATTEND, with_rule(f"score_mod=lambda s, *_: s * (2 if 'c' in {AXES} else 1)"))),
-    "the optimizer, e": ("d=2 e=2 t=2", ("+ c.adam_epsilon)", f"+ c.adam_epsilon * (3 if 'e' in {AXES} else 1))")),
+    "the optimizer, e": ("d=2 e=2 t=2", ("+ c.adam_epsilon *", f"+ (3 if 'e' in {AXES} else 1) * c.adam_epsilon *")),
     "the embedding, stages": ("p=2 d=2 t=2", (EMBEDDED, f"{EMBEDDED} * (4.0 if stages.has_stages() else 1.0)")),
     "the loss, stages": ("p=2 d=2 t=2", (LOSS, f"{LOSS} * (4.0 if stages.has_stages() else 1.0)")),
 }

@@ -1,0 +1,273 @@
+"""muP and CompleteP: scales of weights against the package mup and the papers' tables, and multipliers in the model."""
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import train
+from shardlib.shardtypes import typed
+from shardwright.modeling.model import act, load_model
+from shardwright.models import family, gpt2, moe
+from shardwright.optimizers import scales
+from shardwright.optimizers.rates import updates_of
+
+BASE = {"d_model": 16, "n_kv": 4, "d_ff": 24}
+WIDE = {"d_model": 64, "n_kv": 16, "d_ff": 96}
+
+
+def scaled(c, model, **changes):
+    """Name, algorithm, Scale and Update of each weight, for an optimizer with these settings."""
+    c = tiny.optimizer(base=c, **changes)
+    found = zip(
+        jax.tree_util.tree_flatten_with_path(updates_of(c, model, train.OPTIMIZERS))[0],
+        jax.tree.leaves(scales.scales_of(c, model)),
+        strict=True,
+    )
+    return {jax.tree_util.keystr(path[-1:], simple=True): (scale, update) for (path, update), scale in found}
+
+
+# Printed by mup 1.0.0 (PyPI; MuAdamW, MuReadout) for a model of nn.Embedding, nn.LayerNorm and nn.Linear layers, with
+# d_model and d_ff 4 times those of the base: factors on the initial std, the learning rate and weight decay, and on the
+# output in the forward pass.
+MUP = {
+    "embed": (1.0, 1.0, 1.0, 1.0),
+    "attention_norm": (1.0, 1.0, 1.0, 1.0),
+    **dict.fromkeys(("w_q", "w_k", "w_v", "w_o", "w_up", "w_down"), (0.5, 0.25, 4.0, 1.0)),
+    "unembed": (1.0, 1.0, 1.0, 0.25),
+}
+
+
+def test_widths_are_those_of_mup():
+    base, found = load_model(tiny.model(**BASE)), scaled(BASE, load_model(tiny.model(**WIDE)), parametrization="mup")
+    for name, (std, rate, decay, forward) in MUP.items():
+        scale, update = found[name]
+        of_base = getattr(base.table, name, None) or getattr(base.table.layers, name)
+        # A factor a on the output is as good as a on the weight: a·std, a·rate and decay/a.
+        assert scale.std == pytest.approx(std * forward * of_base.std), name
+        assert update.rate == pytest.approx(rate * forward), name
+        assert update.decay == pytest.approx(0.1 * decay / forward), name
+
+
+# Powers of the width n: initial variance, learning rate of Adam. Table 3 of arXiv 2203.03466; 8 for a tied table, whose
+# multiplier 1/n is in the final norm.
+TENSOR_PROGRAMS = {
+    False: {"embed": (0, 0), "attention_norm": (None, 0), "w_q": (-1, -1), "w_down": (-1, -1), "unembed": (-2, -1)},
+    True: {"embed": (0, 0), "mlp_norm": (None, 0), "w_o": (-1, -1), "w_up": (-1, -1), "final_norm": (None, -1)},
+}
+
+
+@pytest.mark.parametrize("tied", TENSOR_PROGRAMS)
+def test_powers_are_those_of_tensor_programs(tied):
+    found = [
+        scaled(BASE, load_model(tiny.model(tied_embeddings=tied, d_model=16 * n, n_kv=4 * n, d_ff=24 * n)),
+               parametrization="mup")
+        for n in (2, 8)
+    ]  # fmt: skip
+    for name, (variance, rate) in TENSOR_PROGRAMS[tied].items():
+        (small, small_update), (large, large_update) = (each[name] for each in found)
+        power = lambda a, b: math.log(b / a) / math.log(4)
+        assert power(small_update.rate, large_update.rate) == pytest.approx(rate), name
+        if variance is not None:
+            assert 2 * power(small.std, large.std) == pytest.approx(variance), name
+    assert tied == (found[0]["final_norm"][0].mean != 1)
+
+
+# Table 1 of arXiv 2505.01618, column CompleteP with α = 1, for m_N = 4 and m_L = 3: initial variance, learning rate,
+# epsilon and decay. `branch` is the multiplier of the output that the weight carries here.
+COMPLETEP = {
+    "embed": (1, 1, 1 / 4, 1, 1),
+    "attention_norm": (None, 1, 1 / 12, 1, 1),
+    "w_q": (1 / 4, 1 / 4, 1 / 12, 4, 1),
+    "w_up": (1 / 4, 1 / 4, 1 / 12, 4, 1),
+    "w_o": (1 / 4, 1 / 4, 1 / 12, 4, 1 / 3),
+    "w_down": (1 / 4, 1 / 4, 1 / 12, 4, 1 / 3),
+    "final_norm": (None, 1, 1 / 4, 1, 1),
+    "unembed": (1, 1, 1 / 4, 1, 1 / 4),
+}
+
+
+def test_completep_is_that_of_its_table():
+    base = load_model(tiny.model(**BASE, layers=2))
+    model = load_model(tiny.model(**WIDE, layers=6))
+    found = scaled({**BASE, "layers": 2}, model, parametrization="completep")
+    for name, (variance, rate, epsilon, decay, branch) in COMPLETEP.items():
+        scale, update = found[name]
+        of_base = getattr(base.table, name, None) or getattr(base.table.layers, name)
+        if variance is not None:
+            assert scale.std == pytest.approx(branch * math.sqrt(variance) * of_base.std), name
+        assert update.rate == pytest.approx(branch * rate), name
+        assert update.epsilon == pytest.approx(epsilon / branch), name
+        assert update.decay == pytest.approx(0.1 * decay / branch), name
+
+
+MODELS = {
+    "llama": lambda n: tiny.model(d_model=16 * n, n_kv=4 * n, d_ff=24 * n),
+    "tied": lambda n: tiny.model(d_model=16 * n, n_kv=4 * n, d_ff=24 * n, tied_embeddings=True, qk_norm=True),
+    "olmo": lambda n: family.ModelConfig(**{**vars(tiny.model(d_model=16 * n)), "module": "family"}, norms="after"),
+    "gpt2": lambda n: gpt2.ModelConfig(vocab=64, positions=16, d_model=16 * n, layers=2, heads=2),
+    "experts": lambda n: moe.ModelConfig(
+        **{**vars(tiny.model(d_model=16 * n, d_ff=8 * n)), "module": "moe"}, experts=4, experts_per_token=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["mup", "completep"])
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_at_the_size_of_the_base_nothing_changes(name, kind, algorithm):
+    model = load_model(MODELS[name](2))
+    base = {"d_model": 32, "layers": model.c.layers}
+    plain = updates_of(tiny.optimizer(algorithm=algorithm), model, train.OPTIMIZERS)
+    assert (
+        updates_of(tiny.optimizer(algorithm=algorithm, parametrization=kind, base=base), model, train.OPTIMIZERS)
+        == plain
+    )
+    assert scales.initial_table(tiny.optimizer(parametrization=kind, base=base), model) == model.table
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["mup", "completep"])
+def test_a_narrower_model_has_the_inverse_scales(name, kind):
+    """A base that is twice as wide scales by the inverse of what the opposite does."""
+    small, large = (load_model(MODELS[name](n)) for n in (1, 2))
+    of = lambda one, other: [
+        (scale.rate("adamw"), scale.rate("muon"), scale.epsilon, scale.std or scale.mean)
+        for scale in jax.tree.leaves(
+            scales.scales_of(tiny.optimizer(parametrization=kind, base=sizes(other.c)), one)
+        )
+    ]  # fmt: skip
+    sizes = lambda c: {k: v for k, v in vars(c).items() if k in ("d_model", "n_kv", "d_ff")}
+    own = [[weight.std or weight.mean for weight in jax.tree.leaves(each.table)] for each in (small, large)]
+    for up, down, a, b in zip(of(large, small), of(small, large), *own, strict=True):
+        assert np.multiply(up[:3], down[:3]) == pytest.approx([1, 1, 1])
+        assert up[3] * down[3] == pytest.approx(a * b)
+
+
+def test_router_and_few_keys_are_outputs():
+    """What maps the width to a number that doesn't grow is scaled like the output projection: table 3."""
+    c = dataclasses.replace(MODELS["experts"](4), n_kv=2)
+    found = scaled({"d_model": 16, "n_q_per_kv": 1, "d_ff": 8}, load_model(c), parametrization="mup")
+    for name, (inputs, outputs) in {"router": (4, 1), "w_k": (4, 1), "w_gate": (4, 4), "w_q": (4, 2)}.items():
+        scale, update = found[name]
+        assert (scale.inputs, scale.outputs, update.rate, update.epsilon) == (inputs, outputs, 1 / 4, 1 / outputs), name
+        of_base = 16**-0.5
+        assert scale.std == pytest.approx(of_base / (4 if outputs == 1 else 2)), name
+
+
+def test_muon_keeps_the_spectral_condition():
+    """arXiv 2310.17813: the spectral norm of an update is in proportion to √(fan-out / fan-in)."""
+    c = tiny.optimizer(algorithm="muon", parametrization="mup", base=BASE)
+    for wide in (WIDE, {"d_model": 64, "n_kv": 4, "d_ff": 384}):
+        model, base = load_model(tiny.model(**wide)), load_model(tiny.model(**BASE))
+        updates = updates_of(c, model, train.OPTIMIZERS)
+        for name in ("w_q", "w_o", "w_up", "w_down"):
+            norms = []
+            for table, rate in ((base.table, 1.0), (model.table, getattr(updates.layers, name).rate)):
+                weight = getattr(table.layers, name)
+                fan_in = math.prod(weight.shape[1 : 1 + weight.inputs])
+                fan_out = math.prod(weight.shape[1 + weight.inputs :])
+                norms.append(rate * math.sqrt(max(fan_in, fan_out)) / math.sqrt(fan_out / fan_in))
+            assert norms[0] == pytest.approx(norms[1]), name
+
+
+# ---- multipliers in the model, as the papers write them ----------------------------------------------------------
+
+
+class Explicit(train.Llama):
+    """The Llama with the multipliers in its forward pass, not folded into weights."""
+
+    logit, branch = 1.0, 1.0
+
+    @typed
+    def layer(self, x: act["B/b L/c/t M"], w, tokens, attend) -> act["B/b L/c/t M"]:
+        """Each branch of the layer, times `branch`."""
+        after = train.Llama.with_attention(self, x, w, tokens, attend)
+        x = x + self.branch * (after - x)
+        still = lambda x, w, tokens, attend: x  # attention is done
+        self.with_attention = still
+        after = train.Llama.layer(self, x, w, tokens, attend)
+        del self.with_attention
+        return x + self.branch * (after - x)
+
+    @typed
+    def logits(self, w, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
+        """The logits, times `logit`."""
+        return self.logit * super().logits(w, x)
+
+
+def losses(c, model):
+    """Losses of six steps."""
+    with jax.set_mesh(tiny.mesh("one device")):
+        state = jax.jit(lambda key: train.init_state(key, c, model))(jax.random.key(0))
+        step, found = train.make_training_step(c, model), []
+        for i in range(6):
+            state, metrics = step(state, tiny.place_batch(c), np.int32(i))
+            found.append(metrics.loss.item())
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_folded_multipliers_are_those_in_the_model(algorithm, monkeypatch):
+    """Six steps of a tied model with qk_norm, twice as wide and deep as the base and with wider heads."""
+    wide = tiny.model(d_model=32, layers=4, n_kv=2, n_q_per_kv=2, d_head=16, tied_embeddings=True)
+    c = tiny.config(wide)
+    changes = {"parametrization": "completep", "base": {"d_model": 8, "layers": 2, "d_head": 4}, "clip_norm": 1e9}
+    c.optimizer = tiny.optimizer(algorithm=algorithm, adam_epsilon=1e-3, weight_decay=1.0, **changes)
+    folded = losses(c, load_model(wide))
+
+    model: Any = Explicit(wide)
+    model.logit, model.branch = 1 / 4, 1 / 2
+    model.mask = dataclasses.replace(model.mask, scale=4**-0.5 * 4 / 16)  # 1/d_head, as at the base
+    monkeypatch.setattr(scales, "_carriers", lambda *_: [])
+    explicit = losses(c, model)
+    assert folded == pytest.approx(explicit, rel=2e-5)
+    model.branch = 1.0
+    assert explicit[-1] != pytest.approx(losses(c, model)[-1], rel=1e-3)  # not because nothing matters
+
+
+# ---- models that cannot be scaled --------------------------------------------------------------------------------
+
+
+class Renamed(train.Llama):
+    """A model of one's own, with other names."""
+
+    multipliers: ClassVar = {"residual": ["mlp_norm"]}
+
+
+def test_a_model_names_its_own_carriers():
+    found = scaled({"layers": 1}, Renamed(tiny.model(layers=4)), parametrization="completep")
+    assert {name for name, (scale, _) in found.items() if scale.multiplier != 1} == {"mlp_norm"}
+
+
+REJECTED = {
+    "begins at 0": (
+        lambda: family.ModelConfig(**{**vars(tiny.model(tied_embeddings=True)), "module": "family"}, norm_offset=True),
+        {"d_model": 16},
+        r"final_norm is 0 at first.* turn off model.norm_offset",
+    ),
+    "other weights": (tiny.model, {"qk_norm": True}, "optimizer.base changes which weights the model has"),
+    "scaled embedding": (
+        lambda: family.ModelConfig(**{**vars(tiny.model()), "module": "family"}, embedding_scaled=True),
+        {"d_model": 16},
+        "model.embedding_scaled",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_model_that_cannot_be_scaled_is_rejected(name):
+    c, base, message = REJECTED[name]
+    with pytest.raises(ValueError, match=message):
+        scales.scales_of(tiny.optimizer(parametrization="mup", base=base), load_model(c()))
+
+
+def test_unknown_carriers_are_asked_for(monkeypatch):
+    monkeypatch.setitem(scales.CARRIERS, "residual", [[("w_out",)]])
+    with pytest.raises(ValueError, match=r'scales the residual.* multipliers = \{"residual": \["<weight>"\]\}'):
+        scaled({"layers": 1}, load_model(tiny.model()), parametrization="completep")
