@@ -52,7 +52,7 @@ def config(c: ModelConfig | None = None, **training_changes) -> Config:
 
 def updates(c: OptimizerConfig, table) -> Any:
     """How `c` updates the weights of a table."""
-    of = train.Llama(model())
+    of: Any = load_model(model())
     of.table = table
     return updates_of(c, of, train.OPTIMIZERS)
 

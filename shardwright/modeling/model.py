@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops
 from shardlib.op_checks import varying
@@ -190,6 +191,8 @@ def blank_tokens(model: LanguageModel, length: int, rows: int = 1, training: boo
 
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "check")
 """Settings that train.py and the tools read from any ModelConfig."""
+OUTPUT = "logits of the model"
+"""Name of the logits in a traced step, which nothing saves."""
 PARTS = ("Weights", "embed", "layer", "logits")
 """Parts that each Model has besides `c` and `table`."""
 SHIPPED = ("gpt2", "moe", "family")
@@ -259,7 +262,7 @@ def load_model(c: Any) -> LanguageModel:
 
 def checked_logits(model: LanguageModel, w: object, x: object) -> Any:
     """Runs model.logits(w, x). Raises ValueError unless there are model.vocab token ids. Per-device code."""
-    logits = model.logits(w, x)
+    logits = checkpoint_name(model.logits(w, x), OUTPUT)
     vocab = logits.shape[-1] * devices_along(("t", "p"))
     if vocab != model.c.vocab:
         raise ValueError(

@@ -250,10 +250,3 @@ class Model(train.Llama):
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm))
         logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
-
-    @property
-    def multipliers(self) -> dict[str, list[str]]:
-        """The weights of optimizers/scales.py. Raises ValueError for an embedding whose scale depends on the width."""
-        if self.c.embedding_scaled:
-            raise ValueError("model.embedding_scaled multiplies by √d_model, which muP forbids; set it to false.")
-        return {}

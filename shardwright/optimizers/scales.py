@@ -19,7 +19,7 @@ as W does if its rate is a times as large, its epsilon 1/a, and its decay 1/a. C
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import Weight
 from shardwright.optimizers.config import OptimizerConfig
 
-CARRIERS: Mapping[str, list[list[tuple[str, ...]]]] = {
+CARRIERS = {
     "scores": [[("q_norm",), ("q_norm_all",), ("w_q", "b_q")]],
     "residual": [[("attention_out_norm",), ("w_o", "b_o")], [("mlp_out_norm",), ("w_down", "b_down", "shared_down")]],
     "logits": [[("final_norm",), ("final_gain", "final_bias")]],
@@ -40,24 +40,16 @@ that it multiplies, the first alternative that the model has. `Model.multipliers
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How a weight begins and learns, relative to that of the base model.
-
-    Attributes:
-        std, mean: initial values.
-        inputs: fan-in, divided by that of the base.
-        outputs: fan-out, divided by that of the base.
-        longer: the longer of the two, divided by that of the base.
-        multiplier: product of the multipliers that are folded into it.
-        depth: layers, divided by those of the base, if it is in a layer whose branches have a multiplier.
-    """
+    """How a weight begins and learns. `inputs`, `outputs`, `longer` and `depth` (layers) are relative to the base."""
 
     std: float
     mean: float
-    inputs: float = 1.0
-    outputs: float = 1.0
-    longer: float = 1.0
-    multiplier: float = 1.0
-    depth: float = 1.0
+    inputs: float
+    outputs: float
+    longer: float
+    depth: float
+    multiplier: float
+    """Product of the multipliers that are folded into the weight."""
 
     def rate(self, algorithm: str) -> float:
         """Factor on the learning rate. Weight decay is divided by it, so that their product stays that of the base."""
@@ -70,46 +62,42 @@ class Scale:
         return 1 / (self.outputs * self.multiplier * self.depth)
 
 
-def base_of(c: OptimizerConfig, model: LanguageModel) -> LanguageModel:
-    """The base model. It is the model itself by optimizer.parametrization=standard; by mup it has as many layers."""
-    if c.parametrization == "standard":
-        return model
-    settings = c.base if c.parametrization == "completep" else {**c.base, "layers": model.c.layers}
-    return type(model)(dataclasses.replace(model.c, **settings))
-
-
 def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
     """The Scale of each weight, in a tree like the model's table.
 
     Raises:
-        ValueError: the base has other weights, or no weight can hold a multiplier.
+        ValueError: the base has other weights, or a multiplier cannot be folded into weights of the model.
     """
-    base, table = base_of(c, model), model.table
-    own = {} if base is model else getattr(model, "multipliers", {})
-    if jax.tree.structure(base.table) != jax.tree.structure(table):
+    base = model  # of optimizer.parametrization=standard
+    if c.parametrization != "standard":
+        sizes = c.base if c.parametrization == "completep" else {**c.base, "layers": model.c.layers}
+        kind: Any = type(model)
+        base = kind(dataclasses.replace(model.c, **sizes))
+        for setting in ("norm_offset", "embedding_scaled"):
+            if getattr(model.c, setting, False):  # 1 + weight, and √d_model
+                raise ValueError(f"model.{setting} multiplies by what no weight holds; set it to false for muP.")
+    table, structure = model.table, jax.tree.structure(model.table)
+    if jax.tree.structure(base.table) != structure:
         raise ValueError("optimizer.base changes which weights the model has; give only its sizes, such as d_model.")
-    depth = model.c.layers / base.c.layers
-    tied = tied_tables(table)
-    names = {path: path.rpartition(".")[2] for path, _, _ in _entries(table)}
-    wanted = {"scores": _scores(model.c) / _scores(base.c), "residual": 1 / depth}
-    for (path, _, weight), (_, _, of_base) in zip(_entries(table), _entries(base.table), strict=True):
-        if path in tied:
-            wanted["logits"] = of_base.shape[-1] / weight.shape[-1]
-    multipliers = dict.fromkeys(names, 1.0)
+    arrays = [(path.removeprefix("."), t.spec.dims, weight) for path, t, weight in arrays_in(type(table), table)]
+    embeddings = {dims[0].name for _, dims, weight in arrays if weight.kind == "embedding"}
+    depth, wanted = model.c.layers / base.c.layers, {"scores": _scores(model.c) / _scores(base.c)}
+    wanted["residual"] = 1 / depth
+    factors, found = dict.fromkeys((path.rpartition(".")[2] for path, *_ in arrays), 1.0), []
+    for (path, dims, weight), there in zip(arrays, jax.tree.leaves(base.table), strict=True):
+        in_layers, is_tied = path.startswith("layers."), weight.kind == "unembedding" and dims[0].name not in embeddings
+        (fan_in, fan_out), of_base = (_sides(each, in_layers, is_tied) for each in (weight, there))
+        inputs, outputs = fan_in / of_base[0], fan_out / of_base[1]
+        std, longer = there.std / inputs ** (1.0 if outputs == 1 else 0.5), max(fan_in, fan_out) / max(of_base)
+        found.append(Scale(std, there.mean, inputs, outputs, longer, depth if in_layers else 1.0, 1.0))
+        wanted |= {"logits": 1 / outputs} if is_tied else {}
     for what, factor in wanted.items():
-        for path in _carriers(model, what, own.get(what), names) if factor != 1 else ():
-            multipliers[path] *= factor
-
-    found = []
-    for (path, _, weight), (_, _, of_base) in zip(_entries(table), _entries(base.table), strict=True):
-        in_layers = path.startswith("layers.")
-        here, there = (_sides(each, in_layers, path in tied) for each in (weight, of_base))
-        inputs, outputs, longer = here[0] / there[0], here[1] / there[1], max(here) / max(there)
-        power = 1.0 if outputs == 1 else 0.5
-        a = multipliers[path]
-        std, mean = a * of_base.std / inputs**power, a * of_base.mean
-        found.append(Scale(std, mean, inputs, outputs, longer, a, depth if in_layers else 1.0))
-    return jax.tree.unflatten(jax.tree.structure(table), found)
+        for name in _carriers(model, what, factors.keys()) if factor != 1 else ():
+            factors[name] *= factor
+    for i, ((path, *_), scale) in enumerate(zip(arrays, found, strict=True)):
+        a = factors[path.rpartition(".")[2]]
+        found[i] = dataclasses.replace(scale, std=a * scale.std, mean=a * scale.mean, multiplier=a)
+    return jax.tree.unflatten(structure, found)
 
 
 def initial_table(c: OptimizerConfig, model: LanguageModel) -> Any:
@@ -118,20 +106,8 @@ def initial_table(c: OptimizerConfig, model: LanguageModel) -> Any:
     return jax.tree.map(begin, model.table, scales_of(c, model))
 
 
-def tied_tables(table: Any) -> set[str]:
-    """Names of the output projections that are also embeddings: the only table of their dim."""
-    first = lambda kind: {path: t.spec.dims[0].name for path, t, weight in _entries(table) if weight.kind == kind}
-    embeddings = {*first("embedding").values()}
-    return {path for path, dim in first("unembedding").items() if dim not in embeddings}
-
-
-def _entries(table: Any) -> Iterator[tuple[str, Any, Weight]]:
-    """Name, type and Weight of each array of a table."""
-    return ((path.removeprefix("."), t, weight) for path, t, weight in arrays_in(type(table), table))
-
-
 def _sides(weight: Weight, in_layers: bool, is_tied: bool) -> tuple[int, int]:
-    """Fan-in and fan-out of a weight. A lookup, a gain and a bias have one input."""
+    """Fan-in and fan-out of a weight. A lookup, also in a table that is tied, a gain and a bias have one input."""
     if weight.kind == "vector":
         return 1, math.prod(weight.shape[in_layers:])
     if weight.kind == "embedding" or is_tied:
@@ -147,20 +123,14 @@ def _scores(c: Any) -> float:
     return math.sqrt(getattr(c, "attention_scalar", None) or c.d_head) / c.d_head
 
 
-def _carriers(model: LanguageModel, what: str, own: Sequence[str] | None, names: Mapping[str, str]) -> list[str]:
-    """Names of the weights into which a multiplier is folded, of the model's `own`. Raises ValueError if none is."""
+def _carriers(model: LanguageModel, what: str, names: Collection[str]) -> list[str]:
+    """Names of the weights into which a multiplier is folded. Raises ValueError if they are not known."""
+    own = getattr(model, "multipliers", {}).get(what)
     choices = [[tuple(own)]] if own else CARRIERS[what]
-    weights = {names[path]: weight for path, _, weight in _entries(model.table)}
-    found = [next((names_ for names_ in choice if weights.keys() & names_[:1]), ()) for choice in choices]
+    found = [next((group for group in choice if group[0] in names), ()) for choice in choices]
     if not all(found):
         raise ValueError(
             f"model.module is {model.c.module!r}: no weight is known that scales the {what}. Name those to which it is "
             f'proportional in its Model: multipliers = {{"{what}": ["<weight>"]}}.'
         )
-    for group in found:
-        if not any(weights[name].std or weights[name].mean for name in group if name in weights):
-            raise ValueError(
-                f"{group[0]} is 0 at first, so it can't hold the multiplier of the {what}; turn off model.norm_offset, "
-                "or keep optimizer.parametrization=standard."
-            )
-    return [path for path, name in names.items() if any(name in group for group in found)]
+    return [name for group in found for name in group if name in names]

@@ -86,11 +86,14 @@ def function_and_target(file: str, line: int) -> str:
     return " ".join(filter(None, [".".join(owners), *map(ast.unparse, targets[-1:])]))
 
 
-def saved_points(program: object) -> list[Point]:
-    """The points at which the step saves a value, in program order. A recomputed value counts once."""
+def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -> list[Point]:
+    """The points at which the step saves a value, in program order. A recomputed value counts once.
+
+    `names` are those with which the values are marked.
+    """
     found: dict[tuple, list[tuple[Path, Equation]]] = {}
     for path, eq in equations(program):
-        is_saved = eq.name == "name" and eq.params["name"] == jax_extra.SAVED
+        is_saved = eq.name == "name" and eq.params["name"] in names
         if is_saved and not eq.eqn.outvars[0].aval.manual_axis_type.unreduced:  # a partial sum has no statistics
             found.setdefault((eq.line(), eq.result_type()), []).append((path, eq))
     points, seen = [], collections.Counter()

@@ -1,0 +1,222 @@
+"""Carries settings from a small model to large ones: shows the scales of weights, and checks that they do.
+
+    python -m tools.ladder scales --config-name=local_text optimizer.parametrization=mup \
+        'optimizer.base={d_model: 64, n_kv: 1, d_ff: 176}'
+    python -m tools.ladder coordinates --config-name=local_text optimizer.parametrization=mup \
+        'optimizer.base={d_model: 64, n_kv: 1, d_ff: 176}'
+
+`coordinates` trains models of several widths or depths for a few steps. Exit status 1: activations or gradients depend
+on the size. docs/ladder.md explains the output.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from shardwright.cluster.devices import make_mesh, start_devices
+from shardwright.data.checks import within
+from shardwright.data.loader import TokenBatch
+from shardwright.inspect.statistics.of_run import StepWithoutStages
+from shardwright.inspect.statistics.points import gradient_paths, saved_points
+from shardwright.inspect.statistics.rerun import Rerun
+from shardwright.jax_extra import SAVED
+from shardwright.modeling.model import OUTPUT, inputs_of, load_model
+from shardwright.optimizers.rates import updates_of
+from shardwright.optimizers.scales import initial_table
+from shardwright.run.changes import loader_at
+from shardwright.run.config import Config, check_config, check_divides
+from shardwright.run.files import write_whole
+from shardwright.run.launch import start_with_section
+from shardwright.run.stages import placement_of
+from shardwright.run.step import trace_step
+from shardwright.settings.screen import print_table
+from shardwright.settings.words import say
+from shardwright.tools.report.page import TEMPLATES, page_of
+from shardwright.tools.report.plots import LOG, Panel, colour
+from shardwright.trainer import train
+
+GROWS, SHRINKS = 0.25, -0.6
+"""Slopes between which a value counts as independent of the size. Sums of random signs shrink by 1/√width, -0.5."""
+LOGITS, GRADIENT = "checked_logits logits", "gradient of "
+Runs = Sequence[tuple[int, Sequence[float]]]
+"""Of one value in several runs: multiple of the base, and what `measure` found at each step."""
+
+
+@dataclasses.dataclass
+class LadderConfig:
+    """The section `ladder`."""
+
+    widths: list[int] = dataclasses.field(default_factory=lambda: [1, 2, 4, 8])
+    """Multiples of the sizes in optimizer.base, except of layers, to train; [] for none."""
+    depths: list[int] = dataclasses.field(default_factory=list)
+    """Multiples of its layers to train, at its width; [] for none."""
+    steps: int = within(1, 100, 3)
+    """Updates of each model, all on the first batch, with the peak learning rate."""
+    seeds: int = within(1, 100, 2)
+    """Runs of each model, from training.seed on."""
+    output: str = "coordinates.html"
+    """File for the plots."""
+
+
+def show_scales(c: Config, _: LadderConfig) -> None:
+    """Prints how each weight begins and learns."""
+    model = load_model(c.model)
+    begin, updates = initial_table(c.optimizer, model), updates_of(c.optimizer, model, train.OPTIMIZERS)
+    rows = []
+    for (path, w), u in zip(jax.tree_util.tree_flatten_with_path(begin)[0], jax.tree.leaves(updates), strict=True):
+        numbers = (f"{x:.4g}" for x in (w.mean, w.std, u.rate, u.epsilon, u.decay))
+        rows.append((jax.tree_util.keystr(path, simple=True, separator="."), *numbers, u.algorithm))
+    print_table(Console(), ["weight", "mean", "std", "rate", "epsilon", "decay", "text"], rows)
+
+
+def ladder_of(c: Config, settings: LadderConfig) -> Iterator[tuple[str, int, Config]]:
+    """The models to train: axis, multiple, and configuration. Raises ValueError without optimizer.base."""
+    if not c.optimizer.base:
+        raise ValueError("optimizer.base is missing; give the sizes to multiply: 'optimizer.base={d_model: 64}'.")
+    sizes = {"layers": c.model.layers, **c.optimizer.base}
+    constant = {"warmup_steps": 0, "schedule": "constant", "schedule_steps": None, "cooldown_steps": None}
+    optimizer = dataclasses.replace(c.optimizer, **constant)
+    for axis, multiples in {"width": settings.widths, "depth": settings.depths}.items():
+        for n in multiples:
+            grows = [k for k, size in sizes.items() if type(size) is int and (k == "layers") == (axis == "depth")]
+            model = dataclasses.replace(c.model, **{k: n * v if k in grows else v for k, v in sizes.items()})
+            yield axis, n, dataclasses.replace(c, model=model, optimizer=optimizer)
+
+
+def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tuple[str, list[float]]]:
+    """Trains `c` from several seeds on the current mesh, all steps on one batch. Yields numbers for each step.
+
+    Of an activation: the rms of its change since the first step; of logits, the rms of the mean change over positions,
+    in which random parts cancel. Of a weight: the rms of its gradient before clipping, divided by the factor on its
+    epsilon, which is by how much Adam expects it to differ from that of the base.
+    """
+    model = load_model(c.model)
+    step = trace_step(c, model)
+    bare, start = StepWithoutStages(step, placement_of(c, model)), step.other(name="start").lower().compile()
+    points = saved_points(bare.program, (SAVED, OUTPUT))
+    names = [point.name for point in points]
+    names = names[: 1 + names.index(LOGITS)]  # without those of the loss, which follow
+    paths = [point.paths for point, _ in zip(points, names, strict=False)]
+    paths += [(path,) for path in gradient_paths(bare.program, model.table)]
+    updates = jax.tree_util.tree_flatten_with_path(updates_of(c.optimizer, model, step.trainer.OPTIMIZERS))[0]
+    wanted = {path: [0] for own in paths for path in own}
+    rerun = Rerun(bare.program, wanted, lambda path, i, turns, operands, x, knobs: (x, x.astype(jnp.float32)))
+
+    @jax.jit
+    def run(state, *others):
+        results, values = rerun(*jax.tree.leaves((state, *others)))
+        of_path = {note.path: value for note, value in zip(rerun.notes, values, strict=True)}
+        new = jax.tree.unflatten(jax.tree.structure(state), results[: len(jax.tree.leaves(state))])
+        return new, [[of_path[path] for path in own] for own in paths]
+
+    @jax.jit
+    def sizes(now, first):
+        for i, name in enumerate(names):
+            now[i] = jax.tree.map(jnp.subtract, now[i], first[i])
+            if name == LOGITS:  # [*axes of the mesh, *turns, B, L, V], where t shards V
+                axes = bare.mesh.axis_names
+                over = [j for j in range(now[i][0].ndim - 1) if j >= len(axes) or axes[j] != "t"]
+                now[i] = [jnp.mean(x, axis=over) for x in now[i]]
+        return [jnp.sqrt(sum(jnp.mean(jnp.square(x)) for x in xs) / len(xs)) for xs in now]
+
+    for seed in range(c.training.seed, c.training.seed + seeds):
+        state, first, found = bare.state(start(jax.random.key(seed))), None, []
+        for i in range(steps + 1):
+            with bare.arguments(state, batch, np.int32(i)) as arguments:
+                state, values = run(*arguments)
+                first = first or values
+                found.append(jax.device_get(sizes(values, first)))
+        numbers = np.array(found).T
+        yield from ((name, x[1:].tolist()) for name, x in zip(names, numbers, strict=False))
+        for (path, update), x in zip(updates, numbers[len(names) :], strict=True):
+            yield GRADIENT + jax.tree_util.keystr(path, simple=True, separator="."), (x / update.epsilon).tolist()
+
+
+class Slope(NamedTuple):
+    """Slope of log(number) over log(multiple), and its standard error."""
+
+    slope: float
+    error: float
+
+    @property
+    def verdict(self) -> str:
+        """Whether a value depends on the size of the model, by more than twice the error."""
+        grows, shrinks = self.slope - 2 * self.error > GROWS, self.slope + 2 * self.error < SHRINKS
+        return "GROWS" if grows else "SHRINKS" if shrinks else "ok"
+
+    def __str__(self) -> str:
+        return f"{self.slope:+.2f} ± {self.error:.2f}"
+
+
+def slope_of(runs: Runs) -> Slope:
+    """Fits a line at each step, over widths or depths and seeds, and returns the worst."""
+    x, found = np.log2([n for n, _ in runs]), []
+    x = x - np.mean(x)
+    for numbers in np.array([numbers for _, numbers in runs]).T:
+        if np.all(numbers > 0):  # where a weight begins at 0, others may have no gradient at first
+            y = np.log2(numbers) - np.mean(np.log2(numbers))
+            slope = np.sum(x * y) / np.sum(x * x)
+            error = math.sqrt(np.sum((y - slope * x) ** 2) / (len(x) - 2) / np.sum(x * x))
+            found.append(Slope(float(slope), error))
+    excess = lambda s: max(s.slope - GROWS, SHRINKS - s.slope) - 2 * s.error
+    return max(found, key=excess, default=Slope(0.0, 0.0))
+
+
+def page(found: Mapping[tuple[str, str], Runs]) -> str:
+    """The page with a plot of each value over the multiple of the base, one line for each step."""
+    panels: dict[str, list[Panel]] = {"Changes of activations": [], "Gradients of weights": []}
+    for (axis, name), runs in found.items():
+        x = sorted({n for n, _ in runs})
+        lines = np.transpose([np.mean([numbers for n, numbers in runs if n == at], axis=0) for at in x])
+        style = lambda i: {"type": "scatter", "name": f"step {i}", "line": {"color": colour(i)}}
+        traces = [{**style(i), "x": x, "y": y} for i, y in enumerate(lines, not name.startswith(GRADIENT))]
+        slope, layout = slope_of(runs), {"xaxis": {**LOG, "title": {"text": axis}}}
+        panel = Panel(f"{name}: {slope} {slope.verdict}", axis, LOG, traces, layout=layout)
+        panels[[*panels][name.startswith(GRADIENT)]].append(panel)
+    sections = [({"name": k.split()[0].lower(), "title": k}, "panels.html", {"panels": v}) for k, v in panels.items()]
+    return page_of({"title": "Coordinate check"}, sections, [TEMPLATES])
+
+
+def check_coordinates(c: Config, settings: LadderConfig) -> None:
+    """Trains the models, writes the plots, and prints the slopes. Exits with status 1 if a value depends on the size."""
+    if settings.seeds * min(len(set(x)) or 2 for x in (settings.widths, settings.depths)) < 3:
+        raise ValueError("ladder has too few runs for a slope with an error; give three widths or depths, or two seeds.")
+    start_devices(c.distributed, c.hardware)
+    found: dict[tuple[str, str], list] = {}
+    with jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
+        for axis, n, own in ladder_of(c, settings):
+            check_config(own)
+            check_divides(own, jax.sharding.get_mesh().shape)
+            batch = loader_at(own, 0, inputs_of(load_model(own.model))).load(0)
+            for name, numbers in measure(own, batch, settings.steps, settings.seeds):
+                found.setdefault((axis, name), []).append((n, numbers))
+            print(f"{axis} × {n}", file=sys.stderr)
+    slopes = {key: slope_of(runs) for key, runs in found.items()}
+    rows = [(name, axis, slope, slope.verdict) for (axis, name), slope in slopes.items()]
+    print_table(Console(), ["value", "over", "slope", "text"], rows)
+    write_whole(Path(settings.output), page(found))
+    bad = sum(slope.verdict != "ok" for slope in slopes.values())
+    say(f"{bad or 'None'} of {len(slopes)} values depend on the size of the model. Plots: {settings.output}")
+    if bad:
+        sys.exit(1)
+
+
+@dataclasses.dataclass
+class LadderRunConfig(Config):
+    """All settings of a run, and the section `ladder`."""
+
+    ladder: LadderConfig = dataclasses.field(default_factory=LadderConfig)
+
+
+if __name__ == "__main__":
+    commands = {"scales": show_scales, "coordinates": check_coordinates}
+    command = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1] in commands else "scales"
+    start_with_section("ladder", LadderRunConfig, commands[command], __doc__ or "")

@@ -1,0 +1,185 @@
+"""The coordinate check: slopes, the models that it trains, and that it finds each multiplier that is missing."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from shardwright.modeling.model import load_model
+from shardwright.optimizers import rates, scales
+from shardwright.run.launch import composed
+from shardwright.tools import ladder
+from shardwright.tools.ladder import GRADIENT, LOGITS, LadderConfig, Slope, ladder_of, measure, page, slope_of
+
+SLOPES = [(0.0, "ok"), (0.2, "ok"), (0.5, "GROWS"), (1.0, "GROWS"), (-0.5, "ok"), (-1.0, "SHRINKS")]
+
+
+@pytest.mark.parametrize(("power", "verdict"), SLOPES)
+def test_a_slope_and_its_error_are_those_of_numpy(power, verdict):
+    rng, widths = np.random.default_rng(0), [1, 2, 4, 8] * 3
+    runs = [(n, [n**power * np.exp(0.05 * rng.standard_normal())]) for n in widths]
+    found = slope_of(runs)
+    x, y = np.log2([n for n, _ in runs]), np.log2([numbers[0] for _, numbers in runs])
+    (slope, _), covariance = np.polyfit(x, y, 1, cov="unscaled")
+    rest = np.sum((y - np.polyval(np.polyfit(x, y, 1), x)) ** 2) / (len(x) - 2)
+    assert found == pytest.approx((slope, np.sqrt(covariance[0, 0] * rest)))
+    assert found.verdict == verdict
+
+
+def test_noise_is_not_a_slope():
+    rng = np.random.default_rng(1)
+    found = slope_of([(n, [n**0.4 * np.exp(2 * rng.standard_normal())]) for n in (1, 2, 4, 8)])
+    assert found.error > 0.2
+    assert found.verdict == "ok"
+
+
+def test_the_worst_step_counts():
+    runs = [(n, [1.0, n, 0.0]) for n in (1, 2, 4)]  # the last one has no logarithm
+    assert slope_of(runs) == pytest.approx(Slope(1.0, 0.0))
+
+
+def test_widths_multiply_the_base_and_depths_its_layers():
+    c = tiny.config(tiny.model(layers=6))
+    c.optimizer = tiny.optimizer(base={"d_model": 16, "d_ff": 24, "layers": 2, "rope_base": 5.0})
+    found = [*ladder_of(c, LadderConfig(widths=[1, 4], depths=[3]))]
+    sizes = [(axis, n, own.model.d_model, own.model.d_ff, own.model.layers) for axis, n, own in found]
+    assert sizes == [("width", 1, 16, 24, 2), ("width", 4, 64, 96, 2), ("depth", 3, 16, 24, 6)]
+    assert {own.model.rope_base for *_, own in found} == {5.0}
+    assert {(own.optimizer.warmup_steps, own.optimizer.schedule) for *_, own in found} == {(0, "constant")}
+
+
+def test_the_page_has_a_plot_of_each_value():
+    runs = [(n, [1.0, n, 2.0 * n]) for n in (1, 2, 4)]
+    text = page({("width", LOGITS): runs, ("width", f"{GRADIENT}embed"): runs})
+    assert f"{LOGITS}: +1.00 ± 0.00 GROWS" in text
+    assert text.count("<figure") == 2
+
+
+def test_scales_are_printed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    base = "optimizer.base={d_model: 64, n_kv: 1, d_ff: 256}"
+    ladder.show_scales(composed("local_test_synthetic", "optimizer.parametrization=mup", base), LadderConfig())
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["unembed", "0", "0.03125", "0.25", "1", "0.4", "adamw"] in lines
+    assert ["layers.w_down", "0", "0.03125", "0.25", "0.25", "0.4", "adamw"] in lines
+
+
+def test_what_is_missing_is_asked_for():
+    c = tiny.config()
+    with pytest.raises(ValueError, match=r"optimizer.base is missing; give the sizes to multiply"):
+        [*ladder_of(c, LadderConfig())]
+    with pytest.raises(ValueError, match="give three widths or depths, or two seeds"):
+        ladder.check_coordinates(c, LadderConfig(widths=[1, 2], seeds=1))
+
+
+# ---- multipliers that are missing --------------------------------------------------------------------------------
+
+BASE = {"d_model": 32, "n_kv": 4, "d_ff": 64}
+MATRICES = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
+
+
+class Unrated(scales.Scale):
+    """A Scale whose learning rate does not depend on the width."""
+
+    def rate(self, algorithm):
+        return self.multiplier
+
+
+class SameEpsilon(scales.Scale):
+    """A Scale with the epsilon of the base."""
+
+    epsilon = 1.0
+
+
+def kept(scale, kind=scales.Scale, **changes):
+    """A copy of a Scale, as another kind or with changes."""
+    return kind(**{field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)} | changes)
+
+
+def unfolded(scale):
+    """A copy of a Scale without its multiplier."""
+    return kept(scale, std=scale.std / scale.multiplier, mean=scale.mean / scale.multiplier, multiplier=1.0)
+
+
+def wider_init(scale):
+    """A copy of a Scale with the initial values of the base."""
+    return kept(scale, std=scale.std * scale.inputs**0.5)
+
+
+MISSING = {
+    "learning rate of matrices": (MATRICES, lambda scale: kept(scale, Unrated), {}, "Llama.layer gate"),
+    "learning rate of the output": (("unembed",), lambda scale: kept(scale, Unrated), {}, LOGITS),
+    "initial matrices": (MATRICES, wider_init, {}, "Llama.layer gate"),
+    "initial output": (("unembed",), wider_init, {}, "gradient of layers.w_v"),
+    "epsilon": (MATRICES, lambda scale: kept(scale, SameEpsilon), {}, "gradient of layers.w_up"),
+    "logits of a tied table": (
+        ("final_norm",),
+        unfolded,
+        {"model": {"tied_embeddings": True}},
+        LOGITS,
+    ),
+    "residual branches": (
+        ("w_o", "w_down"),
+        unfolded,
+        {"parametrization": "completep", "axis": "depth", "base": {"d_model": 32, "layers": 2}},
+        "gradient of layers.w_up",
+    ),
+}
+
+
+def found_by(axis="width", base=BASE, model=None, parametrization="mup"):
+    """Slopes of a tiny model that is 8 times as wide, or as deep, as the base."""
+    c = tiny.config(tiny.model(**{"n_q_per_kv": 1, "d_head": 8, "layers": 2, **(model or {}), **base}))
+    c.optimizer = tiny.optimizer(parametrization=parametrization, base=base)
+    settings, found = LadderConfig(**{"widths": [], "depths": [], f"{axis}s": [1, 8]}), {}
+    with jax.set_mesh(tiny.mesh("one device")):
+        for _, n, own in ladder_of(c, settings):
+            for name, numbers in measure(own, tiny.place_batch(own, tiny.host_batch(vocab=8)), 2, 2):
+                found.setdefault(name, []).append((n, numbers))
+    return {name: slope_of(runs) for name, runs in found.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_multiplier_is_found(name, monkeypatch):
+    weights, change, kwargs, where = MISSING[name]
+    real = scales.scales_of
+
+    def planted(c, model):
+        of = lambda path, scale: change(scale) if path[-1].name in weights else scale
+        return jax.tree_util.tree_map_with_path(of, real(c, model))
+
+    for module in (scales, rates):
+        monkeypatch.setattr(module, "scales_of", planted)
+    found = found_by(**kwargs)
+    assert found[where].verdict != "ok", found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["initial matrices", "logits of a tied table", "residual branches"])
+def test_with_all_multipliers_nothing_depends_on_the_size(name):
+    found = found_by(**MISSING[name][2])
+    assert {key: slope for key, slope in found.items() if slope.verdict != "ok"} == {}
+
+
+@pytest.mark.long
+def test_standard_depends_on_the_width():
+    found = found_by(parametrization="standard")
+    assert {found[name].verdict for name in ("Llama.with_attention q", "Llama.layer up", LOGITS)} == {"GROWS"}
+
+
+@pytest.mark.long
+def test_each_mesh_gives_the_same_numbers():
+    c = tiny.config(tiny.model())
+    c.optimizer = tiny.optimizer(parametrization="mup", base={"d_model": 16})
+    found = []
+    for mesh in ("one device", "d=4 t=2", "p=1 r=2 d=2 t=2"):
+        with jax.set_mesh(tiny.mesh(mesh)):
+            found.append(dict(measure(c, tiny.place_batch(c), 1, 1)))
+    assert found[0].keys() == found[1].keys()
+    for other in found[1:]:
+        for name, numbers in found[0].items():
+            assert other[name] == pytest.approx(numbers, rel=2e-3), name
+    assert load_model(c.model).c.d_model == 32
