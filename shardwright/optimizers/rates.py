@@ -85,8 +85,8 @@ def updates_of(c: OptimizerConfig, model: LanguageModel, known: Mapping[str, Any
         known: the optimizers by name.
 
     Raises:
-        ValueError: a tiny adam_epsilon, an algorithm unknown or unable to update a weight, a group without weights, or
-            as in scales_of.
+        ValueError: a tiny adam_epsilon, an algorithm unknown or unable to update a weight, a group without weights, a
+            base as in scales_of.
     """
     names = []
     if c.adam_epsilon < 1e-30:  # checked here, when training: older runs must stay readable

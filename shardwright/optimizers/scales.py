@@ -79,25 +79,27 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
     table, structure = model.table, jax.tree.structure(model.table)
     if jax.tree.structure(base.table) != structure:
         raise ValueError("optimizer.base changes which weights the model has; give only its sizes, such as d_model.")
+    leaves = jax.tree.leaves(base.table)
     arrays = [(path.removeprefix("."), t.spec.dims, weight) for path, t, weight in arrays_in(type(table), table)]
     embeddings = {dims[0].name for _, dims, weight in arrays if weight.kind == "embedding"}
-    depth, wanted = model.c.layers / base.c.layers, {"scores": _scores(model.c) / _scores(base.c)}
-    wanted["residual"] = 1 / depth
-    factors, found = dict.fromkeys((path.rpartition(".")[2] for path, *_ in arrays), 1.0), []
-    for (path, dims, weight), there in zip(arrays, jax.tree.leaves(base.table), strict=True):
-        in_layers, is_tied = path.startswith("layers."), weight.kind == "unembedding" and dims[0].name not in embeddings
-        (fan_in, fan_out), of_base = (_sides(each, in_layers, is_tied) for each in (weight, there))
-        inputs, outputs = fan_in / of_base[0], fan_out / of_base[1]
-        std, longer = there.std / inputs ** (1.0 if outputs == 1 else 0.5), max(fan_in, fan_out) / max(of_base)
-        found.append(Scale(std, there.mean, inputs, outputs, longer, depth if in_layers else 1.0, 1.0))
-        wanted |= {"logits": 1 / outputs} if is_tied else {}
+    is_tied = lambda dims, weight: weight.kind == "unembedding" and dims[0].name not in embeddings
+    pairs = zip(arrays, leaves, strict=True)
+    tied = [there.shape[-1] / w.shape[-1] for (_, dims, w), there in pairs if is_tied(dims, w)]
+    depth, field = model.c.layers / base.c.layers, lambda path: path.rpartition(".")[2]
+    wanted = {"scores": _scores(model.c) / _scores(base.c), "residual": 1 / depth, "logits": math.prod(tied)}
+    multipliers = dict.fromkeys((field(path) for path, *_ in arrays), 1.0)
     for what, factor in wanted.items():
-        for name in _carriers(model, what, factors.keys()) if factor != 1 else ():
-            factors[name] *= factor
-    for i, ((path, *_), scale) in enumerate(zip(arrays, found, strict=True)):
-        a = factors[path.rpartition(".")[2]]
-        found[i] = dataclasses.replace(scale, std=a * scale.std, mean=a * scale.mean, multiplier=a)
-    return jax.tree.unflatten(structure, found)
+        for name in _carriers(model, what, multipliers.keys()) if factor != 1 else ():
+            multipliers[name] *= factor
+
+    def scale(path: str, dims: Any, weight: Weight, there: Weight) -> Scale:
+        in_layers, a = path.startswith("layers."), multipliers[field(path)]
+        here, of_base = (_sides(each, in_layers, is_tied(dims, weight)) for each in (weight, there))
+        inputs, outputs, longer = here[0] / of_base[0], here[1] / of_base[1], max(here) / max(of_base)
+        std = a * there.std / (inputs if outputs == 1 else math.sqrt(inputs))
+        return Scale(std, a * there.mean, inputs, outputs, longer, depth if in_layers else 1.0, a)
+
+    return jax.tree.unflatten(structure, [scale(*each, there) for each, there in zip(arrays, leaves, strict=True)])
 
 
 def initial_table(c: OptimizerConfig, model: LanguageModel) -> Any:

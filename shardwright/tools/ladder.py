@@ -14,7 +14,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -140,24 +139,11 @@ def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tu
             yield GRADIENT + jax.tree_util.keystr(path, simple=True, separator="."), (x / update.epsilon).tolist()
 
 
-class Slope(NamedTuple):
-    """Slope of log(number) over log(multiple), and its standard error."""
+def slope_of(runs: Runs) -> tuple[float, float, str]:
+    """Fits a line of log(number) over log(multiple) at each step. Returns the worst: slope, standard error, verdict.
 
-    slope: float
-    error: float
-
-    @property
-    def verdict(self) -> str:
-        """Whether a value depends on the size of the model, by more than twice the error."""
-        grows, shrinks = self.slope - 2 * self.error > GROWS, self.slope + 2 * self.error < SHRINKS
-        return "GROWS" if grows else "SHRINKS" if shrinks else "ok"
-
-    def __str__(self) -> str:
-        return f"{self.slope:+.2f} ± {self.error:.2f}"
-
-
-def slope_of(runs: Runs) -> Slope:
-    """Fits a line at each step, over widths or depths and seeds, and returns the worst."""
+    The verdict says whether the value depends on the size of the model, by more than twice the error.
+    """
     x, found = np.log2([n for n, _ in runs]), []
     x = x - np.mean(x)
     for numbers in np.array([numbers for _, numbers in runs]).T:
@@ -165,9 +151,9 @@ def slope_of(runs: Runs) -> Slope:
             y = np.log2(numbers) - np.mean(np.log2(numbers))
             slope = np.sum(x * y) / np.sum(x * x)
             error = math.sqrt(np.sum((y - slope * x) ** 2) / (len(x) - 2) / np.sum(x * x))
-            found.append(Slope(float(slope), error))
-    excess = lambda s: max(s.slope - GROWS, SHRINKS - s.slope) - 2 * s.error
-    return max(found, key=excess, default=Slope(0.0, 0.0))
+            found.append((max(slope - GROWS, SHRINKS - slope) - 2 * error, float(slope), error))
+    excess, slope, error = max(found, default=(0.0, 0.0, 0.0))
+    return slope, error, "ok" if excess <= 0 else "GROWS" if slope > 0 else "SHRINKS"
 
 
 def page(found: Mapping[tuple[str, str], Runs]) -> str:
@@ -178,9 +164,8 @@ def page(found: Mapping[tuple[str, str], Runs]) -> str:
         lines = np.transpose([np.mean([numbers for n, numbers in runs if n == at], axis=0) for at in x])
         style = lambda i: {"type": "scatter", "name": f"step {i}", "line": {"color": colour(i)}}
         traces = [{**style(i), "x": x, "y": y} for i, y in enumerate(lines, not name.startswith(GRADIENT))]
-        slope, layout = slope_of(runs), {"xaxis": {**LOG, "title": {"text": axis}}}
-        panel = Panel(f"{name}: {slope} {slope.verdict}", axis, LOG, traces, layout=layout)
-        panels[[*panels][name.startswith(GRADIENT)]].append(panel)
+        title, layout = "{}: {:+.2f} ± {:.2f} {}".format(name, *slope_of(runs)), {"xaxis": {**LOG, "title": {"text": axis}}}
+        panels[[*panels][name.startswith(GRADIENT)]].append(Panel(title, axis, LOG, traces, layout=layout))
     sections = [({"name": k.split()[0].lower(), "title": k}, "panels.html", {"panels": v}) for k, v in panels.items()]
     return page_of({"title": "Coordinate check"}, sections, [TEMPLATES])
 
@@ -199,12 +184,12 @@ def check_coordinates(c: Config, settings: LadderConfig) -> None:
             for name, numbers in measure(own, batch, settings.steps, settings.seeds):
                 found.setdefault((axis, name), []).append((n, numbers))
             print(f"{axis} × {n}", file=sys.stderr)
-    slopes = {key: slope_of(runs) for key, runs in found.items()}
-    rows = [(name, axis, slope, slope.verdict) for (axis, name), slope in slopes.items()]
-    print_table(Console(), ["value", "over", "slope", "text"], rows)
+    rows = [(name, axis, *slope_of(runs)) for (axis, name), runs in found.items()]
+    shown = [(name, axis, f"{slope:+.2f} ± {error:.2f}", verdict) for name, axis, slope, error, verdict in rows]
+    print_table(Console(), ["value", "over", "slope", "text"], shown)
     write_whole(Path(settings.output), page(found))
-    bad = sum(slope.verdict != "ok" for slope in slopes.values())
-    say(f"{bad or 'None'} of {len(slopes)} values depend on the size of the model. Plots: {settings.output}")
+    bad = sum(row[-1] != "ok" for row in rows)
+    say(f"{bad or 'None'} of {len(rows)} values depend on the size of the model. Plots: {settings.output}")
     if bad:
         sys.exit(1)
 

@@ -87,10 +87,7 @@ def function_and_target(file: str, line: int) -> str:
 
 
 def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -> list[Point]:
-    """The points at which the step saves a value, in program order. A recomputed value counts once.
-
-    `names` are those with which the values are marked.
-    """
+    """The points at which the step marks a value by one of `names`, in program order. A recomputed one counts once."""
     found: dict[tuple, list[tuple[Path, Equation]]] = {}
     for path, eq in equations(program):
         is_saved = eq.name == "name" and eq.params["name"] in names
