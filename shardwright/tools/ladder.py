@@ -44,7 +44,7 @@ from shardwright.trainer import train
 
 GROWS, SHRINKS = 0.25, -0.6
 """Slopes between which a value counts as independent of the size. Sums of random signs shrink by 1/√width, -0.5."""
-LOGITS, GRADIENT = "checked_logits logits", "gradient of "
+LOGITS, GRADIENT = "logits", "gradient of "
 Runs = Sequence[tuple[int, Sequence[float]]]
 """Of one value in several runs: multiple of the base, and what `measure` found at each step."""
 
@@ -102,7 +102,7 @@ def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tu
     bare, start = StepWithoutStages(step, placement_of(c, model)), step.other(name="start").lower().compile()
     points = saved_points(bare.program, (SAVED, OUTPUT))
     names = [point.name for point in points]
-    names = names[: 1 + names.index(LOGITS)]  # without those of the loss, which follow
+    names = [*names[: names.index("checked_logits logits")], LOGITS]  # without those of the loss, which follow
     paths = [point.paths for point, _ in zip(points, names, strict=False)]
     paths += [(path,) for path in gradient_paths(bare.program, model.table)]
     updates = jax.tree_util.tree_flatten_with_path(updates_of(c.optimizer, model, step.trainer.OPTIMIZERS))[0]
@@ -164,7 +164,9 @@ def page(found: Mapping[tuple[str, str], Runs]) -> str:
         lines = np.transpose([np.mean([numbers for n, numbers in runs if n == at], axis=0) for at in x])
         style = lambda i: {"type": "scatter", "name": f"step {i}", "line": {"color": colour(i)}}
         traces = [{**style(i), "x": x, "y": y} for i, y in enumerate(lines, not name.startswith(GRADIENT))]
-        title, layout = "{}: {:+.2f} ± {:.2f} {}".format(name, *slope_of(runs)), {"xaxis": {**LOG, "title": {"text": axis}}}
+        title = "{}: {:+.2f} ± {:.2f} {}".format(name, *slope_of(runs))
+        ticks = {**LOG, "tickvals": x, "title": {"text": f"{axis}, multiple of the base"}}
+        layout = {"xaxis": ticks, "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}}
         panels[[*panels][name.startswith(GRADIENT)]].append(Panel(title, axis, LOG, traces, layout=layout))
     sections = [({"name": k.split()[0].lower(), "title": k}, "panels.html", {"panels": v}) for k, v in panels.items()]
     return page_of({"title": "Coordinate check"}, sections, [TEMPLATES])

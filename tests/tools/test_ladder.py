@@ -1,6 +1,7 @@
 """The coordinate check: slopes, the models that it trains, and that it finds each multiplier that is missing."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import tiny
 
 from shardwright.modeling.model import load_model
+from shardwright.models import gpt2, moe
 from shardwright.optimizers import rates, scales
 from shardwright.run.launch import composed
 from shardwright.tools import ladder
@@ -76,7 +78,7 @@ def test_what_is_missing_is_asked_for():
 
 # ---- multipliers that are missing --------------------------------------------------------------------------------
 
-BASE = {"d_model": 32, "n_kv": 4, "d_ff": 64}
+BASE: dict[str, Any] = {"d_model": 32, "n_kv": 4, "d_ff": 64}
 MATRICES = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
 
 
@@ -108,7 +110,7 @@ def wider_init(scale):
     return kept(scale, std=scale.std * scale.inputs**0.5)
 
 
-MISSING = {
+MISSING: dict[str, Any] = {
     "learning rate of matrices": (MATRICES, lambda scale: kept(scale, Unrated), {}, "Llama.layer gate"),
     "learning rate of the output": (("unembed",), lambda scale: kept(scale, Unrated), {}, LOGITS),
     "initial matrices": (MATRICES, wider_init, {}, "Llama.layer gate"),
@@ -129,10 +131,14 @@ MISSING = {
 }
 
 
-def found_by(axis="width", base=BASE, model=None, parametrization="mup"):
-    """Slopes of a tiny model that is 8 times as wide, or as deep, as the base."""
-    c = tiny.config(tiny.model(**{"n_q_per_kv": 1, "d_head": 8, "layers": 2, **(model or {}), **base}))
-    c.optimizer = tiny.optimizer(parametrization=parametrization, base=base)
+LLAMA: dict[str, Any] = {"vocab": 64, "layers": 2, "n_q_per_kv": 1, "d_head": 8, **BASE}
+
+
+def found_by(axis="width", base=BASE, model: Any = None, **optimizer):
+    """Slopes of a tiny model, 8 times as wide or deep as the base. `model` is a ModelConfig, or settings of one."""
+    model = model if dataclasses.is_dataclass(model) else tiny.model(**LLAMA | (model or {}))
+    c = tiny.config(model)
+    c.optimizer = tiny.optimizer(**{"parametrization": "mup", "base": base} | optimizer)
     settings, found = LadderConfig(**{"widths": [], "depths": [], f"{axis}s": [1, 8]}), {}
     with jax.set_mesh(tiny.mesh("one device")):
         for _, n, own in ladder_of(c, settings):
@@ -157,10 +163,23 @@ def test_a_missing_multiplier_is_found(name, monkeypatch):
     assert found[where][-1] != "ok", found
 
 
+COMPLETE: dict[str, Any] = {
+    "llama": {},
+    "tied": MISSING["logits of a tied table"][2],
+    "deep": MISSING["residual branches"][2],
+    "gpt2": {
+        "model": gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=4, bos_id=0),
+        "base": {"d_model": 32, "heads": 4},
+    },
+    "experts": {"model": moe.ModelConfig(**LLAMA, experts=4, experts_per_token=2)},
+    "muon": {"algorithm": "muon"},
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["initial matrices", "logits of a tied table", "residual branches"])
+@pytest.mark.parametrize("name", COMPLETE)
 def test_with_all_multipliers_nothing_depends_on_the_size(name):
-    found = found_by(**MISSING[name][2])
+    found = found_by(**COMPLETE[name])
     assert {key: slope for key, slope in found.items() if slope[-1] != "ok"} == {}
 
 
