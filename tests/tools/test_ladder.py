@@ -92,7 +92,9 @@ class Unrated(scales.Scale):
 class SameEpsilon(scales.Scale):
     """A Scale with the epsilon of the base."""
 
-    epsilon = 1.0
+    @property
+    def epsilon(self):
+        return 1.0
 
 
 def kept(scale, kind=scales.Scale, **changes):
