@@ -1,14 +1,10 @@
 """muP and CompleteP: how each weight begins and learns, by its kind and its size relative to a base model.
 
-The base is the model for which settings were tuned: the run's, with the sizes in `optimizer.base`. A weight with a
-fan-in of `inputs` times that of the base, and a fan-out of `outputs` times, begins and learns so:
-
-                  initial std      learning rate, Adam    Muon                        Adam's epsilon    weight decay
-    any weight    1/√inputs (*)    1/inputs               √(outputs/inputs/longer)    1/outputs         1/rate
-
-(*) 1/inputs if its outputs are as many as those of the base: the output projection, a router. An embedding, a gain and
-a bias have one input. `longer` is the ratio of the longer sides, which Muon's update has as a factor already. This is
-table 3 of arXiv 2203.03466 (Tensor Programs V); for Muon it is the spectral condition of arXiv 2310.17813.
+The base has the sizes in `optimizer.base`. A weight with `inputs` times its fan-in and `outputs` times its fan-out has
+1/√inputs of its initial std (1/inputs if its fan-out is that of the base, such as the output projection's), 1/inputs of
+the learning rate, 1/outputs of Adam's epsilon, and the weight decay divided by its rate: table 3 of arXiv 2203.03466
+(Tensor Programs V). An embedding, a gain and a bias have one input. Muon's rate keeps the spectral norm of an update in
+proportion to √(fan-out / fan-in), as arXiv 2310.17813 asks; its factor √longer side is divided out.
 
 Multipliers act on three values of the forward pass. They are folded into weights, so that no model has to apply them:
 the scores of attention (1/d_head in place of 1/√d_head), the output of a residual branch (1/depth, arXiv 2505.01618
@@ -73,9 +69,9 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
         sizes = c.base if c.parametrization == "completep" else {**c.base, "layers": model.c.layers}
         kind: Any = type(model)
         base = kind(dataclasses.replace(model.c, **sizes))
-        for setting in ("norm_offset", "embedding_scaled"):
-            if getattr(model.c, setting, False):  # 1 + weight, and √d_model
-                raise ValueError(f"model.{setting} multiplies by what no weight holds; set it to false for muP.")
+        for setting in ("norm_offset", "embedding_scaled", "attention_scalar"):  # of shardwright/models/family.py
+            if getattr(model.c, setting, None):
+                raise ValueError(f"model.{setting} multiplies by what no weight holds; leave it out for muP.")
     table, structure = model.table, jax.tree.structure(model.table)
     if jax.tree.structure(base.table) != structure:
         raise ValueError("optimizer.base changes which weights the model has; give only its sizes, such as d_model.")
@@ -86,7 +82,7 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
     pairs = zip(arrays, leaves, strict=True)
     tied = [there.shape[-1] / w.shape[-1] for (_, dims, w), there in pairs if is_tied(dims, w)]
     depth, field = model.c.layers / base.c.layers, lambda path: path.rpartition(".")[2]
-    wanted = {"scores": _scores(model.c) / _scores(base.c), "residual": 1 / depth, "logits": math.prod(tied)}
+    wanted = {"scores": math.sqrt(base.c.d_head / model.c.d_head), "residual": 1 / depth, "logits": math.prod(tied)}
     multipliers = dict.fromkeys((field(path) for path, *_ in arrays), 1.0)
     for what, factor in wanted.items():
         for name in _carriers(model, what, multipliers.keys()) if factor != 1 else ():
@@ -118,11 +114,6 @@ def _sides(weight: Weight, in_layers: bool, is_tied: bool) -> tuple[int, int]:
         return weight.shape[-1], weight.shape[0]
     end = len(weight.shape) - (weight.outputs or 1)
     return math.prod(weight.shape[end - (weight.inputs or 1) : end]), math.prod(weight.shape[end:])
-
-
-def _scores(c: Any) -> float:
-    """Factor of muP on the products of queries and keys, divided by that of the model, up to a constant."""
-    return math.sqrt(getattr(c, "attention_scalar", None) or c.d_head) / c.d_head
 
 
 def _carriers(model: LanguageModel, what: str, names: Collection[str]) -> list[str]:

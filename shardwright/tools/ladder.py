@@ -2,11 +2,9 @@
 
     python -m tools.ladder scales --config-name=local_text optimizer.parametrization=mup \
         'optimizer.base={d_model: 64, n_kv: 1, d_ff: 176}'
-    python -m tools.ladder coordinates --config-name=local_text optimizer.parametrization=mup \
-        'optimizer.base={d_model: 64, n_kv: 1, d_ff: 176}'
 
-`coordinates` trains models of several widths or depths for a few steps. Exit status 1: activations or gradients depend
-on the size. docs/ladder.md explains the output.
+`python -m tools.ladder coordinates` with the same settings trains models of several widths or depths for a few steps.
+Exit status 1: activations or gradients depend on the size. docs/ladder.md explains the output.
 """
 
 import dataclasses
