@@ -71,7 +71,7 @@ def show_scales(c: Config, _: LadderConfig) -> None:
     for (path, w), u in zip(jax.tree_util.tree_flatten_with_path(begin)[0], jax.tree.leaves(updates), strict=True):
         numbers = (f"{x:.4g}" for x in (w.mean, w.std, u.rate, u.epsilon, u.decay))
         rows.append((jax.tree_util.keystr(path, simple=True, separator="."), *numbers, u.algorithm))
-    print_table(Console(), ["weight", "mean", "std", "rate", "epsilon", "decay", "text"], rows)
+    print_table(Console(), ["weight", "mean", "std", "rate", "epsilon", "decay", "update"], rows)
 
 
 def ladder_of(c: Config, settings: LadderConfig) -> Iterator[tuple[str, int, Config]]:
@@ -186,7 +186,7 @@ def check_coordinates(c: Config, settings: LadderConfig) -> None:
             print(f"{axis} × {n}", file=sys.stderr)
     rows = [(name, axis, *slope_of(runs)) for (axis, name), runs in found.items()]
     shown = [(name, axis, f"{slope:+.2f} ± {error:.2f}", verdict) for name, axis, slope, error, verdict in rows]
-    print_table(Console(), ["value", "over", "slope", "text"], shown)
+    print_table(Console(), ["value", "over", "slope", "verdict"], shown)
     write_whole(Path(settings.output), page(found))
     bad = sum(row[-1] != "ok" for row in rows)
     say(f"{bad or 'None'} of {len(rows)} values depend on the size of the model. Plots: {settings.output}")
