@@ -50,7 +50,7 @@ from shardwright.optimizers.muon import muon
 from shardwright.run import launch, reference, stages
 from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.run import Run
-from shardwright.sampling.samples import TrainingSamples
+from shardwright.sampling.samples import TrainingTexts
 
 # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -528,19 +528,17 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         if run.is_over:  # resumed after its last step
             return run.end()
         c, t = run.c, run.c.training  # with the changes until here
-        samples = TrainingSamples(c, run) if t.sample_interval else None
+        texts = TrainingTexts(c, run)  # samples, and the tasks of training.evals
         run.prove()  # both steps compute on this mesh what they compute on one device, and no token sees a later one
         run.check_kernels()  # what has another form on this platform, such as `attention`, computes the same
         training_step = run.compile()  # as it was proved
         evaluation_step = run.evaluation_step  # as it was proved, compiled when it is first called
-        if samples and run.start == 0:
-            samples.write(state.weights)
+        texts.write(state.weights)
         for step, batch in run.steps():
             run.log_statistics(step, state, batch)  # statistics, every training.microscope_interval steps
             state, metrics = training_step(state, batch, np.int32(step), run.reference)
             run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
-            if samples and run.due(t.sample_interval):
-                samples.write(state.weights)
+            texts.write(state.weights)  # where training.sample_interval or training.evals_interval is due
             if run.due(t.eval_interval, t.eval_epochs):
                 run.validate(evaluation_step, state.weights)
             if run.due(t.checkpoint_interval) or run.stopped_by:

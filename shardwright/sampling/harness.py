@@ -1,5 +1,6 @@
 """Makes a run usable as a model of lm-evaluation-harness (docs/evaluation.md)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -77,3 +78,21 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
             return found
 
     return LanguageModel()
+
+
+def run_harness(model: Any, names: Sequence[str], task_path: str | None = None, **options: Any) -> dict[str, Any]:
+    """Evaluates a `language_model` on tasks of lm-eval; `task_path` is a directory with further ones.
+
+    Returns results, versions, numbers of samples, and a `table` to print. Raises ValueError for an unknown task.
+    """
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    manager = TaskManager(include_path=task_path)
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise ValueError(
+            f"lm-eval has no task {unknown[0]!r}. `lm-eval ls tasks` lists its own; task_path=<directory> adds others."
+        )
+    found: Any = lm_eval.simple_evaluate(model=model, tasks=list(names), task_manager=manager, **options)
+    return {name: found[name] for name in ("results", "versions", "n-samples")} | {"table": make_table(found)}

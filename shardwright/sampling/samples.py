@@ -1,17 +1,20 @@
-"""Samples texts during training."""
+"""Samples texts and evaluates tasks during training."""
 
 import json
+from typing import Any
 
 import jax
 
 from shardwright.cluster.watch import pause
 from shardwright.data.text.tokenizers import REMEDY, tokenizer_of_run
-from shardwright.run.best_effort import best_effort
+from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.config import Config
 from shardwright.run.metrics import move_later_lines
 from shardwright.run.run import Run
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
+from shardwright.sampling.scoring import Scorer
+from shardwright.sampling.tasks import check_tasks, evaluate_tasks
 from shardwright.settings.words import say
 
 SHOWN = 100
@@ -46,7 +49,7 @@ class TrainingSamples:
             raise ValueError(f"training.sample_prompts: {str(e).replace(REMEDY, instead)}") from e
         self._stop = () if self._tokenizer.end is None else (self._tokenizer.end,)
         settings = Sampling(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
-        self._mesh, self._placement = folded_mesh(c), run.placement
+        self._mesh = folded_mesh(c)
         with jax.set_mesh(self._mesh):
             self._sampler = Sampler(run.step, settings, context=t.seq_len, source=run.provenance["source"])
         self._path, self._wrote, self._failed = run.directory / "samples.jsonl", False, False
@@ -57,7 +60,7 @@ class TrainingSamples:
         On failure, prints a warning and disables samples; training continues.
         """
         done = self._run.done
-        weights = without_stages(weights, self._placement, self._mesh)
+        weights = without_stages(weights, self._run.placement, self._mesh)
         if self._failed:
             return
         try:
@@ -81,3 +84,54 @@ class TrainingSamples:
                 with open(self._path, "a") as file:
                     file.writelines(lines)
             self._wrote = True
+
+
+class TrainingTasks:
+    """Evaluates training.evals during training, as tools.evaluate does: the event `evals`, such as cloze/accuracy.
+
+    Arguments are those of TrainingSamples. Raises ValueError for an unknown task.
+    """
+
+    def __init__(self, c: Config, run: Run):
+        check_tasks(c.training.evals)
+        self._c, self._run, self._mesh = c, run, folded_mesh(c)
+        with jax.set_mesh(self._mesh):
+            loss, source = run.step.trainer.cross_entropy, run.provenance["source"]
+            self._scorer = Scorer(run.step, loss, c.training.seq_len, source)
+
+    def write(self, weights: object) -> None:
+        """Logs the metrics of all tasks. A task that fails is logged as `failed`, and training continues."""
+        weights = without_stages(weights, self._run.placement, self._mesh)
+        self._run.log_event("evals", lambda: self._metrics(weights))
+
+    def _metrics(self, weights: object) -> dict[str, Any]:
+        c, metrics, failed = self._c, {}, []
+        for name in c.training.evals:
+            try:
+                with pause("evaluating tasks"), jax.set_mesh(self._mesh):
+                    found = evaluate_tasks([name], self._scorer, weights, c, c.training.evals_limit)["results"]
+            except Exception as error:  # from the user's model or data, or lm-eval
+                failed.append(f"{name}: {in_a_line(error)}")
+                continue
+            numbers = ((f"{task}/{metric}", x) for task, of_task in found.items() for metric, x in of_task.items())
+            metrics |= {key.removesuffix(",none"): float(x) for key, x in numbers if isinstance(x, int | float)}
+        return metrics | ({"failed": "; ".join(failed)} if failed else {})
+
+
+class TrainingTexts:
+    """The TrainingSamples and TrainingTasks of a run, as far as its settings ask for them."""
+
+    def __init__(self, c: Config, run: Run):
+        self._run, self._t = run, c.training
+        self._samples = TrainingSamples(c, run) if c.training.sample_interval else None
+        self._tasks = TrainingTasks(c, run) if c.training.evals else None
+
+    def write(self, weights: object) -> None:
+        """Writes what is due after the steps done so far. Samples are also due before the first step."""
+        run, t = self._run, self._t
+        begins = run.done == run.start
+        if self._samples and (run.start == 0 if begins else run.due(t.sample_interval)):
+            self._samples.write(weights)
+        intervals = (t.evals_interval,) if t.evals_interval else (t.eval_interval, t.eval_epochs)
+        if self._tasks and not begins and run.due(*intervals):
+            self._tasks.write(weights)

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint: loss, perplexity and bits per byte of documents, and tasks of lm-eval.
+"""Evaluates a checkpoint: loss, perplexity and bits per byte of documents, and tasks.
 
     python -m tools.evaluate run=runs/<name>
     python -m tools.evaluate run=runs/<name> data=stories.jsonl out=losses.jsonl
@@ -36,6 +36,7 @@ from shardwright.run.provenance import source_of
 from shardwright.run.step import trace_step
 from shardwright.sampling.harness import language_model
 from shardwright.sampling.scoring import Scorer, document_losses
+from shardwright.sampling.tasks import TASKS, evaluate_tasks
 from shardwright.settings.program import run_program
 from shardwright.trainer import train
 
@@ -55,7 +56,8 @@ class Settings(CheckpointChoice):
     text_field: str = "text"
     """The JSON key or column that holds a text."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks of lm-eval by name, which needs the package: pip install -e '.[eval]'."""
+    """Tasks by name: cloze, copying, demo (docs/evaluation.md), and those of lm-eval, which needs the package: pip
+    install -e '.[eval]'."""
     task_path: str | None = None
     """A directory with YAML files of further tasks."""
     num_fewshot: int | None = at_least_0(None)
@@ -168,25 +170,21 @@ def of_data(run: OpenRun) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return {"data": run.config.data, "documents": len(lines)} | result_of(nats, tokens, size), lines
 
 
-# ---- tasks of lm-eval -----------------------------------------------------------------------------------------------
+# ---- tasks ----------------------------------------------------------------------------------------------------------
 
 
 def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
-    """The results of tasks of lm-eval."""
-    config, model = run.config, run.language_model()
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import make_table
-
-    manager = TaskManager(include_path=config.task_path)
-    if unknown := [name for name in config.tasks if not manager.match_tasks([name])]:
-        raise ValueError(
-            f"lm-eval has no task {unknown[0]!r}. `lm-eval ls tasks` lists its own; task_path=<directory> adds others."
-        )
-    limits = {"num_fewshot": config.num_fewshot, "limit": config.limit}
-    found = lm_eval.simple_evaluate(model=model, tasks=list(config.tasks), task_manager=manager, **limits)
-    write_line(make_table(found))
-    return {name: found[name] for name in ("results", "versions", "n-samples")}
+    """The results of tasks."""
+    config = run.config
+    of_harness: Any = {"num_fewshot": config.num_fewshot, "task_path": config.task_path}
+    of_run = run.scorer(), run.weights, run.c
+    with jax.set_mesh(run.mesh):
+        found = evaluate_tasks(config.tasks, *of_run, config.limit, config.tokenizer, **of_harness)
+    if table := found.pop("table", None):
+        write_line(table)
+    for name in filter(TASKS.__contains__, config.tasks):
+        write_line("  ".join([f"{name:<14}", *(f"{metric} {x:.6f}" for metric, x in found["results"][name].items())]))
+    return found
 
 
 # ---- main -----------------------------------------------------------------------------------------------------------

@@ -193,6 +193,20 @@ def test_each_run_has_one_colour(tmp_path):
             assert trace.get("marker", trace["line"])["color"] == lines[i]["color"]
 
 
+def test_tasks_and_the_loss_of_the_average_are_drawn(tmp_path):
+    """A failed task is a note, and no curve."""
+    events = [{"event": "evals", "cloze/accuracy": 0.5}, {"event": "evals", "failed": "demo: ValueError: no digit"}]
+    write(tmp_path / "run", events=[*events, VALIDATION | {"average_loss": 1.25}])
+    c = compared(tmp_path, "run")
+    traces = {panel.title: panel.traces for panel in panels_of(c)}
+    (drawn,) = traces["cloze/accuracy"]
+    assert (list(drawn["y"]), list(drawn["meta"]["x"]["steps"])) == ([0.5], [3])
+    average = {trace["name"]: trace for trace in traces["Loss, nats a token"]}["validation of the average"]
+    assert list(average["y"]) == [1.25]
+    assert not {"failed", "unix_time", "evals"} & traces.keys()
+    assert "evaluations of tasks failed: 1, the last: demo: ValueError: no digit" in c.alone.notes
+
+
 def test_the_circle_of_a_validation_is_at_the_end_of_its_step(tmp_path):
     for name in "ab":
         write(tmp_path / name, seconds=2.0, events=[VALIDATION | {"step": 2}])

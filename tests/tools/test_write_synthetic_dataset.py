@@ -9,10 +9,10 @@ import pytest
 import zarr
 from numpy_checks import check_modules
 
-from shardwright.data import flat_tokens
+from shardwright.data import flat_tokens, synthetic
 from shardwright.tools import write_synthetic_dataset as tool
 
-check_modules(flat_tokens, tool)
+check_modules(flat_tokens, synthetic, tool)
 
 pytestmark = pytest.mark.quick
 
@@ -58,13 +58,13 @@ def test_size():
 
 def check_copy(data, step=1):
     n = (data.size - 1) // 2
-    assert data[n] == tool.SEPARATOR
+    assert data[n] == synthetic.SEPARATOR
     np.testing.assert_array_equal(data[n + 1 :], data[:n][::step])
     return data[:n]
 
 
 def check_copy_at(data):
-    distance, digits = int(data[0]) - tool.FIRST_DISTANCE, data[1:]
+    distance, digits = int(data[0]) - synthetic.FIRST_DISTANCE, data[1:]
     assert 1 <= distance <= 16
     np.testing.assert_array_equal(digits[distance:], digits[:-distance])
     return digits
@@ -77,16 +77,16 @@ def check_copy_at_unknown(data):
 
 def test_documents_are_their_tasks():
     checks = {
-        tool.COPY: check_copy,
-        tool.REVERSE: lambda data: check_copy(data, -1),
-        tool.COPY_AT: check_copy_at,
-        tool.COPY_AT_UNKNOWN: check_copy_at_unknown,
+        synthetic.COPY: check_copy,
+        synthetic.REVERSE: lambda data: check_copy(data, -1),
+        synthetic.COPY_AT: check_copy_at,
+        synthetic.COPY_AT_UNKNOWN: check_copy_at_unknown,
     }
-    by_task = {task: [] for task in [*checks, tool.GAUSSIANS]}
+    by_task = {task: [] for task in [*checks, synthetic.GAUSSIANS]}
     for document in documents(CHECKED_IN, "train"):
         by_task[int(document[0])].append(document[1:])
     for task, check in checks.items():
-        digits = np.concatenate([check(data) for data in by_task[task]]) - tool.FIRST_DIGIT
+        digits = np.concatenate([check(data) for data in by_task[task]]) - synthetic.FIRST_DIGIT
         np.testing.assert_allclose(np.bincount(digits, minlength=10) / digits.size, 0.1, atol=0.02)
     for task, some in by_task.items():
         lengths = {data.size for data in some}

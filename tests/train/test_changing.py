@@ -17,7 +17,7 @@ import yaml
 import zarr
 from huggingface_models import COMPARES, export, read, to_run
 from jax.sharding import AbstractMesh, AxisType
-from recipes import RECIPES, ROOT, SOURCE, changed, hunks, module_of
+from recipes import RECIPES, ROOT, SOURCE, changed, module_of
 from redrawn import redrawn
 from verifying import verify
 

@@ -20,6 +20,8 @@ _COLOURS += ("#875a00", "#c3004b", "#0f6978", "#784ba5", "#b496ff", "#4bb4e1")
 _DASHES = ("solid", "dot", "dashdot")
 """Dashes of the first twelve lines, of the next twelve, and so on."""
 LOG = {"type": "log", "tickformat": "~g"}
+_OF_EVENTS = "step", "event", "unix_time", "failed"
+"""Entries of the events `evals` that are not metrics."""
 _TRANSPARENT = "rgba(0,0,0,0)"
 _LAYOUT = {
     "margin": {"l": 52, "r": 14, "t": 28, "b": 42},
@@ -83,7 +85,7 @@ def line(i: int, y: Curve, name: str, width: float = 2, **others: object) -> dic
 
 def panels_of(c: Comparison) -> list[Panel]:
     """Makes all plots: losses, other metrics of each step, and the user's own metrics."""
-    circles = "" if c.alone else " (○ validation)"
+    circles = "" if c.alone else " (○ validation, ◇ of the average)"
     panels = [
         losses(c, Panel(f"Loss, nats a token{circles}", y=LOG, wide=True)),
         metric(c, Panel("Norm of the gradients", y=LOG), "grad_norm"),
@@ -92,6 +94,9 @@ def panels_of(c: Comparison) -> list[Panel]:
     ]
     own = {name for run in c.runs for name in run.metrics} - {*COMMON_METRICS}
     panels += [metric(c, Panel(shown(name)), name) for name in sorted(own)]
+    tasks = {name for run in c.runs for event in run.of_event("evals") for name in event} - {*_OF_EVENTS}
+    for name in sorted(tasks):
+        panels.append(at_events(c, Panel(shown(name)), "evals", name, shown(name), "circle", "lines+markers"))
     return [panel for panel in panels if panel.traces]
 
 
@@ -132,20 +137,25 @@ def metric(c: Comparison, panel: Panel, name: str) -> Panel:
 
 
 def losses(c: Comparison, panel: Panel) -> Panel:
-    """Adds training losses, and validation losses as circles, which have an x of their own on each axis."""
+    """Adds training losses, and validation losses as circles: those of the weights and of their average."""
     if c.alone and (forecast := forecast_in(c.alone)):
         add_band(c.alone, panel, forecast)
     metric(c, panel, "loss")
+    at_events(c, panel, "validation", "loss", "validation", "circle-open")
+    return at_events(c, panel, "validation", "average_loss", "validation of the average", "diamond-open")
+
+
+def at_events(c: Comparison, panel: Panel, event: str, name: str, what: str, symbol: str, mode="markers") -> Panel:
+    """Adds a number of events, such as validations, which have an x of their own on each axis."""
     for i, run in enumerate(c.runs):
-        validations = ((event["step"], number(event.get("loss"))) for event in run.of_event("validation"))
-        known = [(step, loss) for step, loss in validations if math.isfinite(loss)]
+        found = ((each["step"], number(each.get(name))) for each in run.of_event(event))
+        known = [(step, value) for step, value in found if math.isfinite(value)]
         if known and run.values:
             steps, values = np.array([known[k] for k in evenly(len(known), _POINTS)]).T
             places = np.minimum(np.searchsorted(run.step, steps), len(run.step) - 1)
             own = {"x": {name: curves[i][places] for name, curves in _axes(c).items()}}
-            marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if c.alone else i), "line": {"width": 2}}
-            name = _name(c, i, "validation")
-            panel.traces.append(line(i, values, name, mode="markers", marker=marker, meta=own))
+            marker = {"symbol": symbol, "size": 8, "color": colour(1 if c.alone and mode == "markers" else i), "line": {"width": 2}}
+            panel.traces.append(line(i, values, _name(c, i, what), mode=mode, marker=marker, meta=own))
     return panel
 
 

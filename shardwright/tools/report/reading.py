@@ -117,6 +117,8 @@ def read_run(directory: Path) -> Run:
         notes.append(f"unfinished: {int(step[-1]):,} of {run.total_steps:,} steps")
     if failed := run.of_event("validation_failed"):
         notes.append(f"validations failed: {len(failed)}, the last: {failed[-1].get('why')}")
+    if failed := [event["failed"] for event in run.of_event("evals") if "failed" in event]:
+        notes.append(f"evaluations of tasks failed: {len(failed)}, the last: {failed[-1]}")
     if (bad := step[~np.isfinite(metrics["loss"])]).size:
         notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]):,}")
     return run

@@ -97,7 +97,7 @@ def microscope(run: Run) -> dict[str, Any] | None:
 
 def events(run: Run) -> dict[str, Any] | None:
     """Lists events such as skipped steps, spikes, changes and restarts."""
-    of_others = ("validation", "memory", "step_bubble", "sample", "microscope", "start", "compiled")
+    of_others = ("validation", "memory", "step_bubble", "sample", "microscope", "start", "compiled", "evals")
     found = [event for event in run.events if event["event"] not in of_others and event.get("state") != "finished"]
     found += [{"step": done, "event": "resumed"} for done in run.starts if done]
     found.sort(key=lambda event: event["step"])
