@@ -395,6 +395,7 @@ class State(Generic[W]):
     weights: W
     adam_mu: shardtypes.Subset[W]  # momentum of matrices under Muon; None for frozen weights
     adam_nu: shardtypes.Subset[W]  # None for matrices under Muon and for frozen weights
+    average: W | None = None  # of the weights after earlier steps, by training.eval_average
 
 
 @typed
@@ -448,7 +449,7 @@ def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: objec
     rate = rates.learning_rate(step, c.optimizer)
     for optimizer in rates.algorithms(c.optimizer, OPTIMIZERS).values():
         state = optimizer(state, g, step, rate, c.optimizer, updates)
-    return state, norm, rate
+    return rates.averaged(state, step, c.training), norm, rate
 
 
 # ---- training step ----------------------------------------------------------------------------------------------
@@ -470,7 +471,7 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model, OPTIMIZERS)
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if rates.has_nu(u) else None, updates, weights)
-    return State(weights, mu, nu)
+    return State(weights, mu, nu, average=jax.tree.map(jnp.copy, weights) if c.training.eval_average else None)
 
 
 def make_training_step(c: Config, model: LanguageModel):

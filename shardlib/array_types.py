@@ -234,9 +234,9 @@ def _choose(t, chosen: dict):
 
 
 def _class_for(variable: typing.TypeVar, value, path: str):
-    """Binds a TypeVar to the class of `value`, which must be the same throughout a call."""
-    found = type(value)
-    known = current_scope().classes.get(variable, found)
+    """Binds a TypeVar to the class of `value`, which must be the same throughout a call. An absent part has it too."""
+    known = current_scope().classes.get(variable, type(value))
+    found = known if value is ABSENT else type(value)
     if known is not found or not (dataclasses.is_dataclass(found) and is_typed(found)):
         wanted = "a dataclass of arrays" if known is found else known.__name__
         shown = "of no class" if value is ABSENT else f"of class {found.__name__}"

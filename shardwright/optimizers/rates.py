@@ -30,6 +30,21 @@ def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
     return c.learning_rate * jnp.where(step < c.warmup_steps, step / max(c.warmup_steps, 1), decay)
 
 
+def averaged(state: Any, step: i32[""], c: Any) -> Any:
+    """Adds the weights after a step, counted from 0, to their average in a train.State, by training.eval_average.
+
+    ema begins as the mean of all weights, so that the initial ones have no share in it.
+    """
+    if state.average is None:
+        return state
+    if c.eval_average == "uniform":
+        share = 1 / jnp.float32(step % c.average_steps + 1)
+    else:
+        share = jnp.maximum(1 - 0.5 ** (1 / c.average_steps), 1 / jnp.float32(step + 1))
+    average = jax.tree.map(lambda old, w: (1 - share) * old + share * w, state.average, state.weights)
+    return dataclasses.replace(state, average=average)
+
+
 T = TypeVar("T")
 FROZEN = "frozen"
 """Algorithm of a weight that is not updated."""

@@ -122,6 +122,19 @@ class TrainingConfig:
     """Steps between evaluations. The last step is always followed by one. Null: only that."""
     eval_epochs: float | None = above_0(None)
     """Passes over the dataset between evaluations, in addition to eval_interval. Null: none."""
+    eval_average: str | None = None
+    """Also keeps and evaluates an average of the weights, which estimates the loss of a decayed learning rate without
+    decaying it: one more f32 copy, in checkpoints too. ema: an exponential moving average. uniform: the mean over the
+    steps since the last multiple of average_steps. Null: none (docs/evaluation.md)."""
+    average_steps: int = at_least_1(100)
+    """Half-life of the ema, or length of the uniform average, in steps."""
+    evals: list[str] = dataclasses.field(default_factory=list)
+    """Tasks to evaluate during training: cloze, copying, demo, which need no download, or tasks of lm-eval, which must
+    be installed (docs/evaluation.md)."""
+    evals_interval: int | None = at_least_1(None)
+    """Steps between evaluations of `evals`, also after the last. Null: with each validation."""
+    evals_limit: int | None = at_least_1(100)
+    """Most questions of each of `evals`. Null: all that lm-eval has, 1000 of the others."""
     sample_interval: int | None = at_least_1(None)
     """Steps between samples, texts that the model generates into samples.jsonl; also before the first step and after
     the last. Null: none."""
@@ -272,6 +285,8 @@ def check_config(c: Config) -> None:
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.context", c.training.context, tuple(x for x in STRATEGIES if x != "whole"))
     check_choice("training.save", c.training.save, tuple(KEPT))
+    if c.training.eval_average is not None:
+        check_choice("training.eval_average", c.training.eval_average, ("ema", "uniform"))
     lengths = {name: getattr(c.training, name) for name in ("steps", "tokens", "epochs")}
     given = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]
     if len(given) > 1:

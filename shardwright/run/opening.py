@@ -102,6 +102,8 @@ class CheckpointChoice:
     """Directory or URL of a run, or of one of its checkpoints."""
     step: int | None = within(0, 2**31, None)
     """Step of the checkpoint; null: the last one."""
+    average: bool = False
+    """Takes the average of the weights that training.eval_average kept instead of the weights."""
     other_source: bool = False
     """Allows source that computes something else than the source that made the checkpoint."""
     trust: bool = False
@@ -121,18 +123,23 @@ class SavedRun:
     metadata: dict[str, Any]
     c: run_config.Config
 
-    def read_weights(self, model: LanguageModel, other_source: bool, write_line: Write) -> tuple[Any, Any]:
-        """Reads the weights, sharded as in training on the current mesh. Also returns the hashes of the source.
+    def read_weights(
+        self, model: LanguageModel, other_source: bool, write_line: Write, average: bool = False
+    ) -> tuple[Any, Any]:
+        """Reads the weights, or their average, sharded as in training on the current mesh; and the source's hashes.
 
         Reports with `write_line` how the source differs from that of the checkpoint, and weights that are not finite.
-        Raises ValueError if the source computes something else, unless `other_source`.
+        Raises ValueError if the source computes something else, unless `other_source`, or if no average was kept.
         """
+        if average and not self.c.training.eval_average:
+            raise ValueError("average is true, but the run kept none (training.eval_average). Leave out average=true.")
         now = provenance_of(trace_step(self.c, model))
         allow = None if other_source else "other_source=true"
         if differs := compare_source(self.metadata.get("provenance"), now, ("evaluation",), allow):
             write_line(shown(f"source      {differs}"))
         like = sharded(model.Weights, shapes_of(model.table))
-        weights = self.checkpoints.restore(self.step, {"weights": like})["weights"]
+        part = "average" if average else "weights"
+        weights = self.checkpoints.restore(self.step, {part: like})[part]
         if odd := [name for name, is_finite in named_leaves(are_finite(weights)).items() if not is_finite]:
             write_line(shown(f"WARNING     {odd[0]} is not finite: texts and losses of these weights are meaningless"))
         return weights, now["source"]
@@ -271,6 +278,8 @@ def fresh_state(step: Step, record: dict[str, Any] | None = None) -> Any:
     if c.training.init_from is not None:
         orders = stack_orders(placement_of(c, step.model), type(state), state)
         state.weights, did = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)
+        if c.training.eval_average:
+            state.average = jax.tree.map(jnp.copy, state.weights)
         if record is not None:
             record["init_from"] = did
     return state

@@ -167,6 +167,8 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
         f"training.{name}"
         for name in ("batch_size", "seq_len", "seed", "compute_dtype", "reduce_dtype", "document_mask", "fp8")
     )
+    if saved["training"].get("eval_average") or current["training"]["eval_average"]:
+        training += ("training.eval_average", "training.average_steps")
     # A resumed run does not read init_from, whose directory may be gone, so it may be omitted but not changed.
     training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
     return ("model", "optimizer", *data, *training)

@@ -179,11 +179,11 @@ class Run(Schedule):
         is_last = self.is_over or self.stopped_by is not None
         self._keeper.save(done, state, metadata, journal.settle, journal.replay_of(done), is_last)
 
-    def validate(self, evaluation_step: Callable[..., Any], weights: object) -> None:
-        """Logs the validation loss, or why there is none. Does nothing if training.eval_batches is 0."""
+    def validate(self, evaluation_step: Callable[..., Any], weights: object, average: object = None) -> None:
+        """Logs the loss of weights and of their average, or why there is none. Nothing if eval_batches is 0."""
         if self.validation:
             self._journal.log.flush()  # the steps before end here
-            self.log_event(*self.evaluated(evaluation_step, weights))
+            self.log_event(*self.evaluated(evaluation_step, weights, average))
 
     def log_event(self, event: str, values: object) -> None:
         """Logs an event after the steps done so far, as RunLog.log_event does."""

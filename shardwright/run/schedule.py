@@ -97,11 +97,16 @@ class Schedule:
         """Computes Speed.tokens_before: tokens of the steps before the start, minus those at the current batch size."""
         return tokens_before(self.whole, self.start) - self.start * self.loader.tokens_per_batch
 
-    def evaluated(self, evaluation_step: Callable[..., Any], weights: object) -> tuple[str, dict[str, Any]]:
-        """Evaluates on the validation split. Returns the name and values of the event, which may be a failure."""
+    def evaluated(
+        self, evaluation_step: Callable[..., Any], weights: object, average: object = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Evaluates weights, and their average if kept. Returns the event, which may be a failure, and its values."""
         alone = () if jax.process_count() > 1 else (RuntimeError,)  # only the others are raised in all processes
         try:
-            return "validation", evaluate(evaluation_step, weights, self.validation, self.c.training.eval_batches)
+            of = lambda w: evaluate(evaluation_step, w, self.validation, self.c.training.eval_batches)
+            found, of_average = of(weights), {} if average is None else of(average)
+            losses = {f"average_{name}": of_average[name] for name in ("loss", "bits_per_byte") if name in of_average}
+            return "validation", found | losses
         except (OSError, ValueError, *alone) as error:  # keep training, so that the work is saved
             return "validation_failed", {"why": in_a_line(error)}
 

@@ -89,7 +89,7 @@ class OpenRun:
             self.config, self.c, self.step = config, saved.c, saved.step
             self.mesh, self.model = opening.mesh_for(_choice(config), self.c), load_model(self.c.model)
             with jax.set_mesh(self.mesh):
-                found = saved.read_weights(self.model, config.other_source, write_line)
+                found = saved.read_weights(self.model, config.other_source, write_line, config.average)
                 self.weights, self.source = found
                 if why := check_causal(trace_step(self.c, self.model), self.source):
                     write_line(f"not proved that a position sees no later token: {why}")
@@ -208,6 +208,7 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
     else:
         result = of_tasks(run, write_line) if config.tasks else own_validation(run, write_line)
     about = {"run": config.run, "step": run.step, "mesh": dict(run.mesh.shape)}
+    about |= {"average": run.c.training.eval_average} if config.average else {}
     about["compute_dtype"] = run.c.training.compute_dtype
     if config.out is not None:
         written = (json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in (*lines, about | result))

@@ -121,7 +121,7 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
         c.model.check(context)
         with jax.set_mesh(mesh_for(config.mesh, c)):
             model = load_model(c.model)
-            weights, source = saved.read_weights(model, config.other_source, say)
+            weights, source = saved.read_weights(model, config.other_source, say, config.average)
             if config.context and getattr(c.model, "rope_scaling", None):
                 scaling = dataclasses.replace(c.model.rope_scaling, length=config.context)
                 model = load_model(dataclasses.replace(c.model, rope_scaling=scaling))

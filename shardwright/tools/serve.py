@@ -78,7 +78,7 @@ class Model:
                 self._any = None
             self.c, self.model = saved.c, load_model(saved.c.model)
             self.tokenizer = tokenizer_of_run(saved.c.data, self.config.tokenizer)
-            self.weights, self.source = saved.read_weights(self.model, self.config.other_source, print)
+            self.weights, self.source = saved.read_weights(self.model, self.config.other_source, print, self.config.average)
             self.step, self.metadata = saved.step, saved.metadata
 
     def _sampler(self, temperature: float, min_p: float) -> Sampler:

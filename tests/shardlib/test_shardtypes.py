@@ -240,6 +240,28 @@ def test_a_generic_dataclass_is_checked_as_what_it_holds(mesh, second):
     assert (make_shardings(Moments[TwoWeights], like=out).second.b is None) == (not second)
 
 
+@pytree_dataclass
+class Averaged(Generic[W]):
+    weights: W
+    average: W | None = None
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_an_optional_part_of_the_same_class_may_be_absent(mesh, average):
+    @typed
+    def halved(state: Averaged[W]) -> Averaged[W]:
+        return jax.tree.map(lambda x: x / 2, state)
+
+    @typed_shard_map
+    def step(state: Averaged[TwoWeights]) -> Averaged[TwoWeights]:
+        return halved(state)
+
+    weights = moments().weights
+    out = jax.jit(step)(Averaged(weights, weights if average else None))
+    np.testing.assert_array_equal(out.weights.a, np.ones(8) / 2)
+    assert (out.average is None) == (not average)
+
+
 # ---- typed ------------------------------------------------------------------------------------------------------
 
 
