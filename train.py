@@ -541,8 +541,8 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
             run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
             texts.write(state.weights)  # where training.sample_interval or training.evals_interval is due
             if run.due(t.eval_interval, t.eval_epochs):
-                run.validate(evaluation_step, state.weights)
-            if run.due(t.checkpoint_interval) or run.stopped_by:
+                run.validate(evaluation_step, state.weights, state.average)
+            if run.due(t.checkpoint_interval) or run.due(t.export_interval) or run.stopped_by:
                 run.save(state)  # after what is logged of these steps, which a run resumed from here does not log again
         return run.end()
 

@@ -17,15 +17,21 @@ TIMEOUT_S = 600.0
 T = TypeVar("T")
 
 
-def run_at_low_priority(module: str, *arguments: object, directory: Path | None = None) -> str:
+def run_at_low_priority(
+    module: str,
+    *arguments: object,
+    directory: Path | None = None,
+    own_modules: bool = False,
+    timeout: float = TIMEOUT_S,
+) -> str:
     """Runs `python -m <module>` at the lowest priority and returns its stdout.
 
-    `directory` is its working directory; None: ours. Raises RuntimeError with the last line of its stderr if it fails,
-    or if it takes longer than TIMEOUT_S.
+    `directory` is its working directory; None: ours. With `own_modules` it imports modules from there. Raises
+    RuntimeError with the last line of its stderr if it fails, or if it takes longer than `timeout` seconds.
     """
     nice = ["nice", "-n", "19"] if shutil.which("nice") else []
     # -P keeps the working directory, which may contain a json.py, off sys.path.
-    command = [*nice, sys.executable, "-P", "-m", module, *map(str, arguments)]
+    command = [*nice, sys.executable, *([] if own_modules else ["-P"]), "-m", module, *map(str, arguments)]
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     paths = os.pathsep.join([str(_ROOT), *map(os.path.abspath, given)])
     options = {"stdin": subprocess.DEVNULL, "env": os.environ | {"PYTHONPATH": paths}}
@@ -33,9 +39,9 @@ def run_at_low_priority(module: str, *arguments: object, directory: Path | None 
     # (sched(7), autogroup).
     options["process_group"] = 0
     try:
-        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, cwd=directory, **options)
+        done = subprocess.run(command, capture_output=True, timeout=timeout, cwd=directory, **options)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"it took longer than {TIMEOUT_S:g} s") from None
+        raise RuntimeError(f"it took longer than {timeout:g} s") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"{module} ended with exit code {done.returncode}")

@@ -74,7 +74,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.store = Store(place)
         self._keep = keep
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._saving: concurrent.futures.Future | None = None
+        self.saving: concurrent.futures.Future | None = None
+        """The save in progress; None if there is none, or it was waited for."""
         self.rotates = True
         """True if completing a checkpoint removes all but the latest `keep`."""
         self._owner: bytes | None = None
@@ -141,16 +142,16 @@ class Checkpointer(contextlib.AbstractContextManager):
             agreed(lambda: self._make_room(step, again) if jax.process_index() == 0 else None)
             check()
         except OSError as error:
-            self._saving = self._executor.submit(self._fail, step, error)
+            self.saving = self._executor.submit(self._fail, step, error)
             return
         arrays = copy_to_host(leaves, orders)
-        self._saving = self._executor.submit(self._write, step, arrays, metadata)
+        self.saving = self._executor.submit(self._write, step, arrays, metadata)
 
     @pause("waiting for a checkpoint to be written")
     def wait(self) -> None:
         """Waits for the save in progress. Raises OSError if it failed."""
-        if self._saving is not None:
-            saving, self._saving = self._saving, None
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
             saving.result()
 
     def close(self) -> None:

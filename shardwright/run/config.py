@@ -161,6 +161,9 @@ class TrainingConfig:
     """Steps between checkpoints. One is also saved after the last step."""
     keep_checkpoints: int | None = at_least_1(3)
     """Number of latest checkpoints to keep, at least 1; null: all."""
+    export_interval: int | None = at_least_1(None)
+    """Steps between exports to Hugging Face format, in exports/ of the run's directory, also after the last step; each
+    comes with a checkpoint, and none is removed (docs/huggingface.md). Null: none."""
     report: bool = True
     """Keeps report.html in the run's directory up to date during training: at most once a minute, in at most a
     thirtieth of the time (shardwright/run/page.py)."""
@@ -282,11 +285,11 @@ def check_config(c: Config) -> None:
     check_choice("training.gather_weights", c.training.gather_weights, ("auto", "layer", "step"))
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.reduce_dtype", c.training.reduce_dtype, ("compute", "f32"))
+    if c.training.eval_average is not None:
+        check_choice("training.eval_average", c.training.eval_average, ("ema", "uniform"))
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.context", c.training.context, tuple(x for x in STRATEGIES if x != "whole"))
     check_choice("training.save", c.training.save, tuple(KEPT))
-    if c.training.eval_average is not None:
-        check_choice("training.eval_average", c.training.eval_average, ("ema", "uniform"))
     lengths = {name: getattr(c.training, name) for name in ("steps", "tokens", "epochs")}
     given = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]
     if len(given) > 1:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shardwright.modeling.model import COMPUTE_DTYPES
-from shardwright.run.background import in_background
+from shardwright.run.background import FAILURES, in_background, run_at_low_priority
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.changes import tokens_before
 from shardwright.run.compiling import compile_step, seconds_shown
-from shardwright.run.directory import override
+from shardwright.run.directory import override, quoted
 from shardwright.run.files import duration
 from shardwright.run.flops import peak_flops, speed_of
 from shardwright.run.forecast import PARTS, Bound, Watch
@@ -32,6 +33,8 @@ from shardwright.run.trackers import tracked
 if TYPE_CHECKING:
     from shardwright.run.run import Run
 
+EXPORT_S = 4 * 3600.0
+"""Seconds until an export is stopped."""
 DRAWN_AFTER = 6
 """Steps of this process before the compiled step is drawn: after the profiled steps."""
 
@@ -58,6 +61,7 @@ class Journal(contextlib.ExitStack):
             )
         self._page, self._hlo = Page(run.directory, t.report), None
         self._drawing: concurrent.futures.Future[str] | None = None
+        self._exported: concurrent.futures.Future[None] | None = None
         self._loss: jax.Array | Any = None
         self._peak = peak_flops([*jax.sharding.get_mesh().devices.flat], COMPUTE_DTYPES[t.compute_dtype])
 
@@ -125,13 +129,40 @@ class Journal(contextlib.ExitStack):
         if self._hlo and self._drawing is None and late:
             self._drawing = in_background(self._examine.draw_step, self._hlo)
 
+    def export(self, step: int, checkpoint: str, saving: concurrent.futures.Future | None) -> None:
+        """Exports a checkpoint, a path or URL, to `<directory>/exports/<step>`, once it and earlier exports are done.
+
+        Does not wait. An export is complete or missing; a failure is printed and logged, and training continues.
+        """
+        output, before = self._directory / f"exports/{step:010}", filter(None, (saving, self._exported))
+        given = f"run={quoted(checkpoint)}", f"output={quoted(str(output))}", "trust=true"
+
+        def make_export() -> None:
+            concurrent.futures.wait(before)
+            shutil.rmtree(output, ignore_errors=True)  # of an earlier start, which this one repeats
+            module = "shardwright.tools.checkpoint_to_huggingface"
+            try:
+                run_at_low_priority(module, *given, own_modules=True, timeout=EXPORT_S)
+            except FAILURES as error:
+                reason = str(error).removeprefix("Error: ")
+                log(f"WARNING    no export of step {step}: {reason} Training continues.")
+                self.log.add_event(step - 1, "export_failed", {"why": reason})
+            else:
+                log(f"exported   {output}")
+                self.log.add_event(step - 1, "export", {"path": str(output)})
+
+        if jax.process_index() == 0:
+            self._exported = in_background(make_export)
+
     def settle(self) -> tuple[dict[str, Any], bool]:
         """Syncs the log before a checkpoint completes. Returns the state of SkippedSteps and whether to rotate.
 
-        After a skipped step older checkpoints are kept, because the cause may be in the newest already.
+        After a skipped step older checkpoints are kept, because the cause may be in the newest already; and while one
+        of them is exported.
         """
         agreed(self.log.sync)
-        return self.skips.state(), not self.skips.in_a_row
+        exports = self._exported is not None and not self._exported.done()
+        return self.skips.state(), not (self.skips.in_a_row or exports)
 
     def replay_of(self, step: int) -> str:
         """Returns the command that replays a step, by its number, from 1."""
@@ -165,7 +196,9 @@ class Journal(contextlib.ExitStack):
         return self._loss is None
 
     def wait(self) -> None:
-        """Waits for the profile and the picture."""
+        """Waits for the exports, the profile and the picture."""
+        if self._exported:
+            self._exported.result()
         self._profiler.close()
         if self._drawing:
             self._drawing.exception()  # waits: a signal until then still stops the run

@@ -14,6 +14,7 @@ from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
 from shardwright.data.loader import TokenBatch, prefetch
 from shardwright.modeling.model import LanguageModel
+from shardwright.run.checkpoint_arrays import directory_of
 from shardwright.run.config import Config
 from shardwright.run.journal import Journal
 from shardwright.run.keeping import Keeper
@@ -178,6 +179,9 @@ class Run(Schedule):
         metadata = {"loader": self.loader.state(self.batch_of(done - 1) + 1), "provenance": self.provenance}
         is_last = self.is_over or self.stopped_by is not None
         self._keeper.save(done, state, metadata, journal.settle, journal.replay_of(done), is_last)
+        interval, checkpoints = self.c.training.export_interval, self._keeper.checkpoints
+        if interval is not None and self.due(interval):
+            journal.export(done, f"{checkpoints.store.url}/{directory_of(done)}", checkpoints.saving)
 
     def validate(self, evaluation_step: Callable[..., Any], weights: object, average: object = None) -> None:
         """Logs the loss of weights and of their average, or why there is none. Nothing if eval_batches is 0."""

@@ -1,0 +1,73 @@
+"""training.export_interval: when a run exports, what it gives the exporter, and what a failure does."""
+
+import concurrent.futures
+import dataclasses
+import importlib
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+import tiny
+
+import train
+from shardwright.modeling.model import load_model
+from shardwright.run import journal
+
+
+def exported(monkeypatch, directory, run_program, steps):
+    """The events of a journal that exports the checkpoints of these steps, one after another."""
+    events = []
+    log = SimpleNamespace(add_event=lambda step, event, values: events.append((step + 1, event, values)))
+    self: Any = SimpleNamespace(_directory=directory, _exported=None, log=log)
+    monkeypatch.setattr(journal, "run_at_low_priority", run_program)
+    for step in steps:
+        journal.Journal.export(self, step, f"here/{step}", None)
+    self._exported.result()
+    return events
+
+
+@pytest.mark.quick
+def test_a_failed_export_is_a_warning_and_an_event(tmp_path, monkeypatch, capsys):
+    def failing(module, *arguments, **options):
+        assert module == "shardwright.tools.checkpoint_to_huggingface"
+        if "here/1" in arguments[0]:
+            raise RuntimeError("Error: no such model.")
+
+    events = exported(monkeypatch, tmp_path, failing, [1, 2])
+    assert events == [
+        (1, "export_failed", {"why": "no such model."}),
+        (2, "export", {"path": str(tmp_path / "exports/0000000002")}),
+    ]
+    assert "WARNING    no export of step 1: no such model. Training continues." in capsys.readouterr().out
+
+
+@pytest.mark.quick
+def test_exports_wait_for_their_checkpoint_and_for_each_other(tmp_path, monkeypatch):
+    order, saving = [], concurrent.futures.Future()
+    monkeypatch.setattr(journal, "run_at_low_priority", lambda module, run, *_, **options: order.append(run))
+    log = SimpleNamespace(add_event=lambda *_: None)
+    self: Any = SimpleNamespace(_directory=tmp_path, _exported=None, log=log)
+    journal.Journal.export(self, 1, "one", saving)
+    journal.Journal.export(self, 2, "two", None)
+    assert not concurrent.futures.wait([self._exported], timeout=0.2).done
+    saving.set_result(None)
+    self._exported.result(timeout=10)
+    assert ["one" in order[0], "two" in order[1]] == [True, True]
+
+
+@pytest.mark.long
+def test_a_run_exports_what_transformers_opens(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="exports are opened with transformers")
+    importlib.import_module("torch")
+    c = tiny.config(tiny.model(vocab=1280, layers=1), checkpoint_interval=3, export_interval=2, eval_batches=0)
+    c.data.filespec, c.training = "synthetic_dataset.zarr", dataclasses.replace(c.training, steps=5)
+    with jax.set_mesh(tiny.mesh("d=8")):
+        train.train(c, load_model(c.model), tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run/exports").iterdir()) == [f"{n:010}" for n in (2, 4, 5)]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("0*"))[-1] == f"{5:010}"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/0000000004")
+    assert model.config.shardwright["step"] == 4
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert sorted(line["step"] for line in lines if line.get("event") == "export") == [2, 4, 5]
