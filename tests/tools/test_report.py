@@ -200,7 +200,7 @@ def test_tasks_and_the_loss_of_the_average_are_drawn(tmp_path):
     c = compared(tmp_path, "run")
     traces = {panel.title: panel.traces for panel in panels_of(c)}
     (drawn,) = traces["cloze/accuracy"]
-    assert (list(drawn["y"]), list(drawn["meta"]["x"]["steps"])) == ([0.5], [3])
+    assert (list(drawn["y"]), list(drawn["meta"]["x"]["steps"])) == ([0.5], [4])
     average = {trace["name"]: trace for trace in traces["Loss, nats a token"]}["validation of the average"]
     assert list(average["y"]) == [1.25]
     assert not {"failed", "unix_time", "evals"} & traces.keys()
