@@ -132,6 +132,6 @@ class TrainingTexts:
         begins = run.done == run.start
         if self._samples and (run.start == 0 if begins else run.due(t.sample_interval)):
             self._samples.write(weights)
-        intervals = (t.evals_interval,) if t.evals_interval else (t.eval_interval, t.eval_epochs)
-        if self._tasks and not begins and run.due(*intervals):
+        epochs = None if t.evals_interval else t.eval_epochs
+        if self._tasks and not begins and run.due(t.evals_interval or t.eval_interval, epochs):
             self._tasks.write(weights)
