@@ -337,7 +337,8 @@ class Equation:
 
     def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
         """The calls that led to the equation, where a size on which it depends may come from, its operands' types."""
-        pairs, found = zip(self.ins, self.eqn.invars, strict=True), self.line()
+        # Of a conditional outside jax.shard_map, the facts about its operands are not known.
+        pairs, found = zip(self.ins, self.eqn.invars, strict=bool(self.ins)), self.line()
         # Code that a model calls did not change, so the line to change is one that calls it. In the model's own file it
         # may be either.
         callers = callers_text(self.eqn, found[0] if found and not is_helper(found[0]) else None)

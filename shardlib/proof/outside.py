@@ -6,12 +6,15 @@ what a backward pass needs this way, stacked along dim 0 over all axes.
 """
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from shardlib.equations import IDENTITIES, Eqn, body_of, called, equations_in, jaxprs_of, shape_of, split_scan
@@ -153,7 +156,7 @@ class _Outside:
     def _constant(self, var: Any, here: Any, there: Any, body: Any) -> _Passed | None:
         """An array that was made outside of the program."""
         value = read_array(here, there)
-        if not value.unprovable and value.ratio == 1.0:
+        if not value.unprovable and value.ratio == 1.0 and here.shape == there.shape:
             return None
         text = f"an array that was made outside of the program depends on the mesh: {here.dtype}{list(here.shape)}"
         use = use_of(var, body)
@@ -168,7 +171,9 @@ class _Outside:
         numbers = (self._number(eqn),) if _numbers(eqn) != _numbers(twin) else ()
         blank = Value((UNIFORM,) * len(shape_of(eqn.outvars[0])) if eqn.outvars else ())
         # With check_vma=False, JAX divides a gradient by the number of devices that take it, and sums it inside.
-        if name == "div" and ins[0] is None and ins[1] and ins[1].spec is None and ins[1].value.ratio > 0:
+        is_number = lambda x: x.spec is None and x.value.is_constant and x.value.ratio > 0
+        is_exact = lambda x: not jnp.issubdtype(x.aval.dtype, jnp.inexact)  # then a quotient is rounded
+        if name == "div" and ins[0] is None and ins[1] and is_number(ins[1]) and not is_exact(eqn.outvars[0]):
             made, ratio = Equation(eqn, ins=[blank, ins[1].value]), near(1 / ins[1].value.ratio)
             return [_Passed(dataclasses.replace(blank, ratio=ratio, scaled=made), suspects=ins[1].suspects)]
         # A branch of a cond returns zeros in place of what another branch keeps.
@@ -269,7 +274,9 @@ def _in_turns(x: _Passed, dims: tuple, spec: Sharding | None) -> _Passed | None:
 
 def _either(eqn: Eqn, a: _Passed | None, b: _Passed | None) -> _Passed | None:
     """What is known of a result of a conditional from those of two branches."""
-    if a is None or b is None or len({x.spec for x in (a, b)} - {None}) != 1:
+    # Facts about a whole value do not say how its dims are cut, which does not matter for zeros.
+    is_known = lambda x: x.spec is not None or x.value.is_zero
+    if a is None or b is None or not (is_known(a) and is_known(b)) or len({a.spec, b.spec} - {None}) != 1:
         _use([a, b])
         return None
     x = a if b.spec is None else b
@@ -279,8 +286,8 @@ def _either(eqn: Eqn, a: _Passed | None, b: _Passed | None) -> _Passed | None:
 
 
 def _numbers(eqn: Eqn) -> dict:
-    """The parameters of an equation that consist of numbers."""
-    is_number = lambda x: isinstance(x, int | float)
+    """The parameters of an equation that consist of numbers, dtypes and choices."""
+    is_number = lambda x: isinstance(x, int | float | np.dtype | enum.Enum)
     return {name: value for name, value in eqn.params.items() if jax.tree.all(jax.tree.map(is_number, value))}
 
 

@@ -140,6 +140,28 @@ def devices():
     return jax.sharding.get_abstract_mesh().size
 
 
+def array(make):
+    """An array that NumPy makes for the number of devices."""
+    return jnp.asarray(make(devices()).astype(np.float32))
+
+
+def swapped(x):
+    kept, whole = KEPT(x), mapped(lambda x: vary(lax.psum(x, ("d", "t")).sum()[None]), BLOCKS, STACKED)(x)
+    pair = lax.cond(x.sum() > 0, lambda *pair: pair, lambda *pair: pair[::-1], kept, whole)
+    return mapped(lambda kept, _: total(kept), (STACKED, STACKED), P())(*pair)
+
+
+def mean_of_rows(x):
+    return lax.pcast(jnp.broadcast_to(lax.psum(x.sum(), "d") / lax.axis_size("d"), x.shape), "d", to="varying")
+
+
+def part_or_rows(x):
+    of_all = jax.sharding.get_abstract_mesh().shape["d"]
+    chosen = lax.cond(x.sum() > 0, lambda x: x / of_all, mapped(mean_of_rows, P("d"), P("d")), x)
+    return mapped(lambda x: lax.psum(x, "d")[0], P("d"), P())(chosen)
+
+
+vary = functools.partial(lax.pcast, axis_name=("d", "t"), to="varying")
 scaled = mapped(lambda x, scale: x * scale, (BLOCKS, P()), BLOCKS)
 KEPT = mapped(sum_of_block, BLOCKS, STACKED)
 CLAIMED = mapped(lambda x: x.sum(), BLOCKS, P(), check_vma=False)
@@ -169,6 +191,29 @@ PASSED = {  # a function, and what is wrong
     "a part that is not": (
         lambda x: mapped(jnp.sin, P(), P())(x.sum() / devices()),
         "a number that depends on the mesh",
+    ),
+    "a rounded part": (
+        lambda x: summed_up(lax.div(x.astype(jnp.int32), jax.sharding.get_abstract_mesh().shape["d"])),
+        "a number outside of jax.shard_map depends",
+    ),
+    "a part by numbers": (
+        lambda x: mapped(jnp.sin, BLOCKS, BLOCKS)(x / array(lambda n: np.arange(1, 129).reshape(8, 16) ** n)),
+        "an array that was made outside of the program depends",
+    ),
+    "a part or rows": (part_or_rows, "depends on the mesh"),
+    "either of two": (swapped, "cond: a partial sum over d, t is combined"),
+    "ones for each device": (lambda x: scaled(x, jnp.sum(array(np.ones))), "an array that was made outside"),
+    "ones for each device, inside": (
+        lambda x: mapped(lambda x, ones: x * jnp.sum(ones), (BLOCKS, P()), BLOCKS)(x, array(np.ones)),
+        "number that depends on the mesh",
+    ),
+    "ones for each row of a block": (
+        lambda x: mapped(lambda x: x / jnp.sum(jnp.asarray(np.ones(x.shape[0]))), BLOCKS, BLOCKS)(x),
+        "number that depends on the mesh",
+    ),
+    "another dtype": (
+        lambda x: mapped(jnp.sin, BLOCKS, BLOCKS)(x).astype(jnp.int8 if devices() == 1 else jnp.int16),
+        "a number outside of jax.shard_map depends",
     ),
     "a part as a result": (lambda x: x.sum() / devices(), "a number outside of jax.shard_map depends"),
 }
