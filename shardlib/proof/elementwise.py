@@ -140,6 +140,7 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
     """The axes over which the result is a partial sum, and its ratio."""
     name, kind = eq.name, eq.result_type()
     is_quotient = name == "div" and not is_integer(kind)
+    ins = eq.parts(ins) if name in ADDITIONS else ins
     partial, ratios = frozenset(), [v.ratio for v in ins]
     if (name == "mul" and not (ins[0].partial and ins[1].partial)) or (is_quotient and not ins[1].partial):
         partial = ins[0].partial | ins[1].partial

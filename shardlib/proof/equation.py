@@ -275,6 +275,23 @@ class Equation:
         """The dims of operands of one shape."""
         return tuple(self.joined_dim(i, dims) for i, dims in enumerate(zip(*(v.dims for v in values), strict=True)))
 
+    def parts(self, values: list[Value]) -> list[Value]:
+        """Takes a value of which each of n devices counts 1/n for a partial sum, if another one is a partial sum.
+
+        With check_vma=False, the gradient of what all devices have is such a value.
+        """
+        first = max(values, key=lambda value: len(value.partial))
+
+        def part(value: Value) -> Value:
+            axes = first.partial - value.partial
+            ratio = value.ratio * devices(self.twin_sizes, axes) / devices(self.sizes, axes)
+            is_part = math.isclose(ratio, first.ratio, rel_tol=ROUNDING) and axes.isdisjoint(value.sharded)
+            if not axes or not axes <= self.sizes.keys() or not is_part or value.extreme or value.folded:
+                return value
+            return dataclasses.replace(value, partial=first.partial | value.partial, ratio=first.ratio, known=None)
+
+        return list(map(part, values))
+
     def joined_partial(self, values: list[Value]) -> frozenset[str]:
         """The axes over which all values, except zeros, are partial sums; raises Refused if they differ."""
         live = {value.partial for value in values if not value.is_zero}
@@ -297,7 +314,7 @@ class Equation:
 
     def joined(self, dims: Iterable[Dim | Any], values: list[Value]) -> Value:
         """Joins several values side by side: a sum or an extreme, if all of them are terms of one."""
-        extremes = {value.extreme for value in values}
+        values, extremes = self.parts(values), {value.extreme for value in values}
         if len(extremes) > 1:
             raise Refused("a maximum over a block meets another value", "take it over the devices first")
         return Value(tuple(dims), self.joined_partial(values), extremes.pop(), self.joined_ratio(values))

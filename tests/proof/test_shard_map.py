@@ -1,6 +1,7 @@
 """`check` on programs of jax.shard_map as others write them: with gradients around it, and messages in plain JAX."""
 
 import ast
+import contextlib
 import functools
 import re
 from pathlib import Path
@@ -269,6 +270,36 @@ def test_a_gradient_that_jax_sums_is_refused_where_it_is_taken(name):
     ):
         check(program(lambda w: w), *args, mesh=mesh, in_specs=specs, out_specs=outs)
     check(program(lambda w: lax.pcast(w, "d", to="varying")), *args, mesh=mesh, in_specs=specs, out_specs=outs)
+
+
+# ---- a residual stream inside of jax.shard_map: with check_vma=False each device gets a part of its gradient
+
+
+def stream(share, is_looped=False):
+    def body(x, up, down):
+        layer = lambda x, _: (x * share() + lax.psum(jnp.tanh(x @ up) @ down, "t"), None)
+        return lax.scan(layer, x, None, length=2)[0] if is_looped else layer(layer(x, None)[0], None)[0]
+
+    of = mapped(body, (P("d"), P(None, "t"), P("t")), P("d"), check_vma=False)
+    return jax.grad(lambda *args: jnp.sum(jnp.sin(of(*args))), argnums=(0, 1, 2))
+
+
+SQUARE = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+
+@pytest.mark.parametrize("is_looped", [False, True])
+def test_a_gradient_passes_by_a_layer_and_through_it(is_looped):
+    check(stream(lambda: 1.0, is_looped), X, SQUARE, SQUARE, mesh=MESH)
+    with pytest.raises(ShardError, match=r"number that depends on the mesh|partial sum over t is combined"):
+        check(stream(lambda: lax.axis_size("t"), is_looped), X, SQUARE, SQUARE, mesh=MESH)
+
+
+@pytest.mark.parametrize(("share", "problem"), [(4, None), (2, "combined with"), (1, "combined with")])
+def test_what_all_devices_have_is_added_to_a_partial_sum_as_parts(share, problem):
+    body = lambda x, y: lax.psum(x.sum(1) + y / (share if lax.axis_size("t") > 1 else 1), "t")
+    function = mapped(body, (BLOCKS, P("d")), P("d"), check_vma=False)
+    with pytest.raises(ShardError, match=problem) if problem else contextlib.nullcontext():
+        check(function, X, jax.ShapeDtypeStruct((8,), jnp.float32), mesh=MESH)
 
 
 # ---- a whole training step, as JAX programs are written: shard_map for the layers, and the rest outside
