@@ -246,9 +246,11 @@ class Value:
 
 def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
     """A number, repeated along `ndim` dims."""
+    on_mesh, on_one = (x.real if isinstance(x, complex) and not x.imag else x for x in (on_mesh, on_one))
     same = on_mesh == on_one or (on_mesh != on_mesh and on_one != on_one)
     # Only with equal signs: then a value times it has its largest entry where the value has it.
-    ratio = 1.0 if same else on_one / on_mesh if 0 < on_mesh * on_one < math.inf else math.nan
+    is_real = not isinstance(on_mesh * on_one, complex)
+    ratio = 1.0 if same else on_one / on_mesh if is_real and 0 < on_mesh * on_one < math.inf else math.nan
     if not same and isinstance(on_mesh, int) and near(ratio) == 1:
         ratio = math.nan  # such as a seed that a size was added to: integers are not rounded
     return Value((UNIFORM,) * ndim, ratio=float(ratio), known=(on_mesh, on_one))

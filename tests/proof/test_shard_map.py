@@ -193,6 +193,8 @@ PASSED = {  # a function, and what is wrong
         lambda x: mapped(jnp.sin, P(), P())(x.sum() / devices()),
         "a number that depends on the mesh",
     ),
+    "a complex part": (lambda x: summed_up((x + 1j) / jax.sharding.get_abstract_mesh().shape["d"]), None),
+    "a complex number": (lambda x: scaled(x, 1 + 1j * devices()), "on some meshes alone"),
     "a rounded part": (
         lambda x: summed_up(lax.div(x.astype(jnp.int32), jax.sharding.get_abstract_mesh().shape["d"])),
         "a number outside of jax.shard_map depends",
