@@ -29,7 +29,6 @@ import numpy as np
 
 from shardlib.axes import AXES
 from shardlib.equations import arrays_in, equations_in, frames_of
-from shardlib.parsing import ShardError
 from shardlib.places import is_users, shown_path, users_call
 from shardlib.places import place as place_at
 from shardlib.proof.check import tracing
@@ -118,6 +117,8 @@ def rejection(error: Exception) -> dict[str, Any]:
     """The verdict on a step whose trace or proof raised an error, with the line of the user's code that it is about."""
     text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     place = getattr(error, "place", "") or (re.match(r"\S+\.py:\d+", text) or [""])[0]
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        place, text = place_at(error.filename, error.lineno), f"{type(error).__name__}: {error.msg}"
     if not place and (call := users_call(error)):
         place = place_at(call.tb_frame.f_code.co_filename, call.tb_lineno)
     remedy = getattr(error, "remedy", "") or text.partition("remedy: ")[2].partition("\n")[0]
@@ -306,7 +307,8 @@ def as_text(found: dict[str, Any]) -> str:
     lines = [found["text"]] if not found["checks"] else []
     for check in found["checks"]:
         word = {True: "ok", None: "–", False: "rejected"}[check["ok"]]
-        lines.append(f"{check['name']:11}{word:9}{check['text']}  ({check['seconds']:.1f} s)")
+        first, *more = check["text"].split("\n")
+        lines += [f"{check['name']:11}{word:9}{first}  ({check['seconds']:.1f} s)", *more]
         lines += [f"  {line}" for line in check.get("lines", ())]
     if "costs" not in found:
         return "\n".join(lines)
@@ -365,7 +367,7 @@ def job(c: Config, settings: CheckConfig) -> None:
             found = checked(c, settings)
         except ValueError:  # a wrong setting
             raise
-        except Exception as error:  # of a module that the edit broke
+        except Exception as error:  # of a model that cannot be made
             found = {"checks": [], **rejection(error)}
         if found["verdict"] == "accepted" and settings.numeric:
             numeric = compared_in_numbers(c, stack)
@@ -373,6 +375,8 @@ def job(c: Config, settings: CheckConfig) -> None:
             found |= numeric
         if found["verdict"] == "accepted":
             found |= against | (compared(found, other) if other else {})
+    if settings.against and "costs" in found:  # pages of lines, which only the comparison needs
+        found["program"].pop("lines"), found["costs"].pop("by_line")
     say(json.dumps(found) if settings.output == "json" else as_text(found))
     if found["verdict"] == "rejected":
         raise Rejected(1)
@@ -390,6 +394,10 @@ if __name__ == "__main__":
         start_with_section("check", CheckedConfig, job, __doc__ or "")
     except Rejected:
         raise
+    except Exception as error:  # of a module that cannot be imported, before the settings are known
+        broken = {"checks": [], **rejection(error)}
+        say(json.dumps(broken) if "check.output=json" in sys.argv else as_text(broken))
+        sys.exit(1)
     except SystemExit as end:  # a wrong setting
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

@@ -26,6 +26,8 @@ EDITS = {
         "scale = lambda up: up * (1 + jax.numpy.arange(up.shape[-1], dtype=up.dtype))\n"
         '        hidden = shardops.per_device("B/b L/c F/t", scale, jax.nn.relu(up) ** 2, reason="a planted bug")',
     ),
+    "a parenthesis too many": (NORM, f"{NORM})"),
+    "a name that is not defined": ("class Model(train.Llama):", "class Model(train.Lama):"),
     "a look ahead": (NORM, NORM.replace("rms_norm(x,", "rms_norm(jax.numpy.roll(x, -1, 1),")),
 }
 
@@ -60,7 +62,7 @@ def edited(project: Path, edit: str, *words: str) -> tuple[int, dict]:
     try:
         model.write_text(before.replace(old, new))
         status, text = check(project, "check.output=json", *words)
-        return status, json.loads(text.strip().rpartition("\n")[2])
+        return status, json.loads(next(line for line in text.splitlines() if line.startswith("{")))
     finally:
         model.write_text(before)
 
@@ -79,6 +81,7 @@ def test_an_activation_is_a_change_of_its_line(project):
         [f"my_model.py:{line}"],
     )
     assert found["difference"]["parameters"] == 0
+    assert len(json.dumps(found)) < 1500  # an agent reads it after each edit
     assert [each["name"] for each in found["checks"]] == ["types", "mesh", "causality", "compiled"]
 
 
@@ -89,6 +92,14 @@ def test_a_wrong_edit_is_rejected_at_its_line(project, edit, name):
     line = (project / "my_model.py").read_text().partition(EDITS[edit][0])[0].count("\n") + 1
     assert found["place"] == f"my_model.py:{line}"
     assert found["problem"]
+
+
+@pytest.mark.parametrize("edit", ["a parenthesis too many", "a name that is not defined"])
+def test_a_module_that_python_cannot_import_is_rejected_at_its_line(project, edit):
+    status, found = edited(project, edit)
+    line = (project / "my_model.py").read_text().partition(EDITS[edit][0])[0].count("\n") + 1
+    assert (status, found["verdict"], found["place"]) == (1, "rejected", f"my_model.py:{line}")
+    assert found["problem"].startswith(("SyntaxError: ", "AttributeError: "))
 
 
 def test_numbers_that_differ_are_rejected(project):
