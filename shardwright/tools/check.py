@@ -376,7 +376,7 @@ def job(c: Config, settings: CheckConfig) -> None:
         if found["verdict"] == "accepted":
             found |= against | (compared(found, other) if other else {})
     if settings.against and "costs" in found:  # pages of lines, which only the comparison needs
-        found["program"].pop("lines"), found["costs"].pop("by_line")
+        del found["program"]["lines"], found["costs"]["by_line"]
     say(json.dumps(found) if settings.output == "json" else as_text(found))
     if found["verdict"] == "rejected":
         raise Rejected(1)
