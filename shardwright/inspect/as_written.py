@@ -87,27 +87,36 @@ def compared(jaxpr: object, mesh: Any, text: str, strict: bool = False) -> tuple
 def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
     """The collectives of a traced program on a mesh of these sizes."""
     changes: dict[Value, float] = {}  # how often a value changes in a step; once if it is not here
-    itself: dict[Value, Value] = {}  # the operand of a loop that a constant of its body is
-    before = set()  # what the collectives before one compute; an equal one needs no execution of its own
-    same_as: Callable[[Value], Value] = lambda x: itself.get(x.root, x.root)
+    itself: dict[Value, Value] = {}  # of each result and constant of a loop's body: itself, or what it is equal to
+    before: dict[tuple, list[Value]] = {}  # results of an operation; an equal one needs no execution of its own
+
+    def same_as(x: Value) -> Value:
+        while x not in itself and x.of is not None:  # not .root, which has other values before and after a write
+            x = x.of
+        return itself.get(x, x)
 
     def walk(graph: Graph, times: float, least: float) -> Iterator[Sent]:
         for node in graph.nodes:
-            reads = tuple(map(same_as, node.ins))
+            reads = [*map(same_as, node.ins)]
             fewest = max((changes.get(x, 1) for x in reads), default=1)
-            changes.update((x.root, fewest) for x in node.outs)
+            changes.update((x, fewest) for x in node.outs)
+            what_it_computes = (node.primitive, str(node.params), node.literals, *(x.literal or x for x in reads))
+            known = node.outs if node.bodies else before.setdefault(what_it_computes, node.outs)
+            itself.update(zip(node.outs, known, strict=True))
             if kind := _KINDS.get(node.op):
-                equal, groups = (node.primitive, str(node.params), *reads), _groups_of(node, sizes)
+                groups = _groups_of(node, sizes)
                 reduction = _EXTREMES.get(node.primitive, "add") if kind in ("all-reduce", "reduce-scatter") else ""
                 for out in node.outs:
                     entries = math.prod(out.shape) * (max(map(len, groups)) if kind == "reduce-scatter" else 1)
                     what = Collective(kind, reduction, groups, _dtype(out.dtype), entries)
-                    yield Sent(what, node.site.line or WITHOUT_LINE, times, 0 if equal in before else fewest)
-                before.add(equal)
+                    yield Sent(what, node.site.line or WITHOUT_LINE, times, fewest if known is node.outs else 0)
             turns: float = node.params.get("length", 1)
             for body in node.bodies:
                 changes.update(dict.fromkeys(body.ins, least * turns))
                 itself.update((x, same_as(x.outer)) for x in body.ins[: node.carried[0]] if x.outer)
+                if node.params.get("unroll", 0) >= turns:  # loops over equal arrays then read equal parts
+                    stacks = [(x, same_as(x.outer)) for x in body.ins[sum(node.carried) :] if x.outer]
+                    itself.update((x, before.setdefault(("part", of), [x])[0]) for x, of in stacks)
                 yield from walk(body, times * (math.inf if node.op == "while" else turns), least * turns)
 
     yield from walk(graph_of(jaxpr, sizes), 1, 1)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwright.inspect.as_written import Collective, Sent, compare, compared
+from shardwright.inspect.as_written import Collective, Sent, compare, compared, written_in
 
 HERE = "tests/inspect/test_as_written.py"
 PAIRS = [(i, (i + 1) % 4) for i in range(4)]
@@ -77,6 +77,33 @@ def test_equal_collectives_are_merged():
     summary, lines = compared(*compiled(per_mesh, (f32(16),), (P("d"),), P(), d=4))
     assert lines == []
     assert summary == "5 collectives as written, in 1 messages, 4 moved out of loops or equal to others"
+
+
+def counts_again(x):
+    """The same count three times, each computed anew from x, as a backward pass that recomputes its layer does."""
+    count = lambda limit: lax.psum(jnp.where(x > limit, 1.0, 0.0).sum(), "d")
+    again = lambda total, _: (total + jnp.cos(count(0.0)), None)
+    return count(0.0) + count(1.0) + lax.scan(again, jnp.sin(count(0.0)), length=3)[0]
+
+
+def gathers_layers_again(x):
+    """Two loops over the same layers, both unrolled."""
+    again = lambda f: lambda total, x: (total + f(lax.all_gather(x, "d", tiled=True)).sum(), None)
+    return lax.scan(again(jnp.cos), 0.0, x, unroll=4)[0] + lax.scan(again(jnp.sin), 0.0, x, unroll=4)[0]
+
+
+@pytest.mark.parametrize(("function", "moved"), [(counts_again, 4), (gathers_layers_again, 4)])
+def test_collectives_of_values_computed_again_are_merged(function, moved):
+    per_mesh = jax.shard_map(function, in_specs=P(None, "d"), out_specs=P(), check_vma=False)
+    summary, lines = compared(*compiled(per_mesh, (f32(4, 16),), (P(None, "d"),), P(), d=4))
+    assert lines == []
+    assert summary.endswith(f" {moved} moved out of loops or equal to others")
+
+
+def test_a_value_before_a_loop_and_after_it_differ():
+    sums = lambda x: lax.psum(x, "d") + lax.psum(lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x), x), "d")
+    per_mesh = jax.shard_map(sums, mesh=mesh_of(d=4), in_specs=P("d"), out_specs=P(), check_vma=False)
+    assert [sent.least for sent in written_in(jax.make_jaxpr(per_mesh)(f32(16)), {"d": 4})] == [1, 1]
 
 
 # ---- edits of the text ----------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class Value:
         of: the value whose memory it shares, for an alias and for in-place writes.
         outer: for an input of the body of a loop or branch, the operand; None for a literal.
         of_host: True if it is in the memory of the device's host, and takes none of the device's.
+        literal: its number, where it stands for a literal; "" for others.
     """
 
     shape: tuple[int, ...]
@@ -71,6 +72,7 @@ class Value:
     of: "Value | None" = None
     outer: "Value | None" = None
     of_host: bool = False
+    literal: str = ""
 
     @property
     def root(self) -> "Value":
@@ -103,6 +105,7 @@ class Node(NamedTuple):
         axes: axes of a collective.
         carried: for a scan, how many operands are constants of its body, and how many are carried.
         primitive: name of JAX's primitive.
+        literals: operands that are written as numbers, with their positions among the operands.
     """
 
     op: str
@@ -114,6 +117,7 @@ class Node(NamedTuple):
     axes: tuple[str, ...] = ()
     carried: tuple[int, int] = (0, 0)
     primitive: str = ""
+    literals: tuple[tuple[int, str], ...] = ()
 
 
 class Graph(NamedTuple):
@@ -181,13 +185,17 @@ def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope
     # JAX moves part of a kernel's call out ahead of it; that part does not have queries, keys and values.
     is_kernel = name.startswith(KERNEL) and len(operands) > 2
     axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
+    literals = tuple((i, str(x)) for i, x in enumerate(eqn.invars) if not is_variable(x))
     renamed = lambda variables, values: [_renamed(var, x, site) for var, x in zip(variables, values, strict=True)]
     # XLA takes a scan of one turn out of its loop.
     if (called(eqn) and not is_kernel) or (op == "scan" and eqn.params["length"] == 1):
         body = called(eqn) or eqn.params["jaxpr"]
-        return renamed(eqn.outvars, _add(body, renamed(body_of(body)[0].invars, ins), nodes, inner))
+        given = renamed(body_of(body)[0].invars, ins)
+        _name_literals(given, literals)
+        return renamed(eqn.outvars, _add(body, given, nodes, inner))
     if op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes) or _scales_fp8(op, ins):
         outs = renamed(eqn.outvars, ins[: len(eqn.outvars)])
+        _name_literals(outs, [x for x in literals if x[0] < len(outs)])
         if op == "name":
             _mark(outs[0].root, name, site)
         return outs
@@ -196,7 +204,7 @@ def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope
     outs = [_value(var.aval, site) for var in eqn.outvars]
     kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
     carried = equations.scan_counts(eqn) if op == "scan" else (0, 0)
-    nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried, op))
+    nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried, op, literals))
     if op in _NAMED and operands:
         outs[0].name = operands[0].name
     if op in WRITING:
@@ -204,6 +212,12 @@ def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope
     elif bodies:
         _write_in_place(nodes[-1], ins)
     return outs
+
+
+def _name_literals(values: list[Value], literals: Sequence[tuple[int, str]]) -> None:
+    """Records the numbers of the values at these positions."""
+    for i, literal in literals:
+        values[i].literal = literal
 
 
 def _scales_fp8(op: str, ins: list[Value | None]) -> bool:
