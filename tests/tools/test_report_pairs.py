@@ -52,6 +52,16 @@ def test_the_last_validation_counts_where_all_runs_have_one(tmp_path, metric, va
     assert (pairs.metric, pairs.differences.mean()) == (metric, -0.5 if val else 0.25)
 
 
+@pytest.mark.parametrize(("loss", "val"), [(float("nan"), 2.0), (3.0, float("nan"))])
+def test_a_run_whose_loss_is_not_finite_is_left_out_and_named(tmp_path, loss, val):
+    a, b = ([write(tmp_path / f"{name}{i}", i, 3.0, val=2.0) for i in range(3)] for name in "ab")
+    bad = write(tmp_path / "bad", 3, loss, val=val)
+    pairs = pairs_of(("a", "b"), ([*a, bad], b))
+    assert isinstance(pairs, Pairs)
+    assert pairs.differences.tolist() == [0.0] * 3
+    assert pairs.left_out == [f"{bad.directory} is left out: its loss is not finite."]
+
+
 def found_by(rng, effect, deviation, pairs) -> float:
     """Share of 4,000 simulated comparisons whose interval excludes 0."""
     drawn = rng.normal(effect, deviation, (4000, pairs))

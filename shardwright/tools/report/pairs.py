@@ -97,8 +97,10 @@ def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]
     for name, runs in zip(names, groups, strict=True):
         found: dict[tuple, Run] = {}
         for run in runs:
-            if run.state != "finished" or not math.isfinite(run.values.get("loss", math.nan)):
-                left_out.append(f"{run.directory} is left out: it is {run.state}.")
+            losses = run.values.get("loss", math.nan), run.values.get("val", 0.0)
+            if run.state != "finished" or not all(map(math.isfinite, losses)):
+                why = "its loss is not finite" if run.state == "finished" else f"it is {run.state}"
+                left_out.append(f"{run.directory} is left out: {why}.")
             elif (other := found.setdefault(key(run), run)) is not run:
                 return f"{other.directory} and {run.directory} of {name} both have {shown(key(run))}."
         by_seeds.append(found)
