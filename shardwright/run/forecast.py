@@ -1,6 +1,6 @@
 """A forecast of a run's loss that was written before the run (tools.forecast), and whether the run keeps to it."""
 
-import shutil
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwright.data.untrusted import number, read_object
+from shardwright.run.files import write_whole
 
 FILE = "forecast.json"
 """Its copy in the run's directory."""
@@ -45,7 +46,7 @@ def read_forecast(path: Path) -> Forecast:
     curve = [*map(bound, found["curve"])]
     read = Forecast(found["params"], found["tokens"], found["metric"], bound(found["end"]), curve)
     values = [value for each in (read.end, *read.curve) for value in each]
-    if len(read.curve) != PARTS or not np.isfinite(values).all() or read.tokens < 1:
+    if len(read.curve) != PARTS or not np.isfinite(values).all() or not 1 <= read.tokens < 2**62:
         raise ValueError(f"{path} is no forecast of tools.forecast; make it again.")
     return read
 
@@ -96,15 +97,14 @@ class Watch:
             )
         self.of_run, self._tell = known, tell
         self._step, self._part, self._losses = 0, 0, []
-        if not (directory / FILE).exists() or not source.samefile(directory / FILE):
-            shutil.copyfile(source, directory / FILE)
+        write_whole(directory / FILE, source.read_text())
 
     def see(self, step: int, tokens: int, loss: Any) -> None:
         """Takes the loss of a step that ends after so many tokens of the run."""
         if (part := int(part_of(tokens, self.of_run.tokens))) != self._part:
             self.end_part()
         self._step, self._part = step, part
-        self._losses.append(number(loss))
+        self._losses += [value] if math.isfinite(value := number(loss)) else []  # a skipped step's is not
 
     def end_part(self) -> None:
         """Compares the mean loss since the part began, or since the run was resumed in it."""
