@@ -70,8 +70,11 @@ def _log_loss(values: Sequence[float], n: np.ndarray, d: np.ndarray) -> np.ndarr
     return np.logaddexp(np.logaddexp(e, a - alpha * n), b - beta * d)
 
 
-def fit(runs: Runs, near: Law | None = None) -> Law:
-    """Fits the law; from `near` where it is given, otherwise from several starts."""
+def fit(runs: Runs, near: Law | None = None, drawn: Sequence[float] = (0, 0, 0)) -> Law:
+    """Fits the law; from `near` where it is given, otherwise from several starts.
+
+    `drawn` moves the means of the priors of E, α and β, in deviations of each.
+    """
     from scipy import optimize  # reports and runs without a forecast do not wait for it
 
     middle_of = lambda x: float(np.exp(np.log(x).mean()))
@@ -81,7 +84,7 @@ def fit(runs: Runs, near: Law | None = None) -> Law:
 
     def residuals(values: Sequence[float]) -> np.ndarray:
         prior = [(values[0] - floor) / FLOOR[1], *((values[i] - EXPONENT[0]) / EXPONENT[1] for i in (2, 4))]
-        return np.array([*((_log_loss(values, n, d) - log_loss) / RESIDUAL), *prior])
+        return np.array([*((_log_loss(values, n, d) - log_loss) / RESIDUAL), *np.subtract(prior, drawn)])
 
     def derivatives(values: Sequence[float]) -> np.ndarray:
         e, a, alpha, b, beta = values
@@ -121,9 +124,11 @@ def sampled(runs: Runs, rng: np.random.Generator) -> tuple[Law, list[Law], np.nd
     residuals = np.log(runs.loss / law(runs.params, runs.tokens))
     # Samples of fewer distinct runs than parameters are possible: the prior fits those too.
     chosen = rng.integers(0, len(runs.loss), (SAMPLES, len(runs.loss)))
+    # Otherwise what the runs leave open is as certain as the middle of the prior.
+    of_priors = rng.normal(size=(SAMPLES, 3))
     return (
         law,
-        [fit(runs[each], near=law) for each in chosen],
+        [fit(runs[each], near=law, drawn=of_prior) for each, of_prior in zip(chosen, of_priors, strict=True)],
         rng.choice(residuals, SAMPLES) * rng.choice([-1, 1], SAMPLES),
     )
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,17 @@ def test_noisy_ladders_hold_a_four_times_larger_run_in_nine_of_ten():
     assert inside >= 18
 
 
+@pytest.mark.long
+def test_what_small_exact_ladders_leave_open_is_in_the_interval():
+    params, tokens = (x.ravel() for x in np.meshgrid([1e7, 2e7, 4e7], [2e8, 6e8, 1.8e9]))
+    rng, target, inside = np.random.default_rng(0), (1.6e8, 7.2e9), 0
+    for seed in range(5):
+        losses = known(params, tokens) * np.exp(rng.normal(0, 0.002, len(params)))
+        (b,) = forecasts(Runs(params, tokens, losses), [target], seed)
+        inside += b.low <= known(*target) <= b.high
+    assert inside >= 4
+
+
 def test_a_law_that_breaks_off_widens_the_interval():
     losses = known(PARAMS, TOKENS)
     (plain,) = forecasts(Runs(PARAMS, TOKENS, losses), [(256e6, 2.5e9)])
@@ -117,14 +129,22 @@ def test_the_parts_of_a_run_are_told(tmp_path):
     (tmp_path / "run").mkdir()
     file = written(tmp_path / "f.json")
     watch = of_run.Watch(file, tmp_path / "run", 7, 100, lambda *of: told.append(of))
-    for step, loss in enumerate([4.0, 4.0, 9.0, 9.0, "NaN"]):
+    for step, loss in enumerate([4.0, 4.0, 9.0, 9.0, "NaN", 4.0, math.nan, "NaN"]):
         watch.see(step, 5 * (step + 1), loss)
     watch.end_part()
     watch.end_part()
     assert [(step, part, loss) for step, part, loss, _ in told][:2] == [(1, 0, 4.0), (3, 1, 9.0)]
-    assert [bound.low <= loss <= bound.high for *_, loss, bound in told] == [True, False, False]
+    assert [(step, part, loss) for step, part, loss, _ in told][2:] == [(5, 2, 4.0)], "skipped steps do not count"
+    assert [bound.low <= loss <= bound.high for *_, loss, bound in told] == [True, False, True]
     assert (tmp_path / "run" / of_run.FILE).read_text() == file.read_text()
     of_run.Watch(tmp_path / "run" / of_run.FILE, tmp_path / "run", 7, 100, print)  # a resumed run
+
+
+def test_a_copy_does_not_write_through_a_link(tmp_path):
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / of_run.FILE).symlink_to(tmp_path / "other")
+    of_run.Watch(written(tmp_path / "f.json"), tmp_path, 7, 100, print)
+    assert (tmp_path / "other").read_text() == "kept"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +155,7 @@ def test_the_parts_of_a_run_are_told(tmp_path):
         ({"curve": []}, "is no forecast"),
         ({"end": {"loss": 1.0}}, "is no forecast"),
         ({"curve": 3}, "curve"),
+        ({"tokens": 10**400}, "is no forecast"),
     ],
 )
 def test_another_forecast_is_refused(tmp_path, changes, message):
