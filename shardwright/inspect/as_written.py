@@ -114,10 +114,14 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
             for body in node.bodies:
                 changes.update(dict.fromkeys(body.ins, least * turns))
                 itself.update((x, same_as(x.outer)) for x in body.ins[: node.carried[0]] if x.outer)
-                if node.params.get("unroll", 0) >= turns:  # loops over equal arrays then read equal parts
+                is_unrolled = node.params.get("unroll", 0) >= turns
+                if is_unrolled:  # loops over equal arrays read equal parts
                     stacks = [(x, same_as(x.outer)) for x in body.ins[sum(node.carried) :] if x.outer]
                     itself.update((x, before.setdefault(("part", of), [x])[0]) for x, of in stacks)
                 yield from walk(body, times * (math.inf if node.op == "while" else turns), least * turns)
+                if is_unrolled:  # and those over the stacks of another loop, what it made
+                    made = zip(node.outs[node.carried[1] :], body.outs[node.carried[1] :], strict=True)
+                    before.update((("part", same_as(stack)), [same_as(part)]) for stack, part in made)
 
     yield from walk(graph_of(jaxpr, sizes), 1, 1)
 

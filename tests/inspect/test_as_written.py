@@ -92,7 +92,16 @@ def gathers_layers_again(x):
     return lax.scan(again(jnp.cos), 0.0, x, unroll=4)[0] + lax.scan(again(jnp.sin), 0.0, x, unroll=4)[0]
 
 
-@pytest.mark.parametrize(("function", "moved"), [(counts_again, 4), (gathers_layers_again, 4)])
+def gathers_saved_again(x):
+    """A loop saves what it gathers, and another one gathers it again; both are unrolled."""
+    again = lambda x: lax.all_gather(x, "d", tiled=True).sum()
+    total, saved = lax.scan(lambda total, x: (total + again(jnp.sin(x)), jnp.sin(x)), 0.0, x, unroll=4)
+    return total * lax.scan(lambda total, x: (total * again(x), None), 1.0, saved, unroll=4)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "moved"), [(counts_again, 4), (gathers_layers_again, 4), (gathers_saved_again, 4)]
+)
 def test_collectives_of_values_computed_again_are_merged(function, moved):
     per_mesh = jax.shard_map(function, in_specs=P(None, "d"), out_specs=P(), check_vma=False)
     summary, lines = compared(*compiled(per_mesh, (f32(4, 16),), (P(None, "d"),), P(), d=4))
