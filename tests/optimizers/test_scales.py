@@ -159,6 +159,12 @@ def test_router_and_few_keys_are_outputs():
         assert scale.std == pytest.approx(of_base / (4 if outputs == 1 else 2)), name
 
 
+def test_another_vocabulary_in_the_base_changes_no_scale():
+    wide = load_model(tiny.model(**WIDE))
+    plain, other = (scaled({**BASE, **more}, wide, parametrization="mup") for more in ({}, {"vocab": 16}))
+    assert other == plain
+
+
 def test_muon_keeps_the_spectral_condition():
     """arXiv 2310.17813: the spectral norm of an update is in proportion to √(fan-out / fan-in)."""
     c = tiny.optimizer(algorithm="muon", parametrization="mup", base=BASE)
