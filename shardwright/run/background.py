@@ -22,13 +22,15 @@ def run_at_low_priority(
     *arguments: object,
     directory: Path | None = None,
     own_modules: bool = False,
-    timeout: float = TIMEOUT_S,
+    timeout: float | None = None,
 ) -> str:
     """Runs `python -m <module>` at the lowest priority and returns its stdout.
 
     `directory` is its working directory; None: ours. With `own_modules` it imports modules from there. Raises
-    RuntimeError with the last line of its stderr if it fails, or if it takes longer than `timeout` seconds.
+    RuntimeError with the last line of its stderr if it fails, or if it takes longer than `timeout` seconds, TIMEOUT_S if
+    that is None.
     """
+    timeout = timeout or TIMEOUT_S
     nice = ["nice", "-n", "19"] if shutil.which("nice") else []
     # -P keeps the working directory, which may contain a json.py, off sys.path.
     command = [*nice, sys.executable, *([] if own_modules else ["-P"]), "-m", module, *map(str, arguments)]

@@ -158,6 +158,7 @@ def test_the_state_of_adafactor_is_rows_and_columns():
         "adam_nu": sum(x.size for x in vectors),
         "nu_rows": sum(x.shape[0] for x in matrices),
         "nu_columns": sum(x.shape[1] for x in matrices),
+        "average": 0,
     }
     assert sizes["nu_rows"] + sizes["nu_columns"] < sizes["weights"] / 10
 
