@@ -153,6 +153,10 @@ def forecasts(runs: Runs, sizes: Sequence[tuple[float, float]], seed: int = 0) -
     """
     if len(runs.loss) < FEWEST:
         raise ValueError(f"a forecast takes {FEWEST} finished runs of several sizes; there are {len(runs.loss)}.")
+    of_targets = zip(*sizes, strict=True)
+    for what, known, wanted in zip(("size", "length"), (runs.params, runs.tokens), of_targets, strict=True):
+        if (count := len({*known.tolist()})) < 3 and not {*wanted} <= {*known.tolist()}:
+            raise ValueError(f"the runs have {count} different {what}s; a forecast for another {what} takes 3.")
     rng = np.random.default_rng(seed)
     third = len(runs.loss) // 3
     small, large = runs[runs.by_compute[:-third]], runs[runs.by_compute[-third:]]

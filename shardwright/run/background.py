@@ -27,8 +27,8 @@ def run_at_low_priority(
     """Runs `python -m <module>` at the lowest priority and returns its stdout.
 
     `directory` is its working directory; None: ours. With `own_modules` it imports modules from there. Raises
-    RuntimeError with the last line of its stderr if it fails, or if it takes longer than `timeout` seconds, TIMEOUT_S if
-    that is None.
+    RuntimeError with the last line of its stderr if it fails, or if it takes longer than `timeout` seconds (None:
+    TIMEOUT_S).
     """
     timeout = timeout or TIMEOUT_S
     nice = ["nice", "-n", "19"] if shutil.which("nice") else []

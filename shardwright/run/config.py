@@ -256,6 +256,8 @@ def _checked_base(c: Config) -> dict[str, Any]:
         model: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(c.model), base))
     except OmegaConfBaseException as error:
         raise ValueError(wrong_setting(type(c.model), error, prefix="optimizer.base.")) from None
+    if "experts" in base and base["experts"] != c.model.experts:
+        raise ValueError("optimizer.base has experts, with whose number nothing is scaled; leave it out.")
     check_ranges("optimizer.base", model)
     return {name: getattr(model, name) for name in base}
 

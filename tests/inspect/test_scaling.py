@@ -97,6 +97,17 @@ def test_a_law_that_breaks_off_widens_the_interval():
     assert wide.high - wide.low > 2 * (plain.high - plain.low)
 
 
+@pytest.mark.parametrize(("same", "what"), [("params", "size"), ("tokens", "length")])
+def test_runs_of_one_size_or_length_forecast_no_other(same, what):
+    params, tokens = np.full(9, 1e6) if same == "params" else PARAMS[:9], TOKENS[:9]
+    tokens = np.full(9, 1e8) if same == "tokens" else np.linspace(1e8, 9e8, 9)
+    params = params if same == "params" else np.linspace(1e6, 9e6, 9)
+    runs = Runs(params, tokens, known(params, tokens))
+    with pytest.raises(ValueError, match=f"1 different {what}s; a forecast for another {what} takes 3"):
+        forecasts(runs, [(1e8, 1e10)])
+    forecasts(runs, [(1e6, 1e10)] if same == "params" else [(1e8, 1e8)])
+
+
 def test_too_few_runs_are_refused():
     with pytest.raises(ValueError, match="6 finished runs of several sizes; there are 5"):
         forecasts(Runs(PARAMS[:5], TOKENS[:5], known(PARAMS, TOKENS)[:5]), [(1e9, 1e10)])

@@ -124,5 +124,13 @@ def test_two_patterns_are_compared_on_the_screen_the_page_and_in_markdown(tmp_pa
     for name in ("page.html", "issue.md"):
         text = printed(run=patterns, output=str(tmp_path / name), width=200)
         assert verdict in text
+        assert "They have the same settings." in text
         assert verdict in (tmp_path / name).read_text()
     assert "pairs" not in printed(run=str(tmp_path), output=str(tmp_path / "o.html"))
+
+
+def test_settings_in_which_pairs_differ_are_named(tmp_path):
+    a, b = groups(tmp_path, [3.0, 3.1], [3.0, 3.2])
+    for run in b:
+        run.settings["training.steps"] = 2
+    assert "  They differ in training.steps." in pairs_of(("a", "b"), (a, b)).lines()

@@ -5,11 +5,13 @@ the order of the data. The interval is Student's for the mean of the differences
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from shardwright.settings.words import listed
 from shardwright.tools.report.reading import Run
 
 CONFIDENCE = 0.99
@@ -80,7 +82,15 @@ class Pairs:
             more = needed(abs(mean), deviation)
             took = f"{more} pairs, {max(0, more - pairs)} more" if more else f"over {MOST_PAIRS} pairs"
             found.append(f"  A difference as small as {abs(mean):.4f} takes {took}.")
+        differ = {name for a, b in self.runs for name in differing(a.settings, b.settings)}
+        found.append(f"  They differ in {listed(sorted(differ))}." if differ else "  They have the same settings.")
         return [*found, *(f"  {line}" for line in self.left_out)]
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the settings that two runs do not have in common."""
+    names = {name for name in {*one, *other} if not name.startswith("paths.")}
+    return (name for name in names if one.get(name) != other.get(name))
 
 
 def key(run: Run) -> tuple[object, ...]:
