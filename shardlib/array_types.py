@@ -346,10 +346,10 @@ def arrays_of(
                 yield f"{name}.array", factor_type(array, t.dims, part.inputs, part.outputs), part.array
             else:
                 raise ShardError(f"{name} is {describe(part)}, not a Factor", f"make it one, for Subset[{t.dims!r}, …]")
-    elif value is ABSENT and isinstance(t, typing.TypeVar) and t not in current_scope().classes:
-        return  # outside of a call nothing says which arrays are absent
     elif isinstance(t, typing.TypeVar):
         yield from arrays_of(_class_for(t, value, path), value, path, **options)
+    elif value is None and isinstance(_optional(t), typing.TypeVar) and _optional(t) not in current_scope().classes:
+        return  # outside of a call nothing says which arrays are absent
     elif _optional(t) is not None:
         yield from arrays_of(_optional(t), ABSENT if value is None else value, path, **options)
     elif is_typed(t):
