@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.parsing import ShardError
 from shardlib.proof.check import check
@@ -41,6 +41,8 @@ def assert_sound(function: Callable[..., Any], *args: Any, meshes: Iterable[str]
     for mesh in meshes:
         sizes = sizes_of(mesh)
         try:
-            check(function, *args, mesh=AbstractMesh((*sizes.values(),), (*sizes,)), **specs)
+            # JAX's default depends on its version. With Explicit axes, jax.shard_map wants arguments of its in_specs.
+            mesh_types = (AxisType.Auto,) * len(sizes)
+            check(function, *args, mesh=AbstractMesh((*sizes.values(),), (*sizes,), axis_types=mesh_types), **specs)
         except ShardError as error:
             raise ShardError(f"on the mesh {mesh}: {error}", place="") from None
