@@ -127,7 +127,7 @@ def cpu_seconds() -> float:
 
 def as_json(found: dict) -> str:
     """The verdict as a block of JSON, without the text of each check and the costs by line."""
-    kept = {name: found[name] for name in ("verdict", "place", "problem", "remedy", "difference") if name in found}
+    kept = {name: found[name] for name in ("verdict", "certain", "place", "problem", "remedy", "difference") if name in found}
     return f"```json\n{json.dumps(kept, indent=1, ensure_ascii=False)}\n```"
 
 

@@ -45,8 +45,9 @@ def read_forecast(path: Path) -> Forecast:
     bound = lambda values: Bound(*(number(values.get(name)) for name in Bound._fields))
     curve = [*map(bound, found["curve"])]
     read = Forecast(found["params"], found["tokens"], found["metric"], bound(found["end"]), curve)
-    values = [value for each in (read.end, *read.curve) for value in each]
-    if len(read.curve) != PARTS or not np.isfinite(values).all() or not 1 <= read.tokens < 2**62:
+    ordered = all(0 < each.low <= each.loss <= each.high < math.inf for each in (read.end, *read.curve))
+    sized = len(read.curve) == PARTS and read.params >= 1 and 1 <= read.tokens < 2**62
+    if not ordered or not sized or read.metric not in ("val", "loss"):
         raise ValueError(f"{path} is no forecast of tools.forecast; make it again.")
     return read
 

@@ -31,7 +31,7 @@ from shardlib.axes import AXES
 from shardlib.equations import arrays_in, equations_in, frames_of
 from shardlib.places import is_users, shown_path, users_call
 from shardlib.places import place as place_at
-from shardlib.proof.check import tracing
+from shardlib.proof.check import NOT_PROVED, tracing
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
@@ -124,7 +124,8 @@ def rejection(error: Exception) -> dict[str, Any]:
     remedy = getattr(error, "remedy", "") or text.partition("remedy: ")[2].partition("\n")[0]
     problem = text.partition("\n")[0].removeprefix(f"{place}: ")
     text = text if text.startswith(place) else f"{place}: {text}"
-    return {"verdict": "rejected", "place": place, "problem": problem, "remedy": remedy, "text": text}
+    said = {"place": place, "problem": problem, "remedy": remedy, "text": text}
+    return {"verdict": "rejected", "certain": NOT_PROVED not in text, **said}
 
 
 def verdict_of(steps: Sequence[Step], settings: CheckConfig) -> dict[str, Any]:
@@ -251,6 +252,7 @@ def compared_in_numbers(c: Config, stack: contextlib.ExitStack) -> dict[str, Any
         line = re.search(r"\S+\.py:\d+", text)
         found = {
             "verdict": "rejected",
+            "certain": True,
             "place": line[0] if line else "",
             "problem": text.partition("\n")[0],
             "remedy": "",

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shardlib.parsing import ShardError
+from shardlib.proof.check import NOT_PROVED, WRONG
+from shardwright.tools import check as tool
 from shardwright.tools.init.__main__ import TEMPLATE
 
 pytestmark = pytest.mark.long
@@ -92,6 +95,7 @@ def test_a_wrong_edit_is_rejected_at_its_line(project, edit, name):
     line = (project / "my_model.py").read_text().partition(EDITS[edit][0])[0].count("\n") + 1
     assert found["place"] == f"my_model.py:{line}"
     assert found["problem"]
+    assert found["certain"] == (name == "types")
 
 
 @pytest.mark.parametrize("edit", ["a parenthesis too many", "a name that is not defined"])
@@ -100,6 +104,12 @@ def test_a_module_that_python_cannot_import_is_rejected_at_its_line(project, edi
     line = (project / "my_model.py").read_text().partition(EDITS[edit][0])[0].count("\n") + 1
     assert (status, found["verdict"], found["place"]) == (1, "rejected", f"my_model.py:{line}")
     assert found["problem"].startswith(("SyntaxError: ", "AttributeError: "))
+
+
+@pytest.mark.parametrize("context", [NOT_PROVED, WRONG])
+def test_what_may_be_right_is_not_certainly_wrong(context):
+    error = ShardError("my_model.py:7: cumsum: reaches another block", "sum", context, place="")
+    assert tool.rejection(error)["certain"] == (context == WRONG)
 
 
 def test_numbers_that_differ_are_rejected(project):

@@ -85,7 +85,8 @@ def line(i: int, y: Curve, name: str, width: float = 2, **others: object) -> dic
 
 def panels_of(c: Comparison) -> list[Panel]:
     """Makes all plots: losses, other metrics of each step, and the user's own metrics."""
-    circles = "" if c.alone else " (○ validation, ◇ of the average)"
+    average = any("average_loss" in event for run in c.runs for event in run.of_event("validation"))
+    circles = "" if c.alone else f" (○ validation{', ◇ of the average' if average else ''})"
     panels = [
         losses(c, Panel(f"Loss, nats a token{circles}", y=LOG, wide=True)),
         metric(c, Panel("Norm of the gradients", y=LOG), "grad_norm"),
