@@ -145,7 +145,7 @@ def _interval(samples: tuple[Law, list[Law], np.ndarray], params: float, tokens:
 def forecasts(runs: Runs, sizes: Sequence[tuple[float, float]], seed: int = 0) -> list[Forecast]:
     """Forecasts the loss of a run of each size: parameters without embeddings, and tokens.
 
-    The bootstrap knows how well the runs determine the law, not whether the law goes on. So the largest third of the
+    The bootstrap knows how well the runs determine the law, not whether the law continues to hold. So the largest third of the
     runs is forecast from the others, and the interval is widened by as much as it takes to hold them.
 
     Raises:

@@ -111,7 +111,7 @@ def _sides(weight: Weight, in_layers: bool, is_tied: bool) -> tuple[int, int]:
     if weight.kind == "embedding" or is_tied:
         return 1, weight.shape[-1]
     if weight.kind == "unembedding":
-        return weight.shape[-1], 1  # a vocabulary of another size is no width
+        return weight.shape[-1], 1  # a vocabulary of another size is not a width
     end = len(weight.shape) - (weight.outputs or 1)
     return math.prod(weight.shape[end - (weight.inputs or 1) : end]), math.prod(weight.shape[end:])
 

@@ -39,7 +39,7 @@ class Forecast(NamedTuple):
 
 
 def read_forecast(path: Path) -> Forecast:
-    """Reads a forecast. Raises ValueError if the file is none, OSError if it cannot be read."""
+    """Reads a forecast. Raises ValueError if it is not a forecast, OSError if it cannot be read."""
     kinds = {"params": int, "tokens": int, "metric": str, "end": dict, "curve": [dict]}
     found = read_object(path, kinds)
     bound = lambda values: Bound(*(number(values.get(name)) for name in Bound._fields))
@@ -48,7 +48,7 @@ def read_forecast(path: Path) -> Forecast:
     ordered = all(0 < each.low <= each.loss <= each.high < math.inf for each in (read.end, *read.curve))
     sized = len(read.curve) == PARTS and read.params >= 1 and 1 <= read.tokens < 2**62
     if not ordered or not sized or read.metric not in ("val", "loss"):
-        raise ValueError(f"{path} is no forecast of tools.forecast; make it again.")
+        raise ValueError(f"{path} is not a forecast that tools.forecast wrote; make it again.")
     return read
 
 

@@ -197,7 +197,7 @@ def source_at(against: str) -> Iterator[tuple[str, Path]]:
     """Context with a directory like the working directory, of a commit or as given; and its name.
 
     Raises:
-        ValueError: it is no directory and no commit.
+        ValueError: it is neither a directory nor a commit.
     """
     if Path(against).is_dir():
         yield against, Path(against)
@@ -212,7 +212,7 @@ def source_at(against: str) -> Iterator[tuple[str, Path]]:
             why = getattr(error, "stderr", None) or str(error).encode()
             reason = why.decode().strip().partition("\n")[0]
             raise ValueError(
-                f"check.against is {against!r}, no directory and no commit ({reason}); null compares with nothing."
+                f"check.against is {against!r}, neither a directory nor a commit ({reason}); null compares with nothing."
             ) from None
         yield f"{against} ({commit})", Path(directory) / within.decode().strip()
 

@@ -163,14 +163,14 @@ def test_a_copy_does_not_write_through_a_link(tmp_path):
     [
         ({"params": 8}, "8 parameters without embeddings and 100 tokens; this run has 7 and 100"),
         ({"tokens": 99}, "this run has 7 and 100"),
-        ({"curve": []}, "is no forecast"),
-        ({"end": {"loss": 1.0}}, "is no forecast"),
-        ({"end": {"loss": 1.0, "low": 1.5, "high": 2.0}}, "is no forecast"),
-        ({"end": {"loss": 1.0, "low": -1.0, "high": 2.0}}, "is no forecast"),
-        ({"metric": "accuracy"}, "is no forecast"),
-        ({"params": 0}, "is no forecast"),
+        ({"curve": []}, "is not a forecast"),
+        ({"end": {"loss": 1.0}}, "is not a forecast"),
+        ({"end": {"loss": 1.0, "low": 1.5, "high": 2.0}}, "is not a forecast"),
+        ({"end": {"loss": 1.0, "low": -1.0, "high": 2.0}}, "is not a forecast"),
+        ({"metric": "accuracy"}, "is not a forecast"),
+        ({"params": 0}, "is not a forecast"),
         ({"curve": 3}, "curve"),
-        ({"tokens": 10**400}, "is no forecast"),
+        ({"tokens": 10**400}, "is not a forecast"),
     ],
 )
 def test_another_forecast_is_refused(tmp_path, changes, message):

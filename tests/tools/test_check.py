@@ -137,7 +137,7 @@ def test_what_it_cannot_check(project):
     assert check(project, "check.against=nowhere")[0] == 2
     assert check(project, "model.layrs=3")[0] == 2
     _, text = check(project, "check.against=nowhere")
-    assert "check.against is 'nowhere', no directory and no commit" in text
+    assert "check.against is 'nowhere', neither a directory nor a commit" in text
 
 
 def test_the_screen_has_80_columns(project):
