@@ -100,7 +100,7 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
             check_ranges(name, settings)
             with open_dict(config):
                 del config[name]
-                config.paths.model_name = config.paths.model_name or name  # nothing is written there
+                config.paths.model_name = config.paths.model_name or name  # only `ladder search` writes there
             job(to_config(config), settings)
 
     register_schema()

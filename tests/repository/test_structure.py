@@ -59,7 +59,7 @@ BY_NAME |= {
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
 LATE = {"shardlib.pytest_plugin"}
 """Modules that import others when they are used: pytest loads this one before a conftest.py that sets JAX's flags."""
-SHARED = {f"shardwright.tools.report.{name}" for name in ("comparing", "page", "plots", "reading")}
+SHARED = {f"shardwright.tools.report.{name}" for name in ("comparing", "page", "pairs", "plots", "reading")}
 SHARED |= {f"shardwright.tools.huggingface.{name}" for name in ("check", "families")}
 SHARED |= {f"shardwright.bench.{name}" for name in ("common", "throughput.peers.ours", "throughput.peers.job")}
 """Modules of several programs."""

@@ -12,8 +12,17 @@ from shardwright.modeling.model import load_model
 from shardwright.models import gpt2, moe
 from shardwright.optimizers import rates, scales
 from shardwright.run.launch import composed
-from shardwright.tools import ladder
-from shardwright.tools.ladder import GRADIENT, LOGITS, LadderConfig, ladder_of, measure, page, slope_of
+from shardwright.tools.ladder.__main__ import show_scales
+from shardwright.tools.ladder.coordinates import (
+    GRADIENT,
+    LOGITS,
+    LadderConfig,
+    check_coordinates,
+    ladder_of,
+    measure,
+    page,
+    slope_of,
+)
 
 SLOPES = [(0.0, "ok"), (0.2, "ok"), (0.5, "GROWS"), (1.0, "GROWS"), (-0.5, "ok"), (-1.0, "SHRINKS")]
 
@@ -62,7 +71,7 @@ def test_the_page_has_a_plot_of_each_value():
 def test_scales_are_printed(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     base = "optimizer.base={d_model: 64, n_kv: 1, d_ff: 256}"
-    ladder.show_scales(composed("local_test_synthetic", "optimizer.parametrization=mup", base), LadderConfig())
+    show_scales(composed("local_test_synthetic", "optimizer.parametrization=mup", base), LadderConfig())
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["unembed", "0", "0.03125", "0.25", "1", "0.4", "adamw"] in lines
     assert ["layers.w_down", "0", "0.03125", "0.25", "0.25", "0.4", "adamw"] in lines
@@ -73,7 +82,7 @@ def test_what_is_missing_is_asked_for():
     with pytest.raises(ValueError, match=r"optimizer.base is missing; give the sizes to multiply"):
         [*ladder_of(c, LadderConfig())]
     with pytest.raises(ValueError, match="give three widths or depths, or two seeds"):
-        ladder.check_coordinates(c, LadderConfig(widths=[1, 2], seeds=1))
+        check_coordinates(c, LadderConfig(widths=[1, 2], seeds=1))
 
 
 # ---- multipliers that are missing --------------------------------------------------------------------------------

@@ -1,17 +1,11 @@
-"""Carries settings from a small model to large ones: shows the scales of weights, and checks that they do.
-
-    python -m tools.ladder scales --config-name=local_text optimizer.parametrization=mup \
-        'optimizer.base={d_model: 64, n_kv: 1, d_ff: 176}'
-
-`python -m tools.ladder coordinates` with the same settings trains models of several widths or depths for a few steps.
-Exit status 1: activations or gradients depend on the size. docs/ladder.md explains the output.
-"""
+"""The coordinate check: trains models of several sizes, and finds values that depend on the size."""
 
 import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +21,15 @@ from shardwright.inspect.statistics.rerun import Rerun
 from shardwright.jax_extra import SAVED
 from shardwright.modeling.model import OUTPUT, inputs_of, load_model
 from shardwright.optimizers.rates import updates_of
-from shardwright.optimizers.scales import initial_table
 from shardwright.run.changes import loader_at
 from shardwright.run.config import Config, check_config, check_divides
 from shardwright.run.files import write_whole
-from shardwright.run.launch import start_with_section
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright.settings.screen import print_table
 from shardwright.settings.words import say
 from shardwright.tools.report.page import TEMPLATES, page_of
 from shardwright.tools.report.plots import LOG, Panel, colour
-from shardwright.trainer import train
 
 GROWS, SHRINKS = 0.25, -0.6
 """Slopes between which a value counts as independent of the size. Sums of random signs shrink by 1/√width, -0.5."""
@@ -49,7 +40,7 @@ Runs = Sequence[tuple[int, Sequence[float]]]
 
 @dataclasses.dataclass
 class LadderConfig:
-    """The section `ladder`."""
+    """The section `ladder` of `coordinates`."""
 
     widths: list[int] = dataclasses.field(default_factory=lambda: [1, 2, 4, 8])
     """Multiples of the sizes in optimizer.base, except of layers, to train; [] for none."""
@@ -63,28 +54,22 @@ class LadderConfig:
     """File for the plots."""
 
 
-def show_scales(c: Config, _: LadderConfig) -> None:
-    """Prints how each weight begins and learns."""
-    model = load_model(c.model)
-    begin, updates = initial_table(c.optimizer, model), updates_of(c.optimizer, model, train.OPTIMIZERS)
-    rows = []
-    for (path, w), u in zip(jax.tree_util.tree_flatten_with_path(begin)[0], jax.tree.leaves(updates), strict=True):
-        numbers = (f"{x:.4g}" for x in (w.mean, w.std, u.rate, u.epsilon, u.decay))
-        rows.append((jax.tree_util.keystr(path, simple=True, separator="."), *numbers, u.algorithm))
-    print_table(Console(), ["weight", "mean", "std", "rate", "epsilon", "decay", "update"], rows)
+def sizes_at(c: Config, axis: str, n: int) -> dict[str, Any]:
+    """The sizes in optimizer.base, its layers (axis depth) or its others times n. Raises ValueError without a base."""
+    if not c.optimizer.base:
+        raise ValueError("optimizer.base is missing; give the sizes to multiply: 'optimizer.base={d_model: 64}'.")
+    sizes = {"layers": c.model.layers, **c.optimizer.base}
+    grows = [k for k, size in sizes.items() if type(size) is int and (k == "layers") == (axis == "depth")]
+    return {k: n * v if k in grows else v for k, v in sizes.items()}
 
 
 def ladder_of(c: Config, settings: LadderConfig) -> Iterator[tuple[str, int, Config]]:
     """The models to train: axis, multiple, and configuration. Raises ValueError without optimizer.base."""
-    if not c.optimizer.base:
-        raise ValueError("optimizer.base is missing; give the sizes to multiply: 'optimizer.base={d_model: 64}'.")
-    sizes = {"layers": c.model.layers, **c.optimizer.base}
     constant = {"warmup_steps": 0, "schedule": "constant", "schedule_steps": None, "cooldown_steps": None}
     optimizer = dataclasses.replace(c.optimizer, **constant)
     for axis, multiples in {"width": settings.widths, "depth": settings.depths}.items():
         for n in multiples:
-            grows = [k for k, size in sizes.items() if type(size) is int and (k == "layers") == (axis == "depth")]
-            model = dataclasses.replace(c.model, **{k: n * v if k in grows else v for k, v in sizes.items()})
+            model = dataclasses.replace(c.model, **sizes_at(c, axis, n))
             yield axis, n, dataclasses.replace(c, model=model, optimizer=optimizer)
 
 
@@ -192,16 +177,3 @@ def check_coordinates(c: Config, settings: LadderConfig) -> None:
     say(f"{bad or 'None'} of {len(rows)} values depend on the size of the model. Plots: {settings.output}")
     if bad:
         sys.exit(1)
-
-
-@dataclasses.dataclass
-class LadderRunConfig(Config):
-    """All settings of a run, and the section `ladder`."""
-
-    ladder: LadderConfig = dataclasses.field(default_factory=LadderConfig)
-
-
-if __name__ == "__main__":
-    commands = {"scales": show_scales, "coordinates": check_coordinates}
-    command = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1] in commands else "scales"
-    start_with_section("ladder", LadderRunConfig, commands[command], __doc__ or "")

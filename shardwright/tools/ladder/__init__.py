@@ -1,0 +1,1 @@
+"""Carries settings from a small model to large ones."""
