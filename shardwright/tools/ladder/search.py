@@ -69,7 +69,7 @@ def swept(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     return first, grid
 
 
-def sweeps(candidates: Sequence[Candidate]) -> Iterator[list[Sequence[str]]]:
+def sweeps(candidates: Sequence[Candidate]) -> Iterator[list[list[str]]]:
     """Divides candidates into sweeps, each of all combinations of some overrides of each setting."""
     columns = [list(dict.fromkeys(column)) for column in zip(*candidates, strict=True)]
     if math.prod(map(len, columns)) == len(candidates):
