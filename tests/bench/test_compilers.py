@@ -9,7 +9,7 @@ import pytest
 from hlo_texts import HEAD
 from traces import written
 
-from shardwright.bench.plan import compilers, kernels, programs
+from shardwright.bench.plan import compilers, kernels, programs, trainers
 from shardwright.bench.plan.clock import Clock, attention_matmuls
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.compiled.hlo import parse
@@ -86,6 +86,12 @@ def test_xlas_prediction_of_a_program_by_hand():
     assert clock.lines["train.py:10"] == pytest.approx(60 * US + scatter)
     assert sum(clock.lines.values()) == pytest.approx(total)
     assert clock.exposed == pytest.approx({"train.py:10": 60 * US + scatter})
+
+
+def test_figures_of_a_row():
+    found, exposed = trainers.figures(with_mesh(TEXT, {"d": 4}), FACTS | {"peak_bytes": 2**30})
+    assert found["GiB"] == 1 and found["GB sent"] > 0
+    assert found["exposed"] == pytest.approx(1e3 * sum(exposed.values()) / found["time"])
 
 
 def test_attention_by_its_flops():

@@ -56,8 +56,7 @@ def job_of(chip: str, row: str) -> Job:
     own = ["training.unroll=1"] if r > 1 and size != "124m" else []
     if t > 1 and chip in GPUS:  # jaxlib 0.10.2 cannot read libtpu's program with microbatches side by side (v6e)
         own = [f"training.{name}={2 if size == '124m' else 4}" for name in ("microbatches", "side_by_side")]
-        given = {"dot_merger_threshold_mb": 0, "experimental_parallel_collective_overlap_limit": 1}
-        own += [f"++hardware.compiler_options.xla_gpu_{name}={value}" for name, value in given.items()]
+        own.append("++hardware.compiler_options.xla_gpu_dot_merger_threshold_mb=0")
     options |= {"config": "flat_tokens_c4_a100x8_1b", "overrides": " ".join(own)}
     return Job("", shapes, sequences * r * d * t, 1024, **options)
 
@@ -74,11 +73,11 @@ def make(path: Path, chip: str, row: str, trainer: str) -> None:
 def figures(text: str, facts: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the figures of a row and trainer, and the seconds that a device waits at each line."""
     read = reading(text, facts, ATTENTION)
-    found = {"GiB": facts["peak_bytes"] / 2**30, "GB sent": read["sent"].total() / 1e9}
+    found = {"GiB": facts["peak_bytes"] / 2**30, "GB sent": sum(read["sent"].values()) / 1e9}
     if facts["chip"] in TPUS:
         return {"time": cycles(read["program"], read["program"].entry) / 1e6} | found, {}
     seconds, exposed = read["seconds"], read["clock"].exposed
-    return {"time": 1e3 * seconds, "exposed": exposed.total() / seconds} | found, exposed
+    return {"time": 1e3 * seconds, "exposed": sum(exposed.values()) / seconds} | found, exposed
 
 
 def cycles(program: Program, computation: Computation) -> int:
