@@ -30,9 +30,10 @@ KEPT = {
     "offload": lambda *args, **params: _is_marked(*args, **params) and Offloadable(src="device", dst="pinned_host"),
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "everything": jax.checkpoint_policies.everything_saveable,
+    "everything": None,
 }
-"""The jax.checkpoint policy for each value of `training.save`."""
+"""The jax.checkpoint policy for each value of `training.save`; None: without jax.checkpoint, as a policy that saves
+everything keeps f32 values that XLA would otherwise fuse away."""
 
 
 def explicit_activation_checkpointing(
@@ -48,9 +49,9 @@ def explicit_activation_checkpointing(
         prevent_cse: keep XLA from replacing recomputed values by those of the forward pass, as jax.checkpoint does. Not
             needed in the body of a `lax.scan`.
     """
-    if save is None:
+    if (policy := KEPT[save or "everything"]) is None:
         return fn
-    return functools.wraps(fn)(jax.checkpoint(fn, policy=KEPT[save], prevent_cse=prevent_cse))
+    return functools.wraps(fn)(jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse))
 
 
 def fold_in_str(key: jax.Array, name: str) -> jax.Array:

@@ -12,6 +12,7 @@ from gradients import assert_same, loss_and_gradients
 
 from shardlib.equations import jaxprs_of
 from shardwright.data.loader import batch_shapes
+from shardwright.jax_extra import explicit_activation_checkpointing
 from shardwright.run.config import check_config
 
 LAYERS = 5
@@ -35,6 +36,12 @@ def kept(hlo: str) -> int:
     """Arrays that the backward loop over layers carries with a part for each: weights, gradients, and what was kept."""
     loops = [line.split(" while(")[0] for line in hlo.splitlines() if " while(" in line]
     return max(len(re.findall(rf"\w+\[{LAYERS},", loop)) for loop in loops)
+
+
+@pytest.mark.quick
+def test_everything_leaves_the_choice_to_xla():
+    """With jax.checkpoint, also a policy that saves everything keeps each f32 value between fused operations."""
+    assert explicit_activation_checkpointing(run, save="everything") is run
 
 
 @pytest.mark.slow
