@@ -99,7 +99,7 @@ class Llama:
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the cosines and sines of RoPE to the tokens, once for all layers."""
-        return dataclasses.replace(tokens, shared=rope.tables(self.c, tokens.positions))
+        return dataclasses.replace(tokens, shared=rope.tables(self.c, tokens.row_positions))
 
     @typed
     def embed(self, w: Transformer, tokens: Tokens) -> act["B/b L/c/t M"]:
@@ -233,9 +233,9 @@ class Forward:
                 return LayerAux.joined([one(x, *part) for x, part in zip(xs, parts, strict=True)])
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
-        options = {"checkpoint": checkpoint, "unroll": t.unroll, "period": getattr(self.model, "period", 1)}
-        with_cache = lambda cache, own, *args, **given: own(cache, *args, **given)
-        return run_layers(layer, w, xs, layer_ids, with_cache, caches, **options)
+        how = {"checkpoint": checkpoint, "unroll": t.unroll, "period": getattr(self.model, "period", 1)}
+        cached = lambda cache, own, *args, **given: own(cache, *args, **given)
+        return run_layers(layer, shardtypes.cast_used(w, t.reduce_dtype != "f32"), xs, layer_ids, cached, caches, **how)
 
     def attend(self, tokens: Tokens) -> Callable:
         """Attention within `tokens`, by the path of training.attention and the way of training.context."""

@@ -60,6 +60,8 @@ class Tokens:
     inputs: u32["B/b L/c inputs"] | None = None
     """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is the `bos_id` before
     a document. None if the model reads none."""
+    whole: bool = dataclasses.field(default=False, metadata={"static": True})
+    """True if each sequence is one document, without a document mask."""
     training: bool = dataclasses.field(default=False, metadata={"static": True})
     """True in a training step, where experts may drop tokens."""
     counts: bool_["B/b L/c"] | None = None
@@ -73,6 +75,11 @@ class Tokens:
         """The name of `index_in_period` in version 0.1."""
         warnings.warn("tokens.place is now tokens.index_in_period.", FutureWarning, stacklevel=2)
         return self.index_in_period
+
+    @property
+    def row_positions(self) -> jax.Array:
+        """`positions`, or int32[1, L] without a document mask, where they are the same in all sequences."""
+        return self.mask_positions.index if self.whole else self.positions
 
     @property
     def mask_positions(self) -> Positions:
@@ -118,7 +125,7 @@ class Tokens:
             inputs = shardops.shard("B/b L inputs -> B/b L/c inputs", inputs)
         keys = None if seeds is None else jax.vmap(jax.random.key)(seeds)
         own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
-        return cls(own(ids), own(positions), own(document), keys, inputs=inputs)
+        return cls(own(ids), own(positions), own(document), keys, inputs=inputs, whole=not document_mask)
 
     def prepared(self, model: "LanguageModel") -> Self:
         """Applies the model's `prepare` to the tokens, if it has one."""

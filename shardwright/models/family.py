@@ -164,7 +164,7 @@ class Model(train.Llama):
         """Adds the cosines and sines of RoPE in layers without a window, and with one."""
         c = dataclasses.replace(self.c, d_head=int(self.c.d_head * self.c.rotary_share))
         other = {"rope_base": c.window_rope_base, "rope_scaling": None} if c.window_rope_base else {}
-        tables = [rope.tables(x, tokens.positions) for x in (c, dataclasses.replace(c, **other))]
+        tables = [rope.tables(x, tokens.row_positions) for x in (c, dataclasses.replace(c, **other))]
         return dataclasses.replace(tokens, shared=tables)
 
     def window_at(self, place: int) -> int | None:

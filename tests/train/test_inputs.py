@@ -182,6 +182,7 @@ def test_inputs_are_those_of_the_token_that_is_read(mask):
         targets: u32["B/r/d L"], starts: bool_["B/r/d L"], inputs: u32["B/r/d L inputs"]
     ) -> tuple[u32["B/r/d L"], u32["B/r/d L inputs"]]:
         tokens = Tokens.before(targets, starts, 0, None, mask, inputs)
+        assert tokens.row_positions.shape == (3 if mask else 1, 7)
         return tokens.ids, tokens.inputs
 
     with jax.set_mesh(tiny.mesh("one device")):
