@@ -1,29 +1,46 @@
 """Measures how fast text is tokenized, shards are merged and batches are read; extrapolates to 10¹² tokens.
 
-    python -m bench.tokenization
+    python -m bench.tokenization [--seqax seqax]
 
 The text is the shipped novels, as bytes and in a BPE trained on them. Rates are per core: they count the CPU time of
 all threads, so other programs hardly change them. They leave out slow disks and networks.
+
+The loader feeds a loop as a run does, once as fast as it can and once at 10⁶ tokens/s, and the loop's waits are timed.
+
+With --seqax, the tokenization tool and that of a checkout of seqax (https://github.com/MatX-inc/seqax) tokenize the same
+file in turns, each a program from its start to its end. The checkout needs a .venv with bench/throughput/seqax.txt.
 """
 
 import json
 import lzma
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from shardwright.bench.common import cpu_seconds
+from shardwright.bench.common import cpu_seconds, parser_of
 from shardwright.data.flat_tokens import Reader, Writer
-from shardwright.data.loader import DataConfig, make_loader
+from shardwright.data.loader import DataConfig, make_loader, prefetch
 from shardwright.data.text import definitions, sources
 from shardwright.data.text.tokenizers import Tokenizer
 
-TEXT = Path(__file__).parents[1] / "shipped/austen_train.jsonl.xz"
+TEXT = Path(__file__).resolve().parents[1] / "shipped/austen_train.jsonl.xz"
 SHARDS = 5
 """Number of copies of the text, each a shard."""
 SEQ_LEN, BATCH, BATCHES = 4096, 64, 20
 TOKENS, CORES = 10**12, (64, 256, 1024)
+PACE, PACED = 1e6, 40
+"""Tokens/s at which batches are taken from the loader, and how many."""
+COPIES, ROUNDS = 40, 2
+"""Copies of the text that both tools tokenize, and how often."""
 
 
 def tokenize(path: str, out: str, tokenizer: Tokenizer) -> None:
@@ -56,6 +73,59 @@ def measured(path: str, place: str, tokenizer: Tokenizer) -> list[float]:
     return [*rates, Path(path).stat().st_size * SHARDS / tokens, on_disk / tokens]
 
 
+def waits(filespec: str) -> list[float]:
+    """Returns the loader's most tokens/s, and at PACE the share of a step that waits for its batch, and CPU cores."""
+    with jax.set_mesh(jax.make_mesh((1, 1, 1), ("r", "d", "t"), (jax.sharding.AxisType.Explicit,) * 3)):
+        data = DataConfig(filespec=filespec)
+        loader = make_loader(data, "train", BATCH, SEQ_LEN)
+
+    def wait(step: float) -> float:  # mean seconds, for steps of so many seconds
+        waited = 0.0
+        with prefetch(loader.load, 0, PACED + 1, data.prefetch, loader.parallel_loads) as batches:
+            next(batches)  # before the first step, which compiles meanwhile
+            for _ in range(PACED):
+                time.sleep(step)
+                before = time.perf_counter()
+                next(batches)
+                waited += time.perf_counter() - before
+        return waited / PACED
+
+    fastest, step, waited = wait(0.0), BATCH * SEQ_LEN / PACE, []
+    spent = cpu_seconds(lambda: waited.append(wait(step)))
+    return [BATCH * SEQ_LEN / fastest, waited[0] / step, spent / PACED / step]
+
+
+def beside_seqax(seqax: Path, place: str, content: bytes, tokenizer: Tokenizer) -> list[float]:
+    """Returns tokens/s of CPU time of our tool and of seqax's. Raises ValueError if their tokens differ."""
+    text, outs, spent = Path(place, "text"), [f"{place}/ours", f"{place}/theirs"], [[], []]
+    text.mkdir(exist_ok=True)
+    for split, copies in (("train", COPIES), ("validation", 1)):
+        (text / f"{split}.jsonl").write_bytes(content * copies)
+    of_transformers = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>"}
+    (text / "tokenizer_config.json").write_text(json.dumps(of_transformers))
+    (text / "tokenizer.json").write_text(tokenizer.definition or "")
+    is_bytes = tokenizer.is_bytes
+    kind = ["tokenizer.kind=bytes"] if is_bytes else ["tokenizer.kind=huggingface", f"tokenizer.name={text}"]
+    ours = [sys.executable, "-m", "shardwright.tools.huggingface_to_flat_tokens", f"out={outs[0]}", *kind]
+    ours += [f"{split}.files=[{text}/{split}.jsonl]" for split in ("train", "validation")]
+    theirs = [f"{seqax.absolute()}/.venv/bin/python", "huggingface_to_flat_tokens.py", "--config-name=c4_en"]
+    theirs += [f"dataset={text}", "variant=null", f"tokenizer={'bytes_utf8' if is_bytes else text}"]
+    theirs += ["+max_tokens=1_000_000_000_000", f"+output={outs[1]}"]
+    of_children = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # user and system
+    for _ in range(ROUNDS):
+        for i, (command, at) in enumerate([(ours, None), (theirs, seqax / "tools")]):
+            shutil.rmtree(outs[i], ignore_errors=True)
+            before = of_children()
+            env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hub"}
+            subprocess.run(command, cwd=at, env=env, check=True, stdout=subprocess.DEVNULL)
+            spent[i].append(of_children() - before)
+    written = [Reader(out, "train") for out in outs]
+    one, other = (x.read(np.array([0]), np.array([x.num_tokens])).astype(np.int64) for x in written)
+    if one.shape != other.shape or np.unique(one - other).tolist() != [4 if is_bytes else 0]:  # 2 × (id + 2) + starts
+        raise ValueError("the tools wrote different tokens")
+    return [one.size / statistics.mean(seconds) for seconds in spent]
+
+
 def table(titles: list[str], rows: dict[str, list[str]]) -> str:
     """Formats a Markdown table."""
     lines = [f"| {' | '.join([name, *cells])} |" for name, cells in rows.items()]
@@ -63,12 +133,17 @@ def table(titles: list[str], rows: dict[str, list[str]]) -> str:
 
 
 def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--seqax", type=Path, help="a checkout of seqax, to compare with its tool")
+    seqax = parser.parse_args().seqax
     with tempfile.TemporaryDirectory() as place:
         path, content = f"{place}/text.jsonl", lzma.decompress(TEXT.read_bytes())
         Path(path).write_bytes(content)
         trained = definitions.train_bpe((json.loads(line)["text"] for line in content.splitlines()), 2**15)
         tokenizers = {"bytes": Tokenizer(definitions.byte_definition()), "BPE": Tokenizer(trained)}
         found = {name: measured(path, f"{place}/{name}", tokenizer) for name, tokenizer in tokenizers.items()}
+        fed = {name: waits(f"{place}/{name}/whole") for name in tokenizers}
+        beside = {name: beside_seqax(seqax, place, content, x) for name, x in tokenizers.items()} if seqax else {}
     rates, plan = {}, {}
     for name, (tokenizing, merging, reading, text, disk) in found.items():
         rates[name] = [f"{x / 1e6:.3g}" for x in (tokenizing, merging, reading)] + [f"{x:.2f}" for x in (text, disk)]
@@ -85,7 +160,12 @@ def main() -> None:
     ]
     print(table(titles, rates) + "\n")
     on = [f"hours on {n} cores" for n in CORES]
-    print(table(["10¹² tokens", "text, TB", "on disk, TB", "core-hours", *on, "hours to merge"], plan))
+    print(table(["10¹² tokens", "text, TB", "on disk, TB", "core-hours", *on, "hours to merge"], plan) + "\n")
+    fed_rows = {name: [f"{x / 1e6:.3g}", f"{wait:.3%}", f"{cores:.1%}"] for name, (x, wait, cores) in fed.items()}
+    print(table(["loader", "most million tokens/s", f"waiting at {PACE:,.0f}", "of a core"], fed_rows))
+    if beside:
+        rows = {name: [*(f"{x / 1e6:.3g}" for x in rate), f"{rate[0] / rate[1]:.1f}"] for name, rate in beside.items()}
+        print("\n" + table(["million tokens/s of a core, whole program", "ours", "seqax", "ratio"], rows))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tokenization import PROBES
 from shardwright.data.text import definitions
 from shardwright.data.text import tokenizers as text_tokenizers
 from shardwright.data.text.definitions import load_definition
-from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer
+from shardwright.data.text.tokenizers import Tokenizer, fast_encoder, open_tokenizer
 
 check_modules(text_tokenizers)
 
@@ -64,6 +65,48 @@ def test_another_format_is_converted_by_transformers(tmp_path, texts):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="Cannot load the tokenizer"):
         open_tokenizer("huggingface", str(tmp_path / "empty"))
+
+
+# ---- gigatoken ----------------------------------------------------------------------------------------------------
+
+
+def test_gigatoken_gives_the_ids_of_tokenizers(texts, bpe, monkeypatch):
+    pytest.importorskip("gigatoken", reason="the optional encoder")
+    monkeypatch.setattr(text_tokenizers, "FAST_FROM", 0)
+    tokenizer = Tokenizer(bpe)
+    assert fast_encoder(tokenizer, 0) is not None
+    texts = [*texts, "", "".join(tokenizer.special)]
+    expected = [ids.tolist() for ids in tokenizer._by_definition(texts)]
+    assert split(tokenizer.encode(texts)) == expected
+    with pytest.raises(ValueError, match="cannot be tokenized"):
+        tokenizer.encode(["\ud800"])
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "a probe", "a document"])
+def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypatch):
+    """One that differs on a probe is not used; one that differs on a document later stops the program."""
+    tokenizer, used = Tokenizer(bpe), []
+    bad = {"nothing": None, "a probe": text_tokenizers.PROBES[1], "a document": texts[len(texts) // 2]}[wrong]
+
+    def encode(text):
+        used.append(text)
+        return tokenizer._by_definition([text])[0] + np.uint32(text == bad)
+
+    loaded = SimpleNamespace(from_json=lambda definition: SimpleNamespace(encode=encode))
+    monkeypatch.setitem(sys.modules, "gigatoken", SimpleNamespace(Tokenizer=loaded))
+    fast_encoder.cache_clear()
+    expected = [ids.tolist() for ids in tokenizer._by_definition(texts)]
+    monkeypatch.setattr(text_tokenizers, "FAST_FROM", sum(map(len, texts)) + 1)
+    assert split(tokenizer.encode(texts)) == expected
+    assert used == []  # too little text
+    monkeypatch.setattr(text_tokenizers, "FAST_FROM", sum(map(len, texts)))
+    if wrong == "a document":
+        with pytest.raises(ValueError, match=r"gigatoken gives other ids .* pip uninstall gigatoken"):
+            tokenizer.encode(texts)
+    else:
+        assert split(tokenizer.encode(texts)) == expected
+    assert (used[-1] in texts) == (wrong != "a probe")
+    fast_encoder.cache_clear()
 
 
 # ---- tiktoken -----------------------------------------------------------------------------------------------------

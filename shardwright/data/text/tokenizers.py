@@ -4,9 +4,12 @@ They treat text as plain: they add no special tokens around it, and recognize no
 """
 
 import contextlib
+import functools
+import itertools
+import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +24,10 @@ from shardwright.data.untrusted import check_types, one_line, refused
 
 KINDS = ("bytes", "huggingface", "tiktoken")
 """Kinds of tokenizers that `open_tokenizer` knows."""
+FAST_FROM = 2**16
+"""Characters from which on a call of `encode` may use gigatoken."""
+CHECKED, RENEWED = 4096, 256
+"""Characters of each such call that `tokenizers` encodes too, and calls after which gigatoken is reloaded."""
 REMEDY = "Give tokenizer=<name, or a dataset made with it>, the tokenizer of the run's data."
 
 Ids = UInt32[np.ndarray, "tokens"]
@@ -38,6 +45,8 @@ class Encoded(NamedTuple):
 @dataclass(frozen=True)
 class Tokenizer:
     """Encodes documents to ids, and decodes them, with `tokenizers` or tiktoken; bytes need neither.
+
+    Instead of `tokenizers`, gigatoken encodes large texts, if it is installed and gives the same ids for PROBES.
 
     Raises:
         ValueError: the definition is damaged, or lacks the end token.
@@ -85,12 +94,12 @@ class Tokenizer:
     def encode(self, texts: list[str]) -> Encoded:
         """Encodes documents, and appends the end token, if there is one, to those with tokens.
 
-        Raises ValueError if the library cannot tokenize one.
+        Raises ValueError if the library cannot tokenize one, or if gigatoken gives other ids.
         """
         if self.is_bytes:
             parts = [np.frombuffer(text.encode(), np.uint8) for text in texts]
         elif self.encoding is None:
-            parts = self._by_definition(texts)
+            parts = self._by_gigatoken(texts) or self._by_definition(texts)
         else:
             parts = [self._by_tiktoken(text) for text in texts]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
@@ -102,6 +111,23 @@ class Tokenizer:
             ids = np.insert(ids, np.cumsum(lengths)[has_tokens], np.uint32(self.end))
             lengths = lengths + has_tokens
         return Encoded(ids, lengths)
+
+    def _by_gigatoken(self, texts: list[str]) -> list[np.ndarray] | None:
+        """Encodes documents with gigatoken; None if there is little text, or gigatoken cannot."""
+        if sum(map(len, texts)) < FAST_FROM or (encode := fast_encoder(self, next(_calls) // RENEWED)) is None:
+            return None
+        sample = texts[len(texts) // 2][:CHECKED]
+        try:
+            with refused("gigatoken"):
+                parts, found = [encode(text) for text in texts], encode(sample)
+        except ValueError:
+            return None  # `tokenizers` reports it
+        if not np.array_equal(found, self._by_definition([sample])[0]):
+            raise ValueError(
+                f"gigatoken gives other ids than `tokenizers` for {one_line(sample, 200)!r}. Run "
+                "pip uninstall gigatoken, and write the dataset again with overwrite=true."
+            )
+        return parts
 
     def _by_definition(self, texts: list[str]) -> list[np.ndarray]:
         longest = max(texts, key=len, default="")
@@ -247,6 +273,31 @@ PROBES = (
     "".join(chr(i) for i in range(33, 0x250)),
 )
 """Texts whose bytes a tokenizer must reproduce. All are in Unicode's composed form (NFC)."""
+
+
+_calls = itertools.count()
+
+
+@functools.lru_cache(maxsize=1)
+def fast_encoder(tokenizer: Tokenizer, renewal: int) -> Callable[[str], np.ndarray] | None:
+    """Loads the encoder of gigatoken, which remembers each word that it has seen, so it must be renewed.
+
+    Returns:
+        None if gigatoken is not installed, or gives other ids for PROBES or for special tokens in text.
+    """
+    if tokenizer.vocab_size > 2**24:  # gigatoken ends the process if the largest id does not fit its table
+        return None
+    content = json.loads(tokenizer.definition or "")
+    plain = [token for token in content.get("added_tokens") or [] if not token["special"]]
+    content |= {"added_tokens": plain, "post_processor": None, "truncation": None, "padding": None}
+    probes = (*PROBES, " x ".join(tokenizer.special))
+    with contextlib.suppress(ImportError, ValueError), refused("gigatoken"):
+        import gigatoken
+
+        encode = gigatoken.Tokenizer.from_json(json.dumps(content)).encode
+        if all(np.array_equal(encode(text), tokenizer._by_definition([text])[0]) for text in probes):
+            return encode
+    return None
 
 
 @dataclass(frozen=True)
