@@ -34,6 +34,7 @@ class RunLog(contextlib.AbstractContextManager):
         step               number of steps done with it, as in the names of checkpoints; arguments count steps from 0
         tokens             tokens that the run has trained on after the step, including before it was resumed
         seconds            from the end of the previous step to the end of this one, with whatever ran between them
+        data_seconds       of these, how long the loop waited for a batch
         tokens_per_second
         mfu                counts only query-key pairs that attention computes, as if each sequence were one document;
                            not on CPUs
@@ -74,7 +75,10 @@ class RunLog(contextlib.AbstractContextManager):
         """(step after which it came, name) of each logged event."""
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._last_end: float | None = None
+        self.waited = 0.0
+        """Seconds that the loop has waited for batches since the end of a step."""
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
+        self._waits: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._path: Path | Any = None
         self._lock, self._closed = threading.Lock(), False
         # Lines since the last fsync, how many of their bytes are written, and the size of the file without them.
@@ -123,9 +127,11 @@ class RunLog(contextlib.AbstractContextManager):
         now = time.perf_counter()
         seconds, self._last_end = None if self._last_end is None else now - self._last_end, now
         record = {"step": step, **values, "tokens": self.speed.tokens_after(step)}
+        waited, self.waited = self.waited, 0.0
         if seconds is not None:
             self._durations.append(seconds)
-            record |= {"seconds": seconds} | self.speed.of_step(seconds)
+            self._waits.append(waited)
+            record |= {"seconds": seconds, "data_seconds": waited} | self.speed.of_step(seconds)
         self._write_line(record)
         self._show(step, values)
         self._see(step, values)
@@ -237,6 +243,8 @@ class RunLog(contextlib.AbstractContextManager):
             speed = self.speed.of_step(seconds)
             parts.append(f"{speed['tokens_per_second']:,.0f} tokens/s")
             parts += [f"MFU {100 * speed['mfu']:.1f}%"] if "mfu" in speed else []
+            data = sum(self._waits) / sum(self._durations)
+            parts += [f"waiting for data {data:.0%}"] if data > 0.05 else []
         parts += [f"{name} {_short(values[name])}" for name in sorted(values.keys() - {"loss"})]
         self._print("  ".join(parts))
 

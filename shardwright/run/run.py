@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -142,7 +143,9 @@ class Run(Schedule):
             profiler.before_step(step - self.start)
             first = step == self.start  # takes longer, because it sets up devices and networks
             now_at("waiting for a batch", step + 1, paused=first)
+            began = time.perf_counter()
             batch = next(batches)
+            self._journal.log.waited += time.perf_counter() - began
             now_at("in the training step", paused=first)
             yield step, batch
             self._journal.draw(step)

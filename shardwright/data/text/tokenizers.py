@@ -145,12 +145,13 @@ class Tokenizer:
 
     def dropped(self, texts: list[str]) -> Counter[str]:
         """Counts the characters of texts, after normalization, that the tokenizer loses. Words are not checked."""
-        loaded, counts = load_definition(self.definition), Counter[str]()
+        loaded = load_definition(self.definition)
         if self.is_bytes or self.encoding is not None or type(loaded.model).__name__ == "WordLevel":
-            return counts
-        for text in texts if loaded.normalizer is None else map(loaded.normalizer.normalize_str, texts):
-            counts.update({c: text.count(c) for c in set(text) if definitions.is_dropped(self.definition, c)})
-        return counts
+            return Counter()
+        texts = texts if loaded.normalizer is None else list(map(loaded.normalizer.normalize_str, texts))
+        found = set(map(chr, range(128))).union(*(text for text in texts if not text.isascii()))  # 128 are soon checked
+        counts = {c: sum(text.count(c) for text in texts) for c in found if definitions.is_dropped(self.definition, c)}
+        return +Counter(counts)
 
     def ids(self, text: str) -> list[int]:
         """Encodes a text, without the end token. Raises ValueError if the tokenizer is unknown and there is text."""

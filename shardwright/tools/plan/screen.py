@@ -172,7 +172,8 @@ def work(plan: Plan) -> Table:
         "computing, moving memory, or launching kernels. again: the backward pass recomputes what was not kept."
     )
     head = ("ms", "%", "TFLOP", "peak %", "bound", "phase", "line", "")
-    return Table(f"Work: {in_seconds(sum(row[0] for row in rows) / 1e3)} in a step", head, 3, rows, note)
+    total, again = (in_seconds(sum(row[0] for row in x) / 1e3) for x in (rows, [r for r in rows if r[5] == "again"]))
+    return Table(f"Work: {total} in a step, {again} of it computed again", head, 3, rows, note)
 
 
 def answer(plan: Plan) -> list[tuple[str, str, str]]:

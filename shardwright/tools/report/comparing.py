@@ -32,6 +32,7 @@ METRICS = {
         max, "{:.1%}".format, "of the median step, counting pairs that attention computes; peak measured or given"
     ),
     "memory": Metric(min, in_bytes, "peak of the fullest device; ~: of the step alone, predicted by the compiler"),
+    "data": Metric(min, "{:.1%}".format, "share of the time that the loop waits for batches"),
     "bubble": Metric(min, "{:.2%}".format, "share of the time that devices idle between steps"),
     "steps": Metric(None, "{:,.0f}".format, "done"),
     "tokens": Metric(None, in_numbers, "seen in training"),

@@ -112,7 +112,7 @@ def read_run(directory: Path) -> Run:
     run.state, run.why = _state(run, ended)
     if not steps:
         return run
-    run.values = _values(run, seconds)
+    run.values = _values(run, steps, seconds)
     if run.state != "running" and run.total_steps is not None and step[-1] < run.total_steps:
         notes.append(f"unfinished: {int(step[-1]):,} of {run.total_steps:,} steps")
     if failed := run.of_event("validation_failed"):
@@ -132,7 +132,7 @@ def forecast_in(run: Run) -> Forecast | None:
         return None
 
 
-def _values(run: Run, seconds: Curve) -> dict[str, float]:
+def _values(run: Run, steps: list[dict], seconds: Curve) -> dict[str, float]:
     done, tokens = run.step[-1], run.tokens[-1]
     last = run.metrics["loss"][-max(1, min(AVERAGED, len(run.step) // 10)) :]
     last = last[np.isfinite(last)] if np.isfinite(last).any() else last
@@ -142,6 +142,8 @@ def _values(run: Run, seconds: Curve) -> dict[str, float]:
         found |= {"ms/step": 1000 * step_seconds, "time": done * step_seconds}
         if not np.isnan(speed := run.metrics["tokens_per_second"]).all():
             found["tokens/s"] = float(np.nanmedian(speed))
+        if not np.isnan(data := _curve(steps, "data_seconds")).all():
+            found["data"] = float(np.nansum(data) / np.nansum(seconds))
         if not np.isnan(mfu := run.metrics["mfu"]).all():
             found["MFU"] = float(np.nanmedian(mfu))
     of_events = {
