@@ -7,8 +7,8 @@ all threads, so other programs hardly change them. They leave out slow disks and
 
 The loader feeds a loop as a run does, once as fast as it can and once at 10⁶ tokens/s, and the loop's waits are timed.
 
-With --seqax, the tokenization tool and that of a checkout of seqax (https://github.com/MatX-inc/seqax) tokenize the same
-file in turns, each a program from its start to its end. The checkout needs a .venv with bench/throughput/seqax.txt.
+With --seqax, the tokenization tool and that of a checkout of https://github.com/MatX-inc/seqax tokenize the same file in
+turns, each from its start to its end. Its .venv needs datasets hydra-core numcodecs==0.15.2 transformers zarr==2.18.7.
 """
 
 import json

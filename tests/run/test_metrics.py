@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import json
 import math
@@ -15,6 +16,7 @@ from shardlib.layers import LayerMetrics
 from shardwright.run.files import read_metrics
 from shardwright.run.flops import PeakFlops, Speed
 from shardwright.run.metrics import RunLog, check_metrics
+from shardwright.run.run import Run
 
 SPEED = Speed(64, 1000, PeakFlops(1e9, "test"))
 
@@ -38,6 +40,7 @@ def read(directory):
 def test_a_line_a_step(tmp_path):
     with run_log(tmp_path) as log:
         for step in range(5):
+            log.waited += 0.001 * step
             log.log(step, metrics(1 / (step + 3)))
             time.sleep(0.01)
     first, *others = read(tmp_path)
@@ -55,6 +58,8 @@ def test_a_line_a_step(tmp_path):
         assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
         assert line["mfu"] == pytest.approx(64 / line["seconds"] * 1000 / 1e9)
     assert all(line["seconds"] >= 0.01 for line in others[:3])
+    # A step ends while the next one, which has its batch, has been dispatched; the last one ends at once.
+    assert [line["data_seconds"] for line in others] == pytest.approx([0.002, 0.003, 0.004, 0])
 
 
 def test_vectors_are_lists_and_layers_have_their_names(tmp_path, capsys):
@@ -175,6 +180,33 @@ def test_printed_lines(tmp_path, capsys):
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
     assert lines[0] == "step 1/25  loss 0.123  learning_rate 0.0003"
     assert re.match(r"step 10/25  ETA 0:00:00  loss 9.123  [\d,]+ tokens/s  MFU .*%  learning_rate 0.0003$", lines[1])
+
+
+def test_waiting_for_data_is_printed_if_it_is_much(tmp_path, capsys):
+    with run_log(tmp_path, print_every=2) as log:
+        for step in range(8):
+            log.waited += 0.02 * (step > 3)
+            time.sleep(0.02)
+            log.log(step, metrics(1.0))
+    found = [re.search(r"waiting for data (\d+)%", line) for line in capsys.readouterr().out.splitlines()]
+    assert found[:2] == [None, None]
+    assert found[-2]
+    assert 10 < int(found[-2][1]) < 80
+
+
+def test_the_loop_times_how_long_it_waits_for_batches():
+    log, seen = SimpleNamespace(waited=0.0), []
+    journal = SimpleNamespace(log=log, draw=seen.append)
+    journal.profile = lambda settle: contextlib.nullcontext(SimpleNamespace(before_step=lambda i: None))
+    run = SimpleNamespace(start=3, end_step=5, stopped_by=None, batch_of=lambda step: step, _journal=journal)
+    run.c = SimpleNamespace(data=SimpleNamespace(prefetch=1))
+    run.loader = SimpleNamespace(load=lambda step: time.sleep(0.2) or step, parallel_loads=1)
+    with contextlib.ExitStack() as run._cleanup:
+        for step, batch in Run.steps(run):
+            assert step == batch
+            assert 0.1 < log.waited < 10
+            log.waited = 0.0
+    assert seen == [3, 4]
 
 
 # ---- files that cannot be written -------------------------------------------------------------------------------

@@ -77,8 +77,11 @@ def test_slow_steps_and_validations_do_not_count_as_speed(tmp_path):
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     lines[3]["seconds"] = 9.0  # as a profiled step
     lines[10]["seconds"] = 60.0  # as a step with a validation beside it
+    for line in lines[1:]:
+        line["data_seconds"] = line["seconds"] / 4  # unlike these, it counts all time
     write_lines(directory, [*lines, {"step": 10, "event": "validation", "loss": 3.5}])
     values = read_run(directory).values
+    assert values["data"] == pytest.approx(0.25)
     assert values["ms/step"] == 500
     assert values["time"] == 21 * 0.5
 

@@ -143,7 +143,7 @@ def _values(run: Run, steps: list[dict], seconds: Curve) -> dict[str, float]:
         if not np.isnan(speed := run.metrics["tokens_per_second"]).all():
             found["tokens/s"] = float(np.nanmedian(speed))
         if not np.isnan(data := _curve(steps, "data_seconds")).all():
-            found["data"] = float(np.nansum(data) / np.nansum(seconds))
+            found["data"] = float(np.nanmean(data) / np.nanmean(seconds))
         if not np.isnan(mfu := run.metrics["mfu"]).all():
             found["MFU"] = float(np.nanmedian(mfu))
     of_events = {
