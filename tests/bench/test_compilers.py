@@ -94,6 +94,19 @@ def test_figures_of_a_row():
     assert found["exposed"] == pytest.approx(1e3 * sum(exposed.values()) / found["time"])
 
 
+def test_what_no_gather_tells_is_timed_by_links_and_loops_by_their_mean():
+    """An exchange over other axes than any gather; a loop of unknown length."""
+    text = TEXT.replace('"known_trip_count":{"n":"3"}', "")
+    swap = f"%a = f32[4,4]{{1,0}} all-to-all-start(%x), replica_groups={{{{0,1}},{{2,3}}}}{AT.format('swap', 1)}"
+    text = text.replace("ROOT %s.1", f"{swap}\n  ROOT %s.1")
+    program = parse(with_mesh(text, {"d": 2, "e": 2}))
+    chip, facts = chip_of("h100"), FACTS | {"unknown_turns": 2.5}
+    clock = Clock(program, describe(program), chip, facts)
+    clock.seconds(program.entry)
+    assert clock.kernels["step"] == pytest.approx(2.5 * 10 * US)
+    assert clock.kernels["a"] == pytest.approx(chip.collective_s("all_to_all", 64, program.mesh, ["e"]))
+
+
 def test_attention_by_its_flops():
     """Two products forward and five backward, of half of the pairs: 2·2·L²/2·D of a head, and 2.5 times it."""
     call = 'custom-call(%q, %k), custom_call_target="__cudnn$fmha{}"'

@@ -26,8 +26,8 @@ class Clock:
     these it has none or wrong ones, which are estimated instead:
 
     - batched matmuls, and those with wider results: by the roofline;
-    - reduce-scatters and all-to-alls: by the all-gather of the program that is nearest in bytes, if possible over as
-      many devices, and SCATTER;
+    - reduce-scatters and all-to-alls: by the all-gather over the same axes that is nearest in bytes, and SCATTER; by
+      the chip's links if the program has none;
     - copies: by the bytes that they read and write, at the memory's bandwidth;
     - attention in cuDNN or Triton: by its FLOPs, at the fraction `attention` of the peak; no time if that is 0.
 
@@ -54,7 +54,8 @@ class Clock:
             called, cost = [self.program.computations[name] for name in i.called], 0.0
             if i.opcode in ("while", "conditional", "call"):
                 body = max(called, key=lambda part: len(part.instructions))
-                turns = (self.program.turns(i) or 1) if i.opcode == "while" else self.share(body)
+                unknown = self.facts.get("unknown_turns", 1)
+                turns = (self.program.turns(i) or unknown) if i.opcode == "while" else self.share(body)
                 now += turns * self.seconds(body, times * turns)
             elif i.opcode.endswith("-done") and i.operands[0] in ready:
                 cost = max(0.0, ready[i.operands[0]] - now)
@@ -84,7 +85,8 @@ class Clock:
     def of_work(self, computation: Computation, i: Instruction) -> float:
         """Returns the seconds of an operation that computes."""
         products = [work for work in works_of(self.program, computation, i) if work.kind == "matmul"]
-        told, moved = _told(i), (i.bytes + _read(computation, i)) / self.chip.memory_bandwidth
+        made = i.shapes[0].bytes if products and i.opcode == "custom-call" else i.bytes  # without cuBLAS's workspace
+        told, moved = _told(i), (made + _read(computation, i)) / self.chip.memory_bandwidth
         if any(": " in product.what or product.dtype != i.shapes[0].dtype for product in products):
             return max(sum(product.size for product in products) / self.chip.peak["bf16"], moved)
         return moved if told is None else told
@@ -101,18 +103,20 @@ class Clock:
         told = _told(i)
         if told is not None or not self.gathers:
             return told or 0.0
-        members, size = self.message(computation, i)
-        alike = [x for x in self.gathers if x[0] == members] or self.gathers
-        _, known, cost = min(alike, key=lambda gather: abs(math.log(gather[1] / size)))
-        return SCATTER * cost * max(1.0, size / known)
+        axes, size = self.message(computation, i)
+        if alike := [x for x in self.gathers if x[0] == axes]:
+            _, known, cost = min(alike, key=lambda gather: abs(math.log(gather[1] / size)))
+            return SCATTER * cost * max(1.0, size / known)
+        op = "psum_scatter" if i.opcode.startswith("reduce-scatter") else "all_to_all"
+        return self.chip.collective_s(op, size, self.program.mesh, axes)
 
-    def message(self, computation: Computation, i: Instruction) -> tuple[int, int]:
-        """Returns the number of devices in a group, and the bytes of the whole array."""
+    def message(self, computation: Computation, i: Instruction) -> tuple[list[str], int]:
+        """Returns the axes of a collective, and the bytes of the whole array."""
         axes = [axis for work in works_of(self.program, computation, i) for axis in work.axes.split()]
         if not axes:
             raise ValueError(f"the devices of {i.name} are not known: {i.attributes[:200]}")
         members, given = math.prod(self.program.mesh[axis] for axis in axes), _read(computation, i)
-        return members, given * (members if i.opcode.startswith("all-gather") else 1)
+        return axes, given * (members if i.opcode.startswith("all-gather") else 1)
 
 
 def attention_matmuls(i: Instruction) -> int:
