@@ -34,13 +34,16 @@ def zigzag(spec, x):
         if (size := value.shape[dim]) % 2:
             problem = f"operand 1 is {describe(x)}: a device has {size} entries of {before}, not two equal chunks"
             raise ShardError(problem, f"make {before.name} a multiple of {2 * devices_along(before.axes)}")
-    exchange = functools.partial(_exchanged, before.axes[0], dim, after.name == ZIGZAG)
+    exchange = functools.partial(exchanged, before.axes[0], dim, after.name == ZIGZAG)
     reason = f"device i of n has chunks i and 2n - 1 - i of a dim in zigzag order: {op}"
     return note_type(per_device(str(rhs), exchange, value, reason=reason, takes=str(lhs)), rhs)
 
 
-def _exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
-    """This device's chunks in the other order. In either order, one of its two chunks has an even number."""
+def exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
+    """This device's chunks of `x` in zigzag order if `into`, else back; for per-device code.
+
+    In either order, one of its two chunks has an even number.
+    """
     n, i = devices_along(axis), lax.axis_index(axis)
     first, second = jnp.split(x, 2, axis=dim)
     # In zigzag order chunk j is on device j, or 2n - 1 - j if that is less.

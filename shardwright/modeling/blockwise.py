@@ -19,7 +19,7 @@ from shardlib.axes import PIPELINE_AXIS
 from shardlib.op_checks import varying
 from shardlib.shardtypes import typed
 from shardlib.values import stage_axes, target_device
-from shardlib.zigzag import permuted
+from shardlib.zigzag import exchanged, permuted
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.masks import AttentionMask, Mask, Positions
 from shardwright.modeling.model import act
@@ -92,7 +92,12 @@ def in_one_state(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
 def in_blocks(
     pattern: AttentionMask, ring: bool, block: int | None, q, k, v, q_positions, k_positions, sinks, learned, heads
 ) -> jax.Array:
-    """Attends from this device's queries to its keys, and in a ring also to those of the other devices of c."""
+    """Attends from this device's queries to its keys, and in a ring also to those of the other devices of c.
+
+    In a ring, queries and keys are in zigzag order, and have the same positions, which are not.
+    """
+    if ring:  # all in one array: the compiler would not exchange one that the mask does not read
+        q_positions = k_positions = Positions(*exchanged("c", 2, True, jnp.stack(k_positions)))
     largest = block or BLOCKS.get(target_device().platform, BLOCK)
     chunks = 1 + ring  # each with its own blocks: in zigzag order the chunks are not neighbors
     blocks, of_keys = (chunks * -(-x.shape[1] // (largest * chunks)) for x in (q, k))
@@ -165,25 +170,30 @@ def _scores(task: _Task, q, keys: _Keys, j, q_positions, heads, learned):
 
 
 def _in_turns(
-    task: _Task, keys: object, carry: object, step: Callable[..., Any], gradients: tuple = ()
+    task: _Task, keys: _Keys, carry: object, step: Callable[..., Any], gradients: tuple = ()
 ) -> tuple[Any, Any]:
     """Runs step(keys, carry, gradients, is_last) with the keys of each device of the ring; returns carry and gradients.
 
-    The gradients of keys travel with them, and come back to the device that owns the keys.
+    The gradients of keys travel with them, and come back to the device that owns the keys. Both travel while a turn
+    computes: the turn begins with gradients of 0, to which it then adds those that arrived.
     """
     if not task.ring:
         return step(keys, carry, gradients, is_last=True)
     n = shardops.axis_size("c")
     pairs = [(i, (i + 1) % n) for i in range(n)]
     onward = lambda tree: jax.tree.map(lambda x: permuted(x, "c", pairs, task.in_stage), tree)
+    next_keys = lambda of: _Keys(*onward((of.k, of.v)), Positions(*onward(jnp.stack(of.positions))))
 
-    def turn(_, state):
-        keys, carry, gradients = state
-        carry, gradients = step(keys, carry, gradients, is_last=False)
-        return onward(keys), carry, onward(gradients)
+    def turn(keys, carry, gradients, is_last):
+        carry, own = step(keys, carry, jax.tree.map(jnp.zeros_like, gradients), is_last)
+        return carry, jax.tree.map(jnp.add, onward(gradients), own)
 
-    keys, carry, gradients = lax.fori_loop(0, n - 1, turn, (keys, carry, gradients))
-    carry, gradients = step(keys, carry, gradients, is_last=True)
+    first = bool(gradients) and n > 1  # a turn in which none arrive
+    if first:
+        (carry, gradients), keys = step(keys, carry, gradients, is_last=False), next_keys(keys)
+    later = lambda _, state: (next_keys(state[0]), *turn(*state, is_last=False))
+    keys, carry, gradients = lax.fori_loop(int(first), n - 1, later, (keys, carry, gradients))
+    carry, gradients = turn(keys, carry, gradients, is_last=True)
     return carry, onward(gradients)
 
 

@@ -149,8 +149,7 @@ def ring(
     """Passes keys and values around the devices of c."""
     q = shardops.zigzag("B/b L/c K/t Q D -> B/b Z/c K/t Q D", q)
     k, v = (shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", x) for x in (k, v))
-    in_order = lambda x: shardops.zigzag("B/b L/c -> B/b Z/c", jnp.broadcast_to(x, q.shape[:2]))
-    positions = Positions(*map(in_order, mask.keys))
+    positions = Positions(*(jnp.broadcast_to(x, q.shape[:2]) for x in mask.keys))
     mask = Mask(mask.pattern, positions, positions, own(mask.learned), own(mask.sinks))
     if planned().note:
         out = _planned_ring(mask.pattern, q, k, v)
@@ -160,7 +159,7 @@ def ring(
             functools.partial(in_blocks, mask.pattern, True, block),
             *in_one_state(q, k, v, mask),
             reason=f"in n turns each device of c has all keys; a softmax adds up by blocks, in any order {q.shape[3:]}",
-            takes="B/b Z/c K/t Q D, B/b Z/c K/t D, B/b Z/c K/t D" + ", B/b Z/c" * 6,
+            takes="B/b Z/c K/t Q D, B/b Z/c K/t D, B/b Z/c K/t D" + ", B/b L/c" * 6,
         )
     return shardops.zigzag("B/b Z/c K/t Q D -> B/b L/c K/t Q D", out)
 

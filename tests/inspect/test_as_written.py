@@ -193,6 +193,15 @@ def test_the_training_step_is_as_written(settings):
                 assert compared(step.jaxpr, step.mesh, edited)[1], (edit, of[0])
 
 
+@pytest.mark.long
+def test_a_ring_exchanges_what_the_mask_does_not_read():
+    """Of three arrays of positions a causal mask reads one, and the compiler leaves out what nothing reads."""
+    with jax.set_mesh(tiny.mesh("c=4 d=2")):
+        step = tiny.step(tiny.config(context="ring"))
+        text = step.lower().compile().as_text()
+    assert compared(step.jaxpr, step.mesh, text)[1] == []
+
+
 # ---- what compilers put in place of a collective --------------------------------------------------------------------
 
 D = frozenset({(0, 1, 2, 3), (4, 5, 6, 7)})
