@@ -207,8 +207,8 @@ def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarra
                 m, i = m * old[i], i + 1
             else:
                 n, j = n * new[j], j + 1
-        if i - a == j - b == 1:  # of slots it may have another size
-            sizes, result = [*sizes, x.shape[a]], [*result, x.shape[a]]
+        if i - a == 1 and j > b and all(size == 1 for size in new[b : j - 1]):  # of slots it may have another size
+            sizes, result = [*sizes, x.shape[a]], [*result, *new[b : j - 1], x.shape[a]]
             continue
         is_alike = all(size == 1 for size in x.shape[a:i])
         sizes += x.shape[a:i] if is_alike else old[a:i]

@@ -372,7 +372,7 @@ def test_steps_by_muon_are_proved(sizes):
         assert find_unsound(trace_step(c, load_model(c.model))) == []
 
 
-@pytest.mark.parametrize("pools", [None, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("pools", [None, 1, pytest.param(2, marks=pytest.mark.long)])
 def test_experts_are_causal(pools):
     """What is sampled and evaluated drops nothing. In training the first choices of a sequence have the slots."""
     c = tiny.config(truth.model(layers=1, capacity_factor=1.0, pools=pools))
