@@ -23,8 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
+from shardlib.grouped import LEAST_ROWS
 from shardlib.layers import LayerAux
 from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed
+from shardlib.values import planned_devices, target_device
 from shardwright.data.checks import above_0, at_least_0, check_choice, within
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.model import Tokens, act
@@ -34,6 +36,10 @@ from shardwright.models import family
 SLOTS = 8
 """The slots of a pool for a sequence are a multiple of this, or of the length of sequences, which the devices of c
 and t divide: else their number would depend on the mesh."""
+
+FEWEST = {"gpu": 8192}
+"""Fewest tokens on a device for which pools without drops are faster than all experts with all tokens, by platform: as
+XLA predicts for H100. Elsewhere so many that each expert has LEAST_ROWS."""
 
 
 @dataclasses.dataclass
@@ -114,6 +120,18 @@ class ModelConfig(family.ModelConfig):
         slots = SLOTS * math.ceil(self.capacity_factor * length * self.experts_per_token / pools / SLOTS)
         most = length * min(self.experts_per_token, self.experts // pools)  # what a sequence can fill
         return min(slots, most) if slots < most or pools < self.experts else None
+
+    def without_drops(self, rows: int, length: int) -> tuple["ModelConfig", int] | None:
+        """Settings of one pool for each device of e, and slots for all choices of `rows` sequences, so none is dropped.
+
+        None where that is no faster than all experts with all tokens.
+        """
+        pools, k = planned_devices("e"), self.experts_per_token
+        ours, tokens = self.experts // pools, rows * length // planned_devices("rdc")
+        few = tokens < FEWEST.get(target_device().platform, LEAST_ROWS * ours // k)
+        if few or 4 * k > ours:
+            return None
+        return dataclasses.replace(self, pools=pools), length * k
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------
@@ -340,11 +358,14 @@ class Model(family.Model):
         routing: Routing = route(nx, w, c)
         counts = jnp.ones_like(tokens.ids, bool) if tokens.counts is None else tokens.counts
         counts = shardops.shard("B/b L/c -> B/b L/c/t", counts)
-        slots = c.slots(shardops.size("L")) if tokens.training else None
-        if slots is None:
-            out, filled = everywhere(nx, routing, w, c), None
-        else:
+        rows, length = shardops.size("B"), shardops.size("L")
+        filled = None
+        if tokens.training and (slots := c.slots(length)) is not None:
             out, filled = in_slots(nx, routing, counts, w, slots, c)
+        elif not tokens.training and (dropless := c.without_drops(rows, length)) is not None:
+            out, _ = in_slots(nx, routing, counts, w, dropless[1], dropless[0])
+        else:
+            out = everywhere(nx, routing, w, c)
         if c.shared_experts:
             out = out + family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, c.activation)
         return x + self.normed(out, w.mlp_out_norm), aux_of(routing, filled, counts, tokens.targets, w, c)

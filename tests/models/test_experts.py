@@ -485,3 +485,30 @@ def test_a_step_is_that_of_one_device_in_f64(factor, pools, tmp_path):
     done = verify(tmp_path, *settings, "verify.meshes=[e8,r2d2e2,d2e4,e2c2t2,p2e2c2,d2e2t2]", name="local_experts")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "In f64, all 6 meshes agree with one device." in done.stdout
+
+
+@pytest.mark.parametrize("mesh", ["one device", pytest.param("e=2 c=2 t=2", marks=pytest.mark.long)])
+def test_evaluation_computes_the_chosen_experts_alone(mesh, monkeypatch):
+    """The logits are those of all experts; too few tokens for a pool are left to all experts."""
+    c, ids = tiny.config(truth.model(capacity_factor=0.25, experts_per_token=1)), tiny.host_batch().targets
+    starts = np.arange(tiny.LENGTH)[None] == np.zeros((len(ids), 1))
+    everywhere, used_all = moe.everywhere, []
+    monkeypatch.setattr(moe, "everywhere", lambda *args: used_all.append(1) or everywhere(*args))
+    with jax.set_mesh(tiny.mesh(mesh)):
+        of = train.Forward(moe.Model(c.model), c.training, in_training=False)
+        w = jax.tree.map(lambda x: jax.random.normal(jax.random.key(sum(x.shape)), x.shape), of.model.table)
+
+        def logits() -> np.ndarray:
+            @tiny.per_device
+            def run(w: of.model.Weights, batch: TokenBatch) -> train.act["B/b L/c V/t/p"]:
+                return of(of.prepare(w), (of.tokens(batch),), of.model.logits)[0]
+
+            return np.asarray(run(w, TokenBatch(ids, starts, starts)))
+
+        found = logits()
+        assert not used_all
+        assert c.model.without_drops(1, 8) is None
+        monkeypatch.setattr(moe.ModelConfig, "without_drops", lambda *_: None)
+        expected = logits()
+    assert used_all
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
