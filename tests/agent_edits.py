@@ -127,7 +127,8 @@ def cpu_seconds() -> float:
 
 def as_json(found: dict) -> str:
     """The verdict as a block of JSON, without the text of each check and the costs by line."""
-    kept = {name: found[name] for name in ("verdict", "certain", "place", "problem", "remedy", "difference") if name in found}
+    names = ("verdict", "certain", "place", "problem", "remedy", "difference")
+    kept = {name: found[name] for name in names if name in found}
     return f"```json\n{json.dumps(kept, indent=1, ensure_ascii=False)}\n```"
 
 

@@ -145,8 +145,8 @@ def _interval(samples: tuple[Law, list[Law], np.ndarray], params: float, tokens:
 def forecasts(runs: Runs, sizes: Sequence[tuple[float, float]], seed: int = 0) -> list[Forecast]:
     """Forecasts the loss of a run of each size: parameters without embeddings, and tokens.
 
-    The bootstrap knows how well the runs determine the law, not whether the law continues to hold. So the largest third of the
-    runs is forecast from the others, and the interval is widened by as much as it takes to hold them.
+    The bootstrap knows how well the runs determine the law, not whether the law continues to hold. So the largest third
+    of the runs is forecast from the others, and the interval is widened by as much as it takes to hold them.
 
     Raises:
         ValueError: there are too few runs.
