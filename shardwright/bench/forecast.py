@@ -20,6 +20,7 @@ REPETITIONS = 10
 SMALL = ["model.d_model=32,64,96", "training.steps=60,120,240"]
 LARGE = ["model.d_model=384", "training.steps=240"]
 BOTH = ["--config-name=track", "model.layers=2", "optimizer.schedule_steps=${training.steps}"]
+BOTH += ["optimizer.parametrization=mup", "optimizer.base={d_model: 96}"]
 BOTH += ["training.eval_interval=${training.steps}", "training.checkpoint_interval=${training.steps}"]
 
 
