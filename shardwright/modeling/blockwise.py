@@ -182,8 +182,7 @@ def _in_turns(
     n = shardops.axis_size("c")
     pairs = [(i, (i + 1) % n) for i in range(n)]
     onward = lambda tree: jax.tree.map(lambda x: permuted(x, "c", pairs, task.in_stage), tree)
-    positions = lambda of: Positions(*onward(jnp.stack(of.positions)))
-    next_keys = lambda of: _Keys(**onward({"k": of.k, "v": of.v}), positions=positions(of))
+    next_keys = lambda of: _Keys(onward(of.k), onward(of.v), Positions(*onward(jnp.stack(of.positions))))
 
     def turn(keys, carry, gradients, is_last):
         carry, own = step(keys, carry, jax.tree.map(jnp.zeros_like, gradients), is_last)
