@@ -235,7 +235,7 @@ class Forward:
         checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
         how = {"checkpoint": checkpoint, "unroll": t.unroll, "period": getattr(self.model, "period", 1)}
         cached = lambda cache, own, *args, **given: own(cache, *args, **given)
-        return run_layers(layer, shardtypes.cast_used(w, t.reduce_dtype != "f32"), xs, layer_ids, cached, caches, **how)
+        return run_layers(layer, w, xs, layer_ids, cached, caches, **how)
 
     def attend(self, tokens: Tokens) -> Callable:
         """Attention within `tokens`, by the path of training.attention and the way of training.context."""

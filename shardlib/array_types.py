@@ -379,11 +379,6 @@ def map_arrays(fn: collections.abc.Callable[..., typing.Any], x):
     return structure.unflatten([named(path)(path, array, leaf) for (path, array, _), leaf in parts])
 
 
-def cast_used(x, enabled: bool):
-    """Casts each array of `x`, a dataclass of array types, to the dtype of its use; `x` itself if not `enabled`."""
-    return map_arrays(lambda _, t, value: value.astype((t.used or t).jax_dtype), x) if enabled else x
-
-
 # ---- shardings --------------------------------------------------------------------------------------------------
 
 

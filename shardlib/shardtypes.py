@@ -23,7 +23,7 @@ in an annotation. To make them read it as any array:
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardlib.array_types import ArrayType, Factor, cast_used, dtype_name, make_shardings, map_arrays, pytree_dataclass
+from shardlib.array_types import ArrayType, Factor, dtype_name, make_shardings, map_arrays, pytree_dataclass
 from shardlib.functions import register_with_typeguard, typed, typed_shard_map
 from shardlib.parsing import ShardError
 from shardlib.scopes import Scope, scope
