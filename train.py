@@ -233,9 +233,9 @@ class Forward:
                 return LayerAux.joined([one(x, *part) for x, part in zip(xs, parts, strict=True)])
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
-        how = {"checkpoint": checkpoint, "unroll": t.unroll, "period": getattr(self.model, "period", 1)}
-        cached = lambda cache, own, *args, **given: own(cache, *args, **given)
-        return run_layers(layer, w, xs, layer_ids, cached, caches, **how)
+        options = {"checkpoint": checkpoint, "unroll": t.unroll, "period": getattr(self.model, "period", 1)}
+        with_cache = lambda cache, own, *args, **given: own(cache, *args, **given)
+        return run_layers(layer, w, xs, layer_ids, with_cache, caches, **options)
 
     def attend(self, tokens: Tokens) -> Callable:
         """Attention within `tokens`, by the path of training.attention and the way of training.context."""
