@@ -121,16 +121,16 @@ class ModelConfig(family.ModelConfig):
         most = length * min(self.experts_per_token, self.experts // pools)  # what a sequence can fill
         return min(slots, most) if slots < most or pools < self.experts else None
 
-    def without_drops(self, rows: int, length: int) -> tuple["ModelConfig", int] | None:
+    def without_drops(self, rows: int, length: int) -> tuple["ModelConfig", int | None]:
         """Settings of one pool for each device of e, and slots for all choices of `rows` sequences, so none is dropped.
 
-        None where that is no faster than all experts with all tokens.
+        No slots where that is no faster than all experts with all tokens.
         """
         pools, k = planned_devices("e"), self.experts_per_token
         ours, tokens = self.experts // pools, rows * length // planned_devices("rdc")
         few = tokens < FEWEST.get(target_device().platform, LEAST_ROWS * ours // k)
         if few or 4 * k > ours:
-            return None
+            return self, None
         return dataclasses.replace(self, pools=pools), length * k
 
 
@@ -359,13 +359,12 @@ class Model(family.Model):
         counts = jnp.ones_like(tokens.ids, bool) if tokens.counts is None else tokens.counts
         counts = shardops.shard("B/b L/c -> B/b L/c/t", counts)
         rows, length = shardops.size("B"), shardops.size("L")
-        filled = None
-        if tokens.training and (slots := c.slots(length)) is not None:
-            out, filled = in_slots(nx, routing, counts, w, slots, c)
-        elif not tokens.training and (dropless := c.without_drops(rows, length)) is not None:
-            out, _ = in_slots(nx, routing, counts, w, dropless[1], dropless[0])
+        pooled, slots = (c, c.slots(length)) if tokens.training else c.without_drops(rows, length)
+        if slots is None:
+            out, filled = everywhere(nx, routing, w, c), None
         else:
-            out = everywhere(nx, routing, w, c)
+            out, filled = in_slots(nx, routing, counts, w, slots, pooled)
+        filled = filled if tokens.training else None
         if c.shared_experts:
             out = out + family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, c.activation)
         return x + self.normed(out, w.mlp_out_norm), aux_of(routing, filled, counts, tokens.targets, w, c)

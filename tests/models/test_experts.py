@@ -507,8 +507,8 @@ def test_evaluation_computes_the_chosen_experts_alone(mesh, monkeypatch):
 
         found = logits()
         assert not used_all
-        assert c.model.without_drops(1, 8) is None
-        monkeypatch.setattr(moe.ModelConfig, "without_drops", lambda *_: None)
+        assert c.model.without_drops(1, 8)[1] is None
+        monkeypatch.setattr(moe.ModelConfig, "without_drops", lambda c, *_: (c, None))
         expected = logits()
     assert used_all
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
