@@ -147,7 +147,8 @@ def page(curves: Mapping[str, Curve], setting: str) -> str:
     for i, (name, (x, y)) in enumerate(curves.items()):
         style = {"type": "scatter", "line": {"color": colour(i)}}
         star = {"x": [2 ** minimum(x, y.mean(1))], "y": [y.mean(1).min()], "marker": {"symbol": "star", "size": 14}}
-        traces += [{**style, "name": name, "x": 2**x, "y": y.mean(1)}, {**style, "name": f"{name}, minimum", **star}]
+        star |= {"name": f"{name}, minimum", "showlegend": False}
+        traces += [{**style, "name": name, "x": 2**x, "y": y.mean(1)}, {**style, **star}]
     layout = {"xaxis": {**LOG, "title": {"text": setting}}}
     panel = Panel("Validation loss, nats a token", setting, traces=traces, wide=True, layout=layout)
     section = {"name": "loss", "title": "Loss"}, "panels.html", {"panels": [panel]}
