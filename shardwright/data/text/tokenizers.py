@@ -149,7 +149,8 @@ class Tokenizer:
         if self.is_bytes or self.encoding is not None or type(loaded.model).__name__ == "WordLevel":
             return Counter()
         texts = texts if loaded.normalizer is None else list(map(loaded.normalizer.normalize_str, texts))
-        found = set(map(chr, range(128))).union(*(text for text in texts if not text.isascii()))  # 128 are soon checked
+        others = itertools.chain.from_iterable(text for text in texts if not text.isascii())
+        found = dict.fromkeys(others) | dict.fromkeys(map(chr, range(128)))  # in their order; 128 are soon checked
         counts = {c: sum(text.count(c) for text in texts) for c in found if definitions.is_dropped(self.definition, c)}
         return +Counter(counts)
 
