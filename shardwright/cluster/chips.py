@@ -205,11 +205,14 @@ def chip_for(kind: str) -> Chip | None:
     return next((chip for chip in map(chip_of, known()) if kind in chip.kinds), None)
 
 
+_parsed = functools.cache(parse_yaml)  # many chips are like one
+
+
 def _fields_of(path: Path) -> dict[str, dict[str, Any]]:
     """Reads the fields of a file as {value, source}, on top of those of the chip that it is like."""
     text = read_text(path, _MOST_BYTES)
     try:
-        data = parse_yaml(text)
+        data = _parsed(text)
         own = {key: x if isinstance(x, dict) else {"value": x, "source": path.name} for key, x in data.items()}
     except ValueError as e:
         raise ValueError(f"{path} is not a YAML mapping of names to {{value, source}}: {e}.") from e
