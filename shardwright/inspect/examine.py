@@ -13,10 +13,12 @@ from shardwright.inspect.as_written import compared
 from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.compiled.trace import top_lines
 from shardwright.inspect.planning import plan_run
-from shardwright.inspect.soundness import check_steps
+from shardwright.inspect.soundness import check_steps, devices_of
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.run.background import FAILURES, run_at_low_priority
 from shardwright.run.best_effort import in_a_line
+from shardwright.run.files import write_whole
+from shardwright.run.provenance import read_by, record_of, source_of
 from shardwright.run.reference import check_paths_with_reference
 from shardwright.run.report import log
 from shardwright.run.step import Step
@@ -53,15 +55,23 @@ def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
     products.check_sums()
 
 
-def check_as_written(step: Step, hlo: Path | None) -> None:
+def check_as_written(step: Step, hlo: Path | None, source: object) -> None:
     """Prints whether the compiled step communicates as written, and what differs. All processes call it.
 
-    Raises ValueError for a difference, or if process 0 has no HLO text, under hardware.strict.
+    The result for this HLO text is kept, as those of `prove` are for their `source`, and read again unless
+    hardware.strict, under which a difference raises ValueError, as does process 0 without an HLO text.
     """
 
     def check(strict: bool) -> None:
         try:
-            summary, lines = compared(step.jaxpr, step.mesh, hlo.read_text() if hlo else "", strict)
+            text = hlo.read_text() if hlo else ""
+            record = record_of("as_written", source, *(read_by(step) if source else ()), devices_of(step.mesh), text)
+            if record and record.exists() and not strict:
+                summary, lines = json.loads(record.read_text())
+            else:
+                summary, lines = compared(step.jaxpr, step.mesh, text, strict)
+                if record and source == source_of():  # else tracing imported more, which `source` does not cover
+                    write_whole(record, json.dumps([summary, lines]))
         except Exception as error:  # another XLA may write its programs differently
             if strict:
                 raise ValueError(

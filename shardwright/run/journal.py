@@ -101,7 +101,7 @@ class Journal(contextlib.ExitStack):
             self._program, self._hlo = compile_step(lowered, self._directory, self._run.options)
         self._compiled = time.monotonic() - begin
         log(f"compiled   the training step in {self._compiled:.1f} s")
-        self._examine.check_as_written(self._run.step, self._hlo)
+        self._examine.check_as_written(self._run.step, self._hlo, self._run.provenance["source"])
         self.log.add_event(self._run.start - 1, "compiled", {"seconds": round(self._compiled, 3)})
         return self._program
 

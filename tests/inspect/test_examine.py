@@ -13,6 +13,7 @@ from shardlib.shardtypes import ShardError
 from shardwright.inspect import examine
 from shardwright.inspect.statistics.points import saved_points
 from shardwright.modeling.model import load_model
+from shardwright.run import provenance
 from shardwright.run.step import Step, trace_step
 
 NORM = "nx = rms_norm(x, w.attention_norm, self.c.norm_epsilon)"
@@ -66,3 +67,25 @@ def test_a_saved_partial_sum_has_no_statistics():
         names = [point.name for point in saved_points(step_of(trainer).jaxpr)]
         assert "Llama.layer gate" in names
         assert "Llama.layer out" not in names
+
+
+def test_a_compiled_step_is_compared_once_for_its_source_and_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / "kept" / name)
+    texts, hlo = [], tmp_path / "step.txt"
+    monkeypatch.setattr(examine, "compared", lambda *given: texts.append(given[2]) or (f"as in {given[2]}", ["a line"]))
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        step, source = tiny.step(tiny.config()), provenance.source_of()
+        changed = tiny.step(tiny.config(batch_size=16))
+        for text, at, known in (
+            *[("a", step, source)] * 2,
+            *[("b", step, source)] * 2,
+            ("b", changed, source),
+            ("b", step, None),
+            ("b", step, source | {"train.py": "edited"}),
+        ):
+            hlo.write_text(text)
+            examine.check_as_written(at, hlo, known)
+    assert texts == ["a", "b", "b", "b", "b"]
+    shown = capsys.readouterr().out
+    assert shown.count("as in a") == 2
+    assert shown.count("WARNING    a line") == 7
