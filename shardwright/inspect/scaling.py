@@ -156,7 +156,7 @@ def forecasts(runs: Runs, sizes: Sequence[tuple[float, float]], seed: int = 0) -
     of_targets = zip(*sizes, strict=True)
     for what, known, wanted in zip(("size", "length"), (runs.params, runs.tokens), of_targets, strict=True):
         if (count := len({*known.tolist()})) < 3 and not {*wanted} <= {*known.tolist()}:
-            raise ValueError(f"the runs have {count} different {what}s; a forecast for another {what} takes 3.")
+            raise ValueError(f"a forecast for another {what} takes runs of three different {what}s; there are {count}.")
     rng = np.random.default_rng(seed)
     third = len(runs.loss) // 3
     small, large = runs[runs.by_compute[:-third]], runs[runs.by_compute[-third:]]

@@ -14,13 +14,14 @@ as W does if its rate is a times as large, its epsilon 1/a, and its decay 1/a. C
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection
 from typing import Any
 
 import jax
 
-from shardlib.array_types import arrays_in
+from shardlib.array_types import arrays_in, arrays_of
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import Weight
 from shardwright.optimizers.config import OptimizerConfig
@@ -83,6 +84,11 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
     tied = [there.shape[-1] / w.shape[-1] for (_, dims, w), there in pairs if is_tied(dims, w)]
     depth, field = model.c.layers / base.c.layers, lambda path: path.rpartition(".")[2]
     wanted = {"scores": math.sqrt(base.c.d_head / model.c.d_head), "residual": 1 / depth, "logits": math.prod(tied)}
+    own, known = getattr(model, "multipliers", {}), {field(path) for path, *_ in arrays_of(type(table), table)}
+    if wrong := sorted({*own} - {*wanted}) or sorted({*itertools.chain(*own.values())} - known):
+        raise ValueError(
+            f"multipliers of model.module {model.c.module!r} has {wrong[0]!r}; it maps {', '.join(wanted)} to weights."
+        )
     multipliers = dict.fromkeys((field(path) for path, *_ in arrays), 1.0)
     for what, factor in wanted.items():
         for name in _carriers(model, what, multipliers.keys()) if factor != 1 else ():

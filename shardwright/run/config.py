@@ -256,8 +256,11 @@ def _checked_base(c: Config) -> dict[str, Any]:
         model: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(c.model), base))
     except OmegaConfBaseException as error:
         raise ValueError(wrong_setting(type(c.model), error, prefix="optimizer.base.")) from None
-    if "experts" in base and base["experts"] != c.model.experts:
-        raise ValueError("optimizer.base has experts, with whose number nothing is scaled; leave it out.")
+    for name in ("module", "vocab", "bos_id", "experts"):
+        if name in base and base[name] != getattr(c.model, name):
+            raise ValueError(f"optimizer.base has {name}, with which nothing is scaled; leave it out.")
+    if c.optimizer.parametrization == "completep" and "layers" not in base:
+        raise ValueError("optimizer.base has no layers, which completep scales with; add them, or use mup.")
     check_ranges("optimizer.base", model)
     return {name: getattr(model, name) for name in base}
 

@@ -52,6 +52,7 @@ from shardwright.run.provenance import source_of
 from shardwright.run.report import parameters_of
 from shardwright.run.step import NAMES, Step, trace_step
 from shardwright.settings.words import listed, say
+from shardwright.tools.ladder.scales import show_scales
 
 UNCHECKED = 2
 """Exit status if nothing was found out."""
@@ -71,6 +72,8 @@ class CheckConfig:
     """Compiles the step for hardware.chip, and checks that it communicates as written. Needs the chip's compiler."""
     devices: int | None = at_least_1(None)
     """Number of devices, where the mesh has a -1. Null: that of the mesh."""
+    scales: bool = False
+    """Also prints how each weight begins and learns, as tools.ladder scales does. Only as text."""
     numeric: bool = False
     """Also runs a small step in f64 on two meshes of 8 simulated devices, as tools.verify does: a minute."""
 
@@ -382,6 +385,8 @@ def job(c: Config, settings: CheckConfig) -> None:
     say(json.dumps(found) if settings.output == "json" else as_text(found))
     if found["verdict"] == "rejected":
         raise Rejected(1)
+    if settings.scales and settings.output == "text":
+        show_scales(c)
 
 
 @dataclass

@@ -251,6 +251,13 @@ def test_a_model_names_its_own_carriers():
     assert {name for name, (scale, _) in found.items() if scale.multiplier != 1} == {"mlp_norm"}
 
 
+@pytest.mark.parametrize("wrong", [{"residual": ["mlp_norm", "w_dwon"]}, {"residuals": ["mlp_norm"]}])
+def test_a_misspelled_carrier_is_refused(wrong, monkeypatch):
+    monkeypatch.setattr(Renamed, "multipliers", wrong)
+    with pytest.raises(ValueError, match=r"has '(w_dwon|residuals)'; it maps scores, residual, logits to weights"):
+        scaled({"layers": 1}, Renamed(tiny.model(layers=4)), parametrization="completep")
+
+
 REJECTED = {
     "offset of norms": (
         lambda: family.ModelConfig(**{**vars(tiny.model()), "module": "family"}, norm_offset=True),

@@ -141,8 +141,9 @@ def test_what_it_cannot_check(project):
 
 
 def test_the_screen_has_80_columns(project):
-    status, text = check(project, "check.numeric=true")
+    status, text = check(project, "check.numeric=true", "check.scales=true")
     assert status == 0
     assert "numeric    ok " in text
+    assert ["weight", "mean", "std", "rate", "epsilon", "decay", "update"] in map(str.split, text.splitlines())
     assert "  program  no change" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -12,7 +12,7 @@ from shardwright.modeling.model import load_model
 from shardwright.models import gpt2, moe
 from shardwright.optimizers import rates, scales
 from shardwright.run.launch import composed
-from shardwright.tools.ladder.__main__ import show_scales
+from shardwright.tools.ladder.scales import show_scales
 from shardwright.tools.ladder.coordinates import (
     GRADIENT,
     LOGITS,
@@ -46,6 +46,11 @@ def test_noise_is_not_a_slope():
     assert verdict == "ok"
 
 
+@pytest.mark.parametrize(("number", "verdict"), [(0.0, "ZERO"), (np.nan, "NOT FINITE"), (np.inf, "NOT FINITE")])
+def test_what_has_no_slope_is_not_ok(number, verdict):
+    assert slope_of([(1, [1.0, number]), (2, [number, 1.0]), (4, [1.0, 1.0])])[2] == verdict
+
+
 def test_the_worst_step_counts():
     runs = [(n, [1.0, n, 0.0]) for n in (1, 2, 4)]  # the last one has no logarithm
     assert slope_of(runs) == (pytest.approx(1.0), pytest.approx(0.0), "GROWS")
@@ -71,7 +76,7 @@ def test_the_page_has_a_plot_of_each_value():
 def test_scales_are_printed(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     base = "optimizer.base={d_model: 64, n_kv: 1, d_ff: 256}"
-    show_scales(composed("local_test_synthetic", "optimizer.parametrization=mup", base), LadderConfig())
+    show_scales(composed("local_test_synthetic", "optimizer.parametrization=mup", base))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["unembed", "0", "0.03125", "0.25", "1", "0.4", "adamw"] in lines
     assert ["layers.w_down", "0", "0.03125", "0.25", "0.25", "0.4", "adamw"] in lines
@@ -83,6 +88,8 @@ def test_what_is_missing_is_asked_for():
         [*ladder_of(c, LadderConfig())]
     with pytest.raises(ValueError, match="give three widths or depths, or two seeds"):
         check_coordinates(c, LadderConfig(widths=[1, 2], seeds=1))
+    with pytest.raises(ValueError, match="give three widths or depths, or two seeds"):
+        check_coordinates(c, LadderConfig(widths=[], depths=[]))
 
 
 # ---- multipliers that are missing --------------------------------------------------------------------------------

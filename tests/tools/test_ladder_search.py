@@ -161,16 +161,27 @@ def test_a_stopped_sweep_stops_the_search(searched, state, status):
 def test_a_search_with_other_settings_needs_another_name(searched):
     searched(bowl, rates())
     searched(bowl, rates([1, 2, 4, 128]), "training.seed=0,1", "training.steps=100")
-    with pytest.raises(ValueError, match=r"(?s)other settings.*training.batch_size: checkpoint has 16, this run has 8"):
+    with pytest.raises(ValueError, match=r"(?s)other settings.*training.batch_size: the search has 16, this run has 8"):
         searched(bowl, rates(), "training.batch_size=8")
+    with pytest.raises(ValueError, match=r"training.eval_batches: the search has \d+, this run has 1$"):
+        searched(bowl, rates(), "training.eval_batches=1")
 
 
 def test_what_is_missing_is_asked_for(searched):
     for words in (["training.seed=0,1"], [f"{RATE}=1"], [rates(), "training.steps=10,20"]):
-        with pytest.raises(ValueError, match=r"give training.steps, and values to search"):
+        with pytest.raises(ValueError, match=r"give one value of training.steps, and several of a setting"):
             searched(bowl, *words)
     with pytest.raises(ValueError, match=r"optimizer.base is missing"):
         searched(bowl, rates(), widths=[1])
+    with pytest.raises(ValueError, match=r"training.eval_batches is 0"):
+        searched(bowl, rates(), "training.eval_batches=0")
+
+
+@pytest.mark.parametrize("values", [[0, 1, 2, 4], [1, 1.0, 2, 4]])
+def test_values_without_a_logarithm_of_their_own_are_not_drawn(searched, tmp_path, values):
+    _, said = searched(lambda rate, **_: 2 + rate, rates(values))
+    assert f"Best: {RATE}={values[0]}" in said
+    assert not (tmp_path / "search.html").exists()
 
 
 def test_several_settings_are_searched_together(searched):

@@ -52,6 +52,13 @@ def test_the_last_validation_counts_where_all_runs_have_one(tmp_path, metric, va
     assert (pairs.metric, pairs.differences.mean()) == (metric, -0.5 if val else 0.25)
 
 
+def test_a_validation_before_one_that_failed_does_not_count(tmp_path):
+    a, b = ([write(tmp_path / f"{name}{i}", i, 3.0, val=2.5) for i in range(2)] for name in "ab")
+    with (b[1].directory / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1, "event": "validation_failed", "why": "no text"}) + "\n")
+    assert pairs_of(("a", "b"), (a, [b[0], read_run(b[1].directory)])).metric == "loss"
+
+
 @pytest.mark.parametrize(("loss", "val"), [(float("nan"), 2.0), (3.0, float("nan"))])
 def test_a_run_whose_loss_is_not_finite_is_left_out_and_named(tmp_path, loss, val):
     a, b = ([write(tmp_path / f"{name}{i}", i, 3.0, val=2.0) for i in range(3)] for name in "ab")
@@ -99,7 +106,7 @@ def test_what_cannot_be_paired_says_why(tmp_path):
     a, b = groups(tmp_path, [3.0, 3.1], [3.0, 3.2])
     again = write(tmp_path / "again", 1, 3.0)
     assert "both have training.seed=1, data.seed=0" in pairs_of(("a", "b"), ([*a, again], b))
-    assert "1 pairs" in pairs_of(("a", "b"), (a[:1], b))
+    assert f"there are 1.\n  {b[1].directory} is left out: it has no partner." in pairs_of(("a", "b"), (a[:1], b))
 
 
 def printed(width: int = 80, **settings) -> str:
@@ -133,4 +140,8 @@ def test_settings_in_which_pairs_differ_are_named(tmp_path):
     a, b = groups(tmp_path, [3.0, 3.1], [3.0, 3.2])
     for run in b:
         run.settings["training.steps"] = 2
-    assert "  They differ in training.steps." in pairs_of(("a", "b"), (a, b)).lines()
+    assert "  They differ in training.steps." in (lines := pairs_of(("a", "b"), (a, b)).lines())
+    assert "WARNING" not in "".join(lines)
+    b[0].settings["data.filespec"] = "other.zarr"
+    lines = pairs_of(("a", "b"), (a, b)).lines()
+    assert "  WARNING: losses of different text can't be compared: data.filespec." in lines

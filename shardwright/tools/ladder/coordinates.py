@@ -125,8 +125,11 @@ def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tu
 def slope_of(runs: Runs) -> tuple[float, float, str]:
     """Fits a line of log(number) over log(multiple) at each step. Returns the worst: slope, standard error, verdict.
 
-    The verdict says whether the value depends on the size of the model, by more than twice the error.
+    The verdict says whether the value depends on the size of the model, by more than twice the error. It is ZERO if
+    there is no step at which all numbers are above 0, and NOT FINITE if one is infinite or NaN.
     """
+    if not np.isfinite([numbers for _, numbers in runs]).all():
+        return math.nan, math.nan, "NOT FINITE"
     x, found = np.log2([n for n, _ in runs]), []
     x = x - np.mean(x)
     for numbers in np.array([numbers for _, numbers in runs]).T:
@@ -135,7 +138,9 @@ def slope_of(runs: Runs) -> tuple[float, float, str]:
             slope = np.sum(x * y) / np.sum(x * x)
             error = math.sqrt(np.sum((y - slope * x) ** 2) / (len(x) - 2) / np.sum(x * x))
             found.append((max(slope - GROWS, SHRINKS - slope) - 2 * error, float(slope), error))
-    excess, slope, error = max(found, default=(0.0, 0.0, 0.0))
+    if not found:
+        return math.nan, math.nan, "ZERO"
+    excess, slope, error = max(found)
     return slope, error, "ok" if excess <= 0 else "GROWS" if slope > 0 else "SHRINKS"
 
 
@@ -157,7 +162,8 @@ def page(found: Mapping[tuple[str, str], Runs]) -> str:
 
 def check_coordinates(c: Config, settings: LadderConfig) -> None:
     """Trains the models, writes the plots, and prints the slopes. Exits with status 1 if a value depends on the size."""
-    if settings.seeds * min(len(set(x)) or 2 for x in (settings.widths, settings.depths)) < 3:
+    sizes = [len(set(x)) for x in (settings.widths, settings.depths) if x]
+    if settings.seeds * min(sizes, default=0) < 3 or 1 in sizes:
         raise ValueError("ladder has too few runs for a slope with an error; give three widths or depths, or two seeds.")
     start_devices(c.distributed, c.hardware)
     found: dict[tuple[str, str], list] = {}

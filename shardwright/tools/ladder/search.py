@@ -159,7 +159,8 @@ def check_start(c: Config, directory: Path, searched: Sequence[str]) -> None:
     """Keeps the settings of a search. Raises ValueError if it began with others: finished runs are not made again."""
     file, now = directory / "search.yaml", dataclasses.asdict(c)
     before = read_config(file) if file.exists() else now
-    differing = config_differences(before, now, fixed_settings(before, now))
+    differing = config_differences(before, now, (*fixed_settings(before, now), "training.eval_batches"))
+    differing = [line.replace("checkpoint has", "the search has", 1) for line in differing]
     if lines := [line for line in differing if line.partition(":")[0] not in searched]:
         raise ValueError("\n  ".join([f"{file} has other settings; give another paths.model_name.", *lines]))
     directory.mkdir(parents=True, exist_ok=True)
@@ -167,11 +168,12 @@ def check_start(c: Config, directory: Path, searched: Sequence[str]) -> None:
 
 
 def numbers(values: Sequence[str]) -> list[float]:
-    """The values as numbers; [] if one is none."""
+    """The values as numbers; [] if one is none, or two are equal."""
     try:
-        return [*map(float, values)]
+        known = [*map(float, values)]
     except ValueError:
         return []
+    return known if len({*known}) == len(known) else []
 
 
 def show(rows: Mapping[Candidate, tuple[int, list[Run]]], grid: Mapping[str, list[str]], title: str) -> None:
@@ -200,7 +202,9 @@ def search(words: Sequence[str], grid: Mapping[str, list[str]], c: Config, setti
     """
     seeds, grid = grid.get(SEED, [str(c.training.seed)]), {key: grid[key] for key in grid if key != SEED}
     if not grid or {*OURS} & {*grid} or c.training.steps is None:
-        raise ValueError("give training.steps, and values to search: optimizer.learning_rate=1e-3,2e-3,4e-3.")
+        raise ValueError("give one value of training.steps, and several of a setting: optimizer.learning_rate=1e-3,2e-3.")
+    if not c.training.eval_batches:
+        raise ValueError("training.eval_batches is 0, but candidates are ranked by their validation loss.")
     sizes = {n: sizes_at(c, "width", n) for n in settings.widths} or {0: {}}
     check_start(c, place(c.paths.root_working_dir, c.paths.model_name or ""), [*grid, SEED, *OURS])
     curves: dict[str, Curve] = {}
@@ -222,7 +226,7 @@ def search(words: Sequence[str], grid: Mapping[str, list[str]], c: Config, setti
             kept = ranked[: max(math.ceil(len(ranked) / 2), LEAST)]
             candidates = [x for x, runs in kept if np.isfinite(losses(runs)).all()]
         show(rows, grid, title := f"width × {n}" if n else c.paths.model_name or "")
-        if len(grid) == 1 and numbers(*grid.values()):
+        if len(grid) == 1 and min(numbers(*grid.values()), default=0) > 0:  # the plot and the parabola are of logarithms
             known = [(float(x[0].partition("=")[2]), losses(runs)) for x, runs in ranked]
             known = sorted((np.log2(x), [*y]) for x, y in known if np.isfinite(y).all())
             curves[title] = np.array([x for x, _ in known]), np.array([y for _, y in known])

@@ -22,6 +22,8 @@ POWER = 0.8
 MOST_PAIRS = 1000
 """No larger number of pairs is looked for."""
 SEEDS = ("training.seed", "data.seed")
+TEXT = ("data.", "model.vocab", "training.seq_len", "training.eval_batches")
+"""Beginnings of settings that say of what a loss is."""
 
 
 def interval(differences: np.ndarray) -> tuple[float, float]:
@@ -84,6 +86,8 @@ class Pairs:
             found.append(f"  A difference as small as {abs(mean):.4f} takes {took}.")
         differ = {name for a, b in self.runs for name in differing(a.settings, b.settings)}
         found.append(f"  They differ in {listed(sorted(differ))}." if differ else "  They have the same settings.")
+        if text := sorted(name for name in differ if name.startswith(TEXT)):
+            found.append(f"  WARNING: losses of different text can't be compared: {listed(text, len(text))}.")
         return [*found, *(f"  {line}" for line in self.left_out)]
 
 
@@ -122,6 +126,7 @@ def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]
     ]
     runs = [(first[k], second[k]) for k in first if k in second]
     if len(runs) < 2:
-        return f"{len(runs)} pairs of finished runs have the same {' and '.join(SEEDS)}; it takes 2."
+        too_few = f"it takes two pairs of finished runs with the same {' and '.join(SEEDS)}; there are {len(runs)}."
+        return "\n  ".join([too_few, *left_out, *alone])
     metric = "val" if all("val" in run.values for pair in runs for run in pair) else "loss"
     return Pairs(names, metric, runs, [*left_out, *alone])

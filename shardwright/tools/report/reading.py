@@ -156,6 +156,8 @@ def _values(run: Run, steps: list[dict], seconds: Curve) -> dict[str, float]:
     for event in run.events:
         named = of_events.get(event["event"], {})
         found |= {name: number(event[key]) for name, key in named.items() if key in event}
+        if event["event"] == "validation_failed":  # the one before it is of other weights
+            found = {name: x for name, x in found.items() if name not in of_events["validation"]}
     return found
 
 
