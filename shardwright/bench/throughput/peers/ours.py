@@ -65,6 +65,7 @@ class Contestant(OnJax):
     @functools.cached_property
     def training_step(self) -> jax.stages.Compiled:
         lowered = train.make_training_step(self.config, self.model).lower(self.state, self.batches[0], np.int32(0))
+        compiling.free_kept_memory()
         compiled = lowered.compile(compiler_options=known_options(self.config.hardware.options, print))
         compiling.free_kept_memory()
         return compiled
