@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from shardwright.run.directory import check_place, find_place, quoted
 from shardwright.settings.program import Refused, refusals_shown
@@ -81,7 +81,9 @@ class Sweep(Callback):
                 f"hydra.sweep.dir={quoted(config.hydra.sweep.dir)}",
                 f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quoted, shared))}]",
             ]
-            task = [text for text in config.hydra.overrides.task if not text.startswith("paths.model_name=")]
+            # Each job resolves its own interpolations: optimizer.schedule_steps=${training.steps} may follow a sweep.
+            task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+            task = [text for text in task if not text.startswith("paths.model_name=")]
             config.hydra.overrides.task = [*task, f"paths.model_name={run}"]
         self._name = name
         atexit.register(self._end, directory)

@@ -89,6 +89,12 @@ def test_jobs_are_named_by_what_is_swept(program, tmp_path):
 
 
 @pytest.mark.long
+def test_a_setting_follows_a_swept_one(program):
+    done = program("--multirun", "--config-name=own", "a=3,4", "b=${a}", "paths.model_name=sweep")
+    assert [line[-3:] for line in jobs(done)] == ["3 3", "4 4"], done.stderr
+
+
+@pytest.mark.long
 def test_a_failing_job_is_said_and_the_others_run(program):
     done = program("--multirun", "--config-name=own", "a=3,13,4", "paths.model_name=sweep")
     assert done.returncode == 1
