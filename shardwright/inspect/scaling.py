@@ -23,8 +23,10 @@ COVERAGE = 0.9
 """Probability of the interval."""
 SAMPLES = 200
 """Bootstrap samples."""
-FEWEST = 6
-"""Runs that a forecast takes at least: one more than the law has parameters."""
+PARAMETERS = 5
+"""Of the law: E, A, B, α and β."""
+FEWEST = PARAMETERS + 1
+"""Runs that a forecast takes at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Forecast:
     law: list[float]
     """E, A, a, B, b."""
     widened: float
-    """How many times the interval of the bootstrap was widened to hold the ladder's own largest runs."""
+    """How many times as wide as the bootstrap's the interval is."""
 
 
 def sampled(runs: Runs, rng: np.random.Generator) -> tuple[Law, list[Law], np.ndarray]:
@@ -145,8 +147,9 @@ def _interval(samples: tuple[Law, list[Law], np.ndarray], params: float, tokens:
 def forecasts(runs: Runs, sizes: Sequence[tuple[float, float]], seed: int = 0) -> list[Forecast]:
     """Forecasts the loss of a run of each size: parameters without embeddings, and tokens.
 
-    The bootstrap knows how well the runs determine the law, not whether the law continues to hold. So the largest third
-    of the runs is forecast from the others, and the interval is widened by as much as it takes to hold them.
+    A law of p parameters is nearer to the n runs that it was fitted to than to others, so the interval of the bootstrap
+    is widened by √(n / (n - p)). Nor does the bootstrap know whether the law continues to hold. So the largest third of
+    the runs is forecast from the others, and the interval is widened to hold them, if that is more.
 
     Raises:
         ValueError: there are too few runs.
@@ -158,9 +161,9 @@ def forecasts(runs: Runs, sizes: Sequence[tuple[float, float]], seed: int = 0) -
         if (count := len({*known.tolist()})) < 3 and not {*wanted} <= {*known.tolist()}:
             raise ValueError(f"a forecast for another {what} takes runs of three different {what}s; there are {count}.")
     rng = np.random.default_rng(seed)
-    third = len(runs.loss) // 3
+    third, freedom = len(runs.loss) // 3, len(runs.loss) - PARAMETERS
     small, large = runs[runs.by_compute[:-third]], runs[runs.by_compute[-third:]]
-    of_small, widened = sampled(small, rng), 1.0
+    of_small, widened = sampled(small, rng), float(np.sqrt(len(runs.loss) / freedom))
     for n, d, loss in zip(large.params, large.tokens, large.loss, strict=True):
         middle, below, above = _interval(of_small, n, d)
         off = float(np.log(loss)) - middle

@@ -102,10 +102,11 @@ def job(c: Config, settings: ForecastConfig) -> None:
     found = forecast_of([read_run(path) for path in find_runs(patterns)], params, tokens, settings.seed)
     write_whole(Path(settings.output), json.dumps(found, indent=1) + "\n")
     end, count = found["end"], len(found["runs"])
-    say(f"{found['metric']:5} {end['loss']:.3f} nats, {scaling.COVERAGE:.0%} interval {end['low']:.3f} to {end['high']:.3f}")
+    say(
+        f"{found['metric']:5} {end['loss']:.3f} nats, {scaling.COVERAGE:.0%} interval {end['low']:.3f} to {end['high']:.3f}"
+    )
     say(f"of    {params:,} parameters without embeddings and {tokens:,} tokens, from {count} runs")
-    if found["widened"] > 1:
-        say(f"      the interval is {found['widened']} times the bootstrap's, to hold the largest of these runs")
+    say(f"      the interval is {found['widened']} times as wide as the bootstrap's: docs/forecast.md")
     say(f"Start the run with training.forecast={settings.output}")
 
 
