@@ -444,7 +444,7 @@ OPTIMIZERS, LOSSES = {"adamw": adamw, "muon": muon}, {"cross_entropy": training_
 @typed
 def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: object) -> tuple[State[W], f32[""], f32[""]]:
     """State after an update with the gradients `g`, their norm before clipping, and the learning rate."""
-    g = jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == rates.FROZEN else g, updates, g)
+    g = rates.row_major(jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == rates.FROZEN else g, updates, g))
     g, norm = clip_by_global_norm(g, c.optimizer.clip_norm)
     rate = rates.learning_rate(step, c.optimizer)
     for optimizer in rates.algorithms(c.optimizer, OPTIMIZERS).values():

@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardlib.parsing import did_you_mean, named
 from shardlib.shardtypes import f32, i32
+from shardlib.values import target_device
 from shardwright.data.checks import check_choice
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import Weight
@@ -46,6 +48,19 @@ def averaged(state: Any, step: i32[""], c: Any) -> Any:
 
 
 T = TypeVar("T")
+
+
+def row_major(g: T) -> T:
+    """Gradients, each array of which a GPU stores in the order of its dims, as it does the weights.
+
+    XLA reduce-scatters `F M/d` as `M/d F`. Left in this order, the update of the weight would transpose it, and could
+    then not overwrite the weight and its moments.
+    """
+    if target_device().platform != "gpu":
+        return g
+    return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), g)
+
+
 FROZEN = "frozen"
 """Algorithm of a weight that is not updated."""
 

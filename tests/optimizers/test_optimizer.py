@@ -1,6 +1,8 @@
 """Schedule, clipping and AdamW against optax."""
 
 import functools
+import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from optax_truth import of_kinds, random_like, same, updated_by_optax, updated_o
 import train
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.shardtypes import f32, i32
+from shardwright.optimizers import rates
 from shardwright.optimizers.config import check_optimizer
 from shardwright.optimizers.rates import learning_rate
 
@@ -99,6 +102,13 @@ def test_five_updates_equal_optax(mesh, decay_on):
     same(found, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
     assert min(norms) < c.clip_norm < max(norms), "both sides of the clip norm are tried"
+
+
+def test_a_gpu_stores_gradients_in_the_order_of_weights(monkeypatch):
+    """The program that the compiler is given says so."""
+    monkeypatch.setattr(rates, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
+    text = jax.jit(lambda g: rates.row_major({"w": g.mT})).lower(np.ones((5, 3, 4), np.float32)).as_text()
+    assert re.search(r"@LayoutConstraint\(.*result_layouts = \[dense<\[2, 1, 0\]>", text), text
 
 
 def test_every_array_of_the_state_is_fully_sharded():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from shardlib.shardtypes import ShardError
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.models import family, gpt2, moe
+from shardwright.optimizers import rates
 from shardwright.run.config import PipelineConfig
 from shardwright.run.step import Step, trace_step
 
@@ -113,6 +115,15 @@ def test_steps_are_proved(settings):
     """Of most with weights that layers gather: `auto` is compared with weights that are gathered ahead too."""
     gathered = {} if settings in (*SHORT, "one device", "d alone", "t alone") else {"gather_weights": "layer"}
     assert find_unsound(step_of(settings, **gathered)) == []
+
+
+@pytest.mark.parametrize("settings", ["the demo", pytest.param("four stages", marks=pytest.mark.long)])
+def test_steps_of_a_gpu_are_proved(settings, monkeypatch):
+    """Which fixes the layout of gradients. Kernels apart, all else is traced as on a CPU."""
+    monkeypatch.setattr(rates, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
+    step = step_of(settings, compute_dtype="bf16")
+    assert "layout_constraint" in str(step.jaxpr)
+    assert find_unsound(step) == []
 
 
 def mesh_for(c, d: int, t: int) -> AbstractMesh:
