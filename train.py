@@ -119,7 +119,7 @@ class Llama:
         gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_gate))
         up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
         hidden: act["B/b L/c F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
-        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
+        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", save_for_backward(hidden, cheap=True), w.w_down)
         return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed
@@ -161,7 +161,7 @@ Model = Llama
 def rms_norm(x: act["B/b L/c/t M"], weight: f32["M"], epsilon: float) -> act["B/b L/c/t M"]:
     """RMSNorm of each position, in f32. Each device of t norms its own positions."""
     y = shardops.einsum_unreduced("B/b L/c/t M, M -> B/b L/c/t M", unit_rms(x, epsilon), weight)
-    return y.astype(x.dtype)
+    return save_for_backward(y.astype(x.dtype), cheap=True)
 
 
 def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:

@@ -8,12 +8,17 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import Offloadable, checkpoint_name
 
-SAVED = "saved_for_backward"
+from shardlib.equations import COLLECTIVES, ELEMENTWISE, kinds
+
+SAVED, CHEAP = "saved_for_backward", "cheap_for_backward"
 
 
-def save_for_backward(x):
-    """Marks `x`, an array or a pytree of arrays, to be saved from the forward pass for the backward pass."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), x)
+def save_for_backward(x, cheap: bool = False):
+    """Marks `x`, an array or a pytree of arrays, to be saved from the forward pass for the backward pass.
+
+    What is `cheap` to recompute is saved only if training.save is `more` or `everything`.
+    """
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, CHEAP if cheap else SAVED), x)
 
 
 _FUSED = "dot_product_attention_fwd_wrapper"
@@ -25,15 +30,30 @@ def _is_marked(primitive, *_, **params) -> bool:
     return primitive.name == _FUSED or (primitive.name == "name" and params["name"] == SAVED)
 
 
+def _is_marked_or_cheap(primitive, *_, **params) -> bool:
+    return _is_marked(primitive, **params) or (primitive.name == "name" and params["name"] == CHEAP)
+
+
+_FUSED_BY_XLA = ELEMENTWISE | kinds("view", "cast", "identity", "unreduced")
+
+
+def _is_in_memory(primitive, *_, **params) -> bool:
+    """True for results that XLA does not compute again where they are read; of what devices exchange, for marked ones.
+
+    Otherwise JAX would save other values on a mesh than on one device, and could not stack up gathered ones in a loop.
+    """
+    return _is_marked_or_cheap(primitive, **params) or primitive.name not in _FUSED_BY_XLA | COLLECTIVES
+
+
 KEPT = {
     "marked": _is_marked,
     "offload": lambda *args, **params: _is_marked(*args, **params) and Offloadable(src="device", dst="pinned_host"),
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "everything": None,
+    "more": _is_marked_or_cheap,
+    "everything": _is_in_memory,
 }
-"""The jax.checkpoint policy for each value of `training.save`; None: without jax.checkpoint, as a policy that saves
-everything keeps f32 values that XLA would otherwise fuse away."""
+"""The jax.checkpoint policy for each value of `training.save`."""
 
 
 def explicit_activation_checkpointing(
@@ -45,13 +65,13 @@ def explicit_activation_checkpointing(
 
     Args:
         fn: function of arrays.
-        save: what to save, one of KEPT; None: everything, without jax.checkpoint.
+        save: what to save, one of KEPT; None: `fn` itself.
         prevent_cse: keep XLA from replacing recomputed values by those of the forward pass, as jax.checkpoint does. Not
             needed in the body of a `lax.scan`.
     """
-    if (policy := KEPT[save or "everything"]) is None:
+    if save is None:
         return fn
-    return functools.wraps(fn)(jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse))
+    return functools.wraps(fn)(jax.checkpoint(fn, policy=KEPT[save], prevent_cse=prevent_cse))
 
 
 def fold_in_str(key: jax.Array, name: str) -> jax.Array:

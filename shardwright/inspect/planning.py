@@ -28,7 +28,7 @@ from shardwright.run.step import Step, trace_step
 
 Settings = Mapping[str, Any]
 """Values of settings by name, such as training.save."""
-SAVED = ("everything", "marked", "dots", "nothing")
+SAVED = ("everything", "more", "marked", "dots", "nothing")
 """Values of training.save that keep saved values on the device, from most to least."""
 FILE = "plan.json"
 NOT_MEASURED = "cpu"

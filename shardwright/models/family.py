@@ -146,7 +146,7 @@ def gated_mlp(
     gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_gate))
     up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
     hidden: act["B/b L/c F/t"] = gated(activation, gate, up).astype(x.dtype)
-    out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
+    out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", save_for_backward(hidden, cheap=True), w_down)
     return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
 

@@ -124,7 +124,8 @@ def layer_norm(x: act["B/b L/c/t M"], gain: f32["M"], bias: f32["M"], epsilon: f
     centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     normed = centered * lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
     scaled = shardops.einsum_unreduced("B/b L/c/t M, M -> B/b L/c/t M", normed, gain)
-    return (scaled + shardops.broadcast("M -> B/b L/c/t M", bias)).astype(x.dtype)
+    normed = scaled + shardops.broadcast("M -> B/b L/c/t M", bias)
+    return save_for_backward(normed.astype(x.dtype), cheap=True)
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
@@ -206,7 +207,7 @@ class Model:
         up = shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up)
         up = save_for_backward(up + broadcast("F/t -> B/b L/c F/t", w.b_up))
         hidden: act["B/b L/c F/t"] = jax.nn.gelu(up, approximate=True)
-        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
+        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", save_for_backward(hidden, cheap=True), w.w_down)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
         out = out + broadcast("M -> B/b L/c/t M", w.b_down)
         return x + dropout(out, rate, keys_at(keys, 2, x.shape[1]))

@@ -224,7 +224,7 @@ def mlp(x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer, c: Mo
 
     hidden = family.gated(c.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
     down = "P/e G/r/d C/c F/t, P/e G/r/d C/c, (P/e N) F/t M -> P/e G/r/d C/c M +t"
-    return shardops.grouped_product(down, hidden, of_pool, w.w_down)
+    return shardops.grouped_product(down, save_for_backward(hidden, cheap=True), of_pool, w.w_down)
 
 
 @typed

@@ -31,11 +31,11 @@ FLOORS = [
     ("shardwright.data.text",),
     ("shardwright.data.flat_tokens",),
     ("shardwright.data",),
+    ("shardwright.jax_extra",),
     ("shardlib.pytest_plugin",),
     ("shardlib.testing",),
     ("shardlib.proof",),
     ("shardlib",),
-    ("shardwright.jax_extra",),
 ]
 """Rooms from the top of the house to its ground floor. A module imports those of its own room and of floors below."""
 FLOOR = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
@@ -62,6 +62,7 @@ LATE = {"shardlib.pytest_plugin"}
 SHARED = {f"shardwright.tools.report.{name}" for name in ("comparing", "page", "pairs", "plots", "reading")}
 SHARED |= {f"shardwright.tools.huggingface.{name}" for name in ("check", "families")}
 SHARED |= {f"shardwright.bench.{name}" for name in ("common", "throughput.peers.ours", "throughput.peers.job")}
+SHARED.add("shardwright.tools.ladder.scales")
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 32
 LONGER = {"train": 560}
