@@ -116,7 +116,7 @@ def test_runs_of_one_size_or_length_forecast_no_other(same, what):
     tokens = np.full(9, 1e8) if same == "tokens" else np.linspace(1e8, 9e8, 9)
     params = params if same == "params" else np.linspace(1e6, 9e6, 9)
     runs = Runs(params, tokens, known(params, tokens))
-    with pytest.raises(ValueError, match=f"1 different {what}s; a forecast for another {what} takes 3"):
+    with pytest.raises(ValueError, match=f"another {what} takes runs of three different {what}s; there are 1"):
         forecasts(runs, [(1e8, 1e10)])
     forecasts(runs, [(1e6, 1e10)] if same == "params" else [(1e8, 1e8)])
 
