@@ -36,5 +36,5 @@ def test_the_backward_pass_keeps_what_is_saved_for_it():
 
 @pytest.mark.long
 def test_without_saving_the_backward_pass_keeps_the_layer_input_only(monkeypatch):
-    monkeypatch.setattr(train, "save_for_backward", lambda x: x)
+    monkeypatch.setattr(train, "save_for_backward", lambda x, **_: x)
     assert len(kept_for_backward(compile_step("d=4 t=2").as_text(), tiny.model().layers)) == 1
