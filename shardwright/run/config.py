@@ -111,8 +111,8 @@ class TrainingConfig:
     """Activation checkpointing: what a layer saves for its backward pass, which recomputes the rest. marked: values
     that the model marks with save_for_backward. offload: the same, in host memory; needs a loop over layers and no
     stages. nothing: only the layer's input. dots: outputs of weight matmuls. more: also inputs of weight matmuls that
-    are cheap to recompute. everything: all that XLA does not fuse, but of what
-    devices exchange only marked values."""
+    are cheap to recompute. everything: all that XLA does not fuse, but of what devices exchange only marked
+    values."""
     unroll: int | None = within(1, 2**16, 1)
     """Layers per iteration of the loop over layers, at least 1. Null: all, without a loop. This takes longer to
     compile, but a GPU copies fewer saved activations."""
