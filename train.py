@@ -43,7 +43,16 @@ from shardwright.modeling import context, fp8, masks, rope
 from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
 from shardwright.modeling.settings import ModelConfig
-from shardwright.modeling.weights import embedding, gain, matrix, table_of, unembedding
+from shardwright.modeling.weights import (
+    at_rest,
+    embedding,
+    gain,
+    gather_ahead,
+    matrix,
+    names_of_head,
+    table_of,
+    unembedding,
+)
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
@@ -57,7 +66,7 @@ from shardwright.sampling.samples import TrainingTexts
 
 @pytree_dataclass
 class TransformerLayer:
-    """Weights of one layer: inputs -> outputs, sharded as at rest. A layer uses them gathered over w."""
+    """Weights of one layer: inputs -> outputs, sharded as at rest."""
 
     attention_norm: gain["M"]
     w_q: matrix["M/w -> K/t Q D"]
@@ -104,53 +113,67 @@ class Llama:
     @typed
     def embed(self, w: Transformer, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
+        embed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed)
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
-        embed, spec = w.embed.astype(jnp.float32), "[V/t/p] M, B/b L/c -> B/b L/c M +t +p"
-        x = shardops.index_unreduced(spec, embed, tokens.ids)
+        embed = embed.astype(jnp.float32)
+        x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
         x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
         return shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
 
     @typed
     def layer(self, x: act["B/b L/c/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
-        """One transformer layer, with gathered weights."""
+        """One transformer layer."""
         x = self.with_attention(x, w, tokens, attend)
-        nx = rms_norm(x, w.mlp_norm, self.c.norm_epsilon)
+        mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
+        nx = rms_norm(x, mlp_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_gate))
-        up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
+        w_gate = shardops.all_gather("M/w F/t -> M F/t", w.w_gate)
+        gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_gate))
+        w_up = shardops.all_gather("M/w F/t -> M F/t", w.w_up)
+        up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
         hidden: act["B/b L/c F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
-        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", save_for_backward(hidden, cheap=True), w.w_down)
+        hidden = save_for_backward(hidden, cheap=True)
+        w_down = shardops.all_gather("F/t M/w -> F/t M", w.w_down)
+        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
         return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed
     def with_attention(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
         """The first half of a layer: the residual stream after attention."""
         angles = tokens.shared
-        nx = rms_norm(x, w.attention_norm, self.c.norm_epsilon)
+        attention_norm = shardops.all_gather("M/t/w -> M", w.attention_norm)
+        nx = rms_norm(x, attention_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        q = shardops.matmul("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w.w_q)
-        k = shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w.w_k)
-        v = save_for_backward(shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w.w_v))
+        w_q = shardops.all_gather("M/w K/t Q D -> M K/t Q D", w.w_q)
+        q = shardops.matmul("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w_q)
+        w_k = shardops.all_gather("M/w K/t D -> M K/t D", w.w_k)
+        k = shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w_k)
+        w_v = shardops.all_gather("M/w K/t D -> M K/t D", w.w_v)
+        v = save_for_backward(shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w_v))
         q = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t Q D", q, w.q_norm), angles))
         k = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t D", k, w.k_norm), angles))
         attended = save_for_backward(attend(q, k, v, self.mask))
-        out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
+        w_o = shardops.all_gather("K/t Q D M/w -> K/t Q D M", w.w_o)
+        out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
         return save_for_backward(x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out))
 
     def head_norm(self, heads: str, x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """RMSNorm of each head of queries or keys, of type `heads`; without a weight, `x` itself."""
         if weight is None:
             return x
+        weight = shardops.all_gather("D/t/w -> D", weight)
         normed = unit_rms(x, self.c.norm_epsilon)
         return shardops.einsum_unreduced(f"{heads}, D -> {heads}", normed, weight).astype(x.dtype)
 
     @typed
     def logits(self, w: Transformer, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position; `x` is the residual stream after the last layer."""
-        softcap, unembed = self.c.logit_softcap, w.embed if w.unembed is None else w.unembed
-        nx = rms_norm(x, w.final_norm, self.c.norm_epsilon)
+        final_norm = shardops.all_gather("M/t/w/p -> M", w.final_norm)
+        nx = rms_norm(x, final_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
+        unembed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed if w.unembed is None else w.unembed)
         logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
+        softcap = self.c.logit_softcap
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
 
 
@@ -208,7 +231,6 @@ class Forward:
         `microbatches` are the Tokens of each, or a function that makes them. `attend` maps (cache, q, k, v, mask,
         *learned, sinks, drop) to attention and the new cache; None: no caches.
         """
-        w = self.gather_outer(w)
         tokens = microbatches() if callable(microbatches) else microbatches
         xs = tuple(self.model.embed(w, each) for each in tokens)
         xs, caches, aux = self.layers(w.layers, xs, tokens, None, attend, caches)
@@ -225,7 +247,7 @@ class Forward:
         t, parts = self.training, [(part.prepared(self.model), attend or self.attend(part)) for part in tokens]
 
         def layer(w, xs, index, index_in_period, attend):
-            w = w if self.gather_ahead else self.gather_weights(w)
+            w = gather_ahead(w) if len(xs) > 1 else w  # once for all
             one = lambda x, part, own: self.model.layer(
                 x, w, part.in_layer(index, index_in_period), functools.partial(attend, own)
             )
@@ -249,40 +271,19 @@ class Forward:
         return dataclasses.replace(tokens, training=self.in_training, counts=counts, targets=self.targets)
 
     @property
-    def gather_ahead(self) -> bool:
-        """Whether weights are gathered once per step, not in each layer, by training.gather_weights.
+    def gathers_ahead(self) -> bool:
+        """True if weights are gathered once per step, by training.gather_weights; False: where a layer says so.
 
         `auto` does so where nothing has to be gathered, which saves casting each weight again in the backward pass.
         """
         how = self.training.gather_weights
         return how == "step" or (how == "auto" and shardops.planned_devices("cde") == 1)
 
-    def gather_weights(self, w: W, which: Callable[[str], bool] = lambda name: True) -> W:
-        """Weights as a layer uses them: each is cast, and gathered over the axes that its type drops, into a copy.
-
-        `which` says by its name, such as `layers.w_q`, whether a weight is to be used next; others stay at rest. Its
-        gradient is reduced over r and those axes, in the dtype of its uses or with training.reduce_dtype=f32 in f32.
-        """
-
-        def gather(name, t, x):
-            if not which(name):
-                return x
-            used = t.used or t
-            x = x.astype(used.jax_dtype) if self.training.reduce_dtype == "compute" else x
-            x = shardops.replicate("... -> ... *r", x)
-            if used.spec == t.spec:
-                return x.astype(used.jax_dtype)
-            return shardops.all_gather(f"{t.spec} -> {used.spec}", x, dtype=used.jax_dtype)
-
-        return shardtypes.map_arrays(gather, w)
-
-    def gather_outer(self, w: W) -> W:
-        """The weights with those outside of the layers gathered, once for the microbatches that are side by side."""
-        return w if self.gather_ahead else self.gather_weights(w, lambda name: not name.startswith("layers."))
-
-    def prepare(self, w: W) -> W:
-        """The weights for a step. Their gradients are reduced over r, and where they are gathered, once per step."""
-        return self.gather_weights(w) if self.gather_ahead else shardops.replicate("... -> ... *r", w)
+    def prepare(self, w: W, once: bool = True) -> W:
+        """The weights that embed, layers and logits gather. Gradients are reduced over r here if `once`, else there."""
+        if self.gathers_ahead:
+            return gather_ahead(at_rest(w, self.training.reduce_dtype))
+        return at_rest(shardops.replicate("... -> ... *r", w) if once else w, self.training.reduce_dtype)
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------
@@ -361,7 +362,9 @@ class MicrobatchLoss:
         summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
         own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
         given = own(batch.targets), own(batch.loss_mask), self.reference and self.reference(batch)
-        loss = sum_in_chunks(summed, self.forward.training.loss_chunk, w, x, *given)
+        chunk = self.forward.training.loss_chunk
+        w = w if chunk is None else gather_ahead(w, names_of_head(self.forward.model.table))  # once for all chunks
+        loss = sum_in_chunks(summed, chunk, w, x, *given)
         return shardops.psum("+b +c ->", loss) / self.targets
 
 
@@ -374,9 +377,8 @@ def loss_and_gradients(
     # The executor adds up the gradients of its microbatches. With jax.grad around it all, each layer would reduce its
     # gradients over r for each of them. So `prepare` is differentiated by itself: the executor's gradients are those
     # of the prepared weights, and `vjp` turns their sum into gradients of `w`, reduced over r (and d) once per step.
-    # If no gradient is added up, they are reduced in each layer instead, beside the backward pass of others.
-    once = forward.gather_ahead or executor.adds_up
-    prepared, vjp = jax.vjp(forward.prepare if once else lambda w: w, w)
+    # If no gradient is added up, each gather reduces its own over r instead, beside the backward pass of other layers.
+    prepared, vjp = jax.vjp(functools.partial(forward.prepare, once=executor.adds_up), w)
     targets = count_targets(batch)
     forward = dataclasses.replace(forward, targets=targets / c.training.microbatches)
     loss = MicrobatchLoss(forward, rates.loss_of(c.optimizer, LOSSES), targets, reference)

@@ -31,14 +31,11 @@ class _Type:
 class ArrayType(_Type):
     """The type `f32['B/d M']`: the short name of a dtype, and a spec.
 
-    `f32['M/d F/t'] >> act['M F/t']` is the type of a weight: at rest, and, as `used`, in use, where it is cast and
-    gathered over the axes that `used` lacks. With `spread`, its last dim is also sharded at rest over those of t and w
-    that its other dims lack.
+    With `spread`, the last dim is also sharded over those axes of t and w that the other dims lack.
     """
 
     dtype: str
     spec: ShapeSpec
-    used: "ArrayType | None" = None
     spread: bool = False
 
     def __repr__(self) -> str:
@@ -48,9 +45,6 @@ class ArrayType(_Type):
     def jax_dtype(self) -> jnp.dtype:
         """The dtype of an array of this type, in the current scope."""
         return DType(self.dtype).dtype
-
-    def __rshift__(self, used: "ArrayType") -> "ArrayType":
-        return dataclasses.replace(self, used=used)
 
 
 _LONG_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
@@ -304,17 +298,13 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
 
 
 def _stacked(dims: str, t: ArrayType) -> ArrayType:
-    """The array type with leading dims `dims`, as it reads on the current mesh. Its `used` type is a copy."""
+    """The array type with leading dims `dims`, as it reads on the current mesh."""
     spec = parse_shape(f"{dims} {t.spec}")
     if t.spread:
         *others, last = spec.dims
         axes = sort_axes((*last.axes, *({*GROUPS["w"], "t"} - spec.sharded)))
         spec = dataclasses.replace(spec, dims=(*others, Dim(last.name, axes)))
-    spec, used = on_mesh(spec), t.used and _stacked(dims, t.used)
-    if used:
-        copies = sort_axes(spec.sharded - used.spec.sharded)
-        used = dataclasses.replace(used, spec=dataclasses.replace(used.spec, copies=copies))
-    return dataclasses.replace(t, spec=spec, used=used)
+    return dataclasses.replace(t, spec=on_mesh(spec))
 
 
 def arrays_of(
@@ -369,14 +359,10 @@ def arrays_in(t, value, path: str = "") -> list[tuple[str, ArrayType, typing.Any
 
 
 def map_arrays(fn: collections.abc.Callable[..., typing.Any], x):
-    """Replaces each array of `x`, a dataclass of array types, by fn(path, array type, array).
-
-    What `fn` does to an array has the array's name in a profile: it is in a scope `array=<path>`.
-    """
+    """Replaces each array of `x`, a dataclass of array types, by fn(path, array type, array)."""
     leaves, structure = jax.tree.flatten(x, is_leaf=is_opaque)
     parts = zip(arrays_in(type(x), x), leaves, strict=True)
-    named = lambda path: jax.named_scope(f"array={path}")(fn)
-    return structure.unflatten([named(path)(path, array, leaf) for (path, array, _), leaf in parts])
+    return structure.unflatten([fn(path, array, leaf) for (path, array, _), leaf in parts])
 
 
 # ---- shardings --------------------------------------------------------------------------------------------------

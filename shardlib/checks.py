@@ -14,11 +14,13 @@ from shardlib.axes import EITHER_ORDER
 from shardlib.parsing import Dim, ShapeSpec, ShardError, sort_axes
 from shardlib.scopes import Sizes, current_scope
 from shardlib.values import (
+    AtRest,
     Copy,
     Partial,
     describe,
     devices_along,
     inside_shard_map,
+    is_opaque,
     mesh_axes,
     on_mesh,
     sharding_of,
@@ -44,7 +46,7 @@ def noted_type(value: object) -> tuple[ShapeSpec | None, bool]:
     A value without one, such as a result of `.astype`, gets the type that all noted values of its shape and axes have.
     """
     types = current_scope().types
-    if id(value) in types or isinstance(value, Partial | Copy):
+    if id(value) in types or is_opaque(value):
         return types.get(id(value), (value, None))[1], True
     without_dtype = lambda value: describe(value).partition("[")[2]
     alike = {spec for other, spec in types.maps[0].values() if without_dtype(other) == without_dtype(value)}
@@ -90,8 +92,9 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
     not vary over axes that the spec does not mention. Outside, it must have the rank, the sizes and, where JAX knows
     it, the sharding of the spec.
 
-    With `gathered_ahead`, a copy over d may hold the whole of a dim that has `/d` in the spec. An op that allows this
-    must expect the whole dim. Annotations allow it, since only ops can use a copy.
+    With `gathered_ahead`, the value may be a weight at rest, and a copy over d may hold the whole of a dim that has
+    `/d` in the spec. An op that allows this must expect the whole dim. Annotations allow both, since only ops can use
+    them.
 
     Raises:
         ShardError: the value does not match the spec, or the mesh lacks an axis of the spec.
@@ -100,6 +103,10 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
     devices_along((*spec.sharded, *spec.partial, *spec.copies))
     if inside_shard_map():
         _check_blocks(spec, value)
+    if isinstance(value, AtRest):
+        if not gathered_ahead:
+            raise ShardError("the value is a weight at rest", value.remedy())
+        value = unwrap(value)
     partial = value.axes if isinstance(value, Partial) else ()
     if partial != spec.partial:
         if not partial:

@@ -22,7 +22,7 @@ from shardlib.places import place_of
 from shardlib.scopes import Scope, current_scope
 from shardlib.values import (
     SHORT_DTYPES,
-    Copy,
+    AtRest,
     describe,
     devices_along,
     inside_shard_map,
@@ -52,8 +52,7 @@ def _check(t, value, where: str):
     for path, array, part in arrays_in(t, value, where):
         with checking(f"{path}: {array!r}", value=part) as sizes:
             check_value(array.spec, part, sizes, gathered_ahead=True)
-            if not (isinstance(part, Copy) and set(part.axes) & array.spec.sharded):
-                # A weight gathered ahead may already have the compute dtype; ops compare it with their other operands.
+            if not isinstance(part, AtRest):  # all_gather gives it the dtype in which it is used
                 _check_dtype(array, part)
         note_type(part, array.spec)
     return value

@@ -112,11 +112,10 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     For a table made of `forwards` only, the loss leaves out the losses of layers, and gradients and metrics are None.
 
     Args:
-        loss: the loss of a microbatch, in four per-device methods. All devices of p run three of them together:
-            `gather_outer(w)` returns the weights that the other two take, `first(w, *microbatch)` the input of the
-            first layer, and `last(w, x, *microbatch)` the loss, an f32 scalar. `layers(w, x, layer_ids, *microbatch)`
-            runs the layers `layer_ids` of one stage, and returns x and their LayerAux, whose losses are added in
-            training, averaged over microbatches.
+        loss: the loss of a microbatch, in three per-device methods. All devices of p run two of them together:
+            `first(w, *microbatch)` returns the input of the first layer, and `last(w, x, *microbatch)` the loss, an
+            f32 scalar. `layers(w, x, layer_ids, *microbatch)` runs the layers `layer_ids` of one stage, and returns x
+            and their LayerAux, whose losses are added in training, averaged over microbatches.
         placement: the layers of each stage.
         table: the tick table of the schedule.
         w: weights as Copies, made by replicate and all_gather, so that gradients are summed over microbatches before
@@ -142,7 +141,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     batch = lambda k: _get(microbatches, k)
     own_batch = lambda k: jax.tree.map(_apart, batch(k))
     chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
-    outside = lambda outer: loss.gather_outer(dataclasses.replace(w, **outer))
+    outside = lambda outer: dataclasses.replace(w, **outer)
     first = _task(lambda outer, k: loss.first(outside(outer), *batch(k)))
     layers = _task(lambda stack, x, i, k: loss.layers(stack, x, chunk(layer_ids, i), *own_batch(k)))
     last = _task(lambda outer, x, k: loss.last(outside(outer), _apart(x), *batch(k)))
@@ -300,8 +299,7 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
 
     def loss_of(w, microbatch):
         with pipeline_stage():
-            outside = loss.gather_outer(w)
-            x = jax.tree.map(_the_same, loss.first(outside, *microbatch))
+            x = jax.tree.map(_the_same, loss.first(w, *microbatch))
         found = []
         stacks = jax.tree.map(_of_all_stages, w.layers), marks.layer_numbers(layers)
         for stack, layer_ids in _in_two(stacks, of_first):
@@ -309,7 +307,7 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
             found.append(aux)
         aux = jax.tree.map(lambda *parts: lax.concatenate(parts, 0), *found)
         with pipeline_stage():
-            total = loss.last(outside, jax.tree.map(_apart, x), *microbatch)
+            total = loss.last(w, jax.tree.map(_apart, x), *microbatch)
         extra = _loss_of_layers(aux, count) if training else None
         return total if extra is None else total + extra, aux.metrics
 

@@ -67,7 +67,7 @@ from shardlib.products import einsum_with_gradients, pick, take
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
 from shardlib.rows import add_rows, take_rows  # noqa: F401 (two of the ops)
 from shardlib.scopes import bound, current_scope
-from shardlib.values import describe, devices_along, is_opaque, on_mesh, planned_devices, unwrap
+from shardlib.values import AtRest, describe, devices_along, is_opaque, on_mesh, planned_devices, unwrap
 from shardlib.zigzag import zigzag  # noqa: F401 (one of the ops)
 
 
@@ -125,9 +125,18 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
 
     The blocks are cast to `dtype` before the gather. Their gradient is reduced in the dtype of `x`.
 
+    A weight (AtRest) is cast to the dtype in which the model's class declares it. Its gradient is reduced over r and
+    the gathered axes, in the dtype that training.reduce_dtype chooses; where training.gather_weights has gathered it
+    for the whole step, this returns what was gathered.
+
     `M/d F/t -> M F/t *d` returns a Copy, which a `lax.scan` can carry. Applied to that Copy, `M/d F/t -> M F/t` does
     nothing. From the Copy that `M/d/p -> M/d *p` returns, `M/d/p -> M` gathers only over d.
     """
+    if isinstance(x, AtRest):
+        with checked_collective("all_gather", spec, x, copies=True):
+            block = unwrap(x)
+        block = replicate("... -> ... *r", block.astype(x.reduced_dtype))
+        return all_gather(spec, block, replicated=replicated, dtype=dtype or x.used_dtype)
     with checked_collective("all_gather", spec, x, copies=True) as (op, lhs, rhs, value, _):
         if does_nothing(spec, op):
             return x if dtype is None else x.astype(dtype)

@@ -332,13 +332,32 @@ class Copy(_Opaque):
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class AtRest(_Opaque):
+    """A weight as a model's functions are given it, of its type at rest. Only all_gather takes it.
+
+    all_gather returns the weight as the layer uses it: cast to `used_dtype`, with a gradient that is reduced over r
+    and over the gathered axes. A weight that was gathered ahead is inside as a Copy, and is returned as it is.
+    """
+
+    used_dtype: Any = dataclasses.field(default=None, metadata={"static": True})
+    """The dtype that all_gather returns."""
+    reduced_dtype: Any = dataclasses.field(default=None, metadata={"static": True})
+    """The dtype in which the gradient is reduced."""
+
+    def remedy(self) -> str:
+        """Tells how to get the weight."""
+        return "gather it on the line above: w_up = shardops.all_gather('M/w F/t -> M F/t', w.w_up)"
+
+
 def is_opaque(value) -> bool:
-    """True if `value` is a partial sum or a copy."""
-    return isinstance(value, Partial | Copy)
+    """True if `value` is a partial sum, a copy or a weight at rest."""
+    return isinstance(value, _Opaque)
 
 
-def unwrap(value: Partial | Copy) -> Any:
-    """The array inside a copy; the array or Copy inside a partial sum. For shardlib itself."""
+def unwrap(value: Any) -> Any:
+    """The array inside a copy; the array or Copy inside a partial sum or a weight at rest. For shardlib itself."""
     return value._value
 
 
@@ -349,6 +368,8 @@ def describe(value) -> str:
         return f"{kind} {value!r}" if isinstance(value, int | float | str | None) else f"a {kind}"
     name = jnp.dtype(value.dtype).name
     text = f"{SHORT_DTYPES.get(name, name)}[{','.join(map(str, value.shape))}]"
+    if isinstance(value, AtRest):
+        return f"{text}, a weight at rest"
     if is_opaque(value):
         kind = "a partial sum over" if isinstance(value, Partial) else "a copy on each device of"
         return f"{text}, {kind} {', '.join(value.axes)}"

@@ -69,7 +69,7 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
     @typed_shard_map
     def per_device(w: Of[model.Weights]) -> f32[""]:
         with pipeline_stage():
-            layers(forward.gather_weights(w))
+            layers(forward.prepare(w))
         return jnp.zeros(())
 
     def layers(w: Any) -> None:

@@ -1,4 +1,4 @@
-"""Declares the weights of a model: one line each, which determines shape, sharding, gather and initial values.
+"""Declares the weights of a model: one line each, which determines shape, sharding and initial values.
 
     @pytree_dataclass
     class Layer:
@@ -7,11 +7,11 @@
         b_q: bias["K/t Q D if qkv_bias"]
 
 A matrix has its inputs before the arrow and its outputs after it. Its initial values have a standard deviation of
-scale/√fan-in. A weight is used in the compute dtype (a gain in f32), without the axes of `w`, over which it is gathered
-just before. A vector is written as it is used: at rest its last dim is sharded over those of t and w that its other
-dims lack, and, outside a stack of layers, over p: `gain["M/p"]`. A second item is the type in use if it differs, or
-None for a weight that is used as it is at rest. `if` or `if not` names a setting on which the weight depends: it is
-None in a model without it.
+scale/√fan-in. The type is that at rest. A layer gathers a weight on the line above its use (shardops.all_gather), which
+also casts it to the compute dtype, or a gain to f32; a second item names another dtype: `bias["M", f32]`. A vector is
+written without the axes that shard its last dim at rest: those of t and w that its other dims lack. Outside a stack of
+layers it names p: `gain["M/p"]` is M/t/w/p at rest. `if` or `if not` names a setting on which the weight depends: it
+is None in a model without it.
 
 `table_of` makes the model's `table`: its dataclass of weights with a `Weight` instead of each array.
 """
@@ -19,7 +19,7 @@ None in a model without it.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -27,10 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.array_types import ArrayType, arrays_in, map_arrays, placeholders
+from shardlib import shardops
+from shardlib.array_types import ArrayType, DType, arrays_in, map_arrays, placeholders
 from shardlib.axes import AXES, GROUPS, PIPELINE_AXIS
+from shardlib.parsing import ShapeSpec, parse_shape, sort_axes
 from shardlib.shardtypes import ShardError, dtype_name, f32, make_shardings
-from shardlib.values import devices_along, mesh_axes
+from shardlib.values import AtRest, devices_along, mesh_axes, on_mesh
 from shardwright.jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 
 KINDS = ("matrix", "embedding", "unembedding", "vector")
@@ -84,6 +86,10 @@ class Weight:
 class WeightType(ArrayType):
     """Type of a weight, with the attributes from which its `Weight` follows."""
 
+    used_dtype: Any = act
+    """The dtype in which the weight is used."""
+    ahead: ShapeSpec = dataclasses.field(default_factory=ShapeSpec)
+    """Its dims, without those of a stack of layers, where it is gathered ahead of its use."""
     kind: str = "vector"
     mean: float = 0.0
     inputs: int = 0
@@ -103,15 +109,15 @@ class Declared:
         self._dtype, self._stack = dtype, stack
         self._facts: dict[str, Any] = {"kind": kind, "mean": mean, "share": share}
 
-    def __getitem__(self, item: str | tuple[str, ArrayType | None]) -> Any:
-        spec, *of_use = item if isinstance(item, tuple) else (item,)
+    def __getitem__(self, item: str | tuple[str, DType]) -> Any:
+        spec, *dtypes = item if isinstance(item, tuple) else (item,)
         kind = self._facts["kind"]
         if not isinstance(spec, str) or ("->" in spec) != (kind == "matrix"):
             raise ShardError(
                 f"{spec!r} is not a {kind}", "write a matrix as `inputs -> outputs`, another weight as dims"
             )
-        if len(of_use) > 1 or not all(x is None or isinstance(x, ArrayType) for x in of_use):
-            raise ShardError(f"{of_use} is not a type in use", "give one, such as f32['M'], or None")
+        if len(dtypes) > 1 or not all(isinstance(x, DType) for x in dtypes):
+            raise ShardError(f"{dtypes} is not the dtype in which a weight is used", "give one, such as f32")
         spec, depends, setting = spec.partition(" if ")
         inputs, _, outputs = spec.rpartition("->")
         if unknown := [axis for axis in re.findall(r"/(\w+)", spec) if axis not in (*AXES, *GROUPS)]:
@@ -121,15 +127,15 @@ class Declared:
             raise ShardError(f"{spec!r} has no {'outputs' if inputs.split() else 'inputs'}", "name dims on both sides")
         text = f"{self._stack} {inputs} {outputs}"
         gathered = "".join(f"/{axis}" for axis in GROUPS["w"] if f"/{axis}" not in self._stack)
-        axes = {"w", *GROUPS["w"]} | ({"p"} if kind == "vector" else set())
-        whole = f"{self._stack} " + re.sub(rf"/({'|'.join(axes)})\b", "", f"{inputs} {outputs}")
-        used = of_use[0] if of_use else self._dtype[whole]
         facts: dict[str, Any] = self._facts | {
             "inputs": len(inputs.split()),
             "outputs": len(outputs.split()) if inputs else 0,
         }
         rest = f32[re.sub(r"/w\b", gathered if self._stack else "/w", text)].spec
-        t = WeightType("f32", rest, used, spread=kind == "vector", **facts)
+        kept = "p" if kind == "vector" else "|".join(("w", *GROUPS["w"]))
+        ahead = parse_shape(f"{self._stack} " + re.sub(rf"/({kept})\b", "", f"{inputs} {outputs}"))
+        facts |= {"used_dtype": (*dtypes, self._dtype)[0], "ahead": ahead}
+        t = WeightType("f32", rest, spread=kind == "vector", **facts)
         if not depends:
             return t
         name = setting.removeprefix("not ")
@@ -224,6 +230,49 @@ def _not_a_weight(leaf: object) -> ValueError:
 def shapes_of(table):
     """The jax.ShapeDtypeStruct of each array in `table`; all are f32."""
     return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), table)
+
+
+# ---- weights on their way to the layers -------------------------------------------------------------------------
+
+
+def at_rest(w: T, reduce_dtype: str) -> T:
+    """Wraps each array of `w` for `shardops.all_gather`, which casts it, and reduces its gradient. Per-device code.
+
+    Gradients are reduced in f32 with reduce_dtype="f32", else in the dtype in which the weight is used.
+    """
+
+    def wrapped(path: str, t: WeightType, x: jax.Array) -> AtRest:
+        used = t.used_dtype.dtype
+        return AtRest(x, (), used_dtype=used, reduced_dtype=x.dtype if reduce_dtype == "f32" else used)
+
+    return map_arrays(wrapped, w)
+
+
+def gather_ahead(w: T, names: Collection[str] | None = None) -> T:
+    """Gathers weights over the axes of w before they are used, a vector over all axes. Per-device code.
+
+    `all_gather` then returns what is here. The gradient is reduced here, once for all uses. `names`, such as
+    `layers.w_q`, are those of the weights that are gathered; None: all.
+    """
+
+    def gathered(path: str, t: WeightType, x: AtRest) -> AtRest:
+        if names is not None and path not in names:
+            return x
+        stack = t.spec.dims[: len(t.spec.dims) - len(t.ahead.dims)]
+        whole = on_mesh(ShapeSpec((*stack, *t.ahead.dims)))
+        if copies := sort_axes(t.spec.sharded - whole.sharded):
+            value = shardops.all_gather(f"{t.spec} -> {dataclasses.replace(whole, copies=copies)}", x)
+        else:
+            value = shardops.replicate("... -> ... *r", x.astype(x.reduced_dtype)).astype(x.used_dtype)
+        return AtRest(value, (), used_dtype=x.used_dtype, reduced_dtype=x.used_dtype)
+
+    return map_arrays(gathered, w)
+
+
+def names_of_head(table: object) -> list[str]:
+    """Names of the weights that `logits` reads: those outside of the layers, but for tables of embeddings."""
+    outer = ((path, weight) for path, t, weight in arrays_in(type(table), table) if not is_stack(t))
+    return [path for path, weight in outer if weight.kind != "embedding"]
 
 
 def check_table(table) -> None:

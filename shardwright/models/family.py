@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, pytree_dataclass, typed
+from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
 from shardwright.data.checks import above_0, at_least_1, check_choice, within
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import masks, rope, settings
@@ -111,7 +111,7 @@ class Layer(train.TransformerLayer):
     b_k: bias["K/t D if qkv_bias"]
     b_v: bias["K/t D if qkv_bias"]
     b_o: bias["M if out_bias"]
-    sinks: bias["K/t Q if sinks", None]
+    sinks: bias["K/t Q if sinks", f32]
 
 
 @pytree_dataclass
@@ -139,9 +139,12 @@ def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 @typed
 def gated_mlp(
-    x: act["B/b L/c/t M"], w_gate: act["M F/t"], w_up: act["M F/t"], w_down: act["F/t M"], activation: str
+    x: act["B/b L/c/t M"], w_gate: f32["M/w F/t"], w_up: f32["M/w F/t"], w_down: f32["F/t M/w"], activation: str
 ) -> act["B/b L/c/t M"]:
-    """Gated MLP of `x`."""
+    """Gated MLP of `x`, with weights at rest."""
+    w_gate = shardops.all_gather("M/w F/t -> M F/t", w_gate)
+    w_up = shardops.all_gather("M/w F/t -> M F/t", w_up)
+    w_down = shardops.all_gather("F/t M/w -> F/t M", w_down)
     nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", x)
     gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_gate))
     up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
@@ -187,17 +190,20 @@ class Model(train.Llama):
         x = super().embed(w, tokens)
         return x * math.sqrt(self.c.d_model) if self.c.embedding_scaled else x
 
-    def normed(self, x: jax.Array, weight: jax.Array | None, dims: str = "B/b L/c/t M") -> jax.Array:
+    def normed(
+        self, x: jax.Array, weight: jax.Array | None, dims: str = "B/b L/c/t M", at_rest: str = "M/t/w"
+    ) -> jax.Array:
         """RMSNorm over the last dim, in f32; without a weight, `x` itself."""
         if weight is None:
             return x
+        weight = shardops.all_gather(f"{at_rest} -> {dims[-1]}", weight)
         unit = train.unit_rms(x, self.c.norm_epsilon)
         scaled = shardops.einsum_unreduced(f"{dims}, {dims[-1]} -> {dims}", unit, weight)
         return (unit + scaled if self.c.norm_offset else scaled).astype(x.dtype)
 
     @typed
     def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
-        """One transformer layer. Its weights are gathered."""
+        """One transformer layer."""
         x = self.with_attention(x, w, tokens, attend)
         out = gated_mlp(self.normed(x, w.mlp_norm), w.w_gate, w.w_up, w.w_down, self.c.activation)
         return x + self.normed(out, w.mlp_out_norm)
@@ -210,8 +216,12 @@ class Model(train.Llama):
         angles = tokens.shared[self.window_at(tokens.index_in_period) is not None]
 
         def heads(dims, weight, bias):
+            weight = shardops.all_gather(f"M/w {dims} -> M {dims}", weight)
             y = shardops.matmul(f"{at} M, M {dims} -> {at} {dims}", nx, weight)
-            return y if bias is None else y + shardops.broadcast(f"{dims} -> {at} {dims}", bias)
+            if bias is None:
+                return y
+            bias = shardops.all_gather(f"{dims}/w -> {dims}", bias)
+            return y + shardops.broadcast(f"{dims} -> {at} {dims}", bias)
 
         def turned(dims, y, weight, of_all):
             y = self.head_norm(f"{at} {dims}", y, weight, of_all)
@@ -227,26 +237,32 @@ class Model(train.Llama):
             sinks = shardops.all_gather("K/t Q/w -> K/t Q *w", sinks)
             sinks = shardops.broadcast("K/t Q *w -> B/b K/t Q *c", sinks)
         attended = save_for_backward(attend(q, k, v, self.mask_at(tokens.index_in_period), sinks=sinks))
-        out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
+        w_o = shardops.all_gather("K/t Q D M/w -> K/t Q D M", w.w_o)
+        out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
-        out = out if w.b_o is None else out + shardops.broadcast("M -> B/b L/c/t M", w.b_o)
+        if w.b_o is not None:
+            b_o = shardops.all_gather("M/t/w -> M", w.b_o)
+            out = out + shardops.broadcast("M -> B/b L/c/t M", b_o)
         return save_for_backward(x + self.normed(out, w.attention_out_norm))
 
     def head_norm(self, heads: str, x: jax.Array, weight: Any, of_all: Any = None) -> jax.Array:
         """RMSNorm of each head of queries or keys by `weight`, or of all together by `of_all`, if it has the weight."""
         if of_all is None:
-            return self.normed(x, weight, heads)
+            return self.normed(x, weight, heads, at_rest="D/t/w")
         product, position, x32 = shardops.einsum_unreduced, "B/b L/c", jnp.float32(x)
         square = shardops.psum(f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32)))
         mean = square / (math.prod(x.shape[2:]) * shardops.axis_size("t"))
         scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.c.norm_epsilon))
         scaled = product(f"{heads}, {position} -> {heads}", x32, scale)
-        return product(f"{heads}, {heads.removeprefix(position)} -> {heads}", scaled, of_all).astype(x.dtype)
+        dims = heads.removeprefix(position)
+        of_all = shardops.all_gather(f"{dims}/w -> {dims}", of_all)
+        return product(f"{heads}, {dims} -> {heads}", scaled, of_all).astype(x.dtype)
 
     @typed
     def logits(self, w: Weights, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position."""
-        softcap, unembed = self.c.logit_softcap, w.embed if w.unembed is None else w.unembed
-        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm))
+        softcap = self.c.logit_softcap
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm, at_rest="M/t/w/p"))
+        unembed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed if w.unembed is None else w.unembed)
         logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)

@@ -86,7 +86,7 @@ class GPT2Layer:
     """Weights of one layer: inputs -> outputs, sharded as at rest."""
 
     attention_gain: gain["M"]
-    attention_bias: bias["M", f32["M"]]
+    attention_bias: bias["M", f32]
     w_q: matrix["M/w -> K/t D"]
     w_k: matrix["M/w -> K/t D"]
     w_v: matrix["M/w -> K/t D"]
@@ -96,7 +96,7 @@ class GPT2Layer:
     w_o: matrix["K/t D -> M/w"]
     b_o: bias["M"]
     mlp_gain: gain["M"]
-    mlp_bias: bias["M", f32["M"]]
+    mlp_bias: bias["M", f32]
     w_up: matrix["M/w -> F/t"]
     b_up: bias["F/t"]
     w_down: matrix["F/t -> M/w"]
@@ -108,10 +108,10 @@ class GPT2:
     """Weights of the model."""
 
     embed: unembedding["V/t/p M/w"]
-    positions: embedding["P/t/p M/w", f32["P/t/p M"]]
+    positions: embedding["P/t/p M/w", f32]
     layers: Array["layers/p", GPT2Layer]
     final_gain: gain["M/p"]
-    final_bias: bias["M/p", f32["M"]]
+    final_bias: bias["M/p", f32]
 
 
 # ---- forward pass -----------------------------------------------------------------------------------------------
@@ -172,23 +172,28 @@ class Model:
     def embed(self, w: GPT2, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
-        embed, spec = w.embed.astype(jnp.float32), "[V/t/p] M, B/b L/c -> B/b L/c M +t +p"
-        x = shardops.index_unreduced(spec, embed, tokens.ids)
-        x = x + shardops.index_unreduced(spec.replace("V", "P"), w.positions, tokens.positions)
+        embed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed).astype(jnp.float32)
+        positions = shardops.all_gather("P/t/p M/w -> P/t/p M", w.positions)
+        x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
+        x = x + shardops.index_unreduced("[P/t/p] M, B/b L/c -> B/b L/c M +t +p", positions, tokens.positions)
         x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
         x = shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
         return dropout(x, self.c.dropout, keys_at(tokens.keys, 3, x.shape[1]))
 
     @typed
     def layer(self, x: act["B/b L/c/t M"], w: GPT2Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
-        """One transformer layer. Its weights are gathered."""
+        """One transformer layer."""
         gather, broadcast = shardops.all_gather, shardops.broadcast
         rate, epsilon, keys = self.c.dropout, self.c.norm_epsilon, tokens.keys
 
-        nx = gather("B/b L/c/t M -> B/b L/c M", layer_norm(x, w.attention_gain, w.attention_bias, epsilon))
+        gain = gather("M/t/w -> M", w.attention_gain)
+        bias = gather("M/t/w -> M", w.attention_bias)
+        nx = gather("B/b L/c/t M -> B/b L/c M", layer_norm(x, gain, bias, epsilon))
 
         def heads(weight, bias):
+            weight = gather("M/w K/t D -> M K/t D", weight)
             product = shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, weight)
+            bias = gather("K/t D/w -> K/t D", bias)
             return save_for_backward(product + broadcast("K/t D -> B/b L/c K/t D", bias))
 
         q: act["B/b L/c K/t D"] = heads(w.w_q, w.b_q)
@@ -198,26 +203,38 @@ class Model:
         drop_weights = None if keys is None else drop_weights
         attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
         attended: act["B/b L/c K/t D"] = save_for_backward(attended[..., 0, :])
-        out = shardops.matmul("B/b L/c K/t D, K/t D M -> B/b L/c M +t", attended, w.w_o)
+        w_o = gather("K/t D M/w -> K/t D M", w.w_o)
+        out = shardops.matmul("B/b L/c K/t D, K/t D M -> B/b L/c M +t", attended, w_o)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
-        out = out + broadcast("M -> B/b L/c/t M", w.b_o)
+        b_o = gather("M/t/w -> M", w.b_o)
+        out = out + broadcast("M -> B/b L/c/t M", b_o)
         x = save_for_backward(x + dropout(out, rate, keys_at(keys, 1, x.shape[1])))
 
-        nx = gather("B/b L/c/t M -> B/b L/c M", layer_norm(x, w.mlp_gain, w.mlp_bias, epsilon))
-        up = shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up)
-        up = save_for_backward(up + broadcast("F/t -> B/b L/c F/t", w.b_up))
+        gain = gather("M/t/w -> M", w.mlp_gain)
+        bias = gather("M/t/w -> M", w.mlp_bias)
+        nx = gather("B/b L/c/t M -> B/b L/c M", layer_norm(x, gain, bias, epsilon))
+        w_up = gather("M/w F/t -> M F/t", w.w_up)
+        up = shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up)
+        b_up = gather("F/t/w -> F/t", w.b_up)
+        up = save_for_backward(up + broadcast("F/t -> B/b L/c F/t", b_up))
         hidden: act["B/b L/c F/t"] = jax.nn.gelu(up, approximate=True)
-        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", save_for_backward(hidden, cheap=True), w.w_down)
+        hidden = save_for_backward(hidden, cheap=True)
+        w_down = gather("F/t M/w -> F/t M", w.w_down)
+        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
-        out = out + broadcast("M -> B/b L/c/t M", w.b_down)
+        b_down = gather("M/t/w -> M", w.b_down)
+        out = out + broadcast("M -> B/b L/c/t M", b_down)
         return x + dropout(out, rate, keys_at(keys, 2, x.shape[1]))
 
     @typed
     def logits(self, w: GPT2, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position."""
-        nx = layer_norm(x, w.final_gain, w.final_bias, self.c.norm_epsilon)
+        final_gain = shardops.all_gather("M/t/w/p -> M", w.final_gain)
+        final_bias = shardops.all_gather("M/t/w/p -> M", w.final_bias)
+        nx = layer_norm(x, final_gain, final_bias, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        return shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, w.embed)
+        unembed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed)
+        return shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
 
 
 # ---- exchange with transformers: docs/huggingface.md describes the two functions ---------------------------------

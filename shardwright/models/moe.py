@@ -144,15 +144,15 @@ class Layer(family.Layer):
     w_gate: experts["M/w -> F/t"]
     w_up: experts["M/w -> F/t"]
     w_down: experts["F/t -> M/w"]
-    router: matrix["M/t/w -> E", f32["M E"]]
-    router_bias: bias["E if correction_bias", f32["E"]]
+    router: matrix["M/t/w -> E", f32]
+    router_bias: bias["E if correction_bias", f32]
     shared_gate: matrix["M/w -> H/t if shared_experts"]
     shared_up: matrix["M/w -> H/t if shared_experts"]
     shared_down: matrix["H/t -> M/w if shared_experts"]
-    b_router: bias["E if expert_bias", f32["E"]]
-    b_gate: bias["E/e F/t if expert_bias", None]
-    b_up: bias["E/e F/t if expert_bias", None]
-    b_down: bias["E/e M if expert_bias", act["E M"]]
+    b_router: bias["E if expert_bias", f32]
+    b_gate: bias["E/e F/t if expert_bias"]
+    b_up: bias["E/e F/t if expert_bias"]
+    b_down: bias["E/e M if expert_bias"]
 
 
 @pytree_dataclass
@@ -182,12 +182,16 @@ def route(x: act["B/b L/c/t M"], w: Layer, c: ModelConfig) -> Routing:
     """Chooses the experts of each position. Each device routes its own positions."""
     product = functools.partial(jnp.einsum, precision="highest")  # else GPUs and TPUs round the operands
     spec = "B/b L/c/t M, M E -> B/b L/c/t E"
-    logits = shardops.einsum_unreduced(spec, jnp.float32(x), w.router, product=product)
-    logits = logits if w.b_router is None else logits + shardops.broadcast("E -> B/b L/c/t E", w.b_router)
+    router = shardops.all_gather("M/t/w E -> M E", w.router)
+    logits = shardops.einsum_unreduced(spec, jnp.float32(x), router, product=product)
+    if w.b_router is not None:
+        b_router = shardops.all_gather("E/t/w -> E", w.b_router)
+        logits = logits + shardops.broadcast("E -> B/b L/c/t E", b_router)
     scores = jax.nn.softmax(logits, axis=-1) if c.scores == "softmax" else jax.nn.sigmoid(logits)
     ranked = lax.stop_gradient(scores)
     if w.router_bias is not None:
-        ranked += lax.stop_gradient(shardops.broadcast("E -> B/b L/c/t E", w.router_bias))
+        router_bias = shardops.all_gather("E/t/w -> E", w.router_bias)
+        ranked += lax.stop_gradient(shardops.broadcast("E -> B/b L/c/t E", router_bias))
     if c.groups > 1:
         of_groups = ranked.reshape(*ranked.shape[:2], c.groups, -1)
         best = jnp.sum(lax.top_k(of_groups, min(2, of_groups.shape[-1]))[0], axis=-1)
@@ -216,15 +220,17 @@ def mlp(x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer, c: Mo
 
     def entries(matrix, bias):
         up = "P/e G/r/d C/c M, P/e G/r/d C/c, (P/e N) M F/t -> P/e G/r/d C/c F/t"
+        matrix = shardops.all_gather("E/e M/c/d F/t -> E/e M F/t", matrix)
         y = save_for_backward(shardops.grouped_product(up, x, of_pool, matrix))
         if bias is None:
             return y
-        bias = shardops.all_gather("E/e F/t/c/d -> E F/t", bias, dtype=act.dtype)
+        bias = shardops.all_gather("E/e F/t/c/d -> E F/t", bias)
         return y + shardops.index_unreduced("[E] F/t, P/e G/r/d C/c -> P/e G/r/d C/c F/t", bias, expert)
 
     hidden = family.gated(c.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
     down = "P/e G/r/d C/c F/t, P/e G/r/d C/c, (P/e N) F/t M -> P/e G/r/d C/c M +t"
-    return shardops.grouped_product(down, save_for_backward(hidden, cheap=True), of_pool, w.w_down)
+    w_down = shardops.all_gather("E/e F/t M/c/d -> E/e F/t M", w.w_down)
+    return shardops.grouped_product(down, save_for_backward(hidden, cheap=True), of_pool, w_down)
 
 
 @typed
@@ -254,6 +260,7 @@ def in_slots(
     received = shardops.all_gather("P/e G/r/d C/c/t M -> P/e G/r/d C/c M", received)
     bias = w.b_down
     if bias is not None:
+        bias = shardops.all_gather("E/e M/t/c/d -> E M", bias)
         bias = shardops.index_unreduced("[E] M, B/b P C/c/t -> B/b P C/c/t M", bias, expert)
     expert = shardops.rearrange("G/b P C/c/t -> P G/b C/c/t", expert)
     expert = shardops.all_to_all("P G/b C/c/t -> P/e G/r/d C/c/t", expert)
@@ -286,19 +293,22 @@ def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Layer, c: ModelConfig
     nx = shardops.all_gather("B/b L/c/t M -> B/r/d L/c M", x)
 
     def entries(matrix, bias):
+        matrix = shardops.all_gather("E/e M/c/d F/t -> E/e M F/t", matrix)
         y = save_for_backward(product("B/r/d L/c M, E/e M F/t -> E/e B/r/d L/c F/t", nx, matrix))
         if bias is None:
             return y
-        bias = shardops.all_gather("E/e F/t/c/d -> E/e F/t", bias, dtype=act.dtype)
+        bias = shardops.all_gather("E/e F/t/c/d -> E/e F/t", bias)
         return y + shardops.broadcast("E/e F/t -> E/e B/r/d L/c F/t", bias)
 
     hidden = family.gated(c.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
     hidden = product("E/e B/r/d L/c F/t, B/r/d L/c E/e -> E/e B/r/d L/c F/t", hidden, weights)
-    out = product("E/e B/r/d L/c F/t, E/e F/t M -> B/r/d L/c M +t +e", hidden, w.w_down)
+    w_down = shardops.all_gather("E/e F/t M/c/d -> E/e F/t M", w.w_down)
+    out = product("E/e B/r/d L/c F/t, E/e F/t M -> B/r/d L/c M +t +e", hidden, w_down)
     out = shardops.psum_scatter("B/r/d L/c M +t +e -> B/b L/c/t M", out)
     if w.b_down is None:
         return out
-    return out + product("B/b L/c/t E, E M -> B/b L/c/t M", routing.weights.astype(x.dtype), w.b_down)
+    b_down = shardops.all_gather("E/e M/t/c/d -> E M", w.b_down)
+    return out + product("B/b L/c/t E, E M -> B/b L/c/t M", routing.weights.astype(x.dtype), b_down)
 
 
 # ---- losses and metrics -----------------------------------------------------------------------------------------
@@ -336,7 +346,8 @@ def aux_of(
         loss += c.router_z_loss * square / tokens
     if w.router_bias is not None:  # 0, with the gradient that moves the bias against the load
         excess = (chosen - mask[..., None] * (c.experts_per_token / c.experts)) / tokens
-        push = total("+b +c +t ->", product("B/b L/c/t E, E -> +b +c +t", excess, w.router_bias))
+        router_bias = shardops.all_gather("E/t/w -> E", w.router_bias)
+        push = total("+b +c +t ->", product("B/b L/c/t E, E -> +b +c +t", excess, router_bias))
         loss += c.bias_rate * (push - lax.stop_gradient(push))
     loads = c.experts * load / (tokens * c.experts_per_token)
     return LayerAux(loss=loss, metrics={"largest_load": loads, "dropped": dropped})
@@ -352,7 +363,7 @@ class Model(family.Model):
     def layer(
         self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable
     ) -> tuple[act["B/b L/c/t M"], LayerAux]:
-        """One transformer layer. Its weights are gathered. Products of experts are not in FP8."""
+        """One transformer layer. Matmuls of experts are not in FP8."""
         x, c = self.with_attention(x, w, tokens, attend), self.c
         nx = self.normed(x, w.mlp_norm)
         routing: Routing = route(nx, w, c)

@@ -111,10 +111,6 @@ class Parts:
 
     loss: Any
 
-    def gather_outer(self, w: object) -> Any:
-        """Gathers the weights for `first` and `last`."""
-        return self.loss.forward.gather_outer(w)
-
     def first(self, w: object, *microbatch: object) -> Any:
         """Computes the input of the first layer."""
         return self.loss.forward.model.embed(w, self.loss.forward.tokens(*microbatch))

@@ -261,9 +261,8 @@ def _trace_microbatch(step: Step) -> jax.stages.Traced:
             return loss(w, first, *([second] if second else []))[0]
         with pipeline_stage():
             stages, layers = Parts(loss), len(jax.tree.leaves(w.layers)[0])
-            outer = stages.gather_outer(w)
-            x, _ = stages.layers(w.layers, stages.first(outer, *first), jnp.arange(layers), *first)
-            return stages.last(outer, x, *first)
+            x, _ = stages.layers(w.layers, stages.first(w, *first), jnp.arange(layers), *first)
+            return stages.last(w, x, *first)
 
     has_seeds = forward.in_training and getattr(model.c, "dropout", 0)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), step.batch())
