@@ -105,8 +105,6 @@ def _all_mutants(source: Source) -> Iterator[Mutant]:
                 yield source.mutant(kind, node, call)
         elif isinstance(node, ast.FunctionDef):
             yield from _other_counts(source, node)
-        elif isinstance(node, ast.Subscript) and getattr(node.value, "id", "") in kinds_of_weights():
-            yield from _other_uses(source, node)
 
 
 def _other_counts(source: Source, function: ast.FunctionDef) -> Iterator[Mutant]:
@@ -124,15 +122,6 @@ def _other_counts(source: Source, function: ast.FunctionDef) -> Iterator[Mutant]
             for operator in "*/":
                 text = f'({count} {operator} shardops.axis_size("{axis}"))'
                 yield source.mutant("loss divided by a multiple", node.right, text)
-
-
-def _other_uses(source: Source, node: ast.Subscript) -> Iterator[Mutant]:
-    """Other types in use, of a weight that is used as its line says."""
-    if isinstance(node.slice, ast.Constant):
-        used = kinds_of_weights()[node.value.id][node.slice.value.partition(" if ")[0]].used
-        for kind, spec in spec_changes(str(used.spec)):
-            after = f'{source.of(node.slice)}, {used.dtype}["{spec}"]'
-            yield source.mutant(kind, node.slice, after)
 
 
 def _of_type(node: ast.Subscript) -> list[ast.expr]:

@@ -16,6 +16,7 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.data.loader import DataConfig, TokenBatch, in_microbatches
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
+from shardwright.modeling import weights as of_weights
 from shardwright.modeling.weights import initialize
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import updates_of
@@ -73,9 +74,9 @@ def step_of(of: train.Forward, length: int = LENGTH, rows: int = BATCH) -> Step:
     return trace_step(dataclasses.replace(config(of.model.c), training=training), of.model)
 
 
-def gathered(w):
-    """Weights as a layer uses them. Per-device code."""
-    return train.Forward(None, config().training).gather_weights(w)
+def at_rest(w):
+    """Weights as a layer gets them. Per-device code."""
+    return of_weights.at_rest(w, "compute")
 
 
 def logits(w, batch: TokenBatch, c: Config):

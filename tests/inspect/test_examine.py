@@ -16,8 +16,8 @@ from shardwright.modeling.model import load_model
 from shardwright.run import provenance
 from shardwright.run.step import Step, trace_step
 
-NORM = "nx = rms_norm(x, w.attention_norm, self.c.norm_epsilon)"
-DOWN = 'shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", save_for_backward(hidden, cheap=True), w.w_down)'
+NORM = "nx = rms_norm(x, attention_norm, self.c.norm_epsilon)"
+DOWN = 'shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)'
 LOSS = "return cross_entropy(logits, targets, c.z_loss)"
 EDITS = {
     "data": ("        loss, g, layers", "        assert c.data.prefetch\n        loss, g, layers"),

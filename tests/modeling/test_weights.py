@@ -59,11 +59,11 @@ class Layer:
     w_kv: matrix["M/w -> 2 K/t D"]
     w_o: matrix["K/t D -> M/w"]
     b_q: bias["K/t D"]
-    b_o: bias["M", f32["M"]]
-    at_rest: bias["E/e F/t", None]
+    b_o: bias["M", f32]
+    at_rest: bias["E/e F/t"]
     w_up: experts["M/w -> F/t"]
     w_down: experts["F/t -> M/w"]
-    router: matrix["M/t/w -> E", f32["M E"]]
+    router: matrix["M/t/w -> E", f32]
     present: gain["D if on"]
     absent: gain["D if off"]
     also_absent: bias["D if not on"]
@@ -80,28 +80,28 @@ class Weights:
 
 @pytree_dataclass
 class WrittenLayer:
-    norm: f32["M/t/w"] >> f32["M"]
-    w_q: f32["M/w K/t D"] >> act["M K/t D"]
-    w_kv: f32["M/w 2 K/t D"] >> act["M 2 K/t D"]
-    w_o: f32["K/t D M/w"] >> act["K/t D M"]
-    b_q: f32["K/t D/w"] >> act["K/t D"]
-    b_o: f32["M/t/w"] >> f32["M"]
+    norm: f32["M/t/w"]
+    w_q: f32["M/w K/t D"]
+    w_kv: f32["M/w 2 K/t D"]
+    w_o: f32["K/t D M/w"]
+    b_q: f32["K/t D/w"]
+    b_o: f32["M/t/w"]
     at_rest: f32["E/e F/t/c/d"]
-    w_up: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
-    w_down: f32["E/e F/t M/c/d"] >> act["E/e F/t M"]
-    router: f32["M/t/w E"] >> f32["M E"]
-    present: f32["D/t/w"] >> f32["D"] | None
-    absent: f32["D/t/w"] >> f32["D"] | None
-    also_absent: f32["D/t/w"] >> act["D"] | None
-    also_present: f32["M/w D/t"] >> act["M D/t"] | None
+    w_up: f32["E/e M/c/d F/t"]
+    w_down: f32["E/e F/t M/c/d"]
+    router: f32["M/t/w E"]
+    present: f32["D/t/w"] | None
+    absent: f32["D/t/w"] | None
+    also_absent: f32["D/t/w"] | None
+    also_present: f32["M/w D/t"] | None
 
 
 @pytree_dataclass
 class WrittenWeights:
-    embed: f32["V/t/p M/w"] >> act["V/t/p M"]
+    embed: f32["V/t/p M/w"]
     layers: Array["layers/p", WrittenLayer]
-    final: f32["M/t/w/p"] >> f32["M"]
-    unembed: f32["V/t/p M/w"] >> act["V/t/p M"]
+    final: f32["M/t/w/p"]
+    unembed: f32["V/t/p M/w"]
 
 
 def table(c: Sizes | None = None, **changes: dict) -> Weights:
@@ -148,7 +148,19 @@ def test_axes_that_are_written_out_are_those_of_their_group():
         (embedding, "V/t/p M/w", "V/t/p M/c/d/e"),
     ):
         of_group, written = kind[group], kind[axes]
-        assert (of_group.spec, of_group.used.spec) == (written.spec, written.used.spec)
+        assert (of_group.spec, of_group.ahead) == (written.spec, written.ahead)
+
+
+def test_the_dtype_in_which_a_weight_is_used_and_its_dims_when_it_is_gathered_ahead():
+    found = {path: array for path, array, _ in arrays_in(Weights, placeholders(Weights))}
+    of = lambda name: (found[f"layers.{name}"].used_dtype.name, str(found[f"layers.{name}"].ahead))
+    assert [of(name) for name in ("norm", "w_q", "b_q", "b_o")] == [
+        ("f32", "M"), ("act", "M K/t D"), ("act", "K/t D"), ("f32", "M"),
+    ]  # fmt: skip
+    assert [of(name) for name in ("at_rest", "w_up", "w_down", "router")] == [
+        ("act", "E/e F/t"), ("act", "E/e M F/t"), ("act", "E/e F/t M"), ("f32", "M/t E"),
+    ]  # fmt: skip
+    assert [str(found[name].ahead) for name in ("embed", "final", "unembed")] == ["V/t/p M", "M", "V/t/p M"]
 
 
 def test_a_change_of_what_a_weight_has_not_is_refused():
@@ -170,14 +182,13 @@ MESHES = {"d t": "dt", "r d t": "rdt", "every axis": "prdect", "stages": "pdt", 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_types_are_those_that_are_written_out(mesh):
-    """At rest and in use, with the axes over which what is used is a copy."""
+    """At rest."""
     names = MESHES[mesh]
     on = AbstractMesh((2,) * len(names), tuple(names), axis_types=(AxisType.Explicit,) * len(names))
 
     def types(kind: type) -> dict:
         found = {path: array for path, array, _ in arrays_in(kind, placeholders(kind))}
-        of = lambda t: t and (t.dtype, t.spec)
-        return {path: (of(array), of(array.used)) for path, array in found.items()}
+        return {path: (array.dtype, array.spec) for path, array in found.items()}
 
     with jax.sharding.use_abstract_mesh(on):
         declared, written = types(Weights), types(WrittenWeights)
@@ -220,7 +231,7 @@ def test_a_dim_without_a_setting_is_one_line():
         (matrix, "-> M/w", "'-> M/w' has no inputs"),
         (matrix, "M/w ->", "'M/w ->' has no outputs"),
         (bias, "M -> K/t", "'M -> K/t' is not a vector"),
-        (bias, ("M", "M"), "is not a type in use"),
+        (bias, ("M", "M"), "is not the dtype in which a weight is used"),
     ],
 )
 def test_declarations_of_another_kind_are_refused(kind, item, message):

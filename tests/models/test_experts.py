@@ -118,8 +118,8 @@ def layer_of(c, seed=3) -> moe.Layer:
 
 
 def used(w: moe.Layer):
-    """Weights at rest as a layer uses them. Per-device code."""
-    return tiny.gathered(w)
+    """Weights as a layer gets them. Per-device code."""
+    return tiny.at_rest(w)
 
 
 @pytest.mark.parametrize(

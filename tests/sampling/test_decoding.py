@@ -93,7 +93,8 @@ class HiddenShift(train.Llama):
 
     def layer(self, x, w, tokens, attend):
         before = jnp.float32(shifted(x))
-        scaled = shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", before, w.mlp_norm)
+        mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
+        scaled = shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", before, mlp_norm)
         return super().layer((x + scaled - before).astype(x.dtype), w, tokens, attend)
 
 

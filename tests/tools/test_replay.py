@@ -284,7 +284,7 @@ def test_each_run_is_replayed_by_its_own_source(of_demo, tmp_path, dataset):
     ):
         (changed / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(here / name, changed / name)
-    moved = "# A line more.\n" + SOURCE.replace(line, line.replace("nx, w.w_up)", "nx, w.w_up) * (1 + 1e-6)"))
+    moved = "# A line more.\n" + SOURCE.replace(line, line.replace("nx, w_up)", "nx, w_up) * (1 + 1e-6)"))
     assert "1e-6" in moved
     (changed / "train.py").write_text(moved)
     code = "import sys, pathlib, test_replay; test_replay.run(pathlib.Path(sys.argv[1]), sys.argv[2])"

@@ -1,4 +1,4 @@
-"""Forward.gather_weights: each weight as its uses see it, against what it is by hand."""
+"""Weights that are gathered ahead, against what they are by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +8,14 @@ import tiny
 from jax.sharding import PartitionSpec as P
 
 from shardlib.op_checks import varying
-from shardlib.values import is_opaque
+from shardlib.values import is_opaque, unwrap
 from shardwright.modeling.model import compute_scope, load_model
-from shardwright.modeling.weights import initialize
+from shardwright.modeling.weights import gather_ahead, initialize
 from shardwright.models import gpt2
 
 AXES = ("p", "r", "d", "t")
 NORMS, MATRICES = "f32 layers/p M", "act layers/p M K/t D"
-LLAMA = {  # of each weight: the dtype and the type that its uses see
+LLAMA = {  # of each weight: its dtype and type when it is gathered ahead
     **dict.fromkeys(["embed", "unembed"], "act V/t/p M"),
     **dict.fromkeys(["layers.attention_norm", "layers.mlp_norm"], NORMS),
     **dict.fromkeys(["layers.q_norm", "layers.k_norm"], "f32 layers/p D"),
@@ -57,9 +57,8 @@ def gathered(model, mesh) -> tuple[dict, dict]:
     noted = {}
 
     def per_device(w):
-        w = tiny.gathered(w)
-        found = jax.tree_util.tree_leaves_with_path(w, is_leaf=is_opaque)
-        found = {jax.tree_util.keystr(path).strip("."): leaf for path, leaf in found}
+        found = jax.tree_util.tree_leaves_with_path(gather_ahead(tiny.at_rest(w)), is_leaf=is_opaque)
+        found = {jax.tree_util.keystr(path).strip("."): unwrap(leaf) for path, leaf in found}
         noted.update({name: (leaf.dtype.name, set(leaf.axes)) for name, leaf in found.items()})
         return {name: varying(jax.tree.leaves(leaf)[0], mesh.axis_names)[None] for name, leaf in found.items()}
 
@@ -84,7 +83,7 @@ def block_of(whole: np.ndarray, dims: list[str], place: dict[str, tuple[int, int
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["r=2 d=2 t=2", "p=2 d=2 t=2"])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_weight_is_as_its_uses_see_it(name, mesh):
+def test_each_weight_that_is_gathered_ahead(name, mesh):
     """A matrix in the compute dtype, gathered over d; a gain in f32, over t and, outside of the layers, p too."""
     (c, expected), mesh = MODELS[name], tiny.mesh(mesh)
     found, whole = gathered(load_model(c), mesh)
@@ -105,6 +104,6 @@ def test_auto_gathers_once_where_there_is_nothing_to_gather():
     for mesh in ("one device", "t=8", "d=8", "r=2 d=2 t=2"):
         with jax.set_mesh(tiny.mesh(mesh)):
             settings = [tiny.config(gather_weights=setting) for setting in ("layer", "auto", "step")]
-            found[mesh] = [tiny.forward(c).gather_ahead for c in settings]
+            found[mesh] = [tiny.forward(c).gathers_ahead for c in settings]
     alone, sharded = [False, True, True], [False, False, True]
     assert found == {"one device": alone, "t=8": alone, "d=8": sharded, "r=2 d=2 t=2": sharded}

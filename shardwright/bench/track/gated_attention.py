@@ -35,7 +35,9 @@ class Model(train.Llama):
     @typed
     def with_attention(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
         """The residual stream after gated attention."""
-        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", train.rms_norm(x, w.attention_norm, self.c.norm_epsilon))
-        gate = shardops.matmul("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w.w_attention_gate)
+        attention_norm = shardops.all_gather("M/t/w -> M", w.attention_norm)
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", train.rms_norm(x, attention_norm, self.c.norm_epsilon))
+        w_gate = shardops.all_gather("M/w K/t Q D -> M K/t Q D", w.w_attention_gate)
+        gate = shardops.matmul("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w_gate)
         opened = jax.nn.sigmoid(jnp.float32(gate))
         return super().with_attention(x, w, tokens, lambda *qkv_mask: (attend(*qkv_mask) * opened).astype(x.dtype))

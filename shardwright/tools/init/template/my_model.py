@@ -21,7 +21,7 @@ class ModelConfig(settings.ModelConfig):
 
 @pytree_dataclass
 class Layer:
-    """Weights of a layer: inputs -> outputs. /w are the axes over which they are sharded at rest and gathered."""
+    """Weights of a layer: inputs -> outputs, sharded as at rest. A layer gathers them over the axes of w."""
 
     attention_norm: gain["M"]
     w_q: matrix["M/w -> K/t Q D"]
@@ -46,9 +46,12 @@ class Model(train.Llama):
     @typed
     def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
         x = self.with_attention(x, w, tokens, attend)
-        nx = train.rms_norm(x, w.mlp_norm, self.c.norm_epsilon)
+        mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
+        nx = train.rms_norm(x, mlp_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
+        w_up = shardops.all_gather("M/w F/t -> M F/t", w.w_up)
+        up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
         hidden = jax.nn.relu(up) ** 2
-        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
+        w_down = shardops.all_gather("F/t M/w -> F/t M", w.w_down)
+        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
         return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
