@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -53,13 +52,6 @@ class LayerAux:
         for each in aux[1:] and aux:  # a single one is checked where the layers are run
             each.check()
         return xs, aux[0] if len(aux) == 1 else jax.tree.map(lambda *values: sum(values) / len(values), *aux)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Extras":  # in models written for version 0.1
-        warnings.warn("shardlib.layers.Extras is now LayerAux.", FutureWarning, stacklevel=2)
-        return LayerAux
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def split_aux(result: Any) -> tuple[Any, LayerAux]:

@@ -14,9 +14,9 @@ from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
 from shardwright.cluster.config import HardwareConfig, MeshConfig
 from shardwright.cluster.devices import make_mesh
 from shardwright.data.loader import DataConfig, TokenBatch, in_microbatches
+from shardwright.modeling import weights as of_weights
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
-from shardwright.modeling import weights as of_weights
 from shardwright.modeling.weights import initialize
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import updates_of

@@ -8,8 +8,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import inspect
-import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol, Self
@@ -20,12 +18,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops
+from shardlib.array_types import arrays_in
 from shardlib.op_checks import varying
 from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
 from shardlib.values import devices_along, mesh_axes, stage_axes
-from shardwright.modeling.masks import AttentionMask, Positions
-from shardwright.modeling.weights import act  # noqa: F401 (others import it from here)
+from shardwright.modeling.masks import Positions
+from shardwright.modeling.weights import WeightType, act  # noqa: F401 (others import `act` from here)
 from shardwright.trainer import trainer_name
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
@@ -69,12 +68,6 @@ class Tokens:
     targets: f32[""] | None = None
     """Number of targets that count in a microbatch, averaged over the step. A loss or metric of a layer divides its sum
     by it. None: all targets of this microbatch."""
-
-    @property
-    def place(self) -> int:
-        """The name of `index_in_period` in version 0.1."""
-        warnings.warn("tokens.place is now tokens.index_in_period.", FutureWarning, stacklevel=2)
-        return self.index_in_period
 
     @property
     def row_positions(self) -> jax.Array:
@@ -204,10 +197,6 @@ PARTS = ("Weights", "embed", "layer", "logits")
 """Parts that each Model has besides `c` and `table`."""
 SHIPPED = ("gpt2", "moe", "family")
 """The modules of the package `shardwright.models`."""
-MOVED = {"models": "shardwright.models", "shardwright_data": "shardwright.data"}
-MOVED |= {name: f"shardwright.{name}" for name in ("train", "jax_extra")}
-MOVED |= {name: f"shardwright.models.{name}" for name in SHIPPED}
-"""What a model of an older version may import, by its name now. `train` and `jax_extra` are names in a checkout."""
 
 
 def is_shipped(name: str) -> bool:
@@ -227,8 +216,6 @@ def module_of(name: str) -> ModuleType:
     try:
         module = importlib.import_module(_module_name(name))
     except ModuleNotFoundError as error:
-        if (moved := MOVED.get((error.name or "").partition(".")[0])) and error.name != name:
-            raise _refusal(name, f"which imports {error.name}; import {moved} instead") from None
         if not f"{name}.".startswith(f"{error.name}."):  # a module that it imports is missing
             raise
         raise ValueError(
@@ -251,15 +238,15 @@ def _refusal(name: str, problem: str) -> ValueError:
 def load_model(c: Any) -> LanguageModel:
     """Creates the model of a ModelConfig. Raises ValueError if its module lacks a part or its table is not Weights."""
     kind = module_of(c.module).Model
-    if "einsum" in inspect.signature(kind.layer).parameters:
-        raise _refusal(c.module, "whose layer takes `einsum`; drop it, and call shardops.matmul instead")
     model = kind(c)
-    if isinstance(getattr(model, "rule", None), AttentionMask):
-        raise _refusal(c.module, "whose Model has a `rule`, which nothing reads; call it `mask`")
     if not isinstance(inputs := getattr(model, "inputs", ()), tuple | list):
         raise _refusal(c.module, f"whose Model has inputs {inputs!r}; it must be a tuple of names: ('kind',)")
     if not isinstance(table := getattr(model, "table", None), kind.Weights):
         raise _refusal(c.module, f"whose table is a {type(table).__name__}; it must be a {kind.Weights.__name__}")
+    for path, t, _ in arrays_in(type(table), table):
+        if not isinstance(t, WeightType):
+            problem = f"whose weight {path} has the type {t!r}"
+            raise _refusal(c.module, f"{problem}; declare it by matrix, gain, bias, embedding or unembedding")
     for weight in jax.tree.leaves(model.table.layers):
         if hasattr(weight, "shape") and weight.shape[:1] != (c.layers,):
             stack = f"whose table has a stack of shape {weight.shape} in `layers`"

@@ -14,7 +14,6 @@ from shardlib.array_types import arrays_in, placeholders
 from shardlib.shardtypes import Array, ShardError, f32, pytree_dataclass
 from shardwright.modeling.weights import (
     Weight,
-    act,
     bias,
     embedding,
     experts,

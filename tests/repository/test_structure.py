@@ -64,10 +64,18 @@ SHARED |= {f"shardwright.tools.huggingface.{name}" for name in ("check", "famili
 SHARED |= {f"shardwright.bench.{name}" for name in ("common", "throughput.peers.ours", "throughput.peers.job")}
 SHARED.add("shardwright.tools.ladder.scales")
 """Modules of several programs."""
-MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 32
-LONGER = {"train": 560}
-"""Modules that may be longer: the program that is one file."""
-VOCABULARY = ("shardlib.shardtypes", "shardlib.shardops")
+MAX_FUNCTION = 60
+LONGER = {
+    "run_schedule",
+    "run_layers",
+    "typed_shard_map",
+    "_scatter",
+    "language_model",
+    "generate",
+    "search",
+    "read_weights",
+}
+"""Functions of more lines than a reader takes in at once, which wait to be cut."""
 
 
 @functools.cache
@@ -120,10 +128,6 @@ def program(name: str) -> str:
     return ".".join(name.split(".")[:3])
 
 
-def lines(path: Path) -> int:
-    return len(path.read_text().splitlines())
-
-
 def test_every_module_is_in_a_room():
     top = [path for path in ROOT.iterdir() if not path.is_symlink() and (path.suffix == ".py" or [*path.glob("*.py")])]
     assert {path.stem for path in top} - {"tests"} == set(TOP)
@@ -143,7 +147,9 @@ def test_a_module_is_short_and_imports_what_is_below_it(name):
     calls = {ast.unparse(node.func) for node in ast.walk(tree(name)) if isinstance(node, ast.Call)}
     found = {call for call in calls if call.rpartition(".")[2] in ("import_module", "__import__", "run_module")}
     assert not found or name in BY_NAME, f"{name} imports by {', '.join(found)}"
-    assert lines(modules()[name]) <= LONGER.get(name, MAX_LINES)
+    functions = (node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef))
+    long = {node.name for node in functions if node.end_lineno - node.lineno >= MAX_FUNCTION}
+    assert long <= LONGER, f"{name}: more than {MAX_FUNCTION} lines in {', '.join(long - LONGER)}"
 
 
 def test_what_reads_a_step_is_reached_by_one_module():
@@ -169,25 +175,6 @@ def test_there_is_no_circle():
 
     for name in modules():
         visit(name, ())
-
-
-def test_no_room_is_a_quarter_of_the_house():
-    sizes: dict[str, int] = {}
-    for name, path in modules().items():
-        sizes[room(name)] = sizes.get(room(name), 0) + lines(path)
-    assert max(sizes.values()) <= MAX_SHARE * sum(sizes.values()), sizes
-
-
-def test_the_program_is_one_file_that_can_be_read():
-    names = set()
-    for node in tree("train").body:
-        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in TOP and node.module not in VOCABULARY:
-            names |= {alias.name for alias in node.names} - {"shardops", "shardtypes", "act"}
-    assert len(names) <= MAX_TRAIN_NAMES, sorted(names)
-    (train,) = [node for node in tree("train").body if isinstance(node, ast.FunctionDef) and node.name == "train"]
-    assert train.end_lineno - train.lineno < 40
-    (loop,) = [node for node in ast.walk(train) if isinstance(node, ast.For)]
-    assert loop.end_lineno - loop.lineno < 20
 
 
 def test_the_map_has_a_line_for_each_entry():

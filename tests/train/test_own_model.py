@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -65,21 +64,27 @@ def test_it_is_sampled_with_the_cache_as_without():
     assert len({tuple(text) for text in drawn}) == len(prompts)
 
 
-OLDER = (Path(__file__).parents[1] / "data/model_with_two_types.txt").read_text().replace('"mine"', '"older"')
+PLAIN = f"""{MINE}
+from shardlib.shardtypes import f32
+
+
+@pytree_dataclass
+class Plain:
+    embed: f32["V/t/p M/w"]
+    layers: Array["layers/p", Layer]
+
+
+class Model(Model):
+    Weights = Plain
+
+    def __init__(self, c):
+        super().__init__(c)
+        self.table = Plain(self.table.embed, self.table.layers)
+"""
 
 
 @pytest.mark.quick
-def test_a_layer_that_takes_einsum_is_refused_in_one_line(tmp_path):
-    refused = r"^model.module is 'older', whose layer takes `einsum`; drop it, and call shardops.matmul instead; .*"
-    with imported("older", OLDER, tmp_path) as older, pytest.raises(ValueError, match=f"{refused}$"):
-        load_model(older.ModelConfig(**SIZES))
-
-
-@pytest.mark.long
-def test_without_einsum_a_model_with_two_types_and_its_own_table_trains(tmp_path):
-    source = OLDER.replace("attend, einsum)", "attend)").replace(" einsum(", " matmul(")
-    source = source.replace("index_unreduced, psum,", "index_unreduced, matmul, psum,")
-    with imported("older", source, tmp_path):
-        expected, found = (losses(place, "layer", "older") for place in ("one device", "d=2 t=2"))
-    np.testing.assert_allclose(found, expected, rtol=2e-5)
-    assert expected[-1] < expected[0] - 0.5, "it learns"
+def test_a_weight_that_is_not_declared_as_one_is_refused_in_one_line(tmp_path):
+    refused = r"^model.module is 'plain', whose weight embed has the type f32\['V/t/p M/w'\]; declare it by matrix, .*$"
+    with imported("plain", PLAIN, tmp_path) as plain, pytest.raises(ValueError, match=refused):
+        load_model(plain.ModelConfig(**SIZES, module="plain"))
