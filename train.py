@@ -18,7 +18,9 @@ Groups of axes
 has to be reduced. Devices along an axis that a type does not name hold the same values. An axis that the mesh lacks is
 read as one device. docs/sharding-types.md teaches the types. Between layers the residual stream is
 `act['B/b L/c/t M']`: each device of c and t holds its own positions. `act` is the compute dtype, which
-training.compute_dtype sets. A weight's line has its inputs, outputs and sharding at rest, from which all else follows.
+training.compute_dtype sets. A weight's line has its inputs, its outputs and its sharding at rest.
+
+What devices of c and p send each other is in modeling/context.py and shardlib/pipeline.py.
 """
 
 import dataclasses

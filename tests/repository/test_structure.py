@@ -65,16 +65,8 @@ SHARED |= {f"shardwright.bench.{name}" for name in ("common", "throughput.peers.
 SHARED.add("shardwright.tools.ladder.scales")
 """Modules of several programs."""
 MAX_FUNCTION = 60
-LONGER = {
-    "run_schedule",
-    "run_layers",
-    "typed_shard_map",
-    "_scatter",
-    "language_model",
-    "generate",
-    "search",
-    "read_weights",
-}
+LONGER = {"run_schedule", "run_layers", "typed_shard_map", "_scatter"}
+LONGER |= {"language_model", "generate", "search", "read_weights"}
 """Functions of more lines than a reader takes in at once, which wait to be cut."""
 
 

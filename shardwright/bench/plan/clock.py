@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwright.cluster.chips import Chip
 from shardwright.inspect.compiled.hlo import Computation, Instruction, Program
-from shardwright.inspect.compiled.lines import WITHOUT_LINE, without_array
+from shardwright.inspect.compiled.lines import WITHOUT_LINE
 from shardwright.inspect.compiled.operations import NO_WORK, works_of
 from shardwright.inspect.compiled.table import Table
 
@@ -67,7 +67,7 @@ class Clock:
                 cost = self.of_attention(computation, i)
             elif i.opcode not in NO_WORK:
                 cost = self.of_work(computation, i)
-            line = without_array((self.line_of.get(i.name) or WITHOUT_LINE).removeprefix("~"))
+            line = (self.line_of.get(i.name) or WITHOUT_LINE).removeprefix("~")
             if not i.opcode.endswith(("-start", "-done")):
                 self.kernels[i.name] += cost * times
             self.lines[line] += cost * times

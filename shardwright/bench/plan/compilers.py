@@ -34,7 +34,6 @@ from shardwright.bench.plan.programs import options_of, reading, show_all, write
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.devices import make_mesh
 from shardwright.cluster.topologies import GPUS, TPUS, devices_of
-from shardwright.inspect.compiled.lines import without_array
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.plan.work import Op
 from shardwright.inspect.planning import planned_step
@@ -95,7 +94,7 @@ def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str,
         collections.defaultdict[str, float](float),
     )
     for op in plan_of(step, chip, 1).rows:
-        line = without_array(op.line)
+        line = op.line
         if op.kind == "collective":
             key = line, OPS.get(op.what, "all-reduce"), " ".join(sorted(op.axes))
             sent[key] += sent_by(op, facts["mesh"])

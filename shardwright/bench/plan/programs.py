@@ -28,7 +28,6 @@ from shardwright.bench.plan.clock import Clock
 from shardwright.cluster import chips, devices
 from shardwright.cluster.topologies import GPUS, WITHOUT_DEVICE
 from shardwright.inspect.compiled import hlo, step
-from shardwright.inspect.compiled.lines import without_array
 from shardwright.run.compiling import with_mesh
 from shardwright.run.files import write_json
 
@@ -103,7 +102,7 @@ def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict
         if row.kind == "matmul":
             flops += row.size * times
         elif row.kind == "collective":
-            line = without_array(row.line.removeprefix("~"))
+            line = row.line.removeprefix("~")
             sent[line, row.what, " ".join(sorted(row.axes.split()))] += row.size * times
     found = {"program": program, "state": sum(i.bytes for i in state), "FLOPs": flops, "sent": sent}
     if facts["chip"] in GPUS:

@@ -1,7 +1,6 @@
 """Finds the source line of each operation of a compiled program, and of each array kept for the backward pass."""
 
 import functools
-import re
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -35,27 +34,11 @@ def phase_of(op_name: str) -> str:
     return "forward" if "jvp(" in op_name else ""
 
 
-def with_array(line: str, scopes: str) -> str:
-    """The line, followed by the array in whose scope an operation is, if any: `map_arrays` makes a scope for each.
-
-    Of an operation that the compiler made of several, by three of the arrays and the number of the others.
-    """
-    arrays = sorted(set(re.findall(r"\barray=([\w.]+)", scopes)))
-    others = f" +{len(arrays) - 3}" if arrays[3:] else ""
-    return f"{line} {', '.join(arrays[:3])}{others}".rstrip()
-
-
-def without_array(line: str) -> str:
-    """The line alone, of `with_array`."""
-    return re.sub(r"(:\d+) .*", r"\1", line)
-
-
 class CallSite(NamedTuple):
     """Where an operation comes from: its line, and its phase as `phase_of` returns it.
 
     The line is `path/file.py:158`, of a file that users edit, with its path in the checkout; None if unknown. A "~"
-    before it means that the compiler dropped the line, so this is the line of a neighbor. Where the line does the same
-    to each of many arrays, as the gather of all weights does, the array's name follows: `train.py:275 w_q`.
+    before it means that the compiler dropped the line, so this is the line of a neighbor.
     """
 
     line: str | None
@@ -90,7 +73,7 @@ class Places:
     def of_instruction(self, instruction: Instruction) -> CallSite:
         """Where the instruction itself says that it comes from."""
         line = self.of_frames(instruction.frames) if instruction.op_name else None
-        return CallSite(line and with_array(line, instruction.op_name), phase_of(instruction.op_name))
+        return CallSite(line, phase_of(instruction.op_name))
 
     def of(self, computation: Computation, instruction: Instruction) -> CallSite:
         """Where an instruction comes from; for a fusion, where its main operation comes from.

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwright.data.untrusted import read_text
 from shardwright.inspect.compiled.hlo import Computation, Instruction, Program
-from shardwright.inspect.compiled.lines import WITHOUT_LINE, Places, phase_of, without_array
+from shardwright.inspect.compiled.lines import WITHOUT_LINE, Places, phase_of
 from shardwright.inspect.compiled.operations import NO_WORK, Work, works_of
 from shardwright.inspect.compiled.table import Row, Section, Table, around
 
@@ -121,7 +121,7 @@ class _Walk:
 def _source(root: str, names: set[str], newest: float) -> dict[str, str]:
     """Text of the lines of Python files that were not changed after the time `newest`."""
     found = {}
-    places = {name: without_array(name).rpartition(":") for name in names}
+    places = {name: name.rpartition(":") for name in names}
     for file in sorted({file for file, _, _ in places.values()}):
         path = Path(root, file)
         with contextlib.suppress(OSError, ValueError):  # an untrusted HLO text may name files that are not source

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from shardlib.axes import mesh_text
-from shardwright.inspect.compiled.lines import WITHOUT_LINE, without_array
+from shardwright.inspect.compiled.lines import WITHOUT_LINE
 from shardwright.inspect.compiled.table import in_bytes, in_numbers, in_seconds
 from shardwright.inspect.plan.plan import Plan
 from shardwright.inspect.plan.work import Op
@@ -90,7 +90,7 @@ def in_unit(head: str, most: float) -> tuple[str, float]:
 
 def text_of(line: str) -> str:
     """Text of a source line; empty if it is not known."""
-    file, _, number = without_array(line).rpartition(":")
+    file, _, number = line.rpartition(":")
     return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
 
 
