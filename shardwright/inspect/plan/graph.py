@@ -14,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from shardlib import equations
 from shardlib.equations import IDENTITIES, Atom, Eqn, axes_of, body_of, called, is_variable, kinds, words
 from shardlib.places import is_users, place
-from shardwright.inspect.compiled.lines import phase_of, with_array
+from shardwright.inspect.compiled.lines import phase_of
 from shardwright.jax_extra import SAVED
 from shardwright.modeling.planned_attention import KERNEL
 
@@ -165,7 +165,7 @@ def _value(aval: object, site: Site, **more: Any) -> Value:
 def _site(eqn: Eqn, scope: _Scope) -> tuple[Site, str]:
     stack = f"{scope.stack}/{eqn.source_info.name_stack}"
     tasks = [part for part in stack.replace("(", "/").replace(")", "/").split("/") if part.startswith(TASK)]
-    users = (with_array(place(*call), stack) for call in reversed(equations.frames_of(eqn)) if is_users(call[0]))
+    users = (place(*call) for call in reversed(equations.frames_of(eqn)) if is_users(call[0]))
     return Site(next(users, scope.line), phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else ""), stack
 
 
