@@ -364,9 +364,8 @@ class MicrobatchLoss:
         summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
         own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
         given = own(batch.targets), own(batch.loss_mask), self.reference and self.reference(batch)
-        chunk = self.forward.training.loss_chunk
-        w = w if chunk is None else gather_ahead(w, names_of_head(self.forward.model.table))  # once for all chunks
-        loss = sum_in_chunks(summed, chunk, w, x, *given)
+        read = names_of_head(self.forward.model.table)
+        loss = sum_in_chunks(summed, self.forward.training.loss_chunk, read, w, x, *given)
         return shardops.psum("+b +c ->", loss) / self.targets
 
 

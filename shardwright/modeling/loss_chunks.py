@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +16,14 @@ from shardlib.axes import CHUNK_AXIS
 from shardlib.op_checks import one_like, varying, zeros_like_traced
 from shardlib.shardtypes import scope
 from shardlib.values import apart, mesh_axes
+from shardwright.modeling.weights import gather_ahead
 
 
 @scope
 def sum_in_chunks(
     summed: Callable[..., Any],
     chunk: int | None,
+    read: Sequence[str],
     w: Any,
     x: jax.Array,
     targets: jax.Array,
@@ -34,9 +36,10 @@ def sum_in_chunks(
     are computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.
 
     Args:
-        summed: gives a sum over positions, `+b +c`. It closes over no arrays, and does not depend on w.layers.
+        summed: gives a sum over positions, `+b +c`. It closes over no arrays.
         chunk: a multiple of c·t that divides L.
-        w: weights of the model; a dataclass of floats.
+        read: names of the weights that `summed` reads, which are gathered once for all chunks.
+        w: weights of the model, as weights.at_rest returns them.
         x: [B, L/c/t, …], the positions of this device; or a dataclass of arrays whose types have a dim L.
         targets: [B, L/c], of all devices of t.
         mask: [B, L/c], like the targets.
@@ -44,6 +47,7 @@ def sum_in_chunks(
     """
     if chunk is None:
         return summed(w, x, targets, mask, reference)
+    w = gather_ahead(w, read)
     is_proof = CHUNK_AXIS in mesh_axes()
     if is_proof:
         chunk = targets.shape[1] * shardops.axis_size("c") // shardops.axis_size(CHUNK_AXIS)
@@ -66,7 +70,7 @@ def sum_in_chunks(
     reason = "chunks are parts of each device's own positions; a sum does not depend on which"
     if is_proof:
         return _each_on_its_device(summed, w, cut_all, reason, x, targets, mask, reference)
-    w_head = {field.name: getattr(w, field.name) for field in dataclasses.fields(w) if field.name != "layers"}
+    w_head = {name: getattr(w, name) for name in {name.partition(".")[0]: None for name in read}}
     return shardops.per_device(
         "+b +c",
         lambda w_head, x, targets, mask, reference: _sum(summed, w_head, rest, *cut_all(x, targets, mask, reference)),

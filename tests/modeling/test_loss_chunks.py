@@ -11,13 +11,12 @@ import tiny
 from gradients import assert_same, loss_and_gradients
 
 from shardlib import shardops
-from shardlib.shardtypes import dtype_name, pytree_dataclass
+from shardlib.shardtypes import f32, pytree_dataclass
 from shardwright.modeling.loss_chunks import sum_in_chunks
+from shardwright.modeling.weights import act, at_rest, gain
 from shardwright.models import gpt2
 from shardwright.run.config import check_config, check_divides
 from shardwright.tools.verify.__main__ import small
-
-act = dtype_name("act")
 
 
 def arrays(hlo: str, dim: int) -> set[int]:
@@ -74,19 +73,24 @@ def test_an_evaluation_is_the_same():
 
 @pytree_dataclass
 class OneWeight:
-    gain: act["M"]
-    layers: act["M"] | None = None
+    gain: gain["M", act]
 
 
 def test_gradients_of_weights_are_summed_in_f32():
     """512 chunks with a gradient of 1 each; in bf16 256 + 1 is 256."""
 
-    def gradient(x: act["B/r/d L/t M"]) -> act["M/r/t/d"]:  # a mesh of one device: that of the whole
-        summed = lambda x: shardops.einsum_unreduced("B/r/d P/t M -> +r +d +t", jnp.float32(x))
-        share = lambda w, x, targets, mask, reference: shardops.psum("+r +d +t -> +r +d", summed(x * w.gain))
-        ids = jnp.zeros((1, 512), jnp.int32)
-        loss = lambda gain: shardops.psum("+r +d ->", sum_in_chunks(share, 1, OneWeight(gain), x, ids, ids))
-        return jax.grad(lambda gain: 2 * loss(gain))(x[0, 0] * 0)
+    def gradient(x: act["B/r/d L/t M"]) -> f32["M/r/t/d"]:  # a mesh of one device: that of the whole
+        def share(w, x, targets, mask, reference):
+            scale = shardops.all_gather("M/t/w -> M", w.gain)
+            scaled = shardops.einsum_unreduced("B/r/d P/t M, M -> B/r/d P/t M", x, scale)
+            total = shardops.einsum_unreduced("B/r/d P/t M -> +r +d +t", jnp.float32(scaled))
+            return shardops.psum("+r +d +t -> +r +d", total)
+
+        def loss(w):
+            ids = jnp.zeros((1, 512), jnp.int32)
+            return shardops.psum("+r +d ->", sum_in_chunks(share, 1, ["gain"], at_rest(w, "compute"), x, ids, ids))
+
+        return jax.grad(lambda w: 2 * loss(w))(OneWeight(jnp.float32(x[0, 0]) * 0)).gain
 
     with jax.set_mesh(tiny.mesh("one device")):
         found = tiny.per_device(gradient, act="bfloat16")(jnp.ones((1, 512, 1), jnp.bfloat16))
