@@ -61,7 +61,7 @@ class NoPositions(train.Llama):
 
 @pytree_dataclass
 class SinkLayer(train.TransformerLayer):
-    sinks: bias["K/t/w Q", None]
+    sinks: bias["K/t/w Q", f32]
 
 
 @pytree_dataclass

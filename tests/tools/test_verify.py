@@ -244,10 +244,10 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
 
 @pytest.mark.long
 def test_what_tracing_rejects_is_one_message(tmp_path):
-    text = 'matrix["F/t -> M/w"]'
+    text = "hidden, w_down)"
     assert text in SOURCE
-    (tmp_path / "train.py").write_text(SOURCE.replace(text, 'matrix["F/t -> M/w", None]'))
+    (tmp_path / "train.py").write_text(SOURCE.replace(text, "hidden, w.w_down)"))
     done = verify(tmp_path)
     assert done.returncode == 1
-    assert "operand 2 `F/t M`: the value differs between devices of d" in done.stderr
+    assert "operand 2 `F/t M`: the value is a weight at rest" in done.stderr
     assert "Traceback" not in done.stderr
