@@ -414,9 +414,9 @@ def make_shardings(t, like=None):
     if abstract.empty:
         raise ShardError("no mesh is set", "run this under `with jax.set_mesh(mesh):`")
     with contextlib.suppress(ValueError):  # inside jit JAX knows only the abstract mesh
-        mesh = jax.sharding.get_mesh()
-    if mesh.empty:  # under an AbstractMesh
-        mesh = abstract
+        devices = jax.sharding.get_mesh()
+        # Under an AbstractMesh, this may be the mesh of a run, which traces another program for that one.
+        mesh = devices if devices.abstract_mesh == abstract else abstract
 
     def sharding(array: ArrayType) -> NamedSharding:
         devices_along(sorted(on_mesh(array.spec).sharded))
