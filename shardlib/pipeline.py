@@ -106,6 +106,13 @@ class StageBackward:
 # ---- the executor -----------------------------------------------------------------------------------------------
 
 
+def run(loss: Any, placement: LayerPlacement, table: TickTable | None, w: Any, batch: object, training: bool) -> tuple:
+    """Runs `run_schedule`, or without a table `run_in_order`. So both get the same loss, weights and microbatches."""
+    if table is None:
+        return run_in_order(loss, w, batch, training)
+    return run_schedule(loss, placement, table, w, batch)
+
+
 def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any, microbatches: object) -> tuple:
     """Computes the loss, summed over microbatches, and its gradients, on a mesh with p. Per-device code.
 

@@ -146,12 +146,11 @@ class InStages:
         return shardops.psum("+p ->", self._run(loss, w, batch, training=False)[0])
 
     def _run(self, loss: object, w: object, batch: object, training: bool) -> tuple[Any, Any, Any]:
-        loss = Parts(loss)
-        if self.c.pipeline.schedule == IN_ORDER:
-            return pipeline.run_in_order(loss, w, batch, training)
-        placement = placement_of(self.c, self.model)
-        orders = _orders(self.c, placement)
-        return pipeline.run_schedule(loss, placement, tick_table(orders if training else forwards(orders)), w, batch)
+        placement, table = placement_of(self.c, self.model), None
+        if self.c.pipeline.schedule != IN_ORDER:
+            orders = _orders(self.c, placement)
+            table = tick_table(orders if training else forwards(orders))
+        return pipeline.run(Parts(loss), placement, table, w, batch, training)
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
