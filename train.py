@@ -50,6 +50,7 @@ from shardwright.modeling.weights import (
     embedding,
     gain,
     gather_ahead,
+    gathers_ahead,
     matrix,
     names_of_head,
     table_of,
@@ -278,8 +279,7 @@ class Forward:
 
         `auto` does so where nothing has to be gathered, which saves casting each weight again in the backward pass.
         """
-        how = self.training.gather_weights
-        return how == "step" or (how == "auto" and shardops.planned_devices("cde") == 1)
+        return gathers_ahead(self.training.gather_weights)
 
     def prepare(self, w: W, once: bool = True) -> W:
         """The weights that embed, layers and logits gather. Gradients are reduced over r here if `once`, else there."""

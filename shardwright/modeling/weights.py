@@ -32,7 +32,7 @@ from shardlib.array_types import ArrayType, DType, arrays_in, map_arrays, placeh
 from shardlib.axes import AXES, GROUPS, PIPELINE_AXIS
 from shardlib.parsing import ShapeSpec, parse_shape, sort_axes
 from shardlib.shardtypes import ShardError, dtype_name, f32, make_shardings
-from shardlib.values import AtRest, devices_along, mesh_axes, on_mesh
+from shardlib.values import AtRest, devices_along, mesh_axes, on_mesh, planned_devices
 from shardwright.jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 
 KINDS = ("matrix", "embedding", "unembedding", "vector")
@@ -246,6 +246,11 @@ def at_rest(w: T, reduce_dtype: str) -> T:
         return AtRest(x, (), used_dtype=used, reduced_dtype=x.dtype if reduce_dtype == "f32" else used)
 
     return map_arrays(wrapped, w)
+
+
+def gathers_ahead(how: str) -> bool:
+    """True if training.gather_weights = `how` gathers weights once per step on the current mesh."""
+    return how == "step" or (how == "auto" and planned_devices("cde") == 1)
 
 
 def gather_ahead(w: T, names: Collection[str] | None = None) -> T:

@@ -23,23 +23,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
-from shardlib.grouped import LEAST_ROWS
 from shardlib.layers import LayerAux
-from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed
-from shardlib.values import planned_devices, target_device
+from shardlib.op_checks import varying
+from shardlib.shardtypes import Array, Of, bool_, f32, i32, pipeline_stage, pytree_dataclass, typed, typed_shard_map
+from shardlib.values import mesh_axes, stage_axes
 from shardwright.data.checks import above_0, at_least_0, check_choice, within
 from shardwright.jax_extra import save_for_backward
-from shardwright.modeling.model import Tokens, act
-from shardwright.modeling.weights import bias, experts, matrix
+from shardwright.modeling.attention_calls import TOLERANCE, largest
+from shardwright.modeling.experts import pools_without_drops
+from shardwright.modeling.model import Tokens, act, compute_scope
+from shardwright.modeling.weights import at_rest, bias, experts, initialize, matrix
 from shardwright.models import family
 
 SLOTS = 8
 """The slots of a pool for a sequence are a multiple of this, or of the length of sequences, which the devices of c
 and t divide: else their number would depend on the mesh."""
-
-FEWEST = {"gpu": 8192}
-"""Fewest tokens on a device for which pools without drops are faster than all experts with all tokens, by platform: as
-XLA predicts for H100. Elsewhere so many that each expert has LEAST_ROWS."""
 
 
 @dataclasses.dataclass
@@ -124,14 +122,12 @@ class ModelConfig(family.ModelConfig):
     def without_drops(self, rows: int, length: int) -> tuple["ModelConfig", int | None]:
         """Settings of one pool for each device of e, and slots for all choices of `rows` sequences, so none is dropped.
 
-        No slots where that is no faster than all experts with all tokens.
+        No slots where that is no faster than all experts with all tokens. `Model.check_paths` compares the two.
         """
-        pools, k = planned_devices("e"), self.experts_per_token
-        ours, tokens = self.experts // pools, rows * length // planned_devices("rdc")
-        few = tokens < FEWEST.get(target_device().platform, LEAST_ROWS * ours // k)
-        if few or 4 * k > ours:
+        pools = pools_without_drops(self.experts, self.experts_per_token, rows * length)
+        if pools is None:
             return self, None
-        return dataclasses.replace(self, pools=pools), length * k
+        return dataclasses.replace(self, pools=pools), length * self.experts_per_token
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------
@@ -379,3 +375,43 @@ class Model(family.Model):
         if c.shared_experts:
             out = out + family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, c.activation)
         return x + self.normed(out, w.mlp_out_norm), aux_of(routing, filled, counts, tokens.targets, w, c)
+
+    def check_paths(self, options: dict | None = None) -> None:
+        """Compares, on random values, both ways to compute all choices: in pools, and each expert with all tokens.
+
+        Validation and sampling take the faster one, which depends on the mesh, and the proof only sees that one.
+
+        Args:
+            options: compiler options of the run.
+
+        Raises:
+            ValueError: they differ by more than rounding.
+        """
+        rows = shardops.axis_size("p")
+        weight = lambda x: dataclasses.replace(x, std=x.std or 0.3, shape=(rows, *x.shape[1:]))
+        table = dataclasses.replace(self.table, layers=jax.tree.map(weight, self.table.layers))
+
+        @typed_shard_map
+        def difference(w: Of[self.Weights]) -> f32[""]:
+            own = functools.reduce(lambda i, axis: i * shardops.axis_size(axis) + shardops.axis_index(axis), "rdect", 0)
+            with pipeline_stage():
+                layer: Of[Layer] = jax.tree.map(lambda x: x[0], at_rest(w, "f32").layers)
+                x: act["B/b L/c/t M"] = varying(
+                    jax.random.normal(jax.random.key(own), (1, SLOTS, self.c.d_model)), stage_axes()
+                )
+                routing: Routing = route(x, layer, self.c)
+                pooled = dataclasses.replace(self.c, pools=shardops.axis_size("e"))
+                slots = shardops.size("L") * self.c.experts_per_token
+                found, _ = in_slots(x, routing, x[..., 0] < jnp.inf, layer, slots, pooled)
+                expected = everywhere(x, routing, layer, self.c)
+                far = largest(found - expected) / largest(expected)
+            return lax.pmax(varying(far, tuple(mesh_axes())), tuple(mesh_axes()))
+
+        with compute_scope("f32"), jax.default_matmul_precision("highest"):
+            w = jax.jit(lambda key: initialize(table, key))(jax.random.key(0))
+            far = float(jax.jit(difference, compiler_options=options)(w))
+        if not far <= TOLERANCE["f32"]:
+            raise ValueError(
+                f"experts in pools (moe.in_slots) and all experts with all tokens (moe.everywhere) differ by {far:.2g} "
+                "of the largest entry. Validation and sampling use either, by the mesh: let both compute the same."
+            )

@@ -1,0 +1,19 @@
+"""Chooses how a mixture of experts computes all choices of its router, with none dropped."""
+
+from shardlib.grouped import LEAST_ROWS
+from shardlib.values import planned_devices, target_device
+
+FEWEST = {"gpu": 8192}
+"""Fewest tokens on a device for which pools without drops are faster than all experts with all tokens, by platform: as
+XLA predicts for H100. Elsewhere so many that each expert has LEAST_ROWS."""
+
+
+def pools_without_drops(experts: int, per_token: int, tokens: int) -> int | None:
+    """Number of pools, one for each device of e, with slots for all choices of `tokens` on all devices.
+
+    None where all experts with all tokens are as fast. The model must compute the same either way.
+    """
+    pools = planned_devices("e")
+    ours, on_device = experts // pools, tokens // planned_devices("rdc")
+    few = on_device < FEWEST.get(target_device().platform, LEAST_ROWS * ours // per_token)
+    return None if few or 4 * per_token > ours else pools
