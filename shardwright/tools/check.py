@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,17 +162,22 @@ def program_of(step: Step) -> dict[str, Any]:
 
 
 def costs_of(c: Config, sizes: dict[str, int]) -> dict[str, Any]:
-    """What the plan says: seconds of a step, bytes at the peak, and both by line."""
+    """What the plan says: seconds of a step and bytes at the peak.
+
+    `by_line` has for each line its seconds, its bytes at the peak, and the most that it has at any moment.
+    """
     plan = planned_change(c, sizes, chip_of(c.hardware.chip or NOT_MEASURED), {})
     found: dict[str, Any] = {"bytes": plan.step.peak, "memory_bytes": plan.chip.memory_bytes, "fits": plan.fits}
     if plan.chip.name != NOT_MEASURED:
         found["seconds"] = plan.seconds
-    by_line: dict[str, list[float]] = {}
-    for line, i, amount in (
-        *((row.line, 0, row.exposed) for row in plan.rows),
-        *((held.line, 1, held.bytes) for held in plan.step.held),
-    ):
-        by_line.setdefault(line, [0.0, 0.0])[i] += amount
+    by_line: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
+    for row in plan.rows:
+        by_line[row.line][0] += row.exposed
+    for held in plan.step.held:
+        by_line[held.line or held.kind][1] += held.bytes
+        by_line[held.line or held.kind][2] += 0.0 if held.line else held.bytes  # from begin to end
+    for line, most in plan.step.most.items():
+        by_line[line][2] += most
     return {**found, "by_line": by_line}
 
 
@@ -294,16 +299,25 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         return same.get(place, f"{place} (before)" if place in left else place) + gap + more
 
     found: dict[str, Any] = {"same_program": now["program"]["hash"] == before["program"]["hash"], "lines": lines}
-    for i, name in enumerate(("seconds", "bytes")):
-        if name not in now["costs"] or name not in before["costs"]:
-            continue
-        of_line: dict[str, float] = collections.defaultdict(float)
+    def changes(i: int) -> Mapping[str, float]:
+        """How much amount i of each line changed."""
+        of_line = collections.Counter[str]()
         for line, amounts in now["costs"]["by_line"].items():
             of_line[line] += amounts[i]
         for line, amounts in before["costs"]["by_line"].items():
             of_line[of_now(line)] -= amounts[i]
-        line, change = max(of_line.items(), key=lambda item: abs(item[1]), default=("", 0.0))
-        found[name] = {"before": before["costs"][name], "now": now["costs"][name], "line": line, "of_line": change}
+        return of_line
+
+    # Lines at peaks of different moments differ without a change: one that grew also has more at its own peak.
+    for name, amounts in {"seconds": (0,), "bytes": (1, -1)}.items():
+        if name not in now["costs"] or name not in before["costs"]:
+            continue
+        old, new = before["costs"][name], now["costs"][name]
+        sign, found_by = 1 if new >= old else -1, [*map(changes, amounts)]
+        by = {line: min(sign * of_line[line] for of_line in found_by) for line in found_by[0]}
+        line = max(by, key=by.__getitem__, default="")
+        most = max(0.0, by.get(line, 0.0))
+        found[name] = {"before": old, "now": new, "line": line if most else "", "of_line": sign * most}
     return found | {"parameters": now["parameters"] - before["parameters"]}
 
 
@@ -335,7 +349,8 @@ def as_text(found: dict[str, Any]) -> str:
         if (of := than.get(name)) is not None:
             change = of["now"] / of["before"] - 1
             sign = "+" if of["of_line"] > 0 else "−"
-            where = f"   {of['line']} {sign}{shown(abs(of['of_line']))}" if abs(change) >= 5e-4 else ""
+            is_shown = of["line"] and abs(change) >= 5e-4
+            where = f"   {of['line']} {sign}{shown(abs(of['of_line']))}" if is_shown else ""
             lines.append(f"  {title:9}{shown(of['before'])} → {shown(of['now'])}   {change:+.1%}{where}")
     if than["parameters"]:
         lines.append(f"  {'params':9}{than['parameters']:+,}")
