@@ -29,9 +29,10 @@ import numpy as np
 
 from shardlib.axes import AXES
 from shardlib.equations import arrays_in, equations_in, frames_of
+from shardlib.parsing import MAY_BE_RIGHT
 from shardlib.places import is_users, shown_path, users_call
 from shardlib.places import place as place_at
-from shardlib.proof.check import NOT_PROVED, tracing
+from shardlib.proof.check import DIFFERS, tracing
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
@@ -128,7 +129,7 @@ def rejection(error: Exception) -> dict[str, Any]:
     problem = text.partition("\n")[0].removeprefix(f"{place}: ")
     text = text if text.startswith(place) else f"{place}: {text}"
     said = {"place": place, "problem": problem, "remedy": remedy, "text": text}
-    return {"verdict": "rejected", "certain": NOT_PROVED not in text, **said}
+    return {"verdict": "rejected", "certain": not any(doubt in text for doubt in (MAY_BE_RIGHT, DIFFERS)), **said}
 
 
 def verdict_of(steps: Sequence[Step], settings: CheckConfig) -> dict[str, Any]:

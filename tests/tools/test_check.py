@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardlib.parsing import ShardError
-from shardlib.proof.check import NOT_PROVED, WRONG
+from shardlib.proof.check import DIFFERS, NOT_PROVED, WRONG
 from shardwright.tools import check as tool
 from shardwright.tools.init.__main__ import TEMPLATE
 
@@ -106,7 +106,7 @@ def test_a_module_that_python_cannot_import_is_rejected_at_its_line(project, edi
     assert found["problem"].startswith(("SyntaxError: ", "AttributeError: "))
 
 
-@pytest.mark.parametrize("context", [NOT_PROVED, WRONG])
+@pytest.mark.parametrize("context", [NOT_PROVED, DIFFERS, WRONG])
 def test_what_may_be_right_is_not_certainly_wrong(context):
     error = ShardError("my_model.py:7: cumsum: reaches another block", "sum", context, place="")
     assert tool.rejection(error)["certain"] == (context == WRONG)
