@@ -99,10 +99,12 @@ def _problem_of(name: str, parts: list[Reach], seen: np.ndarray, row: int, is_fo
             return (
                 f"the loss: targets: position {position} is to predict the token of position {read}, which it has read"
             )
-        place, primitive = next((x.why for x in parts if x.why), ("?", "the program"))
+        place, primitive, blurred = next((x.why for x in parts if x.why), ("?", "the program", False))
         line = f"{place}: {primitive}: the logits of"
         if token == LATER:
             return f"{line} position {position} depend on where later documents begin"
+        if blurred:
+            return f"{line} position {position} depend on all that {primitive} reads, as far as it is followed"
         if of != row + own:
             return f"{line} a sequence depend on tokens of another sequence of the batch"
         where = "that it is to predict, or a later one" if is_forward else "in an earlier document"
@@ -186,7 +188,7 @@ class Interpreter:
             if (x.last < 0).all() or any(_fits(x.last, self.seen[i : i + self.rows]) for i in parts):
                 x.why = None
             elif not x.why and (place := eq.place()) != "?":
-                x.why = place, eq.name
+                x.why = place, eq.name, x.blurred
         if self.named[TARGETS]:
             self._meet(eq, ins, found, how)
         return found
@@ -221,7 +223,8 @@ class Interpreter:
             logits, target = np.broadcast_arrays(of_logits.last, target)
             for at in np.argwhere(logits > target)[:1]:
                 (row, read), (of, position) = (divmod(int(a[tuple(at)]), length) for a in (logits, target))
-                place, name = next((x.why for x in ins if x.why and x.last.max() < size), (eq.place(), eq.name))
+                why = (x.why for x in ins if x.why and x.last.max() < size)
+                place, name, _ = next(why, (eq.place(), eq.name, False))
                 which = f"position {read}" if row == of else "another sequence"
                 self.problem = f"{place}: {name}: the target of position {position} meets the logits of {which}"
             x.last = np.where((logits >= 0) & (target < size), MET, x.last)

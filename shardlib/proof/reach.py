@@ -32,6 +32,7 @@ class Reach:
         known: True where an entry is the same number for all tokens and weights.
         last: last token that an entry may depend on; NONE: none.
         why: where tokens first came in that a position must not see; None: nowhere.
+        blurred: True for a result whose entries count as depending on all entries of the operands.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Reach:
     """What else is known of the entries together: Among, Sums or Slots."""
     ways: tuple["Reach", "Reach"] | None = None
     """The value for two ways in which later documents may begin; None: it is the same. Their tokens do not count."""
+    blurred: bool = False
 
     @property
     def is_known(self) -> bool:

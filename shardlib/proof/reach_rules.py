@@ -37,8 +37,9 @@ def _rule_of(eqn: Eqn, ins: list[Reach]) -> Callable:
 
 def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
     """Results whose entries may each depend on all entries of all operands."""
-    last = reach.of_all(ins)
-    return [reach.unknown(result_shape(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
+    last, types = reach.of_all(ins), [reach.dtype_of(var.aval) for var in eqn.outvars]
+    found = [reach.unknown(result_shape(eqn, i), dtype, last) for i, dtype in enumerate(types)]
+    return [dataclasses.replace(x, blurred=True) for x in found]
 
 
 # ---- entry by entry

@@ -29,6 +29,8 @@ AT_MOST = 4096
 """Largest number of tokens, if ROWS of LENGTH would be another program or would not show all that it does."""
 PURPOSE = "If the model is not causal on purpose, say so: AttentionMask(causal=False)"
 REMEDIES = {
+    "as far as it is followed": "use masked products, jnp.cumsum, or lax.scan over positions, so that "
+    f"each position reads those before it. {PURPOSE}",
     "where later documents begin": "read tokens.positions and tokens.document of the position itself and of those "
     "before it, with no shift to the left, and no count or maximum over L",
     "another sequence": "keep sequences separate: take means, norms and choices over dims other than B",
