@@ -411,3 +411,23 @@ def test_a_function_that_is_right_for_other_calls_is_not_blamed(axis, line, reme
     specs = P("d"), P("d", "t")
     problem = rf"(?s)^\S*test_check.py:{line}: .*rsqrt of a partial sum.*\n  remedy: .*{remedy}"
     verdict(problem, along(axis), X, X, in_specs=specs, out_specs=specs)
+
+
+def chosen(x, by_flag):
+    flag = by_flag is not None
+    if flag:
+        x = sine_on_several(x)
+    several = lax.axis_size("t") > 1
+    if several and not flag:
+        x = jnp.sin(x)
+    return jnp.cos(x)
+
+
+def sine_on_several(x):
+    return jnp.sin(x) if lax.axis_size("t") > 1 else x
+
+
+@pytest.mark.parametrize(("flag", "choice"), [(True, "lax.axis_size('t') > 1"), (None, "several and (not flag)")])
+def test_a_choice_that_every_mesh_makes_alike_is_not_named(flag, choice):
+    problem = rf"(?s)^\S*test_check.py:\d+: the program is another one .*by the choice \S+:\d+, `{re.escape(choice)}`"
+    verdict(problem, lambda x: chosen(x, flag), X, **SPECS)
