@@ -49,7 +49,7 @@ class Collective(NamedTuple):
 class Sent(NamedTuple):
     """A collective of a line, and how often a step executes it: infinite in a loop of unknown length.
 
-    `least` is how often if XLA moves it out of its loop, or merges it with an equal one.
+    `least` is how often if XLA moves it out of its loop, merges it with an equal one, or leaves it out.
     """
 
     what: Collective
@@ -89,6 +89,7 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
     changes: dict[Value, float] = {}  # how often a value changes in a step; once if it is not here
     itself: dict[Value, Value] = {}  # of each result and constant of a loop's body: itself, or what it is equal to
     before: dict[tuple, list[Value]] = {}  # results of an operation; an equal one needs no execution of its own
+    fixed: set[Value] = set()  # what depends on no argument, so that a compiler may compute it
 
     def same_as(x: Value) -> Value:
         while x not in itself and x.of is not None:  # not .root, which has other values before and after a write
@@ -96,8 +97,11 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
         return itself.get(x, x)
 
     def walk(graph: Graph, times: float, least: float) -> Iterator[Sent]:
+        needed = _needed_in(graph)
         for node in graph.nodes:
             reads = [*map(same_as, node.ins)]
+            if fixed.issuperset(reads) and not node.bodies and node.op != "axis_index":
+                fixed.update(node.outs)
             fewest = max((changes.get(x, 1) for x in reads), default=1)
             changes.update((x, fewest) for x in node.outs)
             what_it_computes = (node.primitive, str(node.params), node.literals, *(x.literal or x for x in reads))
@@ -109,7 +113,8 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
                 for out in node.outs:
                     entries = math.prod(out.shape) * (max(map(len, groups)) if kind == "reduce-scatter" else 1)
                     what = Collective(kind, reduction, groups, _dtype(out.dtype), entries)
-                    yield Sent(what, node.site.line or WITHOUT_LINE, times, fewest if known is node.outs else 0)
+                    is_sent = known is node.outs and out not in fixed and out.root in needed
+                    yield Sent(what, node.site.line or WITHOUT_LINE, times, fewest if is_sent else 0)
             turns: float = node.params.get("length", 1)
             for body in node.bodies:
                 changes.update(dict.fromkeys(body.ins, least * turns))
@@ -124,6 +129,15 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
                     before.update((("part", same_as(stack)), [same_as(part)]) for stack, part in made)
 
     yield from walk(graph_of(jaxpr, sizes), 1, 1)
+
+
+def _needed_in(graph: Graph) -> set[Value]:
+    """What its results depend on. JAX keeps all operands of a barrier, of which some have no use."""
+    needed = {x.root for x in graph.outs}
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(x.root for x in node.outs):
+            needed |= {x.root for x in node.ins}
+    return needed
 
 
 def _groups_of(node: Node, sizes: Mapping[str, int]) -> frozenset:
@@ -171,8 +185,11 @@ def compiled_in(
 def _instead(what: Collective, have: Iterable[Collective], platform: str) -> Iterator[tuple[str, Collective]]:
     """What may be compiled for a written collective: how it is changed, and one of those that the program has."""
     yield _AS_WRITTEN, what
-    if platform == "cpu" and what.dtype == "bf16":
-        yield "in f32 instead of bf16", what._replace(dtype="f32")
+    if what.dtype == "u64":  # a random key is two words
+        yield _AS_WRITTEN, what._replace(dtype="u32", entries=2 * what.entries)
+    if platform == "cpu" and (what.dtype == "bf16" or what.dtype.startswith("f8")):
+        wider = "f32" if what.dtype == "bf16" else "f16"
+        yield f"in {wider} instead of {what.dtype}", what._replace(dtype=wider)
     if platform == "tpu" and what.reduction in _EXTREMES.values():  # the same, of what was converted from bf16
         yield "in bf16 instead of f32", what._replace(dtype="bf16")
     if platform == "tpu" and what.kind in ("all-gather", "reduce-scatter"):
