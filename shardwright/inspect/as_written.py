@@ -50,12 +50,14 @@ class Sent(NamedTuple):
     """A collective of a line, and how often a step executes it: infinite in a loop of unknown length.
 
     `least` is how often if XLA moves it out of its loop, merges it with an equal one, or leaves it out.
+    `again` is True of a compiled one whose computation has already sent the array.
     """
 
     what: Collective
     line: str
     times: float
     least: float = 0.0
+    again: bool = False
 
 
 def compared(jaxpr: object, mesh: Any, text: str, strict: bool = False) -> tuple[str, list[str]]:
@@ -163,6 +165,7 @@ def compiled_in(
     program: Program, computation: Computation, places: Places, times: int, chains: set[str]
 ) -> Iterator[list[Sent]]:
     """The messages of a computation that is executed `times`, and of its loops and branches: the arrays of each."""
+    sent: set[tuple[Collective, str]] = set()
     for instruction in computation.instructions.values():
         if instruction.opcode in ("while", "call", "conditional"):
             is_loop = instruction.opcode == "while"
@@ -179,7 +182,13 @@ def compiled_in(
                 sizes = [sum(sizes)]  # it has an operand for each device of a group
             sizes = [size * members if message.kind == "all-gather" else size for size in sizes]
             kinds = [(message.kind, message.reduction, groups, array.dtype) for array in message.arrays]
-            yield [Sent(Collective(*kind, size), line, times) for kind, size in zip(kinds, sizes, strict=False)]
+            whats = [Collective(*kind, size) for kind, size in zip(kinds, sizes, strict=False)]
+            read, is_alone = instruction.operands, instruction.opcode.startswith(message.kind)
+            if not is_alone or len(read) != len(whats):  # what a fusion sends is not what it reads
+                read = [f"{instruction.name} {i}" for i in range(len(whats))]
+            arrays = [*zip(whats, read, strict=True)]
+            yield [Sent(array[0], line, times, again=array in sent) for array in arrays]
+            sent.update(arrays)
 
 
 def _instead(what: Collective, have: Iterable[Collective], platform: str) -> Iterator[tuple[str, Collective]]:
@@ -212,7 +221,13 @@ def compare(
     known, fewer = {sent.what for sent in compiled}, collections.defaultdict[Collective, set[float]](lambda: {0.0})
     for sent in written:
         fewer[sent.what] |= {less + sent.times - sent.least for less in fewer[sent.what]}
+    # An array that is sent again is no counterpart of another array.
     ways = [(how, what, other) for what in most for how, other in _instead(what, [*have], platform)]
+    extra = _totals([sent for sent in compiled if sent.again], lambda sent: sent.what)
+    for what in extra:  # but for those that are also written as equal
+        equal = sum(max(fewer[of]) for _, of, other in ways if other == what)
+        extra[what] = max(0.0, extra[what] - equal)
+        have[what] -= extra[what]
     for how, what, other in sorted(ways, key=lambda way: way[0] != _AS_WRITTEN):
         if taken := min(most[what], have[other]):
             most[what] -= taken
@@ -236,6 +251,8 @@ def compare(
             most[what], have[what] = max(0.0, left - less), have[what] + max(0.0, less - left)
         elif what in known:
             most[what] = 0.0
+    for what, times in extra.items():
+        have[what] += times
     here, there = (_totals(sents, lambda sent: (sent.what, sent.line)) for sents in (written, compiled))
     missing = [(*row, "not compiled") for row in _lines_of(most, here, there)]
     more = [(*row, "not in the source") for row in _lines_of(have, there, here)]

@@ -190,6 +190,20 @@ def rereduced(text, of):
     return edited.replace(body, f"{other}\n{body}")
 
 
+def test_an_array_that_is_sent_again_is_no_other_array():
+    def gathers_four(*xs):
+        return sum(jnp.sin(lax.all_gather(x, "d", tiled=True)) for x in xs)
+
+    per_mesh = jax.shard_map(gathers_four, in_specs=P("d"), out_specs=P(), check_vma=False)
+    jaxpr, mesh, text = compiled(per_mesh, (f32(16),) * 4, (P("d"),) * 4, P(), d=4)
+    (first, *others), edited = [of[4] for of in FOUND.finditer(text)], text
+    for other in others:
+        edited = edited.replace(f"all-gather({other})", f"all-gather({first})")
+    assert compared(jaxpr, mesh, text)[1] == []
+    told = [re.search(r"(\d+) × a step, (.*)", line).groups() for line in compared(jaxpr, mesh, edited)[1]]
+    assert told == [("3", "not compiled"), ("3", "not in the source")]
+
+
 EDITS = [dropped, doubled, regrouped, retyped, rereduced]
 
 
