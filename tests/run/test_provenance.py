@@ -5,8 +5,13 @@ import errno
 import importlib
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
+import sysconfig
+import venv
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -196,6 +201,30 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
     provenance.bytes_of.cache_clear()  # as another start
     assert {name for name, _ in before.items() ^ provenance.source_of().items()} == {"mine_parts.py"}
     assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]
+
+
+OWN = """
+import jax, mine
+from shardlib.places import shown_path
+from shardwright.run.provenance import own_modules
+print(own_modules() == [__import__("pathlib").Path(mine.__file__)], shown_path(jax.__file__))
+"""
+
+
+def test_packages_by_pythonpath_are_no_source_and_a_project_in_its_environment_is(tmp_path):
+    """As modules of a cluster bring jax. It counted as the user's, and was imported again for each trace."""
+    packages = tmp_path / "deps"
+    packages.mkdir()
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not re.search("editable|[.]pth|shardwright|shardlib", entry.name):
+            (packages / entry.name).symlink_to(entry)
+    project = tmp_path / "project"
+    venv.create(project, symlinks=True)  # without pip
+    (project / "mine.py").write_text("")
+    env = os.environ | {"PYTHONPATH": f"{packages}:{provenance.ROOT}", "JAX_PLATFORMS": "cpu"}
+    command = [project / "bin" / "python", "-c", OWN]
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "True jax/__init__.py\n", done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
