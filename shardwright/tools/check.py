@@ -50,7 +50,6 @@ from shardwright.run.provenance import source_of
 from shardwright.run.report import parameters_of
 from shardwright.run.step import NAMES, Step, trace_step
 from shardwright.settings.words import listed, say
-from shardwright.tools.ladder.scales import show_scales
 
 UNCHECKED = 2
 """Exit status if nothing was found out."""
@@ -63,7 +62,8 @@ class CheckConfig:
     """The section `check`."""
 
     against: str | None = "HEAD"
-    """What to compare with: a commit of the repository where the program starts, or a directory. Null: nothing."""
+    """What to compare with: a commit of the repository where the program starts, or a directory (./name if a commit has
+    its name too). Null: nothing."""
     output: str = "text"
     """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the difference of each."""
     compile: bool = False
@@ -191,35 +191,56 @@ def checked(c: Config, settings: CheckConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def source_at(against: str) -> Iterator[tuple[str, Path]]:
+def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
     """Context with a directory like the working directory, of a commit or as given; and its name.
+
+    And the root of what is compared: here, and there.
 
     Raises:
         ValueError: it is neither a directory nor a commit.
     """
-    if Path(against).is_dir():
-        yield against, Path(against)
-        return
     git = lambda *words: subprocess.run(["git", *words], capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as directory:
         try:
-            commit, within = git("rev-parse", "--short", against).decode().strip(), git("rev-parse", "--show-prefix")
-            root = git("rev-parse", "--show-toplevel").decode().strip()
+            commit = git("rev-parse", "--verify", "--short", f"{against}^{{commit}}").decode().strip()
+            within, root = git("rev-parse", "--show-prefix", "--show-toplevel").decode().split("\n")[:2]
             subprocess.run(["tar", "-x", "-C", directory], input=git("-C", root, "archive", commit), check=True)
         except (OSError, subprocess.CalledProcessError) as error:
+            if Path(against).is_dir():
+                yield against, Path(against), (os.getcwd(), os.path.abspath(against))
+                return
             why = getattr(error, "stderr", None) or str(error).encode()
             reason = why.decode().strip().partition("\n")[0]
             raise ValueError(
                 f"check.against is {against!r}, neither a directory nor a commit ({reason}); null compares with nothing."
             ) from None
-        yield f"{against} ({commit})", Path(directory) / within.decode().strip()
+        yield f"{against} ({commit})", Path(directory) / within, (root, directory)
 
 
-def started(program: str, *words: str, directory: Path | None = None) -> subprocess.Popen:
+COMPARED = "SHARDWRIGHT_COMPARED"
+"""Environment variable of a process that checks other source, with both roots of `source_at`."""
+
+
+def check_origin() -> None:
+    """Raises ValueError if this process checks other source, but imported a file that it has from here."""
+    here, _, there = os.environ.get(COMPARED, "").partition(os.pathsep)
+    files = [file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
+    for file in files if here else ():
+        if file.startswith(f"{here}/") and Path(there, os.path.relpath(file, here)).exists():
+            raise ValueError(f"Python imports {file} in place of the same file of that source")
+
+
+def started(
+    program: str, *words: str, directory: Path | None = None, roots: tuple[str, str] | None = None
+) -> subprocess.Popen:
     """Starts a program with the settings of this run and those of `words`, on the source of a directory."""
     own = [word for word in sys.argv[1:] if not word.startswith("check.")]
-    paths = os.pathsep.join(filter(None, [str(directory or os.getcwd()), os.environ.get("PYTHONPATH")]))
-    options: dict[str, Any] = {"cwd": directory, "env": os.environ | {"PYTHONPATH": paths}, "text": True}
+    here, there = roots or ("", "")
+    moved = [there + path.removeprefix(here) for path in sys.path if here and f"{path}/".startswith(f"{here}/")]
+    paths = [str(directory or os.getcwd()), *filter(os.path.isdir, moved), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {COMPARED: os.pathsep.join(roots)} if roots else {}
+    options: dict[str, Any] = {"cwd": directory, "env": environment, "text": True}
     command = [sys.executable, "-m", f"shardwright.tools.{program}", *own, *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
@@ -351,11 +372,11 @@ def job(c: Config, settings: CheckConfig) -> None:
         other, against = None, {}
         try:
             if settings.against:
-                name, directory = stack.enter_context(source_at(settings.against))
+                name, directory, roots = stack.enter_context(source_at(settings.against))
                 same = [word for word in sys.argv[1:] if word.startswith("check.devices=")]
                 words = [*same, "check.against=null", "check.output=json"]
                 other = stack.enter_context(
-                    started("check", *words, directory=directory)
+                    started("check", *words, directory=directory, roots=roots)
                 )  # while this one checks its own
                 stack.callback(other.kill)
                 against = {"against": name}
@@ -365,6 +386,7 @@ def job(c: Config, settings: CheckConfig) -> None:
             against = {"against": settings.against, "unknown": str(error)}
         try:
             found = checked(c, settings)
+            check_origin()
         except ValueError:  # a wrong setting
             raise
         except Exception as error:  # of a model that cannot be made
@@ -381,6 +403,8 @@ def job(c: Config, settings: CheckConfig) -> None:
     if found["verdict"] == "rejected":
         raise Rejected(1)
     if settings.scales and settings.output == "text":
+        from shardwright.tools.ladder.scales import show_scales  # imports train.py, which may be wrong
+
         show_scales(c)
 
 
