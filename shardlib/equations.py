@@ -207,7 +207,8 @@ def jaxprs_of(eqn: Eqn) -> Iterator[Any]:
 
 
 def _programs_in(value: Any) -> list[Any]:
-    return [part for part in (value if isinstance(value, tuple | list) else (value,)) if is_program(part)]
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return [part for part in parts if is_program(part)]
 
 
 def equations_in(jaxpr: object) -> Iterator[Any]:
@@ -225,7 +226,7 @@ def arrays_in(jaxpr: object) -> list[Any]:
 
 
 def digest_of(jaxpr: object) -> str:
-    """Hash of a program: of its operations, their parameters and all constants; not of lines, and names of values."""
+    """Hash of a program: operations, their parameters, constants; not lines and names of values."""
     return _digest_of(jaxpr, {})
 
 
@@ -247,8 +248,10 @@ def _digest_of(jaxpr: Any, known: dict[int, str]) -> str:
 
     write(*map(named, (*body.constvars, *body.invars)))
     for eqn in body.eqns:
-        own = {name: x for name, x in eqn.params.items() if name not in _NOT_COMPUTED and not _programs_in(x)}
-        own = {name: sorted(x) if isinstance(x, frozenset) else x for name, x in sorted(own.items())}
+        own = {}
+        for name, value in sorted(eqn.params.items()):
+            if name not in _NOT_COMPUTED and not _programs_in(value):
+                own[name] = sorted(value) if isinstance(value, frozenset) else value
         shown = re.sub(r"0x[0-9a-f]{6,}", "", repr(own))  # without addresses of functions
         inner = [_digest_of(x, known) for x in jaxprs_of(eqn)]
         write(eqn.primitive.name, shown, inner, *map(named, (*eqn.invars, *eqn.outvars)))

@@ -33,19 +33,22 @@ def _within_packages(file: str) -> str:
     """Path of a file of an installed package, from the package's name on; empty for others."""
     if "-packages/" in file:
         return re.split(r"/(?:site|dist)-packages/", file)[-1]
-    folders = [folder for folder, tops in _installed_elsewhere(*sys.path) if f"{file}/".startswith(tops)]
-    return file.removeprefix(folders[0]) if folders else ""
+    for folder, tops in _installed_elsewhere(*sys.path):
+        if f"{file}/".startswith(tops):
+            return file.removeprefix(folder)
+    return ""
 
 
 @functools.cache
 def _installed_elsewhere(*path: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Other folders of sys.path into which pip installed, such as with --target for PYTHONPATH, and what is its there.
+    """Other folders of sys.path into which pip installed, and what it installed there.
 
-    The user's own files may be beside.
+    Such as with --target, for PYTHONPATH. The user's own files may be beside.
     """
     found = []
-    for folder in (f"{os.path.abspath(folder)}/" for folder in path if not folder.endswith("-packages")):
-        records = (package.read_text("RECORD") for package in importlib.metadata.distributions(path=[folder]))
+    for folder in (f"{os.path.abspath(x)}/" for x in path if not x.endswith("-packages")):
+        packages = importlib.metadata.distributions(path=[folder])
+        records = (package.read_text("RECORD") for package in packages)
         lines = (line for record in records if record for line in record.splitlines())
         found.append((folder, tuple({f"{folder}{re.split('[/,]', line)[0]}/" for line in lines})))
     return found

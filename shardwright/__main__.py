@@ -14,8 +14,9 @@ from shardwright.trainer import trainer_name
 
 TOOLS = Path(__file__).parent / "tools"
 OF_PROJECT = ("train", "check", "forecast", "ladder", "plan", "schedule", "verify")
-"""Commands that import modules of the project where they start. Others read files, which may be a stranger's, and
-import such modules only with trust=true."""
+"""Commands that import modules of the project where they start.
+
+Others read files, which may be a stranger's, and import such modules only with trust=true."""
 USAGE = "usage: shardwright <command> [settings]; `shardwright <command> --help` lists the settings of a command"
 
 

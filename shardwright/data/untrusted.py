@@ -67,7 +67,8 @@ def check_private(directory: Path) -> None:
     """Raises PermissionError if others may write in a directory."""
     about = directory.stat()
     if about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise PermissionError(f"others may write in {directory}: chmod go-w it, or choose your own directory")
+        remedy = "chmod go-w it, or choose your own directory"
+        raise PermissionError(f"others may write in {directory}: {remedy}")
 
 
 def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:

@@ -74,7 +74,8 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
     if context is None:
         checked = [step.other(name=name) for name in ("evaluation", "training")]
     else:
-        forms, one = ("document mask", "whole loss", "einsum attention"), on_one_device(step.mesh, OPTIONAL)
+        forms = "document mask", "whole loss", "einsum attention"
+        one = on_one_device(step.mesh, OPTIONAL)
         checked = [step.other(*forms, name="logits", size=(ROWS, context), mesh=one)]
     patterns = [*(call.pattern for each in checked for call in each.calls), getattr(step.model, "mask", None)]
     if not all(pattern.causal for pattern in patterns if isinstance(pattern, AttentionMask)):

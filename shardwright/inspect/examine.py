@@ -66,7 +66,8 @@ def check_as_written(step: Step, hlo: Path | None, source: object) -> None:
             text = hlo.read_text() if hlo else ""
             find = lambda: {"found": [*compared(step.jaxpr, step.mesh, text, strict)]}
             key = lambda: (step.digest, read_by(step), devices_of(step.mesh), text)
-            summary, lines = kept("as_written", None if strict else source, key, find, {"found": (str, [str])})["found"]
+            known, kinds = None if strict else source, {"found": (str, [str])}
+            summary, lines = kept("as_written", known, key, find, kinds)["found"]
         except Exception as error:  # another XLA may write its programs differently
             if strict:
                 raise ValueError(

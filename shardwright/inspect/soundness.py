@@ -50,7 +50,8 @@ def check_steps(step: Step, source: object) -> None:
     Raises:
         ShardError: names the lines of the source that are wrong or not proved, with the values there and the remedy.
     """
-    key = lambda: ([step.other(name=name).digest for name in NAMES], read_by(step), devices_of(step.mesh))
+    programs = lambda: [step.other(name=name).digest for name in NAMES]
+    key = lambda: (programs(), read_by(step), devices_of(step.mesh))
     refuse(lambda: find_unsound(step), source, key)
 
 
@@ -72,7 +73,7 @@ def devices_of(mesh: Any) -> tuple:
 
 
 def refuse(find: Callable[[], list[Finding]], source: object, key: Callable[[], object]) -> None:
-    """Raises ShardError for what `find` finds, unless all was proved before for this `source` and `key`.
+    """Raises ShardError for what `find` finds, unless all was proved before for `source` and `key`.
 
     `find` may raise Unproved. If several processes call this with the same program, as they all must, the first one
     proves it and keeps the record. `source` and `key` are those of provenance.kept.

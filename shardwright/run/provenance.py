@@ -47,10 +47,11 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 
 def own_modules() -> list[Path]:
     """Lists the files of loaded modules that are the user's own: not Python's, of packages, or of this project."""
-    within = tuple(f"{ROOT / name}/" for name in (*PACKAGES, "train.py", "jax_extra.py", "tools", "bench", "tests"))
+    ours = *PACKAGES, "train.py", "jax_extra.py", "tools", "bench", "tests"
+    within = tuple(f"{ROOT / name}/" for name in ours)
     files = {file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
-    others = (file for file in files if not f"{file}/".startswith(within) and not is_installed(file))
-    return sorted(Path(file) for file in others if Path(file).is_file())
+    own = (x for x in files if not f"{x}/".startswith(within) and not is_installed(x))
+    return sorted(Path(file) for file in own if Path(file).is_file())
 
 
 @functools.cache
@@ -95,23 +96,29 @@ def _device() -> Device:
 
 
 def read_by(step: Step) -> tuple:
-    """Returns what determines the programs of a step besides the source: settings, and the reference."""
+    """Returns what determines the programs of a step besides the source: settings, the reference."""
     settings = [dataclasses.asdict(part) for part in (step.c.model, step.c.optimizer, step.c.training, step.c.pipeline)]
     return settings, reference_record(step.c)
 
 
 def kept(
-    name: str, source: object, key: Callable[[], object], make: Callable[[], dict[str, Any]], kinds: object = dict
+    name: str,
+    source: object,
+    key: Callable[[], object],
+    make: Callable[[], dict[str, Any]],
+    kinds: object = dict,
 ) -> dict[str, Any]:
     """Returns what `make` returns, or what it returned before for the same source and key.
 
-    That is kept next to compiled programs. A record that cannot be read or written is ignored, with a line.
+    That is kept next to compiled programs. A record that cannot be read or written is ignored,
+    with a line.
 
     Args:
         name: directory of the records.
         source: hashes of the source, from source_of; None: nothing is kept.
-        key: returns what else the facts follow from, above all Step.digest of the programs that run: Python may have
-            loaded another text than a file has now. If it raises, nothing is kept.
+        key: returns what else the facts follow from, above all Step.digest of the programs that
+            run: Python may have loaded another text than a file has now. If it raises, nothing is
+            kept.
         make: returns the facts, of types that JSON has.
         kinds: types of its values, as for untrusted.check_types.
     """
@@ -144,7 +151,8 @@ def provenance_of(step: Step, which: tuple[str, ...] = ("training", "evaluation"
     The plain programs are for one device, without settings that may change on resuming. A program that cannot be traced
     has no hash, and `untraced` is the reason. The hashes are kept for the programs of this step.
     """
-    key = lambda: ([step.other(name=name).digest for name in which], read_by(step), jax.config.values)
+    programs = lambda: [step.other(name=name).digest for name in which]
+    key = lambda: (programs(), read_by(step), jax.config.values)
     kinds = {"programs": {str: str}, "untraced?": str}
     found = kept("programs", source_of(), key, lambda: _hashed(step, which), kinds)
     return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__}, lowered for {_device().platform}"}

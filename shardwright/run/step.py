@@ -215,7 +215,7 @@ class Step:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hash of the traced program on its mesh, which does not depend on comments and names of values."""
+        """Hash of the traced program on its mesh, whatever its comments and names of values."""
         return digest_of(self.jaxpr)
 
     @functools.cached_property

@@ -62,8 +62,8 @@ class CheckConfig:
     """The section `check`."""
 
     against: str | None = "HEAD"
-    """What to compare with: a commit of the repository where the program starts, or a directory (./name if a commit has
-    its name too). Null: nothing."""
+    """What to compare with: a commit of the repository where the program starts, or a directory
+    (./name if a commit has its name too). Null: nothing."""
     output: str = "text"
     """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the difference of each."""
     compile: bool = False
@@ -202,8 +202,10 @@ def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
     git = lambda *words: subprocess.run(["git", *words], capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as directory:
         try:
-            commit = git("rev-parse", "--verify", "--short", f"{against}^{{commit}}").decode().strip()
-            within, root = git("rev-parse", "--show-prefix", "--show-toplevel").decode().split("\n")[:2]
+            name = f"{against}^{{commit}}"
+            commit = git("rev-parse", "--verify", "--short", name).decode().strip()
+            places = git("rev-parse", "--show-prefix", "--show-toplevel")
+            within, root, _ = places.decode().split("\n")
             subprocess.run(["tar", "-x", "-C", directory], input=git("-C", root, "archive", commit), check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             if Path(against).is_dir():
@@ -222,10 +224,10 @@ COMPARED = "SHARDWRIGHT_COMPARED"
 
 
 def check_origin() -> None:
-    """Raises ValueError if this process checks other source, but imported a file that it has from here."""
+    """Raises ValueError if this process checks other source, but imported a file of it from here."""
     here, _, there = os.environ.get(COMPARED, "").partition(os.pathsep)
-    files = [file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
-    for file in files if here else ():
+    for module in [*sys.modules.values()] if here else ():
+        file = getattr(module, "__file__", None) or ""
         if file.startswith(f"{here}/") and Path(there, os.path.relpath(file, here)).exists():
             raise ValueError(f"Python imports {file} in place of the same file of that source")
 
@@ -236,8 +238,10 @@ def started(
     """Starts a program with the settings of this run and those of `words`, on the source of a directory."""
     own = [word for word in sys.argv[1:] if not word.startswith("check.")]
     here, there = roots or ("", "")
-    moved = [there + path.removeprefix(here) for path in sys.path if here and f"{path}/".startswith(f"{here}/")]
-    paths = [str(directory or os.getcwd()), *filter(os.path.isdir, moved), os.environ.get("PYTHONPATH", "")]
+    own_paths = [path for path in sys.path if here and f"{path}/".startswith(f"{here}/")]
+    moved = [there + path.removeprefix(here) for path in own_paths]
+    paths = [str(directory or os.getcwd()), *filter(os.path.isdir, moved)]
+    paths += [os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {COMPARED: os.pathsep.join(roots)} if roots else {}
     options: dict[str, Any] = {"cwd": directory, "env": environment, "text": True}
