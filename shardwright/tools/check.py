@@ -50,6 +50,7 @@ from shardwright.run.provenance import source_of
 from shardwright.run.report import parameters_of
 from shardwright.run.step import NAMES, Step, trace_step
 from shardwright.settings.words import listed, say
+from shardwright.tools.ladder.scales import show_scales
 
 UNCHECKED = 2
 """Exit status if nothing was found out."""
@@ -407,8 +408,6 @@ def job(c: Config, settings: CheckConfig) -> None:
     if found["verdict"] == "rejected":
         raise Rejected(1)
     if settings.scales and settings.output == "text":
-        from shardwright.tools.ladder.scales import show_scales  # imports train.py, which may be wrong
-
         show_scales(c)
 
 
