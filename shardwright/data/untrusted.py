@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -60,6 +61,14 @@ def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
         kind, why = ValueError, "its permissions forbid it"
     if why is not None:
         raise kind(f"{path} cannot be read: {why}. {COPY_AGAIN}")
+
+
+def check_private(directory: Path) -> None:
+    """Raises PermissionError if others may write in a directory."""
+    about = directory.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        remedy = "chmod go-w it, or choose your own directory"
+        raise PermissionError(f"others may write in {directory}: {remedy}")
 
 
 def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:

@@ -20,7 +20,6 @@ from shardwright.modeling import fp8
 from shardwright.modeling.attention_calls import mask_of, sees_later
 from shardwright.modeling.masks import AttentionMask
 from shardwright.run.best_effort import in_a_line
-from shardwright.run.provenance import text_of
 from shardwright.run.step import Step
 
 ROWS, LENGTH = 2, 256
@@ -77,14 +76,16 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
     if context is None:
         checked = [step.other(name=name) for name in ("evaluation", "training")]
     else:
-        checked = [step.other("document mask", "whole loss", name="logits", size=(ROWS, context))]
+        forms = "document mask", "whole loss", "einsum attention"
+        one = on_one_device(step.mesh, OPTIONAL)
+        checked = [step.other(*forms, name="logits", size=(ROWS, context), mesh=one)]
     patterns = [*(call.pattern for each in checked for call in each.calls), getattr(step.model, "mask", None)]
     if not all(pattern.causal for pattern in patterns if isinstance(pattern, AttentionMask)):
         return "the model's attention mask says causal=False"
     settings = step.model.c, checked[0].c.training, step.c.optimizer, context, devices_of(step.mesh)
-    settings += tuple(source and text_of(part) for part in (type(step.model), step.trainer))
+    key = lambda: (*(each.digest for each in checked), "causality", settings)
     try:
-        refuse(lambda: list(dict.fromkeys(_findings(checked))), source, "causality", *settings)
+        refuse(lambda: list(dict.fromkeys(_findings(checked))), source, key)
     except Unproved as why:
         return str(why)
     return ""

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.axes import AXES
+from shardlib.equations import digest_of
 from shardlib.parsing import ShapeSpec
 from shardlib.proof.causality import GIVEN, LOGITS, TARGETS
 from shardlib.proof.check import tracing
@@ -211,6 +212,11 @@ class Step:
         """Lowers the program. On a mesh of devices, it can be compiled while that mesh is the current one."""
         with tracing(self.mesh, self.planned or self.mesh.shape):
             return self.traced.lower()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hash of the traced program on its mesh, whatever its comments and names of values."""
+        return digest_of(self.jaxpr)
 
     @functools.cached_property
     def hash(self) -> str:

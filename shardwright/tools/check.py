@@ -10,7 +10,6 @@ those of `tools.plan`. Exit status 0: accepted; 1: rejected; 2: it could not be 
 import collections
 import contextlib
 import difflib
-import hashlib
 import json
 import linecache
 import os
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from shardlib.axes import AXES
 from shardlib.equations import arrays_in, equations_in, frames_of
@@ -66,7 +64,8 @@ class CheckConfig:
     """The section `check`."""
 
     against: str | None = "HEAD"
-    """What to compare with: a commit of the repository where the program starts, or a directory. Null: nothing."""
+    """What to compare with: a commit of the repository where the program starts, or a directory
+    (./name if a commit has its name too). Null: nothing."""
     output: str = "text"
     """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the difference of each."""
     compile: bool = False
@@ -152,14 +151,11 @@ def verdict_of(steps: Sequence[Step], settings: CheckConfig) -> dict[str, Any]:
 
 def program_of(step: Step) -> dict[str, Any]:
     """A hash of the traced programs, which comments and names of values do not change, and the user's lines in them."""
-    digest, calls = hashlib.sha256(), set()
-    for program in (step.other(name=name) for name in NAMES):
-        digest.update(re.sub(r"0x[0-9a-f]{6,}", "", str(program.jaxpr)).encode())  # without addresses of functions
-        for array in arrays_in(program.jaxpr):
-            digest.update(np.asarray(array).tobytes())
-        calls |= {call for eqn in equations_in(program.jaxpr) for call in frames_of(eqn) if is_users(call[0])}
+    programs = [step.other(name=name) for name in NAMES]
+    equations = (eqn for program in programs for eqn in equations_in(program.jaxpr))
+    calls = {call for eqn in equations for call in frames_of(eqn) if is_users(call[0])}
     lines = [(shown_path(file), line, linecache.getline(file, line).strip()) for file, line in sorted(calls)]
-    return {"hash": digest.hexdigest()[:20], "lines": lines}
+    return {"hash": " ".join(program.digest for program in programs), "lines": lines}
 
 
 def costs_of(c: Config, sizes: dict[str, int]) -> dict[str, Any]:
@@ -202,35 +198,60 @@ def checked(c: Config, settings: CheckConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def source_at(against: str) -> Iterator[tuple[str, Path]]:
+def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
     """Context with a directory like the working directory, of a commit or as given; and its name.
+
+    And the root of what is compared: here, and there.
 
     Raises:
         ValueError: it is neither a directory nor a commit.
     """
-    if Path(against).is_dir():
-        yield against, Path(against)
-        return
     git = lambda *words: subprocess.run(["git", *words], capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as directory:
         try:
-            commit, within = git("rev-parse", "--short", against).decode().strip(), git("rev-parse", "--show-prefix")
-            root = git("rev-parse", "--show-toplevel").decode().strip()
+            name = f"{against}^{{commit}}"
+            commit = git("rev-parse", "--verify", "--short", name).decode().strip()
+            places = git("rev-parse", "--show-prefix", "--show-toplevel")
+            within, root, _ = places.decode().split("\n")
             subprocess.run(["tar", "-x", "-C", directory], input=git("-C", root, "archive", commit), check=True)
         except (OSError, subprocess.CalledProcessError) as error:
+            if Path(against).is_dir():
+                yield against, Path(against), (os.getcwd(), os.path.abspath(against))
+                return
             why = getattr(error, "stderr", None) or str(error).encode()
             reason = why.decode().strip().partition("\n")[0]
             raise ValueError(
                 f"check.against is {against!r}, neither a directory nor a commit ({reason}); null compares with nothing."
             ) from None
-        yield f"{against} ({commit})", Path(directory) / within.decode().strip()
+        yield f"{against} ({commit})", Path(directory) / within, (root, directory)
 
 
-def started(program: str, *words: str, directory: Path | None = None) -> subprocess.Popen:
+COMPARED = "SHARDWRIGHT_COMPARED"
+"""Environment variable of a process that checks other source, with both roots of `source_at`."""
+
+
+def check_origin() -> None:
+    """Raises ValueError if this process checks other source, but imported a file of it from here."""
+    here, _, there = os.environ.get(COMPARED, "").partition(os.pathsep)
+    for module in [*sys.modules.values()] if here else ():
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(f"{here}/") and Path(there, os.path.relpath(file, here)).exists():
+            raise ValueError(f"Python imports {file} in place of the same file of that source")
+
+
+def started(
+    program: str, *words: str, directory: Path | None = None, roots: tuple[str, str] | None = None
+) -> subprocess.Popen:
     """Starts a program with the settings of this run and those of `words`, on the source of a directory."""
     own = [word for word in sys.argv[1:] if not word.startswith("check.")]
-    paths = os.pathsep.join(filter(None, [str(directory or os.getcwd()), os.environ.get("PYTHONPATH")]))
-    options: dict[str, Any] = {"cwd": directory, "env": os.environ | {"PYTHONPATH": paths}, "text": True}
+    here, there = roots or ("", "")
+    own_paths = [path for path in sys.path if here and f"{path}/".startswith(f"{here}/")]
+    moved = [there + path.removeprefix(here) for path in own_paths]
+    paths = [str(directory or os.getcwd()), *filter(os.path.isdir, moved)]
+    paths += [os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {COMPARED: os.pathsep.join(roots)} if roots else {}
+    options: dict[str, Any] = {"cwd": directory, "env": environment, "text": True}
     command = [sys.executable, "-m", f"shardwright.tools.{program}", *own, *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
@@ -372,11 +393,11 @@ def job(c: Config, settings: CheckConfig) -> None:
         other, against = None, {}
         try:
             if settings.against:
-                name, directory = stack.enter_context(source_at(settings.against))
+                name, directory, roots = stack.enter_context(source_at(settings.against))
                 same = [word for word in sys.argv[1:] if word.startswith("check.devices=")]
                 words = [*same, "check.against=null", "check.output=json"]
                 other = stack.enter_context(
-                    started("check", *words, directory=directory)
+                    started("check", *words, directory=directory, roots=roots)
                 )  # while this one checks its own
                 stack.callback(other.kill)
                 against = {"against": name}
@@ -386,6 +407,7 @@ def job(c: Config, settings: CheckConfig) -> None:
             against = {"against": settings.against, "unknown": str(error)}
         try:
             found = checked(c, settings)
+            check_origin()
         except ValueError:  # a wrong setting
             raise
         except Exception as error:  # of a model that cannot be made
