@@ -147,11 +147,16 @@ def _of_program(step: Step) -> Iterator[Finding]:
         if differs:
             why = f"{differs}: its sizes on {length} positions do not follow from those on {at[1]}"
             continue
-        find = functools.partial(_first_problem, program, list(_runs(fewer)), math.log(length, at[1]))
-        if not (doubted := find(unknown)):
+        find = functools.partial(_first_problem, program, list(_runs(fewer)), growth=math.log(length, at[1]))
+        if (doubted := find(unknown=unknown)) and unknown:
+            if problem := find():  # a leak in the shorter program, whatever is unknown
+                yield remedied(problem, fewer.form)
+                return
+            doubted = find(unknown=unknown, is_shown=True)
+        elif doubted:
+            yield remedied(doubted, fewer.form)
             return
-        if problem := find(frozenset()) if unknown else doubted:  # a leak in the shorter program, whatever is unknown
-            yield remedied(problem, fewer.form)
+        if not doubted:
             return
         doubt, form = f"{doubted}, as far as {at[1]} positions show", fewer.form
     if not doubt or is_made_for_length:
@@ -159,8 +164,8 @@ def _of_program(step: Step) -> Iterator[Finding]:
     yield remedied(doubt, form)
 
 
-def _first_problem(program: ClosedJaxpr, runs: list, growth: float, unknown: Set[int]) -> str:
-    found = (find_later(program, unknown=unknown, growth=growth, free=(GIVEN, fp8.PEAK), **run) for run in runs)
+def _first_problem(program: ClosedJaxpr, runs: list, unknown: Set[int] = frozenset(), **options: Any) -> str:
+    found = (find_later(program, unknown=unknown, free=(GIVEN, fp8.PEAK), **options, **run) for run in runs)
     return next(filter(None, found), "")
 
 

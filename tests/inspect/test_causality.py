@@ -205,6 +205,24 @@ def with_ones(array, rows, columns):
     return array
 
 
+def by_added(array):
+    """Attention by scores to which array(L)[L, L] is added."""
+
+    def mix(x, tokens):
+        same = tokens.document[:, :, None] == tokens.document[:, None]
+        scores = jnp.einsum("blm,bsm->bls", x, x) + array(x.shape[1])
+        return jnp.einsum("bls,bsm->blm", jax.nn.softmax(jnp.where(same, scores, -jnp.inf)), x)
+
+    return mixed(mix)
+
+
+def low_after(n):
+    """-1e9 for later positions, except those from 300 on for the first one."""
+    low = np.where(np.tri(n), 0, -1e9).astype(np.float32)
+    low[0, 300:] = 0
+    return low
+
+
 def of_documents(number):
     return attends(lambda q, k: (q.index >= k.index) & (number(q.document) == number(k.document)))
 
@@ -338,6 +356,7 @@ GROWING = {  # what changes with the length, beyond the positions that are follo
     "float squares": attends(in_document(lambda i, j: (i >= j) | (jnp.square(jnp.float32(i - j)) >= 9e4))),
     "array": within(lambda n: with_ones(np.tri(n, dtype=np.float32), slice(1), slice(300, None))),
     "array of positions": within(lambda n: jnp.tri(n) + jnp.asarray(with_ones(np.zeros((1, n)), 0, slice(300, None)))),
+    "an added array": by_added(low_after),
     "blocks of 512": next_block(lambda n: 512),
     "blocks of the length": next_block(lambda n: max(256, n // 4)),
     "documents modulo 8": of_documents(lambda i: i % 8),
