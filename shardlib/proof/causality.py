@@ -73,6 +73,8 @@ def find_later(program: ClosedJaxpr, args: list[Reach], seen: np.ndarray, rows: 
     interpreter = Interpreter(seen, rows, **options)
     result = interpreter.run(program, args)[0]
     named, is_forward = interpreter.named, interpreter.is_forward
+    if not named[LOGITS] and result.shape[:2] != seen.shape:
+        return "the loss: it receives no logits"
     for name, found in {**named, LOGITS: named[LOGITS] or [result]}.items():
         parts, row = [], 0
         for x in found:

@@ -15,14 +15,16 @@ from jax import lax
 from token_shift import TokenShift
 
 import train
+from shardlib import shardops
 from shardwright.data.loader import TokenBatch
-from shardwright.inspect import causality
+from shardwright.inspect import causality, examine
 from shardwright.inspect.causality import check_causal
 from shardwright.modeling import attention_calls, fp8
 from shardwright.modeling.masks import AttentionMask, same_document
 from shardwright.models import gpt2
 from shardwright.run import flops, stages
 from shardwright.run import step as step_module
+from shardwright.tools import check
 
 C = rule_models.SIZES
 
@@ -588,11 +590,58 @@ def test_a_target_does_not_meet_logits_that_know_it(monkeypatch):
             assert verdict(forward(train.Llama), length) == ""
 
 
+def with_one_more(monkeypatch, loss):
+    """Lets training minimize loss(logits, targets, mask, reference, what the edited trainer also gives)."""
+
+    def summed_loss(w, x, targets, mask, reference, forward, loss):
+        losses = loss(train.checked_logits(forward.model, w, x), targets, mask, reference, 2 * targets)
+        return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * mask)
+
+    monkeypatch.setattr(train, "summed_loss", summed_loss)
+    monkeypatch.setitem(train.LOSSES, "cross_entropy", lambda *given, c: loss(*given))
+
+
+def test_a_loss_may_receive_more(monkeypatch):
+    with_one_more(monkeypatch, lambda x, y, mask, reference, more: train.cross_entropy(x, y) * (more > 3))
+    assert verdict(forward(train.Llama)) == ""
+    with pytest.raises(ValueError, match="reduce_sum: the logits of position 0 depend on"):
+        verdict(forward(WRONG["mean"][0]))
+    of_next = lambda x, y, mask, reference, more: train.cross_entropy(shift(x, -1), y)
+    with_one_more(monkeypatch, of_next)
+    with pytest.raises(ValueError, match="0 meets the logits of position 1"):
+        verdict(forward(train.Llama))
+
+
+def test_a_loss_that_fails_is_rejected_unless_the_settings_waive_it(monkeypatch):
+    with_one_more(monkeypatch, lambda x, y, mask, reference: train.cross_entropy(x, y))
+    error = r"test_causality.py:\d+: the training loss does not trace on one device: TypeError: .* positional arg"
+    with jax.set_mesh(tiny.mesh("one device")):
+        step = tiny.step(tiny.config(C))
+        with pytest.raises(ValueError, match=error):
+            examine.prove([step], None)
+        found = dict(check.checks([step], check.CheckConfig()))
+        with pytest.raises(ValueError, match=error):
+            found["causality"]()
+        waived = tiny.step(tiny.config(C, unproved_causality=True))
+        assert re.match("the training loss does not trace on one device", check_causal(waived))
+
+
+def test_a_loss_that_is_computed_elsewhere_is_rejected(monkeypatch):
+
+    def summed_loss(w, x, targets, mask, *_, forward, loss):
+        losses = train.cross_entropy(forward.model.logits(w, x), targets)
+        return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * mask)
+
+    monkeypatch.setattr(train, "summed_loss", summed_loss)
+    with pytest.raises(ValueError, match="the loss: it receives no logits\n  remedy: compute the loss by"):
+        verdict(forward(train.Llama))
+
+
 def test_the_loss_of_evaluation_is_followed(monkeypatch):
     kept = train.MicrobatchLoss.loss
     shifted = lambda x, y, *_: kept(jnp.roll(x, -1, 1), y)
     init = train.MicrobatchLoss.__init__
-    of = lambda self, forward, loss=shifted, *rest: init(self, forward, loss, *rest)
+    of = lambda self, forward, loss=shifted, **rest: init(self, forward, loss, **rest)
     monkeypatch.setattr(train.MicrobatchLoss, "__init__", of)
     with pytest.raises(ValueError, match="0 meets the logits of position 1"):
         verdict(forward(train.Llama))
