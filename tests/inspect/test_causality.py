@@ -16,11 +16,13 @@ from token_shift import TokenShift
 
 import train
 from shardlib import shardops
+from shardlib.shardtypes import pytree_dataclass
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect import causality, examine
 from shardwright.inspect.causality import check_causal
 from shardwright.modeling import attention_calls, fp8
 from shardwright.modeling.masks import AttentionMask, same_document
+from shardwright.modeling.weights import act, matrix
 from shardwright.models import gpt2
 from shardwright.run import flops, stages
 from shardwright.run import step as step_module
@@ -519,6 +521,34 @@ def test_a_refusal_says_in_which_form_the_step_was_traced():
     with pytest.raises(ValueError, match="reduce_sum") as refused:
         verdict(forward(WRONG["mean"][0], attention="einsum", context="gather"))
     assert "traced with" not in str(refused.value)
+
+
+@pytree_dataclass
+class WithPixels(train.Transformer):
+    pixels: matrix["4 -> M/t/w"]
+
+
+class Pixels(train.Llama):
+    """Embeds four floats beside each token."""
+
+    Weights, inputs = WithPixels, ("a", "b", "c", "d")
+
+    def embed(self, w, tokens):
+        floats = lax.bitcast_convert_type(tokens.inputs, jnp.float32).astype(act.dtype)
+        floats = shardops.replicate("... -> ... *t", floats)
+        y = shardops.einsum_unreduced("B/b L/c P, P M/t -> B/b L/c M/t", floats, w.pixels)
+        return super().embed(w, tokens) + shardops.all_to_all("B/b L/c M/t -> B/b L/c/t M", y)
+
+
+class LaterPixels(Pixels):
+    def embed(self, w, tokens):
+        return super().embed(w, dataclasses.replace(tokens, inputs=shift(tokens.inputs, -1)))
+
+
+def test_a_weight_may_multiply_floats_beside_the_tokens():
+    assert verdict(forward(Pixels), rows=8, mesh="d=4 t=2") == ""
+    with pytest.raises(ValueError, match="the logits of position 0 depend on the token of position 0"):
+        verdict(forward(LaterPixels), rows=8, mesh="d=4 t=2")
 
 
 def test_a_text_may_be_shorter_than_a_chunk_of_the_loss():
