@@ -157,7 +157,8 @@ class Interpreter:
         return evaluate(jaxpr, args, rule, self._constant)
 
     def _constant(self, source: object) -> Reach:
-        x = reach.constant(np.asarray(source.val, source.aval.dtype) if isinstance(source, core.Literal) else source)
+        aval: Any = getattr(source, "aval", None)  # a literal's number may be one that its dtype does not hold
+        x = reach.constant(np.asarray(source.val, aval.dtype) if isinstance(source, core.Literal) else source)
         if id(source) not in self.unknown:
             return x
         bound = reach.bounds(x) if not x.shape and x.number.dtype.kind == "f" else reach.sizes(x).max(initial=0)
