@@ -23,7 +23,7 @@ def run_at_low_priority(
     directory: Path | None = None,
     own_modules: bool = False,
     timeout: float | None = None,
-    started: Callable[[subprocess.Popen[bytes]], object] = lambda process: None,
+    started: Callable[[subprocess.Popen[Any]], object] = lambda process: None,
 ) -> str:
     """Runs `python -m <module>` at the lowest priority and returns its stdout.
 
@@ -42,7 +42,7 @@ def run_at_low_priority(
     # Ctrl-C must not reach it. A new session would too, but defeats `nice`: Linux shares CPU time among sessions first
     # (sched(7), autogroup).
     options["process_group"] = 0
-    process: subprocess.Popen[bytes] = subprocess.Popen(command, cwd=directory, **options)
+    process: subprocess.Popen[Any] = subprocess.Popen(command, cwd=directory, **options)
     with process:
         try:
             started(process)
