@@ -37,7 +37,8 @@ def run_at_low_priority(
     command = [*nice, sys.executable, *([] if own_modules else ["-P"]), "-m", module, *map(str, arguments)]
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     paths = os.pathsep.join([str(_ROOT), *map(os.path.abspath, given)])
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": os.environ | {"PYTHONPATH": paths}}
+    options: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": paths}}
+    options |= {"stdin": subprocess.DEVNULL}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # Ctrl-C must not reach it. A new session would too, but defeats `nice`: Linux shares CPU time among sessions first
     # (sched(7), autogroup).
@@ -53,7 +54,8 @@ def run_at_low_priority(
             process.kill()  # if it has not ended
     if process.returncode:
         lines = stderr.decode(errors="replace").strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"{module} ended with exit code {process.returncode}")
+        ended = f"{module} ended with exit code {process.returncode}"
+        raise RuntimeError(lines[-1] if lines else ended)
     return stdout.decode()
 
 

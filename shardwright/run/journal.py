@@ -148,7 +148,8 @@ class Journal(contextlib.ExitStack):
             shutil.rmtree(output, ignore_errors=True)  # of an earlier start, which this one repeats
             module = "shardwright.tools.checkpoint_to_huggingface"
             try:
-                options = {"own_modules": True, "timeout": EXPORT_S, "started": self._export_started}
+                started = self._export_started
+                options = {"own_modules": True, "timeout": EXPORT_S, "started": started}
                 run_at_low_priority(module, *given, **options)
             except FAILURES as error:
                 if self._stops_exports:
@@ -178,15 +179,17 @@ class Journal(contextlib.ExitStack):
         return [step for step, export in self._exports.items() if not export.done()]
 
     def wait_for_exports(self, stopped_by: Callable[[], str | None]) -> bool:
-        """Waits until all exports are made. Returns False if a signal, asked for again and again, stopped them.
+        """Waits until all exports are made. Returns False if a signal stopped them.
 
-        Resuming makes those that are missing.
+        `stopped_by` names the signal, if there was one; it is called repeatedly. Resuming makes the
+        exports that are missing.
         """
         if waits := self.exporting():
-            log(f"exporting  the checkpoints of the steps {waits}; a signal stops that, and resuming makes them")
+            log(f"exporting  the steps {waits}; a signal stops that, and resuming makes them")
         while self.exporting() and not self._stops_exports:
             if stopped_by():
-                log(f"{stopped_by()}: no exports of the steps {self.exporting()} yet. Resuming makes them.")
+                missing = f"no exports of the steps {self.exporting()} yet"
+                log(f"{stopped_by()}: {missing}. Resuming makes them.")
                 self._stops_exports = True
                 if self._exporter:
                     self._exporter.terminate()

@@ -100,9 +100,9 @@ def _exact(definition: str) -> Encode:
 
 
 def _showing_splits(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a byte-level tokenizer that splits text as `content` does, and merges neighbors in PROBE.
+    """Returns a byte-level tokenizer that splits text as `content`, and merges neighbors in PROBE.
 
-    So its ids differ wherever the splits of PROBE do; those of `content` may not.
+    Its ids differ wherever the splits of PROBE do; those of `content` may not.
     """
     before = itertools.product(_BESIDE, _FIRST)
     after = itertools.product(_LATER, [*_BESIDE, *_FIRST])
