@@ -50,7 +50,9 @@ def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte in the name
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
+        if not os.path.islink(path):
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
+        why = "it is a link to a file that is missing"
     except OSError as error:  # a link to itself is damage; for other errors the file may be intact
         kind, why = Damaged if error.errno == errno.ELOOP else ValueError, error.strerror
     if status and not stat.S_ISREG(status.st_mode):
