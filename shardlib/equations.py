@@ -4,11 +4,14 @@ Uses public JAX only. All code that reads a program, or runs one again, goes thr
 """
 
 import functools
+import hashlib
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -65,6 +68,9 @@ COLLECTIVES = kinds("sum", "extreme", "gather", "scatter", "exchange", "permutat
 IDENTITIES = kinds("cast", "identity")
 ELEMENTWISE = kinds("linear", "addition", "product", "comparison", "selection", "nonlinear", "random")
 REDUCTIONS, SCATTERS = kinds("reduction"), kinds("scattering")
+
+_NOT_COMPUTED = words("ctx_mesh")
+"""Parameters that say where a function was traced."""
 
 
 class Eqn(Protocol):
@@ -197,9 +203,12 @@ def _frames_of(trace: Any) -> list[tuple[str, int]]:
 def jaxprs_of(eqn: Eqn) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in eqn.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if is_program(part):
-                yield part
+        yield from _programs_in(value)
+
+
+def _programs_in(value: Any) -> list[Any]:
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return [part for part in parts if is_program(part)]
 
 
 def equations_in(jaxpr: object) -> Iterator[Any]:
@@ -214,6 +223,40 @@ def arrays_in(jaxpr: object) -> list[Any]:
     """The arrays that a jaxpr, and the jaxprs inside it, hold as constants."""
     inner = (inner for eqn in equations_in(jaxpr) for inner in jaxprs_of(eqn))
     return [array for part in (jaxpr, *inner) for array in body_of(part)[1]]
+
+
+def digest_of(jaxpr: object) -> str:
+    """Hash of a program: operations, their parameters, constants; not lines and names of values."""
+    return _digest_of(jaxpr, {})
+
+
+def _digest_of(jaxpr: Any, known: dict[int, str]) -> str:
+    if found := known.get(id(jaxpr)):
+        return found
+    body, consts = body_of(jaxpr)
+    digest, numbers = hashlib.sha256(), {}
+    for array in consts:
+        is_key = jnp.issubdtype(jax.typeof(array).dtype, jax.dtypes.prng_key)
+        digest.update(np.asarray(jax.random.key_data(array) if is_key else array).tobytes())
+
+    def named(atom: Any) -> str:
+        own = numbers.setdefault(atom, len(numbers)) if is_variable(atom) else repr(atom.val)
+        return f"{own}:{atom.aval}"
+
+    def write(*parts: Any) -> None:
+        digest.update(repr(parts).encode())
+
+    write(*map(named, (*body.constvars, *body.invars)))
+    for eqn in body.eqns:
+        own = {}
+        for name, value in sorted(eqn.params.items()):
+            if name not in _NOT_COMPUTED and not _programs_in(value):
+                own[name] = sorted(value) if isinstance(value, frozenset) else value
+        shown = re.sub(r"0x[0-9a-f]{6,}", "", repr(own))  # without addresses of functions
+        inner = [_digest_of(x, known) for x in jaxprs_of(eqn)]
+        write(eqn.primitive.name, shown, inner, *map(named, (*eqn.invars, *eqn.outvars)))
+    write(*map(named, body.outvars))
+    return known.setdefault(id(jaxpr), digest.hexdigest()[:20])
 
 
 @functools.cache

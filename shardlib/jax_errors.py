@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from shardlib.checks import error_context, noted_type
-from shardlib.equations import equations_in, frames_of, is_variable, jaxprs_of
-from shardlib.parsing import Dim, ShapeSpec, ShardError
+from shardlib.equations import axes_of, equations_in, frames_of, is_variable, jaxprs_of, kinds
+from shardlib.parsing import MAY_BE_RIGHT, Dim, ShapeSpec, ShardError
 from shardlib.places import is_installed, is_raised_on_purpose, is_users, place, users_call
 from shardlib.scopes import current_scope
 from shardlib.values import SHORT_DTYPES, devices_along, is_opaque, states_text
@@ -84,6 +84,11 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
     except Exception:  # the value is inside a loop or a branch
         return
     used = {*jaxpr.outvars}
+    if axes and used.isdisjoint(_differing(jaxpr, axes)):
+        error.problem = error.problem.replace("the value differs", "for JAX the value differs")
+        error.remedy = "gather with shardops.all_gather: JAX does not know that jax.lax.all_gather "
+        error.remedy += f"returns the same on every device; {MAY_BE_RIGHT}"
+        return
     for eqn in reversed(jaxpr.eqns):
         if used.isdisjoint(eqn.outvars):
             continue
@@ -99,6 +104,17 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
         if users and (at := place(*users[-1 if axes else 0])) != error.place:
             error.context = "\n".join(filter(None, [f"  made at {at}{how}", error.context]))
         return
+
+
+def _differing(jaxpr: Any, axes: set[str]) -> set[Any]:
+    """The variables that may differ over axes: those that do in JAX's types, and not just because of a gather."""
+    varying = lambda variables: {v for v in variables if axes & v.aval.manual_axis_type.varying}
+    found = varying(jaxpr.constvars)
+    for eqn in jaxpr.eqns:
+        is_gather = eqn.primitive.name in kinds("gather") and axes <= {*axes_of(eqn)}
+        if not is_gather and (not eqn.invars or found & {*filter(is_variable, eqn.invars)}):
+            found |= varying(eqn.outvars)
+    return found
 
 
 def _is_of_jax(error: Exception) -> bool:

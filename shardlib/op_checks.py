@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import check_divisible, check_value, checking, note_type
-from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, parse_shape, sort_axes
+from shardlib.parsing import Dim, NotProved, OpSpec, ShapeSpec, ShardError, parse_op, parse_shape, sort_axes
 from shardlib.scopes import Sizes
 from shardlib.values import WITHOUT_COPY, Copy, OpName, Partial, inside_shard_map, on_mesh, stage_axes, unwrap, varying
 
@@ -158,7 +158,7 @@ def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str]
         else:
             marks = " ".join(f"*{axis}" for axis in same)
             remedy = f"mark it once, where operand {position} is made: x = replicate('... -> ... {marks}', x)"
-        raise ShardError(
+        raise NotProved(
             f"operand {position} `{spec}` is the same on every device of {names}, over which the result varies: "
             f"its gradient would be silently all-reduced over {names}",
             remedy,
@@ -219,17 +219,16 @@ def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> jax.Arr
     if not repeated:
         return x
     names = ", ".join(repeated)
-    return refuse_gradient(
-        x,
+    error = NotProved(
         f"operand {position} was gathered over {names}, but the result is neither sharded nor partial over {names}: "
         f"each of its devices would compute the whole gradient of `{op}`",
         f"shard another operand over {names}, so that its devices share the work; {WITHOUT_COPY}",
     )
+    return refuse_gradient(x, error)
 
 
-def refuse_gradient(x: jax.Array, problem: str, remedy: str) -> jax.Array:
-    """Returns `x`. Differentiating it raises a ShardError that points to the line of this call."""
-    error = ShardError(problem, remedy)
+def refuse_gradient(x: jax.Array, error: ShardError) -> jax.Array:
+    """Returns `x`. Differentiating it raises `error`, which points to the line where it was made."""
     identity = jax.custom_jvp(lambda x: x)
 
     @identity.defjvp

@@ -32,6 +32,8 @@ OWN = re.compile(r"[A-Za-z_][\w.]*:\w+")
 """Names of functions in the user's own files."""
 ZIGZAG = "Z"
 """Name of a dim in zigzag order (shardlib/zigzag.py)."""
+MAY_BE_RIGHT = "not proved, though it may be right"
+"""Ends the message of an error that doesn't show that the program is wrong."""
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _DIM = re.compile(rf"({_NAME}|[0-9]+)((?:/{_NAME})*)")
 _WORD = re.compile(r"\([^()]*\)|[^\s()]+|[()]")  # a group is one word
@@ -65,7 +67,14 @@ class ShardError(ValueError):
     def located(self, where: str, context: str = "") -> "ShardError":
         """Returns this error with `where` before its problem, and with `context` if it has none yet."""
         problem = f"{where}: {self.problem}" if where else self.problem
-        return ShardError(problem, self.remedy, self.context or context, self.place, self.about)
+        return type(self)(problem, self.remedy, self.context or context, self.place, self.about)
+
+
+class NotProved(ShardError):
+    """Refuses code that may be right: types don't follow its gradient."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{MAY_BE_RIGHT}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,12 @@ This module does not import JAX.
 """
 
 import functools
+import importlib.metadata
 import inspect
 import linecache
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +31,27 @@ def is_installed(file: str) -> bool:
 
 def _within_packages(file: str) -> str:
     """Path of a file of an installed package, from the package's name on; empty for others."""
-    return re.split(r"/(?:site|dist)-packages/", file)[-1] if "-packages/" in file else ""
+    if "-packages/" in file:
+        return re.split(r"/(?:site|dist)-packages/", file)[-1]
+    for folder, tops in _installed_elsewhere(*sys.path):
+        if f"{file}/".startswith(tops):
+            return file.removeprefix(folder)
+    return ""
+
+
+@functools.cache
+def _installed_elsewhere(*path: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Other folders of sys.path into which pip installed, and what it installed there.
+
+    Such as with --target, for PYTHONPATH. The user's own files may be beside.
+    """
+    found = []
+    for folder in (f"{os.path.abspath(x)}/" for x in path if not x.endswith("-packages")):
+        packages = importlib.metadata.distributions(path=[folder])
+        records = (package.read_text("RECORD") for package in packages)
+        lines = (line for record in records if record for line in record.splitlines())
+        found.append((folder, tuple({f"{folder}{re.split('[/,]', line)[0]}/" for line in lines})))
+    return found
 
 
 def shown_path(file: str) -> str:

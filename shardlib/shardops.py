@@ -62,7 +62,7 @@ from shardlib.op_checks import (
     wrap,
     wrong_spec,
 )
-from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes
+from shardlib.parsing import Dim, NotProved, ShapeSpec, ShardError, parse_shape, sort_axes
 from shardlib.products import einsum_with_gradients, pick, take
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
 from shardlib.rows import add_rows, take_rows  # noqa: F401 (two of the ops)
@@ -225,7 +225,7 @@ def pmax(spec, x):
             raise wrong_spec(op, "drop dims, and keep the others: `B L V/t -> B L`; reduce a partial sum first")
         axes = sort_axes(lhs.sharded - rhs.sharded)
     problem = f"pmax({spec!r}) has no derivative, but the gradient of its operand is needed"
-    value = refuse_gradient(value, problem, WITHOUT_MAXIMUM)
+    value = refuse_gradient(value, ShardError(problem, WITHOUT_MAXIMUM))
     value = jnp.max(value, axis=tuple(i for i, dim in enumerate(lhs.dims) if dim not in rhs.dims))
     return note_type(lax.pmax(varying(value, axes), axes) if axes else value, rhs)
 
@@ -253,7 +253,7 @@ def shard(spec, x):
         if any(removed) or not any(added) or lhs.partial or rhs.partial:
             raise wrong_spec(op, "add axes at the end of dims: `B L -> B L/c`")
         if jnp.issubdtype(value.dtype, jnp.inexact):
-            raise ShardError(
+            raise NotProved(
                 f"operand 1 is {describe(x)}: the gradient of what shard cuts off would be lost or counted twice",
                 "produce it with psum_scatter, or gather less of what it is computed from",
             )

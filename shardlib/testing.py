@@ -35,11 +35,14 @@ def assert_sound(function: Callable[..., Any], *args: Any, meshes: Iterable[str]
 
     Raises:
         ShardError: the mesh, and file and line of the first value that is not what one device computes.
-        ValueError: a mesh is not of this form.
+        ValueError: a mesh is not of this form, or none has several devices.
     """
     __tracebackhide__ = True  # of pytest: a failed test shows its own line and the message
-    for mesh in meshes:
-        sizes = sizes_of(mesh)
+    of = {mesh: sizes_of(mesh) for mesh in meshes}
+    if not any(size > 1 for sizes in of.values() for size in sizes.values()):
+        problem = f"meshes is {[*of]}, none with several devices, so nothing would be checked"
+        raise ValueError(f"{problem}; give one such as 'd=2 t=2'.")
+    for mesh, sizes in of.items():
         try:
             # JAX's default depends on its version. With Explicit axes, jax.shard_map wants arguments of its in_specs.
             mesh_types = (AxisType.Auto,) * len(sizes)

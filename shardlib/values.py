@@ -13,7 +13,7 @@ import numpy as np
 from jax import core, lax
 
 from shardlib.axes import AXIS_ORDER, PIPELINE_AXIS
-from shardlib.parsing import ShapeSpec, ShardError, sort_axes, sort_axes_of_dim
+from shardlib.parsing import NotProved, ShapeSpec, ShardError, sort_axes, sort_axes_of_dim
 from shardlib.scopes import bound, current_scope
 
 SHORT_DTYPES = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
@@ -196,7 +196,8 @@ class _Opaque:
         return f"{describe(self)}, made by {origin}" if origin else describe(self)
 
     def _reject(self, what: str):
-        raise ShardError(f"{what} was given {self._with_origin()}", self.remedy())
+        error = NotProved if isinstance(self, Copy) else ShardError
+        raise error(f"{what} was given {self._with_origin()}", self.remedy())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe(self)})"

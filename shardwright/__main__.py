@@ -13,6 +13,10 @@ from shardlib.parsing import did_you_mean
 from shardwright.trainer import trainer_name
 
 TOOLS = Path(__file__).parent / "tools"
+OF_PROJECT = ("train", "check", "forecast", "ladder", "plan", "schedule", "verify")
+"""Commands that import modules of the project where they start.
+
+Others read files, which may be a stranger's, and import such modules only with trust=true."""
 USAGE = "usage: shardwright <command> [settings]; `shardwright <command> --help` lists the settings of a command"
 
 
@@ -42,7 +46,8 @@ def main() -> None:
     folder, _, part = command.partition(".")  # plan.search is a part of plan
     if folder not in known or (part and not (TOOLS / folder / f"{part}.py").exists()):
         sys.exit(f"Error: there is no command {command!r}.{did_you_mean(command, known)} {USAGE}.")
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: models of the project are found there
+    if (folder in OF_PROJECT or "trust=true" in arguments) and not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv = [f"shardwright {command}", *arguments]
     if command == "train":
         importlib.import_module(trainer_name()).main()

@@ -73,6 +73,8 @@ def find_later(program: ClosedJaxpr, args: list[Reach], seen: np.ndarray, rows: 
     interpreter = Interpreter(seen, rows, **options)
     result = interpreter.run(program, args)[0]
     named, is_forward = interpreter.named, interpreter.is_forward
+    if not named[LOGITS] and result.shape[:2] != seen.shape:
+        return "the loss: it receives no logits"
     for name, found in {**named, LOGITS: named[LOGITS] or [result]}.items():
         parts, row = [], 0
         for x in found:
@@ -99,10 +101,12 @@ def _problem_of(name: str, parts: list[Reach], seen: np.ndarray, row: int, is_fo
             return (
                 f"the loss: targets: position {position} is to predict the token of position {read}, which it has read"
             )
-        place, primitive = next((x.why for x in parts if x.why), ("?", "the program"))
+        place, primitive, blurred = next((x.why for x in parts if x.why), ("?", "the program", False))
         line = f"{place}: {primitive}: the logits of"
         if token == LATER:
             return f"{line} position {position} depend on where later documents begin"
+        if blurred:
+            return f"{line} position {position} depend on all that {primitive} reads, as far as it is followed"
         if of != row + own:
             return f"{line} a sequence depend on tokens of another sequence of the batch"
         where = "that it is to predict, or a later one" if is_forward else "in an earlier document"
@@ -129,6 +133,7 @@ class Interpreter:
         unknown: frozenset[int] = frozenset(),
         growth: float = 1.0,
         free: tuple[str, ...] = (),
+        is_shown: bool = False,
     ):
         """Creates an interpreter.
 
@@ -139,20 +144,27 @@ class Interpreter:
             unknown: ids of literals and arrays whose numbers are not known.
             growth: n positions stand for n to this power.
             free: names and mark labels of values that count as independent of tokens, though computed from some.
+            is_shown: True if nothing was found without `unknown`. Where a mask depends on `unknown` alone, no position
+                that has a key in the program is then taken to have none in longer sequences.
         """
         self.seen, self.rows, self.is_forward = seen, rows or len(seen), is_forward
-        self.unknown, self.growth, self.free = unknown, growth, free
+        self.unknown, self.growth, self.free, self.is_shown = unknown, growth, free, is_shown
         self.named: dict[str, list[Reach]] = {LOGITS: [], TARGETS: []}
         self._entered = ""
 
     def run(self, jaxpr: object, args: list[Reach], caller: Equation | None = None) -> list[Reach]:
         """Derives what is known of the results of a jaxpr, closed or open, that the equation `caller` calls."""
         rule = lambda eqn, ins: self._results(Equation(eqn, caller=caller), ins)
+        args = args if caller else list(map(reach.ordinary, args))
         return evaluate(jaxpr, args, rule, self._constant)
 
     def _constant(self, source: object) -> Reach:
-        x = reach.constant(source.val if isinstance(source, core.Literal) else source)
-        return reach.made(x.shape, x.number, False) if id(source) in self.unknown else x
+        aval: Any = getattr(source, "aval", None)  # a literal's number may be one that its dtype does not hold
+        x = reach.constant(np.asarray(source.val, aval.dtype) if isinstance(source, core.Literal) else source)
+        if id(source) not in self.unknown:
+            return x
+        bound = reach.bounds(x) if not x.shape and x.number.dtype.kind == "f" else reach.sizes(x).max(initial=0)
+        return reach.made(x.shape, bound, False, dtype=x.number.dtype)
 
     def _results(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
         name = eq.name
@@ -162,7 +174,7 @@ class Interpreter:
             mark = marks.mark_of(eq.eqn)
             self._entered = mark.label if mark and mark.kind == "enters" else self._entered
             if (mark.label if mark else label) in self.free:
-                return [reach.unknown(x.shape, x.number.dtype) for x in ins]
+                return [reach.ordinary(reach.unknown(x.shape, x.number.dtype)) for x in ins]
         if marks.is_region(eq.eqn) and (rule := _region_rule(self._entered)):
             return self._worked(eq, ins, lambda eqn, ins: [rule(eqn, *ins) or anything(eqn, ins)[0]])
         if body := called(eq.eqn):
@@ -170,6 +182,8 @@ class Interpreter:
         if name in ("scan", "while", "cond"):
             ins = list(map(_alone, ins))
             return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eq, ins)
+        if name == "select_n" and self.is_shown and not (ins[0].known | (ins[0].last >= 0)).all():
+            return self._worked(eq, ins, lambda eqn, ins: [reach.at_most(apply(eqn, ins)[0], ins)])
         if name == "sort" and len(ins) == 1:
             choices = lambda ins: of_sorted(ins[0], eq.params["dimension"], self.is_forward)
             return self._worked(eq, ins, lambda eqn, ins: [found] if (found := choices(ins)) else apply(eqn, ins))
@@ -177,7 +191,8 @@ class Interpreter:
 
     def _worked(self, eq: Equation, ins: list[Reach], how: Callable[..., Any]) -> list[Reach]:
         """Runs rule `how`; also notes where the values first became wrong."""
-        found = reach.in_each_way(lambda ins: list(map(self._told_apart, how(eq.eqn, ins), eq.eqn.outvars)), ins)
+        sized = lambda ins: [reach.sized(x, ins) for x in how(eq.eqn, ins)]
+        found = reach.in_each_way(lambda ins: list(map(self._told_apart, sized(ins), eq.eqn.outvars)), ins)
         came = next((x.why for x in ins if x.why), None)
         for x, var in zip(found, eq.eqn.outvars, strict=True):
             assert x.shape == shape_of(var), (eq.name, x.shape, var.aval)
@@ -186,7 +201,7 @@ class Interpreter:
             if (x.last < 0).all() or any(_fits(x.last, self.seen[i : i + self.rows]) for i in parts):
                 x.why = None
             elif not x.why and (place := eq.place()) != "?":
-                x.why = place, eq.name
+                x.why = place, eq.name, x.blurred
         if self.named[TARGETS]:
             self._meet(eq, ins, found, how)
         return found
@@ -200,12 +215,13 @@ class Interpreter:
         row, at = divmod(sum(part.shape[1] for part in self.named[name]), length)
         self.named[name].append(x)
         if not self.is_forward:
-            return reach.unknown(x.shape, x.number.dtype)
+            return reach.ordinary(reach.unknown(x.shape, x.number.dtype))
         number = (row * rows + np.arange(rows)[:, None]) * length + at + np.arange(count)
         if name == LOGITS:
             self.seen = tokens(*self.seen.shape)
         number = number if name == LOGITS else 2 * size - 1 - number
-        return reach.unknown(x.shape, x.number.dtype, number.reshape(rows, count, *[1] * (len(x.shape) - 2)))
+        number = number.reshape(rows, count, *[1] * (len(x.shape) - 2))
+        return reach.ordinary(reach.unknown(x.shape, x.number.dtype, number))
 
     def _meet(self, eq: Equation, ins: list[Reach], found: list[Reach], how: Callable[..., Any]) -> None:
         """Notes where a target first meets logits that may know it."""
@@ -221,7 +237,8 @@ class Interpreter:
             logits, target = np.broadcast_arrays(of_logits.last, target)
             for at in np.argwhere(logits > target)[:1]:
                 (row, read), (of, position) = (divmod(int(a[tuple(at)]), length) for a in (logits, target))
-                place, name = next((x.why for x in ins if x.why and x.last.max() < size), (eq.place(), eq.name))
+                why = (x.why for x in ins if x.why and x.last.max() < size)
+                place, name, _ = next(why, (eq.place(), eq.name, False))
                 which = f"position {read}" if row == of else "another sequence"
                 self.problem = f"{place}: {name}: the target of position {position} meets the logits of {which}"
             x.last = np.where((logits >= 0) & (target < size), MET, x.last)
@@ -235,7 +252,7 @@ class Interpreter:
         for count in (lambda: x.number.size, lambda: len(np.unique(x.number))):
             if count() ** self.growth <= 2.0**bits:
                 return x
-        return reach.made(x.shape, x.number, False, x.last)
+        return reach.made(x.shape, reach.bounds(x) if x.number.dtype.kind == "f" else x.number, False, x.last)
 
     # ---- loops and choices
 

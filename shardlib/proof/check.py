@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardlib.axes import OPTIONAL, PIPELINE_AXIS
 from shardlib.equations import equations_in, frames_of
-from shardlib.parsing import ShardError
+from shardlib.parsing import MAY_BE_RIGHT, ShardError
 from shardlib.places import place
 from shardlib.proof.alignment import Different
 from shardlib.proof.outside import Finding, findings, shard_maps_in
@@ -22,7 +22,7 @@ from shardlib.values import planned_for
 
 WRONG = "wrong: it does not compute what is declared"
 DIFFERS = "wrong, unless what follows undoes it: one device does not compute this value, or a part of it"
-NOT_PROVED = "not proved, though it may be right: docs/refused.md has right programs of this kind, and how they pass"
+NOT_PROVED = MAY_BE_RIGHT
 UNTRACED = "the program does not trace on one device"
 BOUND = (
     "the program is bound to a mesh, so it cannot be traced on one device: call jax.shard_map without `mesh`, anew in "

@@ -145,6 +145,8 @@ class Unprovable:
     operands: tuple[str, ...] = ()
     differs: bool = False
     """True: one device does not compute the value."""
+    eq: Any = None
+    """The Equation that refuses its operands; None if another is to blame."""
 
     def __str__(self) -> str:
         lines = [f"{self.place}: {self.problem}", *(f"  {operand}" for operand in self.operands)]

@@ -339,12 +339,15 @@ class Equation:
 
         JAX traces its own jitted functions once. Their equations know only the first caller, so this caller is asked.
         """
+        found = self.calls()
+        return found[-1] if found else None
+
+    def calls(self) -> list[tuple[str, int]]:
+        """File and line of each of the user's calls that led to the equation, outermost first; see `line`."""
         if self.caller is not None and self.caller.is_of_jax():
-            return self.caller.line()
+            return self.caller.calls()
         users = [(file, line) for file, line in frames_of(self.eqn) if is_users(file)]
-        if users:
-            return users[-1]
-        return None if self.caller is None else self.caller.line()
+        return users if users or self.caller is None else self.caller.calls()
 
     def is_of_jax(self) -> bool:
         """True if the equation calls a jitted function of JAX itself."""

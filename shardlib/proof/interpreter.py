@@ -1,6 +1,7 @@
 """Interprets a per-device program over facts about its values, next to the same program on one device."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from jax.extend import core
 from shardlib.equations import CALLS, ELEMENTWISE, IDENTITIES, SCATTERS, Atom, body_of, called, kinds, shape_of
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import ZIGZAG, parse_shape
+from shardlib.places import place
 from shardlib.proof import collectives, elementwise, lookups, primitives, rings, shapes, sums
 from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, varying
@@ -43,6 +45,7 @@ class Interpreter:
         self.sizes, self.twin_sizes, self.is_unchecked = Sizes(sizes), SizesOnOne(twin_sizes), is_unchecked
         self.problems: dict[Any, Unprovable] = {}
         self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
+        self._proved: dict[tuple[int, ...], Equation] = {}  # in some turn of their loops
         self._entered: dict[str, Value] = {}
         self._in_stages = False
         self._alignment = Alignment(self.sizes, self.twin_sizes)
@@ -88,7 +91,10 @@ class Interpreter:
         try:
             found = self._applied(eq)
             if is_noted:
-                self.noted[tuple(id(caller.eqn) for caller in self._callers[1:])] = eq, found
+                path = tuple(id(caller.eqn) for caller in self._callers[1:])
+                self.noted[path] = eq, found
+                if not any(value.unprovable for value in found):
+                    self._proved[path] = eq
             return found
         finally:
             self._callers.pop()
@@ -128,9 +134,28 @@ class Interpreter:
 
     def explain(self, eq: Equation, refusal: Refused) -> Unprovable:
         """Adds the place and the operands' types to a refusal."""
-        eq = refusal.at or eq
+        own, eq = None if refusal.at else eq, refusal.at or eq
         operands = eq.operand_texts("size" in refusal.remedy)
-        return Unprovable(eq.place(), f"{eq.shown}: {refusal.problem}", refusal.remedy, operands, refusal.differs)
+        problem = f"{eq.shown}: {refusal.problem}"
+        return Unprovable(eq.place(), problem, refusal.remedy, operands, refusal.differs, own)
+
+    def blamed(self, reason: Unprovable) -> Unprovable:
+        """`reason` at the line that calls a function, if the function is right where other lines call it."""
+        own, shared = reason.eq.calls() if reason.eq else [], 0
+        for eq in self._proved.values():
+            if own and eq.name == reason.eq.name:
+                pairs = zip(own[::-1], eq.calls()[::-1], strict=False)
+                same = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+                shared = max(shared, same if same < len(own) else 0)
+        if not shared:
+            return reason
+        over = ", ".join(sorted({axis for x in reason.eq.ins for axis in x.partial}))
+        remedy = (
+            f"gather what this line passes{over and f' over {over}'} first, with all_gather, or compute it here "
+            f"without {reason.place}, which other calls need as it is"
+        )
+        problem = f"{reason.problem}; {reason.place} is right for what other calls pass"
+        return dataclasses.replace(reason, place=place(*own[-1 - shared]), problem=problem, remedy=remedy)
 
     def unprovable(self, eq: Equation, reason: Unprovable) -> list[Value]:
         """Marks all results of an equation as unprovable."""

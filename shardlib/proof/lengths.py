@@ -14,6 +14,7 @@ from jax.extend import core
 
 from shardlib.equations import Eqn, arrays_in, equations_in, kinds, shape_of
 from shardlib.proof.equation import Equation
+from shardlib.proof.reach import LOW
 
 ROUNDED = 8
 """Slots of experts are a multiple of this."""
@@ -39,6 +40,8 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
             return _named(a), set(), False
         end = math.inf if a.primitive.name in kinds("comparison") else length
         literals = [(x.val, y.val, y) for x, y in zip(a.invars, b.invars, strict=True) if isinstance(y, core.Literal)]
+        if any(np.less(x, LOW) != np.less(value, LOW) for x, value, _ in literals):  # of unknown ones, this is used
+            return _named(a), set(), False
         unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at, end)}
     for x, y in zip(arrays_in(long), arrays_in(short), strict=True):
         if not _is_known(x, y, length, at, length):

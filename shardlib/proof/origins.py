@@ -56,8 +56,15 @@ def choice_between(here: Eqn | None, there: Eqn | None) -> str:
     The last line is the assignment of what the choice depends on.
     """
     ours, theirs = ([f for f in frames_of(eqn) if is_users(f[0])] if eqn else [] for eqn in (here, there))
-    parted = next((pair for pair in itertools.zip_longest(ours, theirs) if pair[0] != pair[1]), ())
-    files, lines = {frame[0] for frame in parted if frame}, [frame and frame[1] for frame in parted]
+    pairs = itertools.zip_longest(ours, theirs)
+    parted = [*itertools.dropwhile(lambda pair: pair[0] == pair[1], pairs)]
+    alone = [pair for a, b in parted[1:] for pair in ((a, None), (None, b))]
+    return next(filter(None, (_choice(*pair) for pair in [*parted[:1], *alone])), "")
+
+
+def _choice(here: Line | None, there: Line | None) -> str:
+    """The choice by a size, in words, on whose sides two lines are; empty if there is none."""
+    files, lines = {frame[0] for frame in (here, there) if frame}, [x and x[1] for x in (here, there)]
     if len(files) != 1:
         return ""
     (file,) = files
@@ -66,7 +73,8 @@ def choice_between(here: Eqn | None, there: Eqn | None) -> str:
     nodes = sorted((n for n in ast.walk(_tree(file)) if isinstance(n, _CHOICES)), key=lambda n: -n.lineno)
     for node in nodes:
         branches = [part if isinstance(part, list) else [part] for part in (node.body, node.orelse)]
-        if any(side(branch, lines[0]) != side(branch, lines[1]) for branch in branches):
+        is_parted = any(side(branch, lines[0]) != side(branch, lines[1]) for branch in branches)
+        if is_parted and _is_of_size(file, node.test, node.lineno):
             made = max((n.lineno for n in _assignments(file, node.lineno, _names(node.test))), default=None)
             of = f", of {shown_path(file)}:{made}" if made else ""
             return f"by the choice {shown_path(file)}:{node.lineno}, `{ast.unparse(node.test)}`{of}"
@@ -100,6 +108,12 @@ def size_text(frames: Iterable[Line]) -> str:
 
 
 _SIZE = re.compile(r"\.(shape|size)\b(?!\()|\blen\(|axis_size\(|planned_devices\(|has_stages\(|mesh_axes\(")
+
+
+def _is_of_size(file: str, node: ast.AST, line: int) -> bool:
+    """True if a node at a line depends on a size: others, such as flags, are alike on every mesh."""
+    made = _assignments(file, line, _names(node))
+    return bool(_SIZE.search(ast.unparse(node))) or any(_is_of_size(file, n, n.lineno) for n in made)
 
 
 def _is_simple(node: ast.AST) -> TypeGuard[ast.stmt]:

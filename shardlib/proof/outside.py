@@ -229,7 +229,7 @@ class _Outside:
         values = interpreter.run(eqn.params["jaxpr"], twin.params["jaxpr"], args)
         self.facts |= interpreter.noted
         for unprovable in interpreter.problems.values():
-            self._suspect(str(unprovable))
+            self._suspect(str(interpreter.blamed(unprovable)))
         outs = []
         for i, (spec, value, there) in enumerate(zip(eqn.params["out_specs"], values, other.outvars, strict=True)):
             axes, var = axes_of_spec(spec, len(there.aval.shape)), body.outvars[i]
@@ -311,7 +311,7 @@ def _finding(
 ) -> Finding | None:
     """What is wrong with result i of a shard_map; None if nothing is."""
     if value.unprovable:
-        return Finding(str(value.unprovable), differs=value.unprovable.differs)
+        return Finding(str(interpreter.blamed(value.unprovable)), differs=value.unprovable.differs)
     if value.shift or value.folded or (value.ratio != 1.0 and value.scaled is not None):
         origin = value.shifting if value.shift else value.folding if value.folded else value.scaled
         try:

@@ -20,18 +20,27 @@ MOST = 2**24
 """Largest number of entries to compute one by one. Beyond it, all entries of a dim are taken together."""
 LOW = -1e3
 """exp of numbers below this is 0."""
+MAYBE_LOW = -1.0
+"""Bound of an unknown entry that may be LOW, or of the size of its operands. See Reach."""
 
 
 @dataclasses.dataclass(eq=False)
 class Reach:
     """What is known of a value. Each array has the value's dims, with size 1 where all entries along a dim are alike.
 
+    An unknown entry has a bound. Below LOW, the entry is at most its bound. From 0 on, the largest known number that
+    went into the entry has at most this size, 0 if none is beyond LOW; infinity if one of them masks. MAYBE_LOW: one or
+    the other. The proof takes a number into which no larger known number went as at most half as large as a LOW one
+    that meets it in a sum or a maximum. It takes no entry for small that may itself be LOW: the largest score of a row
+    that sees no key is a number that masks, and the others of its row, less this one, are not LOW.
+
     Attributes:
         shape: the value's shape.
-        number: for known entries their numbers, for others an upper bound.
+        number: for known entries their numbers, for others their bounds.
         known: True where an entry is the same number for all tokens and weights.
         last: last token that an entry may depend on; NONE: none.
         why: where tokens first came in that a position must not see; None: nowhere.
+        blurred: True for a result whose entries count as depending on all entries of the operands.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +52,7 @@ class Reach:
     """What else is known of the entries together: Among, Sums or Slots."""
     ways: tuple["Reach", "Reach"] | None = None
     """The value for two ways in which later documents may begin; None: it is the same. Their tokens do not count."""
+    blurred: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -140,9 +150,53 @@ def dtype_of(aval: core.ShapedArray) -> np.dtype:
 
 
 def highest(dtype: Any) -> Any:
-    """Upper bound of an unknown number."""
+    """Bound of a number of which nothing is known."""
     dtype = np.dtype(dtype)
-    return dtype.type(np.inf) if dtype.kind == "f" else dtype.type(0)
+    return dtype.type(np.inf) if dtype.kind in "fc" else dtype.type(0)
+
+
+def sizes(x: "Reach") -> Any:
+    """Size of the largest known number that went into each entry; 0 if it is not beyond LOW."""
+    if x.number.dtype.kind in "biu":  # unknown ones have a number if they were LOW as floats
+        return np.where(x.known, 0, x.number)
+    size = np.abs(x.number)
+    size = np.where(size <= -LOW, 0.0, np.where(size < np.inf, size, np.inf))
+    return np.where(x.known | ~(x.number < 0), size, np.inf)
+
+
+def bounds(x: "Reach") -> Any:
+    """The bounds of the entries of floats; of a known one that of an unknown one as large."""
+    return np.where((x.number < 0) & ~(x.known & (x.number >= LOW)), x.number, sizes(x))
+
+
+def joined(a: Any, b: Any) -> Any:
+    """Bound of an entry that is one of two, or a sum of two that are not LOW."""
+    least, most = np.minimum(a, b), np.maximum(a, b)
+    return np.where((least >= 0) | (most < LOW), most, np.where(most <= 0, MAYBE_LOW, np.inf))
+
+
+def at_most(x: "Reach", ins: Sequence["Reach"]) -> "Reach":
+    """The result of a choice by ins[0]: where this depends on no token, the larger of the others if one may mask."""
+    if x.number.dtype.kind != "f":
+        return x
+    most = np.maximum.reduce(np.broadcast_arrays(*map(bounds, ins[1:])))
+    free = ~x.known & ~ins[0].known & (ins[0].last < 0)
+    return dataclasses.replace(x, number=np.where(free, most, x.number))
+
+
+def ordinary(x: "Reach") -> "Reach":
+    """Takes what is unknown of a value as numbers into which no known number went."""
+    return dataclasses.replace(x, number=np.where(x.known | (x.number < np.inf), x.number, x.number.dtype.type(0)))
+
+
+def sized(x: "Reach", ins: Iterable["Reach"]) -> "Reach":
+    """Bounds those entries of a result of which nothing is known, by the sizes of all operands."""
+    size, dtype = max((sizes(y).max(initial=0) for y in ins), default=0), x.number.dtype
+    if dtype.kind in "fc":
+        return dataclasses.replace(x, number=np.where(x.known | (x.number < np.inf), x.number, dtype.type(size)))
+    if size and dtype.kind in "iu":
+        return dataclasses.replace(x, number=np.where(x.known, x.number, np.iinfo(dtype).max))
+    return x
 
 
 def made(shape: Sequence[int], number: Any, known: Any, last: Any = NONE, dtype: Any = None) -> Reach:
@@ -154,8 +208,10 @@ def made(shape: Sequence[int], number: Any, known: Any, last: Any = NONE, dtype:
         known, last = np.ones((1,) * rank, bool), pad(NONE)
     elif not known.any():
         known = np.zeros((1,) * rank, bool)
-        if dtype.kind != "f" or not (number < np.inf).any():
+        if dtype.kind not in "fc":
             number = pad(highest(dtype))
+        elif number.size and (number == number.flat[0]).all():
+            number = pad(number.flat[0])
     elif last.max(initial=-1) >= 0:
         last = np.where(known, NONE, last)
     return Reach(tuple(shape), number, known, np.asarray(last, np.int32))
@@ -273,7 +329,7 @@ def _in_both(x: Reach, a: Reach, b: Reach) -> Reach:
     if any(isinstance(value.fact, Slots) for value in (x, a, b)):
         return x
     same = a.known & b.known & ((a.number == b.number) | ((a.number != a.number) & (b.number != b.number)))
-    number = np.maximum(a.number, b.number) if a.number.dtype.kind == "f" else np.where(same, a.number, 0)
+    number = np.where(same, a.number, joined(bounds(a), bounds(b)) if a.number.dtype.kind == "f" else 0)
     found = made(x.shape, number, same, x.last, a.number.dtype)
     differ = ((a.known | b.known) & ~same).any()
     return dataclasses.replace(found, why=x.why, fact=x.fact, ways=(a, b) if differ else None)

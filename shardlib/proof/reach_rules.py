@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.equations import ELEMENTWISE, REDUCTIONS, Eqn, kinds
+from shardlib.equations import ELEMENTWISE, REDUCTIONS, Eqn, kinds, words
 from shardlib.proof import reach, reach_slots
 from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.reach import LOW, MOST, NONE, Among, Reach, Sums
@@ -37,8 +37,9 @@ def _rule_of(eqn: Eqn, ins: list[Reach]) -> Callable:
 
 def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
     """Results whose entries may each depend on all entries of all operands."""
-    last = reach.of_all(ins)
-    return [reach.unknown(result_shape(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
+    last, types = reach.of_all(ins), [reach.dtype_of(var.aval) for var in eqn.outvars]
+    found = [reach.unknown(result_shape(eqn, i), dtype, last) for i, dtype in enumerate(types)]
+    return [dataclasses.replace(x, blurred=True) for x in found]
 
 
 # ---- entry by entry
@@ -46,6 +47,8 @@ def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
 
 UNFOLLOWED = frozenset(("exp", "sqrt", "rsqrt"))
 """Primitives whose results are not computed from known operands."""
+SMALL = words("cos erf exp exp2 logistic sign sin tanh")
+"""Primitives whose finite results are no masks, whatever known number went in: exp of a LOW one is 0."""
 
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach | Any:
@@ -82,24 +85,35 @@ def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
         return any_of(at), sum(np.where(a, s * x.number, 0) for a, s, x in zip(at, signs, ins, strict=True))
     if name in ("exp", "exp2", "logistic"):
         return ins[0].number < LOW, 0
+    if name in ("eq", "ne"):  # an unknown number is finite, unless it may be a mask
+        infinite = [x.known & np.isinf(x.number) for x in ins]
+        finite = [~x.known & (reach.sizes(x) < np.inf) for x in ins[::-1]]
+        return any_of([a & b for a, b in zip(infinite, finite, strict=True)]), name == "ne"
     return np.asarray(False), 0
 
 
 def _bound(name: str, ins: Sequence[Reach]) -> Any:
-    """Upper bounds of results. An unknown number has at most half the size of a LOW one that it is added to."""
-    a, b = ins[0].number, ins[-1].number
-    if name in ("add", "add_any"):
-        half = np.where(a < LOW, a / 2, np.where(b < LOW, b / 2, np.inf))
-        return np.where(np.isfinite(a) & np.isfinite(b), a + b, half)
-    if name == "sub":
-        return np.where(ins[1].known & np.isfinite(a), a - b, np.where(a < LOW, a / 2, np.inf))
-    if name == "mul":
-        scale, x = (a, b) if ins[0].is_known else (b, a)
-        positive = scale > 0 if ins[0].is_known or ins[1].is_known else np.False_
-        return np.where(positive, x * np.where(positive, scale, 1), np.inf)
-    if name == "div":
-        return a / b if ins[1].is_known and (b > 0).all() else np.inf
-    return {"max": np.maximum, "min": np.minimum}.get(name, lambda a, b: np.inf)(a, b)
+    """Bounds of results."""
+    size = functools.reduce(np.maximum, map(reach.sizes, ins))
+    if name in SMALL:
+        return 0.0
+    if name in ("add", "add_any", "sub", "max", "min"):
+        a, b = reach.bounds(ins[0]), reach.bounds(ins[1] if name != "sub" else _negative(ins[1]))
+        least, most = np.minimum(a, b), np.maximum(a, b)
+        if name in ("max", "min"):
+            return most if name == "max" else np.where(least < 0, least, most)
+        sums = np.where(most < LOW, least + most, least / 2)
+        return np.where((least < LOW) & (most <= -least / 2), sums, reach.joined(a, b))
+    if name in ("mul", "div"):
+        x, scale = ins if name == "div" or ins[1].is_known else ins[::-1]
+        bound, factor = reach.bounds(x), scale.number if name == "mul" else 1 / scale.number
+        bound = np.where(bound < LOW, bound * factor, bound if name == "div" else np.where(bound < 0, bound, size))
+        return np.where(scale.known & (scale.number > 0), bound, size)
+    return size
+
+
+def _negative(x: Reach) -> Reach:
+    return dataclasses.replace(x, number=np.where(x.known, -x.number, reach.sizes(x)))
 
 
 @rule("add", "add_any", "sub")
@@ -128,23 +142,28 @@ def _converted(eqn: Eqn, x: Reach) -> Reach:
         if whole.dtype.kind == "f" and dtype.kind in "iu":
             known = known & (number == np.trunc(whole))
         number = np.where(known, number, reach.highest(dtype))
-    found = reach.made(result_shape(eqn), number, known & reach.exact(number, eqn.outvars[0].aval), x.last, dtype)
+    known = known & reach.exact(number, eqn.outvars[0].aval)
+    if dtype.kind == number.dtype.kind == "f":
+        number = np.where(known, number, reach.bounds(Reach(x.shape, number, x.known, x.last)))
+    found = reach.made(result_shape(eqn), number, known, x.last, dtype)
     found.fact = x.fact if isinstance(x.fact, Sums) else None
     return found
 
 
 @rule("select_n")
 def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
-    shape, dtype, pick = result_shape(eqn), dtype_of_result(eqn), which.number.astype(np.int64)
+    shape, dtype, pick = result_shape(eqn), dtype_of_result(eqn), np.where(which.known, which.number, 0).astype(int)
     arrays = list(zip(*(case.arrays() for case in cases), strict=True))
     parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
         return reach.made(shape, *parts, dtype=dtype)
     numbers, known, last = arrays
     is_first = [(number == numbers[0]) | ((number != number) & (numbers[0] != numbers[0])) for number in numbers]
+    same = functools.reduce(np.logical_and, (*known, *is_first))
+    bound = functools.reduce(reach.joined, map(reach.bounds, cases)) if dtype.kind == "f" else 0
     either = [
-        functools.reduce(np.maximum, numbers) if dtype.kind == "f" else numbers[0],
-        functools.reduce(np.logical_and, (*known, *is_first)),
+        np.where(same, numbers[0], bound),
+        same,
         functools.reduce(np.maximum, (*last, which.last)),
     ]
     found = reach.made(shape, *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)), dtype=dtype)
@@ -155,13 +174,14 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
 
 @rule("max")
 def _larger(eqn: Eqn, *ins: Reach) -> Reach:
-    """A LOW number gives way to one that is not."""
+    """A LOW number gives way to one that is not, and cannot be."""
     result = _elementwise(eqn, *ins)
     if result.number.dtype.kind != "f" or result.is_known:
         return result
     parts = result.arrays()
     for x, other in (ins, ins[::-1]):
-        at = (x.number < LOW) & ~(other.number < LOW)
+        bound = reach.bounds(other)
+        at = (x.number < LOW) & (bound >= 0) & (bound <= -x.number / 2)
         parts = [np.where(at, a, b) for a, b in zip(other.arrays(), parts, strict=True)]
     return reach.made(result.shape, *parts)
 
@@ -178,21 +198,26 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach:
     """Known where all entries are, where all are 0 in a sum, and where one decides. LOW numbers give way to others."""
     name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), result_shape(eqn), dtype_of_result(eqn)
     number, known, decided = x.number, x.known, np.False_
+    bound = reach.highest(dtype)
     if x.is_known and name in ("argmax", "argmin"):
         return reach.made(shape, getattr(np, name)(reach.full(number, x.shape, axes), axes[0]).astype(dtype), True)
-    if name == "reduce_max" and dtype.kind == "f" and not x.is_known:
-        low = number < LOW
-        low &= ~low.all(axes, keepdims=True)
-        x = Reach(x.shape, number, known, np.where(low, NONE, x.last))
+    if name in ("reduce_max", "reduce_min") and dtype.kind == "f":
+        of_each = reach.bounds(x)
+        least, bound = of_each.min(axes, initial=np.inf), of_each.max(axes, initial=-np.inf)
+        if name == "reduce_max":
+            size = np.where(of_each >= 0, of_each, np.inf).min(axes, keepdims=True, initial=np.inf)
+            x = Reach(x.shape, number, known, np.where((number < LOW) & (size <= -number / 2), NONE, x.last))
+        else:
+            bound = np.where(least < 0, least, bound)
     last = x.over(axes).squeeze(axes)
     if name not in REDUCERS or (name in ("reduce_and", "reduce_or") and dtype.kind != "b"):
         return reach.unknown(shape, dtype, last)
     if name == "reduce_sum":
-        number, known = np.where(known, number, reach.highest(dtype)), known & (number == 0)
+        known = known & (number == 0)
     elif dtype.kind == "b":
         decided = np.logical_or.reduce(known & (number == (name == "reduce_or")), axes)
-    number = REDUCERS[name].reduce(number, axes)
-    return reach.made(shape, number, decided | np.logical_and.reduce(known, axes), last, dtype)
+    known = decided | np.logical_and.reduce(known, axes)
+    return reach.made(shape, np.where(known, REDUCERS[name].reduce(number, axes), bound), known, last, dtype)
 
 
 @rule("sort", "top_k")

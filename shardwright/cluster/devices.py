@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from shardlib.axes import axes_of_mesh, mesh_text
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
+from shardwright.data.untrusted import check_private
 from shardwright.settings.exits import LOST
 from shardwright.settings.words import say
 
@@ -146,9 +147,7 @@ def _keep_programs(directory: str) -> None:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
-            about = path.stat()
-            if about.st_uid != os.getuid() or about.st_mode & 0o022:
-                raise PermissionError(f"others may write in {path}: chmod go-w it, or choose your own directory")
+            check_private(path)
         except OSError as error:
             say(f"hardware.compilation_cache: not used: {error}.")
             kept = None

@@ -1,7 +1,8 @@
-"""Turns Ctrl-C and SIGTERM into requests to stop after a step."""
+"""Turns Ctrl-C, SIGTERM and SIGHUP into requests to stop after a step."""
 
 import os
 import signal
+import stat
 import threading
 from typing import Any
 
@@ -10,9 +11,10 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """Context in which the first SIGINT or SIGTERM requests a stop after a step. A second SIGINT acts as usual.
+    """Context in which the first SIGINT, SIGTERM or SIGHUP requests a stop after a step.
 
-    Further SIGTERMs are ignored, because schedulers send several, and one may arrive during the last save.
+    A second SIGINT acts as usual. Further SIGTERMs are ignored, because schedulers send several, and
+    one may arrive during the last save. SIGHUP stays ignored if it was, as under nohup.
 
     With several processes, a signal to any of them stops all after the same step: JAX's preemption service, which
     handles SIGTERM since jax.distributed.initialize, agrees on the next step that no process has started. Only the main
@@ -25,7 +27,11 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            own = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
+            own = [signal.SIGINT]
+            if jax.process_count() == 1:
+                own.append(signal.SIGTERM)
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+                own.append(signal.SIGHUP)
             for number in own:
                 self._previous[number] = signal.signal(number, self._request)
         return self
@@ -50,7 +56,21 @@ class StopRequest:
 
     def _request(self, number: int, frame: object) -> None:
         self._name = self._name or signal.Signals(number).name
+        if number == signal.SIGHUP:
+            _drop_output()
         if signal.SIGINT in self._previous:
             signal.signal(signal.SIGINT, self._previous.pop(signal.SIGINT))
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # the only signal that JAX forwards to the other processes
+
+
+def _drop_output() -> None:
+    """Drops what is printed from here on, unless to a file.
+
+    The terminal is gone, and so is what reads a pipe: printing would raise before the save.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        if not stat.S_ISREG(os.fstat(output).st_mode):
+            os.dup2(null, output)
+    os.close(null)

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -49,7 +50,9 @@ def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte in the name
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
+        if not os.path.islink(path):
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
+        why = "it is a link to a file that is missing"
     except OSError as error:  # a link to itself is damage; for other errors the file may be intact
         kind, why = Damaged if error.errno == errno.ELOOP else ValueError, error.strerror
     if status and not stat.S_ISREG(status.st_mode):
@@ -60,6 +63,14 @@ def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
         kind, why = ValueError, "its permissions forbid it"
     if why is not None:
         raise kind(f"{path} cannot be read: {why}. {COPY_AGAIN}")
+
+
+def check_private(directory: Path) -> None:
+    """Raises PermissionError if others may write in a directory."""
+    about = directory.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        remedy = "chmod go-w it, or choose your own directory"
+        raise PermissionError(f"others may write in {directory}: {remedy}")
 
 
 def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:

@@ -49,13 +49,15 @@ class Collective(NamedTuple):
 class Sent(NamedTuple):
     """A collective of a line, and how often a step executes it: infinite in a loop of unknown length.
 
-    `least` is how often if XLA moves it out of its loop, or merges it with an equal one.
+    `least` is how often if XLA moves it out of its loop, merges it with an equal one, or leaves it out.
+    `again` is True of a compiled one whose computation has already sent the array.
     """
 
     what: Collective
     line: str
     times: float
     least: float = 0.0
+    again: bool = False
 
 
 def compared(jaxpr: object, mesh: Any, text: str, strict: bool = False) -> tuple[str, list[str]]:
@@ -89,6 +91,7 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
     changes: dict[Value, float] = {}  # how often a value changes in a step; once if it is not here
     itself: dict[Value, Value] = {}  # of each result and constant of a loop's body: itself, or what it is equal to
     before: dict[tuple, list[Value]] = {}  # results of an operation; an equal one needs no execution of its own
+    fixed: set[Value] = set()  # what depends on no argument, so that a compiler may compute it
 
     def same_as(x: Value) -> Value:
         while x not in itself and x.of is not None:  # not .root, which has other values before and after a write
@@ -96,8 +99,11 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
         return itself.get(x, x)
 
     def walk(graph: Graph, times: float, least: float) -> Iterator[Sent]:
+        needed = _needed_in(graph)
         for node in graph.nodes:
             reads = [*map(same_as, node.ins)]
+            if fixed.issuperset(reads) and not node.bodies and node.op != "axis_index":
+                fixed.update(node.outs)
             fewest = max((changes.get(x, 1) for x in reads), default=1)
             changes.update((x, fewest) for x in node.outs)
             what_it_computes = (node.primitive, str(node.params), node.literals, *(x.literal or x for x in reads))
@@ -109,7 +115,8 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
                 for out in node.outs:
                     entries = math.prod(out.shape) * (max(map(len, groups)) if kind == "reduce-scatter" else 1)
                     what = Collective(kind, reduction, groups, _dtype(out.dtype), entries)
-                    yield Sent(what, node.site.line or WITHOUT_LINE, times, fewest if known is node.outs else 0)
+                    is_sent = known is node.outs and out not in fixed and out.root in needed
+                    yield Sent(what, node.site.line or WITHOUT_LINE, times, fewest if is_sent else 0)
             turns: float = node.params.get("length", 1)
             for body in node.bodies:
                 changes.update(dict.fromkeys(body.ins, least * turns))
@@ -124,6 +131,15 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
                     before.update((("part", same_as(stack)), [same_as(part)]) for stack, part in made)
 
     yield from walk(graph_of(jaxpr, sizes), 1, 1)
+
+
+def _needed_in(graph: Graph) -> set[Value]:
+    """What its results depend on. JAX keeps all operands of a barrier, of which some have no use."""
+    needed = {x.root for x in graph.outs}
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(x.root for x in node.outs):
+            needed |= {x.root for x in node.ins}
+    return needed
 
 
 def _groups_of(node: Node, sizes: Mapping[str, int]) -> frozenset:
@@ -149,6 +165,7 @@ def compiled_in(
     program: Program, computation: Computation, places: Places, times: int, chains: set[str]
 ) -> Iterator[list[Sent]]:
     """The messages of a computation that is executed `times`, and of its loops and branches: the arrays of each."""
+    sent: set[tuple[Collective, str]] = set()
     for instruction in computation.instructions.values():
         if instruction.opcode in ("while", "call", "conditional"):
             is_loop = instruction.opcode == "while"
@@ -165,14 +182,23 @@ def compiled_in(
                 sizes = [sum(sizes)]  # it has an operand for each device of a group
             sizes = [size * members if message.kind == "all-gather" else size for size in sizes]
             kinds = [(message.kind, message.reduction, groups, array.dtype) for array in message.arrays]
-            yield [Sent(Collective(*kind, size), line, times) for kind, size in zip(kinds, sizes, strict=False)]
+            whats = [Collective(*kind, size) for kind, size in zip(kinds, sizes, strict=False)]
+            read, is_alone = instruction.operands, instruction.opcode.startswith(message.kind)
+            if not is_alone or len(read) != len(whats):  # what a fusion sends is not what it reads
+                read = [f"{instruction.name} {i}" for i in range(len(whats))]
+            arrays = [*zip(whats, read, strict=True)]
+            yield [Sent(array[0], line, times, again=array in sent) for array in arrays]
+            sent.update(arrays)
 
 
 def _instead(what: Collective, have: Iterable[Collective], platform: str) -> Iterator[tuple[str, Collective]]:
     """What may be compiled for a written collective: how it is changed, and one of those that the program has."""
     yield _AS_WRITTEN, what
-    if platform == "cpu" and what.dtype == "bf16":
-        yield "in f32 instead of bf16", what._replace(dtype="f32")
+    if what.dtype == "u64":  # a random key is two words
+        yield _AS_WRITTEN, what._replace(dtype="u32", entries=2 * what.entries)
+    if platform == "cpu" and (what.dtype == "bf16" or what.dtype.startswith("f8")):
+        wider = "f32" if what.dtype == "bf16" else "f16"
+        yield f"in {wider} instead of {what.dtype}", what._replace(dtype=wider)
     if platform == "tpu" and what.reduction in _EXTREMES.values():  # the same, of what was converted from bf16
         yield "in bf16 instead of f32", what._replace(dtype="bf16")
     if platform == "tpu" and what.kind in ("all-gather", "reduce-scatter"):
@@ -195,7 +221,13 @@ def compare(
     known, fewer = {sent.what for sent in compiled}, collections.defaultdict[Collective, set[float]](lambda: {0.0})
     for sent in written:
         fewer[sent.what] |= {less + sent.times - sent.least for less in fewer[sent.what]}
+    # An array that is sent again is no counterpart of another array.
     ways = [(how, what, other) for what in most for how, other in _instead(what, [*have], platform)]
+    extra = _totals([sent for sent in compiled if sent.again], lambda sent: sent.what)
+    for what in extra:  # but for those that are also written as equal
+        equal = sum(max(fewer[of]) for _, of, other in ways if other == what)
+        extra[what] = max(0.0, extra[what] - equal)
+        have[what] -= extra[what]
     for how, what, other in sorted(ways, key=lambda way: way[0] != _AS_WRITTEN):
         if taken := min(most[what], have[other]):
             most[what] -= taken
@@ -219,6 +251,8 @@ def compare(
             most[what], have[what] = max(0.0, left - less), have[what] + max(0.0, less - left)
         elif what in known:
             most[what] = 0.0
+    for what, times in extra.items():
+        have[what] += times
     here, there = (_totals(sents, lambda sent: (sent.what, sent.line)) for sents in (written, compiled))
     missing = [(*row, "not compiled") for row in _lines_of(most, here, there)]
     more = [(*row, "not in the source") for row in _lines_of(have, there, here)]

@@ -11,16 +11,18 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from shardlib.axes import OPTIONAL, PIPELINE_AXIS
+from shardlib.places import place as place_at
+from shardlib.places import users_call
 from shardlib.proof.causality import GIVEN, find_later, operations, tokens
 from shardlib.proof.check import Finding, on_one_device
 from shardlib.proof.lengths import compared
-from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, entries_of, made, unknown
+from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, made, reshaped, unknown
+from shardwright.data.loader import TokenBatch
 from shardwright.inspect.soundness import Unproved, devices_of, refuse
 from shardwright.modeling import fp8
 from shardwright.modeling.attention_calls import mask_of, sees_later
 from shardwright.modeling.masks import AttentionMask
 from shardwright.run.best_effort import in_a_line
-from shardwright.run.provenance import text_of
 from shardwright.run.step import Step
 
 ROWS, LENGTH = 2, 256
@@ -29,11 +31,14 @@ AT_MOST = 4096
 """Largest number of tokens, if ROWS of LENGTH would be another program or would not show all that it does."""
 PURPOSE = "If the model is not causal on purpose, say so: AttentionMask(causal=False)"
 REMEDIES = {
+    "as far as it is followed": "use masked products, jnp.cumsum, or lax.scan over positions, so that "
+    f"each position reads those before it. {PURPOSE}",
     "where later documents begin": "read tokens.positions and tokens.document of the position itself and of those "
     "before it, with no shift to the left, and no count or maximum over L",
     "another sequence": "keep sequences separate: take means, norms and choices over dims other than B",
     "in an earlier document": "leave out what comes from another document: attend by masks.same_document, set it to 0 "
     "by tokens.document or tokens.positions, or set training.document_mask=false",
+    "receives no logits": "compute the loss by MicrobatchLoss.loss, of logits and targets, as train.py does",
     "meets the logits": "compute the loss of a target from the logits of its own position, or of an earlier one",
     "is to predict the token": "give the loss of each position its own target, batch.targets at that position",
     ": (dot_general|reduce_max|select_n|while|scan): ": "leave later positions out of what is taken together: give "
@@ -75,14 +80,16 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
     if context is None:
         checked = [step.other(name=name) for name in ("evaluation", "training")]
     else:
-        checked = [step.other("document mask", "whole loss", name="logits", size=(ROWS, context))]
+        forms = "document mask", "whole loss", "einsum attention"
+        one = on_one_device(step.mesh, OPTIONAL)
+        checked = [step.other(*forms, name="logits", size=(ROWS, context), mesh=one)]
     patterns = [*(call.pattern for each in checked for call in each.calls), getattr(step.model, "mask", None)]
     if not all(pattern.causal for pattern in patterns if isinstance(pattern, AttentionMask)):
         return "the model's attention mask says causal=False"
     settings = step.model.c, checked[0].c.training, step.c.optimizer, context, devices_of(step.mesh)
-    settings += tuple(source and text_of(part) for part in (type(step.model), step.trainer))
+    key = lambda: (*(each.digest for each in checked), "causality", settings)
     try:
-        refuse(lambda: list(dict.fromkeys(_findings(checked))), source, "causality", *settings)
+        refuse(lambda: list(dict.fromkeys(_findings(checked))), source, key)
     except Unproved as why:
         return str(why)
     return ""
@@ -123,7 +130,9 @@ def _of_program(step: Step) -> Iterator[Finding]:
     try:
         own = step.jaxpr
     except Exception as error:  # whatever the program does there
-        raise Unproved(f"its forward pass does not trace on one device: {in_a_line(error)}") from None
+        yield _untraced(error, step, "one device")
+        return
+    failed: list[Finding] = []
     why, doubt = f"its operations on {rows} × {length} tokens are others than on fewer", ""
     is_made_for_length = False
     chunks = length // (chunk or length)  # as many, so that each has its part of the positions
@@ -136,7 +145,7 @@ def _of_program(step: Step) -> Iterator[Finding]:
             fewer, longer = step.other(size=at), step.other(size=(at[0], length)).jaxpr
             program = fewer.jaxpr
         except Exception as error:  # whatever the program does at this length; others are tried
-            why = f"on {at[0]} × {at[1]} tokens it does not trace: {in_a_line(error)}"
+            failed = failed or [_untraced(error, step, f"{at[0]} × {at[1]} tokens")]
             continue
         if operations(program) != operations(own):
             continue
@@ -147,28 +156,50 @@ def _of_program(step: Step) -> Iterator[Finding]:
         if differs:
             why = f"{differs}: its sizes on {length} positions do not follow from those on {at[1]}"
             continue
-        find = functools.partial(_first_problem, program, list(_runs(fewer)), math.log(length, at[1]))
-        if not (doubted := find(unknown)):
+        find = functools.partial(_first_problem, program, list(_runs(fewer)), growth=math.log(length, at[1]))
+        if (doubted := find(unknown=unknown)) and unknown:
+            if problem := find():  # a leak in the shorter program, whatever is unknown
+                yield remedied(problem, fewer.form)
+                return
+            doubted = find(unknown=unknown, is_shown=True)
+        elif doubted:
+            yield remedied(doubted, fewer.form)
             return
-        if problem := find(frozenset()) if unknown else doubted:  # a leak in the shorter program, whatever is unknown
-            yield remedied(problem, fewer.form)
+        if not doubted:
             return
         doubt, form = f"{doubted}, as far as {at[1]} positions show", fewer.form
-    if not doubt or is_made_for_length:
+    if doubt and not is_made_for_length:
+        yield remedied(doubt, form)
+    elif failed and not doubt:
+        yield from failed
+    else:
         raise Unproved(doubt or why)
-    yield remedied(doubt, form)
 
 
-def _first_problem(program: ClosedJaxpr, runs: list, growth: float, unknown: Set[int]) -> str:
-    found = (find_later(program, unknown=unknown, growth=growth, free=(GIVEN, fp8.PEAK), **run) for run in runs)
+def _untraced(error: Exception, step: Step, on: str) -> Finding:
+    """An error of a program, whatever it is, which is a rejection unless the settings say otherwise."""
+    problem = f"the {step.name} does not trace on {on}: {in_a_line(error)}"
+    if step.c.training.unproved_causality:
+        raise Unproved(problem)
+    call = users_call(error)
+    where = f"{place_at(call.tb_frame.f_code.co_filename, call.tb_lineno)}: " if call else ""
+    remedy = "mend the error; training.unproved_causality=true runs without a proof that the model is causal"
+    return Finding(f"{where}{problem}\n  remedy: {remedy}", form=step.form)
+
+
+def _first_problem(program: ClosedJaxpr, runs: list, unknown: Set[int] = frozenset(), **options: Any) -> str:
+    found = (find_later(program, unknown=unknown, free=(GIVEN, fp8.PEAK), **options, **run) for run in runs)
     return next(filter(None, found), "")
 
 
 def _runs(step: Step) -> Iterator[dict[str, Any]]:
     """Arguments of find_later: for later tokens, for tokens of other documents, and for where later documents begin."""
-    (w, *microbatches), (rows, length), sampled = step.traced.args_info[0], step.size, step.name == "logits"
-    until = length // 2
-    count, place = len(microbatches), np.arange(length)
+    (rows, length), sampled = step.size, step.name == "logits"
+    is_batch = lambda x: isinstance(x, TokenBatch)
+    parts = jax.tree.leaves(step.traced.args_info[0], is_leaf=is_batch)
+    (batch,) = filter(is_batch, parts)
+    until, place, shape = length // 2, np.arange(length), batch.targets.shape
+    count = math.prod(shape[:-1]) // rows
     starts = np.broadcast_to(place == 0, (count * rows, length)).copy()
     if not sampled:  # more documents than positions before `until`, and of other rows one
         starts[::2, 2 * length // 5 : 19 * length // 20] = starts[::2, -2:-1] = True
@@ -181,19 +212,18 @@ def _runs(step: Step) -> Iterator[dict[str, Any]]:
     same = starts == other
     either = made(same.shape, starts, same, np.where(same, NONE, LATER))
     either.ways = constant(starts), constant(other)
-    free = lambda tree: [unknown(x.shape, dtype_of(x)) for x in jax.tree.leaves(tree)]
 
     def run(begin: Reach, seen: np.ndarray, is_forward: bool = True) -> dict[str, Any]:
-        number, known = tokens(*same.shape, is_forward=is_forward), free(w)
+        number = tokens(*same.shape, is_forward=is_forward)
         before = np.where(documents, NONE, number - 1 if is_forward else number + 1)
         targets, mask = unknown(same.shape, np.uint32, number), unknown(same.shape, bool, before)
-        for i, (batch, of_seeds) in enumerate(microbatches):
-            part = lambda x, i=i: entries_of(x, 0, i * rows, (i + 1) * rows)
-            known += map(part, (targets, begin, mask))
-            if batch.inputs is not None:
-                known.append(part(targets.moved(lambda x: x[..., None], (count * rows, *batch.inputs.shape[1:]))))
-            known += free(of_seeds)
-        return {"args": known, "seen": seen, "rows": rows, "is_forward": is_forward}
+        own = [x.moved(lambda a, x=x: reshaped(a, x.shape, shape), shape) for x in (targets, begin, mask)]
+        if batch.inputs is not None:
+            own.append(own[0].moved(lambda a: a[..., None], batch.inputs.shape))
+        args = []
+        for x in parts:
+            args += own if is_batch(x) else [unknown(x.shape, dtype_of(x))]
+        return {"args": args, "seen": seen, "rows": rows, "is_forward": is_forward}
 
     number = tokens(*same.shape)
     first = np.maximum.accumulate(np.where(documents, number, number[:, :1]), axis=1)

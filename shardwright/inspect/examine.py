@@ -17,8 +17,7 @@ from shardwright.inspect.soundness import check_steps, devices_of
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.run.background import FAILURES, run_at_low_priority
 from shardwright.run.best_effort import in_a_line
-from shardwright.run.files import write_whole
-from shardwright.run.provenance import read_by, record_of, source_of
+from shardwright.run.provenance import kept, read_by
 from shardwright.run.reference import check_paths_with_reference
 from shardwright.run.report import log
 from shardwright.run.step import Step
@@ -67,13 +66,10 @@ def check_as_written(step: Step, hlo: Path | None, source: object) -> None:
     def check(strict: bool) -> None:
         try:
             text = hlo.read_text() if hlo else ""
-            record = record_of("as_written", source, *(read_by(step) if source else ()), devices_of(step.mesh), text)
-            if record and record.exists() and not strict:
-                summary, lines = json.loads(record.read_text())
-            else:
-                summary, lines = compared(step.jaxpr, step.mesh, text, strict)
-                if record and source == source_of():  # else tracing imported more, which `source` does not cover
-                    write_whole(record, json.dumps([summary, lines]))
+            find = lambda: {"found": [*compared(step.jaxpr, step.mesh, text, strict)]}
+            key = lambda: (step.digest, read_by(step), devices_of(step.mesh), text)
+            known, kinds = None if strict else source, {"found": (str, [str])}
+            summary, lines = kept("as_written", known, key, find, kinds)["found"]
         except Exception as error:  # another XLA may write its programs differently
             if strict:
                 raise ValueError(

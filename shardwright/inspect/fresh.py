@@ -13,6 +13,8 @@ from shardwright.run.provenance import PACKAGES, own_modules
 from shardwright.run.step import Step
 
 MODELS = "shardwright.models"
+ONCE = (*PACKAGES, "jax", "jaxlib")
+"""Packages that hold the trace, wherever they are installed."""
 
 
 @contextlib.contextmanager
@@ -29,11 +31,11 @@ def anew(step: Step) -> Iterator[Step]:
     files = {str(path) for path in own_modules()}
     own_parts = own_functions(step.c.optimizer)
     names = step.trainer.__name__, *(part.__module__ for part in (*kinds, *own_parts))
-    packages = {name.partition(".")[0] for name in names} - {"__main__", *PACKAGES}
+    packages = {name.partition(".")[0] for name in names} - {"__main__", *ONCE}
 
     def is_own(name: str, module: object) -> bool:
         top = name.partition(".")[0]
-        is_named = top in packages or (getattr(module, "__file__", None) in files and top not in PACKAGES)
+        is_named = top in packages or (getattr(module, "__file__", None) in files and top not in ONCE)
         is_named |= name == step.trainer.__name__ or f"{name}.".startswith(f"{MODELS}.")
         return is_named and name != "__main__" and getattr(module, "__spec__", None) is not None
 

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.axes import CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
+from shardlib.equations import digest_of
 from shardlib.places import place
 from shardlib.proof.check import Finding, on_one_device, prove, prove_function, raise_for, tracing
 from shardwright.inspect.fresh import anew
@@ -21,7 +22,7 @@ from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.masks import numbers_in
 from shardwright.optimizers.rates import own_functions
-from shardwright.run.provenance import read_by, record_of, source_of
+from shardwright.run.provenance import kept, read_by
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import agreed
 
@@ -52,7 +53,9 @@ def check_steps(step: Step, source: object) -> None:
     Raises:
         ShardError: names the lines of the source that are wrong or not proved, with the values there and the remedy.
     """
-    refuse(lambda: find_unsound(step), source, *(read_by(step) if source else ()), devices_of(step.mesh))
+    programs = lambda: [step.other(name=name).digest for name in NAMES]
+    key = lambda: (programs(), read_by(step), devices_of(step.mesh))
+    refuse(lambda: find_unsound(step), source, key)
 
 
 def check_program(program: Any, args: object, source: Any, *settings: Any) -> None:
@@ -61,8 +64,9 @@ def check_program(program: Any, args: object, source: Any, *settings: Any) -> No
     `settings` are what its source reads besides the arguments.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    find = lambda: prove_function(lambda: program.trace(*shapes).jaxpr)
-    refuse(find, source, program.__name__, settings, repr(shapes))
+    trace = lambda: program.trace(*shapes).jaxpr
+    key = lambda: (digest_of(trace()), program.__name__, settings, repr(shapes))
+    refuse(lambda: prove_function(trace), source, key)
 
 
 def devices_of(mesh: Any) -> tuple:
@@ -71,23 +75,15 @@ def devices_of(mesh: Any) -> tuple:
     return (*mesh.shape.items(), device and device.device_kind)
 
 
-def refuse(find: Callable[[], list[Finding]], source: object, *parts: object) -> None:
-    """Raises ShardError for what `find` finds, unless all was proved before for this `source` and `parts`.
+def refuse(find: Callable[[], list[Finding]], source: object, key: Callable[[], object]) -> None:
+    """Raises ShardError for what `find` finds, unless all was proved before for `source` and `key`.
 
     `find` may raise Unproved. If several processes call this with the same program, as they all must, the first one
-    proves it and keeps the record.
+    proves it and keeps the record. `source` and `key` are those of provenance.kept.
     """
-    agreed(lambda: _refuse(find, source, parts) if jax.process_index() == 0 else None, Unproved)
-
-
-def _refuse(find: Callable[[], list[Finding]], source: object, parts: tuple) -> None:
-    record = record_of("soundness", source, *parts, tuple(jax.sharding.get_abstract_mesh().shape.items()))
-    if record and record.exists():
-        return
-    raise_for(find(), SHOWN)
-    if record and source == source_of():  # else tracing imported more, which a record of `source` would not cover
-        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        record.touch()
+    here = lambda: (key(), tuple(jax.sharding.get_abstract_mesh().shape.items()))
+    prove = lambda: kept("soundness", source, here, lambda: raise_for(find(), SHOWN) or {})
+    agreed(lambda: prove() if jax.process_index() == 0 else {}, Unproved)
 
 
 def find_unsound(step: Step) -> list[Finding]:

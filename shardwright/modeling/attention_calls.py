@@ -17,12 +17,13 @@ import numpy as np
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.layers import split_aux
-from shardlib.shardtypes import Of, f32, typed_shard_map
+from shardlib.shardtypes import Of, f32, typed_shard_map, u32
 from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
+from shardwright.data.loader import TokenBatch, batch_shapes
 from shardwright.modeling import context
 from shardwright.modeling.attention import KERNELS, choose
 from shardwright.modeling.masks import AttentionMask, Positions, same_document
-from shardwright.modeling.model import Tokens, act, blank_tokens, compute_scope, period_of
+from shardwright.modeling.model import Tokens, act, compute_scope, inputs_of, period_of
 from shardwright.modeling.splash import LANES
 from shardwright.modeling.weights import shapes_of
 
@@ -66,15 +67,14 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
         calls.append(Call(place, pattern, shape(q), *jax.tree.map(shape, (learned, sinks)), dropout=drop is not None))
         return q
 
+    # Tokens are an argument, since a constant would have another type than what a run computes from its batch.
     @typed_shard_map
-    def per_device(w: Of[model.Weights]) -> f32[""]:
+    def per_device(w: Of[model.Weights], batch: TokenBatch, seeds: u32["B/b"] | None) -> f32[""]:
         with pipeline_stage():
-            layers(forward.prepare(w))
+            layers(forward.prepare(w), forward.tokens(batch, seeds).prepared(model))
         return jnp.zeros(())
 
-    def layers(w: Any) -> None:
-        rows = max(1, sequences // shardops.axis_size("r d e"))
-        tokens = blank_tokens(model, length // shardops.axis_size("c"), rows, forward.in_training)
+    def layers(w: Any, tokens: Tokens) -> None:
         x = varying(model.embed(w, tokens), stage_axes())
         for place in range(period_of(model)):
             w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)
@@ -84,8 +84,14 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
     # One period of layers in each stage; the number of layers does not matter.
     w, count = shapes_of(model.table), period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
     of_a_period = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), w.layers)
+    rows = max(sequences, shardops.axis_size("r d e"))
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+        batch_shapes(rows, length, 1, len(inputs_of(model))),
+    )
+    seeds = jax.ShapeDtypeStruct((rows,), jnp.uint32) if getattr(model.c, "dropout", 0) else None
     with compute_scope(forward.training.compute_dtype):
-        jax.eval_shape(per_device, dataclasses.replace(w, layers=of_a_period))
+        jax.eval_shape(per_device, dataclasses.replace(w, layers=of_a_period), batch, seeds)
     return calls
 
 

@@ -19,10 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops
 from shardlib.array_types import arrays_in
-from shardlib.op_checks import varying
 from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
-from shardlib.values import devices_along, mesh_axes, stage_axes
+from shardlib.values import devices_along, mesh_axes
 from shardwright.modeling.masks import Positions
 from shardwright.modeling.weights import WeightType, act  # noqa: F401 (others import `act` from here)
 from shardwright.trainer import trainer_name
@@ -178,15 +177,6 @@ def period_of(model: LanguageModel) -> int:
 def inputs_of(model: LanguageModel) -> tuple[str, ...]:
     """Names of the further values of each token that the model reads from a dataset; usually none."""
     return tuple(getattr(model, "inputs", ()))
-
-
-def blank_tokens(model: LanguageModel, length: int, rows: int = 1, training: bool = False) -> Tokens:
-    """Sequences of zeros, for tracing a part of the model. Per-device code."""
-    zeros = varying(jnp.zeros((rows, length), jnp.int32), stage_axes())
-    ids, count = jnp.uint32(zeros), len(inputs_of(model))
-    keys = jax.vmap(jax.random.key)(ids[:, 0]) if getattr(model.c, "dropout", 0) else None
-    inputs = jnp.repeat(ids[..., None], count, axis=-1) if count else None
-    return Tokens(ids, zeros, zeros, keys, inputs=inputs, training=training).prepared(model)
 
 
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "check")

@@ -78,6 +78,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         """The save in progress; None if there is none, or it was waited for."""
         self.rotates = True
         """True if completing a checkpoint removes all but the latest `keep`."""
+        self.held: Callable[[], Iterable[int]] = tuple
+        """Lists steps whose checkpoints are not removed yet, because an export reads them."""
         self._owner: bytes | None = None
 
     def __exit__(self, *exc_info) -> None:
@@ -288,9 +290,14 @@ class Checkpointer(contextlib.AbstractContextManager):
                 else:
                     self.store.write(told, json.dumps({"failed": str(error)}).encode())
             self._fail(step, error)
-        if self._keep and self.rotates and is_first:
+        if is_first:
+            self.rotate()
+
+    def rotate(self) -> None:
+        """Removes all but the latest `keep` checkpoints, and those held. One process calls this."""
+        if self._keep and self.rotates:
             with self._if_possible():
-                for old in self.steps()[: -self._keep]:
+                for old in {*self.steps()[: -self._keep]} - {*self.held()}:
                     self.store.remove(directory_of(old))
 
     def _fail(self, step: int, error: OSError) -> None:

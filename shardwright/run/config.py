@@ -65,6 +65,8 @@ class TrainingConfig:
     checkpoint, resumes from that. Null: the latest intact checkpoint."""
     other_source: bool = False
     """Allows resuming with source that computes something else than the source of the checkpoint."""
+    unproved_causality: bool = False
+    """Also runs if the proof that the model is causal ended with an error, which is printed."""
     reference: str | None = None
     """Directory or URL of a run or checkpoint whose model the training step also runs, for distillation (teacher) or
     preference optimization (reference policy). Any size with the same vocabulary; its weights are frozen, and

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,7 +62,9 @@ class Journal(contextlib.ExitStack):
             )
         self._page, self._hlo = Page(run.directory, t.report), None
         self._drawing: concurrent.futures.Future[str] | None = None
-        self._exported: concurrent.futures.Future[None] | None = None
+        self._exports: dict[int, concurrent.futures.Future[None]] = {}
+        self._exporter: subprocess.Popen[bytes] | None = None
+        self._stops_exports = False
         self._loss: jax.Array | Any = None
         self._peak = peak_flops([*jax.sharding.get_mesh().devices.flat], COMPUTE_DTYPES[t.compute_dtype])
 
@@ -134,16 +137,23 @@ class Journal(contextlib.ExitStack):
 
         Does not wait. An export is complete or missing; a failure is printed and logged, and training continues.
         """
-        output, before = self._directory / f"exports/{step:010}", filter(None, (saving, self._exported))
+        output = self._directory / f"exports/{step:010}"
+        before = [*([saving] if saving else []), *self._exports.values()]
         given = f"run={quoted(checkpoint)}", f"output={quoted(str(output))}", "trust=true"
 
         def make_export() -> None:
             concurrent.futures.wait(before)
+            if self._stops_exports:
+                return
             shutil.rmtree(output, ignore_errors=True)  # of an earlier start, which this one repeats
             module = "shardwright.tools.checkpoint_to_huggingface"
             try:
-                run_at_low_priority(module, *given, own_modules=True, timeout=EXPORT_S)
+                started = self._export_started
+                options = {"own_modules": True, "timeout": EXPORT_S, "started": started}
+                run_at_low_priority(module, *given, **options)
             except FAILURES as error:
+                if self._stops_exports:
+                    return
                 reason = str(error).removeprefix("Error: ")
                 log(f"WARNING    no export of step {step}: {reason} Training continues.")
                 self.log.add_event(step - 1, "export_failed", {"why": reason})
@@ -152,17 +162,49 @@ class Journal(contextlib.ExitStack):
                 self.log.add_event(step - 1, "export", {"path": str(output)})
 
         if jax.process_index() == 0:
-            self._exported = in_background(make_export)
+            self._exports[step] = in_background(make_export)
+
+    def _export_started(self, process: subprocess.Popen[bytes]) -> None:
+        self._exporter = process
+        if self._stops_exports:
+            process.terminate()
+
+    @property
+    def has_exported(self) -> bool:
+        """True if this process began an export, which only process 0 does."""
+        return bool(self._exports)
+
+    def exporting(self) -> list[int]:
+        """Lists the steps whose checkpoints are exported now or later."""
+        return [step for step, export in self._exports.items() if not export.done()]
+
+    def wait_for_exports(self, stopped_by: Callable[[], str | None]) -> bool:
+        """Waits until all exports are made. Returns False if a signal stopped them.
+
+        `stopped_by` names the signal, if there was one; it is called repeatedly. Resuming makes the
+        exports that are missing.
+        """
+        if waits := self.exporting():
+            log(f"exporting  the steps {waits}; a signal stops that, and resuming makes them")
+        while self.exporting() and not self._stops_exports:
+            if stopped_by():
+                missing = f"no exports of the steps {self.exporting()} yet"
+                log(f"{stopped_by()}: {missing}. Resuming makes them.")
+                self._stops_exports = True
+                if self._exporter:
+                    self._exporter.terminate()
+            concurrent.futures.wait(self._exports.values(), timeout=0.2)
+        for export in self._exports.values():
+            export.result()
+        return not self._stops_exports
 
     def settle(self) -> tuple[dict[str, Any], bool]:
         """Syncs the log before a checkpoint completes. Returns the state of SkippedSteps and whether to rotate.
 
-        After a skipped step older checkpoints are kept, because the cause may be in the newest already; and while one
-        of them is exported.
+        After a skipped step older checkpoints are kept, because the cause may be in the newest already.
         """
         agreed(self.log.sync)
-        exports = self._exported is not None and not self._exported.done()
-        return self.skips.state(), not (self.skips.in_a_row or exports)
+        return self.skips.state(), not self.skips.in_a_row
 
     def replay_of(self, step: int) -> str:
         """Returns the command that replays a step, by its number, from 1."""
@@ -196,9 +238,7 @@ class Journal(contextlib.ExitStack):
         return self._loss is None
 
     def wait(self) -> None:
-        """Waits for the exports, the profile and the picture."""
-        if self._exported:
-            self._exported.result()
+        """Waits for the profile and the picture."""
         self._profiler.close()
         if self._drawing:
             self._drawing.exception()  # waits: a signal until then still stops the run

@@ -133,7 +133,7 @@ class SavedRun:
         """
         if average and not self.c.training.eval_average:
             raise ValueError("average is true, but the run kept none (training.eval_average). Leave out average=true.")
-        now = provenance_of(trace_step(self.c, model))
+        now = provenance_of(trace_step(self.c, model), ("evaluation",))
         allow = None if other_source else "other_source=true"
         if differs := compare_source(self.metadata.get("provenance"), now, ("evaluation",), allow):
             write_line(shown(f"source      {differs}"))

@@ -18,24 +18,23 @@ import itertools
 import json
 import os
 import platform
-import site
 import subprocess
 import sys
-import sysconfig
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 
+from shardlib.places import is_installed
 from shardwright.cluster.devices import Device, kept_programs, make_mesh
-from shardwright.optimizers.rates import own_functions
+from shardwright.data.untrusted import COPY_AGAIN, read_object
 from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.files import write_whole
 from shardwright.run.reference import reference_record
 from shardwright.run.step import Step
-from shardwright.settings.words import listed
+from shardwright.settings.words import listed, say
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("shardlib", "shardwright")
@@ -48,22 +47,17 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 
 def own_modules() -> list[Path]:
     """Lists the files of loaded modules that are the user's own: not Python's, of packages, or of this project."""
-    others = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
-    others += [str(ROOT / name) for name in (*PACKAGES, "train.py", "jax_extra.py", "tools", "bench", "tests")]
-    within = tuple(f"{path}/" for path in others)
+    ours = *PACKAGES, "train.py", "jax_extra.py", "tools", "bench", "tests"
+    within = tuple(f"{ROOT / name}/" for name in ours)
     files = {file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
-    return sorted(Path(file) for file in files if not f"{file}/".startswith(within) and Path(file).is_file())
+    own = (x for x in files if not f"{x}/".startswith(within) and not is_installed(x))
+    return sorted(Path(file) for file in own if Path(file).is_file())
 
 
 @functools.cache
 def bytes_of(path: Path) -> bytes:
     """Returns a source file as it was when this program first read it; it may be edited during the run."""
     return path.read_bytes()
-
-
-def is_edited(path: Path) -> bool:
-    """Returns whether a source file was edited since. Either version may run, because notebooks reload modules."""
-    return path.read_bytes() != bytes_of(path)
 
 
 @functools.cache
@@ -101,69 +95,75 @@ def _device() -> Device:
         return jax.local_devices()[0]
 
 
-def text_of(part: Any) -> bytes:
-    """Reads the source file of a module or class. Returns random bytes if there is none or it was edited."""
-    try:
-        path = Path(inspect.getsourcefile(part) or "")
-        return os.urandom(16) if is_edited(path) else bytes_of(path)
-    except (TypeError, OSError):
-        return os.urandom(16)
-
-
 def read_by(step: Step) -> tuple:
-    """Returns what determines the programs of a step besides the hashed source: settings, files, the reference."""
+    """Returns what determines the programs of a step besides the source: settings, the reference."""
     settings = [dataclasses.asdict(part) for part in (step.c.model, step.c.optimizer, step.c.training, step.c.pipeline)]
-    own = [text_of(function) for function in own_functions(step.c.optimizer)]  # also of files that are no part of it
-    return settings, text_of(type(step.model)), text_of(step.trainer), own, reference_record(step.c)
+    return settings, reference_record(step.c)
 
 
-def record_of(name: str, source: object, *parts: object) -> Path | None:
-    """Returns the cache file, next to compiled programs, for facts about a program of this source and these `parts`.
+def kept(
+    name: str,
+    source: object,
+    key: Callable[[], object],
+    make: Callable[[], dict[str, Any]],
+    kinds: object = dict,
+) -> dict[str, Any]:
+    """Returns what `make` returns, or what it returned before for the same source and key.
 
-    None if there is no cache, or if a source file was edited since, because either version may run.
+    That is kept next to compiled programs. A record that cannot be read or written is ignored,
+    with a line.
+
+    Args:
+        name: directory of the records.
+        source: hashes of the source, from source_of; None: nothing is kept.
+        key: returns what else the facts follow from, above all Step.digest of the programs that
+            run: Python may have loaded another text than a file has now. If it raises, nothing is
+            kept.
+        make: returns the facts, of types that JSON has.
+        kinds: types of its values, as for untrusted.check_types.
     """
-    if not source or any(map(is_edited, itertools.chain(*files_of_source().values()))):
-        return None
-    parts = source, *parts, jax.__version__, jax.local_devices()[0].device_kind
+    directory = kept_programs(name) if source else None
+    if directory is None:
+        return make()
+    try:
+        known = source, key(), jax.__version__, jax.local_devices()[0].device_kind
+    except Exception:  # such as of a program that cannot be traced, which `make` describes
+        return make()
     config = cast(Any, jax.config)
-    parts += config.jax_default_prng_impl, config.jax_enable_x64
-    kept = kept_programs(name)
-    return kept and kept / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    known += config.jax_default_prng_impl, config.jax_enable_x64
+    record = directory / hashlib.sha256(repr(known).encode()).hexdigest()[:32]
+    try:
+        return read_object(record, kinds)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        say(f"WARNING: a kept result is made again: {str(error).removesuffix(COPY_AGAIN)}")
+    found = make()
+    with best_effort(str(record)):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(record, json.dumps(found))
+    return found
 
 
-def _loaded() -> list[tuple]:
-    """Lists path, size and mtime of the files of all modules except JAX's, which lowering may import."""
-    modules = [(name, getattr(module, "__file__", None)) for name, module in [*sys.modules.items()]]
-    paths = {
-        file for name, file in modules if file and not name.startswith(("jax.", "jaxlib.")) and os.path.exists(file)
-    }
-    return [(path, (about := os.stat(path)).st_size, about.st_mtime_ns) for path in sorted(paths)]
-
-
-def provenance_of(step: Step) -> dict[str, Any]:
+def provenance_of(step: Step, which: tuple[str, ...] = ("training", "evaluation")) -> dict[str, Any]:
     """Makes the provenance for a checkpoint: hashes of the source and of the plain programs, and what traced them.
 
     The plain programs are for one device, without settings that may change on resuming. A program that cannot be traced
-    has no hash, and `untraced` is the reason. The hashes are cached by what determines them: source, packages, settings
-    and flags of JAX.
+    has no hash, and `untraced` is the reason. The hashes are kept for the programs of this step.
     """
-    source, files = source_of(), _loaded()
-    record = record_of("programs", source, *read_by(step), files, jax.config.values)
-    if record and record.exists():
-        found = json.loads(record.read_text())
-    else:
-        found = _hashed(step)
-        if record and (source, files) == (source_of(), _loaded()):  # else tracing imported what is not compared
-            write_whole(record, json.dumps(found))
+    programs = lambda: [step.other(name=name).digest for name in which]
+    key = lambda: (programs(), read_by(step), jax.config.values)
+    kinds = {"programs": {str: str}, "untraced?": str}
+    found = kept("programs", source_of(), key, lambda: _hashed(step, which), kinds)
     return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__}, lowered for {_device().platform}"}
 
 
-def _hashed(step: Step) -> dict[str, Any]:
+def _hashed(step: Step, which: tuple[str, ...]) -> dict[str, Any]:
     hashes: dict[str, str] = {}
     untraced: dict[str, str] = {}
     mesh = make_mesh([_device()])
     # A loss of pairs needs two sequences in a microbatch.
-    for name, form in itertools.product(("training", "evaluation"), ("plain", "plain, of pairs")):
+    for name, form in itertools.product(which, ("plain", "plain, of pairs")):
         if name in hashes:
             continue
         try:

@@ -15,6 +15,7 @@ from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
 from shardwright.data.loader import TokenBatch, prefetch
 from shardwright.modeling.model import LanguageModel
+from shardwright.run.changes import config_at, firsts
 from shardwright.run.checkpoint_arrays import directory_of
 from shardwright.run.config import Config
 from shardwright.run.journal import Journal
@@ -57,7 +58,7 @@ class Run(Schedule):
     def __init__(self, c: Config, model: LanguageModel, directory: Path, trainer: str, examine: ModuleType):
         super().__init__(c, model, trainer)
         self.directory, self.stopped_by, self._examine = directory, None, examine
-        self._cleanup = contextlib.ExitStack()
+        self._cleanup, self._stop = contextlib.ExitStack(), StopRequest()
 
     def __enter__(self) -> "Run":
         with self._cleanup:
@@ -98,7 +99,25 @@ class Run(Schedule):
         self._keep_source = functools.partial(keep_source, self.directory, self.start, self.model, about)
         if not self.is_over:
             save_config(self.directory, self.whole)
+        keeper.checkpoints.held = self._journal.exporting
+        if jax.process_index() == 0:
+            for step in keeper.checkpoints.steps():
+                self._export_if_missing(step)
         return state
+
+    def _export_if_missing(self, step: int) -> None:
+        """Exports a checkpoint that a start before this one should have exported, but did not."""
+        interval = config_at(self.whole, step - 1).training.export_interval
+        if interval is None or not (0 < step <= self.start):
+            return
+        is_due = step % interval == 0 or step in (*firsts(self.whole), self.total)
+        if is_due and not (self.directory / f"exports/{step:010}").exists():
+            self._export(step)
+
+    def _export(self, step: int) -> None:
+        checkpoints = self._keeper.checkpoints
+        checkpoint = f"{checkpoints.store.url}/{directory_of(step)}"
+        self._journal.export(step, checkpoint, checkpoints.saving)
 
     def _provenance_at(self, step: int) -> dict[str, Any]:
         self.be_at(step)
@@ -182,9 +201,9 @@ class Run(Schedule):
         metadata = {"loader": self.loader.state(self.batch_of(done - 1) + 1), "provenance": self.provenance}
         is_last = self.is_over or self.stopped_by is not None
         self._keeper.save(done, state, metadata, journal.settle, journal.replay_of(done), is_last)
-        interval, checkpoints = self.c.training.export_interval, self._keeper.checkpoints
+        interval = self.c.training.export_interval
         if interval is not None and self.due(interval):
-            journal.export(done, f"{checkpoints.store.url}/{directory_of(done)}", checkpoints.saving)
+            self._export(done)
 
     def validate(self, evaluation_step: Callable[..., Any], weights: object, average: object = None) -> None:
         """Logs the loss of weights and of their average, or why there is none. Nothing if eval_batches is 0."""
@@ -209,13 +228,26 @@ class Run(Schedule):
         Raises OSError, with the path, if the last checkpoint or metrics cannot be written.
         """
         if self._journal.is_empty:
+            self._finish_exports()
             log(f"{self.start} of {self.total} steps are done already. To continue, train for longer (training.steps).")
             return None
         self._journal.log.close()
         self._keeper.checkpoints.wait()
+        exported = self._finish_exports()
         self._journal.wait()
         self.stopped_by = self.stopped_by or self._stop.alone  # since the last step
-        if self.done < self.total:
+        if self.done < self.total or not exported:
             return self._journal.stop(self.stopped_by) if self.stopped_by else self._journal.pause() or CHANGES
         self._journal.finish(self._keeper.checkpoints.store.url)
         return None
+
+    def _finish_exports(self) -> bool:
+        """Waits for the exports, then removes the checkpoints that they held.
+
+        Returns False if a signal stopped the exports.
+        """
+        journal = self._journal
+        exported = journal.wait_for_exports(lambda: self.stopped_by or self._stop.alone)
+        if exported and journal.has_exported and not journal.skips.in_a_row:
+            self._keeper.checkpoints.rotate()
+        return exported

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardlib import pipeline, shardops
@@ -19,10 +20,11 @@ from shardlib.array_types import ABSENT, arrays_of
 from shardlib.axes import ALWAYS, PIPELINE_AXIS
 from shardlib.layers import LayerMetrics
 from shardlib.placement import LayerPlacement, place_layers
+from shardlib.proof.causality import GIVEN, LOGITS, TARGETS
 from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
 from shardlib.shardtypes import make_shardings
 from shardlib.tick_tables import TickTable, tick_table
-from shardlib.values import mesh_axes
+from shardlib.values import mesh_axes, pipeline_stage
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import LanguageModel, period_of
 from shardwright.modeling.weights import are_stacks, initialize, is_stack
@@ -31,6 +33,8 @@ from shardwright.run.config import Config, check_divides
 
 IN_ORDER = "in order"
 """Instead of a schedule: each device runs all layers, by shardlib.pipeline.run_in_order. Used for verification."""
+LOSS, LOSS_IN_PARTS = "loss", "loss in parts"
+"""Instead of a schedule: LossAlone, of which causality is proved; also in the parts that stages run."""
 
 
 def has_stages() -> bool:
@@ -61,8 +65,10 @@ def _orders(c: Config, placement: LayerPlacement) -> Orders:
     return schedule(placement.p, c.training.microbatches, placement.v)
 
 
-def executor(c: Config, model: LanguageModel) -> "InTurn | InStages":
+def executor(c: Config, model: LanguageModel) -> "InTurn | InStages | LossAlone":
     """Returns what runs the microbatches of a step on the current mesh: in turn, or with p by pipeline.schedule."""
+    if c.pipeline.schedule in (LOSS, LOSS_IN_PARTS):
+        return LossAlone(in_parts=c.pipeline.schedule == LOSS_IN_PARTS)
     return InStages(c, model) if has_stages() else InTurn(c.training.microbatches, c.training.side_by_side)
 
 
@@ -124,6 +130,43 @@ class Parts:
     def last(self, w: object, x: object, *microbatch: object) -> Any:
         """Computes the loss from the output of the last layer."""
         return self.loss.head(w, x, *microbatch)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossAlone:
+    """Computes the loss that a step gives to its executor, without gradients, and names what it receives."""
+
+    in_parts: bool
+    adds_up = True
+
+    def gradients(self, loss: Any, w: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """The loss of all microbatches side by side, and gradients of 0."""
+        of = lambda i: jax.tree.map(lambda x: x[i], batch)
+        count = 1 if self.in_parts else len(jax.tree.leaves(batch)[0])
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
+        return self._of(loss, w, *map(of, range(count))), zeros, None
+
+    def loss(self, loss: Any, w: Any, batch: Any) -> jax.Array:
+        """The loss of the first microbatch."""
+        return self._of(loss, w, jax.tree.map(lambda x: x[0], batch))
+
+    def _of(self, loss: Any, w: Any, *microbatches: Any) -> Any:
+        own = loss.loss
+        given = lambda x: jax.tree.map(lambda x: checkpoint_name(x, GIVEN), x)
+
+        def named(logits, targets, *rest, **options):
+            received = checkpoint_name(logits, LOGITS), checkpoint_name(targets, TARGETS)
+            return own(*received, *given(rest), **given(options))
+
+        loss = dataclasses.replace(loss, loss=named)
+        if not self.in_parts:
+            return loss(w, *microbatches)[0]
+        with pipeline_stage():
+            parts, layers = Parts(loss), len(jax.tree.leaves(w.layers)[0])
+            (microbatch,) = microbatches
+            x = parts.first(w, *microbatch)
+            x, _ = parts.layers(w.layers, x, jnp.arange(layers), *microbatch)
+            return parts.last(w, x, *microbatch)
 
 
 @dataclasses.dataclass(frozen=True)

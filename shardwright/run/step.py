@@ -10,28 +10,24 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.axes import AXES
+from shardlib.equations import digest_of
 from shardlib.parsing import ShapeSpec
-from shardlib.proof.causality import GIVEN, LOGITS, TARGETS
 from shardlib.proof.check import tracing
 from shardlib.proof.outside import AS_RUN
-from shardlib.shardtypes import Of, f32, typed_shard_map, u32
-from shardlib.values import pipeline_stage
+from shardlib.shardtypes import Of, typed_shard_map, u32
 from shardwright.data.loader import TokenBatch, batch_shapes
 from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of
 from shardwright.modeling.planned_attention import kernels_as_calls
 from shardwright.modeling.weights import shapes_of, sharded
-from shardwright.optimizers import rates
 from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.reference import weights_of
-from shardwright.run.stages import IN_ORDER, Parts
+from shardwright.run.stages import IN_ORDER, LOSS, LOSS_IN_PARTS
 from shardwright.trainer import trainer_name
 
 NAMES = "training", "evaluation", "start"
@@ -39,7 +35,7 @@ NAMES = "training", "evaluation", "start"
 READ = ("model", "optimizer", "training", "pipeline", "mesh")
 """Sections of the settings that a program may read: those of provenance.read_by, and the mesh."""
 OF_MICROBATCH = "training loss", "evaluation loss", "logits"
-"""Programs of one microbatch: train.MicrobatchLoss as in both steps, and the forward pass over texts."""
+"""The steps with only the loss that they compute, and the forward pass over texts."""
 _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "save": "marked", "unroll": 1}
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
@@ -157,9 +153,9 @@ class Step:
         with tracing(self.mesh):
             return calls_of(self.forward, self.size[1], self.size[0])
 
-    def batch(self) -> Any:
+    def batch(self, c: Config | None = None) -> Any:
         """Returns the shapes of its batch, sharded over its mesh, which must be the current one."""
-        t = self.c.training
+        t = (c or self.c).training
         return batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self.inputs))
 
     @property
@@ -173,19 +169,21 @@ class Step:
         mesh = dataclasses.replace(self.c.mesh, **{axis: sizes[axis] for axis in AXES})
         unread = {section: _Unread(section) for section in vars(self.c) if section not in READ}
         c, model, trainer = dataclasses.replace(self.c, mesh=mesh, **unread), self.model, self.trainer
+        is_loss, name = self.name in OF_MICROBATCH[:2], self.name.removesuffix(" loss")
+        c = _of_loss(c, self.name, "in parts" in self.forms) if is_loss else c
         of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
-        state: Any = self.state if self.name in ("training", "evaluation") else None
+        state: Any = self.state if name in ("training", "evaluation") else None
         with tracing(self.mesh, self.planned or self.mesh.shape) as types, of_kernels as rules:
-            if self.name in OF_MICROBATCH:
-                return _trace_microbatch(self), types, rules
-            if self.name == "start":
+            if name == "logits":
+                return _trace_logits(self), types, rules
+            if name == "start":
                 start = jax.jit(functools.partial(trainer.init_state, c=c, model=model))
                 return start.trace(jax.eval_shape(jax.random.key, 0)), types, rules
-            if self.name == "evaluation":
-                return trainer.make_evaluation_step(c, model).trace(state.weights, self.batch()), types, rules
+            if name == "evaluation":
+                return trainer.make_evaluation_step(c, model).trace(state.weights, self.batch(c)), types, rules
             reference = (shapes := weights_of(c)) and sharded(type(shapes), shapes)
             step = trainer.make_training_step(c, model)
-            return step.trace(state, self.batch(), np.int32(0), reference), types, rules
+            return step.trace(state, self.batch(c), np.int32(0), reference), types, rules
 
     @property
     def traced(self) -> jax.stages.Traced:
@@ -213,6 +211,11 @@ class Step:
             return self.traced.lower()
 
     @functools.cached_property
+    def digest(self) -> str:
+        """Hash of the traced program on its mesh, whatever its comments and names of values."""
+        return digest_of(self.jaxpr)
+
+    @functools.cached_property
     def hash(self) -> str:
         """Hash of the lowered text, which does not depend on comments and names of values."""
         return hashlib.sha256(self.lower().as_text().encode()).hexdigest()[:20]
@@ -231,45 +234,27 @@ class _Unread:
         )
 
 
-def _trace_microbatch(step: Step) -> jax.stages.Traced:
-    """Traces a program of OF_MICROBATCH: a function of weights and a microbatch. Inputs of its loss are named.
-
-    With microbatches side by side it takes two, which is enough to detect that one reads another.
-    """
-    t, forward, model, trainer = step.c.training, step.forward, step.model, step.trainer
+def _trace_logits(step: Step) -> jax.stages.Traced:
+    """Traces the forward pass: a function of weights and a microbatch."""
+    forward, model = step.forward, step.model
     Microbatch = tuple[TokenBatch, u32["B/b"] | None]
-
-    def of_logits(logits, targets, mask, _):
-        own = rates.loss_of(step.c.optimizer, trainer.LOSSES)
-        own = own if forward.in_training else trainer.MicrobatchLoss(forward).loss
-        reference = checkpoint_name(0 * logits, GIVEN) if t.reference else None
-        named = checkpoint_name(logits, LOGITS), checkpoint_name(targets, TARGETS), checkpoint_name(mask, GIVEN)
-        return own(*named, reference)
 
     @typed_shard_map
     def logits(w: Of[model.Weights], microbatch: Of[Microbatch]) -> act["B/b L V/t/p"]:
         return forward(forward.prepare(w), (forward.tokens(*microbatch),), model.logits)[0]
 
-    @typed_shard_map
-    def loss(w: Of[model.Weights], first: Of[Microbatch], second: Of[Microbatch] | None = None) -> f32[""]:
-        run = forward
-        if run.in_training:  # as in the step, in which a model reads these
-            targets = trainer.count_targets(jax.tree.map(lambda x: x[None], first[0]))
-            run = dataclasses.replace(run, targets=targets)
-        w, loss = run.prepare(w), trainer.MicrobatchLoss(run, of_logits)
-        if "in parts" not in step.forms:
-            return loss(w, first, *([second] if second else []))[0]
-        with pipeline_stage():
-            stages, layers = Parts(loss), len(jax.tree.leaves(w.layers)[0])
-            x, _ = stages.layers(w.layers, stages.first(w, *first), jnp.arange(layers), *first)
-            return stages.last(w, x, *first)
-
-    has_seeds = forward.in_training and getattr(model.c, "dropout", 0)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), step.batch())
-    microbatch = batch, jax.ShapeDtypeStruct(step.size[:1], jnp.uint32) if has_seeds else None
-    microbatches = [microbatch] * (min(2, t.side_by_side) if forward.in_training else 1)
-    with compute_scope(t.compute_dtype):
-        return jax.jit(logits if step.name == "logits" else loss).trace(shapes_of(model.table), *microbatches)
+    with compute_scope(step.c.training.compute_dtype):
+        return jax.jit(logits).trace(shapes_of(model.table), (batch, None))
+
+
+def _of_loss(c: Config, name: str, in_parts: bool) -> Config:
+    """The settings of a step `name` that only computes the loss of the microbatches that run side by side."""
+    t, schedule = c.training, LOSS_IN_PARTS if in_parts else LOSS
+    count = min(2, t.side_by_side) if name == "training loss" else 1  # enough to see that one reads another
+    sizes = {"batch_size": t.batch_size // t.microbatches * count, "microbatches": count}
+    t = dataclasses.replace(t, **sizes, side_by_side=count)
+    return dataclasses.replace(c, training=t, pipeline=PipelineConfig(schedule=schedule))
 
 
 def trace_step(

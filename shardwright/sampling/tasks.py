@@ -23,7 +23,10 @@ ANSWER, CHOICES, COPIED = 8, 4, 32
 
 
 def held_out(c: Config, count: int) -> list[np.ndarray]:
-    """Reads at most `count` pieces of validation documents, each of 2·ANSWER tokens or more, alike on all processes."""
+    """Reads pieces of validation documents, each of 2·ANSWER tokens or more, alike on all processes.
+
+    At most `count`, but CHOICES if that is more.
+    """
     t = c.training
     loader = make_loader(c.data, "validation", t.batch_size, t.seq_len, c.model.vocab, pad=True)
     batches = min([QUESTIONS, *map(math.ceil, loader.epoch_steps().values())])
@@ -34,7 +37,7 @@ def held_out(c: Config, count: int) -> list[np.ndarray]:
                 parts = np.split(ids[counts], np.flatnonzero(starts[counts]))
                 yield from (part for part in parts if len(part) >= 2 * ANSWER)
 
-    found = agreed(lambda: [*itertools.islice(pieces(), count)])
+    found = agreed(lambda: [*itertools.islice(pieces(), max(count, CHOICES))])
     if len(found) < CHOICES:
         few = f"the validation split has {len(found)} documents of {2 * ANSWER} tokens in training.seq_len"
         raise ValueError(f"{few}; use one with {CHOICES} or more, or leave out the tasks cloze and copying.")
@@ -45,7 +48,8 @@ def cloze(scorer: Scorer, weights: object, c: Config, count: int) -> dict[str, f
     """Which of CHOICES endings, of ANSWER tokens, does a held-out text have? The others end other texts."""
     texts = held_out(c, count)
     ends, begins = [text[-ANSWER:].tolist() for text in texts], [[c.model.bos_id, *text[:-ANSWER]] for text in texts]
-    pairs = ((begin, ends[(i + k) % len(ends)]) for i, begin in enumerate(begins) for k in range(CHOICES))
+    asked = enumerate(begins[:count])
+    pairs = ((begin, ends[(i + k) % len(ends)]) for i, begin in asked for k in range(CHOICES))
     scores = np.array([score for score, _ in log_likelihoods(scorer, weights, pairs)]).reshape(-1, CHOICES)
     right = scores[:, 0] > scores[:, 1:].max(1)
     return {"accuracy": float(right.mean()), "loss": -float(scores[:, 0].mean()) / ANSWER}

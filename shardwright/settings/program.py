@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
 from shardwright.data.checks import check_ranges
-from shardwright.data.untrusted import first_line, shown
+from shardwright.data.untrusted import check_private, first_line, shown
 from shardwright.settings.composing import (
     Program,
     by_name,
@@ -46,6 +46,8 @@ from shardwright.settings.written import override_as_written, read_as_written
 PACKAGE = Path(__file__).parents[1]
 FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
 """Environment variable with the user's HYDRA_FULL_ERROR, which `start` sets for Hydra."""
+
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
 def refusal(error: Exception) -> str | None:
@@ -158,6 +160,7 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         with refusals_shown(), contextlib.suppress(BrokenPipeError):  # a reader such as `head` may stop early
             print(as_installed(help_text(program, sections())), flush=True)
         return
+    _ignore_shared_cache()
     os.environ.setdefault(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR", "0"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which are printed here
     interrupted: list[int] = []
@@ -178,6 +181,22 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         if os.environ[FULL_ERROR] == "1" or not (told or is_of_composing(error)):
             raise
         sys.exit(told or f"Error: {shown(as_installed(explained(program, error, sys.argv[1:])))}")
+
+
+def _ignore_shared_cache() -> None:
+    """Has JAX ignore a directory of compiled programs in which others may write.
+
+    They could run programs as the user.
+    """
+    directory = os.path.expanduser(os.environ.get(CACHE, ""))
+    try:
+        if os.path.isdir(directory):
+            check_private(Path(directory))
+    except PermissionError as error:
+        print(f"{CACHE}: not used: {error}.", file=sys.stderr)
+        os.environ[CACHE] = ""
+        if jax := sys.modules.get("jax"):  # which read it
+            jax.config.update("jax_compilation_cache_dir", None)
 
 
 def _leave(code: int) -> None:

@@ -10,7 +10,6 @@ those of `tools.plan`. Exit status 0: accepted; 1: rejected; 2: it could not be 
 import collections
 import contextlib
 import difflib
-import hashlib
 import json
 import linecache
 import os
@@ -19,19 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from shardlib.axes import AXES
 from shardlib.equations import arrays_in, equations_in, frames_of
+from shardlib.parsing import MAY_BE_RIGHT
 from shardlib.places import is_users, shown_path, users_call
 from shardlib.places import place as place_at
-from shardlib.proof.check import NOT_PROVED, tracing
+from shardlib.proof.check import DIFFERS, tracing
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
@@ -65,7 +64,8 @@ class CheckConfig:
     """The section `check`."""
 
     against: str | None = "HEAD"
-    """What to compare with: a commit of the repository where the program starts, or a directory. Null: nothing."""
+    """What to compare with: a commit of the repository where the program starts, or a directory
+    (./name if a commit has its name too). Null: nothing."""
     output: str = "text"
     """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the difference of each."""
     compile: bool = False
@@ -128,7 +128,7 @@ def rejection(error: Exception) -> dict[str, Any]:
     problem = text.partition("\n")[0].removeprefix(f"{place}: ")
     text = text if text.startswith(place) else f"{place}: {text}"
     said = {"place": place, "problem": problem, "remedy": remedy, "text": text}
-    return {"verdict": "rejected", "certain": NOT_PROVED not in text, **said}
+    return {"verdict": "rejected", "certain": not any(doubt in text for doubt in (MAY_BE_RIGHT, DIFFERS)), **said}
 
 
 def verdict_of(steps: Sequence[Step], settings: CheckConfig) -> dict[str, Any]:
@@ -151,28 +151,30 @@ def verdict_of(steps: Sequence[Step], settings: CheckConfig) -> dict[str, Any]:
 
 def program_of(step: Step) -> dict[str, Any]:
     """A hash of the traced programs, which comments and names of values do not change, and the user's lines in them."""
-    digest, calls = hashlib.sha256(), set()
-    for program in (step.other(name=name) for name in NAMES):
-        digest.update(re.sub(r"0x[0-9a-f]{6,}", "", str(program.jaxpr)).encode())  # without addresses of functions
-        for array in arrays_in(program.jaxpr):
-            digest.update(np.asarray(array).tobytes())
-        calls |= {call for eqn in equations_in(program.jaxpr) for call in frames_of(eqn) if is_users(call[0])}
+    programs = [step.other(name=name) for name in NAMES]
+    equations = (eqn for program in programs for eqn in equations_in(program.jaxpr))
+    calls = {call for eqn in equations for call in frames_of(eqn) if is_users(call[0])}
     lines = [(shown_path(file), line, linecache.getline(file, line).strip()) for file, line in sorted(calls)]
-    return {"hash": digest.hexdigest()[:20], "lines": lines}
+    return {"hash": " ".join(program.digest for program in programs), "lines": lines}
 
 
 def costs_of(c: Config, sizes: dict[str, int]) -> dict[str, Any]:
-    """What the plan says: seconds of a step, bytes at the peak, and both by line."""
+    """What the plan says: seconds of a step and bytes at the peak.
+
+    `by_line` has for each line its seconds, its bytes at the peak, and the most that it has at any moment.
+    """
     plan = planned_change(c, sizes, chip_of(c.hardware.chip or NOT_MEASURED), {})
     found: dict[str, Any] = {"bytes": plan.step.peak, "memory_bytes": plan.chip.memory_bytes, "fits": plan.fits}
     if plan.chip.name != NOT_MEASURED:
         found["seconds"] = plan.seconds
-    by_line: dict[str, list[float]] = {}
-    for line, i, amount in (
-        *((row.line, 0, row.exposed) for row in plan.rows),
-        *((held.line, 1, held.bytes) for held in plan.step.held),
-    ):
-        by_line.setdefault(line, [0.0, 0.0])[i] += amount
+    by_line: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
+    for row in plan.rows:
+        by_line[row.line][0] += row.exposed
+    for held in plan.step.held:
+        by_line[held.line or held.kind][1] += held.bytes
+        by_line[held.line or held.kind][2] += 0.0 if held.line else held.bytes  # from begin to end
+    for line, most in plan.step.most.items():
+        by_line[line][2] += most
     return {**found, "by_line": by_line}
 
 
@@ -196,35 +198,60 @@ def checked(c: Config, settings: CheckConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def source_at(against: str) -> Iterator[tuple[str, Path]]:
+def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
     """Context with a directory like the working directory, of a commit or as given; and its name.
+
+    And the root of what is compared: here, and there.
 
     Raises:
         ValueError: it is neither a directory nor a commit.
     """
-    if Path(against).is_dir():
-        yield against, Path(against)
-        return
     git = lambda *words: subprocess.run(["git", *words], capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as directory:
         try:
-            commit, within = git("rev-parse", "--short", against).decode().strip(), git("rev-parse", "--show-prefix")
-            root = git("rev-parse", "--show-toplevel").decode().strip()
+            name = f"{against}^{{commit}}"
+            commit = git("rev-parse", "--verify", "--short", name).decode().strip()
+            places = git("rev-parse", "--show-prefix", "--show-toplevel")
+            within, root, _ = places.decode().split("\n")
             subprocess.run(["tar", "-x", "-C", directory], input=git("-C", root, "archive", commit), check=True)
         except (OSError, subprocess.CalledProcessError) as error:
+            if Path(against).is_dir():
+                yield against, Path(against), (os.getcwd(), os.path.abspath(against))
+                return
             why = getattr(error, "stderr", None) or str(error).encode()
             reason = why.decode().strip().partition("\n")[0]
             raise ValueError(
                 f"check.against is {against!r}, neither a directory nor a commit ({reason}); null compares with nothing."
             ) from None
-        yield f"{against} ({commit})", Path(directory) / within.decode().strip()
+        yield f"{against} ({commit})", Path(directory) / within, (root, directory)
 
 
-def started(program: str, *words: str, directory: Path | None = None) -> subprocess.Popen:
+COMPARED = "SHARDWRIGHT_COMPARED"
+"""Environment variable of a process that checks other source, with both roots of `source_at`."""
+
+
+def check_origin() -> None:
+    """Raises ValueError if this process checks other source, but imported a file of it from here."""
+    here, _, there = os.environ.get(COMPARED, "").partition(os.pathsep)
+    for module in [*sys.modules.values()] if here else ():
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(f"{here}/") and Path(there, os.path.relpath(file, here)).exists():
+            raise ValueError(f"Python imports {file} in place of the same file of that source")
+
+
+def started(
+    program: str, *words: str, directory: Path | None = None, roots: tuple[str, str] | None = None
+) -> subprocess.Popen:
     """Starts a program with the settings of this run and those of `words`, on the source of a directory."""
     own = [word for word in sys.argv[1:] if not word.startswith("check.")]
-    paths = os.pathsep.join(filter(None, [str(directory or os.getcwd()), os.environ.get("PYTHONPATH")]))
-    options: dict[str, Any] = {"cwd": directory, "env": os.environ | {"PYTHONPATH": paths}, "text": True}
+    here, there = roots or ("", "")
+    own_paths = [path for path in sys.path if here and f"{path}/".startswith(f"{here}/")]
+    moved = [there + path.removeprefix(here) for path in own_paths]
+    paths = [str(directory or os.getcwd()), *filter(os.path.isdir, moved)]
+    paths += [os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {COMPARED: os.pathsep.join(roots)} if roots else {}
+    options: dict[str, Any] = {"cwd": directory, "env": environment, "text": True}
     command = [sys.executable, "-m", f"shardwright.tools.{program}", *own, *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
@@ -294,16 +321,25 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         return same.get(place, f"{place} (before)" if place in left else place) + gap + more
 
     found: dict[str, Any] = {"same_program": now["program"]["hash"] == before["program"]["hash"], "lines": lines}
-    for i, name in enumerate(("seconds", "bytes")):
-        if name not in now["costs"] or name not in before["costs"]:
-            continue
-        of_line: dict[str, float] = collections.defaultdict(float)
+    def changes(i: int) -> Mapping[str, float]:
+        """How much amount i of each line changed."""
+        of_line = collections.Counter[str]()
         for line, amounts in now["costs"]["by_line"].items():
             of_line[line] += amounts[i]
         for line, amounts in before["costs"]["by_line"].items():
             of_line[of_now(line)] -= amounts[i]
-        line, change = max(of_line.items(), key=lambda item: abs(item[1]), default=("", 0.0))
-        found[name] = {"before": before["costs"][name], "now": now["costs"][name], "line": line, "of_line": change}
+        return of_line
+
+    # Lines at peaks of different moments differ without a change: one that grew also has more at its own peak.
+    for name, amounts in {"seconds": (0,), "bytes": (1, -1)}.items():
+        if name not in now["costs"] or name not in before["costs"]:
+            continue
+        old, new = before["costs"][name], now["costs"][name]
+        sign, found_by = 1 if new >= old else -1, [*map(changes, amounts)]
+        by = {line: min(sign * of_line[line] for of_line in found_by) for line in found_by[0]}
+        line = max(by, key=by.__getitem__, default="")
+        most = max(0.0, by.get(line, 0.0))
+        found[name] = {"before": old, "now": new, "line": line if most else "", "of_line": sign * most}
     return found | {"parameters": now["parameters"] - before["parameters"]}
 
 
@@ -335,7 +371,8 @@ def as_text(found: dict[str, Any]) -> str:
         if (of := than.get(name)) is not None:
             change = of["now"] / of["before"] - 1
             sign = "+" if of["of_line"] > 0 else "−"
-            where = f"   {of['line']} {sign}{shown(abs(of['of_line']))}" if abs(change) >= 5e-4 else ""
+            is_shown = of["line"] and abs(change) >= 5e-4
+            where = f"   {of['line']} {sign}{shown(abs(of['of_line']))}" if is_shown else ""
             lines.append(f"  {title:9}{shown(of['before'])} → {shown(of['now'])}   {change:+.1%}{where}")
     if than["parameters"]:
         lines.append(f"  {'params':9}{than['parameters']:+,}")
@@ -356,11 +393,11 @@ def job(c: Config, settings: CheckConfig) -> None:
         other, against = None, {}
         try:
             if settings.against:
-                name, directory = stack.enter_context(source_at(settings.against))
+                name, directory, roots = stack.enter_context(source_at(settings.against))
                 same = [word for word in sys.argv[1:] if word.startswith("check.devices=")]
                 words = [*same, "check.against=null", "check.output=json"]
                 other = stack.enter_context(
-                    started("check", *words, directory=directory)
+                    started("check", *words, directory=directory, roots=roots)
                 )  # while this one checks its own
                 stack.callback(other.kill)
                 against = {"against": name}
@@ -370,6 +407,7 @@ def job(c: Config, settings: CheckConfig) -> None:
             against = {"against": settings.against, "unknown": str(error)}
         try:
             found = checked(c, settings)
+            check_origin()
         except ValueError:  # a wrong setting
             raise
         except Exception as error:  # of a model that cannot be made

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -10,7 +12,7 @@ from shardwright.cluster.stopping import StopRequest
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_later_sigterms_change_nothing_and_a_second_sigint_acts_as_usual(first):
     # The shell's `&` has a program ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,4 +23,39 @@ def test_later_sigterms_change_nothing_and_a_second_sigint_acts_as_usual(first):
         os.kill(os.getpid(), signal.SIGTERM)  # as schedulers send at the end of the grace time
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+HANGS_UP = """
+import os, pty, sys, time
+from shardwright.cluster.stopping import StopRequest
+child, terminal = pty.fork()
+if child:
+    assert b"begun" in os.read(terminal, 100)
+    os.close(terminal)  # the kernel sends SIGHUP, and writing to the terminal fails
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+with StopRequest() as stop:
+    print("begun", flush=True)
+    while stop.alone is None:
+        time.sleep(0.01)
+    print("stopped", flush=True)
+    open(sys.argv[1], "w").write(stop.alone)
+"""
+
+
+def test_a_lost_terminal_does_not_keep_a_run_from_saving(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", HANGS_UP, str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "saved").read_text() == "SIGHUP"
+
+
+def test_nohup_goes_on_after_a_hangup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.alone is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,6 +1,8 @@
 """What other users of the machine and the network can do to a run: its compiled programs, and its ports."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -9,6 +11,8 @@ from processes import Run
 
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import kept_programs, start_devices
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -40,6 +44,32 @@ def test_a_cache_that_others_can_write_is_neither_read_nor_kept(mode, tmp_path, 
     assert kept_programs("soundness") is None
     (line,) = capsys.readouterr().out.splitlines()
     assert f"others may write in {directory}: chmod go-w it, or choose your own directory" in line
+
+
+PROGRAM = """
+import jax
+from shardwright.settings.program import run_program
+from shardwright.tools.generate import Settings
+
+def run(settings):
+    print(jax.config.jax_compilation_cache_dir or "none")
+
+run_program("generate", Settings, run)
+"""
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o700])
+def test_a_cache_that_others_can_write_is_read_by_no_tool(mode, tmp_path):
+    """Tools that open a run start no devices of their own settings, and compile with JAX's variable."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(mode)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, tmp_path / "program.py", "run=nowhere"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    said = f"JAX_COMPILATION_CACHE_DIR: not used: others may write in {tmp_path}/cache: chmod go-w it"
+    assert done.stdout == ("none\n" if mode == 0o777 else f"{tmp_path}/cache\n"), done.stderr
+    assert (said in done.stderr) == (mode == 0o777)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only the administrator can give a directory away")

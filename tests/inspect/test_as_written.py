@@ -109,6 +109,41 @@ def test_collectives_of_values_computed_again_are_merged(function, moved):
     assert summary.endswith(f" {moved} moved out of loops or equal to others")
 
 
+def sums_zeros(x):
+    """As a gradient of what is multiplied by 0, in a loop and out of it."""
+    again = lambda total, _: (total + lax.psum(0.0 * jnp.ones_like(x), "d"), None)
+    return lax.scan(again, x + lax.psum(jnp.zeros_like(x), "d"), length=3)[0]
+
+
+def keeps_a_sum(x):
+    """As a layer that is computed again keeps all that it reads."""
+    return lax.optimization_barrier((2 * x, lax.psum(jnp.sin(x), "d")))[0]
+
+
+def gathers_keys(x):
+    keys = jax.random.wrap_key_data(lax.bitcast_convert_type(x, jnp.uint32).reshape(-1, 2))
+    bits = jax.vmap(jax.random.bits)(lax.all_gather(keys, "d", tiled=True))
+    return x + bits.sum()
+
+
+def gathers_fp8(x):
+    return x + jnp.float32(lax.all_gather(x.astype(jnp.float8_e4m3fn), "d", tiled=True)).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (sums_zeros, "4 collectives as written, in 0 messages, 4 moved out of loops or equal to others"),
+        (keeps_a_sum, "1 collectives as written, in 0 messages, 1 moved out of loops or equal to others"),
+        (gathers_keys, "1 collectives as written, in 1 messages"),
+        (gathers_fp8, "1 collectives as written, in 1 messages, 1 in f16 instead of f8e4m3fn"),
+    ],
+)
+def test_what_compilers_leave_out_or_widen_is_no_difference(function, told):
+    per_mesh = jax.shard_map(function, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    assert compared(*compiled(per_mesh, (f32(32),), (P("d"),), P("d"), d=4)) == (told, [])
+
+
 def test_a_value_before_a_loop_and_after_it_differ():
     sums = lambda x: lax.psum(x, "d") + lax.psum(lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x), x), "d")
     per_mesh = jax.shard_map(sums, mesh=mesh_of(d=4), in_specs=P("d"), out_specs=P(), check_vma=False)
@@ -153,6 +188,20 @@ def rereduced(text, of):
     other = body.replace(f" {opcode}(", f" {REDUCED[opcode]}(").replace(name[1], "%other")
     edited = text.replace(of[0], of[0].replace(f"to_apply={name[1]}", "to_apply=%other"))
     return edited.replace(body, f"{other}\n{body}")
+
+
+def test_an_array_that_is_sent_again_is_no_other_array():
+    def gathers_four(*xs):
+        return sum(jnp.sin(lax.all_gather(x, "d", tiled=True)) for x in xs)
+
+    per_mesh = jax.shard_map(gathers_four, in_specs=P("d"), out_specs=P(), check_vma=False)
+    jaxpr, mesh, text = compiled(per_mesh, (f32(16),) * 4, (P("d"),) * 4, P(), d=4)
+    (first, *others), edited = [of[4] for of in FOUND.finditer(text)], text
+    for other in others:
+        edited = edited.replace(f"all-gather({other})", f"all-gather({first})")
+    assert compared(jaxpr, mesh, text)[1] == []
+    told = [re.search(r"(\d+) × a step, (.*)", line).groups() for line in compared(jaxpr, mesh, edited)[1]]
+    assert told == [("3", "not compiled"), ("3", "not in the source")]
 
 
 EDITS = [dropped, doubled, regrouped, retyped, rereduced]

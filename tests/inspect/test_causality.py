@@ -15,14 +15,18 @@ from jax import lax
 from token_shift import TokenShift
 
 import train
+from shardlib import shardops
+from shardlib.shardtypes import pytree_dataclass
 from shardwright.data.loader import TokenBatch
-from shardwright.inspect import causality
+from shardwright.inspect import causality, examine
 from shardwright.inspect.causality import check_causal
 from shardwright.modeling import attention_calls, fp8
 from shardwright.modeling.masks import AttentionMask, same_document
+from shardwright.modeling.weights import act, matrix
 from shardwright.models import gpt2
 from shardwright.run import flops, stages
 from shardwright.run import step as step_module
+from shardwright.tools import check
 
 C = rule_models.SIZES
 
@@ -205,6 +209,24 @@ def with_ones(array, rows, columns):
     return array
 
 
+def by_added(array):
+    """Attention by scores to which array(L)[L, L] is added."""
+
+    def mix(x, tokens):
+        same = tokens.document[:, :, None] == tokens.document[:, None]
+        scores = jnp.einsum("blm,bsm->bls", x, x) + array(x.shape[1])
+        return jnp.einsum("bls,bsm->blm", jax.nn.softmax(jnp.where(same, scores, -jnp.inf)), x)
+
+    return mixed(mix)
+
+
+def low_after(n):
+    """-1e9 for later positions, except those from 300 on for the first one."""
+    low = np.where(np.tri(n), 0, -1e9).astype(np.float32)
+    low[0, 300:] = 0
+    return low
+
+
 def of_documents(number):
     return attends(lambda q, k: (q.index >= k.index) & (number(q.document) == number(k.document)))
 
@@ -284,6 +306,7 @@ WRONG = {  # name: the model, what the line says, and sizes as above
     "rule": (ruled(same_document), r"^\S+\.py:\d+: the attention mask .* lets a position see later ones"),
     "leak": (Leaks, "slice|concatenate"),
     "mean": (mixed(lambda x, _: jnp.mean(x, 1, keepdims=True)), "reduce_sum: .*of position 14"),
+    "transform": (mixed(lambda x, _: jnp.fft.fft(x, axis=1).real), "fft: .* position 0 depend on all that fft reads"),
     "norm of the batch": (mixed(lambda x, _: x - jnp.mean(x, 0)), f"reduce_sum: .*{OTHERS}"),
     "cumsum of all documents": (mixed(lambda x, _: jnp.cumsum(x, 1)), "cumsum: .*in an earlier document"),
     "shift": (TokenShift, r"token_shift.py:\d+: slice: .*in an earlier document"),
@@ -338,6 +361,7 @@ GROWING = {  # what changes with the length, beyond the positions that are follo
     "float squares": attends(in_document(lambda i, j: (i >= j) | (jnp.square(jnp.float32(i - j)) >= 9e4))),
     "array": within(lambda n: with_ones(np.tri(n, dtype=np.float32), slice(1), slice(300, None))),
     "array of positions": within(lambda n: jnp.tri(n) + jnp.asarray(with_ones(np.zeros((1, n)), 0, slice(300, None)))),
+    "an added array": by_added(low_after),
     "blocks of 512": next_block(lambda n: 512),
     "blocks of the length": next_block(lambda n: max(256, n // 4)),
     "documents modulo 8": of_documents(lambda i: i % 8),
@@ -500,6 +524,34 @@ def test_a_refusal_says_in_which_form_the_step_was_traced():
     assert "traced with" not in str(refused.value)
 
 
+@pytree_dataclass
+class WithPixels(train.Transformer):
+    pixels: matrix["4 -> M/t/w"]
+
+
+class Pixels(train.Llama):
+    """Embeds four floats beside each token."""
+
+    Weights, inputs = WithPixels, ("a", "b", "c", "d")
+
+    def embed(self, w, tokens):
+        floats = lax.bitcast_convert_type(tokens.inputs, jnp.float32).astype(act.dtype)
+        floats = shardops.replicate("... -> ... *t", floats)
+        y = shardops.einsum_unreduced("B/b L/c P, P M/t -> B/b L/c M/t", floats, w.pixels)
+        return super().embed(w, tokens) + shardops.all_to_all("B/b L/c M/t -> B/b L/c/t M", y)
+
+
+class LaterPixels(Pixels):
+    def embed(self, w, tokens):
+        return super().embed(w, dataclasses.replace(tokens, inputs=shift(tokens.inputs, -1)))
+
+
+def test_a_weight_may_multiply_floats_beside_the_tokens():
+    assert verdict(forward(Pixels), rows=8, mesh="d=4 t=2") == ""
+    with pytest.raises(ValueError, match="the logits of position 0 depend on the token of position 0"):
+        verdict(forward(LaterPixels), rows=8, mesh="d=4 t=2")
+
+
 def test_a_text_may_be_shorter_than_a_chunk_of_the_loss():
     assert verdict(forward(train.Llama, loss_chunk=8 * tiny.LENGTH), 8 * tiny.LENGTH, context=tiny.LENGTH) == ""
 
@@ -569,11 +621,58 @@ def test_a_target_does_not_meet_logits_that_know_it(monkeypatch):
             assert verdict(forward(train.Llama), length) == ""
 
 
+def with_one_more(monkeypatch, loss):
+    """Lets training minimize loss(logits, targets, mask, reference, what the edited trainer also gives)."""
+
+    def summed_loss(w, x, targets, mask, reference, forward, loss):
+        losses = loss(train.checked_logits(forward.model, w, x), targets, mask, reference, 2 * targets)
+        return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * mask)
+
+    monkeypatch.setattr(train, "summed_loss", summed_loss)
+    monkeypatch.setitem(train.LOSSES, "cross_entropy", lambda *given, c: loss(*given))
+
+
+def test_a_loss_may_receive_more(monkeypatch):
+    with_one_more(monkeypatch, lambda x, y, mask, reference, more: train.cross_entropy(x, y) * (more > 3))
+    assert verdict(forward(train.Llama)) == ""
+    with pytest.raises(ValueError, match="reduce_sum: the logits of position 0 depend on"):
+        verdict(forward(WRONG["mean"][0]))
+    of_next = lambda x, y, mask, reference, more: train.cross_entropy(shift(x, -1), y)
+    with_one_more(monkeypatch, of_next)
+    with pytest.raises(ValueError, match="0 meets the logits of position 1"):
+        verdict(forward(train.Llama))
+
+
+def test_a_loss_that_fails_is_rejected_unless_the_settings_waive_it(monkeypatch):
+    with_one_more(monkeypatch, lambda x, y, mask, reference: train.cross_entropy(x, y))
+    error = r"test_causality.py:\d+: the training loss does not trace on one device: TypeError: .* positional arg"
+    with jax.set_mesh(tiny.mesh("one device")):
+        step = tiny.step(tiny.config(C))
+        with pytest.raises(ValueError, match=error):
+            examine.prove([step], None)
+        found = dict(check.checks([step], check.CheckConfig()))
+        with pytest.raises(ValueError, match=error):
+            found["causality"]()
+        waived = tiny.step(tiny.config(C, unproved_causality=True))
+        assert re.match("the training loss does not trace on one device", check_causal(waived))
+
+
+def test_a_loss_that_is_computed_elsewhere_is_rejected(monkeypatch):
+
+    def summed_loss(w, x, targets, mask, *_, forward, loss):
+        losses = train.cross_entropy(forward.model.logits(w, x), targets)
+        return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * mask)
+
+    monkeypatch.setattr(train, "summed_loss", summed_loss)
+    with pytest.raises(ValueError, match="the loss: it receives no logits\n  remedy: compute the loss by"):
+        verdict(forward(train.Llama))
+
+
 def test_the_loss_of_evaluation_is_followed(monkeypatch):
     kept = train.MicrobatchLoss.loss
     shifted = lambda x, y, *_: kept(jnp.roll(x, -1, 1), y)
     init = train.MicrobatchLoss.__init__
-    of = lambda self, forward, loss=shifted, *rest: init(self, forward, loss, *rest)
+    of = lambda self, forward, loss=shifted, **rest: init(self, forward, loss, **rest)
     monkeypatch.setattr(train.MicrobatchLoss, "__init__", of)
     with pytest.raises(ValueError, match="0 meets the logits of position 1"):
         verdict(forward(train.Llama))

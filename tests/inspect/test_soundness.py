@@ -1,7 +1,10 @@
 """What is proved once is proved again when it may differ."""
 
+import importlib
 import os
+import shutil
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -11,61 +14,84 @@ import train
 from shardwright.inspect import causality, soundness
 from shardwright.run import provenance
 from shardwright.run.background import run_at_low_priority
-from shardwright.run.provenance import bytes_of
 from shardwright.run.step import Step
 
 pytestmark = pytest.mark.quick
-MODULE = "class Model:\n    c = None\n"
+MODULE = """
+import runpy
+import sys
+
+import train
 
 
-@pytest.mark.parametrize("what", ["the step", "causality"])
-def test_a_model_of_an_installed_package_is_checked_again_when_it_changes(tmp_path, monkeypatch, what):
-    """Its file is none of those that are hashed as source."""
-    file = tmp_path / "a_model_of_a_package.py"
-    file.write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+class Model(train.Llama):
+    def layer(self, x, *rest):
+        return super().layer(x * FACTOR, *rest)
+
+
+FACTOR = 1.0
+"""
+BESIDE = MODULE.replace("FACTOR = 1.0", "FACTOR = runpy.run_path(__file__.replace('_model', '_number'))['FACTOR']")
+LATER = MODULE.replace("FACTOR, *rest", "__import__('a_number').FACTOR, *rest")
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / "kept" / name)
-    monkeypatch.setattr(provenance, "own_modules", list)
-    checks, c, source = [], tiny.config(), provenance.source_of()
-    found = lambda *_: checks.append(1) or []
-    monkeypatch.setattr(soundness, "find_unsound", found)
-    monkeypatch.setattr(causality, "_findings", found)
-    monkeypatch.setattr(Step, "calls", [])
-    step = Step(c, __import__(file.stem).Model(), tiny.mesh("one device"), train)
+    return tmp_path / "kept"
 
-    def check() -> int:
+
+def loaded(folder: Path, texts: dict[str, str]) -> type:
+    """The class Model that a start loads from these files. It sees their last edit."""
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+        sys.modules.pop(name.removesuffix(".py"), None)
+    provenance.bytes_of.cache_clear()
+    importlib.invalidate_caches()
+    return importlib.import_module("a_model").Model
+
+
+WAYS = ("edited once loaded", "a stale .pyc", "runpy.run_path", "an installed package", "imported as it is traced")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_proof_is_kept_for_what_ran_whatever_file_it_came_from(tmp_path, monkeypatch, records, way):
+    """A start loads 1.0. The next one loads 0.5, and the files of both are the same when their source is hashed."""
+    folder = tmp_path / ("site-packages" if way == "an installed package" else "mine")
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "dont_write_bytecode", way != "a stale .pyc")
+    text = {"runpy.run_path": BESIDE, "imported as it is traced": LATER}.get(way, MODULE)
+    texts = {"a_model.py": text, "a_number.py": "FACTOR = 1.0"}
+    now = {name: text.replace("1.0", "0.5") for name, text in texts.items()}
+    checks, found = [], lambda *_: checks.append(1) or []
+    monkeypatch.setattr(soundness, "find_unsound", found)
+    monkeypatch.setattr(soundness, "NAMES", ("evaluation",))
+    monkeypatch.setattr(causality, "_findings", found)
+
+    def start(Model: type) -> int:
+        """How many proofs a start makes."""
         checks.clear()
-        if what == "causality":
-            causality.check_causal(step, source)
-        else:
-            soundness.check_steps(step, source)
+        c = tiny.config(tiny.model(layers=1))
+        step, source = Step(c, Model(c.model), tiny.mesh("one device"), train), provenance.source_of()
+        soundness.check_steps(step, source)
+        causality.check_causal(step, source)
+        sys.modules.pop("a_number", None)
         return len(checks)
 
-    assert [check(), check()] == [1, 0]
-    file.write_text(MODULE + "# sharded in another way\n")
-    assert [check(), check()] == [1, 1], "whether this is what runs is not known"
-    bytes_of.cache_clear()  # as another start
-    assert [check(), check()] == [1, 0]
-    del sys.modules[file.stem]
-    file.unlink()
-    assert [check(), check()] == [1, 1]
-
-
-def test_nothing_is_kept_of_a_check_that_imports_more_source(tmp_path, monkeypatch):
-    """Such as a helper of a sharded mesh alone: the hashes of the next start do not have it before its check."""
-    (tmp_path / "a_helper_of_a_mesh.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / "kept" / name)
-    imported = []
-    monkeypatch.setattr(soundness, "find_unsound", lambda _: imported.append(__import__("a_helper_of_a_mesh")) or [])
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        step, source = tiny.step(tiny.config()), provenance.source_of()
-        for known in (source, source):
-            soundness.check_steps(step, known)
-        assert len(imported) == 2
-        for _ in range(2):  # once it is among the source
-            soundness.check_steps(step, provenance.source_of())
-    assert len(imported) == 3
+    Model = loaded(folder, texts)
+    if way == "edited once loaded":
+        (folder / "a_model.py").write_text(now["a_model.py"])
+    if way == "a stale .pyc":
+        for text in (texts["a_model.py"], now["a_model.py"]):
+            (folder / "a_model.py").write_text(text)
+            os.utime(folder / "a_model.py", ns=(0, 0))
+            del sys.modules["a_model"]
+            Model = importlib.import_module("a_model").Model
+        assert Model.layer.__globals__["FACTOR"] == 1.0
+    assert [start(Model), start(Model)] == [2, 0]
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+    assert start(loaded(folder, now)) == 2
 
 
 class PerDevice(train.Llama):

@@ -14,6 +14,7 @@ STARTS = np.zeros((ROWS, LENGTH), bool)
 STARTS[:, 0] = STARTS[0, 3] = STARTS[1, 6] = True
 DOCUMENT = np.cumsum(STARTS, 1)
 PLACE = np.arange(LENGTH)
+TOKENS = np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH)
 EARLIER = PLACE[:, None] >= PLACE
 OWN = EARLIER & (DOCUMENT[:, :, None] == DOCUMENT[:, None, :])
 
@@ -133,6 +134,125 @@ def first_choices(x, slots=4, rows_of=lambda rows: rows, places_of=lambda place:
     return jax.vmap(of_row)(x, place)
 
 
+STRICT = OWN & ~np.eye(LENGTH, dtype=bool)
+"""What a position sees without itself: the first one of a document sees no key."""
+unit = lambda e, least=1e-6: e / (jnp.sum(e, -1, keepdims=True) + least)
+over_peak = lambda s, of=lambda peak: peak: unit(jnp.exp(s - of(jnp.max(s, -1, keepdims=True))))
+
+
+def rows_without_keys(weights, low=-1e9, how="added", dtype=jnp.float32, mask=STRICT):
+    """Attention by STRICT, by a number `low` that is `added` to the scores or `put` in their place, or a function."""
+
+    def attend(x):
+        s = jnp.einsum("blm,bsm->bls", x, jnp.cos(3 * x)).astype(dtype)
+        ways = {"added": lambda: s + jnp.where(mask, 0.0, low), "put": lambda: jnp.where(mask, s, low)}
+        s = how(s) if callable(how) else ways[how]()
+        return jnp.einsum("bls,bsm->blm", weights(s).astype(x.dtype), x)
+
+    return attend
+
+
+def of_compressed_blocks(x):
+    """A position sees the means of earlier pairs, and the first ones see none."""
+    means = x.reshape(ROWS, -1, 2, WIDTH).mean(2)
+    seen = PLACE[:, None] // 2 > np.arange(LENGTH // 2)
+    return over_peak(jnp.where(seen, x @ means.swapaxes(1, 2), -1e30)) @ means
+
+
+def online(s):
+    """A softmax over blocks of keys, one after the other."""
+
+    def add(state, s):
+        peak, total = state
+        new = jnp.maximum(peak, jnp.max(s, -1, keepdims=True))
+        return (new, jnp.exp(peak - new) * total + jnp.sum(jnp.exp(s - new), -1, keepdims=True)), None
+
+    blocks = jnp.moveaxis(s.reshape(ROWS, LENGTH, 2, -1), 2, 0)
+    start = jnp.full((ROWS, LENGTH, 1), -1e30), jnp.zeros((ROWS, LENGTH, 1))
+    peak, total = lax.scan(add, start, blocks)[0]
+    return jnp.exp(s - peak) / (total + 1e-6)
+
+
+peak_of = lambda s: jnp.max(s, -1, keepdims=True)
+PEAKS = {  # of a row, computed in other ways, or by something in between
+    "minimum": lambda s: jnp.minimum(peak_of(s), 10.0),
+    "scaled": lambda s: peak_of(s) * 1.0,
+    "size": lambda s: -jnp.abs(peak_of(s)),
+    "integers": lambda s: jnp.float32(jnp.int32(peak_of(s))),
+    "last of cummax": lambda s: lax.cummax(s, 2)[..., -1:],
+    "cummax": lambda s: lax.cummax(s, 2),
+    "sort": lambda s: jnp.sort(s, -1)[..., -1:],
+    "top_k": lambda s: lax.top_k(s, 1)[0],
+    "argmax": lambda s: jnp.take_along_axis(s, jnp.argmax(s, -1, keepdims=True), -1),
+    "negatives": lambda s: -jnp.min(-s, -1, keepdims=True),
+    "logsumexp": lambda s: jax.nn.logsumexp(s, -1, keepdims=True),
+    "chosen": lambda s: jnp.where(peak_of(s) > 1e3, 0.0, peak_of(s)),
+}
+softmax, added_low = jax.nn.softmax, lambda mask, low=-1e9: jnp.where(mask, 0.0, low)
+without = rows_without_keys
+LEAKS = {  # rows without keys: their largest score is itself a number that masks, so that later tokens count
+    **{f"peak: {name}": without(lambda s, of=of: unit(jnp.exp(s - of(s)))) for name, of in PEAKS.items()},
+    "over a sum": without(over_peak),
+    "softmax": without(softmax),
+    "first position": without(softmax, mask=np.tri(LENGTH, k=-1, dtype=bool)),
+    "GPT-2's number": without(over_peak, -1e4),
+    "the lowest number": without(over_peak, jnp.finfo(jnp.float32).min / 4),
+    "-1e30": without(over_peak, -1e30, "put"),
+    "softmax, -1e30": without(softmax, -1e30, "put"),
+    "-1e9 in bf16": without(over_peak, -1e9, "put", jnp.bfloat16),
+    "softmax, -1e9 in bf16": without(softmax, -1e9, "put", jnp.bfloat16),
+    "added in bf16": without(over_peak, dtype=jnp.bfloat16),
+    "-1e4 in f16": without(over_peak, -1e4, dtype=jnp.float16),
+    "two numbers": without(over_peak, how=lambda s: jnp.where(STRICT, s, -1e9) + added_low(STRICT, -1e8)),
+    "added twice": without(over_peak, how=lambda s: s + added_low(STRICT, -1e4) + added_low(STRICT, -1e4)),
+    "by products": without(over_peak, how=lambda s: s * STRICT - 1e10 * (1 - STRICT) - s),
+    "subtracted": without(over_peak, how=lambda s: s - 1e9 * (1 - STRICT)),
+    "log_softmax": without(lambda s: jnp.exp(jax.nn.log_softmax(s))),
+    "online": without(online),
+    "nan_to_num": without(lambda s: jnp.nan_to_num(softmax(s))),
+    "nan_to_num, -1e30": without(lambda s: jnp.nan_to_num(softmax(s)), -1e30, "put"),
+    "maximum of the sum": without(
+        lambda s: (e := jnp.exp(s - peak_of(s))) / jnp.maximum(e.sum(-1, keepdims=True), 1e-6)
+    ),
+    "softmax1": without(lambda s: unit(jnp.exp(s - peak_of(s)), 1.0)),
+    "sigmoid": without(lambda s: jax.nn.sigmoid(s - jnp.min(s, -1, keepdims=True))),
+    "sigmoid, mean": without(lambda s: jax.nn.sigmoid(s - jnp.mean(s, -1, keepdims=True)), -1e4),
+    "sigmoid, peak": without(lambda s: jax.nn.sigmoid(s - peak_of(s))),
+    "relu": without(lambda s: unit(jax.nn.relu(s - peak_of(s) + 2))),
+    "softplus": without(lambda s: jax.nn.softplus(s - peak_of(s))),
+    "exp2": without(lambda s: unit(jnp.exp2(s - peak_of(s)))),
+    "over the largest size": without(lambda s: unit(jnp.exp(s / peak_of(jnp.abs(s))))),
+    "chosen by tokens": without(over_peak, how=lambda s: jnp.where(STRICT & (s > 0), s, -1e9)),
+    "compressed blocks": of_compressed_blocks,
+}  # fmt: skip
+own = lambda weights, *options: without(weights, *options, mask=OWN)
+finite = lambda peak: jnp.where(jnp.isfinite(peak), peak, 0)
+own_or = lambda s: OWN & ((s > 0) | np.eye(LENGTH, dtype=bool))
+RIGHT = {  # that leave out what may come from rows without keys, or have none
+    "-1e30, weights set to 0": without(lambda s: softmax(s) * STRICT, -1e30, "put"),
+    "-1e9, weights set to 0": without(lambda s: softmax(s) * STRICT, -1e9, "put"),
+    "-1e9 in bf16, weights set to 0": without(lambda s: softmax(s) * STRICT, -1e9, "put", jnp.bfloat16),
+    "added, weights set to 0": without(lambda s: softmax(s) * STRICT),
+    "a peak of at least 0": without(lambda s: over_peak(s, lambda peak: jnp.maximum(peak, 0.0))),
+    "a finite peak": without(lambda s: over_peak(s, finite), -jnp.inf, "put"),
+    "no peak": without(lambda s: unit(jnp.exp(s))),
+    "-1e30 in bf16": own(softmax, -1e30, "put", jnp.bfloat16),
+    "subtracted": without(softmax, how=lambda s: s - 1e9 * (1 - OWN)),
+    "added twice": without(softmax, how=lambda s: s + added_low(EARLIER) + added_low(OWN)),
+    "with a slope": without(softmax, how=lambda s: s + 0.5 * (PLACE - PLACE[:, None]) + added_low(OWN)),
+    "chosen by tokens, and its own": without(softmax, how=lambda s: jnp.where(own_or(s), s, -1e9)),
+    "chosen by tokens, -inf": without(
+        lambda s: over_peak(s, lambda peak: jnp.maximum(peak, -9.0)),
+        how=lambda s: jnp.where(OWN & (s > 0), s, -jnp.inf),
+    ),
+    "online": own(online),
+    "log_softmax": own(lambda s: jnp.exp(jax.nn.log_softmax(s))),
+    "logsumexp": own(lambda s: jnp.exp(s - PEAKS["logsumexp"](s))),
+    "nan_to_num in two layers": lambda x: own(softmax)(own(lambda s: jnp.nan_to_num(softmax(s)))(x)),
+    "at least the lowest number": own(lambda s: softmax(jnp.maximum(s, jnp.finfo(jnp.float32).min))),
+}  # fmt: skip
+
+
 EXACT = {
     "entry by entry": lambda x: jnp.tanh(x) * x + jax.nn.softmax(x),
     "earlier positions": attention(EARLIER),
@@ -242,6 +362,25 @@ def test_tokens_are_those_that_change_an_entry(name):
         np.testing.assert_array_equal(last, most)
 
 
+@pytest.mark.parametrize("name", LEAKS)
+def test_rows_that_see_no_key_may_read_all_tokens(name):
+    (first, last), (least, most) = reach(LEAKS[name]), measured(LEAKS[name])
+    assert (most > TOKENS).any()
+    assert (last >= most).all()
+    assert (first <= least).all()
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_rows_that_see_no_key_may_be_left_out(name):
+    (first, last), (least, most) = reach(RIGHT[name]), measured(RIGHT[name])
+    begin = TOKENS - PLACE + np.maximum.accumulate(np.where(STARTS, PLACE, 0), 1)
+    assert (most <= TOKENS).all()
+    assert (last <= TOKENS).all()
+    assert (first >= begin).all()
+    assert (last >= most).all()
+    assert (first <= least).all()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_what_changes_an_entry_of_functions_of_functions_is_among_its_tokens(seed):
@@ -254,7 +393,7 @@ def test_what_changes_an_entry_of_functions_of_functions_is_among_its_tokens(see
 
 def test_slots_of_the_first_choices_know_no_later_ones():
     (_, last), (_, most) = reach(first_choices), measured(first_choices)
-    np.testing.assert_array_equal(last, np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH))
+    np.testing.assert_array_equal(last, TOKENS)
     assert (last >= most).all()
 
 
@@ -269,5 +408,5 @@ OTHER_SLOTS = {  # what is added where the choice of another slot is
 def test_slots_are_those_of_their_own_choices(name):
     f = lambda x: first_choices(x, **OTHER_SLOTS[name])
     (_, last), (_, most) = reach(f), measured(f)
-    assert (most > np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH)).any()
+    assert (most > TOKENS).any()
     assert (last >= most).all()

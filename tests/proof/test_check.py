@@ -387,3 +387,47 @@ def test_activations_of_this_jax_are_proved(name):
     gradient = lambda x: jax.grad(lambda x: function(x).sum())(x)
     mesh = jax.sharding.AbstractMesh((2,), ("d",))
     check(gradient, jnp.ones((4, 8)), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+
+
+def unit(x, axis):
+    return x * lax.rsqrt(jnp.mean(x * x, axis=axis, keepdims=True))
+
+
+def along(axis):
+    def body(x, y):
+        first = unit(x, axis)
+        return first, unit(y, axis)
+
+    return body
+
+
+OF_UNIT, OF_CALL = unit.__code__.co_firstlineno + 1, along.__code__.co_firstlineno + 3
+PLACES = [(0, OF_UNIT, "pmean"), (1, OF_CALL, "gather what this line passes over t first")]
+
+
+@pytest.mark.parametrize(("axis", "line", "remedy"), PLACES)
+def test_a_function_that_is_right_for_other_calls_is_not_blamed(axis, line, remedy):
+    """Along dim 0 both are cut, along dim 1 only what the second line passes."""
+    specs = P("d"), P("d", "t")
+    problem = rf"(?s)^\S*test_check.py:{line}: .*rsqrt of a partial sum.*\n  remedy: .*{remedy}"
+    verdict(problem, along(axis), X, X, in_specs=specs, out_specs=specs)
+
+
+def chosen(x, by_flag):
+    flag = by_flag is not None
+    if flag:
+        x = sine_on_several(x)
+    several = lax.axis_size("t") > 1
+    if several and not flag:
+        x = jnp.sin(x)
+    return jnp.cos(x)
+
+
+def sine_on_several(x):
+    return jnp.sin(x) if lax.axis_size("t") > 1 else x
+
+
+@pytest.mark.parametrize(("flag", "choice"), [(True, "lax.axis_size('t') > 1"), (None, "several and (not flag)")])
+def test_a_choice_that_every_mesh_makes_alike_is_not_named(flag, choice):
+    problem = rf"(?s)^\S*test_check.py:\d+: the program is another one .*by the choice \S+:\d+, `{re.escape(choice)}`"
+    verdict(problem, lambda x: chosen(x, flag), X, **SPECS)

@@ -107,8 +107,7 @@ def test_its_own_tests_need_no_trainer():
 
 def shardwright(installed: Path, directory: Path, *arguments: str) -> str:
     """What the command prints in a directory."""
-    code = "import sys; from shardwright.__main__ import main; sys.argv[0] = 'shardwright'; main()"
-    done = run(installed, directory, "-P", "-c", code, *arguments)
+    done = run(installed, directory, str(installed / "bin" / "shardwright"), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr + done.stdout
 

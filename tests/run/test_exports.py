@@ -4,6 +4,10 @@ import concurrent.futures
 import dataclasses
 import importlib
 import json
+import os
+import signal
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,18 +17,22 @@ import tiny
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run import journal
+from shardwright.run import background, journal
+
+
+def a_journal(directory, log):
+    return SimpleNamespace(_directory=directory, _exports={}, _stops_exports=False, _export_started=None, log=log)
 
 
 def exported(monkeypatch, directory, run_program, steps):
     """The events of a journal that exports the checkpoints of these steps, one after another."""
     events = []
     log = SimpleNamespace(add_event=lambda step, event, values: events.append((step + 1, event, values)))
-    self: Any = SimpleNamespace(_directory=directory, _exported=None, log=log)
+    self: Any = a_journal(directory, log)
     monkeypatch.setattr(journal, "run_at_low_priority", run_program)
     for step in steps:
         journal.Journal.export(self, step, f"here/{step}", None)
-    self._exported.result()
+    self._exports[steps[-1]].result()
     return events
 
 
@@ -48,12 +56,12 @@ def test_exports_wait_for_their_checkpoint_and_for_each_other(tmp_path, monkeypa
     order, saving = [], concurrent.futures.Future()
     monkeypatch.setattr(journal, "run_at_low_priority", lambda module, run, *_, **options: order.append(run))
     log = SimpleNamespace(add_event=lambda *_: None)
-    self: Any = SimpleNamespace(_directory=tmp_path, _exported=None, log=log)
+    self: Any = a_journal(tmp_path, log)
     journal.Journal.export(self, 1, "one", saving)
     journal.Journal.export(self, 2, "two", None)
-    assert not concurrent.futures.wait([self._exported], timeout=0.2).done
+    assert not concurrent.futures.wait(self._exports.values(), timeout=0.2).done
     saving.set_result(None)
-    self._exported.result(timeout=10)
+    self._exports[2].result(timeout=10)
     assert ["one" in order[0], "two" in order[1]] == [True, True]
 
 
@@ -71,3 +79,62 @@ def test_a_run_exports_what_transformers_opens(tmp_path):
     assert model.config.shardwright["step"] == 4
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert sorted(line["step"] for line in lines if line.get("event") == "export") == [2, 4, 5]
+
+
+def settings(steps, **training):
+    training = {"checkpoint_interval": 1, "eval_batches": 0} | training
+    c = tiny.config(tiny.model(vocab=1280, layers=1), **training)
+    c.data.filespec = "synthetic_dataset.zarr"
+    c.training = dataclasses.replace(c.training, steps=steps)
+    return c
+
+
+def trained(c, directory):
+    with jax.set_mesh(tiny.mesh("d=8")):
+        return train.train(c, load_model(c.model), directory)
+
+
+def checkpoints(directory):
+    return sorted(int(path.parent.name) for path in directory.glob("checkpoints/0*/zarr.json"))
+
+
+def makes(module, run, output, *_, **options):
+    Path(output.partition("=")[2].strip("'\"")).mkdir(parents=True)
+
+
+@pytest.mark.long
+def test_only_the_checkpoint_that_an_export_reads_is_kept_longer(tmp_path, monkeypatch):
+    seen = []
+
+    def slow(module, run, output, *_, **options):
+        end = time.monotonic() + 20
+        while "0000000004" in run and checkpoints(tmp_path) != [4, 8] and time.monotonic() < end:
+            time.sleep(0.02)
+        seen.append(checkpoints(tmp_path))
+        makes(module, run, output)
+
+    monkeypatch.setattr(journal, "run_at_low_priority", slow)
+    trained(settings(8, export_interval=4, keep_checkpoints=1), tmp_path)
+    assert seen[0] == [4, 8]
+    assert checkpoints(tmp_path) == [8]
+
+
+@pytest.mark.long
+def test_a_signal_stops_an_export_and_a_resume_makes_it(tmp_path, monkeypatch, capsys):
+    def slow(module, run, output, *_, started, **options):
+        def started_and_stopped(process):
+            started(process)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        options["started"] = started_and_stopped
+        background.run_at_low_priority("http.server", "0", "--bind", "127.0.0.1", **options)
+
+    monkeypatch.setattr(journal, "run_at_low_priority", slow)
+    c = settings(2, export_interval=2, keep_checkpoints=1)
+    begun = time.monotonic()
+    assert trained(c, tmp_path) == "SIGTERM"
+    assert time.monotonic() - begun < 60
+    assert "SIGTERM: no exports of the steps [2] yet. Resuming makes them." in capsys.readouterr().out
+    monkeypatch.setattr(journal, "run_at_low_priority", makes)
+    assert trained(c, tmp_path) is None
+    assert [path.name for path in tmp_path.glob("exports/*")] == [f"{2:010}"]

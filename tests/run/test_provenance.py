@@ -1,9 +1,17 @@
 """What source made a run: kept, and compared as programs where the text differs."""
 
 import dataclasses
+import errno
 import importlib
 import json
+import os
+import re
+import shutil
+import subprocess
 import sys
+import sysconfig
+import venv
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -195,6 +203,30 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
     assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]
 
 
+OWN = """
+import jax, mine
+from shardlib.places import shown_path
+from shardwright.run.provenance import own_modules
+print(own_modules() == [__import__("pathlib").Path(mine.__file__)], shown_path(jax.__file__))
+"""
+
+
+def test_packages_by_pythonpath_are_no_source_and_a_project_in_its_environment_is(tmp_path):
+    """As modules of a cluster bring jax. It counted as the user's, and was imported again for each trace."""
+    packages = tmp_path / "deps"
+    packages.mkdir()
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not re.search("editable|[.]pth|shardwright|shardlib", entry.name):
+            (packages / entry.name).symlink_to(entry)
+    project = tmp_path / "project"
+    venv.create(project, symlinks=True)  # without pip
+    (project / "mine.py").write_text("")
+    env = os.environ | {"PYTHONPATH": f"{packages}:{provenance.ROOT}", "JAX_PLATFORMS": "cpu"}
+    command = [project / "bin" / "python", "-c", OWN]
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "True jax/__init__.py\n", done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory):
     """A run whose checkpoint was made by other source."""
@@ -222,41 +254,72 @@ def test_an_export_is_refused_by_other_source(run_directory, tmp_path):
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], embed)
 
 
-@pytest.mark.quick
-def test_programs_are_hashed_again_when_what_they_follow_from_differs(monkeypatch, tmp_path):
-    """The source, a package that is loaded, a setting, a flag of JAX; and where tracing imports what is not known."""
-    hashed = []
+@pytest.fixture
+def hashed(monkeypatch, tmp_path):
+    """Where hashes are kept, and a list with an entry for each time that they are made."""
+    made = []
     monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / name)
-    monkeypatch.setattr(provenance, "_hashed", lambda step: hashed.append(1) or {"programs": {"training": "hash"}})
-    package = tmp_path / "a_loaded_package.py"
-    package.write_text("x = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(provenance, "own_modules", list)  # so that it counts as a package
-    module = __import__(package.stem)
-    mesh = tiny.mesh("one device")
+    monkeypatch.setattr(provenance, "_hashed", lambda *_: made.append(1) or {"programs": {"training": "hash"}})
+    return tmp_path / "programs", made
 
-    def count(c=None) -> int:
-        hashed.clear()
-        c = c or tiny.config()
-        found = provenance.provenance_of(trace_step(c, load_model(c.model), mesh))
-        assert found["programs"] == {"training": "hash"}
-        assert found["source"] == provenance.source_of()
-        return len(hashed)
 
-    assert [count(), count()] == [1, 0]
-    assert [count(tiny.config(save="dots")), count()] == [1, 0]
-    package.write_text("x = 2  # other code\n")
-    assert [count(), count()] == [1, 0]
+def hashes(made: list, source: str = SOURCE, **training) -> int:
+    """How often a start makes hashes."""
+    made.clear()
+    c = tiny.config(tiny.model(module="changed_train", layers=1), **training)
+    with module_of(source) as module:
+        step = trace_step(c, load_model(c.model), tiny.mesh("one device"), trainer=module)
+        assert provenance.provenance_of(step, ("evaluation",))["programs"] == {"training": "hash"}
+    return len(made)
+
+
+@pytest.mark.quick
+def test_programs_are_hashed_again_when_what_they_follow_from_differs(monkeypatch, hashed):
+    """The program that runs, whatever its source seems to be; the source, a setting, a flag of JAX."""
+    _, made = hashed
+    monkeypatch.setattr(provenance, "source_of", lambda: {"train.py": "the same"})
+    assert [hashes(made), hashes(made)] == [1, 0]
+    assert [hashes(made, changed("activation")), hashes(made)] == [1, 0]
+    assert [hashes(made, save="dots"), hashes(made)] == [1, 0]
     with jax.default_matmul_precision("highest"):
-        assert [count(), count()] == [1, 0]
-    with monkeypatch.context() as patch:
-        patch.setattr(provenance, "source_of", lambda: {"train.py": "other"})
-        assert [count(), count()] == [1, 0]
-    del module, sys.modules[package.stem]
-    monkeypatch.setattr(
-        provenance, "_hashed", lambda step: __import__(package.stem) and {"programs": {"training": "hash"}}
-    )
-    count()
-    del sys.modules[package.stem]
-    monkeypatch.setattr(provenance, "_hashed", lambda step: hashed.append(1) or {"programs": {"training": "hash"}})
-    assert count() == 1
+        assert [hashes(made), hashes(made)] == [1, 0]
+    monkeypatch.setattr(provenance, "source_of", lambda: {"train.py": "other"})
+    assert [hashes(made), hashes(made)] == [1, 0]
+
+
+DAMAGE = {
+    "damaged": (lambda path: path.write_text("{"), "is not JSON"),
+    "of another kind": (lambda path: path.write_text('{"programs": 3}'), "programs is 3; it must be an object"),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "it is a directory, a pipe or a device"),
+    "a directory": (lambda path: (path.unlink(), path.mkdir()), "it is a directory, a pipe or a device"),
+    "below a file": (lambda path: (shutil.rmtree(path.parent), path.parent.write_text("")), "programs"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_record_that_cannot_be_used_is_ignored_with_a_line(hashed, capsys, what):
+    kept, made = hashed
+    hashes(made)
+    (record,) = kept.iterdir()
+    damage, said = DAMAGE[what]
+    damage(record)
+    capsys.readouterr()
+    assert hashes(made) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert said in lines[0]
+    assert len(lines) == (2 if what == "a directory" else 1), "which a file cannot replace"
+    assert hashes(made) == (what in ("a directory", "below a file"))
+
+
+@pytest.mark.quick
+def test_a_full_disk_keeps_nothing_with_a_line(hashed, monkeypatch, capsys):
+    kept, made = hashed
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(provenance, "write_whole", full)
+    assert hashes(made) == 1
+    assert f"{kept}/" in (said := capsys.readouterr().out)
+    assert "cannot be written: No space left on device" in said

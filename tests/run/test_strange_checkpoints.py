@@ -92,6 +92,10 @@ def device(path):
     path.symlink_to("/dev/zero")
 
 
+def dangling(path):
+    path.symlink_to(path.with_name("missing"))
+
+
 RESTORED = """
 import sys, jax.numpy as jnp
 from shardwright.run.checkpoint import Checkpointer
@@ -115,7 +119,8 @@ def test_what_is_no_file_of_its_size_is_damage_and_the_checkpoint_before_is_take
     older = directory.parent / "0000000003"
     shutil.copytree(directory, older)
     sign(older / "zarr.json", json.loads((older / "zarr.json").read_text())["attributes"] | {"step": 3})
-    cases = [(name, damage) for name in ("zarr.json", "a/x/c/0") for damage in (pipe, loop, sparse, device, os.mkdir)]
+    damages = (pipe, loop, sparse, device, dangling, os.mkdir)
+    cases = [(name, damage) for name in ("zarr.json", "a/x/c/0") for damage in damages]
     places = [tmp_path / str(i) for i in range(len(cases))]
     for place, (name, damage) in zip(places, cases, strict=True):
         shutil.copytree(directory.parent, place)

@@ -3,8 +3,10 @@
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -123,6 +125,39 @@ def test_no_module_of_a_saved_configuration_is_imported(stranger, reader, settin
         assert message in error
         assert "trust=true" in error
         assert "\n" not in error
+
+
+COMMAND = "from shardwright.__main__ import main\nmain()\n"
+PLANTED = ("numpy.py", "train.py", "hydra_plugins/evil.py", "payload.py")
+
+
+def executed(directory: Path, *words: str) -> list[str]:
+    """Runs the command `shardwright` in a directory. Returns which of PLANTED ran."""
+    for name in PLANTED:
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        marker = f"open({str(path.with_suffix('.ran'))!r}, 'w').close()"
+        path.write_text(f"{marker}\n\n\ndef make_training_step(): ...\n")
+    script = directory.parent / "shardwright"
+    script.write_text(COMMAND)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = [sys.executable, script, *words]
+    done = subprocess.run(run, cwd=directory, env=env, capture_output=True, text=True, timeout=200)
+    assert "Error" in done.stderr or not done.returncode, done.stderr
+    return [name for name in PLANTED if (directory / name).with_suffix(".ran").exists()]
+
+
+@pytest.mark.parametrize(
+    ("words", "ran"),
+    [
+        (("report", "run=."), []),
+        (("generate", "run=.", "step=9", "prompt=a"), []),
+        (("generate", "run=.", "step=9", "prompt=a", "trust=true"), ["numpy.py"]),
+    ],
+)
+def test_a_program_that_reads_a_run_imports_what_lies_where_it_starts_only_with_trust(stranger, words, ran):
+    stranger.write()
+    assert executed(stranger.directory, *words) == ran
 
 
 def test_a_module_that_the_user_trusts_or_names_too_is_imported(stranger):

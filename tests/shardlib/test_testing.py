@@ -37,3 +37,9 @@ def test_a_wrong_one_fails_with_its_mesh_and_line():
 def test_what_is_no_mesh(mesh):
     with pytest.raises(ValueError, match=r"the mesh is .*; give the number of devices along each axis"):
         testing.assert_sound(project, X, W, meshes=[mesh], **SPECS)
+
+
+@pytest.mark.parametrize("meshes", [[], ["data=1 model=1"]])
+def test_a_check_without_several_devices_is_none(meshes):
+    with pytest.raises(ValueError, match="none with several devices, so nothing would be checked"):
+        testing.assert_sound(mean, X, W, meshes=meshes, **SPECS)

@@ -15,7 +15,7 @@ import pytest
 from numpy_checks import check_modules
 from tokenization import PROBES
 
-from shardwright.data.text import definitions
+from shardwright.data.text import agreement, definitions
 from shardwright.data.text import tokenizers as text_tokenizers
 from shardwright.data.text.definitions import load_definition
 from shardwright.data.text.tokenizers import Tokenizer, fast_encoder, open_tokenizer
@@ -82,18 +82,66 @@ def test_gigatoken_gives_the_ids_of_tokenizers(texts, bpe, monkeypatch):
         tokenizer.encode(["\ud800"])
 
 
+ADDED = {
+    "plain": [("<tool>", {})],
+    "single word": [("<tool>", {"single_word": True})],
+    "stripped, one begins as the other": [("\n", {}), ("\n\n", {"rstrip": True})],
+    "one normalized": [("bx1", {}), ("ab", {"normalized": True})],
+}
+
+
+@pytest.mark.parametrize("case", ADDED)
+def test_gigatoken_and_tokens_added_to_text(case, bpe, monkeypatch):
+    pytest.importorskip("gigatoken", reason="the optional encoder")
+    monkeypatch.setattr(text_tokenizers, "FAST_FROM", 0)
+    definition = json.loads(bpe)
+    for i, (content, given) in enumerate(ADDED[case]):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        definition["added_tokens"].append({"id": 2000 + i, "content": content} | flags | given)
+    tokenizer = Tokenizer(json.dumps(definition))
+    rng = np.random.default_rng(0)
+    parts = [*" \né\u3000_!", "x1", "abc", *(content for content, _ in ADDED[case])]
+    texts = ["".join(rng.choice(parts, 6)) for _ in range(400)]
+    expected = [ids.tolist() for ids in tokenizer._by_definition(texts)]
+    assert split(tokenizer.encode(texts)) == expected
+    assert (fast_encoder(tokenizer, 0) is not None) == (case == "plain")
+
+
+@pytest.mark.parametrize(("normalizer", "assigned"), [(None, True), ({"type": "NFC"}, False)])
+def test_gigatoken_and_characters_that_it_takes_for_others(normalizer, assigned, texts, monkeypatch):
+    """CJK's extension J are letters in newer versions of Unicode: "!" and one are a word or two."""
+    pytest.importorskip("gigatoken", reason="the optional encoder")
+    monkeypatch.setattr(text_tokenizers, "FAST_FROM", 0)
+    if assigned:  # as in a Python that knows them
+        monkeypatch.setattr(agreement.unicodedata, "category", lambda _: "Lo")
+    newer = [chr(i) for i in range(0x323B0, 0x3347A, 41)]
+    trained = definitions.train_bpe([*texts, *(f"!!{c}!! " * 9 for c in newer)], 2000)
+    tokenizer = Tokenizer(json.dumps(json.loads(trained) | {"normalizer": normalizer}))
+    assert fast_encoder(tokenizer, 0) is not None
+    every = [*newer, *(chr(i) for i in range(128, 0x110000, 509) if not 0xD800 <= i < 0xE000)]
+    documents = [f"a!!{c}!!{c}a 1{c}" for c in every] + ["e\u0301 <\u0338 \u1100\u1161"]
+    expected = [ids.tolist() for ids in tokenizer._by_definition(documents)]
+    assert split(tokenizer.encode(documents)) == expected
+
+
 @pytest.mark.parametrize("wrong", ["nothing", "a probe", "a document"])
 def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypatch):
     """One that differs on a probe is not used; one that differs on a document later stops the program."""
     tokenizer, used = Tokenizer(bpe), []
     bad = {"nothing": None, "a probe": text_tokenizers.PROBES[1], "a document": texts[len(texts) // 2]}[wrong]
 
-    def encode(text):
-        used.append(text)
-        return tokenizer._by_definition([text])[0] + np.uint32(text == bad)
+    def from_json(definition):
+        oracle = pytest.importorskip("tokenizers").Tokenizer.from_str(definition)
 
-    loaded = SimpleNamespace(from_json=lambda definition: SimpleNamespace(encode=encode))
-    monkeypatch.setitem(sys.modules, "gigatoken", SimpleNamespace(Tokenizer=loaded))
+        def encode(text):
+            used.append(text)
+            return np.array(oracle.encode(text).ids, np.uint32) + np.uint32(text == bad)
+
+        return SimpleNamespace(encode=encode)
+
+    other = SimpleNamespace(Tokenizer=SimpleNamespace(from_json=from_json))
+    monkeypatch.setitem(sys.modules, "gigatoken", other)
+    text_tokenizers._agreement.cache_clear()
     fast_encoder.cache_clear()
     expected = [ids.tolist() for ids in tokenizer._by_definition(texts)]
     monkeypatch.setattr(text_tokenizers, "FAST_FROM", sum(map(len, texts)) + 1)
@@ -105,7 +153,8 @@ def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypa
             tokenizer.encode(texts)
     else:
         assert split(tokenizer.encode(texts)) == expected
-    assert (used[-1] in texts) == (wrong != "a probe")
+    assert (texts[0] in used) == (wrong != "a probe")
+    text_tokenizers._agreement.cache_clear()
     fast_encoder.cache_clear()
 
 

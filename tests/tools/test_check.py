@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardlib.parsing import ShardError
-from shardlib.proof.check import NOT_PROVED, WRONG
+from shardlib.proof.check import DIFFERS, NOT_PROVED, WRONG
 from shardwright.tools import check as tool
 from shardwright.tools.init.__main__ import TEMPLATE
 
@@ -44,15 +45,20 @@ def project(tmp_path_factory) -> Path:
             target = directory / path.relative_to(TEMPLATE)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(path.read_text())
+    subprocess.run(["git", "init", "-q"], cwd=directory, check=True)
+    return commit(directory)
+
+
+def commit(directory: Path) -> Path:
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
+    for words in (["add", "."], ["commit", "-qm", "begin"]):
         subprocess.run([*git, *words], cwd=directory, check=True)
     return directory
 
 
-def check(project: Path, *words: str) -> tuple[int, str]:
+def check(project: Path, *words: str, path: tuple[Path, ...] = (ROOT,)) -> tuple[int, str]:
     command = [sys.executable, "-m", "shardwright.tools.check", "--config-name=my_run", *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
@@ -106,7 +112,49 @@ def test_a_module_that_python_cannot_import_is_rejected_at_its_line(project, edi
     assert found["problem"].startswith(("SyntaxError: ", "AttributeError: "))
 
 
-@pytest.mark.parametrize("context", [NOT_PROVED, WRONG])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("def make_training_step(", "def make_training_step(("), ("import jax\n", "import jax\nimport nowhere\n")],
+)
+def test_a_fork_that_python_cannot_import_is_rejected_at_its_line(project, tmp_path, old, new):
+    fork = Path(shutil.copytree(project, tmp_path / "fork")) / "train.py"
+    fork.write_text((ROOT / "train.py").read_text().replace(old, new, 1))
+    status, text = check(fork.parent, "check.against=null", "check.output=json")
+    found = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+    line = fork.read_text().partition(new.strip().rpartition("\n")[2])[0].count("\n") + 1
+    assert (status, found["verdict"], found["place"]) == (1, "rejected", f"train.py:{line}")
+
+
+FINDER = """
+import importlib.util, sys
+
+class Finder:
+    def find_spec(name, *_):
+        return importlib.util.spec_from_file_location(name, FILE) if name == "my_model" else None
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize("by", ["a folder", "a finder"])
+def test_a_model_in_src_is_that_of_the_commit(project, tmp_path, by):
+    """An editable install finds it by a folder in a .pth file, or by a finder. A folder has the name of the ref."""
+    mine = Path(shutil.copytree(project, tmp_path / "mine"))
+    (mine / "src").mkdir()
+    (mine / "HEAD").mkdir()
+    model = (mine / "my_model.py").rename(mine / "src/my_model.py")
+    commit(mine)
+    model.write_text(model.read_text().replace(*EDITS["an activation"]))
+    (tmp_path / "sitecustomize.py").write_text(f"FILE = {str(model)!r}\n{FINDER}")
+    _, text = check(mine, "check.output=json", path=(ROOT, mine / "src" if by == "a folder" else tmp_path))
+    found = json.loads(text.strip().rpartition("\n")[2])
+    if by == "a folder":
+        assert found["difference"]["same_program"] is False
+    else:
+        assert f"Python imports {model} in place of the same file of that source" in found["unknown"]
+
+
+@pytest.mark.parametrize("context", [NOT_PROVED, DIFFERS, WRONG])
 def test_what_may_be_right_is_not_certainly_wrong(context):
     error = ShardError("my_model.py:7: cumsum: reaches another block", "sum", context, place="")
     assert tool.rejection(error)["certain"] == (context == WRONG)

@@ -23,3 +23,15 @@ def test_a_line_that_moves_keeps_its_costs_and_one_that_leaves_is_marked():
         "line": "a.py:2 (before)",
         "of_line": -1.0,
     }
+
+
+def test_the_memory_line_is_one_that_grew():
+    """Bytes at the peak and at most: the peak moves from line 1 to lines 2 and 3, of which 3 is as large as before."""
+    lines = {1: "x = loss(y)", 2: "y = a", 3: "z = b"}
+    before, now = result(lines, {}), result(lines, {})
+    before["costs"] |= {"bytes": 9, "by_line": {"a.py:1": [0, 9, 9], "a.py:2": [0, 0, 2], "a.py:3": [0, 0, 7]}}
+    now["costs"] |= {"bytes": 12, "by_line": {"a.py:1": [0, 0, 9], "a.py:2": [0, 5, 5], "a.py:3": [0, 7, 7]}}
+    assert difference(now, before)["bytes"] == {"before": 9, "now": 12, "line": "a.py:2", "of_line": 3}
+    assert difference(before, now)["bytes"] == {"before": 12, "now": 9, "line": "a.py:2", "of_line": -3}
+    now["costs"]["by_line"]["a.py:2"] = [0, 5, 2]  # nothing grew: what there is lives longer
+    assert difference(now, before)["bytes"]["line"] == ""

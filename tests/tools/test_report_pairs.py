@@ -52,6 +52,28 @@ def test_the_last_validation_counts_where_all_runs_have_one(tmp_path, metric, va
     assert (pairs.metric, pairs.differences.mean()) == (metric, -0.5 if val else 0.25)
 
 
+def test_losses_of_the_same_step_are_compared(tmp_path):
+    """One run was not validated at its end: all are compared where they all were."""
+    a, b = ([write(tmp_path / f"{name}{i}", i, 3.0) for i in range(2)] for name in "ab")
+    losses = {"a0": {10: 2.5, 20: 2.0}, "a1": {10: 2.5, 20: 2.0}, "b0": {10: 2.4, 20: 1.9}, "b1": {10: 2.4}}
+    for run in (*a, *b):
+        lines = [{"step": s, "loss": 3.0, "tokens": 8 * s, "unix_time": 1.0 * s} for s in range(1, 21)]
+        found = losses[run.directory.name].items()
+        at = {"event": "validation", "unix_time": 30.0}
+        lines += [at | {"step": s, "loss": loss} for s, loss in found]
+        lines.append({"step": 20, "event": "end", "state": "finished"})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run.directory / "metrics.jsonl").write_text(text)
+        config = json.loads((run.directory / "config.yaml").read_text())
+        config["training"]["steps"] = 20
+        (run.directory / "config.yaml").write_text(json.dumps(config))
+    a, b = ([read_run(run.directory) for run in group] for group in (a, b))
+    pairs = pairs_of(("a*", "b*"), (a, b))
+    assert isinstance(pairs, Pairs)
+    np.testing.assert_allclose(pairs.differences, [-0.1, -0.1])
+    assert pairs.lines()[0] == "val at step 10 of b* minus a*, 2 pairs:"
+
+
 def test_a_validation_before_one_that_failed_does_not_count(tmp_path):
     a, b = ([write(tmp_path / f"{name}{i}", i, 3.0, val=2.5) for i in range(2)] for name in "ab")
     with (b[1].directory / "metrics.jsonl").open("a") as file:

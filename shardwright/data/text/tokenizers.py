@@ -19,6 +19,7 @@ from jaxtyping import Int64, UInt32
 from shardwright.data.checks import check_choice
 from shardwright.data.flat_tokens import Reader, open_kvstore, read_file
 from shardwright.data.text import definitions
+from shardwright.data.text.agreement import Agreement
 from shardwright.data.text.definitions import BYTE_LETTERS, load_definition
 from shardwright.data.untrusted import check_types, one_line, refused
 
@@ -285,21 +286,26 @@ def fast_encoder(tokenizer: Tokenizer, renewal: int) -> Callable[[str], np.ndarr
     """Loads the encoder of gigatoken, which remembers each word that it has seen, so it must be renewed.
 
     Returns:
-        None if gigatoken is not installed, or gives other ids for PROBES or for special tokens in text.
+        It leaves texts to `tokenizers` on which the two may differ. None if gigatoken is not
+        installed, or gives other ids for PROBES or for added tokens in text.
     """
     if tokenizer.vocab_size > 2**24:  # gigatoken ends the process if the largest id does not fit its table
         return None
-    content = json.loads(tokenizer.definition or "")
-    plain = [token for token in content.get("added_tokens") or [] if not token["special"]]
-    content |= {"added_tokens": plain, "post_processor": None, "truncation": None, "padding": None}
-    probes = (*PROBES, " x ".join(tokenizer.special))
     with contextlib.suppress(ImportError, ValueError), refused("gigatoken"):
-        import gigatoken
-
-        encode = gigatoken.Tokenizer.from_json(json.dumps(content)).encode
-        if all(np.array_equal(encode(text), tokenizer._by_definition([text])[0]) for text in probes):
-            return encode
+        agrees = _agreement(tokenizer)
+        encode = agrees.load()
+        return lambda text: encode(text) if agrees(text) else tokenizer._by_definition([text])[0]
     return None
+
+
+@functools.lru_cache(maxsize=1)
+def _agreement(tokenizer: Tokenizer) -> Agreement:
+    content = json.loads(tokenizer.definition or "")
+    added = content.get("added_tokens") or []
+    plain = [token for token in added if not token["special"]]
+    content |= {"added_tokens": plain, "post_processor": None, "truncation": None, "padding": None}
+    texts = [f"{token}|{token}{token}x{token} {token}\n" for token in (t["content"] for t in added)]
+    return Agreement(content, lambda text: tokenizer._by_definition([text])[0], [*PROBES, *texts])
 
 
 @dataclass(frozen=True)

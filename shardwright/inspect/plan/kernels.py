@@ -6,9 +6,13 @@ the backward pass, or if it is a sum. For each array that a fusion makes, it rea
 array depends; two fusions that read the same array and do not depend on each other read it once.
 """
 
+import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from shardlib.equations import REDUCTIONS
 from shardwright.inspect.plan.graph import COLLECTIVES, WRITING, Graph, Node, Value
@@ -148,6 +152,9 @@ def _read_once(kernels: list[Kernel]) -> None:
 
 Held = list[tuple[Value, int]]
 """Arrays in memory at one moment, with their bytes."""
+Moments = Iterator[tuple[Kernel, Held]]
+Most = collections.Counter[str]
+"""Bytes by line."""
 WORKSPACE = 2**25
 """Bytes besides its operands that XLA gives to a matmul on GPUs: for cuBLAS on Hopper."""
 LANES = 128
@@ -166,6 +173,25 @@ def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | Non
         stacked: index of the first result that a loop writes into a stack, whose bytes the loop around it counts. None:
             results are not stacked.
     """
+    moments = _moments(graph, donated, platform, stacked)
+    inside = lambda kernel: max(_inside(kernel, platform, peak_of), key=_bytes, default=[])
+    return max(([*alive, *inside(kernel)] for kernel, alive in moments), key=_bytes, default=[])
+
+
+def most_of(graph: Graph, donated: set[Value], platform: str, stacked: int | None = None) -> Most:
+    """For each line, the most bytes of its arrays that are in memory at one moment. Arguments as of peak_of."""
+    most = Most()
+    for kernel, alive in _moments(graph, donated, platform, stacked):
+        bodies = _inside(kernel, platform, most_of)
+        held = functools.reduce(operator.or_, bodies, Most())
+        for value, size in alive:
+            held[value.site.line] += size
+        most |= held
+    return most
+
+
+def _moments(graph: Graph, donated: set[Value], platform: str, stacked: int | None) -> Moments:
+    """Each kernel, with the arrays that are in memory while it runs, besides those inside of it."""
     kernels = kernels_of(graph)
     given, results = _roots(graph.ins), list(graph.outs)
     kept = _roots(results if stacked is None else results[:stacked])
@@ -184,18 +210,19 @@ def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | Non
         made = kernels[first[value]]
         if made.kind == "memory" and last[value] == first[value]:
             size[value] = 0  # it is written directly into the stack
-    peak, most, alive = [], 0, {}
+    alive: dict[Value, int] = {}
     ends: dict[int, list[Value]] = {}
     for value, at in last.items():
         ends.setdefault(at, []).append(value)
     for i, kernel in enumerate(kernels):
         alive |= {value: size[value] for value in kernel.writes if size.get(value)}
-        held = [*alive.items(), *_inside(kernel, platform)]
-        if (total := _bytes(held)) > most:
-            peak, most = held, total
+        held = [*alive.items()]
+        if kernel.kind == "matmul" and platform == "gpu":
+            made = kernel.node.outs[0]
+            held.append((Value(made.shape, made.dtype, made.site, "working", "workspace"), WORKSPACE))
+        yield kernel, held
         for value in ends.get(i, ()):
             alive.pop(value, None)
-    return peak
 
 
 def _bytes(held: Held) -> int:
@@ -228,12 +255,9 @@ def _reuse(
                     last[match] = i - 1
 
 
-def _inside(kernel: Kernel, platform: str) -> Held:
-    """What a loop, a branch or a matmul needs in memory besides its operands and results."""
+def _inside(kernel: Kernel, platform: str, of: Callable[..., Any]) -> list[Any]:
+    """What peak_of or most_of finds `of` each body of a loop or a branch."""
     bodies, (consts, count) = kernel.node.bodies, kernel.node.carried
     if kernel.node.op == "scan":
-        return peak_of(bodies[0], _roots(bodies[0].ins[consts : consts + count]), platform, count)
-    if kernel.kind == "matmul" and platform == "gpu":
-        made = kernel.node.outs[0]
-        return [(Value(made.shape, made.dtype, made.site, "working", "workspace"), WORKSPACE)]
-    return max((peak_of(body, _roots(body.ins), platform) for body in bodies), key=_bytes, default=[])
+        return [of(bodies[0], _roots(bodies[0].ins[consts : consts + count]), platform, count)]
+    return [of(body, _roots(body.ins), platform) for body in bodies]

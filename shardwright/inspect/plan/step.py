@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,8 @@ from shardlib.axes import axes_of_mesh
 from shardlib.equations import equations_in, is_variable
 from shardlib.tick_tables import TickTable
 from shardwright.inspect.plan.graph import NOWHERE, Graph, Value, graph_of
-from shardwright.inspect.plan.kernels import kernels_of, peak_of
+from shardwright.inspect.plan.kernels import Held as AtPeak
+from shardwright.inspect.plan.kernels import kernels_of, most_of, peak_of
 from shardwright.inspect.plan.work import STACK, Op, work_of
 
 
@@ -63,6 +65,7 @@ class PlannedStep(NamedTuple):
         mesh: number of devices along each axis.
         facts: facts about its configuration.
         table: tick table of the pipeline; None without stages.
+        most: by line, the most bytes of its arrays that are in memory at any moment.
     """
 
     ops: list[Op]
@@ -70,6 +73,7 @@ class PlannedStep(NamedTuple):
     mesh: Mapping[str, int]
     facts: Facts
     table: TickTable | None = None
+    most: Mapping[str, float] = MappingProxyType({})
 
     @property
     def peak(self) -> float:
@@ -112,18 +116,19 @@ def step_of(
     ops, times = work_of(graph, facts.microbatches, chunks), facts.microbatches // facts.side_by_side * chunks
     if platform != "gpu":  # the compiler for TPUs writes the results of matmuls into stacks
         ops = [op for op in ops if not op.what.startswith(STACK)]
-    return PlannedStep(ops, _held(graph, given, platform, times), dict(sizes), facts, table)
-
-
-def _held(graph: Graph, given: list[Value], platform: str, times: int) -> list[Held]:
-    """Lists what is in memory at the peak. `times`: how often a step computes what is saved."""
     donated = {value for value in given if value.kind in ("weights", "optimizer")}
+    held = _held(graph, given, peak_of(graph, donated, platform), times)
+    return PlannedStep(ops, held, dict(sizes), facts, table, most_of(graph, donated, platform))
+
+
+def _held(graph: Graph, given: list[Value], peak: AtPeak, times: int) -> list[Held]:
+    """Lists what is in memory at the peak. `times`: how often a step computes what is saved."""
     found = [Held("", value.name, value.kind, value.bytes) for value in given if value.kind]
     again = _again(graph)
     names = iter([value.name for value in given if value.kind == "weights"])
     gradients = (x for node in graph.nodes for x in node.outs if x.root is x and x.kind == "gradients")
     of = {value: next(names, "") for value in gradients}
-    for value, size in peak_of(graph, donated, platform):
+    for value, size in peak:
         what = of.get(value, "") or value.name or str(value)
         kind = value.kind or ("gathered" if value.name else "working")
         found.append(Held(value.site.line, what, kind, size, times * again.get(value, 0.0) * (kind == "saved")))

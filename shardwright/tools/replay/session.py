@@ -154,7 +154,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 check_reference(metadata.get("reference"), reference_record(c))
             options = known_options(trusted_options(c, trust, write), write)
             session = Session(c, metadata if done else {}, done, options)
-            now = provenance_of(trace_step(config_at(c, done - 1), session.model))
+            now = provenance_of(trace_step(config_at(c, done - 1), session.model), ("training",))
             allow = None if other_source else "other_source=true"
             if differs := compare_source(metadata.get("provenance"), now, ("training",), allow):
                 write(shown(f"source      {differs}"))

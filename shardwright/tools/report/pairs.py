@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.data.untrusted import number
 from shardwright.settings.words import listed
 from shardwright.tools.report.reading import Run
 
@@ -61,23 +62,29 @@ class Pairs:
     names: tuple[str, str]
     """What selected each group."""
     metric: str
-    """In comparing.METRICS: val if all runs have it, else loss."""
+    """In comparing.METRICS: val if all runs have it at a common step or their ends, else loss."""
     runs: list[tuple[Run, Run]]
     left_out: list[str]
     """What was not compared, and why."""
+    step: int | None = None
+    """The last step that all runs validated; None if each is compared at its own end."""
 
     @property
     def differences(self) -> np.ndarray:
         """The second run's loss minus the first's, in nats per token: f64[pairs]."""
-        return np.array([b.values[self.metric] - a.values[self.metric] for a, b in self.runs])
+        return np.array([self._loss(b) - self._loss(a) for a, b in self.runs])
+
+    def _loss(self, run: Run) -> float:
+        return run.values[self.metric] if self.step is None else validations(run)[self.step]
 
     def lines(self) -> list[str]:
         """The verdict for a terminal of 80 columns."""
         pairs, mean, deviation = len(self.runs), self.differences.mean(), self.differences.std(ddof=1)
         low, high = interval(self.differences)
+        at = "" if self.step is None else f" at step {self.step:,}"
         verdict = "lower" if high < 0 else "higher" if low > 0 else "no difference seen"
         found = [
-            f"{self.metric} of {self.names[1]} minus {self.names[0]}, {pairs} pairs:",
+            f"{self.metric}{at} of {self.names[1]} minus {self.names[0]}, {pairs} pairs:",
             f"  {mean:+.4f} nats, {CONFIDENCE:.0%} interval {low:+.4f} to {high:+.4f}: {verdict}",
         ]
         if low <= 0 <= high and deviation:
@@ -105,6 +112,17 @@ def shown(seeds: tuple[object, ...]) -> str:
     return ", ".join(f"{name}={value}" for name, value in zip(SEEDS, seeds, strict=True))
 
 
+def validations(run: Run) -> dict[int, float]:
+    """The finite validation losses of a run, by steps done. One that failed later does not count."""
+    found = {}
+    for event in run.events:
+        if event["event"] == "validation" and math.isfinite(loss := number(event.get("loss"))):
+            found[event["step"]] = loss
+        elif event["event"] == "validation_failed":
+            found.pop(event["step"], None)
+    return found
+
+
 def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]) -> Pairs | str:
     """Pairs the finished runs of two groups by their seeds, or returns why they cannot be paired."""
     left_out, by_seeds = [], []
@@ -128,5 +146,11 @@ def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]
     if len(runs) < 2:
         too_few = f"it takes two pairs of finished runs with the same {' and '.join(SEEDS)}; there are {len(runs)}."
         return "\n  ".join([too_few, *left_out, *alone])
-    metric = "val" if all("val" in run.values for pair in runs for run in pair) else "loss"
-    return Pairs(names, metric, runs, [*left_out, *alone])
+    left_out += alone
+    every = {run: validations(run) for pair in runs for run in pair}
+    if all(run.step[-1] in found for run, found in every.items()):
+        return Pairs(names, "val", runs, left_out)
+    common = set.intersection(*map(set, every.values()))
+    if common:
+        return Pairs(names, "val", runs, left_out, max(common))
+    return Pairs(names, "loss", runs, left_out)
