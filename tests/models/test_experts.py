@@ -22,6 +22,7 @@ from shardlib.layers import LayerMetrics
 from shardlib.shardtypes import bool_, f32
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.causality import check_causal
+from shardwright.inspect.examine import check_kernels
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.models import family, moe
@@ -512,3 +513,17 @@ def test_evaluation_computes_the_chosen_experts_alone(mesh, monkeypatch):
         expected = logits()
     assert used_all
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("part", ["in_slots", "everywhere"])
+@pytest.mark.parametrize("mesh", ["one device", pytest.param("p=2 e=2 d=2", marks=pytest.mark.long)])
+def test_the_two_ways_of_validation_are_compared(mesh, part, monkeypatch):
+    """By numbers at the start of a run, since the proof sees the one that is faster on this mesh."""
+    c = tiny.config(truth.model(expert_bias=True, shared_experts=1, experts_per_token=2))
+    with jax.set_mesh(tiny.mesh(mesh)):
+        step = trace_step(c, load_model(c.model), jax.sharding.get_mesh())
+        check_kernels([step], {})
+        right = getattr(moe, part)
+        monkeypatch.setattr(moe, part, lambda *args: jax.tree.map(lambda x: 1.5 * x, right(*args)))
+        with pytest.raises(ValueError, match=r"moe.in_slots.* and .*moe.everywhere.* differ by (0.33|0.5)"):
+            check_kernels([step], {})

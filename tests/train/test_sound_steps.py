@@ -5,6 +5,7 @@ import re
 import types
 from pathlib import Path
 
+import jax
 import pytest
 import tiny
 from jax.sharding import AbstractMesh, AxisType
@@ -203,6 +204,26 @@ def test_a_wrong_edit_is_refused_at_its_line(edit):
         for settings in edit.where:
             text = found_soon(step_of(settings, module), is_refused)
             assert is_refused(text), text
+
+
+BEFORE_THE_STEP = {  # what an evaluation does with its batch, and whether that is found
+    "targets=jnp.roll(batch.targets & 7, 1, -1)": False,
+    "targets=batch.targets // jax.typeof(batch.targets).sharding.shard_shape(batch.targets.shape)[1]": True,
+}
+
+
+@pytest.mark.parametrize(("change", "is_wrong"), BEFORE_THE_STEP.items(), ids=["right", "wrong"])
+def test_operations_on_the_batch_are_proved_while_a_run_has_its_mesh(change, is_wrong):
+    text, call = (ROOT / "train.py").read_text(), "            return per_device(w, batch)\n"
+    assert text.count(call) == 1
+    changed = f"            batch = dataclasses.replace(batch, {change})\n{call}"
+    with train_with({"train.py": text.replace(call, changed)}) as module:
+        c = step_of("the demo", module).c
+        with jax.set_mesh(tiny.mesh("d=2 t=2")):
+            step = trace_step(c, load_model(c.model), jax.sharding.get_mesh(), trainer=module)
+            found = [str(finding) for finding in find_unsound(step)]
+    assert len(found) == is_wrong
+    assert all("mesh" in text for text in found), found
 
 
 SIZES = {"vocab": 64, "d_model": 32, "layers": 2, "n_kv": 4, "n_q_per_kv": 2, "d_head": 16, "d_ff": 32}
