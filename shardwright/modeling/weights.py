@@ -265,6 +265,7 @@ def gather_ahead(w: T, names: Collection[str] | None = None) -> T:
             return x
         stack = t.spec.dims[: len(t.spec.dims) - len(t.ahead.dims)]
         whole = on_mesh(ShapeSpec((*stack, *t.ahead.dims)))
+        value: Any
         if copies := sort_axes(t.spec.sharded - whole.sharded):
             value = shardops.all_gather(f"{t.spec} -> {dataclasses.replace(whole, copies=copies)}", x)
         else:
