@@ -537,7 +537,8 @@ class Pixels(train.Llama):
     def embed(self, w, tokens):
         floats = lax.bitcast_convert_type(tokens.inputs, jnp.float32).astype(act.dtype)
         floats = shardops.replicate("... -> ... *t", floats)
-        y = shardops.einsum_unreduced("B/b L/c P, P M/t -> B/b L/c M/t", floats, w.pixels)
+        pixels = shardops.all_gather("P M/t/w -> P M/t", w.pixels)
+        y = shardops.einsum_unreduced("B/b L/c P, P M/t -> B/b L/c M/t", floats, pixels)
         return super().embed(w, tokens) + shardops.all_to_all("B/b L/c M/t -> B/b L/c/t M", y)
 
 

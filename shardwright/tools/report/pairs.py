@@ -81,12 +81,13 @@ class Pairs:
         """The verdict for a terminal of 80 columns."""
         pairs, mean, deviation = len(self.runs), self.differences.mean(), self.differences.std(ddof=1)
         low, high = interval(self.differences)
-        at = "" if self.step is None else f" at step {self.step:,}"
         verdict = "lower" if high < 0 else "higher" if low > 0 else "no difference seen"
         found = [
-            f"{self.metric}{at} of {self.names[1]} minus {self.names[0]}, {pairs} pairs:",
+            f"{self.metric} of {self.names[1]} minus {self.names[0]}, {pairs} pairs:",
             f"  {mean:+.4f} nats, {CONFIDENCE:.0%} interval {low:+.4f} to {high:+.4f}: {verdict}",
         ]
+        if self.step is not None:
+            found.append(f"  at step {self.step:,}, the last that all of them validated")
         if low <= 0 <= high and deviation:
             more = needed(abs(mean), deviation)
             took = f"{more} pairs, {max(0, more - pairs)} more" if more else f"over {MOST_PAIRS} pairs"
