@@ -52,7 +52,7 @@ from shardwright.modeling.weights import (
     gather_ahead,
     gathers_ahead,
     matrix,
-    names_of_head,
+    outside_of_layers,
     table_of,
     unembedding,
 )
@@ -235,6 +235,7 @@ class Forward:
         *learned, sinks, drop) to attention and the new cache; None: no caches.
         """
         tokens = microbatches() if callable(microbatches) else microbatches
+        w = gather_ahead(w, outside_of_layers(self.model.table)) if len(tokens) > 1 else w  # once for all
         xs = tuple(self.model.embed(w, each) for each in tokens)
         xs, caches, aux = self.layers(w.layers, xs, tokens, None, attend, caches)
         return head(w, *xs), caches, aux
@@ -364,7 +365,7 @@ class MicrobatchLoss:
         summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
         own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
         given = own(batch.targets), own(batch.loss_mask), self.reference and self.reference(batch)
-        read = names_of_head(self.forward.model.table)
+        read = outside_of_layers(self.forward.model.table, but="embedding")
         loss = sum_in_chunks(summed, self.forward.training.loss_chunk, read, w, x, *given)
         return shardops.psum("+b +c ->", loss) / self.targets
 

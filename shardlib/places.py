@@ -19,8 +19,9 @@ from typing import Any
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _LIBRARY = str(Path(__file__).parent)
 _OURS = ("shardlib", "shardwright")
-_TRAINER = Path(__file__).parents[1] / "shardwright"
-_HELPERS = (str(_TRAINER / "jax_extra.py"), str(_TRAINER / "modeling/weights.py"))
+HELPERS = ("shardwright/jax_extra.py", "shardwright/modeling/weights.py")
+"""Files that a step calls, for whose lines those of their callers stand. Paths in a checkout."""
+_HELPERS = tuple(str(Path(__file__).parents[1] / path) for path in HELPERS)
 
 
 def is_installed(file: str) -> bool:

@@ -132,8 +132,9 @@ class Declared:
             "outputs": len(outputs.split()) if inputs else 0,
         }
         rest = f32[re.sub(r"/w\b", gathered if self._stack else "/w", text)].spec
-        kept = "p" if kind == "vector" else "|".join(("w", *GROUPS["w"]))
-        ahead = parse_shape(f"{self._stack} " + re.sub(rf"/({kept})\b", "", f"{inputs} {outputs}"))
+        # A vector may be of experts, whose devices keep their own.
+        over = "w|c|d|p" if kind == "vector" else "|".join(("w", *GROUPS["w"]))
+        ahead = parse_shape(f"{self._stack} " + re.sub(rf"/({over})\b", "", f"{inputs} {outputs}"))
         facts |= {"used_dtype": (*dtypes, self._dtype)[0], "ahead": ahead}
         t = WeightType("f32", rest, spread=kind == "vector", **facts)
         if not depends:
@@ -265,20 +266,17 @@ def gather_ahead(w: T, names: Collection[str] | None = None) -> T:
             return x
         stack = t.spec.dims[: len(t.spec.dims) - len(t.ahead.dims)]
         whole = on_mesh(ShapeSpec((*stack, *t.ahead.dims)))
-        value: Any
-        if copies := sort_axes(t.spec.sharded - whole.sharded):
-            value = shardops.all_gather(f"{t.spec} -> {dataclasses.replace(whole, copies=copies)}", x)
-        else:
-            value = shardops.replicate("... -> ... *r", x.astype(x.reduced_dtype)).astype(x.used_dtype)
+        copies = sort_axes(t.spec.sharded - whole.sharded)
+        value: Any = shardops.all_gather(f"{t.spec} -> {dataclasses.replace(whole, copies=copies)}", x)
         return AtRest(value, (), used_dtype=x.used_dtype, reduced_dtype=x.used_dtype)
 
     return map_arrays(gathered, w)
 
 
-def names_of_head(table: object) -> list[str]:
-    """Names of the weights that `logits` reads: those outside of the layers, but for tables of embeddings."""
-    outer = ((path, weight) for path, t, weight in arrays_in(type(table), table) if not is_stack(t))
-    return [path for path, weight in outer if weight.kind != "embedding"]
+def outside_of_layers(table: object, but: str = "") -> list[str]:
+    """Names of the weights outside of the field `layers` of a table, without those of kind `but`."""
+    weights = ((path, weight) for path, _, weight in arrays_in(type(table), table))
+    return [path for path, weight in weights if path.partition(".")[0] != "layers" and weight.kind != but]
 
 
 def check_table(table) -> None:
@@ -306,12 +304,12 @@ def check_table(table) -> None:
 
 
 def are_stacks(table):
-    """A tree like the table, with True for each weight that is a stack of layers."""
+    """A tree like the table, with True for each weight that is a stack of layers sharded over p."""
     return map_arrays(lambda path, array, weight: is_stack(array), table)
 
 
 def is_stack(array: ArrayType) -> bool:
-    """True if the first dim of this type is `layers/p`, a stack of layers sharded over p."""
+    """True if the first dim of this type is a stack of layers sharded over p. The mesh has p."""
     return bool(array.spec.dims) and array.spec.dims[0].axes == (PIPELINE_AXIS,)
 
 

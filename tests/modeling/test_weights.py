@@ -20,6 +20,7 @@ from shardwright.modeling.weights import (
     gain,
     initialize,
     matrix,
+    outside_of_layers,
     table_of,
     unembedding,
 )
@@ -191,6 +192,8 @@ def test_types_are_those_that_are_written_out(mesh):
 
     with jax.sharding.use_abstract_mesh(on):
         declared, written = types(Weights), types(WrittenWeights)
+        assert outside_of_layers(table()) == ["embed", "final", "unembed"]
+        assert outside_of_layers(table(), but="embedding") == ["final", "unembed"]
     assert declared == written
     assert len(written) == 17
 

@@ -255,36 +255,29 @@ def test_an_export_is_refused_by_other_source(run_directory, tmp_path):
 
 
 @pytest.fixture
-def hashed(monkeypatch, tmp_path):
-    """Where hashes are kept, and a list with an entry for each time that they are made."""
-    made = []
+def records(monkeypatch, tmp_path):
+    """Where results are kept."""
     monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / name)
-    monkeypatch.setattr(provenance, "_hashed", lambda *_: made.append(1) or {"programs": {"training": "hash"}})
-    return tmp_path / "programs", made
+    return tmp_path / "found"
 
 
-def hashes(made: list, source: str = SOURCE, **training) -> int:
-    """How often a start makes hashes."""
-    made.clear()
-    c = tiny.config(tiny.model(module="changed_train", layers=1), **training)
-    with module_of(source) as module:
-        step = trace_step(c, load_model(c.model), tiny.mesh("one device"), trainer=module)
-        assert provenance.provenance_of(step, ("evaluation",))["programs"] == {"training": "hash"}
-    return len(made)
+def made(of: str = "a program", source: object = "a source") -> int:
+    """How often a start makes a result."""
+    makes = []
+    make = lambda: makes.append(1) or {"programs": {"training": of}}
+    assert provenance.kept("found", source, lambda: of, make, {"programs": {str: str}}) == {"programs": {"training": of}}
+    return len(makes)
 
 
 @pytest.mark.quick
-def test_programs_are_hashed_again_when_what_they_follow_from_differs(monkeypatch, hashed):
-    """The program that runs, whatever its source seems to be; the source, a setting, a flag of JAX."""
-    _, made = hashed
-    monkeypatch.setattr(provenance, "source_of", lambda: {"train.py": "the same"})
-    assert [hashes(made), hashes(made)] == [1, 0]
-    assert [hashes(made, changed("activation")), hashes(made)] == [1, 0]
-    assert [hashes(made, save="dots"), hashes(made)] == [1, 0]
-    with jax.default_matmul_precision("highest"):
-        assert [hashes(made), hashes(made)] == [1, 0]
-    monkeypatch.setattr(provenance, "source_of", lambda: {"train.py": "other"})
-    assert [hashes(made), hashes(made)] == [1, 0]
+def test_a_result_is_made_again_when_what_it_follows_from_differs(records):
+    """The program, the source, a flag of JAX."""
+    assert [made(), made()] == [1, 0]
+    assert [made("another program"), made()] == [1, 0]
+    assert [made(source="another source"), made()] == [1, 0]
+    with jax.enable_x64(True):
+        assert [made(), made()] == [1, 0]
+    assert made(source=None) == made(source=None) == 1
 
 
 DAMAGE = {
@@ -292,34 +285,31 @@ DAMAGE = {
     "of another kind": (lambda path: path.write_text('{"programs": 3}'), "programs is 3; it must be an object"),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "it is a directory, a pipe or a device"),
     "a directory": (lambda path: (path.unlink(), path.mkdir()), "it is a directory, a pipe or a device"),
-    "below a file": (lambda path: (shutil.rmtree(path.parent), path.parent.write_text("")), "programs"),
+    "below a file": (lambda path: (shutil.rmtree(path.parent), path.parent.write_text("")), "found"),
 }
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_record_that_cannot_be_used_is_ignored_with_a_line(hashed, capsys, what):
-    kept, made = hashed
-    hashes(made)
-    (record,) = kept.iterdir()
+def test_a_record_that_cannot_be_used_is_ignored_with_a_line(records, capsys, what):
+    made()
+    (record,) = records.iterdir()
     damage, said = DAMAGE[what]
     damage(record)
     capsys.readouterr()
-    assert hashes(made) == 1
+    assert made() == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
     assert said in lines[0]
     assert len(lines) == (2 if what == "a directory" else 1), "which a file cannot replace"
-    assert hashes(made) == (what in ("a directory", "below a file"))
+    assert made() == (what in ("a directory", "below a file"))
 
 
 @pytest.mark.quick
-def test_a_full_disk_keeps_nothing_with_a_line(hashed, monkeypatch, capsys):
-    kept, made = hashed
-
+def test_a_full_disk_keeps_nothing_with_a_line(records, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(provenance, "write_whole", full)
-    assert hashes(made) == 1
-    assert f"{kept}/" in (said := capsys.readouterr().out)
+    assert made() == 1
+    assert f"{records}/" in (said := capsys.readouterr().out)
     assert "cannot be written: No space left on device" in said

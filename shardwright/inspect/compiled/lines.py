@@ -4,12 +4,11 @@ import functools
 from pathlib import PurePath
 from typing import NamedTuple
 
-from shardlib.places import is_installed, shown_path
+from shardlib.places import HELPERS, is_installed, shown_path
 from shardwright.inspect.compiled.hlo import Computation, Frame, Instruction, Program, Shape
 from shardwright.inspect.compiled.operations import NO_WORK
 
 WITHOUT_LINE = "without a line"
-_HELPERS = ("shardwright/jax_extra.py",)
 _LIBRARY = "shardlib"
 _NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
 """Opcodes whose line tells nothing about their neighbors."""
@@ -63,7 +62,7 @@ class Places:
         self._users: dict[str, str] = {}  # files that users edit, and their paths as shown
         for file in files:
             path = shown_path(file.removeprefix(f"{self.root}/") if self.root else file)
-            if not (path.startswith((f"{_LIBRARY}/", *_HELPERS)) or is_installed(file)):
+            if not (path.startswith((f"{_LIBRARY}/", *HELPERS)) or is_installed(file)):
                 self._users[file] = path
 
     def of_frames(self, frames: tuple[Frame, ...]) -> str | None:
