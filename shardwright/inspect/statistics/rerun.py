@@ -178,6 +178,8 @@ def run_in_f64(eqn: Eqn, ins: list) -> list[jax.Array]:
         return list(map(in_f64, run_again(eqn, own)))
     if name == "reduce_precision":
         return ins
+    if name == "pvary":  # refuses what varies over its axes already
+        return [varying(ins[0], params["axes"])]
     if name == "preduced":  # of a constant, which JAX does not know to be on the mesh
         ins = [jnp.zeros((), jnp.float64) + ins[0]]
     params |= {key: np.dtype("float64") for key, value in params.items() if is_float(value)}
