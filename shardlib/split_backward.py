@@ -157,7 +157,7 @@ class _Branches:
         self.reads = [any(self.late)] * self._index + read
 
     def first(self, ins: list) -> tuple[list, Any]:
-        branches = [lambda h=h: h.first(ins[self._index :]) for h in self._halves]
+        branches = [_named(self.eqn, lambda h=h: h.first(ins[self._index :])) for h in self._halves]
         if len(branches) == 1:
             outs, kept = branches[0]()
             return outs, [kept]
@@ -171,7 +171,7 @@ class _Branches:
 
     def second(self, ins: list, kept: Any) -> list:
         halves = zip(self._halves, kept, strict=True)
-        branches = [lambda h=h, own=own: h.second(ins[self._index :], own) for h, own in halves]
+        branches = [_named(self.eqn, lambda h=h, own=own: h.second(ins[self._index :], own)) for h, own in halves]
         return branches[0]() if len(branches) == 1 else lax.switch(ins[0], branches)
 
 
@@ -213,8 +213,14 @@ class _Loop:
             return outs[: self._carried], (outs[self._carried :], found)
 
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, (ys, found) = lax.scan(iteration, carry, (ins[end:], *kept), **options)
+        carry, (ys, found) = lax.scan(_named(self.eqn, iteration), carry, (ins[end:], *kept), **options)
         return [*carry, *ys], found
+
+
+def _named(eqn: Eqn, body: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs `body` in the name stack of its equation, which tells plans and profiles that it is a backward pass."""
+    stack = str(eqn.source_info.name_stack)
+    return jax.named_scope(stack)(body) if stack else body
 
 
 def _types(fn: Callable[..., Any]) -> Any:
@@ -230,22 +236,25 @@ def _step(eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[st
     if name == "cond":
         return _Branches(eqn.params["branches"], eqn, wanted, late, over)
     if name in equations.CALLS and not _is_cheap(eqn):
-        return _Branches([equations.called(eqn)], eqn, wanted, late, over)
+        call = _Branches([equations.called(eqn)], eqn, wanted, late, over)
+        # If nothing of it is late it stays one call, so that plans know an attention kernel by its name.
+        return call if any((*late, *call.late)) else _Equation(eqn, [True] * len(eqn.outvars), late, over)
     return _Equation(eqn, wanted, late, over)
 
 
 def _run_again(eqn: Eqn, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
-    """Runs an equation again, for operands that also vary over `over`."""
+    """Runs an equation again, for operands that also vary over `over`. A call that can keep its name does."""
     name = eqn.primitive.name
     if name == "pvary" and not {*over}.isdisjoint(eqn.params["axes"]):
         return [varying(x, eqn.params["axes"]) for x in ins]
-    if name not in equations.CALLS:
-        same = all({*over} <= var.aval.manual_axis_type.varying for var in eqn.invars if is_variable(var))
+    same = all({*over} <= var.aval.manual_axis_type.varying for var in eqn.invars if is_variable(var))
+    is_whole = same and all(x is not None for x in ins)  # None: a value of the other half, which a call passes on
+    if is_whole or name not in equations.CALLS:
         if not same:  # JAX compares the types of operands, and a literal varies over nothing
             eqn = eqn.replace(invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars])
         return equations.run_again(eqn, [varying(x, over) for x in ins])
     run = lambda inner, ins: [varying(x, over) for x in _run_again(inner, ins, over)]
-    return equations.evaluate(equations.called(eqn), ins, run)
+    return _named(eqn, equations.evaluate)(equations.called(eqn), ins, run)
 
 
 def _is_cheap(eqn: Any) -> bool:

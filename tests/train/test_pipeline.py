@@ -120,7 +120,7 @@ def batch() -> TokenBatch:
 
 def in_layer_order(tree, order):
     """`tree`, State or weights on the host, with its stacks in the order of the layers."""
-    if order is None:
+    if order is None or tree is None:
         return tree
     rows = [int(np.flatnonzero(order == layer)[0]) for layer in range(order.max() + 1)]
     if isinstance(tree, train.State):

@@ -14,6 +14,7 @@ import tiny
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.axes import AXES
+from shardlib.schedules import SCHEDULES
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.plan.graph import graph_of
 from shardwright.inspect.plan.kernels import kind_of, most_of, peak_of, product_shape
@@ -171,6 +172,25 @@ def test_stages_of_a_pipeline_and_their_bubble():
     assert plan.bubble > 0
     assert plan.bubble / (plan.bubble + of_stages) < 0.5
     assert {"forward", "backward", "forward_first", "backward_last"} <= {row.task for row in plan.rows}
+
+
+@pytest.mark.parametrize(
+    "schedule", [*(pytest.param(x, marks=pytest.mark.long) for x in SCHEDULES if x != "1f1b"), "1f1b"]
+)
+def test_each_schedule_computes_the_same(schedule):
+    """The layers' products, and attention, which each device of p does for its own layers; nothing without a phase."""
+    c = tiny.config(tiny.model(layers=4), microbatches=4, attention="blockwise", save=None)
+    c.pipeline.schedule, c.pipeline.virtual_stages = schedule, 2 if schedule == "zb_v" else 1
+    m, step = c.model, planned(c, (2, 1, 2, 1), "h100")
+    of = lambda kind, phase: sum(op.count * op.flops for op in step.ops if (op.kind, op.phase) == (kind, phase))
+    pairs = tiny.BATCH // 2 * m.n_kv * m.n_q_per_kv * tiny.LENGTH * (tiny.LENGTH + 1) // 2
+    for phase, products in {"forward": 2, "backward": 5, "": 0}.items():
+        assert of("attention", phase) == 2 * pairs * m.d_head * products * m.layers // 2
+    layer = m.d_model * m.d_head * m.n_kv * (2 * m.n_q_per_kv + 2) + 3 * m.d_model * m.d_ff
+    tokens = tiny.BATCH * tiny.LENGTH // 2
+    head = tokens * m.vocab * m.d_model // 2  # whose logits are sharded over p
+    for phase, products in {"forward": 2, "backward": 4, "": 0}.items():
+        assert of("matmul", phase) == products * (tokens * m.layers * layer // 2 + head)
 
 
 def test_what_is_offloaded_is_in_no_memory_of_the_device():
