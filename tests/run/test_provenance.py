@@ -263,9 +263,9 @@ def records(monkeypatch, tmp_path):
 
 def made(of: str = "a program", source: object = "a source") -> int:
     """How often a start makes a result."""
-    makes = []
-    make = lambda: makes.append(1) or {"programs": {"training": of}}
-    assert provenance.kept("found", source, lambda: of, make, {"programs": {str: str}}) == {"programs": {"training": of}}
+    makes, result = [], {"programs": {"training": of}}
+    make = lambda: makes.append(1) or result
+    assert provenance.kept("found", source, lambda: of, make, {"programs": {str: str}}) == result
     return len(makes)
 
 
