@@ -1,15 +1,19 @@
-"""Programs of other chips, read: XLA's prediction, also beside a trace; rows that are there are not made again."""
+"""Programs of other chips: the options they are compiled by, and XLA's prediction, also beside a trace."""
 
 import dataclasses
 import gzip
+import importlib
 import json
 import types
+from pathlib import Path
 
+import jax
 import pytest
+import yaml
 from hlo_texts import HEAD
 from traces import written
 
-from shardwright.bench.plan import compilers, kernels, programs, trainers
+from shardwright.bench.plan import compilers, exchanges, kernels, programs, schedules, trainers
 from shardwright.bench.plan.clock import Clock, attention_matmuls
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.compiled.hlo import parse
@@ -193,8 +197,8 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
     """The others are compiled one by one, and the command goes on where it was stopped."""
     started = []
 
-    def apart(make, path, chip, name):
-        assert make is compilers.make
+    def apart(write, path, lower, chip, name):
+        assert (write, lower) == (programs.write, compilers.lowered)
         started.append(f"{chip}.{name}")
         if len(started) == 2:
             raise ValueError("no such chip\nlast words")
@@ -228,3 +232,82 @@ def test_bytes_that_a_plan_sends_are_those_of_a_ring(op, bytes):
     """Of two collectives of 48 bytes over 2 × 4 devices; a device of a ring sends 7 of its 8 parts."""
     planned = Op("train.py:1", "", "", "collective", op, 2.0, 0.0, 0.0, axes=("r", "d"), bytes=48.0)
     assert compilers.sent_by(planned, {"p": 3, "r": 2, "d": 4, "t": 5}) == bytes
+
+
+ROOT = Path(__file__).parents[2]
+ON_GPUS = yaml.safe_load((ROOT / "configs/hardware/gpu.yaml").read_text())["hardware"]["compiler_options"]
+ADDED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_collect_cost_model_stats": True}
+"""What a missing device needs, and what annotates operations with seconds."""
+UNMERGED = {"xla_gpu_dot_merger_threshold_mb": 0}
+
+
+def test_what_a_run_on_gpus_relies_on_is_stated():
+    """XLA's defaults are the same for Hopper, but not for every GPU, and may change."""
+    assert ON_GPUS["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert ON_GPUS["xla_gpu_enable_analytical_sol_latency_estimator"] is True
+    assert schedules.SCHEDULING.items() <= ON_GPUS.items()
+
+
+@pytest.mark.parametrize(
+    ("module", "row", "options"),
+    [
+        (trainers, ("124m_d8", "ours"), ON_GPUS),
+        (trainers, ("124m_d4t2", "ours"), ON_GPUS | UNMERGED),
+        (trainers, ("124m_d8", "plain-jax"), {}),
+        (exchanges, ("ring_32k",), ON_GPUS),
+        (compilers, ("84m_d8",), ON_GPUS),
+    ],
+)
+def test_benchmarks_compile_by_the_options_of_a_run(tmp_path, monkeypatch, module, row, options):
+    """And nothing else but ADDED, whatever XLA is installed."""
+    given = []
+
+    def compile(compiler_options):
+        given.append(compiler_options)
+        memory = types.SimpleNamespace(peak_memory_in_bytes=5)
+        return types.SimpleNamespace(as_text=lambda: TEXT, memory_analysis=lambda: memory)
+
+    lowered = types.SimpleNamespace(compile=compile)
+    monkeypatch.setattr(module, "devices_of", lambda chip, count, hosts=None: jax.devices()[:count])
+    monkeypatch.setattr(programs.devices, "known_options", lambda options, say: dict(options))
+    if module is trainers:
+        peer = importlib.import_module(f"shardwright.bench.throughput.peers.{trainers.TRAINERS[row[1]]}")
+        monkeypatch.setattr(peer.Contestant, "lowered", lambda job, devices: lowered)
+    else:
+        monkeypatch.setattr(module, "trace_step", lambda c, model: types.SimpleNamespace(lower=lambda: lowered))
+    programs.write(tmp_path / "row", module.lowered, "h100", *row)
+    assert given == [options | ADDED]
+    assert json.loads((tmp_path / "row.json").read_text())["peak_bytes"] == 5
+
+
+def test_schedules_are_compared_by_instructions_in_order(monkeypatch, capsys):
+    """Seconds don't count; two instructions that change places do, both of them."""
+    early = next(line for line in TEXT.splitlines(keepends=True) if "%early" in line)
+    moved = TEXT.replace(early, "").replace("  %many", early + "  %many")
+    assert moved != TEXT
+    told = TEXT.replace('"exec_time_us"', '"time_us"')
+    texts = {"annotated": told, "default": moved, "run": TEXT}
+
+    def compiled(options):
+        if "xla_gpu_collect_cost_model_stats" in options:
+            return types.SimpleNamespace(as_text=lambda: texts["annotated"])
+        scheduled = "xla_gpu_enable_latency_hiding_scheduler" in options
+        return types.SimpleNamespace(as_text=lambda: texts["run" if scheduled else "default"])
+
+    step = types.SimpleNamespace(options=ON_GPUS, compiled=compiled)
+    monkeypatch.setattr(schedules, "lowered", lambda chip, row: step)
+    monkeypatch.setattr(schedules, "apart", lambda made, *arguments: made(*arguments))
+    schedules.main(["--rows", "ring_32k"])
+    assert "annotated: same  default: 2 differ" in capsys.readouterr().out
+    texts["annotated"] = moved
+    with pytest.raises(SystemExit, match="another schedule: 1 rows"):
+        schedules.main(["--rows", "ring_32k"])
+    assert "annotated: 2 differ  default: 2 differ" in capsys.readouterr().out
+
+
+def test_scheduler_options_of_other_trainers_are_tried_too():
+    """Theirs have none; ours are tried without."""
+    assert schedules.ways("h100", {})["set"].items() >= schedules.SCHEDULING.items()
+    ours = schedules.ways("h100", ON_GPUS)
+    assert ours["run"].keys() - ours["default"].keys() == schedules.SCHEDULING.keys()
+    assert ours["annotated"].keys() - ours["run"].keys() == {"xla_gpu_collect_cost_model_stats"}

@@ -25,12 +25,11 @@ import itertools
 import math
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from shardwright.bench.plan.programs import options_of, reading, show_all, write
+from shardwright.bench.plan.programs import Step, options_of, reading, show_all
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.devices import make_mesh
 from shardwright.cluster.topologies import GPUS, TPUS, devices_of
@@ -57,8 +56,8 @@ OF_XLA = {"launch_s": 0.0, "matmul_share": 0.82, "memory_share": 0.85, "link_sha
 """Constants of the plan whose seconds are compared. Like XLA's estimate, it has no launches and no contention."""
 
 
-def make(path: Path, chip: str, name: str) -> None:
-    """Compiles a row. Writes its program, and facts that only its compiler knows."""
+def lowered(chip: str, name: str) -> Step:
+    """Returns the step of a row, and facts that its program doesn't tell."""
     base, sizes, overrides = CASES[name]
     overrides = [*(["hardware=tpu"] if chip in TPUS else ["hardware=gpu", "training.attention=cudnn"]), *overrides]
     axes, c = dict(zip("prdt", sizes, strict=True)), launch.composed(base, *overrides)
@@ -67,13 +66,13 @@ def make(path: Path, chip: str, name: str) -> None:
     config.check_divides(c, mesh.shape)
     with jax.set_mesh(mesh):
         model = load_model(c.model)
-        lowered = trace_step(c, model).lower()
+        program = trace_step(c, model).lower()
         if axes["p"] > 1:  # how often a device runs a task, and in how many ticks any device does
             table = stages.training_table(c, model)
             tasks = {slot: int(table.columns[slot].any(axis=1).sum()) for slot in ("forward", "backward", "weights")}
             facts |= {"ticks": len(table.columns["forward"]), "of_any": tasks}
             facts |= {"local_attention": c.training.microbatches * len(table.stages[0])}
-        write(path, chip, lowered, c.hardware.options, mesh.shape, facts)
+    return Step(program, c.hardware.options, mesh.shape, facts)
 
 
 def sent_by(op: Op, mesh: Mapping[str, int]) -> float:
@@ -128,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{'.'.join(name):18} {figures}  {words}", *lines, sep="\n", flush=True)
         rows.append(found)
 
-    failed = show_all(itertools.product(args.chips, args.rows), args.out, make, show)
+    failed = show_all(itertools.product(args.chips, args.rows), args.out, lowered, show)
     for name, near in NEAR.items():
         values = [figures[name] for figures in rows if name in figures]
         print(f"{name}: {sum(abs(value - 1) <= near for value in values)} of {len(values)} within {100 * near:.0f} %")

@@ -10,13 +10,12 @@ import collections
 import itertools
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from shardlib.axes import AXES
-from shardwright.bench.plan.programs import options_of, show_all, write
+from shardwright.bench.plan.programs import Step, options_of, show_all
 from shardwright.bench.plan.trainers import figures
 from shardwright.cluster.devices import make_mesh
 from shardwright.cluster.topologies import GPUS, devices_of
@@ -39,15 +38,15 @@ CASES = {f"{way}_{k}k": f"{LONG} training.context={way} training.seq_len={k << 1
 }
 
 
-def make(path: Path, chip: str, name: str) -> None:
-    """Compiles a row."""
+def lowered(chip: str, name: str) -> Step:
+    """Returns the step of a row."""
     c = launch.composed(*f"{CASES[name]} model.layers=2 hardware={chip}".split())
     sizes = {axis: getattr(c.mesh, axis) for axis in AXES}
     mesh = make_mesh(devices_of(chip, math.prod(sizes.values())), **sizes)
     keys = c.training.seq_len // (c.mesh.c if c.training.context == "ring" else 1)
     with jax.set_mesh(mesh):
-        lowered = trace_step(c, load_model(c.model)).lower()
-        write(path, chip, lowered, c.hardware.options, mesh.shape, {"unknown_turns": keys / BLOCK / 2})
+        program = trace_step(c, load_model(c.model)).lower()
+    return Step(program, c.hardware.options, mesh.shape, {"unknown_turns": keys / BLOCK / 2})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -59,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         for line, wait in collections.Counter(waits).most_common(4):
             print(f"    {1e3 * wait:8.3f} ms  {line}", flush=True)
 
-    if failed := show_all(itertools.product(args.chips, args.rows), args.out, make, show):
+    if failed := show_all(itertools.product(args.chips, args.rows), args.out, lowered, show):
         sys.exit(f"not made: {failed} programs")
 
 

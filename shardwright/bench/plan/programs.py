@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -27,16 +27,19 @@ from shardwright.bench.common import first_line, parser_of
 from shardwright.bench.plan.clock import Clock
 from shardwright.cluster import chips, devices
 from shardwright.cluster.topologies import GPUS, WITHOUT_DEVICE
-from shardwright.inspect.compiled import hlo, step
+from shardwright.inspect.compiled import hlo
+from shardwright.inspect.compiled.step import describe
 from shardwright.run.compiling import with_mesh
 from shardwright.run.files import write_json
 
-OPTIONS = WITHOUT_DEVICE["gpu"] | {
-    # Annotates operations with seconds, and schedules by them.
-    "xla_gpu_collect_cost_model_stats": True,
-    "xla_gpu_enable_analytical_sol_latency_estimator": True,
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-}
+T = TypeVar("T")
+ANNOTATING = {"xla_gpu_collect_cost_model_stats": True}
+"""Compiler options that annotate operations with seconds and change nothing else (bench/plan/schedules.py shows it)."""
+
+
+def compiled_by(chip: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that a program is compiled by: those of its run, what a missing device needs, ANNOTATING."""
+    return {**options, **(WITHOUT_DEVICE["gpu"] | ANNOTATING if chip in GPUS else {})}
 
 
 def options_of(page: str | None, chips: list[str], default: list[str], rows: list[str], arguments: list[str] | None):
@@ -49,29 +52,48 @@ def options_of(page: str | None, chips: list[str], default: list[str], rows: lis
     return parser.parse_args(arguments)
 
 
-def write(path: Path, chip: str, lowered: jax.stages.Lowered, options: Mapping, mesh: Any, facts: Mapping) -> None:
-    """Compiles a program for a mesh. Writes its text, and facts with its chip and peak memory."""
-    options = {**options, **(OPTIONS if chip in GPUS else {})}
-    made: Any = lowered.compile(
-        compiler_options=devices.known_options(options, lambda line: print(line, file=sys.stderr))
-    )
-    Path(f"{path}.txt.gz").write_bytes(gzip.compress(with_mesh(made.as_text(), mesh).encode()))
+class Step(NamedTuple):
+    """A training step to compile.
+
+    Attributes:
+        lowered: its program.
+        options: compiler options of its run.
+        mesh: number of devices along each axis.
+        facts: what its program doesn't tell.
+    """
+
+    lowered: jax.stages.Lowered
+    options: Mapping[str, Any]
+    mesh: Mapping[str, int]
+    facts: Mapping[str, Any]
+
+    def compiled(self, options: Mapping[str, Any]) -> Any:
+        """Returns the program, compiled by those of the options that the installed XLA knows."""
+        known = devices.known_options(options, lambda line: print(line, file=sys.stderr))
+        return self.lowered.compile(compiler_options=known)
+
+
+def write(path: Path, lower: Callable[..., Step], chip: str, *row: str) -> None:
+    """Compiles the step `lower(chip, *row)`. Writes its program, and facts with its chip and peak memory."""
+    step = lower(chip, *row)
+    made = step.compiled(compiled_by(chip, step.options))
+    Path(f"{path}.txt.gz").write_bytes(gzip.compress(with_mesh(made.as_text(), step.mesh).encode()))
     peak = made.memory_analysis().peak_memory_in_bytes
-    write_json(Path(f"{path}.json"), {"chip": chip, **facts, "peak_bytes": peak})
+    write_json(Path(f"{path}.json"), {"chip": chip, **step.facts, "peak_bytes": peak})
 
 
-def apart(made: Callable[..., Any], *arguments: object) -> None:
-    """Runs `made(*arguments)` in a separate process, on the CPU, with CUDA's libraries if they are installed."""
+def apart(made: Callable[..., T], *arguments: object) -> T:
+    """Returns `made(*arguments)` of a separate process, on the CPU, with CUDA's libraries if they are installed."""
     nvidia = importlib.util.find_spec("nvidia")
     places = [Path(place, "cu13") for place in nvidia.submodule_search_locations or ()] if nvidia else []
     flags = [f"--xla_gpu_cuda_data_dir={place}" for place in places if place.exists()]
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "TPU_STDERR_LOG_LEVEL": "3"}
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pool.submit(made, *arguments).result()
+        return pool.submit(made, *arguments).result()
 
 
-def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable[..., Any], show: Callable[..., Any]) -> int:
-    """Makes missing programs with `make(path, *name)`, and shows each with `show(name, text, facts)`.
+def show_all(names: Iterable[tuple[str, ...]], out: Path, lower: Callable[..., Step], show: Callable[..., Any]) -> int:
+    """Compiles the steps `lower(*name)` that are missing, and shows each with `show(name, text, facts)`.
 
     Returns how many could not be made or shown; the others still are.
     """
@@ -82,7 +104,7 @@ def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable[..., An
         path = out / ".".join(name)
         try:
             if not Path(f"{path}.json").exists():
-                apart(make, path, *name)
+                apart(write, path, lower, *name)
             text = gzip.decompress(Path(f"{path}.txt.gz").read_bytes()).decode()
             show(name, text, json.loads(Path(f"{path}.json").read_text()))
         except Exception as error:  # a compiler may reject a program, or be missing
@@ -94,7 +116,7 @@ def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable[..., An
 def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict[str, Any]:
     """Reads from a program: bytes of state, FLOPs, bytes sent by line, operation and axes, and on GPUs its clock."""
     program = hlo.parse(text)
-    table, flops, sent = step.describe(program), 0.0, collections.defaultdict[Any, float](float)
+    table, flops, sent = describe(program), 0.0, collections.defaultdict[Any, float](float)
     state = (i for i in program.entry.instructions.values() if i.opcode == "parameter" and i.op_name[:6] == "state.")
     share = facts.get("local_attention", 1) / facts.get("ticks", 1)  # fraction of ticks in which a device runs a task
     for row in table.rows:

@@ -27,11 +27,10 @@ import importlib
 import itertools
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 from shardwright.bench.plan.clock import ATTENTION
-from shardwright.bench.plan.programs import options_of, reading, show_all, write
+from shardwright.bench.plan.programs import Step, options_of, reading, show_all
 from shardwright.bench.throughput.peers.job import Job, Shapes
 from shardwright.cluster.topologies import GPUS, TPUS, devices_of
 from shardwright.inspect.compiled.hlo import Computation, Program
@@ -61,13 +60,13 @@ def job_of(chip: str, row: str) -> Job:
     return Job("", shapes, sequences * r * d * t, 1024, **options)
 
 
-def make(path: Path, chip: str, row: str, trainer: str) -> None:
-    """Compiles a step. Writes its program and its memory."""
+def lowered(chip: str, row: str, trainer: str) -> Step:
+    """Returns the step of a row and trainer."""
     job = dataclasses.replace(job_of(chip, row), save="marked" if trainer.endswith("marked") else "everything")
     module = importlib.import_module(f"shardwright.bench.throughput.peers.{TRAINERS[trainer]}")
-    lowered = module.Contestant.lowered(job, devices_of(chip, job.devices, job.r))
+    program = module.Contestant.lowered(job, devices_of(chip, job.devices, job.r))
     options = module.config_of(job).hardware.options if trainer == "ours" else {}
-    write(path, chip, lowered, options, {"r": job.r, "d": job.d, "t": job.t}, {})
+    return Step(program, options, {"r": job.r, "d": job.d, "t": job.t}, {})
 
 
 def figures(text: str, facts: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
@@ -109,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"    {1e3 * wait:8.3f} ms  {line}")
 
     names = [x for x in itertools.product(args.chips, args.rows, TRAINERS) if x[0] in GPUS or not x[1].endswith("r4d8")]
-    if failed := show_all(names, args.out, make, show):
+    if failed := show_all(names, args.out, lowered, show):
         sys.exit(f"not made: {failed} programs")
 
 
