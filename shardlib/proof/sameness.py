@@ -40,11 +40,14 @@ def differences(
         theirs: another one, with the same arguments and results.
         names: who runs each program, for the message.
         remedy: what to do.
-        rounding: True if numbers may be rounded at different points.
+        rounding: True if numbers may be rounded at different points. They are rounded to the same dtypes.
     """
     table: dict[Any, int] = {}
     a, b = (_Numbers(program, table, rounding) for program in (ours, theirs))
     if a.results == b.results:
+        for x, y, name in ((a, b, names[0]), (b, a, names[1])):
+            for key in [key for key in x.rounded if key not in y.rounded][:1]:
+                yield f"{x.rounded[key].place()}: only {name} rounds this to {key[1]}\n  remedy: {remedy}"
         return
     alone = [
         [eq for n, eq in x.made.items() if not (n in y.made or n in x.zeros or eq.name in VIEWS)]
@@ -79,6 +82,9 @@ class _Numbers:
     def __init__(self, program: object, table: dict[Any, int], rounding: bool):
         self.made: dict[int, Equation] = {}
         self._rounding = rounding
+        self.rounded: dict[tuple[int, str], Equation] = {}  # what is cast to fewer bits: the whole array, and the dtype
+        self._whole: dict[int, int] = {}  # for a part of an array, or a stack of them: what is cast with it
+        self._dtypes: dict[int, frozenset] = {}  # of a whole array and all that it is computed from; not of constants
         self._table, self._roots = table, {}  # for a reshape: the array and its shape
         self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}  # for a transpose: the array and its order
         self._even: dict[int, int] = {}  # for a value with equal entries: the entry
@@ -106,7 +112,10 @@ class _Numbers:
     def _of_body(self, program: object, caller: Equation | None, ins: list[int] | None = None) -> list[int]:
         """The numbers of a jaxpr's results; `ins` are those of its arguments, None: new ones."""
         jaxpr, consts = body_of(program)
-        ins = [self._number("argument", i) for i in range(len(jaxpr.invars))] if ins is None else ins
+        if ins is None:
+            ins = [self._number("argument", i) for i in range(len(jaxpr.invars))]
+            for number, var in zip(ins, jaxpr.invars, strict=True):
+                self._note(number, _floats(var))
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(self._array, consts), *ins], strict=True))
         read = lambda var: env[var] if is_variable(var) else self._array(np.asarray(var.val, var.aval.dtype))
         needed, live = set(filter(is_variable, jaxpr.outvars)), []
@@ -115,7 +124,11 @@ class _Numbers:
                 live.append(eqn)
                 needed |= set(filter(is_variable, _operands(eqn)))
         for eqn in reversed(live):
-            found = self._of_equation(Equation(eqn, caller=caller), list(map(read, _operands(eqn))))
+            operands = list(map(read, _operands(eqn)))
+            found = self._of_equation(Equation(eqn, caller=caller), operands)
+            if known := [dtypes for x in operands if (dtypes := self._of_whole(x))]:
+                for var, number in zip(eqn.outvars, found, strict=True):
+                    self._note(number, _floats(var).union(*known))
             env.update(zip(eqn.outvars, found, strict=True))
         return list(map(read, jaxpr.outvars))
 
@@ -169,6 +182,7 @@ class _Numbers:
         if order == tuple(sorted(order)):
             return root
         number = self._made(eq, "transpose", root, order)
+        self._whole[number] = root
         self._turned[number] = root, order
         return number
 
@@ -212,6 +226,8 @@ class _Numbers:
         self._depth += 1
         carry = [self._number("carry", self._depth, i) for i in range(carried)]
         entries = [self._number("entry", self._depth, root, at - start) for root, at, *_ in rows]
+        self._whole |= {entry: root for entry, (root, *_) in zip(entries, rows, strict=True)}
+        self._dtypes |= {number: self._of_whole(init) for number, init in zip(carry, inits, strict=True)}
         outs = self._of_body(eq.params["jaxpr"], eq, [*consts, *carry, *entries])
         self._depth -= 1
         step = is_back, *outs[:carried]
@@ -222,6 +238,7 @@ class _Numbers:
         found = [self._number(loop, last, i) for i in range(carried)]
         self._after[tuple(found)] = step, loop, last
         stacked = [self._made(eq, "stacked", loop, y) for y in outs[carried:]]
+        self._whole |= dict(zip(stacked, outs[carried:], strict=True))
         return [*found, *(self._some_rows(eq, x, start, end, None) for x in stacked)]
 
     def _of_rows(self, eq: Equation, ins: list[int]) -> list[int] | None:
@@ -252,6 +269,7 @@ class _Numbers:
         if root[1] == new:
             return root[0]
         number = self._made(eq, "reshape", new, root[0])
+        self._whole[number] = root[0]
         self._roots.setdefault(number, root)
         return number
 
@@ -260,12 +278,32 @@ class _Numbers:
             return root
         number = self._made(eq, "rows", root, start, end)
         self._rows[number] = root, start, end, whole
+        self._whole[number] = root
         return number
 
     def _made(self, eq: Equation, *key: object) -> int:
         number = self._number(*key)
         self.made.setdefault(number, eq)
         return number
+
+    def _root(self, number: int) -> int:
+        while number in self._whole:
+            number = self._whole[number]
+        return number
+
+    def _of_whole(self, number: int) -> frozenset:
+        return self._dtypes.get(self._root(number), frozenset())
+
+    def _note(self, number: int, dtypes: frozenset) -> None:
+        root = self._root(number)
+        self._dtypes[root] = self._dtypes.get(root, frozenset()) | dtypes
+
+    def _round(self, eq: Equation, x: int) -> None:
+        """Notes a cast to a dtype that neither the number nor what it is computed from had."""
+        old, new = (jnp.finfo(var.aval.dtype) for var in (eq.eqn.invars[0], eq.eqn.outvars[0]))
+        known = self._of_whole(x)
+        if known and new.dtype not in known and (new.nmant < old.nmant or new.nexp < old.nexp):
+            self.rounded.setdefault((self._root(x), str(new.dtype)), eq)
 
     def _unchanged(self, eq: Equation, ins: list[int]) -> list[int] | None:
         """The numbers of operands that an equation returns unchanged; None if it computes."""
@@ -280,8 +318,8 @@ class _Numbers:
             return ins[: len(outs)]
         if eq.name == "transpose":
             return [self._transposed(eq, ins[0], tuple(eq.params["permutation"]))]
-        is_float = lambda var: jnp.issubdtype(var.aval.dtype, jnp.floating)
-        if self._rounding and eq.name == "convert_element_type" and is_float(eq.eqn.invars[0]) and is_float(outs[0]):
+        if self._rounding and eq.name == "convert_element_type" and _floats(eq.eqn.invars[0]) and _floats(outs[0]):
+            self._round(eq, ins[0])
             return ins[:1]
         if eq.name == "pad" and not any(map(any, eq.params["padding_config"])):
             return ins[:1]
@@ -303,6 +341,12 @@ def _reshapes(eq: Equation) -> bool:
     if eq.name in ("reshape", "squeeze"):
         return eq.params.get("dimensions") is None or eq.name == "squeeze"
     return eq.name == "broadcast_in_dim" and eq.shape() != () and math.prod(eq.shape()) == math.prod(eq.result_shape)
+
+
+def _floats(var: Any) -> frozenset:
+    """The dtype of a variable, if it is one of floats."""
+    dtype = getattr(var.aval, "dtype", None)
+    return frozenset([dtype] if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else [])
 
 
 def _types(variables: Any) -> list:

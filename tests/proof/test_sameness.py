@@ -224,6 +224,41 @@ def test_what_computes_another_thing_is_not(name):
     assert len(parted(*OTHER[name][::-1])) == 1
 
 
+def rounded(dtype, at=lambda x: x):
+    """Rounds and widens again what `at` gives: an array, or in a loop its rows."""
+    return lambda x: at(x).astype(dtype).astype(x.dtype)
+
+
+BF16, F8, EACH = jnp.bfloat16, jnp.float8_e4m3fn, lambda of: lambda x: lax.scan(lambda c, row: (c, of(row)), 0.0, x)[1]
+ROUNDED = {  # two programs, and whether they round to the same dtypes
+    "ahead of a loop": (EACH(jnp.sin), EACH(lambda row: jnp.sin(rounded(BF16)(row))), False),
+    "in it or ahead": (
+        lambda x: EACH(jnp.sin)(rounded(BF16)(x)),
+        EACH(lambda row: jnp.sin(rounded(BF16)(row))),
+        True,
+    ),
+    "after a loop or in it": (
+        lambda x: rounded(BF16)(EACH(jnp.sin)(x)),
+        EACH(lambda row: rounded(BF16)(jnp.sin(row))),
+        True,
+    ),
+    "another dtype": (rounded(BF16), rounded(F8), False),
+    "twice": (lambda x: rounded(F8)(rounded(BF16)(x)), rounded(BF16), False),
+    "turned before or after": (lambda x: rounded(BF16)(x.T), lambda x: rounded(BF16)(x).T, True),
+    "again what was": (lambda x: rounded(BF16)(jnp.sin(rounded(BF16)(x))), lambda x: jnp.sin(rounded(BF16)(x)), True),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_the_dtypes_to_which_numbers_are_rounded_are_compared_not_the_places(name):
+    *programs, is_same = ROUNDED[name]
+    texts = list(differences(*(jax.make_jaxpr(f)(X) for f in programs), ("one", "the other"), "edit both", True))
+    assert bool(texts) != is_same
+    assert all("only " in text and " rounds this to " in text for text in texts)
+    if not is_same:
+        assert not np.array_equal(programs[0](X), programs[1](X))
+
+
 def test_no_gradient_is_not_the_same():
     """Which the values do not show."""
     (text,) = parted(lambda x: lax.stop_gradient(jnp.sin(x)), jnp.sin)
