@@ -31,9 +31,9 @@ from shardwright.settings.words import say
 from shardwright.tools.report.page import TEMPLATES, page_of
 from shardwright.tools.report.plots import LOG, Panel, colour
 
-GROWS, SHRINKS = 0.15, -0.6
+GROWS, SHRINKS = 0.12, -0.6
 """Slopes between which a value counts as independent of the size. Sums of random signs shrink by 1/√width, -0.5."""
-GROWS_ANYWAY = 0.25
+GROWS_ANYWAY = 0.35
 """In place of GROWS for what grows a little in models with all scales: any value over depth, and gradients of weights
 outside of layers, of which the last norm's depends on the initial logits of narrow models."""
 LOGITS, GRADIENT = "logits", "gradient of "
