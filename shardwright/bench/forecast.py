@@ -2,12 +2,17 @@
 
     python -m bench.forecast        # seeds 0 to 9
     python -m bench.forecast 3 4
+    python -m bench.forecast tests/data/losses_of_*.csv
 
 For each seed, another split of the novels' chapters into training and validation, other weights and another order: nine
 small runs, of three sizes and three lengths, a forecast of a run with four times the parameters of the largest of them
 and as long as the longest, and that run. Four minutes of CPU time a seed.
+
+Of published losses, it forecasts the large models from the small ones, and says of each dataset which share ended inside
+its interval and how wide that was. Two minutes of CPU time.
 """
 
+import csv
 import json
 import lzma
 import os
@@ -15,9 +20,12 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from shardwright.inspect import scaling
 from shardwright.run.files import read_metrics
 from shardwright.run.forecast import read_forecast
 from shardwright.settings.composing import SHIPPED
@@ -48,6 +56,55 @@ def run(program: str, *words: str) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+def read_table(path: Path) -> dict[str, scaling.Runs]:
+    """The runs of each dataset, by their compute."""
+    rows = [*csv.DictReader(line for line in path.read_text().splitlines() if line[0] != "#")]
+    found = {}
+    for name in dict.fromkeys(row["dataset"] for row in rows):
+        own = [row for row in rows if row["dataset"] == name]
+        columns = [[float(row[key]) for row in own] for key in ("params_no_embed", "tokens", "loss")]
+        runs = scaling.Runs(*np.array(columns))
+        found[name] = runs[runs.by_compute]
+    return found
+
+
+def ladders(runs: scaling.Runs, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Runs to forecast from, and up to 12 later ones of up to 100 times the compute: kind of ladder, and indices.
+
+    The kinds are the first half and two thirds, at most 30 of them, and ten times nine of the first half.
+    """
+    count, compute = len(runs.loss), runs.params * runs.tokens
+    for kind, among, most in [("many", count // 2, 30), ("many", count * 2 // 3, 30), *[("nine", count // 2, 9)] * 10]:
+        small = np.sort(rng.choice(among, min(most, among), replace=False))
+        later = np.arange(small.max() + 1, count)
+        later = later[compute[later] <= 100 * compute[small.max()]]
+        yield kind, small, np.sort(rng.choice(later, min(12, len(later)), replace=False))
+
+
+def published(paths: Sequence[Path]) -> None:
+    """Prints how many published models end inside the interval that is forecast from smaller ones, and its width."""
+    print("table, dataset, ladder: models  inside  median width  doesn't exclude the best small loss  median error")
+    for path in paths:
+        for name, runs in read_table(path).items():
+            found: dict[str, list[tuple[float, ...]]] = {"nine": [], "many": []}
+            for kind, small, large in ladders(runs, np.random.default_rng(0)):
+                sizes = [(runs.params[i], runs.tokens[i]) for i in large]
+                try:
+                    said = scaling.forecasts(runs[small], sizes)
+                except ValueError:  # nine of too few sizes
+                    continue
+                for f, loss in zip(said, runs.loss[large], strict=True):
+                    width, error = (f.high - f.low) / f.loss, abs(f.loss / loss - 1)
+                    found[kind].append((f.low <= loss <= f.high, width, f.high >= runs.loss[small].min(), error))
+            for kind, cases in found.items():
+                inside, width, open_, error = np.transpose(cases)
+                print(
+                    f"{path.stem}, {name}, {kind}: {len(cases)}  {inside.mean():.0%}  {np.median(width):.1%}  "
+                    f"{open_.mean():.0%}  {np.median(error):.1%}",
+                    flush=True,
+                )
+
+
 def main(seeds: Sequence[int]) -> None:
     inside = 0
     print("seed   forecast, nats            val", flush=True)
@@ -67,4 +124,8 @@ def main(seeds: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([*map(int, sys.argv[1:])] or range(10))
+    given = sys.argv[1:]
+    if given and given[0].endswith(".csv"):
+        published([*map(Path, given)])
+    else:
+        main([*map(int, given)] or range(10))
