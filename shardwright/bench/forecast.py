@@ -62,19 +62,24 @@ def read_table(path: Path) -> dict[str, scaling.Runs]:
     found = {}
     for name in dict.fromkeys(row["dataset"] for row in rows):
         own = [row for row in rows if row["dataset"] == name]
-        columns = [[float(row[key]) for row in own] for key in ("params_no_embed", "tokens", "loss")]
-        runs = scaling.Runs(*np.array(columns))
+        columns = ("params_no_embed", "tokens", "loss")
+        runs = scaling.Runs(*(np.array([float(row[key]) for row in own]) for key in columns))
         found[name] = runs[runs.by_compute]
     return found
 
 
-def ladders(runs: scaling.Runs, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Runs to forecast from, and up to 12 later ones of up to 100 times the compute: kind of ladder, and indices.
+Ladder = tuple[str, np.ndarray, np.ndarray]
+"""Its kind, and indices of the runs to forecast from and of those to forecast."""
 
-    The kinds are the first half and two thirds, at most 30 of them, and ten times nine of the first half.
+
+def ladders(runs: scaling.Runs, rng: np.random.Generator) -> Iterator[Ladder]:
+    """Small runs, and up to 12 later ones of up to 100 times the compute.
+
+    The small ones are at most 30 of the first half and of two thirds, and ten times nine of the half.
     """
     count, compute = len(runs.loss), runs.params * runs.tokens
-    for kind, among, most in [("many", count // 2, 30), ("many", count * 2 // 3, 30), *[("nine", count // 2, 9)] * 10]:
+    many = [("many", count // 2, 30), ("many", count * 2 // 3, 30)]
+    for kind, among, most in many + [("nine", count // 2, 9)] * 10:
         small = np.sort(rng.choice(among, min(most, among), replace=False))
         later = np.arange(small.max() + 1, count)
         later = later[compute[later] <= 100 * compute[small.max()]]
@@ -82,8 +87,8 @@ def ladders(runs: scaling.Runs, rng: np.random.Generator) -> Iterator[tuple[str,
 
 
 def published(paths: Sequence[Path]) -> None:
-    """Prints how many published models end inside the interval that is forecast from smaller ones, and its width."""
-    print("table, dataset, ladder: models  inside  median width  doesn't exclude the best small loss  median error")
+    """Prints how many published models end inside their interval, and how wide it is."""
+    print("models  inside  width  doesn't exclude the best small loss  error  (medians)")
     for path in paths:
         for name, runs in read_table(path).items():
             found: dict[str, list[tuple[float, ...]]] = {"nine": [], "many": []}
@@ -95,14 +100,13 @@ def published(paths: Sequence[Path]) -> None:
                     continue
                 for f, loss in zip(said, runs.loss[large], strict=True):
                     width, error = (f.high - f.low) / f.loss, abs(f.loss / loss - 1)
-                    found[kind].append((f.low <= loss <= f.high, width, f.high >= runs.loss[small].min(), error))
+                    is_open = f.high >= runs.loss[small].min()
+                    found[kind].append((f.low <= loss <= f.high, width, is_open, error))
             for kind, cases in found.items():
                 inside, width, open_, error = np.transpose(cases)
-                print(
-                    f"{path.stem}, {name}, {kind}: {len(cases)}  {inside.mean():.0%}  {np.median(width):.1%}  "
-                    f"{open_.mean():.0%}  {np.median(error):.1%}",
-                    flush=True,
-                )
+                text = f"{len(cases):6}  {inside.mean():6.0%}  {np.median(width):5.1%}"
+                text += f"  {open_.mean():35.0%}  {np.median(error):5.1%}"
+                print(f"{text}  {path.stem}, {name}, {kind}", flush=True)
 
 
 def main(seeds: Sequence[int]) -> None:

@@ -94,13 +94,13 @@ def summary_of(found: dict[str, Any]) -> list[str]:
     low, high, width = end["low"], end["high"], (end["high"] - end["low"]) / end["loss"]
     of = f"{found['params']:,} parameters without embeddings and {found['tokens']:,} tokens"
     lines = [
-        f"{found['metric']:5} {end['loss']:.3f} nats, interval {low:.3f} to {high:.3f}, {width:.0%} of the loss",
+        f"{found['metric']:5} {end['loss']:.3f} nats, interval {low:.3f} to {high:.3f}, {width:.0%} wide",
         f"of    {of}, from {len(found['runs'])} runs",
-        f"      the interval is {found['widened']} times as wide as the bootstrap's. It has no known probability:",
-        "      docs/forecast.md has the share of published models that it held",
+        f"      the interval is {found['widened']} times as wide as the bootstrap's;",
+        "      docs/forecast.md says how many published models such intervals hold",
     ]
     if high >= best:
-        lines.append(f"      it doesn't exclude that the run is no better than the best of these runs, {best:.3f}")
+        lines.append(f"      it doesn't exclude a loss no better than that of the best run, {best:.3f}")
     return lines
 
 

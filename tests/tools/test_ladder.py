@@ -149,7 +149,8 @@ CHANGES: dict[str, Any] = {
 TIED: dict[str, Any] = {"model": {"tied_embeddings": True}}
 DEEP: dict[str, Any] = {"parametrization": "completep", "axis": "depth", "base": {"d_model": 32, "layers": 2}}
 UP, GATE, VALUES = "Llama.layer up", "Llama.layer gate", "Llama.with_attention v"
-QUERIES, KEYS, ATTENTION = "Llama.with_attention q", "Llama.with_attention k", "Llama.with_attention"
+ATTENTION = "Llama.with_attention"
+QUERIES, KEYS = f"{ATTENTION} q", f"{ATTENTION} k"
 MISSING: list[tuple[str, str, dict[str, Any], str]] = [
     ("learning rate", "w_down", {}, ATTENTION),
     ("learning rate", "w_q", {}, QUERIES),
@@ -191,8 +192,11 @@ def found_by(axis="width", base=BASE, model: Any = None, **optimizer):
     return {name: slope_of(runs, limit_of(axis, name)) for name, runs in found.items()}
 
 
+IDS = [f"{change} of {weight}" for change, weight, *_ in MISSING]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("change", "weight", "kwargs", "where"), MISSING, ids=lambda x: x if type(x) is str else "")
+@pytest.mark.parametrize(("change", "weight", "kwargs", "where"), MISSING, ids=IDS)
 def test_each_missing_scale_of_a_single_weight_is_found(change, weight, kwargs, where, monkeypatch):
     real = scales.scales_of
 

@@ -34,8 +34,8 @@ from shardwright.tools.report.plots import LOG, Panel, colour
 GROWS, SHRINKS = 0.12, -0.6
 """Slopes between which a value counts as independent of the size. Sums of random signs shrink by 1/√width, -0.5."""
 GROWS_ANYWAY = 0.35
-"""In place of GROWS for what grows a little in models with all scales: any value over depth, and gradients of weights
-outside of layers, of which the last norm's depends on the initial logits of narrow models."""
+"""In place of GROWS for what grows a little in models with all scales: any value over depth, and
+gradients of weights outside of layers. The last norm's depends on the initial logits of narrow models."""
 LOGITS, GRADIENT = "logits", "gradient of "
 Runs = Sequence[tuple[int, Sequence[float]]]
 """Of one value in several runs: multiple of the base, and what `measure` found at each step."""
@@ -184,7 +184,8 @@ def check_coordinates(c: Config, settings: LadderConfig) -> None:
             for name, numbers in measure(own, batch, settings.steps, settings.seeds):
                 found.setdefault((axis, name), []).append((n, numbers))
             print(f"{axis} × {n}", file=sys.stderr)
-    rows = [(name, axis, *slope_of(runs, limit_of(axis, name))) for (axis, name), runs in found.items()]
+    slopes = {of: slope_of(runs, limit_of(*of)) for of, runs in found.items()}
+    rows = [(name, axis, *slope) for (axis, name), slope in slopes.items()]
     shown = [(name, axis, f"{slope:+.2f} ± {error:.2f}", verdict) for name, axis, slope, error, verdict in rows]
     print_table(Console(), ["value", "over", "slope", "verdict"], shown)
     write_whole(Path(settings.output), page(found))
