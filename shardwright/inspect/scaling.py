@@ -19,8 +19,9 @@ EXPONENT = (0.35, 0.15)
 (arXiv 2404.10102)."""
 FLOOR = (0.5, 0.5)
 """Prior of E: this share of the smallest loss, and the deviation of its logarithm."""
-COVERAGE = 0.9
-"""Probability of the interval."""
+NOMINAL = 0.9
+"""Share of the bootstrap's samples in its interval, before that is widened. docs/forecast.md says
+how many published models the widened one holds."""
 SAMPLES = 200
 """Bootstrap samples."""
 PARAMETERS = 5
@@ -140,7 +141,7 @@ def _interval(samples: tuple[Law, list[Law], np.ndarray], params: float, tokens:
     law, laws, deviations = samples
     middle = float(np.log(law(params, tokens)))
     drawn = np.log([each(params, tokens) for each in laws]) + deviations
-    low, high = np.quantile(drawn, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    low, high = np.quantile(drawn, [(1 - NOMINAL) / 2, (1 + NOMINAL) / 2])
     return middle, middle - float(low), float(high) - middle
 
 

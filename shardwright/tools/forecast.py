@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardwright.modeling.model import load_model
 from shardwright.run.changes import steps_of, tokens_before
 from shardwright.run.config import Config
 from shardwright.run.files import write_whole
-from shardwright.run.forecast import FILE, PARTS, Bound, losses_of_parts
+from shardwright.run.forecast import FILE, Bound, losses_of_parts
 from shardwright.run.launch import start_with_section
 from shardwright.run.report import parameters_without_embeddings
 from shardwright.settings.words import say
@@ -81,12 +81,27 @@ def forecast_of(runs: list[Run], params: int, tokens: int, seed: int) -> dict[st
         "metric": metric,
         "end": bound(end),
         "curve": [bound(each) for each in curve],
-        "coverage": scaling.COVERAGE,
         "law": "L(N, D) = E + A/N^a + B/D^b, N without embeddings; of each tenth of the runs for the curve",
         "law_of_the_end": end.law,
         "widened": round(end.widened, 2),
         "runs": used,
     }
+
+
+def summary_of(found: dict[str, Any]) -> list[str]:
+    """The lines to print of a forecast."""
+    end, best = found["end"], min(run["loss"] for run in found["runs"])
+    low, high, width = end["low"], end["high"], (end["high"] - end["low"]) / end["loss"]
+    of = f"{found['params']:,} parameters without embeddings and {found['tokens']:,} tokens"
+    lines = [
+        f"{found['metric']:5} {end['loss']:.3f} nats, interval {low:.3f} to {high:.3f}, {width:.0%} wide",
+        f"of    {of}, from {len(found['runs'])} runs",
+        f"      the interval is {found['widened']} times as wide as the bootstrap's;",
+        "      docs/forecast.md says how many published models such intervals hold",
+    ]
+    if high >= best:
+        lines.append(f"      it doesn't exclude a loss no better than that of the best run, {best:.3f}")
+    return lines
 
 
 def job(c: Config, settings: ForecastConfig) -> None:
@@ -101,12 +116,8 @@ def job(c: Config, settings: ForecastConfig) -> None:
     params, tokens = parameters_without_embeddings(load_model(c.model)), tokens_before(c, steps)
     found = forecast_of([read_run(path) for path in find_runs(patterns)], params, tokens, settings.seed)
     write_whole(Path(settings.output), json.dumps(found, indent=1) + "\n")
-    end, count = found["end"], len(found["runs"])
-    say(
-        f"{found['metric']:5} {end['loss']:.3f} nats, {scaling.COVERAGE:.0%} interval {end['low']:.3f} to {end['high']:.3f}"
-    )
-    say(f"of    {params:,} parameters without embeddings and {tokens:,} tokens, from {count} runs")
-    say(f"      the interval is {found['widened']} times as wide as the bootstrap's: docs/forecast.md")
+    for line in summary_of(found):
+        say(line)
     say(f"Start the run with training.forecast={settings.output}")
 
 

@@ -12,19 +12,22 @@ from shardwright.modeling.model import load_model
 from shardwright.models import gpt2, moe
 from shardwright.optimizers import rates, scales
 from shardwright.run.launch import composed
-from shardwright.tools.ladder.scales import show_scales
 from shardwright.tools.ladder.coordinates import (
     GRADIENT,
+    GROWS,
+    GROWS_ANYWAY,
     LOGITS,
     LadderConfig,
     check_coordinates,
     ladder_of,
+    limit_of,
     measure,
     page,
     slope_of,
 )
+from shardwright.tools.ladder.scales import show_scales
 
-SLOPES = [(0.0, "ok"), (0.2, "ok"), (0.5, "GROWS"), (1.0, "GROWS"), (-0.5, "ok"), (-1.0, "SHRINKS")]
+SLOPES = [(0.0, "ok"), (0.1, "ok"), (0.2, "GROWS"), (0.5, "GROWS"), (1.0, "GROWS"), (-0.5, "ok"), (-1.0, "SHRINKS")]
 
 
 @pytest.mark.parametrize(("power", "verdict"), SLOPES)
@@ -39,16 +42,25 @@ def test_a_slope_and_its_error_are_those_of_numpy(power, verdict):
     assert word == verdict
 
 
+def test_the_gradient_of_the_last_norm_and_values_over_depth_may_grow_more():
+    names = (f"{GRADIENT}final_norm", f"{GRADIENT}layers.mlp_norm", LOGITS)
+    assert [limit_of("width", name) for name in names] == [GROWS_ANYWAY, GROWS, GROWS]
+    assert limit_of("depth", LOGITS) == GROWS_ANYWAY
+    assert slope_of([(n, [n**0.3]) for n in (1, 2, 4)], GROWS_ANYWAY)[-1] == "ok"
+
+
 def test_noise_is_not_a_slope():
     rng = np.random.default_rng(1)
-    _, error, verdict = slope_of([(n, [n**0.4 * np.exp(2 * rng.standard_normal())]) for n in (1, 2, 4, 8)])
+    runs = [(n, [n**0.4 * np.exp(2 * rng.standard_normal())]) for n in (1, 2, 4, 8)]
+    _, error, verdict = slope_of(runs)
     assert error > 0.2
     assert verdict == "ok"
 
 
 @pytest.mark.parametrize(("number", "verdict"), [(0.0, "ZERO"), (np.nan, "NOT FINITE"), (np.inf, "NOT FINITE")])
 def test_what_has_no_slope_is_not_ok(number, verdict):
-    assert slope_of([(1, [1.0, number]), (2, [number, 1.0]), (4, [1.0, 1.0])])[2] == verdict
+    runs = [(1, [1.0, number]), (2, [number, 1.0]), (4, [1.0, 1.0])]
+    assert slope_of(runs)[2] == verdict
 
 
 def test_the_worst_step_counts():
@@ -128,25 +140,40 @@ def wider_init(scale):
     return kept(scale, std=scale.std * scale.inputs**0.5)
 
 
-MISSING: dict[str, Any] = {
-    "learning rate of matrices": (MATRICES, lambda scale: kept(scale, Unrated), {}, "Llama.layer gate"),
-    "learning rate of the output": (("unembed",), lambda scale: kept(scale, Unrated), {}, LOGITS),
-    "initial matrices": (MATRICES, wider_init, {}, "Llama.layer gate"),
-    "initial output": (("unembed",), wider_init, {}, "gradient of layers.w_v"),
-    "epsilon": (MATRICES, lambda scale: kept(scale, SameEpsilon), {}, "gradient of layers.w_up"),
-    "logits of a tied table": (
-        ("final_norm",),
-        unfolded,
-        {"model": {"tied_embeddings": True}},
-        LOGITS,
-    ),
-    "residual branches": (
-        ("w_o", "w_down"),
-        unfolded,
-        {"parametrization": "completep", "axis": "depth", "base": {"d_model": 32, "layers": 2}},
-        "gradient of layers.w_up",
-    ),
+CHANGES: dict[str, Any] = {
+    "learning rate": lambda scale: kept(scale, Unrated),
+    "initial values": wider_init,
+    "epsilon": lambda scale: kept(scale, SameEpsilon),
+    "multiplier": unfolded,
 }
+TIED: dict[str, Any] = {"model": {"tied_embeddings": True}}
+DEEP: dict[str, Any] = {"parametrization": "completep", "axis": "depth", "base": {"d_model": 32, "layers": 2}}
+UP, GATE, VALUES = "Llama.layer up", "Llama.layer gate", "Llama.with_attention v"
+ATTENTION = "Llama.with_attention"
+QUERIES, KEYS = f"{ATTENTION} q", f"{ATTENTION} k"
+MISSING: list[tuple[str, str, dict[str, Any], str]] = [
+    ("learning rate", "w_down", {}, ATTENTION),
+    ("learning rate", "w_q", {}, QUERIES),
+    ("learning rate", "w_k", {}, KEYS),
+    ("learning rate", "w_v", {}, VALUES),
+    ("learning rate", "w_o", {}, ATTENTION),
+    ("learning rate", "w_gate", {}, GATE),
+    ("learning rate", "w_up", {}, UP),
+    ("learning rate", "unembed", {}, LOGITS),
+    ("initial values", "w_q", {}, QUERIES),
+    ("initial values", "w_k", {}, KEYS),
+    ("initial values", "w_v", {}, VALUES),
+    ("initial values", "w_o", {}, ATTENTION),
+    ("initial values", "w_gate", {}, GATE),
+    ("initial values", "w_up", {}, UP),
+    ("initial values", "unembed", {}, f"{GRADIENT}layers.w_v"),
+    *(("epsilon", name, {}, f"{GRADIENT}layers.{name}") for name in MATRICES),
+    ("multiplier", "final_norm", TIED, LOGITS),
+    ("multiplier", "w_o", DEEP, f"{GRADIENT}layers.w_o"),
+    ("multiplier", "w_down", DEEP, f"{GRADIENT}layers.w_up"),
+    ("initial values", "w_down", {}, f"{GRADIENT}layers.w_up"),
+]
+"""What is missing of which weight, settings of `found_by`, and a value that shows it."""
 
 
 LLAMA: dict[str, Any] = {"vocab": 64, "layers": 2, "n_q_per_kv": 1, "d_head": 8, **BASE}
@@ -162,17 +189,19 @@ def found_by(axis="width", base=BASE, model: Any = None, **optimizer):
         for _, n, own in ladder_of(c, settings):
             for name, numbers in measure(own, tiny.place_batch(own, tiny.host_batch(vocab=8)), 2, 2):
                 found.setdefault(name, []).append((n, numbers))
-    return {name: slope_of(runs) for name, runs in found.items()}
+    return {name: slope_of(runs, limit_of(axis, name)) for name, runs in found.items()}
+
+
+IDS = [f"{change} of {weight}" for change, weight, *_ in MISSING]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MISSING)
-def test_a_missing_multiplier_is_found(name, monkeypatch):
-    weights, change, kwargs, where = MISSING[name]
+@pytest.mark.parametrize(("change", "weight", "kwargs", "where"), MISSING, ids=IDS)
+def test_each_missing_scale_of_a_single_weight_is_found(change, weight, kwargs, where, monkeypatch):
     real = scales.scales_of
 
     def planted(c, model):
-        of = lambda path, scale: change(scale) if path[-1].name in weights else scale
+        of = lambda path, scale: CHANGES[change](scale) if path[-1].name == weight else scale
         return jax.tree_util.tree_map_with_path(of, real(c, model))
 
     for module in (scales, rates):
@@ -183,8 +212,8 @@ def test_a_missing_multiplier_is_found(name, monkeypatch):
 
 COMPLETE: dict[str, Any] = {
     "llama": {},
-    "tied": MISSING["logits of a tied table"][2],
-    "deep": MISSING["residual branches"][2],
+    "tied": TIED,
+    "deep": DEEP,
     "gpt2": {
         "model": gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=4, bos_id=0),
         "base": {"d_model": 32, "heads": 4},
