@@ -93,7 +93,7 @@ def published(paths: Sequence[Path]) -> None:
         for name, runs in read_table(path).items():
             found: dict[str, list[tuple[float, ...]]] = {"nine": [], "many": []}
             for kind, small, large in ladders(runs, np.random.default_rng(0)):
-                sizes = [(runs.params[i], runs.tokens[i]) for i in large]
+                sizes = [(float(runs.params[i]), float(runs.tokens[i])) for i in large]
                 try:
                     said = scaling.forecasts(runs[small], sizes)
                 except ValueError:  # nine of too few sizes
