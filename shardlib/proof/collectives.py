@@ -150,7 +150,9 @@ def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
     if x.sharded & set(axes) or _is_pending(x, axes) or len(sources) != devices(eq.sizes, axes):
         raise Refused(
             f"blocks move between the devices of {', '.join(axes)}: what a device holds then depends on the mesh",
-            "if the result is right on every mesh, as in a ring, use shardops.per_device(...) with the reason",
+            "take what other devices hold from the whole: all_gather(x, axis, tiled=True), then dynamic_slice at "
+            "axis_index(axis) * n, less or plus a number; a ring passes if all its turns do the same, until each block "
+            "has been on each device, and their results are added up",
         )
     return x
 

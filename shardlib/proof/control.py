@@ -113,7 +113,7 @@ def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
         reason = Refused(
             f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
             "loop over a global size; over its own rows a device may map, and add up with `+`, without collectives; "
-            "for a ring over devices use shardops.per_device(...) with the reason",
+            "each turn of a ring over devices must do the same, and add up what it gives",
         )
         unprovable = interpreter.explain(eq, reason)
         args = [*first, *(Value(c.dims, unprovable=unprovable) for c in carry), *items]

@@ -214,7 +214,7 @@ def _attention(eq: Equation) -> list[Value]:
     for k, name in enumerate(names):
         shape = eq.shape(k)
         if name in OPERANDS[4:] and 0 not in shape:  # an operand that the call leaves out has no entries
-            raise Refused(f"cuDNN's attention with {name} has no rule", "wrap it in shardops.per_device, with a reason")
+            raise Refused(f"cuDNN's attention with {name} has no rule", "use another attention implementation")
         kinds = {} if 0 in shape else {0: "sequences", place[name]: name}
         labels[name] = [kinds.get(i) if name != "bias" or n > 1 else None for i, n in enumerate(shape)]
         if name in labels[name] and name not in GIVEN:
