@@ -649,4 +649,30 @@ def nearest_key_of_all_in_a_ring(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]
     return best
 
 
+@program(whole=lambda x: x)
+def broadcast_from_the_first_device(x: f32["B/d M"]) -> f32["B/d M"]:
+    return lax.psum(jnp.where(lax.axis_index("t") == 0, x, 0), "t")
+
+
+@program(whole=lambda x: 2 * x)
+def broadcast_from_the_last_device_by_a_factor(x: f32["B/d M"]) -> f32["B/d M"]:
+    return lax.psum(x * 2 * (lax.axis_index("t") == lax.axis_size("t") - 1), "t")
+
+
+@program(whole=lambda x, w, b: x @ w + b)
+def bias_added_by_the_first_device(x: f32["B/d F/t"], w: f32["F/t M"], b: f32["M"]) -> f32["B/d M"]:
+    return lax.psum(x @ w + jnp.where(lax.axis_index("t") != 0, 0, b), "t")
+
+
+@program(whole=lambda x: jnp.sin(x))
+def broadcast_from_the_first_device_of_two_axes(x: f32["M"]) -> f32["M"]:
+    is_first = (lax.axis_index("d") == 0) & (lax.axis_index("t") == 0)
+    return jnp.sin(lax.psum(jnp.where(is_first, x, 0), ("d", "t")))
+
+
+@program(whole=lambda x: x)
+def broadcast_from_the_first_device_by_its_number(x: f32["M"]) -> f32["M"]:
+    return lax.psum(jnp.where(lax.axis_index(("d", "t")) == 0, x, 0), ("d", "t"))
+
+
 PROGRAMS = programs_of(globals())

@@ -627,6 +627,38 @@ def nearest_keys_added(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
 
 
 ROWS = {  # name: types of arguments and result, of f32 where nothing is said; the body
+    "broadcast from a device that one device lacks": (
+        "B/d M -> B/d M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") == 1, x, 0), "t"),
+    ),
+    "broadcast from all devices but the first": (
+        "B/d M -> B/d M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") != 0, x, 0), "t"),
+    ),
+    "broadcast of the first block": (
+        "B/d M/t -> B/d M/t",
+        lambda x: x + lax.psum(jnp.where(lax.axis_index("t") == 0, x, 0), "t"),
+    ),
+    "broadcast of one term of a sum": (
+        "B/d M/t -> B/d",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") == 0, x.sum(axis=1), 0), "t"),
+    ),
+    "broadcast from the first devices of either axis": (
+        "M -> M",
+        lambda x: lax.psum(jnp.where((lax.axis_index("d") == 0) | (lax.axis_index("t") == 0), x, 0), ("d", "t")),
+    ),
+    "broadcast from the diagonal of devices": (
+        "M -> M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("d") - lax.axis_index("t") == 0, x, 0), ("d", "t")),
+    ),
+    "other devices give ones": (
+        "B/d M -> B/d M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") == 0, x, 1), "t"),
+    ),
+    "number added to what the first device alone has": (
+        "B/d M -> B/d M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") == 0, x, 0) + 1, "t"),
+    ),
     "rewards scaled to unit range": (
         "B/d -> B/d",
         lambda rewards: (rewards - rewards.min()) / (rewards.max() - rewards.min()),
@@ -820,6 +852,10 @@ ROWS = {  # name: types of arguments and result, of f32 where nothing is said; t
 }
 
 UNCHECKED = {
+    "broadcast from the first devices of one axis to both": (
+        "M -> M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("d") == 0, x, 0), ("d", "t")),
+    ),
     "gather of a weight forgotten": ("B/d M, M/t F -> B/d F", lambda x, w: x[:, : w.shape[0]] @ w),
     "gradient through an unchecked psum": (
         "M N, B/d M -> M N",

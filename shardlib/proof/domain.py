@@ -127,12 +127,16 @@ class Range(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """True where an offset index is in a range, or outside it. With a source: where this device has the extreme."""
+    """True where an offset index is in a range, or outside it. With a source: where this device has the extreme.
+
+    With axes: on one device of these, and on one device's mesh. Then the index, offset and range count for nothing.
+    """
 
     valid: Range
     is_outside: bool = False
     offset: Offset = ()
     source: Source | None = None
+    axes: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -59,6 +59,11 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
         "mask them by the same range: jnp.where((0 <= i) & (i < size), found, 0)",
     ),
     (
+        lambda value: value.mask and value.mask.axes,
+        "a condition is true on one device alone",
+        "select by it what all devices hold, or zero, and sum over them: jnp.where(index == 0, x, 0)",
+    ),
+    (
         lambda value: value.mask,
         "a mask says which indices are in this device's block",
         "mask what was looked up by them",
