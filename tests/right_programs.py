@@ -675,4 +675,17 @@ def broadcast_from_the_first_device_by_its_number(x: f32["M"]) -> f32["M"]:
     return lax.psum(jnp.where(lax.axis_index(("d", "t")) == 0, x, 0), ("d", "t"))
 
 
+@program(whole=lambda x: jnp.pad(x, ((0, 0), (0, 1)))[:, 1:])
+def next_token_of_whole_positions(x: i32["B/d L"]) -> i32["B/d L/t"]:
+    n = x.shape[1] // lax.axis_size("t")
+    return lax.dynamic_slice_in_dim(jnp.pad(x, ((0, 0), (0, 1))), offset("t", n) + 1, n, 1)
+
+
+@program(whole=lambda x, w: sum(w[i] * jnp.pad(x, ((0, 0), (3, 0)))[:, i : i + 16] for i in range(4)))
+def causal_convolution_of_gathered_positions(x: f32["B/d L/t"], w: f32["4"]) -> f32["B/d L/t"]:
+    n = x.shape[1]
+    padded = jnp.pad(lax.all_gather(x, "t", axis=1, tiled=True), ((0, 0), (3, 0)))
+    return sum(w[i] * lax.dynamic_slice_in_dim(padded, offset("t", n) + i, n, 1) for i in range(4))
+
+
 PROGRAMS = programs_of(globals())

@@ -626,7 +626,30 @@ def nearest_keys_added(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
     return best
 
 
+def of_padded(x):
+    """All positions of L, with three zeros before them."""
+    return jnp.pad(lax.all_gather(x, "t", axis=1, tiled=True), ((0, 0), (3, 0)))
+
+
 ROWS = {  # name: types of arguments and result, of f32 where nothing is said; the body
+    "convolution over positions past the end": (
+        "B/d L/t -> B/d L/t",
+        lambda x: lax.dynamic_slice_in_dim(of_padded(x), offset("t", x.shape[1]) + 4, x.shape[1], 1),
+    ),
+    "convolution from a place that depends on the mesh": (
+        "B/d L/t -> B/d L/t",
+        lambda x: lax.dynamic_slice_in_dim(of_padded(x), offset("t", x.shape[1]) + 16 // x.shape[1], x.shape[1], 1),
+    ),
+    "block at every other place": (
+        "B/d L/t -> B/d L/t",
+        lambda x: lax.dynamic_slice_in_dim(of_padded(x), lax.axis_index("t") * (x.shape[1] - 1) + 1, x.shape[1], 1),
+    ),
+    "blocks written behind the first entry, not from it on": (
+        "B/d L/t -> B/d L",
+        lambda x: lax.psum(
+            lax.dynamic_update_slice_in_dim(jnp.zeros((x.shape[0], 16)), x, offset("t", x.shape[1]) + 1, 1), "t"
+        ),
+    ),
     "broadcast from a device that one device lacks": (
         "B/d M -> B/d M",
         lambda x: lax.psum(jnp.where(lax.axis_index("t") == 1, x, 0), "t"),

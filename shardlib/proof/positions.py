@@ -206,10 +206,9 @@ def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> 
 
 def _combined(eq: Equation, a: Value, b: Value) -> Value:
     """Combines two masks of one index: within both ends of a block (and), or outside one of them (or)."""
-    is_outside, axes = eq.name == "or", a.mask.axes | b.mask.axes
-    if a.mask.axes and b.mask.axes and a.mask.axes.isdisjoint(b.mask.axes) and not is_outside:
-        if not (a.mask.is_outside or b.mask.is_outside):
-            return Value(eq.joined_dims([a, b]), mask=Mask(Range(), axes=axes))
+    is_outside, is_any_outside = eq.name == "or", a.mask.is_outside or b.mask.is_outside
+    if a.mask.axes and b.mask.axes - a.mask.axes == b.mask.axes and not (is_outside or is_any_outside):
+        return Value(eq.joined_dims([a, b]), mask=Mask(Range(), axes=a.mask.axes | b.mask.axes))
     if {a.mask.is_outside, b.mask.is_outside} != {is_outside} or a.mask.source or not _is_of(a, b.mask.offset, b):
         raise Refused("two masks are not the two ends of one block", "compare one index with both ends")
     mask = Mask(a.mask.valid & b.mask.valid, is_outside, a.mask.offset)
