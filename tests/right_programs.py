@@ -688,4 +688,59 @@ def causal_convolution_of_gathered_positions(x: f32["B/d L/t"], w: f32["4"]) -> 
     return sum(w[i] * lax.dynamic_slice_in_dim(padded, offset("t", n) + i, n, 1) for i in range(4))
 
 
+def scores(q, k):
+    return jnp.einsum("bkd,bskd->bks", q, k)
+
+
+def decoded(q, k, v):
+    return jnp.einsum("bks,bskd->bkd", jax.nn.softmax(scores(q, k)), v)
+
+
+@program(whole=decoded)
+def decoding_with_own_maxima(q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]) -> f32["B/d K D"]:
+    s = scores(q, k)
+    own = jnp.max(s, axis=-1)
+    e, scale = jnp.exp(s - own[..., None]), jnp.exp(own - lax.pmax(own, "t"))
+    total = lax.psum(scale * jnp.sum(e, axis=-1), "t")
+    return lax.psum(scale[..., None] * jnp.einsum("bks,bskd->bkd", e, v), "t") / total[..., None]
+
+
+@program(whole=decoded)
+def decoding_scaled_within_the_einsum(
+    q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
+) -> f32["B/d K D"]:
+    s = scores(q, k)
+    own = jnp.max(s, axis=-1)
+    e, scale = jnp.exp(s - own[..., None]), jnp.exp(own - lax.pmax(own, "t"))
+    ones = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+    total = lax.psum(jnp.einsum("bks,bskd,bk->bkd", e, ones, scale), "t")
+    return total[..., :-1] / total[..., -1:]
+
+
+@program(whole=decoded)
+def decoding_of_blocks_each_divided_by_its_sum(
+    q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
+) -> f32["B/d K D"]:
+    s = scores(q, k)
+    own = jnp.max(s, axis=-1)
+    e = jnp.exp(s - own[..., None])
+    total = jnp.sum(e, axis=-1)
+    y = jnp.einsum("bks,bskd->bkd", e, v) / total[..., None]
+    share = total * jnp.exp(own - lax.pmax(own, "t"))
+    return lax.psum(y * share[..., None], "t") / lax.psum(share, "t")[..., None]
+
+
+@program(whole=decoded)
+def decoding_combined_by_logarithms_of_sums(
+    q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
+) -> f32["B/d K D"]:
+    s = scores(q, k)
+    own = jnp.max(s, axis=-1, keepdims=True)
+    e = jnp.exp(s - own)
+    total = jnp.sum(e, axis=-1, keepdims=True)
+    y, log_of_sum = jnp.einsum("bks,bskd->bkd", e / total, v), own + jnp.log(total)
+    share = jnp.exp(log_of_sum - lax.pmax(log_of_sum, "t"))
+    return lax.psum(y * share, "t") / lax.psum(share, "t")
+
+
 PROGRAMS = programs_of(globals())

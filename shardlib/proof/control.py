@@ -41,8 +41,8 @@ def join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
 
 def anonymous(value: Value) -> Value:
     """Drops what `value` was computed from: that may belong to another iteration, or to another branch."""
-    unknown = dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
-    return dataclasses.replace(unknown, components=())
+    unknown = dataclasses.replace(value, origin=None, source=None, total=None, is_taken=False, masked=None)
+    return dataclasses.replace(unknown, components=(), token=object())
 
 
 def _fixed_point(interpreter: "Interpreter", eq: Equation, carry: list[Value], body: Any) -> list[Value]:
