@@ -123,7 +123,10 @@ def _added(eqn: Eqn, a: Reach, b: Reach) -> Reach:
     x, y = (z.fact if isinstance(z.fact, Sums) else None for z in (a, b))
     if y:
         y = dataclasses.replace(y, sign=y.sign * sign)
-    if x and y and x.before is y.before and x.sign == -y.sign:
+    if x and x.array is b and sign < 0:  # of all terms but the last
+        found.fact = fact = x.without_last()
+        found.last = np.where(fact.at < 0, NONE, fact.before[np.maximum(fact.at, 0)])
+    elif x and y and x.before is y.before and x.sign == -y.sign:
         is_left, last = x.less(y)
         found.last = np.where(is_left, last, found.last)
     elif x and not y:
@@ -156,7 +159,8 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
     arrays = list(zip(*(case.arrays() for case in cases), strict=True))
     parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
-        return reach.made(shape, *parts, dtype=dtype)
+        fact = reach.sums_of(cases, lambda parts: np.choose(pick, np.broadcast_arrays(*parts)))
+        return dataclasses.replace(reach.made(shape, *parts, dtype=dtype), fact=fact)
     numbers, known, last = arrays
     is_first = [(number == numbers[0]) | ((number != number) & (numbers[0] != numbers[0])) for number in numbers]
     same = functools.reduce(np.logical_and, (*known, *is_first))
@@ -242,7 +246,7 @@ def _cumulative(eqn: Eqn, x: Reach) -> Reach:
         before, after = np.maximum.accumulate(last, axis), np.maximum.accumulate(np.flip(last, axis), axis)
         at = np.arange(last.size, dtype=np.int32).reshape(last.shape)
         step = math.prod(last.shape[axis + 1 :])
-        found.fact = Sums(at, before.ravel(), np.flip(after, axis).ravel(), step, x.shape[axis])
+        found.fact = Sums(at, before.ravel(), np.flip(after, axis).ravel(), step, x.shape[axis], array=x)
     return found
 
 
