@@ -743,4 +743,19 @@ def decoding_combined_by_logarithms_of_sums(
     return lax.psum(y * share, "t") / lax.psum(share, "t")
 
 
+def unlikelihood(x, ids):
+    hit = jnp.zeros(x.shape).at[jnp.arange(len(x))[:, None], ids].set(1.0)
+    return -jnp.sum(hit * jnp.log(1 - jax.nn.softmax(x) + 1e-6), axis=1)
+
+
+@program(whole=unlikelihood)
+def unlikelihood_of_candidates_written_in_a_mask(x: f32["B/d V/t"], ids: i32["B/d K"]) -> f32["B/d"]:
+    n = x.shape[1]
+    own = ids - offset("t", n)
+    own = jnp.where((own >= 0) & (own < n), own, n)
+    hit = jnp.zeros(x.shape).at[jnp.arange(len(x))[:, None], own].set(1.0, mode="drop")
+    p = jnp.exp(x - logsumexp(x, "t")[:, None])
+    return -lax.psum(jnp.sum(hit * jnp.log(1 - p + 1e-6), axis=1), "t")
+
+
 PROGRAMS = programs_of(globals())

@@ -650,12 +650,42 @@ def scale(own, power=1):
     return jnp.exp(power * (own - lax.pmax(own, "t")))
 
 
+def written(x, own, outside, mode="drop"):
+    """Zeros like x with 1 at the entries `own`, or at `outside` for those that x lacks."""
+    own = jnp.where((own >= 0) & (own < x.shape[1]), own, outside)
+    return jnp.zeros(x.shape).at[jnp.arange(len(x))[:, None], own].set(1.0, mode=mode)
+
+
 def of_padded(x):
     """All positions of L, with three zeros before them."""
     return jnp.pad(lax.all_gather(x, "t", axis=1, tiled=True), ((0, 0), (3, 0)))
 
 
 ROWS = {  # name: types of arguments and result, of f32 where nothing is said; the body
+    "candidates of other blocks written at the end": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids - offset("t", x.shape[1]), x.shape[1] - 1),
+    ),
+    "candidates of other blocks clipped": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids - offset("t", x.shape[1]), x.shape[1], "clip"),
+    ),
+    "candidates written one entry too early": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids - offset("t", x.shape[1]) - lax.axis_index("t"), x.shape[1]),
+    ),
+    "candidates written by their ids": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids, x.shape[1]),
+    ),
+    "candidates of the next block": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids - offset("t", x.shape[1]) - x.shape[1], x.shape[1]),
+    ),
+    "candidates written into negative entries": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids - offset("t", x.shape[1]), -1),
+    ),
     "decoding without scaling": decoded(lambda s, own, e, total, of: of_all(of(e)) / of_all(total)),
     "decoding with the sum alone scaled": decoded(
         lambda s, own, e, total, of: of_all(of(e)) / of_all(total * scale(own))

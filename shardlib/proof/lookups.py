@@ -146,7 +146,8 @@ def _scatter(eq: Equation) -> Value:
         if index.offset:
             axes = _axes_of_index(eq, index, i)
             dropped = _drops(eq, index, i)
-            if not adds or not axes or own or not (dropped or _is_masked(updates, index, of_index)):
+            # What is dropped is written on the device that has the entry, in the same order as on one device.
+            if not axes or own or not (dropped or (adds and _is_masked(updates, index, of_index))):
                 eq.block(index)
             dims[i] = eq.joined_dim(i, [x.dims[i], cut(shape[i], axes)])
             own = frozenset() if dropped else frozenset(axes)
