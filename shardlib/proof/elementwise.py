@@ -56,7 +56,7 @@ def elementwise(eq: Equation) -> Value:
     if eq.name == "log" and ins[0].is_own_total:
         eq.unscaled(ins[0])
         shift = added([(ins[0].total, 1), *ins[0].shift])
-        return Value(ins[0].dims, shift=shift, shifting=ins[0].shifting or eq)
+        return Value(ins[0].dims, shift=shift, shifting=ins[0].shifting if ins[0].shift else eq)
     ins = _by_own_totals(eq, ins)
     if any(v.shift or (eq.name in ADDING and _is_untaken(v)) for v in ins):
         return _shifted(eq, ins)
@@ -121,7 +121,7 @@ def _by_own_totals(eq: Equation, ins: list[Value]) -> list[Value]:
         undone = any((v.total, -1) in other.shift for other in ins if other is not v)
         if v.is_own_total and ((eq.name == "div" and i == 1) or (eq.name == "mul" and undone)):
             shift = added([*v.shift, (v.total, 1)])
-            at = v.shifting or eq
+            at = v.shifting if v.shift else eq
             found[i] = dataclasses.replace(v, partial=frozenset(), shift=shift, is_scale=True, shifting=at, total=None)
     return found
 
