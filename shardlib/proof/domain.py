@@ -220,7 +220,7 @@ class Value:
     shift: frozenset[tuple[Source, int]] = frozenset()
     is_scale: bool = False
     shifting: Any = dataclasses.field(default=None, compare=False)
-    total: Source | None = dataclasses.field(default=None, compare=False)
+    total: Source | Any = dataclasses.field(default=None, compare=False)
     is_taken: bool = False
     is_index: bool = False
     places: Dim | None = None

@@ -195,19 +195,20 @@ class Equation:
         """Returns `value`; raises Refused if it is not a block, or a term of a sum or maximum."""
         self.block(value)
         if value.partial:
-            raise self._of_partial(value)
+            raise Refused(*self._of_partial(value))
         return self.term(value)
 
-    def _of_partial(self, value: Value, at: "Equation | None" = None) -> Refused:
+    def _of_partial(self, value: Value) -> tuple[str, str]:
+        """Problem and remedy for a partial sum in what is not linear."""
         axes = ", ".join(sorted(value.partial))
         problem = f"{self.shown} of a partial sum over {axes}: the sum of the results is not the result of the sum"
-        return Refused(problem, self.reduction(value), at)
+        return problem, self.reduction(value)
 
     def term(self, value: Value) -> Value:
         """Returns `value`; raises Refused if it is, or was shifted by, an extreme that is still to be taken."""
         shifted = [v.extreme for v in value.shifting.ins if v.extreme] if value.shift else []
         if value.shift and not shifted and (sums := [v for v in value.shifting.ins if v.is_own_total]):
-            raise value.shifting._of_partial(sums[0], value.shifting)
+            raise Refused(*value.shifting._of_partial(sums[0]), value.shifting)
         shifted += [("max", source.axes) for source, _ in value.shift]
         if extreme := value.extreme or next(iter(shifted), None):
             kind, axes = extreme

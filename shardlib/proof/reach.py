@@ -152,7 +152,7 @@ class Sums:
 def sums_of(values: Sequence["Reach"], move: Callable[[list[np.ndarray]], np.ndarray]) -> Sums | None:
     """Moves entries of several values into one; None unless they are running sums of one array, or known numbers."""
     sums = [x.fact if isinstance(x.fact, Sums) else None for x in values]
-    first = next(filter(None, sums), None)
+    first: Any = next(filter(None, sums), None)
     fits = lambda s, x: (s.before is first.before and s.sign == first.sign) if s else x.is_known
     if first is None or not all(map(fits, sums, values)):
         return None
