@@ -662,6 +662,14 @@ def of_padded(x):
 
 
 ROWS = {  # name: types of arguments and result, of f32 where nothing is said; the body
+    "broadcast of a block's maximum": (
+        "B/d M/t -> B/d",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") == 0, x.max(axis=1), 0), "t"),
+    ),
+    "broadcast of the number of a device of another axis": (
+        "B/d M -> B/d M",
+        lambda x: x * lax.psum(jnp.where(lax.axis_index("t") == 0, lax.axis_index("d"), 0), "t"),
+    ),
     "candidates of other blocks written at the end": (
         "B/d V/t, i32 B/d K -> B/d V/t",
         lambda x, ids: written(x, ids - offset("t", x.shape[1]), x.shape[1] - 1),

@@ -208,7 +208,8 @@ class Equation:
         """Returns `value`; raises Refused if it is, or was shifted by, an extreme that is still to be taken."""
         shifted = [v.extreme for v in value.shifting.ins if v.extreme] if value.shift else []
         if value.shift and not shifted and (sums := [v for v in value.shifting.ins if v.is_own_total]):
-            raise Refused(*value.shifting._of_partial(sums[0]), value.shifting)
+            problem, remedy = value.shifting._of_partial(sums[0])
+            raise Refused(problem, remedy, value.shifting)
         shifted += [("max", source.axes) for source, _ in value.shift]
         if extreme := value.extreme or next(iter(shifted), None):
             kind, axes = extreme
