@@ -662,6 +662,12 @@ def of_padded(x):
 
 
 ROWS = {  # name: types of arguments and result, of f32 where nothing is said; the body
+    "decoding by logarithms of sums times a local size": decoded(
+        lambda s, own, e, total, of: (
+            of_all(of(e / total) * jnp.exp(own + jnp.log(total * s.shape[-1]) - lax.pmax(own, "t")))
+            / of_all(total * scale(own))
+        )
+    ),
     "broadcast of a block's maximum": (
         "B/d M/t -> B/d",
         lambda x: lax.psum(jnp.where(lax.axis_index("t") == 0, x.max(axis=1), 0), "t"),

@@ -177,7 +177,7 @@ def _contracted(eq: Equation, pairs: Iterable[tuple[int, int]]) -> tuple[frozens
 def _dot_of_rows(eq: Equation) -> Value:
     """A matmul of looked-up rows, each row separately: rows out of range still have to be masked."""
     k = 0 if eq.ins[0].looked_up is not None else 1
-    rows, other = eq.term(eq.ins[k]), eq.term(eq.ins[1 - k])
+    rows, other = eq.ins[k], eq.ins[1 - k]
     (contracted, batch) = (sides[k] for sides in eq.params["dimension_numbers"])
     if other.looked_up is not None or not rows.origin or any(rows.origin.dims[i] is not None for i in contracted):
         eq.block(rows)
