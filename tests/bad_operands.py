@@ -24,6 +24,7 @@ BAD = {
     "mask": lambda x, f, w, table, ids: jnp.broadcast_to(
         ((own(table, ids) >= 0) & (own(table, ids) < table.shape[0]))[:, None], (16, 16)
     ).astype(jnp.float32),
+    "mask of a device": lambda x, f, w, table, ids: jnp.broadcast_to(lax.axis_index("t") == 0, (16, 16)) * 1.0,
     "argmax of a block": lambda x, f, w, table, ids: jnp.argmax(f, axis=1)[:, None] * jnp.ones((1, 16), jnp.int32),
 }
 """Each makes f32[16 16], but for local positions."""

@@ -649,4 +649,113 @@ def nearest_key_of_all_in_a_ring(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]
     return best
 
 
+@program(whole=lambda x: x)
+def broadcast_from_the_first_device(x: f32["B/d M"]) -> f32["B/d M"]:
+    return lax.psum(jnp.where(lax.axis_index("t") == 0, x, 0), "t")
+
+
+@program(whole=lambda x: 2 * x)
+def broadcast_from_the_last_device_by_a_factor(x: f32["B/d M"]) -> f32["B/d M"]:
+    return lax.psum(x * 2 * (lax.axis_index("t") == lax.axis_size("t") - 1), "t")
+
+
+@program(whole=lambda x, w, b: x @ w + b)
+def bias_added_by_the_first_device(x: f32["B/d F/t"], w: f32["F/t M"], b: f32["M"]) -> f32["B/d M"]:
+    return lax.psum(x @ w + jnp.where(lax.axis_index("t") != 0, 0, b), "t")
+
+
+@program(whole=lambda x: jnp.sin(x))
+def broadcast_from_the_first_device_of_two_axes(x: f32["M"]) -> f32["M"]:
+    is_first = (lax.axis_index("d") == 0) & (lax.axis_index("t") == 0)
+    return jnp.sin(lax.psum(jnp.where(is_first, x, 0), ("d", "t")))
+
+
+@program(whole=lambda x: x)
+def broadcast_from_the_first_device_by_its_number(x: f32["M"]) -> f32["M"]:
+    return lax.psum(jnp.where(lax.axis_index(("d", "t")) == 0, x, 0), ("d", "t"))
+
+
+@program(whole=lambda x: jnp.pad(x, ((0, 0), (0, 1)))[:, 1:])
+def next_token_of_whole_positions(x: i32["B/d L"]) -> i32["B/d L/t"]:
+    n = x.shape[1] // lax.axis_size("t")
+    return lax.dynamic_slice_in_dim(jnp.pad(x, ((0, 0), (0, 1))), offset("t", n) + 1, n, 1)
+
+
+@program(whole=lambda x, w: sum(w[i] * jnp.pad(x, ((0, 0), (3, 0)))[:, i : i + 16] for i in range(4)))
+def causal_convolution_of_gathered_positions(x: f32["B/d L/t"], w: f32["4"]) -> f32["B/d L/t"]:
+    n = x.shape[1]
+    padded = jnp.pad(lax.all_gather(x, "t", axis=1, tiled=True), ((0, 0), (3, 0)))
+    return sum(w[i] * lax.dynamic_slice_in_dim(padded, offset("t", n) + i, n, 1) for i in range(4))
+
+
+def scores(q, k):
+    return jnp.einsum("bkd,bskd->bks", q, k)
+
+
+def decoded(q, k, v):
+    return jnp.einsum("bks,bskd->bkd", jax.nn.softmax(scores(q, k)), v)
+
+
+@program(whole=decoded)
+def decoding_with_own_maxima(q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]) -> f32["B/d K D"]:
+    s = scores(q, k)
+    own = jnp.max(s, axis=-1)
+    e, scale = jnp.exp(s - own[..., None]), jnp.exp(own - lax.pmax(own, "t"))
+    total = lax.psum(scale * jnp.sum(e, axis=-1), "t")
+    return lax.psum(scale[..., None] * jnp.einsum("bks,bskd->bkd", e, v), "t") / total[..., None]
+
+
+@program(whole=decoded)
+def decoding_scaled_within_the_einsum(
+    q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
+) -> f32["B/d K D"]:
+    s = scores(q, k)
+    own = jnp.max(s, axis=-1)
+    e, scale = jnp.exp(s - own[..., None]), jnp.exp(own - lax.pmax(own, "t"))
+    ones = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+    total = lax.psum(jnp.einsum("bks,bskd,bk->bkd", e, ones, scale), "t")
+    return total[..., :-1] / total[..., -1:]
+
+
+@program(whole=decoded)
+def decoding_of_blocks_each_divided_by_its_sum(
+    q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
+) -> f32["B/d K D"]:
+    s = scores(q, k)
+    own = jnp.max(s, axis=-1)
+    e = jnp.exp(s - own[..., None])
+    total = jnp.sum(e, axis=-1)
+    y = jnp.einsum("bks,bskd->bkd", e, v) / total[..., None]
+    share = total * jnp.exp(own - lax.pmax(own, "t"))
+    return lax.psum(y * share[..., None], "t") / lax.psum(share, "t")[..., None]
+
+
+@program(whole=decoded)
+def decoding_combined_by_logarithms_of_sums(
+    q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
+) -> f32["B/d K D"]:
+    s = scores(q, k)
+    own = jnp.max(s, axis=-1, keepdims=True)
+    e = jnp.exp(s - own)
+    total = jnp.sum(e, axis=-1, keepdims=True)
+    y, log_of_sum = jnp.einsum("bks,bskd->bkd", e / total, v), own + jnp.log(total)
+    share = jnp.exp(log_of_sum - lax.pmax(log_of_sum, "t"))
+    return lax.psum(y * share, "t") / lax.psum(share, "t")
+
+
+def unlikelihood(x, ids):
+    hit = jnp.zeros(x.shape).at[jnp.arange(len(x))[:, None], ids].set(1.0)
+    return -jnp.sum(hit * jnp.log(1 - jax.nn.softmax(x) + 1e-6), axis=1)
+
+
+@program(whole=unlikelihood)
+def unlikelihood_of_candidates_written_in_a_mask(x: f32["B/d V/t"], ids: i32["B/d K"]) -> f32["B/d"]:
+    n = x.shape[1]
+    own = ids - offset("t", n)
+    own = jnp.where((own >= 0) & (own < n), own, n)
+    hit = jnp.zeros(x.shape).at[jnp.arange(len(x))[:, None], own].set(1.0, mode="drop")
+    p = jnp.exp(x - logsumexp(x, "t")[:, None])
+    return -lax.psum(jnp.sum(hit * jnp.log(1 - p + 1e-6), axis=1), "t")
+
+
 PROGRAMS = programs_of(globals())

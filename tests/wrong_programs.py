@@ -626,7 +626,199 @@ def nearest_keys_added(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
     return best
 
 
+def decoded(how):
+    """Attention of one query to keys sharded over t; `how` combines what the blocks of keys give.
+
+    It gets the scores, this device's largest, the exponentials of their differences, their sum, and a function that
+    multiplies weights with the values.
+    """
+
+    def body(q, k, v):
+        s = jnp.einsum("bkd,bskd->bks", q, k)
+        own = jnp.max(s, axis=-1, keepdims=True)
+        e = jnp.exp(s - own)
+        return how(s, own, e, jnp.sum(e, axis=-1, keepdims=True), lambda e: jnp.einsum("bks,bskd->bkd", e, v))
+
+    return "B/d K D, B/d S/t K D, B/d S/t K D -> B/d K D", body
+
+
+def of_all(y):
+    return lax.psum(y, "t")
+
+
+def scale(own, power=1):
+    return jnp.exp(power * (own - lax.pmax(own, "t")))
+
+
+def written(x, own, outside, mode="drop"):
+    """Zeros like x with 1 at the entries `own`, or at `outside` for those that x lacks."""
+    own = jnp.where((own >= 0) & (own < x.shape[1]), own, outside)
+    return jnp.zeros(x.shape).at[jnp.arange(len(x))[:, None], own].set(1.0, mode=mode)
+
+
+def of_padded(x):
+    """All positions of L, with three zeros before them."""
+    return jnp.pad(lax.all_gather(x, "t", axis=1, tiled=True), ((0, 0), (3, 0)))
+
+
 ROWS = {  # name: types of arguments and result, of f32 where nothing is said; the body
+    "decoding by logarithms of sums times a local size": decoded(
+        lambda s, own, e, total, of: (
+            of_all(of(e / total) * jnp.exp(own + jnp.log(total * s.shape[-1]) - lax.pmax(own, "t")))
+            / of_all(total * scale(own))
+        )
+    ),
+    "broadcast of a block's maximum": (
+        "B/d M/t -> B/d",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") == 0, x.max(axis=1), 0), "t"),
+    ),
+    "broadcast of the number of a device of another axis": (
+        "B/d M -> B/d M",
+        lambda x: x * lax.psum(jnp.where(lax.axis_index("t") == 0, lax.axis_index("d"), 0), "t"),
+    ),
+    "candidates of other blocks written at the end": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids - offset("t", x.shape[1]), x.shape[1] - 1),
+    ),
+    "candidates of other blocks clipped": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids - offset("t", x.shape[1]), x.shape[1], "clip"),
+    ),
+    "candidates written one entry too early": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids - offset("t", x.shape[1]) - lax.axis_index("t"), x.shape[1]),
+    ),
+    "candidates written by their ids": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids, x.shape[1]),
+    ),
+    "candidates of the next block": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids - offset("t", x.shape[1]) - x.shape[1], x.shape[1]),
+    ),
+    "candidates written into negative entries": (
+        "B/d V/t, i32 B/d K -> B/d V/t",
+        lambda x, ids: written(x, ids - offset("t", x.shape[1]), -1),
+    ),
+    "decoding without scaling": decoded(lambda s, own, e, total, of: of_all(of(e)) / of_all(total)),
+    "decoding with the sum alone scaled": decoded(
+        lambda s, own, e, total, of: of_all(of(e)) / of_all(total * scale(own))
+    ),
+    "decoding scaled twice": decoded(
+        lambda s, own, e, total, of: of_all(of(e) * scale(own, 2)) / of_all(total * scale(own, 2))
+    ),
+    "decoding scaled by the mean of scores": decoded(
+        lambda s, own, e, total, of: (lambda mean: of_all(of(e) * scale(mean)) / of_all(total * scale(mean)))(
+            jnp.mean(s, axis=-1, keepdims=True)
+        )
+    ),
+    "decoding scaled by the maximum of another query": decoded(
+        lambda s, own, e, total, of: of_all(of(e) * scale(own[:, ::-1])) / of_all(total * scale(own[:, ::-1]))
+    ),
+    "decoding scaled by the largest of another tensor": decoded(
+        lambda s, own, e, total, of: (lambda other: of_all(of(e) * scale(other)) / of_all(total * scale(other)))(
+            jnp.max(2 * s, axis=-1, keepdims=True)
+        )
+    ),
+    "decoding scaled by the smallest": decoded(
+        lambda s, own, e, total, of: (
+            lambda other: (
+                of_all(of(e) * jnp.exp(other - lax.pmin(other, "t")))
+                / of_all(total * jnp.exp(other - lax.pmin(other, "t")))
+            )
+        )(jnp.min(s, axis=-1, keepdims=True))
+    ),
+    "decoding of blocks averaged": decoded(lambda s, own, e, total, of: lax.pmean(of(e) / total, "t")),
+    "decoding of blocks weighted by maxima": decoded(
+        lambda s, own, e, total, of: of_all(of(e / total) * scale(own)) / of_all(scale(own))
+    ),
+    "decoding of blocks weighted by sums that are not scaled": decoded(
+        lambda s, own, e, total, of: of_all(of(e / total) * total) / of_all(total)
+    ),
+    "decoding of blocks weighted by the sums of other exponentials": decoded(
+        lambda s, own, e, total, of: (lambda share: of_all(of(e / total) * share) / of_all(share))(
+            jnp.sum(jnp.exp(0.5 * s - jnp.max(0.5 * s, axis=-1, keepdims=True)), axis=-1, keepdims=True) * scale(own)
+        )
+    ),
+    "decoding of blocks weighted by squares of sums": decoded(
+        lambda s, own, e, total, of: (lambda log: of_all(of(e / total) * scale(log, 2)) / of_all(scale(log, 2)))(
+            own + jnp.log(total)
+        )
+    ),
+    "decoding of blocks not divided by their sums": decoded(
+        lambda s, own, e, total, of: (lambda log: of_all(of(e) * scale(log)) / of_all(scale(log)))(own + jnp.log(total))
+    ),
+    "decoding less the largest logarithm of sums, not divided": decoded(
+        lambda s, own, e, total, of: of_all(of(e / total) * scale(own + jnp.log(total)))
+    ),
+    "decoding by logarithms of sums without maxima": decoded(
+        lambda s, own, e, total, of: (lambda log: of_all(of(e / total) * scale(log)) / of_all(scale(log)))(
+            jnp.log(total)
+        )
+    ),
+    "decoding divided by the square of the sums": decoded(
+        lambda s, own, e, total, of: (lambda log: of_all(of(e / total) * scale(log)) / of_all(scale(log)) ** 2)(
+            own + jnp.log(total)
+        )
+    ),
+    "largest logarithm of sums": decoded(
+        lambda s, own, e, total, of: of_all(of(e * scale(own))) * 0 + lax.pmax(own + jnp.log(total), "t")
+    ),
+    "sum of shares of different queries": decoded(
+        lambda s, own, e, total, of: (
+            of_all((of(e) * total).sum(axis=1, keepdims=True) * scale(own)[:, :1]) + 0 * of_all(of(e) * scale(own))
+        )
+    ),
+    "convolution over positions past the end": (
+        "B/d L/t -> B/d L/t",
+        lambda x: lax.dynamic_slice_in_dim(of_padded(x), offset("t", x.shape[1]) + 4, x.shape[1], 1),
+    ),
+    "convolution from a place that depends on the mesh": (
+        "B/d L/t -> B/d L/t",
+        lambda x: lax.dynamic_slice_in_dim(of_padded(x), offset("t", x.shape[1]) + 16 // x.shape[1], x.shape[1], 1),
+    ),
+    "block at every other place": (
+        "B/d L/t -> B/d L/t",
+        lambda x: lax.dynamic_slice_in_dim(of_padded(x), lax.axis_index("t") * (x.shape[1] - 1) + 1, x.shape[1], 1),
+    ),
+    "blocks written behind the first entry, not from it on": (
+        "B/d L/t -> B/d L",
+        lambda x: lax.psum(
+            lax.dynamic_update_slice_in_dim(jnp.zeros((x.shape[0], 16)), x, offset("t", x.shape[1]) + 1, 1), "t"
+        ),
+    ),
+    "broadcast from a device that one device lacks": (
+        "B/d M -> B/d M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") == 1, x, 0), "t"),
+    ),
+    "broadcast from all devices but the first": (
+        "B/d M -> B/d M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") != 0, x, 0), "t"),
+    ),
+    "broadcast of the first block": (
+        "B/d M/t -> B/d M/t",
+        lambda x: x + lax.psum(jnp.where(lax.axis_index("t") == 0, x, 0), "t"),
+    ),
+    "broadcast of one term of a sum": (
+        "B/d M/t -> B/d",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") == 0, x.sum(axis=1), 0), "t"),
+    ),
+    "broadcast from the first devices of either axis": (
+        "M -> M",
+        lambda x: lax.psum(jnp.where((lax.axis_index("d") == 0) | (lax.axis_index("t") == 0), x, 0), ("d", "t")),
+    ),
+    "broadcast from the diagonal of devices": (
+        "M -> M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("d") - lax.axis_index("t") == 0, x, 0), ("d", "t")),
+    ),
+    "other devices give ones": (
+        "B/d M -> B/d M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") == 0, x, 1), "t"),
+    ),
+    "number added to what the first device alone has": (
+        "B/d M -> B/d M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("t") == 0, x, 0) + 1, "t"),
+    ),
     "rewards scaled to unit range": (
         "B/d -> B/d",
         lambda rewards: (rewards - rewards.min()) / (rewards.max() - rewards.min()),
@@ -820,6 +1012,10 @@ ROWS = {  # name: types of arguments and result, of f32 where nothing is said; t
 }
 
 UNCHECKED = {
+    "broadcast from the first devices of one axis to both": (
+        "M -> M",
+        lambda x: lax.psum(jnp.where(lax.axis_index("d") == 0, x, 0), ("d", "t")),
+    ),
     "gather of a weight forgotten": ("B/d M, M/t F -> B/d F", lambda x, w: x[:, : w.shape[0]] @ w),
     "gradient through an unchecked psum": (
         "M N, B/d M -> M N",

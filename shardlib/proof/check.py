@@ -61,12 +61,11 @@ PLAIN = {
     r"shardops\.rearrange": "einops.rearrange",
     r"shardops\.index_unreduced looks up in a sharded dim;": "look up by ids - n * jax.lax.axis_index(axis), and mask;",
     r"einsum_unreduced makes partial sums": 'leave out jax.lax.pcast(x, axis, to="unreduced")',
-    r"(?<!\.)shardops\.per_device": "shardlib.shardops.per_device",
     r"declare it as it is, or convert it to what is declared: p": "declare it in out_specs as it is, or take jax.lax.p",
     r"for a partial sum, all_gather": "for a partial sum, jax.lax.all_gather",
     r"\b(with|or) (psum|psum_scatter|pmax|pmin|all_gather|all_to_all)\b": r"\1 jax.lax.\2",
 }
-"""For remedies that name our functions: the same in functions of JAX. per_device has no counterpart there."""
+"""For remedies that name our functions: the same in functions of JAX."""
 Programs = dict[str, tuple[Any, list]]
 """Jaxprs by name, each with the types of the arguments of its shard_maps."""
 Trace = Callable[[AbstractMesh], Programs]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardlib.equations import axes_of, kinds
-from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, near, real
+from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Source, Value, constant, cut, devices, near, real
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import rule
 
@@ -64,7 +64,7 @@ def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> D
 
 def _with_dims(x: Value, dims: dict[int, Dim | Any]) -> Value:
     """Replaces dims of `x`."""
-    return dataclasses.replace(x, dims=tuple(dims.get(i, dim) for i, dim in enumerate(x.dims)))
+    return dataclasses.replace(x, dims=tuple(dims.get(i, dim) for i, dim in enumerate(x.dims)), total=None)
 
 
 @_collective(*kinds("gather"))
@@ -98,13 +98,17 @@ def summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> Value:
     again = [axis for axis in axes if axis not in x.partial and axis not in x.sharded - x.folded]
     ratio = near(x.ratio * devices(eq.twin_sizes, again) / devices(eq.sizes, again))
     left = x.partial - set(axes)
-    return dataclasses.replace(x, partial=left, ratio=ratio, known=None, masked=None, source=None, is_taken=False)
+    found = dataclasses.replace(x, partial=left, ratio=ratio, known=None, masked=None, source=None)
+    return dataclasses.replace(found, total=None, is_taken=False)
 
 
 @_collective(*kinds("sum"))
 def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
     found, (here, there) = [], (devices(sizes, axes) for sizes in (eq.sizes, eq.twin_sizes))
-    for x in map(eq.term, eq.ins):
+    for x in map(eq.settled, eq.ins):
+        is_common = x.is_scale and all(source.kind == "any" for source, _ in x.shift)
+        if not is_common or x.sharded & {*axes}:
+            eq.term(x)  # else it has a factor that all devices have, which a quotient of two sums loses
         if x.is_constant and not x.partial:
             found.append(constant(len(x.dims), x.known[0] * here, x.known[1] * there))
         else:
@@ -120,6 +124,12 @@ def _pmax(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
 
 def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Value:
     """Takes the maximum or minimum over devices."""
+    if x.shift:  # as of logarithms of own sums: the same on all devices, but not what it is on one device
+        own = {axis for source, _ in x.shift for axis in source.axes}
+        if x.is_scale or x.partial or x.extreme or x.sharded & {*axes} or not own <= {*axes}:
+            eq.term(x)
+        source = Source(object(), "any", (), axes, tuple(range(len(x.dims))))
+        return Value(x.dims, shift=frozenset({(source, 1)}), shifting=x.shifting)
     if x.partial.intersection(axes) or (x.extreme and x.extreme[0] != kind):
         eq.finished(x)
     if blocks := x.sharded.intersection(axes):
@@ -150,7 +160,9 @@ def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
     if x.sharded & set(axes) or _is_pending(x, axes) or len(sources) != devices(eq.sizes, axes):
         raise Refused(
             f"blocks move between the devices of {', '.join(axes)}: what a device holds then depends on the mesh",
-            "if the result is right on every mesh, as in a ring, use shardops.per_device(...) with the reason",
+            "take what other devices hold from the whole: all_gather(x, axis, tiled=True), then dynamic_slice at "
+            "axis_index(axis) * n, less or plus a number; a ring passes if all its turns do the same, until each block "
+            "has been on each device, and their results are added up",
         )
     return x
 

@@ -41,8 +41,8 @@ def join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
 
 def anonymous(value: Value) -> Value:
     """Drops what `value` was computed from: that may belong to another iteration, or to another branch."""
-    unknown = dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
-    return dataclasses.replace(unknown, components=())
+    unknown = dataclasses.replace(value, origin=None, source=None, total=None, is_taken=False, masked=None)
+    return dataclasses.replace(unknown, components=(), token=object())
 
 
 def _fixed_point(interpreter: "Interpreter", eq: Equation, carry: list[Value], body: Any) -> list[Value]:
@@ -113,7 +113,7 @@ def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
         reason = Refused(
             f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
             "loop over a global size; over its own rows a device may map, and add up with `+`, without collectives; "
-            "for a ring over devices use shardops.per_device(...) with the reason",
+            "each turn of a ring over devices must do the same, and add up what it gives",
         )
         unprovable = interpreter.explain(eq, reason)
         args = [*first, *(Value(c.dims, unprovable=unprovable) for c in carry), *items]

@@ -99,7 +99,9 @@ class Subtracted(NamedTuple):
 class Source(NamedTuple):
     """What an extreme, or its index, was taken of: dim `along` of the value with this token.
 
-    `dims` gives, for each dim of a value, the dim of the extreme.
+    `dims` gives, for each dim of a value, the dim of the extreme. For the kind "sum", the exponentials of the value
+    were added; the kind "exp" is these, and "less" their exponent, both with nothing taken yet. The
+    kind "any" is a number that depends on the mesh, the same on all devices of the axes: it may only cancel out.
     """
 
     token: object
@@ -127,12 +129,16 @@ class Range(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """True where an offset index is in a range, or outside it. With a source: where this device has the extreme."""
+    """True where an offset index is in a range, or outside it. With a source: where this device has the extreme.
+
+    With axes: on one device of these, and on one device's mesh. Then the index, offset and range count for nothing.
+    """
 
     valid: Range
     is_outside: bool = False
     offset: Offset = ()
     source: Source | None = None
+    axes: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,6 +187,8 @@ class Value:
         shift: extremes of this device's block that were added to it, with their coefficients.
         is_scale: True if it was instead multiplied by the exponential of what `shift` adds up to.
         shifting: the equation that first added one.
+        total: for the exponential of a value and for its exponent, but for `shift`: of which value. For the sum of
+            such exponentials of this device's block, but for `shift` and a factor that all devices have: of which.
         is_taken: True if it is the extreme of `source` over all devices.
         is_index: True if it is the index of the first extreme of `source` in this device's block.
         places: for an index into a device's block, how the indexed dim is cut; None for other values.
@@ -212,6 +220,7 @@ class Value:
     shift: frozenset[tuple[Source, int]] = frozenset()
     is_scale: bool = False
     shifting: Any = dataclasses.field(default=None, compare=False)
+    total: Source | Any = dataclasses.field(default=None, compare=False)
     is_taken: bool = False
     is_index: bool = False
     places: Dim | None = None
@@ -229,6 +238,11 @@ class Value:
         """True if it is a block of a whole value, or a term of a sum or of an extreme."""
         odd = self.folded or self.shift or self.offset or self.valid or self.is_index or self.mask or self.is_local
         return not odd and self.looked_up is None
+
+    @property
+    def is_own_total(self) -> bool:
+        """True if it is the sum of exponentials of this device's block, times a factor."""
+        return self.total is not None and self.total.kind == "sum" and self.partial == {*self.total.axes}
 
     @property
     def is_zero(self) -> bool:
@@ -271,6 +285,7 @@ def moved(value: Value, source: Sequence[int | None]) -> Value:
         mask=value.mask and value.mask._replace(source=label(value.mask.source)),
         origin=label(value.origin),
         source=label(value.source),
+        total=label(value.total),
         shift=added((label(source), c) for source, c in value.shift),
         components=(),
     )

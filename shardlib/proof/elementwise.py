@@ -10,7 +10,7 @@ import numpy as np
 
 from shardlib.equations import kinds
 from shardlib.proof import positions
-from shardlib.proof.domain import Value, added, constant, moved, near
+from shardlib.proof.domain import Source, Value, added, constant, moved, near
 from shardlib.proof.equation import Equation, Refused, is_integer
 
 
@@ -53,6 +53,11 @@ def elementwise(eq: Equation) -> Value:
         return ins[1 + int(ins[0].known[0])]
     if (found := positions.of(eq, ins)) is not None:
         return found
+    if eq.name == "log" and ins[0].is_own_total:
+        eq.unscaled(ins[0])
+        shift = added([(ins[0].total, 1), *ins[0].shift])
+        return Value(ins[0].dims, shift=shift, shifting=ins[0].shifting if ins[0].shift else eq)
+    ins = _by_own_totals(eq, ins)
     if any(v.shift or (eq.name in ADDING and _is_untaken(v)) for v in ins):
         return _shifted(eq, ins)
     if any(v.looked_up is not None for v in ins):
@@ -92,7 +97,33 @@ def _shifted(eq: Equation, ins: list[Value]) -> Value:
     bare = [dataclasses.replace(v, **clean) if found else v for v, found in zip(ins, terms, strict=True)]
     is_scale, at = bool(shift) and (is_scale or eq.name == "exp"), next((v.shifting for v in ins if v.shift), eq)
     found = elementwise(dataclasses.replace(eq, ins=bare))
-    return dataclasses.replace(found, shift=shift, is_scale=is_scale, shifting=at)
+    return dataclasses.replace(found, shift=shift, is_scale=is_scale, shifting=at, total=_total(eq, ins))
+
+
+def _total(eq: Equation, ins: list[Value]) -> Source | None:
+    """What `total` says of the result: `x` less an own extreme, its exponential, or a sum of these times a factor."""
+    if eq.name == "sub" and _is_untaken(ins[1]) and not (ins[0].shift or ins[0].extreme):
+        return Source(ins[0].token, "less", (), (), tuple(range(len(ins[0].dims)))) if eq.shape() else None
+    if eq.name == "exp" and ins[0].total and ins[0].total.kind == "less":
+        return ins[0].total._replace(kind="exp")
+    own = [v.total for v in ins if v.is_own_total]
+    return own[0] if eq.name == "mul" and len(own) == 1 and not all(v.partial for v in ins) else None
+
+
+def _by_own_totals(eq: Equation, ins: list[Value]) -> list[Value]:
+    """Takes the sum of this device's exponentials as a factor of its own, if it divides, or undoes a division by it.
+
+    If s is the sum of exp(x - m) over a block, exp(x - m) / s is exp(x) / S, with the sum S of exp(x). Multiplied by S,
+    which is exp(m + log(s)), it is exp(x), whatever the block.
+    """
+    found = list(ins)
+    for i, v in enumerate(ins):
+        undone = any((v.total, -1) in other.shift for other in ins if other is not v)
+        if v.is_own_total and ((eq.name == "div" and i == 1) or (eq.name == "mul" and undone)):
+            shift = added([*v.shift, (v.total, 1)])
+            at = v.shifting if v.shift else eq
+            found[i] = dataclasses.replace(v, partial=frozenset(), shift=shift, is_scale=True, shifting=at, total=None)
+    return found
 
 
 def _of_rows(eq: Equation, ins: list[Value]) -> Value:

@@ -45,7 +45,8 @@ DEVICES = "leave it out: like the number of devices, shardops.axis_size, it is 1
 FOLDING = words("psum psum_invariant pvary reduce_sum add add_any sub neg convert_element_type")
 """Linear primitives whose rules accept sums of different blocks that are still to be summed along the dim."""
 SHIFTING = kinds("call", "cast", "addition", "product")
-SHIFTING |= words("exp convert_element_type broadcast_in_dim squeeze reduce_sum")
+SHIFTING |= words("exp log convert_element_type broadcast_in_dim squeeze transpose reduce_sum dot_general")
+SHIFTING |= kinds("sum", "extreme")
 """Primitives whose rules accept values to which each device added an extreme of its block."""
 NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (
@@ -57,6 +58,11 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
         lambda value: value.valid or value.is_index or value.looked_up is not None,
         "entries were looked up by an index that is out of range on other devices, and were not masked",
         "mask them by the same range: jnp.where((0 <= i) & (i < size), found, 0)",
+    ),
+    (
+        lambda value: value.mask and value.mask.axes,
+        "a condition is true on one device alone",
+        "select by it what all devices hold, or zero, and sum over them: jnp.where(index == 0, x, 0)",
     ),
     (
         lambda value: value.mask,
@@ -189,16 +195,23 @@ class Equation:
         """Returns `value`; raises Refused if it is not a block, or a term of a sum or maximum."""
         self.block(value)
         if value.partial:
-            axes = ", ".join(sorted(value.partial))
-            raise Refused(
-                f"{self.shown} of a partial sum over {axes}: the sum of the results is not the result of the sum",
-                self.reduction(value),
-            )
+            raise Refused(*self._of_partial(value))
         return self.term(value)
+
+    def _of_partial(self, value: Value) -> tuple[str, str]:
+        """Problem and remedy for a partial sum in what is not linear."""
+        axes = ", ".join(sorted(value.partial))
+        problem = f"{self.shown} of a partial sum over {axes}: the sum of the results is not the result of the sum"
+        return problem, self.reduction(value)
 
     def term(self, value: Value) -> Value:
         """Returns `value`; raises Refused if it is, or was shifted by, an extreme that is still to be taken."""
-        if extreme := value.extreme or next(((source.kind, source.axes) for source, _ in value.shift), None):
+        shifted = [v.extreme for v in value.shifting.ins if v.extreme] if value.shift else []
+        if value.shift and not shifted and (sums := [v for v in value.shifting.ins if v.is_own_total]):
+            problem, remedy = value.shifting._of_partial(sums[0])
+            raise Refused(problem, remedy, value.shifting)
+        shifted += [("max", source.axes) for source, _ in value.shift]
+        if extreme := value.extreme or next(iter(shifted), None):
             kind, axes = extreme
             raise Refused(
                 f"a {kind}imum over this device's block is used before it is taken over {', '.join(sorted(axes))}",
@@ -206,6 +219,16 @@ class Equation:
                 value.shifting,
             )
         return value
+
+    def settled(self, value: Value) -> Value:
+        """Returns `value`; a factor that is this device's own sum makes it a term of the sum over devices."""
+        own = [term for term in value.shift if term[0].kind != "any"]
+        if not value.is_scale or len(own) != 1 or own[0][0].kind != "sum" or own[0][1] != 1:
+            return value
+        axes, shift = {*own[0][0].axes}, value.shift - {*own}
+        if not axes.isdisjoint(value.partial | value.sharded):
+            return value
+        return dataclasses.replace(value, partial=value.partial | axes, shift=shift, is_scale=bool(shift), total=None)
 
     def plain(self, value: Value) -> Value:
         """Returns `value`; raises Refused if it is not a finished block without factors that depend on the mesh."""

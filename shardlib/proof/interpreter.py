@@ -105,9 +105,8 @@ class Interpreter:
             if mark is not None or (eq.name in PLACING and eq.name not in CONTROL):
                 for value in filter(lambda value: value.folded, eq.ins):
                     eq.block(value)
-            for value in eq.ins:
-                if value.shift and mark is None and eq.name not in SHIFTING:
-                    eq.term(value)
+            if mark is None and eq.name not in SHIFTING:
+                eq.ins = [eq.term(value) if value.shift else value for value in map(eq.settled, eq.ins)]
             if mark is not None:
                 return [self._marked(eq, mark)]
             if is_region(eq.eqn):

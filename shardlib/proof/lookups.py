@@ -146,7 +146,8 @@ def _scatter(eq: Equation) -> Value:
         if index.offset:
             axes = _axes_of_index(eq, index, i)
             dropped = _drops(eq, index, i)
-            if not adds or not axes or own or not (dropped or _is_masked(updates, index, of_index)):
+            # What is dropped is written on the device that has the entry, in the same order as on one device.
+            if not axes or own or not (dropped or (adds and _is_masked(updates, index, of_index))):
                 eq.block(index)
             dims[i] = eq.joined_dim(i, [x.dims[i], cut(shape[i], axes)])
             own = frozenset() if dropped else frozenset(axes)
@@ -194,10 +195,14 @@ def _is_masked(updates: Value, index: Value, of_index: list[int]) -> bool:
 
 
 def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tuple[str, ...]:
-    """Axes that shard a dim of `whole_size`, if `start` is the start of this device's block of `size` entries."""
+    """Axes that shard a part of a dim of `whole_size`, if `start` is the start of this device's block of that part.
+
+    The part begins at the same entry on every mesh, and ends within the dim, as what goes beyond is moved back.
+    """
     axes = axes_of_offset(start.offset, size, eq.sizes)
-    is_start = axes and start.valid is None and start.known is not None and not any(start.known)
-    if not is_start or size * devices(eq.sizes, axes) > whole_size:
+    first, first_on_one = start.known or (-1, -1)
+    is_start = axes and start.valid is None and 0 <= first == first_on_one
+    if not is_start or first + size * devices(eq.sizes, axes) > whole_size:
         eq.block(start)
     return axes
 

@@ -145,6 +145,8 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
     """Handles comparisons of positions within this device's block, or of an index less this device's offset."""
     name = eq.name
     offset = domain.add_offsets(a.offset, b.offset, -1)
+    if name in ("eq", "ne") and (axes := _axes_of_number(eq, offset, a, b)):
+        return Value(eq.joined_dims([a, b]), mask=Mask(Range(), name == "ne", axes=axes))
     # Never negative: the start of a block, a count, and an index that was clipped at 0.
     least = -1
     if a.offset and a.known is not None and not a.count and not a.valid:
@@ -177,9 +179,36 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
     return Value(a.dims, mask=mask, origin=a.origin if not b.offset else None if a.offset else _labels(a))
 
 
+def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozenset[str]:
+    """The axes, if a and b are equal on one device of them, as axis_index(axes) and 0 are, and on one device.
+
+    The offset takes each of the values 0, 1, … on one device. So it equals a number among them on one device; on a mesh
+    with one device along these axes it is 0 everywhere.
+    """
+    if any(v.known is None or v.count or v.valid or v.is_index for v in (a, b)):
+        return frozenset()
+    sign = 1 if a.offset else -1
+    axes = domain.axes_of_offset(tuple((axis, sign * c) for axis, c in offset), 1, eq.sizes) or ()
+    here, there = (sign * (y - x) for x, y in zip(a.known, b.known, strict=True))
+    is_among = here in range(domain.devices(eq.sizes, axes)) and there == 0
+    return frozenset(axes) if is_among and domain.devices(eq.twin_sizes, axes) == 1 else frozenset()
+
+
+def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> Value:
+    """A value that all devices have, on one device of some axes, and zero on the others: a term of a sum over them."""
+    axes, _ = which.mask.axes, eq.term(eq.block(value))
+    if axes & value.partial:
+        eq.finished(value)
+    if axes & value.sharded or not outside.is_zero:
+        eq.block(which)
+    return Value(eq.joined_dims([which, value]), value.partial | axes, ratio=value.ratio)
+
+
 def _combined(eq: Equation, a: Value, b: Value) -> Value:
     """Combines two masks of one index: within both ends of a block (and), or outside one of them (or)."""
-    is_outside = eq.name == "or"
+    is_outside, is_any_outside = eq.name == "or", a.mask.is_outside or b.mask.is_outside
+    if a.mask.axes and b.mask.axes - a.mask.axes == b.mask.axes and not (is_outside or is_any_outside):
+        return Value(eq.joined_dims([a, b]), mask=Mask(Range(), axes=a.mask.axes | b.mask.axes))
     if {a.mask.is_outside, b.mask.is_outside} != {is_outside} or a.mask.source or not _is_of(a, b.mask.offset, b):
         raise Refused("two masks are not the two ends of one block", "compare one index with both ends")
     mask = Mask(a.mask.valid & b.mask.valid, is_outside, a.mask.offset)
@@ -207,6 +236,8 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
         which, value = ins if ins[0].mask else ins[::-1]
         if which.mask.is_outside or which.mask.source:
             return None
+        if which.mask.axes:
+            return _of_one_device(eq, which, value, domain.constant(0, 0, 0))
         if value.drops:
             raise Refused(
                 "entries that are out of range on this device are NaN, which multiplying by a mask does not remove",
@@ -216,6 +247,8 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
         if ins[0].mask.source:
             return _best_index(eq, *ins)
         which, outside, value = ins if not ins[0].mask.is_outside else (ins[0], ins[2], ins[1])
+        if which.mask.axes:
+            return _of_one_device(eq, which, value, outside)
         if value.offset:
             return _replaced(eq, which, outside, value)
         if not outside.is_zero:

@@ -86,7 +86,8 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
     """
     names = [eq.name, *(eqn.primitive.name for inner in jaxprs_of(eq.eqn) for eqn in equations_in(inner))]
     if impure := next(filter(IMPURE.__contains__, names), None):
-        raise Refused(f"{impure} may give another result on each device", "use shardops.per_device with a reason")
+        problem = f"{impure} may give another result on each device"
+        raise Refused(problem, "compute it by other operations, or outside of the program")
     if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
         raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
     labels = lambda var: [i if i < batch else None for i in range(len(shape_of(var)))]

@@ -108,13 +108,14 @@ class Sums:
     """Each entry is a running sum, plus more: of an array along a dim, up to entry `at` of the flat array.
 
     Attributes:
-        at: indices into the flat array, with the dims of the value.
+        at: indices into the flat array, with the dims of the value; -1 for a known number, in place of a sum.
         before: for each entry of the flat array, the last token of it and of those before it along the dim.
         after: the last token of it and of those after it.
         step: distance of neighbors along the dim in the flat array.
         size: entries along the dim.
         sign: -1 if the sum was subtracted.
         added: last token of what was added.
+        array: the array, if each entry is the sum up to its own place, and nothing more.
     """
 
     at: np.ndarray
@@ -124,21 +125,40 @@ class Sums:
     size: int
     sign: int = 1
     added: Any = NONE
+    array: Any = None
 
     def moved(self, move: Callable[..., Any]) -> "Sums":
         """Moves the entries."""
-        return dataclasses.replace(self, at=move(self.at), added=move(self.added) if np.ndim(self.added) else NONE)
+        added = move(self.added) if np.ndim(self.added) else NONE
+        return dataclasses.replace(self, at=move(self.at), added=added, array=None)
 
     def plus(self, last: np.ndarray) -> "Sums":
         """Adds something that depends on other tokens."""
-        return dataclasses.replace(self, added=np.maximum(self.added, last))
+        return dataclasses.replace(self, added=np.maximum(self.added, last), array=None)
+
+    def without_last(self) -> "Sums":
+        """Takes the last term of each sum away."""
+        is_first = self.at // self.step % self.size == 0
+        return dataclasses.replace(self, at=np.where(is_first, -1, self.at - self.step), array=None)
 
     def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray]:
         """For differences of entries: where one sum is part of the other, and the last token of the rest."""
         low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
         row = lambda at: at // (self.step * self.size) * self.step + at % self.step
         left = np.minimum(self.before[high], self.after[np.minimum(low + self.step, len(self.after) - 1)])
-        return row(low) == row(high), self.plus(np.where(high > low, left, NONE)).plus(other.added).added
+        return (low >= 0) & (row(low) == row(high)), self.plus(np.where(high > low, left, NONE)).plus(other.added).added
+
+
+def sums_of(values: Sequence["Reach"], move: Callable[[list[np.ndarray]], np.ndarray]) -> Sums | None:
+    """Moves entries of several values into one; None unless they are running sums of one array, or known numbers."""
+    sums = [x.fact if isinstance(x.fact, Sums) else None for x in values]
+    first: Any = next(filter(None, sums), None)
+    fits = lambda s, x: (s.before is first.before and s.sign == first.sign) if s else x.is_known
+    if first is None or not all(map(fits, sums, values)):
+        return None
+    none = [np.full((1,) * len(x.shape), -1) for x in values]
+    of = lambda name: [np.maximum(getattr(s, name), other) if s else other for s, other in zip(sums, none, strict=True)]
+    return dataclasses.replace(first, at=move(of("at")), added=move(of("added")), array=None)
 
 
 def dtype_of(aval: core.ShapedArray) -> np.dtype:

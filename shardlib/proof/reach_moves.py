@@ -1,5 +1,6 @@
 """Rules over shardlib.proof.reach for primitives that move or look up entries: which tokens each may depend on."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -65,13 +66,18 @@ def _split(eqn: Eqn, x: Reach) -> list[Reach]:
 
 @rule("pad")
 def _pad(eqn: Any, x: Reach, filling: Reach) -> Reach:
-    shape, arrays = result_shape(eqn), list(x.arrays())
-    for dim, (low, _, inner) in enumerate(eqn.params["padding_config"]):
-        at = np.arange(shape[dim]) - low
-        at = np.where(at % (inner + 1) == 0, at // (inner + 1), -1)
-        fills = (y.reshape(()) for y in filling.arrays())
-        arrays = [reach.taken(a, dim, at, x.shape[dim], fill) for a, fill in zip(arrays, fills, strict=True)]
-    return reach.made(shape, *arrays)
+    shape = result_shape(eqn)
+
+    def padded(pair: Sequence[np.ndarray]) -> np.ndarray:
+        array, fill = pair
+        for dim, (low, _, inner) in enumerate(eqn.params["padding_config"]):
+            at = np.arange(shape[dim]) - low
+            at = np.where(at % (inner + 1) == 0, at // (inner + 1), -1)
+            array = reach.taken(array, dim, at, x.shape[dim], fill.reshape(()))
+        return array
+
+    found = reach.made(shape, *map(padded, zip(x.arrays(), filling.arrays(), strict=True)))
+    return dataclasses.replace(found, fact=reach.sums_of([x, filling], padded))
 
 
 @rule("concatenate")
@@ -83,7 +89,8 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
         sizes = np.broadcast_shapes(*(x.shape[1:] for x in parts))
         return np.moveaxis(np.concatenate([np.broadcast_to(x, (len(x), *sizes)) for x in parts]), 0, dim)
 
-    return reach.made(shape, *map(together, *(x.arrays() for x in ins))).alike()
+    found = reach.made(shape, *map(together, *(x.arrays() for x in ins))).alike()
+    return dataclasses.replace(found, fact=reach.sums_of(ins, lambda parts: together(*parts)))
 
 
 @rule("iota")
@@ -109,11 +116,21 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
     of_starts = lambda a: reach.placed(a, dict(enumerate(batch)), len(shape))
     index = of_starts(starts.over([len(starts.shape) - 1]))
     anywhere = reach.unknown(shape, x.number.dtype, np.maximum(reach.placed(x.over(parts), at, len(shape)), index))
-    if not list(d.start_index_map) == list(d.collapsed_slice_dims) == parts or len(parts) != 1:
+    is_clipped = "clip" in str(eqn.params["mode"]).lower()  # then a whole dim is read from its first entry on
+    of_dim = [k for k, i in enumerate(d.start_index_map) if not is_clipped or i in parts]
+    if len(parts) != 1 or [d.start_index_map[k] for k in of_dim] != parts or {*d.collapsed_slice_dims} - {*parts}:
         return anywhere
-    found = _rows_at(eqn, x, of_starts(starts.number), index, at, parts[0])
+    start, (dim,) = starts.moved(lambda a: a[..., of_dim] if a.shape[-1] > 1 else a, starts.shape), parts
+    rows, known = of_starts(start.number), of_starts(start.known)
+    if dim in windows:
+        if not is_clipped:
+            return anywhere
+        steps = np.arange(sizes[dim]).reshape([-1 if j == at[dim] else 1 for j in range(len(shape))])
+        rows = np.clip(rows, 0, x.shape[dim] - sizes[dim]) + steps
+    found = _rows_at(eqn, x, rows, index, at, dim)
     arrays = zip(found.arrays(), anywhere.arrays(), strict=True)
-    return reach.made(shape, *(np.where(of_starts(starts.known), a, b) for a, b in arrays))
+    either = reach.made(shape, *(np.where(known, a, b) for a, b in arrays))
+    return dataclasses.replace(either, fact=found.fact if starts.is_known else None)
 
 
 def _rows_at(eqn: Eqn, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[int, int], dim: int) -> Reach:
@@ -123,10 +140,13 @@ def _rows_at(eqn: Eqn, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[i
     inside = (rows >= 0) & (rows < size) if "fill" in str(eqn.params["mode"]).lower() else np.asarray(True)
     rows = np.clip(rows, 0, size - 1)
     of = lambda a, i: along(a, i) if i != dim else rows if a.shape[i] > 1 else rows * 0
-    number, known, last = (a[tuple(of(a, i) for i in range(a.ndim))] for a in x.arrays())
+    rows_of = lambda a: a[tuple(of(a, i) for i in range(a.ndim))]
+    number, known, last = map(rows_of, x.arrays())
     other = reach.highest(number.dtype) if fill is None else number.dtype.type(fill)
     number, known = np.where(inside, number, other), np.where(inside, known, fill is not None)
-    return reach.made(result_shape(eqn), number, known, np.maximum(np.where(inside, last, NONE), index))
+    found = reach.made(result_shape(eqn), number, known, np.maximum(np.where(inside, last, NONE), index))
+    fact = reach.sums_of([x], lambda parts: rows_of(parts[0])) if np.all(inside) else None
+    return dataclasses.replace(found, fact=fact)
 
 
 def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int]) -> list[int] | None:

@@ -123,7 +123,10 @@ def _added(eqn: Eqn, a: Reach, b: Reach) -> Reach:
     x, y = (z.fact if isinstance(z.fact, Sums) else None for z in (a, b))
     if y:
         y = dataclasses.replace(y, sign=y.sign * sign)
-    if x and y and x.before is y.before and x.sign == -y.sign:
+    if x and x.array is b and sign < 0:  # of all terms but the last
+        found.fact = fact = x.without_last()
+        found.last = np.where(fact.at < 0, NONE, fact.before[np.maximum(fact.at, 0)])
+    elif x and y and x.before is y.before and x.sign == -y.sign:
         is_left, last = x.less(y)
         found.last = np.where(is_left, last, found.last)
     elif x and not y:
@@ -156,7 +159,8 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
     arrays = list(zip(*(case.arrays() for case in cases), strict=True))
     parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
-        return reach.made(shape, *parts, dtype=dtype)
+        fact = reach.sums_of(cases, lambda parts: np.choose(pick, np.broadcast_arrays(*parts)))
+        return dataclasses.replace(reach.made(shape, *parts, dtype=dtype), fact=fact)
     numbers, known, last = arrays
     is_first = [(number == numbers[0]) | ((number != number) & (numbers[0] != numbers[0])) for number in numbers]
     same = functools.reduce(np.logical_and, (*known, *is_first))
@@ -242,7 +246,7 @@ def _cumulative(eqn: Eqn, x: Reach) -> Reach:
         before, after = np.maximum.accumulate(last, axis), np.maximum.accumulate(np.flip(last, axis), axis)
         at = np.arange(last.size, dtype=np.int32).reshape(last.shape)
         step = math.prod(last.shape[axis + 1 :])
-        found.fact = Sums(at, before.ravel(), np.flip(after, axis).ravel(), step, x.shape[axis])
+        found.fact = Sums(at, before.ravel(), np.flip(after, axis).ravel(), step, x.shape[axis], array=x)
     return found
 
 
@@ -252,18 +256,47 @@ def _solve(eqn: Eqn, a: Reach, b: Reach) -> Reach:
     p, swap = eqn.params, lambda x: x.swapaxes(-1, -2)
     a = a.moved(swap, a.shape[:-2] + a.shape[:-3:-1]) if p["transpose_a"] == p["left_side"] else a
     b = b if p["left_side"] else b.moved(swap, b.shape[:-2] + b.shape[:-3:-1])
-    size, is_lower = a.shape[-1], p["lower"] == (p["transpose_a"] != p["left_side"])
+    found = _substituted(a, b, p["lower"] == (p["transpose_a"] != p["left_side"]))
+    return found if p["left_side"] else found.moved(swap, result_shape(eqn))
+
+
+@rule("custom_linear_solve")
+def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
+    """Solves a @ x = b, the equation by which JAX defines the result and its derivatives, in whatever way.
+
+    If `a` is a triangle, rows of its solution depend on rows on one side alone, up to rounding.
+    """
+    body, swap, rank, b = eqn.params["jaxprs"].matvec.jaxpr, lambda x: x.swapaxes(-1, -2), len(a.shape), ins[-1]
+    product, *moves = body.eqns
+    batch = list(range(rank - 2))
+    numbers = [[list(dims) for dims in pair] for pair in product.params.get("dimension_numbers", ())]
+    is_matrix = product.invars == body.invars and numbers == [[[rank - 1], [rank - 1]], [batch, batch]]
+    is_moved = [move.params.get("permutation") for move in moves] == [(*batch, rank - 1, rank - 2)]
+    nonzero = np.broadcast_to(~(a.known & (a.number == 0)), (*np.shape(a.known)[:-2], *a.shape[-2:]))
+    is_lower, is_upper = not np.triu(nonzero, 1).any(), not np.tril(nonzero, -1).any()
+    if not (is_matrix and is_moved and (is_lower or is_upper)):
+        return None
+    shape = (*b.shape[:-2], b.shape[-1], b.shape[-2])
+    return _substituted(a, b.moved(swap, shape), is_lower).moved(swap, b.shape)
+
+
+def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
+    """The solution of a @ x = b for a triangle `a`, by substitution. It is 0 where all terms are."""
+    size = a.shape[-1]
     square = lambda x: np.broadcast_to(x, (*x.shape[:-2], size, size))[..., None]
     is_live, of_a = square(~(a.known & (a.number == 0))), square(a.last)
-    sizes = np.broadcast_shapes(of_a.shape[:-3], b.last.shape[:-2], is_live.shape[:-3])
-    last = np.array(np.broadcast_to(b.last, (*sizes, size, b.last.shape[-1])))
+    zeros = b.known & (b.number == 0)
+    sizes = np.broadcast_shapes(of_a.shape[:-3], is_live.shape[:-3], b.last.shape[:-2], zeros.shape[:-2])
+    sizes = (*sizes, size, max(b.last.shape[-1], zeros.shape[-1]))
+    last, zeros = (np.array(np.broadcast_to(x, sizes)) for x in (b.last, zeros))
     for i in range(size) if is_lower else range(size)[::-1]:
         others = slice(0, i) if is_lower else slice(i + 1, size)
         terms = np.maximum(of_a[..., i, others, :], last[..., others, :])
-        terms = np.where(is_live[..., i, others, :], terms, NONE).max(-2, initial=NONE)
+        is_term = is_live[..., i, others, :] & ~zeros[..., others, :]
+        terms = np.where(is_term, terms, NONE).max(-2, initial=NONE)
+        zeros[..., i, :] &= ~is_term.any(-2)
         last[..., i, :] = functools.reduce(np.maximum, (last[..., i, :], of_a[..., i, i, :], terms))
-    found = reach.unknown(b.shape, dtype_of_result(eqn), last)
-    return found if p["left_side"] else found.moved(swap, result_shape(eqn))
+    return reach.made(b.shape, np.where(zeros, 0, reach.highest(b.number.dtype)), zeros, last, b.number.dtype)
 
 
 @rule("dot_general")

@@ -115,7 +115,7 @@ def _reshape(eq: Equation) -> Value:
     source = _kept(tuple(shape), new)
     if source is None and (x.is_index or (x.mask and x.mask.source)):
         eq.block(x)
-    x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None, source=None)
+    x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None, source=None, total=None)
     count = () if mixed else tuple(count)
     return _with(x, dataclasses.replace(x_there, dims=tuple(dims), count=count, components=()))
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardlib.equations import kinds
-from shardlib.proof.domain import UNIFORM, Dim, Part, Source, Value, constant, near, real, whole
+from shardlib.proof.domain import UNIFORM, Dim, Part, Source, Value, added, constant, moved, near, real, whole
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import alone, everything_whole, rule
 
@@ -24,11 +24,19 @@ def _cut_axes(x: Value, gone: Any) -> tuple[str, ...]:
     return tuple(axis for i in gone if x.dims[i] is not UNIFORM for axis in x.dims[i].axes)
 
 
+def _summable(eq: Equation, x: Value, gone: Iterable[int]) -> None:
+    """Raises Refused for an extreme, and for factors of a device's own that differ along the dims `gone`.
+
+    A factor that is the same along them may still be undone after the sum.
+    """
+    if x.extreme or not x.is_scale or any(source.dims[i] is not None for source, _ in x.shift for i in gone):
+        eq.term(x)
+
+
 @rule("reduce_sum")
 def _sum(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
-    if not x.is_scale or any(source.dims[i] is not None for source, _ in x.shift for i in gone):
-        eq.term(x)
+    _summable(eq, x, gone)
     shift = frozenset((source._replace(dims=_without(source.dims, gone)), c) for source, c in x.shift)
     axes = frozenset(_cut_axes(x, gone))
     if axes & x.partial:
@@ -39,7 +47,11 @@ def _sum(eq: Equation) -> Value:
         return constant(len(eq.result_shape), x.known[0] * here, x.known[1] * there)
     dims, ratio = _without(x.dims, gone), near(x.ratio * there / here) if here else x.ratio
     found = Value(dims, x.partial | axes - x.folded, None, ratio, folded=x.folded - axes, folding=x.folding)
-    return dataclasses.replace(found, shift=shift, is_scale=x.is_scale, shifting=x.shifting)
+    total = None
+    if x.total and x.total.kind == "exp" and not x.partial and not uniform:
+        along = tuple(x.total.dims[i] for i in gone)
+        total = Source(x.total.token, "sum", along, _cut_axes(x, gone), _without(x.total.dims, gone))
+    return dataclasses.replace(found, shift=shift, is_scale=x.is_scale, shifting=x.shifting, total=total)
 
 
 def _source(x: Value, kind: str, gone: Any) -> Source:
@@ -125,16 +137,24 @@ def _sorted_block(eq: Equation) -> list[Value] | None:
 def _dot(eq: Equation) -> Value:
     if any(v.looked_up is not None for v in eq.ins):
         return _dot_of_rows(eq)
-    a, b = (eq.term(eq.block(value)) for value in eq.ins)
+    a, b = map(eq.block, eq.ins)
     (contracted_a, contracted_b), (batch_a, batch_b) = eq.params["dimension_numbers"]
+    _summable(eq, a, contracted_a), _summable(eq, b, contracted_b)
     if a.partial and b.partial:
         eq.finished(a)
     partial, ratio = _contracted(eq, zip(contracted_a, contracted_b, strict=True))
     if a.is_zero or b.is_zero:
         return constant(len(eq.result_shape), 0, 0)
     batch = [eq.joined_dim(i, [a.dims[i], b.dims[j]]) for i, j in zip(batch_a, batch_b, strict=True)]
-    free = [*_without(a.dims, (*contracted_a, *batch_a)), *_without(b.dims, (*contracted_b, *batch_b))]
-    return Value((*batch, *free), partial, ratio=ratio)
+    frees = [
+        [i for i in range(len(x.dims)) if i not in (*contracted, *batch_dims)]
+        for x, contracted, batch_dims in ((a, contracted_a, batch_a), (b, contracted_b, batch_b))
+    ]
+    free = [*(a.dims[i] for i in frees[0]), *(b.dims[i] for i in frees[1])]
+    sources = (*batch_a, *frees[0], *[None] * len(frees[1])), (*batch_b, *[None] * len(frees[0]), *frees[1])
+    shift = added(term for x, source in zip((a, b), sources, strict=True) for term in moved(x, source).shift)
+    found = Value((*batch, *free), partial, ratio=ratio, shift=shift, is_scale=bool(shift))
+    return dataclasses.replace(found, shifting=a.shifting or b.shifting)
 
 
 def _contracted(eq: Equation, pairs: Iterable[tuple[int, int]]) -> tuple[frozenset[str], float]:
@@ -214,7 +234,7 @@ def _attention(eq: Equation) -> list[Value]:
     for k, name in enumerate(names):
         shape = eq.shape(k)
         if name in OPERANDS[4:] and 0 not in shape:  # an operand that the call leaves out has no entries
-            raise Refused(f"cuDNN's attention with {name} has no rule", "wrap it in shardops.per_device, with a reason")
+            raise Refused(f"cuDNN's attention with {name} has no rule", "use another attention implementation")
         kinds = {} if 0 in shape else {0: "sequences", place[name]: name}
         labels[name] = [kinds.get(i) if name != "bias" or n > 1 else None for i, n in enumerate(shape)]
         if name in labels[name] and name not in GIVEN:

@@ -122,6 +122,48 @@ def solved_in_documents(x, **options):
     return jax.vmap(lambda a, x: jax.scipy.linalg.solve_triangular(a, x, **options))(a, x)
 
 
+BEGINS = np.maximum.accumulate(np.where(STARTS, PLACE, 0), 1)
+"""Where the document of each position begins."""
+
+
+def since(form, begins=BEGINS):
+    """The sum of a document up to each position: of all positions, less that before the document."""
+
+    def sums(x):
+        x = jnp.tanh(x)
+        c, at = jnp.cumsum(x, 1), jnp.asarray(begins)[..., None]
+        padded = jnp.pad(c, ((0, 0), (1, 0), (0, 0)))
+        joined = jnp.concatenate([jnp.zeros_like(c[:, :1]), c], 1)
+        before = {
+            "less the own term": lambda: jnp.take_along_axis(c - x, at, 1),
+            "padded": lambda: jnp.take_along_axis(padded, at, 1),
+            "mapped": lambda: jax.vmap(lambda c, at: c[at])(joined, begins),
+            "chosen": lambda: jnp.where(at > 0, jnp.take_along_axis(c, jnp.maximum(at - 1, 0), 1), 0),
+        }[form]()
+        return c - before
+
+    return sums
+
+
+def with_earlier_blocks(x, less=lambda sums: sums):
+    """Running sums within blocks of four, and the sums of the blocks before."""
+    blocks = x.reshape(ROWS, -1, 4, WIDTH)
+    sums = blocks.sum(2)
+    return (jnp.cumsum(blocks, 2) + (jnp.cumsum(sums, 1) - less(sums))[:, :, None]).reshape(x.shape)
+
+
+def inverse(mask, of=jnp.linalg.inv):
+    """The product with the inverse of a triangle, as DeltaNet's WY form has it."""
+    return lambda x: of(jnp.eye(LENGTH) + 0.3 * mask * jnp.tanh(x @ x.swapaxes(1, 2))) @ x
+
+
+def windows(begin, low=3):
+    """Sums of four positions of a padded array, from `begin` on."""
+    padded = lambda x: jnp.pad(x, ((0, 0), (low, 0), (0, 0)))
+    of = lambda x: lambda i: lax.dynamic_slice_in_dim(padded(x), begin(i), 4, 1).sum(1)
+    return lambda x: jax.vmap(of(x), out_axes=1)(jnp.arange(LENGTH))
+
+
 def first_choices(x, slots=4, rows_of=lambda rows: rows, places_of=lambda place: place):
     """The first choices of a sequence have slots; what is computed of a slot is added where its choice is."""
     place = jnp.sort(jnp.where(x[..., 0] > 0, jnp.arange(LENGTH), LENGTH), axis=1)[:, :slots]
@@ -304,10 +346,26 @@ EXACT = {
     "even and odd": lambda x: jnp.stack([x[:, ::2], -x[:, ::2]], 2).reshape(x.shape),
     "merged dims": lambda x: jnp.cumsum(x.reshape(-1, WIDTH), 0).reshape(x.shape),
     "transposed": lambda x: jnp.cumsum(x.transpose(2, 1, 0), 1).transpose(2, 1, 0),
+    **{f"sum of the document, {form}": since(form) for form in ("less the own term", "padded", "mapped", "chosen")},
+    "sum from the position before the document": since("padded", np.maximum(BEGINS - 1, 0)),
+    "sum from the second position of the document": since("padded", np.minimum(BEGINS + 1, PLACE)),
+    "sum to another document": since("mapped", BEGINS[::-1].copy()),
+    "sums of earlier blocks": with_earlier_blocks,
+    "sums of the block and earlier ones": lambda x: with_earlier_blocks(x, lambda _: 0),
+    "inverse": inverse(np.tri(LENGTH, k=-1)),
+    "inverse in documents": inverse(STRICT),
+    "inverse, transposed": inverse(np.tri(LENGTH, k=-1).T),
+    "transpose of the inverse": inverse(np.tri(LENGTH, k=-1), lambda a: jnp.linalg.inv(a).swapaxes(1, 2)),
+    "solved": lambda x: inverse(STRICT, lambda a: jnp.linalg.solve(a, x) @ jnp.ones((WIDTH, LENGTH)))(x * 0 + 1),
+    "windows of a padded array": windows(lambda i: i),
+    "windows one position later": windows(lambda i: i + 1),
+    "windows moved back into the array": windows(lambda i: i, 0),
     "checkpoint": jax.checkpoint(attention(OWN)),
     "mapped": jax.vmap(lambda x: jnp.cumsum(x, 0)),
 }  # fmt: skip
 WIDER = {  # whose entries may depend on more than they do: on values that tokens choose
+    "sums of blocks, less twice their own": lambda x: with_earlier_blocks(x, lambda sums: 2 * sums),
+    "inverse of no triangle": inverse(np.tri(LENGTH, k=1)),
     "largest score": lambda x: jnp.max(x @ x.swapaxes(1, 2) + jnp.where(OWN, 0, -1e9), 2, keepdims=True) + 0 * x,
     "sort": lambda x: jnp.sort(x, 1),
     "argsort": lambda x: jnp.take_along_axis(x, jnp.argsort(x[..., :1], 1), 1),
