@@ -14,8 +14,9 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_later_sigterms_change_nothing_and_a_second_sigint_acts_as_usual(first):
-    # The shell's `&` has a program ignore SIGINT.
+    # The shell's `&` has a program ignore SIGINT, and nohup SIGHUP.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with StopRequest() as stop:
         assert stop.alone is None
         os.kill(os.getpid(), first)
@@ -27,8 +28,9 @@ def test_later_sigterms_change_nothing_and_a_second_sigint_acts_as_usual(first):
 
 
 HANGS_UP = """
-import os, pty, sys, time
+import os, pty, signal, sys, time
 from shardwright.cluster.stopping import StopRequest
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 child, terminal = pty.fork()
 if child:
     assert b"begun" in os.read(terminal, 100)
