@@ -668,6 +668,42 @@ ROWS = {  # name: types of arguments and result, of f32 where nothing is said; t
             / of_all(total * scale(own))
         )
     ),
+    "decoding by logarithms of sums with factors in 8 bits": decoded(
+        lambda s, own, e, total, of: (
+            of_all(
+                of(e / total)
+                * jnp.exp(own + jnp.log(total) - lax.pmax(own, "t")).astype(jnp.float8_e5m2).astype(s.dtype)
+            )
+            / of_all(total * scale(own))
+        )
+    ),
+    "broadcast of what is in a block": (
+        "M/t, i32 M/t -> M/t",
+        lambda x, ids: lax.psum(
+            jnp.where((lax.axis_index("d") == 0) & (ids - lax.axis_index("t") * len(x) >= 0), x, 0), "d"
+        ),
+    ),
+    "windows written that end after a block": (
+        "V/t, i32 K, K 2 -> V/t",
+        lambda x, ids, updates: (
+            x
+            + lax.scatter(
+                jnp.zeros_like(x),
+                jnp.where(
+                    (ids - lax.axis_index("t") * len(x) >= 0) & (ids - lax.axis_index("t") * len(x) < len(x)),
+                    ids - lax.axis_index("t") * len(x),
+                    len(x),
+                )[:, None],
+                updates,
+                lax.ScatterDimensionNumbers((1,), (), (0,)),
+                mode="drop",
+            )
+        ),
+    ),
+    "matmul of bools": (
+        "B/d F/t, F/t -> B/d",
+        lambda x, y: lax.psum((x > 0).astype(bool) @ (y > 0), "t").astype(x.dtype),
+    ),
     "broadcast of a block's maximum": (
         "B/d M/t -> B/d",
         lambda x: lax.psum(jnp.where(lax.axis_index("t") == 0, x.max(axis=1), 0), "t"),

@@ -181,7 +181,8 @@ class Interpreter:
                 "blocks",
                 f"gather one of the two over {min(again)} first",
             )
-        if value.partial and jnp.issubdtype(aval.dtype, jnp.floating) and jnp.finfo(aval.dtype).bits < 16:
+        is_term = value.partial or value.shift
+        if is_term and jnp.issubdtype(aval.dtype, jnp.floating) and jnp.finfo(aval.dtype).bits < 16:
             raise Refused(
                 f"each device rounds its term of a sum to {aval.dtype}, so that the sum depends on the mesh",
                 "sum in 16 bits or more, as with preferred_element_type, and cast the sum",

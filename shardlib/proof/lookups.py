@@ -147,7 +147,9 @@ def _scatter(eq: Equation) -> Value:
             axes = _axes_of_index(eq, index, i)
             dropped = _drops(eq, index, i)
             # What is dropped is written on the device that has the entry, in the same order as on one device.
-            if not axes or own or not (dropped or (adds and _is_masked(updates, index, of_index))):
+            # A window of several entries would be dropped whole where a block ends.
+            is_entry = sizes.get(i, (1, 1)) == (1, 1)
+            if not (axes and is_entry) or own or not (dropped or (adds and _is_masked(updates, index, of_index))):
                 eq.block(index)
             dims[i] = eq.joined_dim(i, [x.dims[i], cut(shape[i], axes)])
             own = frozenset() if dropped else frozenset(axes)

@@ -187,6 +187,8 @@ def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozens
     """
     if any(v.known is None or v.count or v.valid or v.is_index for v in (a, b)):
         return frozenset()
+    if not all(is_integer(var.aval.dtype) for var in eq.eqn.invars):
+        return frozenset()  # floats may hold the same number on two devices
     sign = 1 if a.offset else -1
     axes = domain.axes_of_offset(tuple((axis, sign * c) for axis, c in offset), 1, eq.sizes) or ()
     here, there = (sign * (y - x) for x, y in zip(a.known, b.known, strict=True))
@@ -207,7 +209,7 @@ def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> 
 def _combined(eq: Equation, a: Value, b: Value) -> Value:
     """Combines two masks of one index: within both ends of a block (and), or outside one of them (or)."""
     is_outside, is_any_outside = eq.name == "or", a.mask.is_outside or b.mask.is_outside
-    if a.mask.axes and b.mask.axes - a.mask.axes == b.mask.axes and not (is_outside or is_any_outside):
+    if a.mask.axes and b.mask.axes and not (a.mask.axes & b.mask.axes or is_outside or is_any_outside):
         return Value(eq.joined_dims([a, b]), mask=Mask(Range(), axes=a.mask.axes | b.mask.axes))
     if {a.mask.is_outside, b.mask.is_outside} != {is_outside} or a.mask.source or not _is_of(a, b.mask.offset, b):
         raise Refused("two masks are not the two ends of one block", "compare one index with both ends")

@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from shardlib.equations import ELEMENTWISE, REDUCTIONS, Eqn, kinds, words
+from shardlib.equations import ELEMENTWISE, REDUCTIONS, Eqn, equations_in, kinds, words
 from shardlib.proof import reach, reach_slots
 from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.reach import LOW, MOST, NONE, Among, Reach, Sums
@@ -149,8 +151,23 @@ def _converted(eqn: Eqn, x: Reach) -> Reach:
     if dtype.kind == number.dtype.kind == "f":
         number = np.where(known, number, reach.bounds(Reach(x.shape, number, x.known, x.last)))
     found = reach.made(result_shape(eqn), number, known, x.last, dtype)
-    found.fact = x.fact if isinstance(x.fact, Sums) else None
+    is_exact = _holds(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
+    found.fact = dataclasses.replace(x.fact, array=None) if isinstance(x.fact, Sums) and is_exact else None
     return found
+
+
+def _holds(before: Any, after: Any) -> bool:
+    """True if a conversion leaves running sums what they are, but for rounding of large integers."""
+    if not all(jnp.issubdtype(dtype, jnp.number) for dtype in (before, after)):
+        return False
+    if jnp.issubdtype(before, jnp.integer):  # sums of few bits wrap
+        least = jnp.iinfo(before).max >= 2**31 - 1
+        is_wide = jnp.issubdtype(after, jnp.floating) and jnp.finfo(after).bits >= 32
+        return least and (
+            is_wide or (jnp.issubdtype(after, jnp.integer) and jnp.iinfo(after).max >= jnp.iinfo(before).max)
+        )
+    old, new = (jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else None for dtype in (before, after))
+    return old is not None and new is not None and new.nmant >= old.nmant and new.nexp >= old.nexp
 
 
 @rule("select_n")
@@ -241,8 +258,9 @@ def _cumulative(eqn: Eqn, x: Reach) -> Reach:
     if x.is_known and name in known and x.number.dtype.kind in "biu":
         return reach.made(x.shape, run(known[name], reach.full(x.number, x.shape, [axis])).astype(x.number.dtype), True)
     found = reach.unknown(x.shape, dtype_of_result(eqn), run(np.maximum, x.last))
-    if name == "cumsum" and not back and x.shape[axis]:
-        last = reach.full(x.last, x.shape, [axis])
+    if name == "cumsum" and not back and 0 < math.prod(x.shape) <= MOST:
+        # Of all dims: along one where tokens are alike, the sums are others.
+        last = reach.full(x.last, x.shape, range(len(x.shape)))
         before, after = np.maximum.accumulate(last, axis), np.maximum.accumulate(np.flip(last, axis), axis)
         at = np.arange(last.size, dtype=np.int32).reshape(last.shape)
         step = math.prod(last.shape[axis + 1 :])
@@ -274,10 +292,20 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
     is_moved = [move.params.get("permutation") for move in moves] == [(*batch, rank - 1, rank - 2)]
     nonzero = np.broadcast_to(~(a.known & (a.number == 0)), (*np.shape(a.known)[:-2], *a.shape[-2:]))
     is_lower, is_upper = not np.triu(nonzero, 1).any(), not np.tril(nonzero, -1).any()
-    if not (is_matrix and is_moved and (is_lower or is_upper)):
+    if not (is_matrix and is_moved and (is_lower or is_upper) and _is_by_lu(eqn)):
         return None
     shape = (*b.shape[:-2], b.shape[-1], b.shape[-2])
     return _substituted(a, b.moved(swap, shape), is_lower).moved(swap, b.shape)
+
+
+def _is_by_lu(eqn: Eqn) -> bool:
+    """True if a custom_linear_solve computes what jnp.linalg.solve does, not an approximation, or of a part of `a`."""
+    a, b = (eqn.invars[i].aval for i in (0, -1))
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype), jax.ShapeDtypeStruct((*b.shape[:-2], *b.shape[:-3:-1]), b.dtype)]
+    own = equations_in(jax.make_jaxpr(jnp.linalg.solve)(*given))
+    solves = [x.params["jaxprs"].solve for x in own if x.primitive.name == eqn.primitive.name]
+    steps = lambda program: [(x.primitive.name, [var.aval.shape for var in x.invars]) for x in equations_in(program)]
+    return [steps(x) for x in solves] == [steps(eqn.params["jaxprs"].solve)]
 
 
 def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:

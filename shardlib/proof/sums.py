@@ -143,6 +143,8 @@ def _dot(eq: Equation) -> Value:
     if a.partial and b.partial:
         eq.finished(a)
     partial, ratio = _contracted(eq, zip(contracted_a, contracted_b, strict=True))
+    if partial and eq.result_type() == np.bool_:
+        raise Refused("a matmul of bools over a sharded dim is an `or`, not a sum", "convert the operands to i32 first")
     if a.is_zero or b.is_zero:
         return constant(len(eq.result_shape), 0, 0)
     batch = [eq.joined_dim(i, [a.dims[i], b.dims[j]]) for i, j in zip(batch_a, batch_b, strict=True)]

@@ -164,6 +164,32 @@ def windows(begin, low=3):
     return lambda x: jax.vmap(of(x), out_axes=1)(jnp.arange(LENGTH))
 
 
+def next_of(y):
+    return jnp.pad(y[:, 1:], ((0, 0), (0, 1), (0, 0)))
+
+
+def rest(of=lambda sums: sums, to=lambda low: low):
+    """The sum of the own position and the earlier ones: of all, less that of the later ones, which `to` exchanges."""
+
+    def sums(x):
+        d = of(jnp.cumsum(jnp.flip(x, 1), 1))
+        return d[:, -1:] - to(jnp.flip(jnp.pad(d, ((0, 0), (1, 0), (0, 0)))[:, :LENGTH], 1))
+
+    return sums
+
+
+def solved_by(solve):
+    """What `solve` gives for a triangle and each row."""
+    a = jnp.eye(LENGTH) + 0.3 * np.tri(LENGTH, k=-1)
+    return lambda x: jax.vmap(lambda b: solve(a, b))(x)
+
+
+def first_step(a, b):
+    """One step of a solver, which has not converged."""
+    step = lambda b: jax.scipy.sparse.linalg.bicgstab(lambda v: a @ v, b, maxiter=1)[0]
+    return jax.vmap(step, 1, 1)(b)
+
+
 def first_choices(x, slots=4, rows_of=lambda rows: rows, places_of=lambda place: place):
     """The first choices of a sequence have slots; what is computed of a slot is added where its choice is."""
     place = jnp.sort(jnp.where(x[..., 0] > 0, jnp.arange(LENGTH), LENGTH), axis=1)[:, :slots]
@@ -364,6 +390,17 @@ EXACT = {
     "mapped": jax.vmap(lambda x: jnp.cumsum(x, 0)),
 }  # fmt: skip
 WIDER = {  # whose entries may depend on more than they do: on values that tokens choose
+    "sums cut to integers, less their last": lambda x: next_of(jnp.cumsum(3 * x, 1).astype(int).astype(float) - 3 * x),
+    "sums in bf16, less their last": lambda x: next_of(
+        jnp.cumsum(3 * x, 1).astype(jnp.bfloat16).astype(x.dtype) - 3 * x
+    ),
+    "less the later, of another feature": rest(to=lambda low: jnp.flip(low, -1)),
+    "less the later, of the first feature": rest(to=lambda low: low[..., :1]),
+    "less the later, cut to integers": rest(of=lambda sums: (3 * sums).astype(int)),
+    "less the later, of counts that wrap": rest(of=lambda sums: (9 * sums).astype(jnp.int8).astype(jnp.float32)),
+    "less the later, rounded": rest(of=lambda sums: lax.reduce_precision(sums, 8, 2)),
+    "solved as if it were symmetric": solved_by(lambda a, b: jax.scipy.linalg.solve(a, b, lower=True, assume_a="pos")),
+    "solved in one step": solved_by(first_step),
     "sums of blocks, less twice their own": lambda x: with_earlier_blocks(x, lambda sums: 2 * sums),
     "inverse of no triangle": inverse(np.tri(LENGTH, k=1)),
     "largest score": lambda x: jnp.max(x @ x.swapaxes(1, 2) + jnp.where(OWN, 0, -1e9), 2, keepdims=True) + 0 * x,
