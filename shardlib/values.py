@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,6 +21,31 @@ SHORT_DTYPES = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") 
 SHORT_DTYPES |= {f"float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"bfloat16": "bf16", "bool": "bool_"}
 
 
+_LIBRARY, _STEPS = ("shardlib.", "shardwright."), ("shardwright.train", "shardwright.models.")
+"""Modules, by how their names begin: of the library, and of those the ones that users edit."""
+
+
+def _refused_in_steps(function: Callable) -> Callable:
+    """Lets only the library call `function`, whose result is that of this mesh also where one device is traced.
+
+    So two traces that the proof compares choose the same implementation. A step that computes by it would be the same
+    in both, whatever it computes.
+    """
+
+    @functools.wraps(function)
+    def checked(*args, **options):
+        frame = inspect.currentframe()
+        caller = "" if frame is None or frame.f_back is None else frame.f_back.f_globals["__name__"]
+        if not caller.startswith(_LIBRARY) or caller.startswith(_STEPS):
+            raise ShardError(
+                f"{function.__name__} is the same on all meshes, so the check cannot see what depends on it",
+                "use shardops.axis_size('r d'), the number of devices along axes",
+            )
+        return function(*args, **options)
+
+    return checked
+
+
 # ---- the mesh ---------------------------------------------------------------------------------------------------
 
 
@@ -29,6 +55,7 @@ def mesh_axes() -> Mapping[str, int]:
     return {} if mesh.empty else dict(mesh.shape)
 
 
+@_refused_in_steps
 def target_device():
     """The device that the traced program is for: JAX's first one.
 
@@ -122,14 +149,16 @@ def planned_for(**changes: object) -> contextlib.AbstractContextManager:
     return _PLANNED(dataclasses.replace(_PLANNED.value, **changes))
 
 
+@_refused_in_steps
 def planned() -> Planned:
     """How the current program is traced."""
     return _PLANNED.value
 
 
+@_refused_in_steps
 def planned_devices(axes: Iterable[str]) -> int:
     """Number of devices along `axes` for choices of speed, which two traces that are compared must make alike."""
-    sizes = dict(planned().sizes) or mesh_axes()
+    sizes = dict(_PLANNED.value.sizes) or mesh_axes()
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 

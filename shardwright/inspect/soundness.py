@@ -29,9 +29,6 @@ from shardwright.run.stores import agreed
 OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
 OF_MACHINES += ("get_mesh",)
 """Functions of JAX that a step must not call: their results are the same in a trace for another mesh."""
-OF_SPEED = ("planned_devices", "planned", "target_device")
-"""Functions of shardlib.values that a step must not call: the one-device trace gets the results of this mesh, so that
-both traces choose the same implementation."""
 SHOWN = 5
 """Number of findings that an error shows."""
 
@@ -196,7 +193,7 @@ def _machines(part: Callable[..., Any]) -> Iterator[Finding]:
         reached += sorted(names & defined.keys() - {*reached})
     for node in (node for name in reached for node in ast.walk(defined[name])):
         name = getattr(node, "id", getattr(node, "attr", ""))
-        named = name in OF_SPEED or (isinstance(node, ast.Name) and node.id in imported)
+        named = isinstance(node, ast.Name) and node.id in imported
         if named or (isinstance(node, ast.Attribute) and node.attr in OF_MACHINES and is_of_jax(ast.unparse(node))):
             where = place(inspect.getsourcefile(sys.modules[part.__module__]) or "?", node.lineno)
             problem = f"{ast.unparse(node)} is the same on all meshes, so the check cannot see what depends on it"

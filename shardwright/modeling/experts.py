@@ -8,12 +8,14 @@ FEWEST = {"gpu": 8192}
 XLA predicts for H100. Elsewhere so many that each expert has LEAST_ROWS."""
 
 
-def pools_without_drops(experts: int, per_token: int, tokens: int) -> int | None:
+def pools_without_drops(experts: int, per_token: int, tokens: int, asked: bool | None = None) -> int | None:
     """Number of pools, one for each device of e, with slots for all choices of `tokens` on all devices.
 
-    None where all experts with all tokens are as fast. The model must compute the same either way.
+    None where all experts with all tokens are as fast, or as `asked`. The model must compute the same either way.
     """
     pools = planned_devices("e")
+    if asked is not None:
+        return pools if asked else None
     ours, on_device = experts // pools, tokens // planned_devices("rdc")
     few = on_device < FEWEST.get(target_device().platform, LEAST_ROWS * ours // per_token)
     return None if few or 4 * per_token > ours else pools

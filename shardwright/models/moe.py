@@ -12,6 +12,7 @@ A sequence is the group of tokens that shares the slots of a pool. Neither knows
 on every mesh. docs/experts.md goes through the page.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -36,6 +37,7 @@ from shardlib.shardtypes import (
     pytree_dataclass,
     typed,
     typed_shard_map,
+    u32,
 )
 from shardlib.values import mesh_axes, stage_axes
 from shardwright.data.checks import above_0, at_least_0, check_choice, within
@@ -130,12 +132,12 @@ class ModelConfig(family.ModelConfig):
         most = length * min(self.experts_per_token, self.experts // pools)  # what a sequence can fill
         return min(slots, most) if slots < most or pools < self.experts else None
 
-    def without_drops(self, rows: int, length: int) -> tuple["ModelConfig", int | None]:
+    def without_drops(self, rows: int, length: int, in_pools: bool | None) -> tuple["ModelConfig", int | None]:
         """Settings of one pool for each device of e, and slots for all choices of `rows` sequences, so none is dropped.
 
-        No slots where that is no faster than all experts with all tokens. `Model.check_paths` compares the two.
+        No slots where that is no faster than all experts with all tokens, or as `in_pools` says.
         """
-        pools = pools_without_drops(self.experts, self.experts_per_token, rows * length)
+        pools = pools_without_drops(self.experts, self.experts_per_token, rows * length, in_pools)
         if pools is None:
             return self, None
         return dataclasses.replace(self, pools=pools), length * self.experts_per_token
@@ -365,6 +367,8 @@ class Model(family.Model):
 
     Weights = Weights
     c: ModelConfig
+    in_pools: bool | None = None
+    """Whether validation and sampling compute experts in pools. None: where that is faster."""
 
     @typed
     def layer(
@@ -377,7 +381,7 @@ class Model(family.Model):
         counts = jnp.ones_like(tokens.ids, bool) if tokens.counts is None else tokens.counts
         counts = shardops.shard("B/b L/c -> B/b L/c/t", counts)
         rows, length = shardops.size("B"), shardops.size("L")
-        pooled, slots = (c, c.slots(length)) if tokens.training else c.without_drops(rows, length)
+        pooled, slots = (c, c.slots(length)) if tokens.training else c.without_drops(rows, length, self.in_pools)
         if slots is None:
             out, filled = everywhere(nx, routing, w, c), None
         else:
@@ -388,9 +392,10 @@ class Model(family.Model):
         return x + self.normed(out, w.mlp_out_norm), aux_of(routing, filled, counts, tokens.targets, w, c)
 
     def check_paths(self, options: dict | None = None) -> None:
-        """Compares, on arbitrary values, both ways to compute all choices: in pools, and each expert with all tokens.
+        """Compares, on arbitrary values, a layer of validation with experts in pools and with each on all tokens.
 
-        Validation and sampling take the faster one, which depends on the mesh, and the proof only sees that one.
+        Validation and sampling take the faster way, which depends on the mesh, and the proof only sees that one.
+        Queries stand for the output of attention, which is the same in both.
 
         Args:
             options: compiler options of the run.
@@ -416,12 +421,12 @@ class Model(family.Model):
                 x: act["B/b L/c/t M"] = varying(
                     jax.random.normal(jax.random.key(own), (1, SLOTS, self.c.d_model)), stage_axes()
                 )
-                routing: Routing = route(x, layer, self.c)
-                pooled = dataclasses.replace(self.c, pools=shardops.axis_size("e"))
-                slots = shardops.size("L") * self.c.experts_per_token
-                found, _ = in_slots(x, routing, x[..., 0] < jnp.inf, layer, slots, pooled)
-                expected = everywhere(x, routing, layer, self.c)
-                far = largest(found - expected) / largest(expected)
+                ids: u32["B/b L"] = varying(jnp.zeros((1, shardops.size("L")), jnp.uint32), {*"rde"} & {*mesh_axes()})
+                tokens = self.prepare(Tokens.before(ids, ids < 0, self.c.bos_id)).in_layer(jnp.int32(0), 0)
+                both = copy.copy(self), copy.copy(self)
+                both[0].in_pools, both[1].in_pools = True, False
+                (found, _), (expected, _) = (model.layer(x, layer, tokens, lambda q, *_, **__: q) for model in both)
+                far = largest(found - expected) / largest(expected - x)
             return lax.pmax(varying(far, tuple(mesh_axes())), tuple(mesh_axes()))
 
         with compute_scope("f32"), jax.default_matmul_precision("highest"):
@@ -430,6 +435,7 @@ class Model(family.Model):
             far = float(jax.jit(difference, compiler_options=options)(w))
         if not far <= TOLERANCE["f32"]:
             raise ValueError(
-                f"experts in pools (moe.in_slots) and all experts with all tokens (moe.everywhere) differ by {far:.2g} "
-                "of the largest entry. Validation and sampling use either, by the mesh: let both compute the same."
+                f"a layer with experts in pools (moe.in_slots) and with all experts on all tokens (moe.everywhere) "
+                f"differs by {far:.2g} of the largest entry. Validation and sampling use either, by the mesh: let both "
+                "compute the same."
             )

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import re
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import experts_truth as truth
@@ -17,14 +18,14 @@ from recipes import ROOT, train_with
 from verifying import verify
 
 import train
-from shardlib import products, shardops
+from shardlib import products, shardops, shardtypes
 from shardlib.layers import LayerMetrics
 from shardlib.shardtypes import bool_, f32
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.examine import check_kernels
 from shardwright.inspect.soundness import find_unsound
-from shardwright.modeling.model import load_model
+from shardwright.modeling.model import Tokens, load_model
 from shardwright.models import family, moe
 from shardwright.run.step import trace_step
 from shardwright.tools.verify.meshes import abstract_mesh_of
@@ -508,22 +509,55 @@ def test_evaluation_computes_the_chosen_experts_alone(mesh, monkeypatch):
 
         found = logits()
         assert not used_all
-        assert c.model.without_drops(1, 8)[1] is None
+        assert c.model.without_drops(1, 8, None)[1] is None
         monkeypatch.setattr(moe.ModelConfig, "without_drops", lambda c, *_: (c, None))
         expected = logits()
     assert used_all
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("part", ["in_slots", "everywhere"])
+def few_slots(without_drops: Callable) -> Callable:
+    """The settings of pools that have slots for half of the choices."""
+
+    def changed(*args):
+        c, slots = without_drops(*args)
+        return c, slots and slots // 2
+
+    return changed
+
+
+WRONG_WAYS = {
+    "pools": (moe, "in_slots", lambda right: lambda *args: jax.tree.map(lambda x: 1.5 * x, right(*args))),
+    "all experts": (moe, "everywhere", lambda right: lambda *args: 1.5 * right(*args)),
+    "slots": (moe.ModelConfig, "without_drops", few_slots),
+}
+
+
+@pytest.mark.parametrize("way", WRONG_WAYS)
 @pytest.mark.parametrize("mesh", ["one device", pytest.param("p=2 e=2 d=2", marks=pytest.mark.long)])
-def test_the_two_ways_of_validation_are_compared(mesh, part, monkeypatch):
+def test_the_two_ways_of_validation_are_compared(mesh, way, monkeypatch):
     """By numbers at the start of a run, since the proof sees the one that is faster on this mesh."""
     c = tiny.config(truth.model(expert_bias=True, shared_experts=1, experts_per_token=2))
     with jax.set_mesh(tiny.mesh(mesh)):
         step = trace_step(c, load_model(c.model), jax.sharding.get_mesh())
         check_kernels([step], {})
-        right = getattr(moe, part)
-        monkeypatch.setattr(moe, part, lambda *args: jax.tree.map(lambda x: 1.5 * x, right(*args)))
-        with pytest.raises(ValueError, match=r"moe.in_slots.* and .*moe.everywhere.* differ by (0.33|0.5)"):
+        of, name, change = WRONG_WAYS[way]
+        monkeypatch.setattr(of, name, change(getattr(of, name)))
+        with pytest.raises(ValueError, match=r"moe.in_slots.* and .*moe.everywhere.* differs by 0.[1-9]"):
             check_kernels([step], {})
+
+
+def test_the_layer_that_chooses_a_way_of_validation_is_compared():
+    """An edit beside the choice, in what one of the two returns."""
+
+    class Edited(moe.Model):
+        @shardtypes.typed
+        def layer(self, x: train.act["B/b L/c/t M"], w: moe.Layer, tokens: Tokens, attend: Callable):
+            out, aux = super().layer(x, w, tokens, attend)
+            return (out if self.in_pools or tokens.training else x + 1.5 * (out - x)), aux
+
+    c = tiny.config(truth.model(experts_per_token=2))
+    with jax.set_mesh(tiny.mesh("one device")):
+        moe.Model(c.model).check_paths()
+        with pytest.raises(ValueError, match="differs by"):
+            Edited(c.model).check_paths()

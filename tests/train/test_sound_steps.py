@@ -206,6 +206,23 @@ def test_a_wrong_edit_is_refused_at_its_line(edit):
             assert is_refused(text), text
 
 
+QUERIES = {  # of the mesh on which the step runs, which a trace for one device gets too
+    "by name": "shardops.planned_devices('d')",
+    "by an alias": "vars(__import__('shardlib.values').values)['planned_devices']('d')",
+    "by a function of a library": "jax.tree.map(shardops.planned_devices, 'd')",
+}
+
+
+@pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
+def test_a_step_cannot_ask_for_the_mesh_on_which_it_runs(query):
+    old, new = '"B/b L/c -> +b +c", losses * mask)', f'"B/b L/c -> +b +c", losses * mask / {query})'
+    assert SOURCE.count(old) == 1
+    line = SOURCE[: SOURCE.index(old)].count("\n") + 1
+    refused = pytest.raises(ShardError, match=f":{line}: planned_devices is the same on all meshes")
+    with train_with({"train.py": SOURCE.replace(old, new)}) as module, refused:
+        find_unsound(step_of("the demo", module))
+
+
 BEFORE_THE_STEP = {  # what an evaluation does with its batch, and whether that is found
     "targets=jnp.roll(batch.targets & 7, 1, -1)": False,
     "targets=batch.targets // jax.typeof(batch.targets).sharding.shard_shape(batch.targets.shape)[1]": True,
