@@ -189,11 +189,15 @@ class InStages:
         return shardops.psum("+p ->", self._run(loss, w, batch, training=False)[0])
 
     def _run(self, loss: object, w: object, batch: object, training: bool) -> tuple[Any, Any, Any]:
-        placement, table = placement_of(self.c, self.model), None
-        if self.c.pipeline.schedule != IN_ORDER:
-            orders = _orders(self.c, placement)
-            table = tick_table(orders if training else forwards(orders))
-        return pipeline.run(Parts(loss), placement, table, w, batch, training)
+        placement = placement_of(self.c, self.model)
+        # All that differs between the schedule and IN_ORDER, which is proved, is the table.
+        return pipeline.run(Parts(loss), placement, self._table(placement, training), w, batch, training)
+
+    def _table(self, placement: LayerPlacement, training: bool) -> TickTable | None:
+        if self.c.pipeline.schedule == IN_ORDER:
+            return None
+        orders = _orders(self.c, placement)
+        return tick_table(orders if training else forwards(orders))
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
