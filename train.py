@@ -37,6 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops, shardtypes
 from shardlib.layers import LayerAux, LayerMetrics, run_layers
+from shardlib.marks import like_weights
 from shardlib.shardtypes import Array, Of, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect import examine
@@ -385,7 +386,7 @@ def loss_and_gradients(
     forward = dataclasses.replace(forward, targets=targets / c.training.microbatches)
     loss = MicrobatchLoss(forward, rates.loss_of(c.optimizer, LOSSES), targets, reference)
     total, g, layers = executor.gradients(loss, prepared, (batch, seeds))
-    (g,) = vjp(jax.tree.map(lambda g, x: g.astype(x.dtype), g, prepared))
+    (g,) = vjp(like_weights(g, prepared))
     return total, g, layers
 
 

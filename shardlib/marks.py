@@ -35,6 +35,19 @@ def layer_numbers(count: int) -> jax.Array:
     return checkpoint_name(jnp.arange(count), LAYER_NUMBERS)
 
 
+GRADIENT_SUMS = "gradients of all microbatches"
+"""Name of the sums of gradients that are cast to the dtypes of their weights."""
+
+
+def like_weights(g: Any, w: Any) -> Any:
+    """Sums of gradients in the dtypes of `w`, the weights as they are gathered, as jax.vjp takes them.
+
+    They are the only values that may be cast to another dtype in a step that gathers its weights ahead than in one that
+    does not, whose gathered weights have no gradients of their own.
+    """
+    return jax.tree.map(lambda g, x: checkpoint_name(g, GRADIENT_SUMS).astype(x.dtype), g, w)
+
+
 class Mark(NamedTuple):
     """What the name of a marked value encodes.
 

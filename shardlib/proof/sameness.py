@@ -16,7 +16,7 @@ import numpy as np
 
 from shardlib import equations
 from shardlib.equations import Eqn, body_of, is_variable
-from shardlib.marks import LAYER_NUMBERS
+from shardlib.marks import GRADIENT_SUMS, LAYER_NUMBERS
 from shardlib.proof.equation import Equation, is_integer
 
 CASTS = equations.kinds("unreduced") | equations.words("copy dynamic_slice slice convert_element_type")
@@ -83,8 +83,8 @@ class _Numbers:
         self.made: dict[int, Equation] = {}
         self._rounding = rounding
         self.rounded: dict[tuple[int, str], Equation] = {}  # what is cast to fewer bits: the whole array, and the dtype
+        self._sums: set[int] = set()  # of gradients, which take the dtype that their weight has in the step
         self._whole: dict[int, int] = {}  # for a part of an array, or a stack of them: what is cast with it
-        self._dtypes: dict[int, frozenset] = {}  # of a whole array and all that it is computed from; not of constants
         self._table, self._roots = table, {}  # for a reshape: the array and its shape
         self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}  # for a transpose: the array and its order
         self._even: dict[int, int] = {}  # for a value with equal entries: the entry
@@ -114,8 +114,6 @@ class _Numbers:
         jaxpr, consts = body_of(program)
         if ins is None:
             ins = [self._number("argument", i) for i in range(len(jaxpr.invars))]
-            for number, var in zip(ins, jaxpr.invars, strict=True):
-                self._note(number, _floats(var))
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(self._array, consts), *ins], strict=True))
         read = lambda var: env[var] if is_variable(var) else self._array(np.asarray(var.val, var.aval.dtype))
         needed, live = set(filter(is_variable, jaxpr.outvars)), []
@@ -124,11 +122,7 @@ class _Numbers:
                 live.append(eqn)
                 needed |= set(filter(is_variable, _operands(eqn)))
         for eqn in reversed(live):
-            operands = list(map(read, _operands(eqn)))
-            found = self._of_equation(Equation(eqn, caller=caller), operands)
-            if known := [dtypes for x in operands if (dtypes := self._of_whole(x))]:
-                for var, number in zip(eqn.outvars, found, strict=True):
-                    self._note(number, _floats(var).union(*known))
+            found = self._of_equation(Equation(eqn, caller=caller), list(map(read, _operands(eqn))))
             env.update(zip(eqn.outvars, found, strict=True))
         return list(map(read, jaxpr.outvars))
 
@@ -227,7 +221,6 @@ class _Numbers:
         carry = [self._number("carry", self._depth, i) for i in range(carried)]
         entries = [self._number("entry", self._depth, root, at - start) for root, at, *_ in rows]
         self._whole |= {entry: root for entry, (root, *_) in zip(entries, rows, strict=True)}
-        self._dtypes |= {number: self._of_whole(init) for number, init in zip(carry, inits, strict=True)}
         outs = self._of_body(eq.params["jaxpr"], eq, [*consts, *carry, *entries])
         self._depth -= 1
         step = is_back, *outs[:carried]
@@ -286,29 +279,20 @@ class _Numbers:
         self.made.setdefault(number, eq)
         return number
 
-    def _root(self, number: int) -> int:
-        while number in self._whole:
-            number = self._whole[number]
-        return number
-
-    def _of_whole(self, number: int) -> frozenset:
-        return self._dtypes.get(self._root(number), frozenset())
-
-    def _note(self, number: int, dtypes: frozenset) -> None:
-        root = self._root(number)
-        self._dtypes[root] = self._dtypes.get(root, frozenset()) | dtypes
-
     def _round(self, eq: Equation, x: int) -> None:
-        """Notes a cast to a dtype that neither the number nor what it is computed from had."""
+        """Notes a cast to fewer bits."""
         old, new = (jnp.finfo(var.aval.dtype) for var in (eq.eqn.invars[0], eq.eqn.outvars[0]))
-        known = self._of_whole(x)
-        if known and new.dtype not in known and (new.nmant < old.nmant or new.nexp < old.nexp):
-            self.rounded.setdefault((self._root(x), str(new.dtype)), eq)
+        while x in self._whole:
+            x = self._whole[x]
+        if x not in self._sums and (new.nmant < old.nmant or new.nexp < old.nexp):
+            self.rounded.setdefault((x, str(new.dtype)), eq)
 
     def _unchanged(self, eq: Equation, ins: list[int]) -> list[int] | None:
         """The numbers of operands that an equation returns unchanged; None if it computes."""
         if eq.name == "axis_index":
             return [self._array(np.int32(0))]
+        if eq.params.get("name") == GRADIENT_SUMS:
+            self._sums.add(ins[0])
         outs = eq.eqn.outvars
         if (
             eq.name in UNCHANGED
@@ -318,7 +302,8 @@ class _Numbers:
             return ins[: len(outs)]
         if eq.name == "transpose":
             return [self._transposed(eq, ins[0], tuple(eq.params["permutation"]))]
-        if self._rounding and eq.name == "convert_element_type" and _floats(eq.eqn.invars[0]) and _floats(outs[0]):
+        is_cast = self._rounding and eq.name == "convert_element_type"
+        if is_cast and all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in (eq.eqn.invars[0], outs[0])):
             self._round(eq, ins[0])
             return ins[:1]
         if eq.name == "pad" and not any(map(any, eq.params["padding_config"])):
@@ -341,12 +326,6 @@ def _reshapes(eq: Equation) -> bool:
     if eq.name in ("reshape", "squeeze"):
         return eq.params.get("dimensions") is None or eq.name == "squeeze"
     return eq.name == "broadcast_in_dim" and eq.shape() != () and math.prod(eq.shape()) == math.prod(eq.result_shape)
-
-
-def _floats(var: Any) -> frozenset:
-    """The dtype of a variable, if it is one of floats."""
-    dtype = getattr(var.aval, "dtype", None)
-    return frozenset([dtype] if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else [])
 
 
 def _types(variables: Any) -> list:
