@@ -36,22 +36,21 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops, shardtypes
-from shardlib.layers import LayerAux, LayerMetrics, run_layers
+from shardlib.layers import LayerAux, LayerMetrics
 from shardlib.marks import like_weights
 from shardlib.shardtypes import Array, Of, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect import examine
 from shardwright.jax_extra import explicit_activation_checkpointing, save_for_backward
-from shardwright.modeling import context, fp8, masks, rope
+from shardwright.modeling import masks, rope
+from shardwright.modeling.attention import Attention
+from shardwright.modeling.forward import Forward
 from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
 from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import (
-    at_rest,
     embedding,
     gain,
-    gather_ahead,
-    gathers_ahead,
     matrix,
     outside_of_layers,
     table_of,
@@ -61,7 +60,7 @@ from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
 from shardwright.run import launch, reference, stages
-from shardwright.run.config import Config, TrainingConfig
+from shardwright.run.config import Config
 from shardwright.run.run import Run
 from shardwright.sampling.samples import TrainingTexts
 
@@ -125,9 +124,11 @@ class Llama:
         return shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
 
     @typed
-    def layer(self, x: act["B/b L/c/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+    def layer(
+        self, x: act["B/b L/c/t M"], w: TransformerLayer, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
         """One transformer layer."""
-        x = self.with_attention(x, w, tokens, attend)
+        x = self.with_attention(x, w, tokens, attention)
         mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
         nx = rms_norm(x, mlp_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
@@ -142,7 +143,7 @@ class Llama:
         return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed
-    def with_attention(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+    def with_attention(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """The first half of a layer: the residual stream after attention."""
         angles = tokens.shared
         attention_norm = shardops.all_gather("M/t/w -> M", w.attention_norm)
@@ -156,7 +157,7 @@ class Llama:
         v = save_for_backward(shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w_v))
         q = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t Q D", q, w.q_norm), angles))
         k = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t D", k, w.k_norm), angles))
-        attended = save_for_backward(attend(q, k, v, self.mask))
+        attended = save_for_backward(attention(q, k, v, self.mask))
         w_o = shardops.all_gather("K/t Q D M/w -> K/t Q D M", w.w_o)
         out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
         return save_for_backward(x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out))
@@ -198,7 +199,7 @@ def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 @typed
-def attention(
+def softmax_attention(
     q: act["B/b L K/t Q D"], k: act["B/b S K/t D"], v: act["B/b S K/t D"], mask: masks.Mask
 ) -> act["B/b L K/t Q D"]:
     """Softmax attention in f32, with heads sharded over t. `mask` makes attention weights of the products q·k."""
@@ -208,86 +209,8 @@ def attention(
     return shardops.einsum_unreduced("B/b K/t Q L S, B/b S K/t D -> B/b L K/t Q D", weights, v)
 
 
-# ---- forward pass of any model ----------------------------------------------------------------------------------
-
 W = TypeVar("W", bound=Any)  # class of a model's weights, such as Transformer
 Batch = Array["m", TokenBatch]  # the batch of a step
-
-
-@dataclasses.dataclass(frozen=True)
-class Forward:
-    """Forward pass of a model, the same in training, evaluation and sampling: embed, layers, head.
-
-    `training` has the settings that matter here, such as attention, save and unroll; `in_training` says whether this is
-    a training step; `targets` is that of Tokens, for the losses of layers.
-    """
-
-    model: LanguageModel
-    training: TrainingConfig
-    in_training: bool = False
-    targets: Any = None
-
-    def __call__(
-        self, w: W, microbatches: Callable | tuple, head: Callable, attend: Callable | None = None, caches: Any = None
-    ) -> tuple[Any, Any, LayerAux]:
-        """Result of head(w, *xs) on the outputs of the last layer, the caches of the layers, and their LayerAux.
-
-        `microbatches` are the Tokens of each, or a function that makes them. `attend` maps (cache, q, k, v, mask,
-        *learned, sinks, drop) to attention and the new cache; None: no caches.
-        """
-        tokens = microbatches() if callable(microbatches) else microbatches
-        w = gather_ahead(w, outside_of_layers(self.model.table)) if len(tokens) > 1 else w  # once for all
-        xs = tuple(self.model.embed(w, each) for each in tokens)
-        xs, caches, aux = self.layers(w.layers, xs, tokens, None, attend, caches)
-        return head(w, *xs), caches, aux
-
-    def layers(
-        self, w: Any, xs: tuple, tokens: tuple, layer_ids: Any = None, attend: Any = None, caches: Any = None
-    ) -> tuple[tuple, Any, LayerAux]:
-        """Residual streams `xs` of microbatches after the layers, the caches of the layers, and their LayerAux.
-
-        Each layer gathers its weights once for all, and collectives of one can run beside products of another. With
-        caches it is one microbatch. `layer_ids` are those of the layers of a pipeline stage; None: all layers.
-        """
-        t, parts = self.training, [(part.prepared(self.model), attend or self.attend(part)) for part in tokens]
-
-        def layer(w, xs, index, index_in_period, attend):
-            w = gather_ahead(w) if len(xs) > 1 else w  # once for all
-            one = lambda x, part, own: self.model.layer(
-                x, w, part.in_layer(index, index_in_period), functools.partial(attend, own)
-            )
-            with shardops.products(fp8.product if t.fp8 else None):
-                return LayerAux.joined([one(x, *part) for x, part in zip(xs, parts, strict=True)])
-
-        checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
-        options = {"checkpoint": checkpoint, "unroll": t.unroll, "period": getattr(self.model, "period", 1)}
-        with_cache = lambda cache, own, *args, **given: own(cache, *args, **given)
-        return run_layers(layer, w, xs, layer_ids, with_cache, caches, **options)
-
-    def attend(self, tokens: Tokens) -> Callable:
-        """Attention within `tokens`, by the path of training.attention and the way of training.context."""
-        return context.attend_by(attention, self.training, tokens)
-
-    def tokens(self, batch: TokenBatch, seeds: jax.Array | None = None) -> Tokens:
-        """Tokens that the model reads to predict the batch. `seeds` is a random number for each sequence, or None."""
-        mask, bos_id = self.training.document_mask, self.model.c.bos_id
-        tokens = Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
-        counts = None if self.targets is None else shardops.shard("B/b L -> B/b L/c", batch.loss_mask)
-        return dataclasses.replace(tokens, training=self.in_training, counts=counts, targets=self.targets)
-
-    @property
-    def gathers_ahead(self) -> bool:
-        """True if weights are gathered once per step, by training.gather_weights; False: where a layer says so.
-
-        `auto` does so where nothing has to be gathered, which saves casting each weight again in the backward pass.
-        """
-        return gathers_ahead(self.training.gather_weights)
-
-    def prepare(self, w: W, once: bool = True) -> W:
-        """The weights that embed, layers and logits gather. Gradients are reduced over r here if `once`, else there."""
-        if self.gathers_ahead:
-            return gather_ahead(at_rest(w, self.training.reduce_dtype))
-        return at_rest(shardops.replicate("... -> ... *r", w) if once else w, self.training.reduce_dtype)
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------
@@ -356,7 +279,7 @@ class MicrobatchLoss:
 
     def __call__(self, w: W, *microbatches: Any) -> tuple[Any, LayerAux]:
         """The sum of the losses, and the means of the layers' LayerAux."""
-        tokens = lambda: tuple(self.forward.tokens(*each) for each in microbatches)
+        tokens = tuple(self.forward.tokens(*each) for each in microbatches)
         losses = lambda w, *xs: [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
         found, _, aux = self.forward(w, tokens, losses)
         return sum(found[1:], found[0]), aux
@@ -481,8 +404,8 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 
 def make_training_step(c: Config, model: LanguageModel):
     """The jitted training step, which donates the state: (state, batch, step, w_reference) -> (state, metrics)."""
-    forward = Forward(model, c.training, in_training=True)
-    of_reference = Forward(reference.model_of(c) or model, c.training)
+    forward = Forward(model, c.training, softmax_attention, in_training=True)
+    of_reference = Forward(reference.model_of(c) or model, c.training, softmax_attention)
     Trained, Reference = State[model.Weights], shardtypes.Separate[of_reference.model.Weights]
     updates = rates.updates_of(c.optimizer, model, OPTIMIZERS)
 
@@ -509,7 +432,7 @@ def make_training_step(c: Config, model: LanguageModel):
 
 def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any] | None = None):
     """The jitted evaluation step: (weights, batch) -> (sum of losses in nats, number of targets)."""
-    forward, Weights = Forward(model, c.training), model.Weights
+    forward, Weights = Forward(model, c.training, softmax_attention), model.Weights
 
     @typed_shard_map
     def per_device(w: Of[Weights], batch: Batch) -> tuple[f32[""], f32[""]]:

@@ -92,7 +92,6 @@ def run_layers(
     w: object,
     x: object,
     layer_ids: jax.Array | None,
-    attend: Callable[..., Any],
     caches: object = None,
     *,
     period: int = 1,
@@ -102,13 +101,11 @@ def run_layers(
     """Runs a stack of layers. Returns the new `x`, the layers' new caches and stacked LayerAux. Per-device code.
 
     Args:
-        layer: (weights, x, index, index_in_period, attend) -> x, or a tuple of x and a LayerAux. x must keep its type.
-            `index_in_period` is an int that counts from 0. `attend` is described below.
+        layer: (weights, x, index, index_in_period, cache) -> (result, cache of the layer). The result is x, or a tuple
+            of x and a LayerAux. x must keep its type. `index_in_period` is an int that counts from 0.
         w: weights of the layers; each array has a leading dim of rows.
         x: the residual stream: an array, or a pytree of arrays.
         layer_ids: index in the model of the layer in each row. None: the rows are all layers in order.
-        attend: (cache, q, k, v, …) -> the output of attention, and the new cache of the layer. A layer calls it without
-            the cache; if there are caches, exactly once.
         caches: caches of the layers; each array has a leading dim of rows. Or None.
         period: number of layers after which the model's layer pattern repeats. It must divide the number of rows.
         checkpoint: (fn, prevent_cse) -> a version of `fn` that saves less for the backward pass, such as
@@ -116,7 +113,7 @@ def run_layers(
         unroll: number of layers in one iteration of the loop, at least 1; None: all layers.
 
     Raises:
-        ShardError: a layer does not return x and LayerAux as described, or does not call `attend` once.
+        ShardError: a layer does not return x and LayerAux as described.
     """
     if layer_ids is None:
         if PIPELINE_AXIS in stage_axes():
@@ -133,20 +130,12 @@ def run_layers(
 
     def run(place, x, of_layer):
         weights, number, cache = of_layer
-
-        given, calls = cache, 0
-
-        def attend_in_layer(*args, **options):
-            nonlocal cache, calls
-            calls += 1
-            read, cache = attend(given, *args, **options)
-            return read
-
-        y, aux = split_aux(layer(weights, x, number, place, attend_in_layer))
+        result, new_cache = layer(weights, x, number, place, cache)
+        y, aux = split_aux(result)
         try:
             aux.check()
         except ShardError as error:
-            again = lambda: split_aux(layer(weights, x, number, place, attend_in_layer))[1].check()
+            again = lambda: split_aux(layer(weights, x, number, place, cache)[0])[1].check()
             jax_errors.add_origin(error, again)
             raise
         if problem := _changed(x, y):
@@ -156,12 +145,7 @@ def run_layers(
                 "further axes first (psum, all_gather)",
                 place=place_of(layer),
             )
-        if jax.tree.leaves(cache) and calls != 1:
-            raise ShardError(
-                f"a layer calls attend {calls} times, and its cache holds the keys and values of one call",
-                "call attend once in each layer to sample with a cache",
-            )
-        return y, (cache, aux)
+        return y, (new_cache, aux)
 
     layer_at = [functools.partial(run, place) for place in range(period)]
     if checkpoint is not None:

@@ -1,6 +1,7 @@
 """The recipes of docs/recipes, each applied to a copy of train.py."""
 
 import contextlib
+import importlib
 import linecache
 import re
 import sys
@@ -56,11 +57,36 @@ def module_of(source: str, name: str = "changed_train"):
 
 
 @contextlib.contextmanager
+def edited_module(file: str, source: str):
+    """The module of a file of the library with another text, also for what the other modules imported from it."""
+    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+    before, name = dict(vars(module)), f"<changed_{Path(file).stem} {hash(source)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), vars(module))
+    after = dict(vars(module))
+    new = {id(old): after[key] for key, old in before.items() if callable(old) and after[key] is not old}
+    others = [other for key, other in sys.modules.items() if key.startswith(("shardwright.", "train"))]
+    imported = [(vars(other), key, old) for other in others for key, old in vars(other).items() if id(old) in new]
+    for names, key, old in imported:
+        names[key] = new[id(old)]
+    try:
+        yield
+    finally:
+        for names, key, old in imported:
+            names[key] = old
+        vars(module).update(before)
+        del linecache.cache[name]
+
+
+@contextlib.contextmanager
 def train_with(files: dict[str, str], name: str = "changed_train"):
     """The module of train.py with other texts of itself and of modules that it imports, by their paths."""
     source = files.get("train.py", SOURCE)
     with contextlib.ExitStack() as stack:
         for file in files.keys() - {"train.py"}:
+            if not file.startswith("shardwright/models/"):
+                stack.enter_context(edited_module(file, files[file]))
+                continue
             path, other = file.removesuffix(".py").replace("/", "."), f"changed_{Path(file).stem}"
             package, _, module = path.rpartition(".")
             stack.enter_context(module_of(files[file], other))

@@ -40,10 +40,10 @@ class Ruled(train.Llama):
 
     rules: tuple = ()
 
-    def layer(self, x, w, tokens, attend):
+    def layer(self, x, w, tokens, attention):
         if not self.rules:
-            return super().layer(x, w, tokens, attend)
-        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.index_in_period])
+            return super().layer(x, w, tokens, attention)
+        of_turn = lambda q, k, v, _: attention(q, k, v, self.rules[tokens.index_in_period])
         return super().layer(x, w, tokens, of_turn)
 
 
@@ -52,11 +52,11 @@ class NoPositions(train.Llama):
 
     period = 2
 
-    def layer(self, x, w, tokens, attend):
+    def layer(self, x, w, tokens, attention):
         if tokens.index_in_period == 1:
             cos, sin = tokens.shared
             tokens = dataclasses.replace(tokens, shared=(jnp.ones_like(cos), jnp.zeros_like(sin)))
-        return super().layer(x, w, tokens, attend)
+        return super().layer(x, w, tokens, attention)
 
 
 @pytree_dataclass
@@ -77,10 +77,10 @@ class Sinks(train.Llama):
     def __init__(self, c: ModelConfig):
         super().__init__(c, sinks={"std": 1.0})
 
-    def layer(self, x, w, tokens, attend):
+    def layer(self, x, w, tokens, attention):
         def with_sinks(q: train.act["B/b L/c K/t Q D"], k, v, rule):
             sinks = shardops.all_gather("K/t/w Q -> K/t Q *w", w.sinks)
-            return attend(q, k, v, rule, sinks=repeated(q, sinks))
+            return attention(q, k, v, rule, sinks=repeated(q, sinks))
 
         return super().layer(x, w, tokens, with_sinks)
 

@@ -60,7 +60,12 @@ def updates(c: OptimizerConfig, table) -> Any:
 
 def forward(c: Config) -> train.Forward:
     """The forward pass of a run of `c`."""
-    return train.Forward(load_model(c.model), c.training)
+    return forward_of(load_model(c.model), c.training)
+
+
+def forward_of(model, training: TrainingConfig, in_training: bool = False) -> train.Forward:
+    """The forward pass of a model."""
+    return train.Forward(model, training, train.softmax_attention, in_training)
 
 
 def step(c: Config) -> Step:

@@ -16,5 +16,5 @@ def shifted(x: jax.Array) -> jax.Array:
 
 
 class TokenShift(train.Llama):
-    def layer(self, x, w, tokens, attend):
-        return super().layer((x + 0.5 * shifted(x)).astype(x.dtype), w, tokens, attend)
+    def layer(self, x, w, tokens, attention):
+        return super().layer((x + 0.5 * shifted(x)).astype(x.dtype), w, tokens, attention)

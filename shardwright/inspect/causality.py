@@ -48,7 +48,7 @@ REMEDIES = {
     ": reduce_": f"take sums up to each position, jnp.cumsum(x, axis=1), or mask later positions out. {PURPOSE}",
     ": (slice|concatenate|pad|conv_general_dilated|dynamic_slice): ": "shift to the right, jnp.pad(x[:, :-n], "
     f"((0, 0), (n, 0), (0, 0))), so that a position reads those before it. {PURPOSE}",
-    "": "let a position learn only from those before it in its document: through attend, by masks.causal and "
+    "": "let a position learn only from those before it in its document: through attention, by masks.causal and "
     f"masks.same_document, or masked by tokens.document. {PURPOSE}",
 }
 """The remedy, by a pattern that the message matches."""

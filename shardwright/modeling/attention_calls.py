@@ -1,6 +1,6 @@
 """Finds the calls of attention in a model's layers, by tracing them, and checks them before the first step.
 
-einsum is train.attention. Any other implementation that `training.attention` names, and `ulysses`, is compared with
+einsum is softmax_attention. Any other implementation that `training.attention` names, and `ulysses`, is compared with
 einsum over gathered keys: results and gradients, on random tokens in several documents.
 """
 
@@ -21,7 +21,9 @@ from shardlib.shardtypes import Of, f32, typed_shard_map, u32
 from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
 from shardwright.data.loader import TokenBatch, batch_shapes
 from shardwright.modeling import context
-from shardwright.modeling.attention import KERNELS, choose
+from shardwright.modeling.attention import Attention
+from shardwright.modeling.attention_paths import KERNELS, choose
+from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Positions, same_document
 from shardwright.modeling.model import Tokens, act, compute_scope, inputs_of, period_of
 from shardwright.modeling.splash import LANES
@@ -29,7 +31,6 @@ from shardwright.modeling.weights import shapes_of
 
 if TYPE_CHECKING:
     from shardwright.run.config import Config
-    from train import Forward
 
 TOLERANCE = {"bf16": 2**-4, "f32": 2**-12}
 """Largest difference of two implementations, over the largest entry: 4x what rounding causes on random tokens."""
@@ -40,7 +41,7 @@ LEAST_BLOCKS, DOCUMENTS = 4, 5
 
 
 class Call(NamedTuple):
-    """One call of `attend` in a layer, on each device."""
+    """One call of attention in a layer, on each device."""
 
     place: int
     """Index of the layer in its period."""
@@ -52,11 +53,11 @@ class Call(NamedTuple):
     dropout: bool
 
 
-def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
-    """The calls of `attend` in the layers of one period, on the current mesh.
+def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
+    """The calls of attention in the layers of one period, on the current mesh.
 
     Args:
-        forward: train.Forward of the model.
+        forward: of the model.
         length: positions of a sequence.
         sequences: sequences of a microbatch, over all devices; each device has at least one.
     """
@@ -78,8 +79,8 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
         x = varying(model.embed(w, tokens), stage_axes())
         for place in range(period_of(model)):
             w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)
-            tokens, attend = tokens.in_layer(jnp.int32(place), place), functools.partial(note, place)
-            x, _ = split_aux(model.layer(x, w_layer, tokens, attend))
+            of_layer = tokens.in_layer(jnp.int32(place), place)
+            x, _ = split_aux(model.layer(x, w_layer, of_layer, functools.partial(note, place)))
 
     # One period of layers in each stage; the number of layers does not matter.
     w, count = shapes_of(model.table), period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
@@ -120,12 +121,12 @@ def check_deterministic(c: "Config", described: list[str]) -> None:
         )
 
 
-def mask_of(forward: "Forward", call: Call) -> AttentionMask:
+def mask_of(forward: Forward, call: Call) -> AttentionMask:
     """The mask of a call as it runs: without training.document_mask, each sequence is one document."""
     return call.pattern if forward.training.document_mask else call.pattern.without(same_document)
 
 
-def path_of(forward: "Forward", call: Call) -> str:
+def path_of(forward: Forward, call: Call) -> str:
     """Implementation of a call: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
     setting, how = forward.training.attention, context.way_of(forward.training)
     context.strategy(forward.training, call.q, call.learned, call.dropout)
@@ -135,7 +136,7 @@ def path_of(forward: "Forward", call: Call) -> str:
     return choose(setting, mask_of(forward, call), q, call.dropout, call.sinks is not None, keys)
 
 
-def with_path(forward: "Forward", path: str, how: str, block: int | None = None) -> Any:
+def with_path(forward: Forward, path: str, how: str, block: int | None = None) -> Any:
     """The same forward pass with other settings `training.attention`, `context` and `attention_block`."""
     path = "blockwise" if path == "ring" else path  # a ring computes in its blocks
     settings = {"attention": path, "context": how, "attention_block": block}
@@ -143,10 +144,10 @@ def with_path(forward: "Forward", path: str, how: str, block: int | None = None)
 
 
 def check_paths(step: Any, options: dict[str, Any] | None = None) -> None:
-    """Compares each implementation that the layers use with train.attention over gathered keys: results and gradients.
+    """Compares each implementation that the layers use with softmax_attention over gathered keys.
 
-    The proof follows train.attention. For `ulysses` it follows einsum too, except for how heads are divided, which is
-    the same on its one device.
+    It compares results and gradients. The proof follows softmax_attention. For `ulysses` it follows einsum too, except
+    for how heads are divided, which is the same on its one device.
 
     Each device of the current mesh compares one sequence of DOCUMENTS documents, with its own number of heads. PAIRS
     limits the length of the sequence, which has at least LEAST_BLOCKS blocks. The comparison is in f32, where rounding
@@ -173,12 +174,12 @@ def check_paths(step: Any, options: dict[str, Any] | None = None) -> None:
         dtype = forward.training.compute_dtype if path in KERNELS else "f32"
         exactly = jax.default_matmul_precision("highest")  # some devices round f32 operands otherwise
         with compute_scope(dtype), exactly:
-            compare = functools.partial(_difference, own.attend, reference.attend, call, compared)
+            compare = functools.partial(_difference, own.attention, reference.attention, call, compared)
             far = float(jax.jit(compare, compiler_options=options)())
         if not far <= TOLERANCE[dtype]:
             name = f"{how}, {path}" if how == "ulysses" else path
             raise ValueError(
-                f"{call.pattern.made}: attention by {name} is not what train.attention (einsum) computes for the "
+                f"{call.pattern.made}: attention by {name} is not what softmax_attention (einsum) computes for the "
                 f"attention mask `{call.pattern}`: over {compared} positions, the result or a gradient differs by "
                 f"{far:.2g} of its largest entry, more than {TOLERANCE[dtype]:.2g}. Let the model's AttentionMask "
                 "depend on positions of queries and keys, not on the sizes of its arguments, which are blocks; let "
@@ -231,7 +232,7 @@ def _operands(call: Call, length: int) -> tuple[Any, ...]:
     return structure.unflatten([value.astype(dtype(x)) for value, x in zip(drawn, leaves, strict=True)])
 
 
-def _difference(attend_of: Callable[..., Any], reference_of: Callable[..., Any], call: Call, length: int) -> jax.Array:
+def _difference(attention_of: Callable, reference_of: Callable, call: Call, length: int) -> jax.Array:
     """Largest difference of two ways to attend, over the result and all gradients, each over its largest entry."""
     axes = tuple(mesh_axes())
     # One long document, for pairs that are far apart, and shorter ones that begin inside blocks.
@@ -244,13 +245,15 @@ def _difference(attend_of: Callable[..., Any], reference_of: Callable[..., Any],
         tokens = varying(tokens, {*axes} - {"t"})  # whose devices have the same tokens
         *given, g = varying(_operands(call, length // shardops.axis_size("c")), axes)
 
-        def run(attend: Callable[..., Any]) -> list[jax.Array]:
-            of = lambda q, k, v, learned, sinks: attend(None, q, k, v, call.pattern, *learned, sinks=sinks)[0]
+        def run(attention: Attention) -> list[jax.Array]:
+            def of(q, k, v, learned, sinks):
+                return attention(q, k, v, call.pattern, *learned, sinks=sinks)
+
             out, vjp = jax.vjp(of, *given)
             return [jnp.float32(x) for x in jax.tree.leaves((out, vjp(g)))]
 
         with pipeline_stage():
-            pairs = zip(run(attend_of(tokens)), run(reference_of(tokens)), strict=True)
+            pairs = zip(run(attention_of(tokens)), run(reference_of(tokens)), strict=True)
         far = [largest(a - b) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30) for a, b in pairs]
         return jax.lax.pmax(jnp.max(jnp.stack(far)), axes)
 

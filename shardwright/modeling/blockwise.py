@@ -62,7 +62,7 @@ def blockwise(
     mask: Mask,
     block: int | None = None,
 ) -> act["B/b L K/t Q D"]:
-    """train.attention in blocks of at most `block` positions (None: by platform), without dropout.
+    """softmax_attention in blocks of at most `block` positions (None: by platform), without dropout.
 
     Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first to the last block of
     keys that any of them attends to, in any sequence.

@@ -25,33 +25,14 @@ from jax import lax
 from shardlib import shardops
 from shardlib.shardtypes import typed
 from shardlib.values import apart, is_opaque, mesh_axes, planned, planned_devices, unwrap, varying
-from shardwright.modeling.attention import choose, run
+from shardwright.modeling.attention_paths import choose
 from shardwright.modeling.blockwise import in_blocks, in_one_state
-from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions, same_document
-from shardwright.modeling.model import Tokens, act
+from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions
+from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import noted, planned_kernel
 
 if TYPE_CHECKING:
     from shardwright.run.config import TrainingConfig
-
-
-def attend_by(einsum: Callable[..., Any], training: "TrainingConfig", tokens: Tokens) -> Callable:
-    """Builds attend(cache, q, k, v, pattern, *learned, sinks, drop) for `tokens`, from the settings `training`.
-
-    It leaves caches unchanged. `einsum` is train.attention.
-    """
-
-    def local_attention(q, k, v, mask):
-        sinks, drop = mask.sinks is not None, mask.drop is not None
-        path = choose(training.attention, mask.pattern, q, drop, sinks, k.shape[1])
-        return einsum(q, k, v, mask) if path == "einsum" else run(path, q, k, v, mask, training.attention_block)
-
-    def attend(cache, q, k, v, pattern, *learned, sinks=None, drop=None):
-        pattern = pattern if training.document_mask else pattern.without(same_document)  # each sequence is one document
-        found, positions = strategy(training, q, learned, bool(drop)), tokens.mask_positions
-        return found(local_attention, q, k, v, Mask(pattern, positions, positions, learned, sinks, drop)), cache
-
-    return attend
 
 
 def whole(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:

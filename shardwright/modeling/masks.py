@@ -4,8 +4,8 @@
     capped = AttentionMask(score_mod=SoftCap(50))
     alibi = AttentionMask(score_mod=lambda scores, q, k, heads: scores - 2.0 ** -(heads + 1) * (q.index - k.index))
 
-A layer passes its mask to `attend(q, k, v, mask)`. The functions of a mask take the Positions of queries and of keys,
-arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, query heads of each, queries, keys.
+A layer passes its mask to `attention(q, k, v, mask)`. The functions of a mask take the Positions of queries and of
+keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, query heads of each, queries, keys.
 """
 
 import dataclasses
@@ -98,8 +98,8 @@ class AttentionMask:
     """Conditions (q, k) -> bool: a query attends to the keys that meet all of them. A single function f means (f,)."""
     score_mod: Callable[..., jax.Array] | None = None
     """Function (scores, q, k, heads, *learned) -> scores, applied elementwise to the scaled products. `heads` are the
-    indices of the query heads in the model, i32[K, Q, 1, 1]. `learned` are weights that the layer passes to `attend`,
-    each [B, …]. None: scores stay as they are."""
+    indices of the query heads in the model, i32[K, Q, 1, 1]. `learned` are weights that the layer passes to
+    `attention`, each [B, …]. None: scores stay as they are."""
     scale: float | None = None
     """Factor on the products of queries and keys. None: 1/√(entries of a head)."""
     causal: bool = True
@@ -193,7 +193,7 @@ CAUSAL = AttentionMask()
 
 @pytree_dataclass
 class Mask:
-    """An AttentionMask for given queries and keys, with everything else that a call of `attend` passes."""
+    """An AttentionMask for given queries and keys, with everything else that a call of `attention` passes."""
 
     pattern: AttentionMask = dataclasses.field(metadata={"static": True})
     queries: Positions

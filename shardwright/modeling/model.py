@@ -149,7 +149,7 @@ class LanguageModel(Protocol):
     def embed(self, w: object, tokens: Tokens) -> Any:
         """Residual stream before the first layer: act['B/b L/c/t M'], or a dataclass of typed arrays of floats."""
 
-    def layer(self, x: object, w: object, tokens: Tokens, attend: Callable[..., Any]) -> Any:
+    def layer(self, x: object, w: object, tokens: Tokens, attention: Callable[..., Any]) -> Any:
         """Residual stream after a layer, of the type of `x`; or a tuple of it and a LayerAux.
 
         Use `shardops.matmul` for matmuls with weights; training.fp8 computes these in FP8.
@@ -158,11 +158,8 @@ class LanguageModel(Protocol):
             x: residual stream before the layer.
             w: weights of the layer, gathered; shardops.matmul multiplies by them.
             tokens: the tokens, with their positions in documents.
-            attend: (queries, keys, values, mask, *learned, sinks=None, drop=None) -> output of attention. `mask` is an
-                AttentionMask (masks.py), `learned` the weights that it needs, if any. `sinks`, f32['B/b K/t Q *c'], are
-                scores of keys without values: copies on each device of c, like the weights of a mask. `drop` applies
-                dropout to attention weights. Everything that a position learns from others must pass through `attend`,
-                or the model cannot be sampled.
+            attention: a modeling.attention.Attention: call attention(q, k, v, mask). Everything that a position learns
+                from others must pass through it, or the model cannot be sampled.
         """
 
     def logits(self, w: object, x: object) -> Any:

@@ -36,7 +36,7 @@ def splash(
     v: act["B/b L K/t D"],
     mask: Mask,
 ) -> act["B/b L K/t Q D"]:
-    """train.attention by splash attention, without dropout, sinks and learned scores. L is a multiple of LANES."""
+    """softmax_attention by splash attention, without dropout, sinks and learned scores. L is a multiple of LANES."""
     pattern = mask.pattern
     # In f32, because bf16 would round the scale itself.
     scaled = (jnp.float32(q) * pattern.scale_of(q.shape[-1])).astype(q.dtype)

@@ -8,7 +8,6 @@ and axes are those of train.py.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
 from shardwright.data.checks import above_0, at_least_1, check_choice, within
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import masks, rope, settings
+from shardwright.modeling.attention import Attention
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.weights import bias, gain
 from shardwright.trainer import train
@@ -202,14 +202,16 @@ class Model(train.Llama):
         return (unit + scaled if self.c.norm_offset else scaled).astype(x.dtype)
 
     @typed
-    def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+    def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """One transformer layer."""
-        x = self.with_attention(x, w, tokens, attend)
+        x = self.with_attention(x, w, tokens, attention)
         out = gated_mlp(self.normed(x, w.mlp_norm), w.w_gate, w.w_up, w.w_down, self.c.activation)
         return x + self.normed(out, w.mlp_out_norm)
 
     @typed
-    def with_attention(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+    def with_attention(
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
         """The first half of a layer: the residual stream after attention."""
         every, at, queries, keys = self.c.no_rope_every, "B/b L/c", "K/t Q D", "K/t D"
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.attention_norm))
@@ -236,7 +238,7 @@ class Model(train.Llama):
         if sinks is not None:  # each device of c uses a copy for its own queries
             sinks = shardops.all_gather("K/t Q/w -> K/t Q *w", sinks)
             sinks = shardops.broadcast("K/t Q *w -> B/b K/t Q *c", sinks)
-        attended = save_for_backward(attend(q, k, v, self.mask_at(tokens.index_in_period), sinks=sinks))
+        attended = save_for_backward(attention(q, k, v, self.mask_at(tokens.index_in_period), sinks=sinks))
         w_o = shardops.all_gather("K/t Q D M/w -> K/t Q D M", w.w_o)
         out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)

@@ -10,7 +10,7 @@ its math (Model), and the exchange with Hugging Face.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -23,6 +23,7 @@ from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
 from shardwright.data.checks import at_least_0, check_ranges, within
 from shardwright.huggingface import Names, check_fixed
 from shardwright.jax_extra import save_for_backward
+from shardwright.modeling.attention import Attention
 from shardwright.modeling.masks import CAUSAL
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.weights import bias, embedding, gain, matrix, table_of, unembedding
@@ -181,7 +182,7 @@ class Model:
         return dropout(x, self.c.dropout, keys_at(tokens.keys, 3, x.shape[1]))
 
     @typed
-    def layer(self, x: act["B/b L/c/t M"], w: GPT2Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+    def layer(self, x: act["B/b L/c/t M"], w: GPT2Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         gather, broadcast = shardops.all_gather, shardops.broadcast
         rate, epsilon, keys = self.c.dropout, self.c.norm_epsilon, tokens.keys
@@ -201,7 +202,7 @@ class Model:
         v: act["B/b L/c K/t D"] = heads(w.w_v, w.b_v)
         drop_weights = lambda weights: dropout(weights, rate, keys_at(keys, 0, weights.shape[1], "t"))
         drop_weights = None if keys is None else drop_weights
-        attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
+        attended = attention(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
         attended: act["B/b L/c K/t D"] = save_for_backward(attended[..., 0, :])
         w_o = gather("K/t D M/w -> K/t D M", w.w_o)
         out = shardops.matmul("B/b L/c K/t D, K/t D M -> B/b L/c M +t", attended, w_o)

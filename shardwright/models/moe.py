@@ -16,8 +16,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +41,7 @@ from shardlib.shardtypes import (
 from shardlib.values import mesh_axes, stage_axes
 from shardwright.data.checks import above_0, at_least_0, check_choice, within
 from shardwright.jax_extra import save_for_backward
+from shardwright.modeling.attention import Attention
 from shardwright.modeling.attention_calls import TOLERANCE, largest
 from shardwright.modeling.experts import pools_without_drops
 from shardwright.modeling.model import Tokens, act, compute_scope
@@ -372,10 +372,10 @@ class Model(family.Model):
 
     @typed
     def layer(
-        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
     ) -> tuple[act["B/b L/c/t M"], LayerAux]:
         """One transformer layer. Matmuls of experts are not in FP8."""
-        x, c = self.with_attention(x, w, tokens, attend), self.c
+        x, c = self.with_attention(x, w, tokens, attention), self.c
         nx = self.normed(x, w.mlp_norm)
         routing: Routing = route(nx, w, c)
         counts = jnp.ones_like(tokens.ids, bool) if tokens.counts is None else tokens.counts
@@ -425,7 +425,8 @@ class Model(family.Model):
                 tokens = self.prepare(Tokens.before(ids, ids < 0, self.c.bos_id)).in_layer(jnp.int32(0), 0)
                 both = copy.copy(self), copy.copy(self)
                 both[0].in_pools, both[1].in_pools = True, False
-                (found, _), (expected, _) = (model.layer(x, layer, tokens, lambda q, *_, **__: q) for model in both)
+                queries = cast(Attention, lambda q, *_, **__: q)
+                (found, _), (expected, _) = (model.layer(x, layer, tokens, queries) for model in both)
                 far = largest(found - expected) / largest(expected - x)
             return lax.pmax(varying(far, tuple(mesh_axes())), tuple(mesh_axes()))
 

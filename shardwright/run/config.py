@@ -23,7 +23,7 @@ from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshCo
 from shardwright.data.checks import above_0, at_least_0, at_least_1, check_choice, check_range, check_ranges, within
 from shardwright.data.loader import DataConfig
 from shardwright.jax_extra import KEPT
-from shardwright.modeling.attention import PATHS
+from shardwright.modeling.attention_paths import PATHS
 from shardwright.modeling.context import STRATEGIES
 from shardwright.modeling.model import COMPUTE_DTYPES, load_model, module_of
 from shardwright.optimizers.config import OptimizerConfig, check_optimizer
@@ -94,7 +94,7 @@ class TrainingConfig:
     attention: str = "auto"
     """Implementation of attention. einsum: materializes all scores. blockwise: one block of scores at a time. cudnn:
     NVIDIA's fused flash attention. triton: a kernel for NVIDIA GPUs that skips other documents. splash: a kernel for
-    TPUs. auto: chosen by device, mask and seq_len; the run prints the choice (shardwright/modeling/attention.py)."""
+    TPUs. auto: chosen by device, mask and seq_len, as the run prints (shardwright/modeling/attention_paths.py)."""
     attention_block: int | None = at_least_1(None)
     """Largest block size, in positions, of blockwise and ring attention. Null: the platform's default."""
     context: str = "gather"

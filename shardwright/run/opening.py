@@ -16,7 +16,7 @@ from shardlib.placement import LayerPlacement
 from shardwright.cluster.devices import make_mesh, simulate_devices
 from shardwright.data.checks import within
 from shardwright.data.untrusted import shown
-from shardwright.modeling.attention import KERNELS
+from shardwright.modeling.attention_paths import KERNELS
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run import config as run_config

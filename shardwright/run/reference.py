@@ -5,12 +5,13 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.shardtypes import scope
 from shardlib.values import mesh_axes
 from shardwright.modeling.attention_calls import check_paths
+from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import LanguageModel, inputs_of, load_model
 from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.checkpoint import find_checkpoint
@@ -18,9 +19,6 @@ from shardwright.run.config import Config, check_divides
 from shardwright.run.report import log
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.stores import agreed
-
-if TYPE_CHECKING:
-    from train import Forward
 
 
 @functools.cache  # so that a process keeps using one checkpoint while the reference's run saves more
@@ -72,7 +70,7 @@ def weights_of(c: Config) -> Any:
     return (model := model_of(c)) and shapes_of(model.table)
 
 
-def logits_of(forward: "Forward", w: object) -> Callable[[Any], Any]:
+def logits_of(forward: Forward, w: object) -> Callable[[Any], Any]:
     """Makes a function from a TokenBatch to the logits of the reference with weights `w` at rest. Per-device code."""
     copies = scope(forward.prepare)(w)  # in separate scopes, because its dims have other sizes
     return scope(lambda batch: forward(copies, (forward.tokens(batch),), forward.model.logits)[0])

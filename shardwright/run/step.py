@@ -21,6 +21,7 @@ from shardlib.proof.outside import AS_RUN
 from shardlib.shardtypes import Of, typed_shard_map, u32
 from shardwright.data.loader import TokenBatch, batch_shapes
 from shardwright.modeling.attention_calls import Call, calls_of
+from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of
 from shardwright.modeling.planned_attention import kernels_as_calls
@@ -40,7 +41,7 @@ _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
 FORMS: dict[str, Mapping[str, Any]] = {
-    # Attention by train.attention over all keys, which applies an AttentionMask to all pairs of positions.
+    # Attention by train.softmax_attention over all keys, which applies an AttentionMask to all pairs of positions.
     "einsum attention": {"training.attention": "einsum", "training.context": "gather"},
     # The loss of all positions at once instead of in chunks.
     "whole loss": {"training.loss_chunk": None},
@@ -143,9 +144,10 @@ class Step:
         return self.c.training.batch_size // self.c.training.microbatches, self.c.training.seq_len
 
     @property
-    def forward(self) -> Any:
-        """The train.Forward of its model."""
-        return self.trainer.Forward(self.model, self.c.training, in_training=self.name in ("training", "training loss"))
+    def forward(self) -> Forward:
+        """The forward pass of its model."""
+        in_training = self.name in ("training", "training loss")
+        return Forward(self.model, self.c.training, self.trainer.softmax_attention, in_training)
 
     @functools.cached_property
     def calls(self) -> list[Call]:

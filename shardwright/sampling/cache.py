@@ -7,7 +7,7 @@ positions.
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,15 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.op_checks import varying
+from shardlib.parsing import ShardError
 from shardlib.shardtypes import Array, Of, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardlib.values import mesh_axes
+from shardwright.modeling.attention import Attention
 from shardwright.modeling.attention_calls import TOLERANCE, largest
+from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Positions, global_head_ids, softmax
 from shardwright.modeling.model import Tokens, act, compute_scope, period_of
 from shardwright.modeling.weights import initialize
-
-if TYPE_CHECKING:
-    from train import Forward
 
 W = TypeVar("W")
 
@@ -63,7 +63,7 @@ def cached_attention(
     learned: tuple = (),
     sinks: f32["B/r/d K/t Q"] | None = None,
 ) -> act["B/r/d L K/t Q D"]:
-    """Computes train.attention for one token of each of L texts, whose `place` previous tokens are in the cache."""
+    """Computes softmax_attention for one token of each of L texts, whose `place` previous tokens are in the cache."""
     einsum = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
     past = einsum("B/r/d L K/t Q D, B/r/d L S K/t D -> B/r/d L K/t Q S", q, past_k)
     own = einsum("B/r/d L K/t Q D, B/r/d L K/t D -> B/r/d L K/t Q", q, k)
@@ -85,23 +85,53 @@ def cached_attention(
     return out.astype(q.dtype)
 
 
+class Prefill(Attention):
+    """Attention within texts, which keeps the keys and values of each layer."""
+
+    calls = 0
+
+    def __call__(self, q, k, v, mask, *learned, **options):
+        """As Attention."""
+        self.calls += 1
+        self.cache = KeyValues(k, v)
+        return super().__call__(q, k, v, mask, *learned, **options)
+
+    def kept(self) -> KeyValues:
+        """The keys and values. Raises ShardError unless the layer called this once."""
+        if self.calls != 1:
+            raise ShardError(
+                f"a layer calls attention {self.calls} times, and its cache holds the keys and values of one call",
+                "call attention once in each layer to sample with a cache",
+            )
+        return self.cache
+
+
+class NextToken(Prefill):
+    """Attention of one token of each text, which reads the cache, and keeps the token's keys and values."""
+
+    def __call__(self, q, k, v, mask, *learned, sinks=None, drop=None):
+        """As Attention, for `drop` None."""
+        past, place = self.cache, self.tokens.positions
+        self.calls += 1
+        self.cache = KeyValues(k[0], v[0])
+        return cached_attention(q, k, v, past.k[None], past.v[None], place, mask, learned, sinks)
+
+
 @typed
 def next_logits(
     w: W, cache: Array["layers", KeyValues], texts: Texts, forward: Any
 ) -> tuple[act["B/r/d L V/t"], Array["layers", KeyValues]]:
     """Computes the logits of the token after `texts.token`, and adds `texts.token` to the cache.
 
-    The N texts are B = r·d sequences. Here and below, `forward` is the train.Forward of the model.
+    The N texts are B = r·d sequences. Here and below, `forward` is the Forward of the model.
     """
     # Each device's _N/r/d texts are the L positions of its one sequence: the same local array.
     ids: u32["B/r/d L"] = texts.token[None]
     place: i32["B/r/d L"] = texts.place[None]
 
-    def attend(cache, q, k, v, pattern, *learned, sinks=None, drop=None):
-        read = cached_attention(q, k, v, cache.k[None], cache.v[None], place, pattern, learned, sinks)
-        return read, KeyValues(k[0], v[0])
-
-    logits, new, _ = forward(w, (Tokens(ids, place),), forward.model.logits, attend, cache)
+    tokens = Tokens(ids, place)
+    attention = NextToken(forward.einsum, forward.training, tokens, cache)
+    logits, new, _ = forward(w, (tokens,), forward.model.logits, attention)
     # Written once after the loop over layers, because inside it each layer would copy its whole cache.
     write = lambda old, x: old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
     return logits, jax.tree.map(write, cache, new)
@@ -113,12 +143,8 @@ def filled_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array[
     positions: i32["_N/r/d _L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     one_document: i32["_N/r/d _L"] = jnp.zeros(ids.shape, jnp.int32)
     tokens = Tokens(ids, positions, one_document)
-    attend_in_text = forward.attend(tokens)
-
-    def attend(cache, q, k, v, *options, **more):
-        return attend_in_text(None, q, k, v, *options, **more)[0], KeyValues(k, v)
-
-    _, cache, _ = forward(w, (tokens,), lambda w, x: None, attend)
+    attention = Prefill(forward.einsum, forward.training, tokens)
+    _, cache, _ = forward(w, (tokens,), lambda w, x: None, attention)
     return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, size - ids.shape[1]), (0, 0), (0, 0)]), cache)
 
 
@@ -128,16 +154,16 @@ LENGTH = 32
 """Most tokens that the check reads, half of them at once; a multiple of t if that is more."""
 
 
-def check_cache(forward: "Forward", context: int) -> None:
+def check_cache(forward: Forward, context: int) -> None:
     """Checks that a model can be decoded with a cache, on random texts with random weights.
 
     In decoding, each position of a forward pass belongs to a different text. This is correct only if positions exchange
-    information through `attend` alone, by positions alone. All weights are random, because weights that are initially 0
-    would hide errors. Checks one period of layers in f32, with some texts on each device. Causality is checked before,
-    by shardwright/inspect/causality.py.
+    information through `attention` alone, by positions alone. All weights are random, because weights that are
+    initially 0 would hide errors. Checks one period of layers in f32, with some texts on each device. Causality is
+    checked before, by shardwright/inspect/causality.py.
 
     Args:
-        forward: train.Forward of the model, on the current mesh.
+        forward: of the model, on the current mesh.
         context: number of tokens that the next one can attend to.
 
     Raises:
@@ -177,6 +203,6 @@ def check_cache(forward: "Forward", context: int) -> None:
     if not far.max() <= TOLERANCE["f32"]:
         raise ValueError(
             f"with a KV cache, the logits of random texts differ from training's forward pass by {far.max():.2g} of "
-            "the largest. Positions may exchange information only through attend, once per layer, and an attention "
+            "the largest. Positions may exchange information only through attention, once per layer, and an attention "
             "mask may depend on positions, not on shapes. Or train and evaluate this model without samples."
         )

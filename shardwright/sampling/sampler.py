@@ -3,7 +3,7 @@
     sampler = Sampler(trace_step(c, model), Sampling(max_tokens=100, temperature=0.8), context=c.training.seq_len)
     continuations = sampler.generate(weights, [[5, 8, 13], []])
 
-It runs the forward pass of training, with any model. Tokens get information from others only through `attend`, which
+It runs the forward pass of training, with any model. Tokens get information from others only through `attention`, which
 can read a cache, so the positions of a forward pass need not belong to one text. See docs/sampling.md.
 """
 

@@ -33,6 +33,7 @@ IN_PROCESS = {
     "shardwright/models/moe.py",
     "shardwright/optimizers/muon.py",
     "shardwright/modeling/context.py",
+    "shardwright/modeling/forward.py",
     "shardwright/run/stages.py",
 }
 """Files of which train.py can be given an edited copy without another process."""

@@ -37,8 +37,8 @@ class Mixed(train.Llama):
     def mix(self, x, tokens):
         raise NotImplementedError
 
-    def layer(self, x, w, tokens, attend):
-        return super().layer((x + self.mix(x, tokens)).astype(x.dtype), w, tokens, attend)
+    def layer(self, x, w, tokens, attention):
+        return super().layer((x + self.mix(x, tokens)).astype(x.dtype), w, tokens, attention)
 
 
 def mixed(mix) -> type:
@@ -48,9 +48,9 @@ def mixed(mix) -> type:
 class Depths(train.Llama):
     """A mixture of depths: half of the positions go through a layer (arXiv 2404.02258)."""
 
-    def layer(self, x, w, tokens, attend):
+    def layer(self, x, w, tokens, attention):
         _, at = lax.top_k(jnp.sum(x, -1), x.shape[1] // 2)
-        y = super().layer(x, w, tokens, attend)
+        y = super().layer(x, w, tokens, attention)
         rows = jnp.arange(len(x))[:, None]
         return x.at[rows, at].set(y[rows, at])
 
@@ -60,7 +60,7 @@ class OwnAttention(train.Llama):
 
     masks = ()
 
-    def layer(self, x, w, tokens, attend):
+    def layer(self, x, w, tokens, attention):
         def own(q, k, v, rule):
             scores, places = jnp.einsum("blkqd,bskd->bkqls", q, k), tokens.mask_positions
             seen = [mask(places.as_queries(), places.as_keys()) for mask in self.masks]
@@ -151,9 +151,9 @@ def in_training(mix) -> type:
 
 
 class RuledInTraining(train.Llama):
-    def layer(self, x, w, tokens, attend):
+    def layer(self, x, w, tokens, attention):
         rule = AttentionMask((same_document,)) if tokens.training else self.mask
-        return super().layer(x, w, tokens, lambda q, k, v, _: attend(q, k, v, rule))
+        return super().layer(x, w, tokens, lambda q, k, v, _: attention(q, k, v, rule))
 
 
 class ReadsTargets(train.Llama):
@@ -385,7 +385,7 @@ MORE = [name for name in CASES if name not in QUICK]
 
 def forward(kind: type, in_training: bool = False, **training) -> train.Forward:
     c = tiny.config(C, **training)
-    return train.Forward(kind(c.model), c.training, in_training)
+    return tiny.forward_of(kind(c.model), c.training, in_training)
 
 
 def verdict(of: train.Forward, length: int = tiny.LENGTH, rows: int = 2, mesh: str = "one device", **options) -> str:
@@ -681,7 +681,7 @@ def test_the_loss_of_evaluation_is_followed(monkeypatch):
 
 def test_dropout_passes():
     c = gpt2.ModelConfig(vocab=64, positions=64, d_model=32, layers=2, heads=4, dropout=0.1)
-    assert verdict(train.Forward(gpt2.Model(c), tiny.config(c).training)) == ""
+    assert verdict(tiny.forward_of(gpt2.Model(c), tiny.config(c).training)) == ""
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Attention by blocks, and cuDNN's, against train.attention; the choice between them; memory."""
+"""Attention by blocks, and cuDNN's, against train.softmax_attention; the choice between them; memory."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ import train
 from shardlib.shardtypes import dtype_name
 from shardwright.data.loader import batch_shapes
 from shardwright.inspect.soundness import find_unsound
-from shardwright.modeling import attention, attention_calls, context
+from shardwright.modeling import attention_calls, attention_paths, context
 from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling.blockwise import blockwise
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
@@ -65,7 +65,7 @@ def test_by_blocks_it_is_attention(mesh, length, block, queries, dtype):
     (q, k, v, g), document = operands(length, queries), documents(length)
     with jax.set_mesh(tiny.mesh(mesh)):
         found = with_gradients(functools.partial(blockwise, block=block), q, k, v, document, g, dtype)
-        expected = with_gradients(train.attention, q, k, v, document, g, dtype)
+        expected = with_gradients(train.softmax_attention, q, k, v, document, g, dtype)
     assert_close(found, expected, 3e-6 if dtype == "float32" else 2**-6)
 
 
@@ -90,7 +90,7 @@ def test_the_setting_is_the_size_of_the_blocks(block, size, monkeypatch):
     def by(path, block=None):
         forward = tiny.forward(tiny.config(attention=path, attention_block=block))
         tokens = lambda mask: Tokens(None, mask.keys.position, mask.keys.document)
-        attend = lambda q, k, v, mask: forward.attend(tokens(mask))(None, q, k, v, mask.pattern)[0]
+        attend = lambda q, k, v, mask: forward.attention(tokens(mask))(q, k, v, mask.pattern)
         with jax.set_mesh(tiny.mesh("one device")):
             return with_gradients(attend, q, k, v, document, g)
 
@@ -134,7 +134,7 @@ def asked(monkeypatch):
 
 
 WINDOW = lambda q, k: q.index - k.index < 5
-CUDNN = {  # name: pattern, the same for train.attention, whether there is a mask, window
+CUDNN = {  # name: pattern, the same for train.softmax_attention, whether there is a mask, window
     "documents": (CAUSAL, CAUSAL, True, None),
     "one document": (AttentionMask((causal,)), AttentionMask((causal,)), False, None),
     "window": (
@@ -152,8 +152,8 @@ def test_cudnn_is_asked_for_the_same(asked, name):
     pattern, by_hand, masked, window = CUDNN[name]
     (q, k, v, g), document = operands(12, 3), documents(12)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        found = with_gradients(attention.cudnn, q, k, v, document, g, pattern=pattern)
-        expected = with_gradients(train.attention, q, k, v, document, g, pattern=by_hand)
+        found = with_gradients(attention_paths.cudnn, q, k, v, document, g, pattern=pattern)
+        expected = with_gradients(train.softmax_attention, q, k, v, document, g, pattern=by_hand)
     assert_close(found, expected, 1e-5)
     assert asked == [("cudnn", True, masked, window, WIDTH)]
 
@@ -175,7 +175,7 @@ def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
 
 
 def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) -> dict:
-    """Arguments of attention.choose for such queries."""
+    """Arguments of attention_paths.choose for such queries."""
     return {"pattern": CAUSAL, "q": jax.ShapeDtypeStruct((1, length, 2, 2, d_head), dtype), **options}
 
 
@@ -209,11 +209,11 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
     ],
 )
 def test_auto_takes_what_can_do_it(monkeypatch, device, length, changes, expected):
-    monkeypatch.setattr(attention, "target_device", lambda: device)
+    monkeypatch.setattr(attention_paths, "target_device", lambda: device)
     asked = asking(length=length, **changes)
-    path = attention.choose("auto", **asked)
+    path = attention_paths.choose("auto", **asked)
     assert path == expected
-    assert attention.choose(path, **asked) == path, "and what it takes can be asked for"
+    assert attention_paths.choose(path, **asked) == path, "and what it takes can be asked for"
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,9 @@ def test_auto_takes_what_can_do_it(monkeypatch, device, length, changes, expecte
 )
 def test_where_a_mask_has_no_gradient_it_may_be_a_mask(monkeypatch, length, expected):
     """From jax 0.12 on."""
-    monkeypatch.setattr(attention, "target_device", lambda: GPU)
-    monkeypatch.setattr(attention, "MASKED_UP_TO", 4096)
-    assert attention.choose("auto", **asking(length=length)) == expected
+    monkeypatch.setattr(attention_paths, "target_device", lambda: GPU)
+    monkeypatch.setattr(attention_paths, "MASKED_UP_TO", 4096)
+    assert attention_paths.choose("auto", **asking(length=length)) == expected
 
 
 @pytest.mark.parametrize(
@@ -258,10 +258,10 @@ def test_where_a_mask_has_no_gradient_it_may_be_a_mask(monkeypatch, length, expe
     ],
 )
 def test_a_path_that_cannot_do_it_says_so(monkeypatch, path, device, changes, reason):
-    monkeypatch.setattr(attention, "target_device", lambda: device)
+    monkeypatch.setattr(attention_paths, "target_device", lambda: device)
     asked = asking(**changes)
     with pytest.raises(ValueError, match=rf"training\.attention is {path}, .*{reason}.* Choose auto"):
-        attention.choose(path, **asked)
+        attention_paths.choose(path, **asked)
 
 
 def test_dropout_in_training_is_refused_before_anything_runs():
@@ -270,24 +270,25 @@ def test_dropout_in_training_is_refused_before_anything_runs():
     q, k, v, _ = map(jnp.asarray, operands(4, 1))
     tokens = Tokens(None, *[jnp.asarray(documents(4))] * 2)
     with pytest.raises(ValueError, match=r"it has no dropout"):
-        tiny.forward(c).attend(tokens)(None, q, k, v, CAUSAL, drop=lambda x: x)
+        tiny.forward(c).attention(tokens)(q, k, v, CAUSAL, drop=lambda x: x)
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_config_decides_path_and_mask(monkeypatch, masked):
     asked = []
-    monkeypatch.setattr(context, "run", lambda path, q, k, v, mask, block: asked.append((path, mask.pattern)))
+    monkeypatch.setattr(attention_paths, "run", lambda path, q, k, v, mask, block: asked.append((path, mask.pattern)))
     q, k, v, _ = map(jnp.asarray, operands(4, 1))
     ids = jnp.asarray(documents(4))
     tokens, expected = Tokens(ids, ids, ids), CAUSAL if masked else AttentionMask((causal,))
-    monkeypatch.setattr(attention, "target_device", lambda: GPU)
+    monkeypatch.setattr(attention_paths, "target_device", lambda: GPU)
     for path in ("blockwise", "cudnn"):
         forward = tiny.forward(tiny.config(attention=path, document_mask=masked))
         wide = (x.astype(jnp.bfloat16).repeat(2, -1) for x in (q, k, v))
-        assert forward.attend(tokens)("its cache", *wide, CAUSAL) == (None, "its cache")
+        in_layer = forward.attention(tokens).in_layer("its cache")
+        assert (in_layer(*wide, CAUSAL), in_layer.kept()) == (None, "its cache")
     assert asked == [("blockwise", expected), ("cudnn", expected)]
-    monkeypatch.setattr(train, "attention", lambda q, k, v, mask: asked.append(mask))
-    tiny.forward(tiny.config(attention="einsum")).attend(tokens)(None, q, k, v, CAUSAL, k, sinks=v, drop=len)
+    monkeypatch.setattr(train, "softmax_attention", lambda q, k, v, mask: asked.append(mask))
+    tiny.forward(tiny.config(attention="einsum")).attention(tokens)(q, k, v, CAUSAL, k, sinks=v, drop=len)
     mask = asked[-1]
     assert mask.queries.document is mask.keys.document is ids
     assert (mask.pattern, mask.learned, mask.sinks, mask.drop, mask.heads) == (CAUSAL, (k,), v, len, None)
@@ -303,8 +304,8 @@ def test_logits_and_gradients_equal_llama(monkeypatch):
     from llama_truth import compare
 
     called = []
-    monkeypatch.setitem(attention.BLOCKS, "cpu", 5)
-    monkeypatch.setattr(attention, "blockwise", lambda *args: called.append(args) or blockwise(*args))
+    monkeypatch.setitem(attention_paths.BLOCKS, "cpu", 5)
+    monkeypatch.setattr(attention_paths, "blockwise", lambda *args: called.append(args) or blockwise(*args))
     compare("r=2 d=2 t=2", {"qk_norm": True}, attention="blockwise")
     assert called
 

@@ -15,7 +15,7 @@ import train
 from shardlib import shardops
 from shardlib.proof.check import check
 from shardlib.shardtypes import ShardError, dtype_name, f32, i32, typed_shard_map
-from shardwright.modeling import attention
+from shardwright.modeling import attention_paths
 from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.model import Tokens
@@ -117,11 +117,11 @@ def found(how: str, path: str, name: str, mesh: str) -> list[np.ndarray]:
         act["B/r/d K/t Q N"],
         f32["B/r/d K/t Q"],
     ]:
-        attend = forward(how, path).attend(Tokens(document, document, document))
+        attend = forward(how, path).attention(Tokens(document, document, document))
 
         def run(q, k, v, bias, sinks):
             learned, sinks = (bias,) * (name == "learned"), sinks if name == "sinks" else None
-            return attend(None, q, k, v, RULES[name], *learned, sinks=sinks)[0]
+            return attend(q, k, v, RULES[name], *learned, sinks=sinks)
 
         out, vjp = jax.vjp(run, q, k, v, bias, sinks)
         return out, *vjp(g)
@@ -162,7 +162,7 @@ def marks(kind: str, name: str, mesh: str) -> list:
 @pytest.mark.parametrize(("kind", "name", "mesh"), [pytest.param(*case, marks=marks(*case)) for case in CASES])
 def test_each_way_is_dense(kind, name, mesh):
     """Of six devices, three have a third of a kv head's queries each by ulysses; a ring of them has twelve chunks."""
-    # train.attention has scores in f32.
+    # train.softmax_attention has scores in f32.
     tolerance = 1e-12 if "einsum" not in kind else 2e-6 if "local" in kind else 1e-5
     pairs = zip(found(*KINDS[kind], name, mesh), expected(name), strict=True)
     for what, (a, b) in zip(("out", "q", "k", "v", "bias", "sinks"), pairs, strict=True):
@@ -191,23 +191,24 @@ def test_a_way_that_cannot_do_it_says_so(how, path, queries, options, reason):
     message = rf"training\.context is {how}, which cannot do this: .*{reason}.*\. To continue, "
     with jax.set_mesh(tiny.mesh("c=2")):
         with pytest.raises(ValueError, match=message):
-            forward(how, path).attend(tokens)(None, q, q, q, CAUSAL, *learned, **options)
+            forward(how, path).attention(tokens)(q, q, q, CAUSAL, *learned, **options)
         with pytest.raises(ValueError, match=message):
             path_of(forward(how, path), Call(0, CAUSAL, q, learned, None, "drop" in options))
 
 
 def test_kernels_that_count_from_0_take_no_part_of_the_queries(monkeypatch):
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
-    monkeypatch.setattr(attention, "target_device", lambda: device)
+    monkeypatch.setattr(attention_paths, "target_device", lambda: device)
     q = jax.ShapeDtypeStruct((1, 1024, 2, 2, 64), jnp.bfloat16)
     for kernel, pattern in (("triton", CAUSAL), ("cudnn", CAUSAL.without(same_document))):
-        assert attention.choose("auto", pattern, q) == kernel
-        assert attention.choose("auto", pattern, q, keys=2048) == "blockwise"
+        assert attention_paths.choose("auto", pattern, q) == kernel
+        assert attention_paths.choose("auto", pattern, q, keys=2048) == "blockwise"
         with pytest.raises(ValueError, match=f"is {kernel}, which cannot do this: 1024 queries of 2048 positions"):
-            attention.choose(kernel, pattern, q, keys=2048)
-    monkeypatch.setattr(attention, "target_device", lambda: types.SimpleNamespace(platform="tpu", device_kind="TPU"))
-    assert attention.choose("auto", CAUSAL, q) == "splash"
-    assert attention.choose("auto", CAUSAL, q, keys=2048) == "blockwise"
+            attention_paths.choose(kernel, pattern, q, keys=2048)
+    tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU")
+    monkeypatch.setattr(attention_paths, "target_device", lambda: tpu)
+    assert attention_paths.choose("auto", CAUSAL, q) == "splash"
+    assert attention_paths.choose("auto", CAUSAL, q, keys=2048) == "blockwise"
 
 
 # ---- zigzag order -------------------------------------------------------------------------------------------------

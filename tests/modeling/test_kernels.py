@@ -1,4 +1,4 @@
-"""The kernels in Pallas, of Triton for GPUs and splash for TPUs, against train.attention; a CPU interprets them."""
+"""The kernels in Pallas, of Triton for GPUs and splash for TPUs, against softmax_attention; a CPU interprets them."""
 
 import re
 
@@ -10,9 +10,9 @@ from gradients import assert_close, assert_same, loss_and_gradients, with_gradie
 
 import train
 from shardwright.data.loader import batch_shapes
-from shardwright.modeling import attention_calls, context
+from shardwright.modeling import attention_calls, attention_paths
 from shardwright.modeling import splash as splash_module
-from shardwright.modeling.attention import triton
+from shardwright.modeling.attention_paths import triton
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.splash import splash
 
@@ -50,7 +50,7 @@ def operands(kernel: str, queries: int = 2) -> list[np.ndarray]:
 def test_it_is_attention(kernel, name, queries):
     given, pattern = operands(kernel, queries), RULES[kernel, name]
     with jax.set_mesh(tiny.mesh("one device")):
-        expected = with_gradients(train.attention, *given, pattern=pattern)
+        expected = with_gradients(train.softmax_attention, *given, pattern=pattern)
         assert_close(with_gradients(KERNELS[kernel], *given, pattern=pattern), expected, 1e-5)
 
 
@@ -59,7 +59,7 @@ def test_a_block_may_be_computed_in_parts(monkeypatch):
     monkeypatch.setattr(splash_module, "BLOCK", 2 * LENGTH)
     monkeypatch.setattr(splash_module, "COMPUTED", 128)
     with jax.set_mesh(tiny.mesh("one device")):
-        expected = with_gradients(train.attention, *operands("splash"))
+        expected = with_gradients(train.softmax_attention, *operands("splash"))
         assert_close(with_gradients(splash, *operands("splash")), expected, 1e-5)
 
 
@@ -69,7 +69,7 @@ def test_heads_and_sequences_may_be_sharded(kernel):
     """The gradient of each device's block is its own: no sum over others."""
     mesh = jax.make_mesh((1, 2, 2), ("r", "d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
-        expected = with_gradients(train.attention, *operands(kernel), "bfloat16")
+        expected = with_gradients(train.softmax_attention, *operands(kernel), "bfloat16")
         assert_close(with_gradients(KERNELS[kernel], *operands(kernel), "bfloat16"), expected, 2e-2)
 
 
@@ -82,7 +82,7 @@ NAMES = {
 @pytest.mark.parametrize("kernel", ["triton", pytest.param("splash", marks=pytest.mark.long)])
 def test_the_backward_pass_does_not_repeat_the_kernel_and_no_array_has_all_pairs(kernel, monkeypatch):
     """A layer keeps the result and the normalizer of the softmax, as it is marked, and nothing of L×L entries."""
-    monkeypatch.setattr(context, "choose", lambda *_: kernel)
+    monkeypatch.setattr(attention_paths, "choose", lambda *_: kernel)
     c = tiny.config(tiny.model(layers=2), attention=kernel)
     c.training.seq_len = LENGTH
     with jax.set_mesh(tiny.mesh("one device")):
@@ -110,7 +110,7 @@ def test_a_step_by_splash_is_the_same(monkeypatch):
     monkeypatch.setattr(tiny, "LENGTH", 128)
     model = tiny.model(layers=2)
     _, (expected, g) = loss_and_gradients(tiny.config(model, attention="einsum"), tiny.mesh("one device"))
-    monkeypatch.setattr(context, "choose", lambda *_: "splash")
+    monkeypatch.setattr(attention_paths, "choose", lambda *_: "splash")
     c = tiny.config(model, microbatches=2, attention="splash")
     _, (found, g_found) = loss_and_gradients(c, tiny.mesh("p=2 d=2 t=2"))
     np.testing.assert_allclose(found, expected, rtol=1e-6)

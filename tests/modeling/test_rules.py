@@ -13,8 +13,8 @@ from jax import lax
 import train
 from shardlib import shardops
 from shardwright.cluster.devices import make_mesh
-from shardwright.modeling import attention as attention_module
 from shardwright.modeling import attention_calls as calls_module
+from shardwright.modeling import attention_paths
 from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling import context as context_module
 from shardwright.modeling.attention_calls import calls_of, check_paths
@@ -66,14 +66,14 @@ class Alternating(train.Llama):
     period = 2
     rules = AttentionMask((*MASKS, Window(3))), AttentionMask(score_mod=SoftCap(5), scale=0.3)
 
-    def layer(self, x, w, tokens, attend):
-        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.index_in_period])
+    def layer(self, x, w, tokens, attention):
+        of_turn = lambda q, k, v, _: attention(q, k, v, self.rules[tokens.index_in_period])
         return super().layer(x, w, tokens, of_turn)
 
 
 def forward_of(kind, compute_dtype="f32", attention="auto", **changes) -> train.Forward:
     c = tiny.config(tiny.model(layers=4), compute_dtype=compute_dtype, attention=attention, **changes)
-    return train.Forward(kind(c.model), c.training)
+    return tiny.forward_of(kind(c.model), c.training)
 
 
 @pytest.mark.parametrize("mesh", ["d=4 t=2", pytest.param("t=8", marks=pytest.mark.long)])
@@ -113,9 +113,9 @@ def half_of_keys(q, k):
 class OfOthers(train.Llama):
     """In training a window of half of the keys at hand, which are fewer in a block of keys."""
 
-    def layer(self, x, w, tokens, attend):
+    def layer(self, x, w, tokens, attention):
         rule = AttentionMask((*MASKS, half_of_keys)) if tokens.training else self.mask
-        return super().layer(x, w, tokens, lambda q, k, v, _: attend(q, k, v, rule))
+        return super().layer(x, w, tokens, lambda q, k, v, _: attention(q, k, v, rule))
 
 
 def test_a_rule_of_training_alone_is_compared():
@@ -124,19 +124,19 @@ def test_a_rule_of_training_alone_is_compared():
 
 
 def sliding(q, k, v, mask):
-    """As a user edits train.attention who wants a window."""
+    """As a user edits train.softmax_attention who wants a window."""
     rule = dataclasses.replace(mask.pattern, mask_mod=(*mask.pattern.mask_mod, Window(200)))
     return plain_attention(q, k, v, dataclasses.replace(mask, pattern=rule))
 
 
-plain_attention = train.attention
+plain_attention = train.softmax_attention
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("edit", [sliding, lambda q, k, *more: plain_attention(q, 1.01 * k, *more)])
 def test_an_edit_of_one_path_alone_is_named(edit, monkeypatch):
     monkeypatch.setattr(train, "attention", edit)
-    message = r"attention by blockwise is not what train.attention \(einsum\) computes"
+    message = r"attention by blockwise is not what train.softmax_attention \(einsum\) computes"
     with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match=message):
         check_paths(tiny.step_of(forward_of(train.Llama, "bf16"), 256))
 
@@ -165,7 +165,7 @@ def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
             positions = mask.queries._replace(document=jnp.minimum(mask.queries.document, 2))
             return plain(q, k, v, dataclasses.replace(mask, queries=positions, keys=positions), block)
 
-        monkeypatch.setattr(attention_module, "blockwise", few)
+        monkeypatch.setattr(attention_paths, "blockwise", few)
     else:
         monkeypatch.setattr(blockwise_module, "_seen_blocks", wrong)
     monkeypatch.setitem(blockwise_module.BLOCKS, "cpu", 512)

@@ -25,6 +25,7 @@ from shardwright.data.loader import TokenBatch
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.examine import check_kernels
 from shardwright.inspect.soundness import find_unsound
+from shardwright.modeling.attention import Attention
 from shardwright.modeling.model import Tokens, load_model
 from shardwright.models import family, moe
 from shardwright.run.step import trace_step
@@ -418,7 +419,7 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
         return np.abs(one - two)[:, :13].max()
 
     with jax.set_mesh(tiny.mesh("one device")):
-        first, last = (train.Forward(module.Model(c.model), c.training, True) for module in (moe, edited))
+        first, last = (tiny.forward_of(module.Model(c.model), c.training, True) for module in (moe, edited))
         assert moved(first) == 0
         assert moved(last) > 1e-3
         with pytest.raises(ValueError, match=r"last_choices.py:\d+: sort: the logits of"):
@@ -497,7 +498,7 @@ def test_evaluation_computes_the_chosen_experts_alone(mesh, monkeypatch):
     everywhere, used_all = moe.everywhere, []
     monkeypatch.setattr(moe, "everywhere", lambda *args: used_all.append(1) or everywhere(*args))
     with jax.set_mesh(tiny.mesh(mesh)):
-        of = train.Forward(moe.Model(c.model), c.training, in_training=False)
+        of = tiny.forward_of(moe.Model(c.model), c.training, in_training=False)
         w = jax.tree.map(lambda x: jax.random.normal(jax.random.key(sum(x.shape)), x.shape), of.model.table)
 
         def logits() -> np.ndarray:
@@ -552,8 +553,8 @@ def test_the_layer_that_chooses_a_way_of_validation_is_compared():
 
     class Edited(moe.Model):
         @shardtypes.typed
-        def layer(self, x: train.act["B/b L/c/t M"], w: moe.Layer, tokens: Tokens, attend: Callable):
-            out, aux = super().layer(x, w, tokens, attend)
+        def layer(self, x: train.act["B/b L/c/t M"], w: moe.Layer, tokens: Tokens, attention: Attention):
+            out, aux = super().layer(x, w, tokens, attention)
             return (out if self.in_pools or tokens.training else x + 1.5 * (out - x)), aux
 
     c = tiny.config(truth.model(experts_per_token=2))

@@ -190,13 +190,13 @@ class Explicit(train.Llama):
     logit, branch = 1.0, 1.0
 
     @typed
-    def layer(self, x: act["B/b L/c/t M"], w, tokens, attend) -> act["B/b L/c/t M"]:
+    def layer(self, x: act["B/b L/c/t M"], w, tokens, attention) -> act["B/b L/c/t M"]:
         """Each branch of the layer, times `branch`."""
-        after = train.Llama.with_attention(self, x, w, tokens, attend)
+        after = train.Llama.with_attention(self, x, w, tokens, attention)
         x = x + self.branch * (after - x)
-        still = lambda x, w, tokens, attend: x  # attention is done
+        still = lambda x, w, tokens, attention: x  # attention is done
         self.with_attention = still
-        after = train.Llama.layer(self, x, w, tokens, attend)
+        after = train.Llama.layer(self, x, w, tokens, attention)
         del self.with_attention
         return x + self.branch * (after - x)
 

@@ -91,16 +91,16 @@ def test_texts_are_dense(name, place):
 class HiddenShift(train.Llama):
     """With a weight that is 0 before training: the norms' are 1."""
 
-    def layer(self, x, w, tokens, attend):
+    def layer(self, x, w, tokens, attention):
         before = jnp.float32(shifted(x))
         mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
         scaled = shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", before, mlp_norm)
-        return super().layer((x + scaled - before).astype(x.dtype), w, tokens, attend)
+        return super().layer((x + scaled - before).astype(x.dtype), w, tokens, attention)
 
 
 class Statistics(train.Llama):
-    def layer(self, x, w, tokens, attend):
-        return super().layer((x - x.mean(axis=1, keepdims=True)).astype(x.dtype), w, tokens, attend)
+    def layer(self, x, w, tokens, attention):
+        return super().layer((x - x.mean(axis=1, keepdims=True)).astype(x.dtype), w, tokens, attention)
 
 
 @pytest.mark.parametrize(
@@ -120,30 +120,30 @@ def test_what_sees_ahead_outside_of_attention_or_other_texts_is_refused(name, me
 class Twice(train.Llama):
     """A layer that attends twice."""
 
-    def layer(self, x, w, tokens, attend):
-        both = lambda q, k, v, rule: attend(q, k, v, rule) + attend(q, k, v, AttentionMask(scale=0.5))
+    def layer(self, x, w, tokens, attention):
+        both = lambda q, k, v, rule: attention(q, k, v, rule) + attention(q, k, v, AttentionMask(scale=0.5))
         return super().layer(x, w, tokens, both)
 
 
 class OfTheBatch(train.Llama):
     """A layer that learns from the other texts."""
 
-    def layer(self, x, w, tokens, attend):
-        return super().layer(x - jnp.mean(x, axis=0, keepdims=True), w, tokens, attend)
+    def layer(self, x, w, tokens, attention):
+        return super().layer(x - jnp.mean(x, axis=0, keepdims=True), w, tokens, attention)
 
 
 class OfTheLength(train.Llama):
     """A rule that is made of a shape."""
 
-    def layer(self, x, w, tokens, attend):
-        of_length = lambda q, k, v, _: attend(q, k, v, AttentionMask(scale=math.log(q.shape[1] + 1) / 4))
+    def layer(self, x, w, tokens, attention):
+        of_length = lambda q, k, v, _: attention(q, k, v, AttentionMask(scale=math.log(q.shape[1] + 1) / 4))
         return super().layer(x, w, tokens, of_length)
 
 
 def check_of(kind: type, mesh: str):
     c = tiny.config(tiny.model(layers=2))
     with jax.set_mesh(tiny.mesh(mesh)):
-        cache.check_cache(train.Forward(kind(c.model), c.training), 16)
+        cache.check_cache(tiny.forward_of(kind(c.model), c.training), 16)
 
 
 OTHER = "with a KV cache, the logits of random texts differ from training's forward pass"
@@ -152,7 +152,7 @@ OTHER = "with a KV cache, the logits of random texts differ from training's forw
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(TokenShift, OTHER), (HiddenShift, OTHER), (Twice, "a layer calls attend 2 times"), (OfTheLength, OTHER)],
+    [(TokenShift, OTHER), (HiddenShift, OTHER), (Twice, "a layer calls attention 2 times"), (OfTheLength, OTHER)],
 )
 def test_what_cannot_be_decoded_with_a_cache_is_refused(kind, message):
     with pytest.raises((ValueError, ShardError), match=message):

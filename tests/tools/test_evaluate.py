@@ -368,8 +368,8 @@ from shardlib import shardops
 from shardwright.modeling import settings
 ModelConfig = settings.ModelConfig
 class Model(train.Llama):
-    def layer(self, x, w, tokens, attend):
-        return super().layer(x, w, tokens, attend) * x.shape[0]  # sequences of the device
+    def layer(self, x, w, tokens, attention):
+        return super().layer(x, w, tokens, attention) * x.shape[0]  # sequences of the device
 """
 
 

@@ -307,8 +307,8 @@ def test_each_run_is_replayed_by_its_own_source(of_demo, tmp_path, dataset):
 class TrainsDifferently(train.Llama):
     """In training its layers add nothing, as experts drop tokens there alone."""
 
-    def layer(self, x, w, tokens, attend):
-        return x if tokens.training else super().layer(x, w, tokens, attend)
+    def layer(self, x, w, tokens, attention):
+        return x if tokens.training else super().layer(x, w, tokens, attention)
 
 
 def test_the_losses_of_documents_are_of_the_step_that_trained():

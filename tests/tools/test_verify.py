@@ -159,8 +159,8 @@ def test_meshes_agree(tmp_path, name, settings, text):
 BUGS = {  # what is copied and edited, the edit, the first tensor that differs, settings
     "an activation": (
         ("train.py", "train.py"),
-        "attended = save_for_backward(attend(q, k, v, self.mask))",
-        'attended = save_for_backward(jnp.roll(attend(q, k, v, self.mask), shardops.axis_size("t"), 2))',
+        "attended = save_for_backward(attention(q, k, v, self.mask))",
+        'attended = save_for_backward(jnp.roll(attention(q, k, v, self.mask), shardops.axis_size("t"), 2))',
         "metric loss",
         (),
     ),

@@ -324,11 +324,11 @@ class Model(Llama):
         return Stream(x, kept)
 
     @typed
-    def layer(self, s: Stream, w: TransformerLayer, tokens: Tokens, attend: Callable) -> Stream:
+    def layer(self, s: Stream, w: TransformerLayer, tokens: Tokens, attention: Attention) -> Stream:
         place, half = jnp.arange(self.c.layers // 2), self.c.layers // 2
         taken = (place == 2 * half - 1 - tokens.layer)[:, None] & (tokens.layer >= half)
         x = s.x + jnp.sum(jnp.where(taken, s.kept, 0), axis=-2)
-        x = super().layer(x, w, tokens, attend)
+        x = super().layer(x, w, tokens, attention)
         return Stream(x, jnp.where((place == tokens.layer)[:, None], x[..., None, :], s.kept))
 
     @typed
@@ -344,11 +344,11 @@ class Model(Llama):
 
     @typed
     def layer(
-        self, x: act["B/b L/c/t H M"], w: TransformerLayer, tokens: Tokens, attend: Callable
+        self, x: act["B/b L/c/t H M"], w: TransformerLayer, tokens: Tokens, attention: Attention
     ) -> act["B/b L/c/t H M"]:
         one, two = x[..., 0, :], x[..., 1, :]
         inputs = one + 0.5 * two
-        out = super().layer(inputs, w, tokens, attend) - inputs
+        out = super().layer(inputs, w, tokens, attention) - inputs
         return jnp.stack([one + 0.25 * two + out, 0.25 * one + two + 0.5 * out], axis=-2)
 
     @typed
@@ -381,7 +381,7 @@ def test_state_between_layers_is_sampled_with_a_cache(place):
     """The likeliest token of dense logits, after each token."""
     c = tiny.config(tiny.model(module="changed_train", layers=4))
     with module_of(changed("value_residual")) as train, jax.set_mesh(tiny.mesh(place)):
-        forward = train.Forward(load_model(c.model), c.training)
+        forward = tiny.forward_of(load_model(c.model), c.training)
         w = jax.jit(lambda key: initialize(forward.model.table, key))(jax.random.key(7))
         step = trace_step(c, forward.model, trainer=train)
         drawn = Sampler(step, Sampling(max_tokens=8, temperature=0.0), tiny.LENGTH).generate(w, [[5, 8, 13], []])

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 import train
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.soundness import find_unsound
-from shardwright.modeling import attention_calls, context
+from shardwright.modeling import attention_calls, attention_paths, context
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from shardwright.run.step import trace_step
@@ -67,7 +67,7 @@ def test_a_step_by_ulysses_and_a_kernel_is_proved(monkeypatch, path):
     real = jax.nn.dot_product_attention
     plain = lambda *args, implementation, **options: real(*args, implementation="xla", **options)
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
-    for module in (attention_calls, context):
+    for module in (attention_calls, attention_paths, context):
         monkeypatch.setattr(module, "choose", lambda setting, *_, **__: setting)  # this device has no kernels
     c = tiny.config(tiny.model(layers=1, n_kv=4), context="ulysses", attention=path)
     c.training.seq_len = 128

@@ -316,8 +316,8 @@ DIFFERS = ".*; it must be a scalar, the same on every device"
 @pytest.mark.parametrize(("given", "message"), [(jnp.mean, DIFFERS), (lambda x: jnp.zeros(3), r"f32\[3\]")])
 def test_what_is_no_scalar_or_differs_is_refused(given, message):
     class Wrong(train.Llama):
-        def layer(self, x, w, tokens, attend):
-            return super().layer(x, w, tokens, attend), LayerAux(given(x))
+        def layer(self, x, w, tokens, attention):
+            return super().layer(x, w, tokens, attention), LayerAux(given(x))
 
     c = tiny.config(tiny.model())
     with jax.set_mesh(tiny.mesh("d=4 t=2")):

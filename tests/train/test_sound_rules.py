@@ -19,7 +19,7 @@ from shardwright.modeling.model import load_model
 from shardwright.run.step import trace_step
 
 RULE = "    mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document))"
-ATTEND = "attend(q, k, v, self.mask)"
+ATTEND = "attention(q, k, v, self.mask)"
 EMBEDDED = '        return shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)'
 LOSS = '        return shardops.psum("+b +c ->", loss) / self.targets'
 MODEL = "Model = Llama\n"
@@ -27,7 +27,7 @@ AXES = "jax.sharding.get_abstract_mesh().shape"
 
 
 def with_rule(changes: str) -> str:
-    return f"attend(q, k, v, dataclasses.replace(self.mask, {changes}))"
+    return f"attention(q, k, v, dataclasses.replace(self.mask, {changes}))"
 
 
 PATHS = {  # name: the mesh, and settings of training
@@ -56,11 +56,11 @@ WRONG_RULES = {
     ),
     "sinks of a device's heads": (
         ATTEND,
-        "attend(q, k, v, self.mask, sinks=jnp.float32(q).mean((1, 4)) * 0 + q.shape[2])",
+        "attention(q, k, v, self.mask, sinks=jnp.float32(q).mean((1, 4)) * 0 + q.shape[2])",
     ),
     "learned by the place of a head": (
         ATTEND,
-        "attend(q, k, v, dataclasses.replace(self.mask, score_mod=lambda s, q, k, h, b: s + b[..., None, None]), "
+        "attention(q, k, v, dataclasses.replace(self.mask, score_mod=lambda s, q, k, h, b: s + b[..., None, None]), "
         "jnp.float32(q).max((1, 4)) * 0 + jnp.arange(q.shape[2])[:, None])",
     ),
 }

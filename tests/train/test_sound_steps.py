@@ -282,7 +282,7 @@ def test_a_wrong_edit_of_a_model_is_refused_at_its_line(edit, tmp_path):
 
 
 def test_a_layer_that_differs_between_stages_is_refused():
-    old = "        x = self.with_attention(x, w, tokens, attend)\n"
+    old = "        x = self.with_attention(x, w, tokens, attention)\n"
     assert SOURCE.count(old) == 1
     scaled = old.replace("= self", "= (1.0 + shardops.axis_index('p')) * self")
     differs = pytest.raises(ShardError, match="the value differs between devices of p")

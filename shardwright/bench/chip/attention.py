@@ -23,7 +23,7 @@ from shardlib.shardtypes import i32, typed_shard_map
 from shardwright.bench.common import first_line, parser_of
 from shardwright.cluster.config import HardwareConfig
 from shardwright.cluster.devices import make_mesh
-from shardwright.modeling import attention
+from shardwright.modeling import attention_paths
 from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions, same_document
 from shardwright.modeling.model import compute_scope
 from shardwright.modeling.weights import act
@@ -68,7 +68,7 @@ def program(path: str, pattern: AttentionMask) -> Callable:
     ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
         index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
         positions = Positions(index, index, document)
-        attend = train.attention if path == "einsum" else functools.partial(attention.run, path, block=None)
+        attend = train.softmax_attention if path == "einsum" else functools.partial(attention_paths.run, path, block=None)
         out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, Mask(pattern, positions, positions)), q, k, v)
         return out, *vjp(g)
 
@@ -85,7 +85,7 @@ def timed(
     path: str, pattern: AttentionMask, given: list, options: dict | None = None
 ) -> tuple[jax.stages.Compiled, float, float]:
     """Returns a compiled implementation, its seconds and FLOP/s. Raises what it, the compiler or the device raises."""
-    attention.choose(path, pattern, given[0])
+    attention_paths.choose(path, pattern, given[0])
     with compute_scope("bf16"):
         compiled = jax.jit(program(path, pattern)).lower(*given).compile(compiler_options=options)
     rows, length, heads, _, width = given[0].shape
@@ -107,9 +107,9 @@ def main() -> None:
 def show(length: int, documents: str, pattern: AttentionMask, tokens: int, heads: int, width: int) -> None:
     """Prints a line for each implementation."""
     here = jax.devices()[0].platform
-    paths = [path for path in attention.PATHS if attention.KERNELS.get(path, here) == here and path != "auto"]
+    paths = [path for path in attention_paths.PATHS if attention_paths.KERNELS.get(path, here) == here and path != "auto"]
     kernels = [(path, {}) for path in paths]
-    kernels += [(path, DETERMINISTIC) for path in paths if here == "gpu" and path in attention.KERNELS]
+    kernels += [(path, DETERMINISTIC) for path in paths if here == "gpu" and path in attention_paths.KERNELS]
     (drawn, document), expected = operands(length, tokens, heads, width), None
     if 4 * length * max(tokens, length) * heads <= LARGEST:
         with compute_scope("f32"), jax.default_matmul_precision("highest"):

@@ -20,7 +20,7 @@ from shardwright.bench.chip.attention import best_seconds, operands, timed
 from shardwright.bench.common import first_line, parser_of
 from shardwright.cluster.chips import Chip, chip_for, chip_of
 from shardwright.cluster.devices import make_mesh
-from shardwright.modeling.attention import choose
+from shardwright.modeling.attention_paths import choose
 from shardwright.modeling.masks import CAUSAL
 
 OPTIONS = {

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, pytree_dataclass, typed
+from shardwright.modeling.attention import Attention
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.settings import ModelConfig  # noqa: F401 (part of a model's module)
 from shardwright.modeling.weights import matrix
@@ -33,11 +36,17 @@ class Model(train.Llama):
     Weights = Weights
 
     @typed
-    def with_attention(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+    def with_attention(
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
         """The residual stream after gated attention."""
         attention_norm = shardops.all_gather("M/t/w -> M", w.attention_norm)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", train.rms_norm(x, attention_norm, self.c.norm_epsilon))
         w_gate = shardops.all_gather("M/w K/t Q D -> M K/t Q D", w.w_attention_gate)
         gate = shardops.matmul("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w_gate)
         opened = jax.nn.sigmoid(jnp.float32(gate))
-        return super().with_attention(x, w, tokens, lambda *qkv_mask: (attend(*qkv_mask) * opened).astype(x.dtype))
+
+        def gated(*qkv_mask):
+            return (attention(*qkv_mask) * opened).astype(x.dtype)
+
+        return super().with_attention(x, w, tokens, cast(Attention, gated))

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map
 from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.forward import Forward
 from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
 from shardwright.modeling.model import compute_scope, load_model, module_of
@@ -46,10 +47,10 @@ def mapping_of(module: str) -> Any:
     return found
 
 
-def forward_of(c: object) -> train.Forward:
+def forward_of(c: object) -> Forward:
     """Returns the run's forward pass in f32, without approximations."""
     training = TrainingConfig(batch_size=1, seq_len=LENGTH, steps=1, compute_dtype="f32", attention="einsum")
-    return train.Forward(load_model(c), training)
+    return Forward(load_model(c), training, train.softmax_attention)
 
 
 def one_device() -> Any:

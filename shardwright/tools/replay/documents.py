@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map, u32
 from shardwright.data.loader import Piece, TokenBatch
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
+from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import compute_scope
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.tools.replay.session import Session
@@ -80,7 +81,7 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
     With pipeline stages, it runs on the mesh without them.
     """
     c, model = session.c, session.model
-    forward, Weights = train.Forward(model, c.training, in_training=True), model.Weights
+    forward, Weights = Forward(model, c.training, train.softmax_attention, in_training=True), model.Weights
 
     @typed_shard_map
     def per_device(w: Of[Weights], batch: train.Batch, seeds: u32["m B/r/d"] | None) -> f32["m B/r/d L"]:

@@ -7,6 +7,7 @@ import jax
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, pytree_dataclass, typed
+from shardwright.modeling.attention import Attention
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import settings
 from shardwright.modeling.model import Tokens, act
@@ -44,8 +45,10 @@ class Model(train.Llama):
     Weights = Weights
 
     @typed
-    def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
-        x = self.with_attention(x, w, tokens, attend)
+    def layer(
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
+        x = self.with_attention(x, w, tokens, attention)
         mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
         nx = train.rms_norm(x, mlp_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
