@@ -62,6 +62,7 @@ from shardwright.optimizers.muon import muon
 from shardwright.run import launch, reference, stages
 from shardwright.run.config import Config
 from shardwright.run.run import Run
+from shardwright.run.spec import StepSpec
 from shardwright.sampling.samples import TrainingTexts
 
 # ---- weights ----------------------------------------------------------------------------------------------------
@@ -447,13 +448,26 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     return evaluation_step
 
 
+SPEC = StepSpec(
+    State=State,
+    Batch=Batch,
+    attention=softmax_attention,
+    cross_entropy=cross_entropy,
+    optimizers=OPTIMIZERS,
+    init_state=init_state,
+    make_training_step=make_training_step,
+    make_evaluation_step=make_evaluation_step,
+)
+"""What runs, proofs and tools use of this file."""
+
+
 # ---- main -------------------------------------------------------------------------------------------------------
 
 
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     """A run on the current mesh to its end, or to the next of training.changes. Returns what Run.end does."""
-    with Run(c, model, directory, __name__, examine) as run:
-        state = run.begin(State)  # of the last checkpoint, or of init_state
+    with Run(c, model, directory, SPEC, examine) as run:
+        state = run.begin()  # of the last checkpoint, or of init_state
         if run.is_over:  # resumed after its last step
             return run.end()
         c, t = run.c, run.c.training  # with the changes until here

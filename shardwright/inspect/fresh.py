@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from shardlib.proof.check import tracing
 from shardwright.optimizers.rates import own_functions
 from shardwright.run.provenance import PACKAGES, own_modules
+from shardwright.run.spec import load_spec
 from shardwright.run.step import Step
 
 MODELS = "shardwright.models"
@@ -30,13 +31,13 @@ def anew(step: Step) -> Iterator[Step]:
     c, kinds = step.c.model, (type(step.model), type(step.c.model))
     files = {str(path) for path in own_modules()}
     own_parts = own_functions(step.c.optimizer)
-    names = step.trainer.__name__, *(part.__module__ for part in (*kinds, *own_parts))
+    names = step.spec.module, *(part.__module__ for part in (*kinds, *own_parts))
     packages = {name.partition(".")[0] for name in names} - {"__main__", *ONCE}
 
     def is_own(name: str, module: object) -> bool:
         top = name.partition(".")[0]
         is_named = top in packages or (getattr(module, "__file__", None) in files and top not in ONCE)
-        is_named |= name == step.trainer.__name__ or f"{name}.".startswith(f"{MODELS}.")
+        is_named |= name == step.spec.module or f"{name}.".startswith(f"{MODELS}.")
         return is_named and name != "__main__" and getattr(module, "__spec__", None) is not None
 
     own = lambda: {name: module for name, module in [*sys.modules.items()] if is_own(name, module)}
@@ -49,13 +50,13 @@ def anew(step: Step) -> Iterator[Step]:
         return functools.reduce(getattr, kind.__qualname__.split("."), importlib.import_module(kind.__module__))
 
     try:
-        trainer = importlib.import_module(name) if (name := step.trainer.__name__) in before else step.trainer
+        spec = load_spec(step.spec.module) if step.spec.module in before else step.spec
         Model, Settings = map(again, kinds)
         settings = Settings(**{f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.init})
         c = dataclasses.replace(step.c, model=settings)
         with tracing(step.mesh):  # the model may read the mesh too
             model = Model(settings)
-        yield dataclasses.replace(step, c=c, model=model, trainer=trainer, _known={})
+        yield dataclasses.replace(step, c=c, model=model, spec=spec, _known={})
     finally:
         _forget(own())
         sys.modules.update(before)

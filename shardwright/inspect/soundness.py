@@ -91,7 +91,7 @@ def find_unsound(step: Step) -> list[Finding]:
     shardwright.modeling.attention_calls compares the implementations.
     """
     kinds = [kind for kind in type(step.model).__mro__ if kind.__module__ not in ("builtins", "typing")]
-    makers = [step.trainer.init_state, step.trainer.make_training_step, step.trainer.make_evaluation_step]
+    makers = [step.spec.init_state, step.spec.make_training_step, step.spec.make_evaluation_step]
     makers += own_functions(step.c.optimizer)
     if found := list(dict.fromkeys(finding for part in (*makers, *kinds) for finding in _machines(part))):
         return found

@@ -21,8 +21,7 @@ from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import masks, rope, settings
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.model import Tokens, act
-from shardwright.modeling.weights import bias, gain
-from shardwright.trainer import train
+from shardwright.modeling.weights import bias, embedding, gain, matrix, table_of, unembedding
 
 
 @dataclasses.dataclass
@@ -98,11 +97,20 @@ class ModelConfig(settings.ModelConfig):
 
 
 @pytree_dataclass
-class Layer(train.TransformerLayer):
+class Layer:
     """Weights of one layer. Those that the settings do not ask for are None."""
 
     attention_norm: gain["M if norms_before"]
+    w_q: matrix["M/w -> K/t Q D"]
+    w_k: matrix["M/w -> K/t D"]
+    w_v: matrix["M/w -> K/t D"]
+    q_norm: gain["D if qk_norm"]
+    k_norm: gain["D if qk_norm"]
+    w_o: matrix["K/t Q D -> M/w"]
     mlp_norm: gain["M if norms_before"]
+    w_gate: matrix["M/w -> F/t"]
+    w_up: matrix["M/w -> F/t"]
+    w_down: matrix["F/t -> M/w"]
     attention_out_norm: gain["M if norms_after"]
     mlp_out_norm: gain["M if norms_after"]
     q_norm_all: gain["K/t Q D if qk_norm_all"]
@@ -115,10 +123,13 @@ class Layer(train.TransformerLayer):
 
 
 @pytree_dataclass
-class Weights(train.Transformer):
+class Weights:
     """Weights of the model."""
 
+    embed: embedding["V/t/p M/w"]
     layers: Array["layers/p", Layer]
+    final_norm: gain["M/p"]
+    unembed: unembedding["V/t/p M/w if not tied_embeddings"]
 
 
 OFFSET = ["attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm", "final_norm"]
@@ -153,14 +164,17 @@ def gated_mlp(
     return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
 
-class Model(train.Llama):
+class Model:
     """The Llama, with the switches of ModelConfig."""
 
     Weights = Weights
-    c: ModelConfig
 
     def __init__(self, c: ModelConfig):
-        super().__init__(c, **{name: {"mean": 0.0} for name in OFFSET if c.norm_offset})
+        std = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
+        changes: dict[str, dict] = {name: {"mean": 0.0} for name in OFFSET if c.norm_offset}
+        changes["embed"] = {"std": std, "kind": "unembedding" if c.tied_embeddings else "embedding"}
+        self.c = c
+        self.table = table_of(self.Weights, c, lambda fan_in: c.weight_init_scale / fan_in**0.5, changes)
         self.period = c.period
 
     def prepare(self, tokens: Tokens) -> Tokens:
@@ -187,7 +201,12 @@ class Model(train.Llama):
     @typed
     def embed(self, w: Weights, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
-        x = super().embed(w, tokens)
+        embed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed)
+        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
+        embed = embed.astype(jnp.float32)
+        x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
+        x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
+        x = shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
         return x * math.sqrt(self.c.d_model) if self.c.embedding_scaled else x
 
     def normed(
@@ -197,7 +216,8 @@ class Model(train.Llama):
         if weight is None:
             return x
         weight = shardops.all_gather(f"{at_rest} -> {dims[-1]}", weight)
-        unit = train.unit_rms(x, self.c.norm_epsilon)
+        x32 = jnp.float32(x)
+        unit = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.c.norm_epsilon)
         scaled = shardops.einsum_unreduced(f"{dims}, {dims[-1]} -> {dims}", unit, weight)
         return (unit + scaled if self.c.norm_offset else scaled).astype(x.dtype)
 

@@ -25,6 +25,7 @@ from shardwright.run.reference import read_reference
 from shardwright.run.report import introduce, log, save_config
 from shardwright.run.resuming import check_processes, deciding_settings
 from shardwright.run.schedule import Schedule
+from shardwright.run.spec import StepSpec
 from shardwright.run.stages import placement_of
 from shardwright.run.stores import agreed
 
@@ -42,7 +43,7 @@ class Run(Schedule):
     the same calls, and process 0 writes and prints.
 
     Args:
-        c, model, trainer: as for Schedule.
+        c, model, spec: as for Schedule.
         directory: of the run.
         examine: the module shardwright.inspect.examine.
 
@@ -55,8 +56,8 @@ class Run(Schedule):
         ValueError: the data is too short for the run, or a checkpoint has other settings.
     """
 
-    def __init__(self, c: Config, model: LanguageModel, directory: Path, trainer: str, examine: ModuleType):
-        super().__init__(c, model, trainer)
+    def __init__(self, c: Config, model: LanguageModel, directory: Path, spec: StepSpec, examine: ModuleType):
+        super().__init__(c, model, spec)
         self.directory, self.stopped_by, self._examine = directory, None, examine
         self._cleanup, self._stop = contextlib.ExitStack(), StopRequest()
 
@@ -75,20 +76,15 @@ class Run(Schedule):
 
     # ---- before the first step ----------------------------------------------------------------------------------
 
-    def begin(self, State: Any) -> Any:
-        """Restores the state of the last checkpoint, or initializes it. Describes the run and opens its log.
-
-        Args:
-            State: class of the state, generic in the class of the weights. Its fields are `weights` and those of the
-                optimizer.
-        """
+    def begin(self) -> Any:
+        """Restores the state of the last checkpoint, or initializes it. Describes the run and opens its log."""
         state, keeper = None, self._keeper
         while state is None:
             start, loader_state, skips = keeper.last(self._provenance_at)
             self.resume(start, loader_state)
             check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
             planned = self._planned()  # before allocating the state, which may not fit
-            state = keeper.state(start, self.step, State)
+            state = keeper.state(start, self.step, self.spec.State)
         for step, why in keeper.damaged.items():
             log(f"WARNING    the checkpoint of step {step} is not used: {why}")
         self.reference = read_reference(self.c)

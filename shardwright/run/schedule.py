@@ -15,6 +15,7 @@ from shardwright.run.config import Config
 from shardwright.run.evaluation import evaluate
 from shardwright.run.provenance import provenance_of
 from shardwright.run.resuming import check_processes
+from shardwright.run.spec import StepSpec
 from shardwright.run.step import Step, trace_step
 
 
@@ -24,7 +25,7 @@ class Schedule:
     Args:
         whole: the configuration with all changes.
         model: of the configuration.
-        trainer: name of the module of the training program.
+        spec: the parts of the training program.
 
     Attributes:
         c, step: settings and Step until the next change.
@@ -35,10 +36,10 @@ class Schedule:
         loader, validation: loaders of the two splits; validation is None without evaluations.
     """
 
-    def __init__(self, whole: Config, model: LanguageModel, trainer: str):
-        self.whole, self.model, self._trainer = whole, model, trainer
+    def __init__(self, whole: Config, model: LanguageModel, spec: StepSpec):
+        self.whole, self.model, self.spec = whole, model, spec
         self.c = config_at(whole, 0)
-        self.step = trace_step(self.c, model, trainer=trainer)
+        self.step = trace_step(self.c, model, spec=spec)
 
     def be_at(self, step: int) -> None:
         """Switches to the settings of a step."""
@@ -49,7 +50,7 @@ class Schedule:
 
     def traced(self, c: Config) -> Step:
         """Returns the training step with these settings."""
-        return self.step if c == self.c else trace_step(c, self.model, trainer=self._trainer)
+        return self.step if c == self.c else trace_step(c, self.model, spec=self.spec)
 
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:

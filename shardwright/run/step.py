@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -28,8 +26,8 @@ from shardwright.modeling.planned_attention import kernels_as_calls
 from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.reference import weights_of
+from shardwright.run.spec import StepSpec, load_spec
 from shardwright.run.stages import IN_ORDER, LOSS, LOSS_IN_PARTS
-from shardwright.trainer import trainer_name
 
 NAMES = "training", "evaluation", "start"
 """Programs of a run: make_training_step, make_evaluation_step and init_state of train.py."""
@@ -83,7 +81,7 @@ class Step:
         c: the settings, with the edits of `forms`.
         model: the model of c.model.
         mesh: the mesh to trace on, of devices or abstract.
-        trainer: the module of the training program, train.py.
+        spec: the parts of the training program.
         name: one of NAMES or OF_MICROBATCH.
         forms: keys of FORMS that are applied, and its size if that differs; empty: as the run executes it.
         planned: sizes of the mesh for which it chooses the fast implementation.
@@ -92,7 +90,7 @@ class Step:
     c: Config
     model: LanguageModel
     mesh: Mesh | Any
-    trainer: ModuleType
+    spec: StepSpec
     name: str = "training"
     forms: tuple[str, ...] = ()
     planned: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -126,7 +124,7 @@ class Step:
             chunk = t.loss_chunk and t.loss_chunk * length // t.seq_len
             t = dataclasses.replace(t, batch_size=rows * t.microbatches, seq_len=length, loss_chunk=chunk)
             c, forms = dataclasses.replace(c, training=t), (*forms, f"{rows} × {length} tokens")
-        other = Step(c, self.model, mesh, self.trainer, name or self.name, (*self.forms, *forms), planned, self._known)
+        other = Step(c, self.model, mesh, self.spec, name or self.name, (*self.forms, *forms), planned, self._known)
         return self._known[other._key]
 
     @property
@@ -147,7 +145,7 @@ class Step:
     def forward(self) -> Forward:
         """The forward pass of its model."""
         in_training = self.name in ("training", "training loss")
-        return Forward(self.model, self.c.training, self.trainer.softmax_attention, in_training)
+        return Forward(self.model, self.c.training, self.spec.attention, in_training)
 
     @functools.cached_property
     def calls(self) -> list[Call]:
@@ -170,7 +168,7 @@ class Step:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
         mesh = dataclasses.replace(self.c.mesh, **{axis: sizes[axis] for axis in AXES})
         unread = {section: _Unread(section) for section in vars(self.c) if section not in READ}
-        c, model, trainer = dataclasses.replace(self.c, mesh=mesh, **unread), self.model, self.trainer
+        c, model, spec = dataclasses.replace(self.c, mesh=mesh, **unread), self.model, self.spec
         is_loss, name = self.name in OF_MICROBATCH[:2], self.name.removesuffix(" loss")
         c = _of_loss(c, self.name, "in parts" in self.forms) if is_loss else c
         of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
@@ -179,12 +177,12 @@ class Step:
             if name == "logits":
                 return _trace_logits(self), types, rules
             if name == "start":
-                start = jax.jit(functools.partial(trainer.init_state, c=c, model=model))
+                start = jax.jit(functools.partial(spec.init_state, c=c, model=model))
                 return start.trace(jax.eval_shape(jax.random.key, 0)), types, rules
             if name == "evaluation":
-                return trainer.make_evaluation_step(c, model).trace(state.weights, self.batch(c)), types, rules
+                return spec.make_evaluation_step(c, model).trace(state.weights, self.batch(c)), types, rules
             reference = (shapes := weights_of(c)) and sharded(type(shapes), shapes)
-            step = trainer.make_training_step(c, model)
+            step = spec.make_training_step(c, model)
             return step.trace(state, self.batch(c), np.int32(0), reference), types, rules
 
     @property
@@ -265,16 +263,14 @@ def trace_step(
     mesh: Mesh | AbstractMesh | None = None,
     name: str = "training",
     form: str = AS_RUN,
-    trainer: ModuleType | str | None = None,
+    spec: StepSpec | None = None,
 ) -> Step:
     """Makes the Step of these settings on a mesh, by default the current one. Step.other makes variants of it.
 
-    `name` is one of NAMES, `form` one of FORMS. `trainer` is the training program: a module like train.py, or its
-    name; None: that of `trainer_name`.
+    `name` is one of NAMES, `form` one of FORMS. `spec` has the parts of the training program; None: that of
+    `load_spec`.
     """
     mesh = mesh or jax.sharding.get_mesh()
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
-    if not isinstance(trainer, ModuleType):
-        trainer = importlib.import_module(trainer or trainer_name())
-    step = Step(c, model, mesh, trainer, name)
+    step = Step(c, model, mesh, spec or load_spec(), name)
     return step if form == AS_RUN else step.other(form)

@@ -96,7 +96,7 @@ class TrainingTasks:
         check_tasks(c.training.evals)
         self._c, self._run, self._mesh = c, run, folded_mesh(c)
         with jax.set_mesh(self._mesh):
-            loss, source = run.step.trainer.cross_entropy, run.provenance["source"]
+            loss, source = run.spec.cross_entropy, run.provenance["source"]
             self._scorer = Scorer(run.step, loss, c.training.seq_len, source)
 
     def write(self, weights: object) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from shardwright.run.spec import load_spec
 from shardwright.cluster.devices import known_options
 from shardwright.data.checks import at_least_0, at_least_1
 from shardwright.data.loader import make_loader
@@ -38,7 +39,6 @@ from shardwright.sampling.harness import language_model
 from shardwright.sampling.scoring import Scorer, document_losses
 from shardwright.sampling.tasks import TASKS, evaluate_tasks
 from shardwright.settings.program import run_program
-from shardwright.trainer import train
 
 
 @dataclass
@@ -97,7 +97,7 @@ class OpenRun:
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
         with jax.set_mesh(self.mesh):
-            return Scorer(trace_step(self.c, self.model), train.cross_entropy, self.c.training.seq_len, self.source)
+            return Scorer(trace_step(self.c, self.model), load_spec().cross_entropy, self.c.training.seq_len, self.source)
 
     def tokenizer(self) -> Tokenizer:
         """That of the settings, or else of the run's data. Raises ValueError if it is missing."""
@@ -121,7 +121,7 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
     with jax.set_mesh(run.mesh):
         loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches, pad=True)
         options = known_options(opening.trusted_options(c, run.config.trust, write_line), write_line)
-        evaluation_step = train.make_evaluation_step(c, run.model, options)
+        evaluation_step = load_spec().make_evaluation_step(c, run.model, options)
         if run.mesh.size > 1:  # it may be a mesh that no run was proved on
             check_program(evaluation_step, (run.weights, loader.load(0)), source_of(), c.model, c.optimizer, t)
         found: dict[str, Any] = evaluate_batches(evaluation_step, run.weights, loader, batches)

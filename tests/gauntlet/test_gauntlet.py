@@ -75,7 +75,7 @@ def refusal(files: dict[str, str], config: dict, by: str | None) -> str | None:
         if c.model.module == "train":
             c.model.module = train.__name__
         try:
-            step = trace_step(c, load_model(c.model), mesh, trainer=train)
+            step = trace_step(c, load_model(c.model), mesh, spec=train.SPEC)
             return found_soon(step, lambda text: by is not None and by in text) or None
         except Exception as error:  # of any class: JAX's own ShardingTypeError is none that can be named
             return str(error)

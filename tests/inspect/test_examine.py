@@ -37,7 +37,7 @@ def edited(edit: str, mesh: str) -> Iterator[ModuleType]:
 
 def step_of(trainer: ModuleType, **training) -> Step:
     c = tiny.config(tiny.model(module="changed_train", layers=1), **training)
-    return trace_step(c, load_model(c.model), trainer=trainer)
+    return trace_step(c, load_model(c.model), spec=trainer.SPEC)
 
 
 def test_a_step_reads_no_setting_that_its_record_leaves_out():

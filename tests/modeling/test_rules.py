@@ -135,8 +135,8 @@ plain_attention = train.softmax_attention
 @pytest.mark.long
 @pytest.mark.parametrize("edit", [sliding, lambda q, k, *more: plain_attention(q, 1.01 * k, *more)])
 def test_an_edit_of_one_path_alone_is_named(edit, monkeypatch):
-    monkeypatch.setattr(train, "attention", edit)
-    message = r"attention by blockwise is not what train.softmax_attention \(einsum\) computes"
+    monkeypatch.setattr(train, "softmax_attention", edit)
+    message = r"attention by blockwise is not what softmax_attention \(einsum\) computes"
     with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match=message):
         check_paths(tiny.step_of(forward_of(train.Llama, "bf16"), 256))
 

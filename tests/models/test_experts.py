@@ -361,7 +361,7 @@ def test_losses_of_layers_that_one_device_alone_scales_are_refused():
     c = tiny.config(truth.model(layers=2, balance_loss=0.1, d_head=16), microbatches=2)
     changed = train_with({file: source.replace(old, old.replace("jnp.sum", "50 * jnp.sum"))})
     with changed as module, abstract_mesh_of({"r": 1, "d": 2, "t": 1, "p": 2}):
-        found = find_unsound(trace_step(c, load_model(c.model), trainer=module))
+        found = find_unsound(trace_step(c, load_model(c.model), spec=module.SPEC))
     assert f">:{source[: source.index(old)].count(chr(10)) + 1}: mul: one device runs this" in str(found[0])
 
 

@@ -182,7 +182,7 @@ def test_the_step_is_proved(recipe, mesh):
     c, mesh = config(recipe), tiny.mesh(mesh).abstract_mesh
     c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
-        assert find_unsound(trace_step(c, load_model(c.model), mesh, trainer=train)) == []
+        assert find_unsound(trace_step(c, load_model(c.model), mesh, spec=train.SPEC)) == []
 
 
 @pytest.mark.long
@@ -200,8 +200,8 @@ def test_experts_are_matrices_of_their_own(recipe):
         kind = train.State[type(model.table)]
         found = {path: str(array.spec) for path, array, _ in arrays_in(kind, state)}
         assert found[f"{field}.layers.w_gate.array"] == str(on_mesh(parse_shape(f"layers E/e {dims}")))
-        assert trace_step(c, model, trainer=train).traced
-        assert trace_step(c, model, name="evaluation", trainer=train).traced
+        assert trace_step(c, model, spec=train.SPEC).traced
+        assert trace_step(c, model, name="evaluation", spec=train.SPEC).traced
 
 
 # ---- updates in f64 ---------------------------------------------------------------------------------------------

@@ -275,7 +275,7 @@ def traced(source: str) -> None:
     with module_of(source) as train, use_abstract_mesh(mesh):
         c.model.module = train.__name__
         model = load_model(c.model)
-        step = trace_step(c, model, trainer=train)
+        step = trace_step(c, model, spec=train.SPEC)
         describe_attention(step)
         assert step.traced
 

@@ -52,7 +52,7 @@ BY_NAME |= {
     "shardwright.bench.throughput.peers.seqax_trainer",
     "shardwright.run.trackers",
     "shardwright.inspect.fresh",
-    "shardwright.run.step",
+    "shardwright.run.spec",
     "shardwright.trainer",
     "shardwright.__main__",
 }

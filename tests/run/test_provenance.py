@@ -35,7 +35,7 @@ def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training)
     c.optimizer = tiny.optimizer(**dict(optimizer))
     p, r, d, t = mesh
     with module_of(source) as module, jax.set_mesh(make_mesh(jax.devices()[: p * r * d * t], r=r, d=d, t=t, p=p)):
-        return provenance.provenance_of(trace_step(c, load_model(c.model), trainer=module))["programs"]
+        return provenance.provenance_of(trace_step(c, load_model(c.model), spec=module.SPEC))["programs"]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_loss_of_pairs_has_both_hashes_and_a_reference_that_is_not_there_leave
     for recipe, reason in {"simpo": None, "distillation": "ShardError"}.items():
         c = tiny.config(tiny.model(module="changed_train"))
         with module_of(changed(recipe)) as module, jax.set_mesh(tiny.mesh("one device")):
-            found[recipe] = provenance.provenance_of(trace_step(c, load_model(c.model), trainer=module))
+            found[recipe] = provenance.provenance_of(trace_step(c, load_model(c.model), spec=module.SPEC))
         assert found[recipe].get("untraced", "").split(":")[0] == (reason or "")
     pairs, distilled = found.values()
     assert pairs["programs"].keys() == BOTH

@@ -1,5 +1,6 @@
 """The programs of a Step, against JAX."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,13 +13,14 @@ from shardwright.run.opening import fresh_state
 from shardwright.run.step import trace_step
 
 
-def test_the_start_is_traced_once_for_the_state_and_both_steps(monkeypatch):
+def test_the_start_is_traced_once_for_the_state_and_both_steps():
     init, calls = train.init_state, []
-    monkeypatch.setattr(train, "init_state", lambda *args, **given: calls.append(args) or init(*args, **given))
+    counted = lambda *args, **given: calls.append(args) or init(*args, **given)
+    spec = dataclasses.replace(train.SPEC, init_state=counted)
     c = tiny.config(tiny.model())
     model = load_model(c.model)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        step = trace_step(c, model)
+        step = trace_step(c, model, spec=spec)
         state = fresh_state(step)
         for name in ("training", "evaluation"):
             step.other(name=name).lower()

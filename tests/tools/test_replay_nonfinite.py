@@ -38,7 +38,7 @@ def session_of(c, model=None, train=tiny.train):
     """What an Explainer asks of a Session."""
     model = model or load_model(c.model)
     session = types.SimpleNamespace(c=c, model=model, step=3, placement=placement_of(c, model), reference=None)
-    session.traced = trace_step(c, model, trainer=train)
+    session.traced = trace_step(c, model, spec=train.SPEC)
     session.without_stages = lambda: StepWithoutStages(session.traced, session.placement)
     return session
 

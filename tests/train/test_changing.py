@@ -156,7 +156,7 @@ def test_the_types_of_each_recipe_hold(recipe, program, teacher):
     mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
         c.model = train.ModelConfig(**vars(c.model))
-        assert trace_step(c, load_model(c.model), name=program, trainer=train).traced
+        assert trace_step(c, load_model(c.model), name=program, spec=train.SPEC).traced
 
 
 ON_C = "d=2 c=2 t=2"
@@ -236,10 +236,10 @@ def test_a_step_is_proved_and_a_text_sampled(recipe):
         c.model = train.ModelConfig(**vars(c.model))
         model = load_model(c.model)
         mesh = AbstractMesh((2, 2, 2), ("d", "c", "t"), axis_types=(AxisType.Explicit,) * 3)
-        assert find_unsound(trace_step(c, model, mesh, trainer=train)) == []
+        assert find_unsound(trace_step(c, model, mesh, spec=train.SPEC)) == []
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
             w = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0)).weights
-            sampler, prompts = Sampler(trace_step(c, model, trainer=train), settings, 16), [[5, 9, 2], [7]]
+            sampler, prompts = Sampler(trace_step(c, model, spec=train.SPEC), settings, 16), [[5, 9, 2], [7]]
             texts = sampler.generate(w, prompts)
             assert redrawn(sampler.forward, w, prompts, texts, settings, 16) == texts
 
@@ -383,7 +383,7 @@ def test_state_between_layers_is_sampled_with_a_cache(place):
     with module_of(changed("value_residual")) as train, jax.set_mesh(tiny.mesh(place)):
         forward = tiny.forward_of(load_model(c.model), c.training)
         w = jax.jit(lambda key: initialize(forward.model.table, key))(jax.random.key(7))
-        step = trace_step(c, forward.model, trainer=train)
+        step = trace_step(c, forward.model, spec=train.SPEC)
         drawn = Sampler(step, Sampling(max_tokens=8, temperature=0.0), tiny.LENGTH).generate(w, [[5, 8, 13], []])
         w = jax.tree.map(np.asarray, w)
     for prompt, new in zip([[5, 8, 13], []], drawn, strict=True):
@@ -640,7 +640,7 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
     value_and_grad = jax.jit(jax.value_and_grad(lambda w: loss(with_products(w))))
     with module_of(changed("lora")) as train, jax.set_mesh(tiny.mesh(mesh)):
         model, batch = load_model(c.model), tiny.place_batch(c)
-        state = fresh_state(trace_step(c, model, trainer=train))
+        state = fresh_state(trace_step(c, model, spec=train.SPEC))
         trained = {name for name in named_leaves(state.weights) if name.startswith("layers/lora_")}
         assert len(trained) == 4
         assert named_leaves(state.adam_mu).keys() == named_leaves(state.adam_nu).keys() == trained

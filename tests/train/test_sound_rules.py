@@ -140,7 +140,7 @@ def found(edit: Edited, mesh: str, **training) -> str:
     with jax.set_mesh(tiny.mesh(mesh)):
         c = tiny.config(tiny.model(module=edit.name, layers=2), **training)
         module = importlib.import_module(edit.name)
-        step = trace_step(c, load_model(c.model), tiny.mesh(mesh), trainer=module)
+        step = trace_step(c, load_model(c.model), tiny.mesh(mesh), spec=module.SPEC)
         return found_soon(step, functools.partial(is_named, edit))
 
 

@@ -96,7 +96,7 @@ def with_settings(of, settings: dict):
 
 
 def unsound(c, mesh: AbstractMesh, module=train) -> list[str]:
-    return [str(finding) for finding in find_unsound(trace_step(c, load_model(c.model), mesh, trainer=module))]
+    return [str(finding) for finding in find_unsound(trace_step(c, load_model(c.model), mesh, spec=module.SPEC))]
 
 
 def step_of(settings: str, module=train, **given) -> Step:
@@ -107,7 +107,7 @@ def step_of(settings: str, module=train, **given) -> Step:
     c = tiny.config(with_settings(tiny.model(module=module.__name__), given))
     c.training, c.optimizer = with_settings(c.training, given), with_settings(c.optimizer, given)
     c.pipeline = with_settings(PipelineConfig(), given)
-    return trace_step(c, load_model(c.model), mesh_of(mesh), trainer=module)
+    return trace_step(c, load_model(c.model), mesh_of(mesh), spec=module.SPEC)
 
 
 @pytest.mark.long(every_case=True)
@@ -237,7 +237,7 @@ def test_operations_on_the_batch_are_proved_while_a_run_has_its_mesh(change, is_
     with train_with({"train.py": text.replace(call, changed)}) as module:
         c = step_of("the demo", module).c
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
-            step = trace_step(c, load_model(c.model), jax.sharding.get_mesh(), trainer=module)
+            step = trace_step(c, load_model(c.model), jax.sharding.get_mesh(), spec=module.SPEC)
             found = [str(finding) for finding in find_unsound(step)]
     assert len(found) == is_wrong
     assert all("mesh" in text for text in found), found
@@ -274,7 +274,7 @@ def test_a_wrong_edit_of_a_model_is_refused_at_its_line(edit, tmp_path):
     with imported(c.module, edit.source, tmp_path) as edited:  # a file, as a user's is
         try:
             trainer = edited if name == "train" else train
-            text = found_soon(trace_step(tiny.config(c), load_model(c), mesh, trainer=trainer), is_named)
+            text = found_soon(trace_step(tiny.config(c), load_model(c), mesh, spec=trainer.SPEC), is_named)
         except ShardError as error:
             text = str(error)
     assert is_named(text), text

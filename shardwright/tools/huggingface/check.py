@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map
+from shardwright.run.spec import load_spec
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.attention_calls import calls_of
@@ -18,7 +19,6 @@ from shardwright.run.config import TrainingConfig
 from shardwright.data.loader import TokenBatch
 from shardwright.data.untrusted import refused
 from shardwright.tools.huggingface import families
-from shardwright.trainer import train
 
 LENGTH = 32
 """Largest number of tokens in the compared text: bos and random ones."""
@@ -50,7 +50,7 @@ def mapping_of(module: str) -> Any:
 def forward_of(c: object) -> Forward:
     """Returns the run's forward pass in f32, without approximations."""
     training = TrainingConfig(batch_size=1, seq_len=LENGTH, steps=1, compute_dtype="f32", attention="einsum")
-    return Forward(load_model(c), training, train.softmax_attention)
+    return Forward(load_model(c), training, load_spec().attention)
 
 
 def one_device() -> Any:

@@ -91,7 +91,7 @@ def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tu
     names = [*names[: names.index("checked_logits logits")], LOGITS]  # without those of the loss, which follow
     paths = [point.paths for point, _ in zip(points, names, strict=False)]
     paths += [(path,) for path in gradient_paths(bare.program, model.table)]
-    updates = jax.tree_util.tree_flatten_with_path(updates_of(c.optimizer, model, step.trainer.OPTIMIZERS))[0]
+    updates = jax.tree_util.tree_flatten_with_path(updates_of(c.optimizer, model, step.spec.optimizers))[0]
     wanted = {path: [0] for own in paths for path in own}
     rerun = Rerun(bare.program, wanted, lambda path, i, turns, operands, x, knobs: (x, x.astype(jnp.float32)))
 

@@ -3,7 +3,7 @@
 import jax
 from rich.console import Console
 
-from shardwright import trainer
+from shardwright.run.spec import load_spec
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.rates import updates_of
 from shardwright.optimizers.scales import initial_table
@@ -15,7 +15,7 @@ def show_scales(c: Config, _: object = None) -> None:
     """Prints how each weight begins and learns."""
     model = load_model(c.model)
     begin = initial_table(c.optimizer, model)
-    updates = updates_of(c.optimizer, model, trainer.train.OPTIMIZERS)
+    updates = updates_of(c.optimizer, model, load_spec().optimizers)
     rows = []
     for (path, w), u in zip(jax.tree_util.tree_flatten_with_path(begin)[0], jax.tree.leaves(updates), strict=True):
         numbers = (f"{x:.4g}" for x in (w.mean, w.std, u.rate, u.epsilon, u.decay))

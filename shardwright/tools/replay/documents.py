@@ -11,13 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map, u32
+from shardwright.run.spec import load_spec
 from shardwright.data.loader import Piece, TokenBatch
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import compute_scope
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.tools.replay.session import Session
-from shardwright.trainer import train
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -81,14 +81,15 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
     With pipeline stages, it runs on the mesh without them.
     """
     c, model = session.c, session.model
-    forward, Weights = Forward(model, c.training, train.softmax_attention, in_training=True), model.Weights
+    spec, Weights = load_spec(), model.Weights
+    forward = Forward(model, c.training, spec.attention, in_training=True)
 
     @typed_shard_map
-    def per_device(w: Of[Weights], batch: train.Batch, seeds: u32["m B/r/d"] | None) -> f32["m B/r/d L"]:
+    def per_device(w: Of[Weights], batch: Of[spec.Batch], seeds: u32["m B/r/d"] | None) -> f32["m B/r/d L"]:
         copies = forward.prepare(w)
 
         def of_microbatch(_, part):
-            head = lambda w, x: train.cross_entropy(forward.model.logits(w, x), part[0].targets)
+            head = lambda w, x: spec.cross_entropy(forward.model.logits(w, x), part[0].targets)
             return None, forward(copies, (forward.tokens(*part),), head)[0]
 
         return lax.scan(of_microbatch, None, (batch, seeds))[1]
@@ -103,7 +104,7 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
     mesh = folded_mesh(c)
     weights = without_stages(session.state.weights, session.placement, mesh)
     with jax.set_mesh(mesh):
-        batch = jax.tree.map(jax.device_put, batch, make_shardings(train.Batch, like=batch))
+        batch = jax.tree.map(jax.device_put, batch, make_shardings(spec.Batch, like=batch))
         found = np.asarray(losses(weights, batch, np.int32(session.step)))
     return found.reshape(-1, found.shape[-1])
 

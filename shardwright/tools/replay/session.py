@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright.run.spec import load_spec
 from shardwright.cluster.devices import known_options
 from shardwright.data.loader import TokenBatch, batch_of, check_skips
 from shardwright.data.untrusted import number, read_object, shown
@@ -27,7 +28,6 @@ from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright.settings.differences import flat
-from shardwright.trainer import train
 
 Write = Callable[[str], None]
 
@@ -160,7 +160,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 write(shown(f"source      {differs}"))
             if done:
                 shapes = session.traced.state
-                session.state = read_state(checkpoints, done, train.State, shapes, session.model, session.placement)
+                session.state = read_state(checkpoints, done, load_spec().State, shapes, session.model, session.placement)
             else:
                 session.state = fresh_state(session.traced)
             yield session

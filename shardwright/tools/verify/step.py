@@ -59,7 +59,7 @@ def step_on(c: Config, sizes: Mesh, planned: Mesh | None = None) -> Iterator[Ste
 
 def fresh_state(step: Step) -> Any:
     """Returns the initial state of a run on the current mesh, as host arrays, with layers in order."""
-    init = lambda key: step.trainer.init_state(key, step.c, step.model)
+    init = lambda key: step.spec.init_state(key, step.c, step.model)
     return in_order(step.c, jax.tree.map(on_host, jax.jit(init)(jax.random.key(step.c.training.seed))))
 
 
@@ -113,7 +113,7 @@ def placed(step: Step, inputs: Inputs) -> list[jax.Array]:
     state = in_order(step.c, like(step.traced.out_info[0], inputs.state), back=True)
     reference = inputs.reference and like(weights_of(step.c), inputs.reference)
     reference = reference and put(type(reference), reference)
-    state, batch = put(step.trainer.State[type(state.weights)], state), put(step.trainer.Batch, inputs.batch)
+    state, batch = put(step.spec.State[type(state.weights)], state), put(step.spec.Batch, inputs.batch)
     return jax.tree.leaves((state, batch, jnp.int32(inputs.step), reference))
 
 

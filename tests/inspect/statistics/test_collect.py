@@ -202,7 +202,7 @@ def traced(source: str, **changes) -> Step:
     """The training step of a source of train.py."""
     c = tiny.config(tiny.model(layers=2, module="changed_train"), **changes)
     with jax.set_mesh(tiny.mesh("d=4 t=2")), module_of(source) as module:
-        step = trace_step(c, load_model(c.model), trainer=module)
+        step = trace_step(c, load_model(c.model), spec=module.SPEC)
         assert step.traced
         return step
 

@@ -1,0 +1,55 @@
+"""What the rest of the package needs of a training program, as one value: no module imports train.py itself."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from shardwright.trainer import trainer_name
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """The parts of a training program. train.py makes one, SPEC, and passes it to its Run.
+
+    Attributes:
+        State: class of the state, generic in the class of the weights.
+        Batch: type of the batch of a step.
+        attention: softmax_attention, of all pairs of positions, which other implementations are compared with.
+        cross_entropy: the loss of each target from logits and targets, in validation.
+        optimizers: by name, as in optimizer.algorithm.
+        init_state: (key, config, model) -> state.
+        make_training_step: (config, model) -> the jitted training step.
+        make_evaluation_step: (config, model, compiler options) -> the jitted evaluation step.
+    """
+
+    State: Any
+    Batch: Any
+    attention: Callable[..., jax.Array]
+    cross_entropy: Callable[..., jax.Array]
+    optimizers: Mapping[str, Callable]
+    init_state: Callable[..., Any]
+    make_training_step: Callable[..., Any]
+    make_evaluation_step: Callable[..., Any]
+
+    @property
+    def module(self) -> str:
+        """Name of the module of the training program."""
+        return self.make_training_step.__module__
+
+
+def load_spec(name: str | None = None) -> StepSpec:
+    """The SPEC of a training program, by the name of its module; None: that of `trainer_name`.
+
+    Raises ValueError if the module has none.
+    """
+    module = importlib.import_module(name or trainer_name())
+    spec = getattr(module, "SPEC", None)
+    if not isinstance(spec, StepSpec):
+        raise ValueError(
+            f"{module.__file__} has no SPEC, which tools and runs take its step from: define one as the released "
+            "train.py does (`shardwright fork` shows it)."
+        )
+    return spec
