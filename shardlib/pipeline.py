@@ -1,14 +1,16 @@
-"""Executor of any schedule of schedules.py: runs the microbatches of a step through the stages of axis p.
+"""Executor of any schedule of schedules.py.
 
-Every device runs the same program, a scan over the ticks of the schedule. In each tick it runs what its column of the
-table names: a forward, a backward or its input half, and a weights half, each if there is one. Then it sends results to
-its neighbors on p. Before the forwards of the first stage all devices of p embed its microbatch together, and before
-the backwards of the last stage they compute the loss together, each for its part of the vocabulary. Values that wait
-for their task are in buffers with as many slots as the schedule needs, so memory grows with the number of microbatches
-only if the schedule's does.
+It runs the microbatches of a step through the stages of axis p. Every device runs the same program,
+a scan over the ticks of the schedule. In each tick it runs what its column of the table names: a
+forward, a backward or its input half, and a weights half, each if there is one. Then it sends
+results to its neighbors on p. Before the forwards of the first stage all devices of p embed its
+microbatch together, and before the backwards of the last stage they compute the loss together, each
+for its part of the vocabulary. Values that wait for their task are in buffers with as many slots as
+the schedule needs, so memory grows with the number of microbatches only if the schedule's does.
 
-Within a task every value may differ over p (`pipeline_stage`), and a collective over p in the task of a stage would
-wait forever. Such collectives are rejected once a tick is traced. docs/pipeline.md explains more.
+Within a task every value may differ over p (`pipeline_stage`), and a collective over p in the task
+of a stage would wait forever. Such collectives are rejected once a tick is traced. docs/pipeline.md
+explains more.
 """
 
 import dataclasses
@@ -32,17 +34,20 @@ from shardlib.split_backward import SplitBackward
 from shardlib.tick_tables import TickTable
 from shardlib.values import mesh_axes, on_mesh, pipeline_stage, planned_devices
 
-# ---- the backward of a stage as separate tasks ---------------------------------------------------------------------
+# ---- the backward of a stage as separate tasks ---------------------------------------------------
 
 
 class StageBackward:
-    """jax.vjp(has_aux=True) of a stage, split into its forward, its whole backward, and the halves of the backward.
+    """jax.vjp(has_aux=True) of a stage, split into tasks.
 
-    Arrays are passed from the forward to the backward. The function that `jax.vjp` returns is a pytree whose leaves are
-    what the backward needs. Leaves that are weights are not passed, since the backward has the weights anyway.
+    They are its forward, its whole backward, and the halves of the backward. Arrays are passed from
+    the forward to the backward. The function that `jax.vjp` returns is a pytree whose leaves are
+    what the backward needs. Leaves that are weights are not passed, since the backward has the
+    weights anyway.
 
     Attributes:
-        saved_types: types of what the forward passes to the backward, starting with its results other than y.
+        saved_types: types of what the forward passes to the backward, starting with its results
+            other than y.
         kept_types: types of what the input half passes to the weights half.
 
     Args:
@@ -51,7 +56,9 @@ class StageBackward:
         halves: True to split the backward in halves.
     """
 
-    def __init__(self, stage: Callable[..., Any], stack: object, x: object, y: object, halves: bool):
+    def __init__(
+        self, stage: Callable[..., Any], stack: object, x: object, y: object, halves: bool
+    ):
         self._stage = stage
         self._structure: Any = None
         self._results: Any = None
@@ -60,19 +67,30 @@ class StageBackward:
         _, self.saved_types = jax.eval_shape(self.forward, stack, x, zero, zero)
         self.kept_types: list = []
         if halves:
-            (program, results) = jax.make_jaxpr(self.whole, return_shape=True)(stack, self.saved_types, y)
+            (program, results) = jax.make_jaxpr(self.whole, return_shape=True)(
+                stack, self.saved_types, y
+            )
             self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
             wanted = [True] * self._dx.num_leaves + [False] * self._g.num_leaves
             self._dy = [None] * len(jax.tree.leaves(y))  # what `weights` has instead of dy
-            given = [True] * (len(jax.tree.leaves(stack)) + len(self.saved_types)) + [False] * len(self._dy)
+            given = [True] * (len(jax.tree.leaves(stack)) + len(self.saved_types)) + [False] * len(
+                self._dy
+            )
             # What is passed from task to task varies over p, as its buffers do.
             self._halves = SplitBackward(program, wanted, given, over=(PIPELINE_AXIS,))
             self._halves.defer([not is_wanted for is_wanted in wanted])
             _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
 
-    def forward(self, stack: object, x: Any, i: jax.Array, k: jax.Array) -> tuple[Any, list[jax.Array]]:
-        """Runs the stage. Returns its output y, and a list of its other results followed by what the backward needs."""
-        (y, extra), vjp, aux = jax.vjp(lambda stack, x: self._stage(stack, x, i, k), stack, x, has_aux=True)
+    def forward(
+        self, stack: object, x: Any, i: jax.Array, k: jax.Array
+    ) -> tuple[Any, list[jax.Array]]:
+        """Runs the stage.
+
+        Returns its output y, and a list of its other results followed by what the backward needs.
+        """
+        (y, extra), vjp, aux = jax.vjp(
+            lambda stack, x: self._stage(stack, x, i, k), stack, x, has_aux=True
+        )
         results, self._results = jax.tree.flatten((extra, aux))
         leaves, self._structure = jax.tree.flatten(vjp)
         known = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(stack))}
@@ -91,7 +109,9 @@ class StageBackward:
         g, dx = jax.tree.unflatten(self._structure, leaves)((dy, jax.tree.map(one_like, extra)))
         return dx, g
 
-    def input(self, stack: object, saved: list[jax.Array], dy: object) -> tuple[Any, list[jax.Array]]:
+    def input(
+        self, stack: object, saved: list[jax.Array], dy: object
+    ) -> tuple[Any, list[jax.Array]]:
         """Computes the gradient of the input, and what `weights` needs."""
         outs, kept = self._halves.first([*jax.tree.leaves(stack), *saved, *jax.tree.leaves(dy)])
         kept, self._kept = jax.tree.flatten(kept)
@@ -99,41 +119,62 @@ class StageBackward:
 
     def weights(self, stack: object, saved: list[jax.Array], kept: list[jax.Array]) -> Any:
         """Computes the gradients of the weights."""
-        outs = self._halves.second([*jax.tree.leaves(stack), *saved, *self._dy], jax.tree.unflatten(self._kept, kept))
+        outs = self._halves.second(
+            [*jax.tree.leaves(stack), *saved, *self._dy], jax.tree.unflatten(self._kept, kept)
+        )
         return jax.tree.unflatten(self._g, outs[self._dx.num_leaves :])
 
 
-# ---- the executor -----------------------------------------------------------------------------------------------
+# ---- the executor --------------------------------------------------------------------------------
 
 
-def run(loss: Any, placement: LayerPlacement, table: TickTable | None, w: Any, batch: object, training: bool) -> tuple:
-    """Runs `run_schedule`, or without a table `run_in_order`. So both get the same loss, weights and microbatches."""
+def run(
+    loss: Any,
+    placement: LayerPlacement,
+    table: TickTable | None,
+    w: Any,
+    batch: object,
+    training: bool,
+) -> tuple:
+    """Runs `run_schedule`, or without a table `run_in_order`.
+
+    So both get the same loss, weights and microbatches.
+    """
     if table is None:
         return run_in_order(loss, w, batch, training)
     return run_schedule(loss, placement, table, w, batch)
 
 
-def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any, microbatches: object) -> tuple:
-    """Computes the loss, summed over microbatches, and its gradients, on a mesh with p. Per-device code.
+def run_schedule(
+    loss: Any, placement: LayerPlacement, table: TickTable, w: Any, microbatches: object
+) -> tuple:
+    """Computes the loss, summed over microbatches, and its gradients, on a mesh with p.
 
-    For a table made of `forwards` only, the loss leaves out the losses of layers, and gradients and metrics are None.
+    Per-device code. For a table made of `forwards` only, the loss leaves out the losses of layers,
+    and gradients and metrics are None.
 
     Args:
-        loss: the loss of a microbatch, in three per-device methods. All devices of p run two of them together:
-            `first(w, *microbatch)` returns the input of the first layer, and `last(w, x, *microbatch)` the loss, an
-            f32 scalar. `layers(w, x, layer_ids, *microbatch)` runs the layers `layer_ids` of one stage, and returns x
-            and their LayerAux, whose losses are added in training, averaged over microbatches.
+        loss: the loss of a microbatch, in three per-device methods. All devices of p run two of
+            them together: `first(w, *microbatch)` returns the input of the first layer, and
+            `last(w, x, *microbatch)` the loss, an f32 scalar.
+            `layers(w, x, layer_ids, *microbatch)` runs the layers `layer_ids` of one stage, and
+            returns x and their LayerAux, whose losses are added in training, averaged over
+            microbatches.
         placement: the layers of each stage.
         table: the tick table of the schedule.
-        w: weights as Copies, made by replicate and all_gather, so that gradients are summed over microbatches before
-            they are reduced over devices. `w.layers` has this device's rows.
+        w: weights as Copies, made by replicate and all_gather, so that gradients are summed over
+            microbatches before they are reduced over devices. `w.layers` has this device's rows.
         microbatches: a tuple of pytrees of arrays, each with a leading dim of microbatches.
 
     Returns:
-        The loss, a partial sum over p. The gradients, like `w`, in f32, or f64 for f64 weights. The metrics of the
-        layers, averaged over microbatches, a partial sum over p; or None.
+        The loss, a partial sum over p. The gradients, like `w`, in f32, or f64 for f64 weights. The
+        metrics of the layers, averaged over microbatches, a partial sum over p; or None.
     """
-    p, count, training = placement.p, len(jax.tree.leaves(microbatches)[0]), bool(table.columns["backward"].any())
+    p, count, training = (
+        placement.p,
+        len(jax.tree.leaves(microbatches)[0]),
+        bool(table.columns["backward"].any()),
+    )
     if count != (wanted := 1 + int(table.columns["forward_microbatch"].max())):
         problem = f"the batch has {count} microbatches, but the schedule is for {wanted}"
         raise ShardError(problem, "give both the same number: training.microbatches")
@@ -159,7 +200,9 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
 
     zero = jnp.int32(0)
     x_type = jax.eval_shape(first, outer, zero)
-    if others := [x.dtype for x in jax.tree.leaves(x_type) if not jnp.issubdtype(x.dtype, jnp.inexact)]:
+    if others := [
+        x.dtype for x in jax.tree.leaves(x_type) if not jnp.issubdtype(x.dtype, jnp.inexact)
+    ]:
         remedy = "stages pass on floats, which have gradients: use .astype(act.dtype) in `embed`"
         raise ShardError(f"the residual stream has an array of {others[0]}", remedy)
     y_type, extras_type = jax.eval_shape(layers, chunk(w.layers, zero), x_type, zero, zero)
@@ -195,8 +238,13 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
 
     def weights(entry, carry):
         i = entry["weights_chunk"]
-        saved, kept = _get(carry["saved"], entry["weights_residuals"]), _get(carry["kept"], entry["weights_kept"])
-        return add_to_chunk(carry["g_stack"], backward_of.weights(chunk(w.layers, i), saved, kept), i)
+        saved, kept = (
+            _get(carry["saved"], entry["weights_residuals"]),
+            _get(carry["kept"], entry["weights_kept"]),
+        )
+        return add_to_chunk(
+            carry["g_stack"], backward_of.weights(chunk(w.layers, i), saved, kept), i
+        )
 
     def add_to_chunk(total, g, i):
         return _add_part(total, g, i, placement.chunk_rows) if placement.v > 1 else _add(total, g)
@@ -216,13 +264,20 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
 
     def head(carry, k, own, entry):
         slot = jnp.where(own, entry["backward_cotangent"], table.arrivals)
-        total, (g, dy) = jax.value_and_grad(loss_of, argnums=(0, 1))(outer, _get(carry["arrivals"], slot), k, own)
+        total, (g, dy) = jax.value_and_grad(loss_of, argnums=(0, 1))(
+            outer, _get(carry["arrivals"], slot), k, own
+        )
         return _put(carry["arrivals"], dy, slot), _add(carry["g_outer"], g), carry["loss"] + total
 
     def on_all_stages(row, which, fn, names, carry, *args):
-        """Replaces `names` in `carry` by fn(carry, k, own, *args) if any device's task in this tick is `which`."""
+        """Replaces `names` in `carry` if any device's task in this tick is `which`.
+
+        Their new values are fn(carry, k, own, *args).
+        """
         own, k = row[which], row[which.split("_")[0] + "_microbatch"]
-        new = jax.named_scope(f"task_{which}")(lambda: fn(carry, jnp.sum(own * k), own[me] == 1, *args))
+        new = jax.named_scope(f"task_{which}")(
+            lambda: fn(carry, jnp.sum(own * k), own[me] == 1, *args)
+        )
         found = lax.cond(jnp.any(own == 1), new, lambda: tuple(carry[name] for name in names))
         return dict(carry, **dict(zip(names, found, strict=True)))
 
@@ -231,7 +286,9 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
         arrivals = carry["arrivals"]
         for way, result in carry["sent"].items():
             arrivals = _put(arrivals, result, entry[way])
-        carry = on_all_stages(row, "forward_first", embed, ["arrivals"], dict(carry, arrivals=arrivals), entry)
+        carry = on_all_stages(
+            row, "forward_first", embed, ["arrivals"], dict(carry, arrivals=arrivals), entry
+        )
         with_head = lambda carry: on_all_stages(
             row, "backward_last", head, ["arrivals", "g_outer", "loss"], carry, entry
         )
@@ -250,22 +307,33 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
                 carry = with_head(carry)
             # If no device has two results in a tick, one message carries whichever it has.
             names = "g_stack", "kept", "loss", "metrics"
-            idle = lambda: (y if table.one_message else _zeros(x_type), *(carry[name] for name in names))
+            idle = lambda: (
+                y if table.one_message else _zeros(x_type),
+                *(carry[name] for name in names),
+            )
             run = jax.named_scope("task_backward")(lambda: backward(entry, carry))
             dx, *sums = lax.cond(entry["backward"] == 1, run, idle)
             carry = dict(carry, **dict(zip(names, sums, strict=True)))
         if table.halves:
             run = jax.named_scope("task_weights")(lambda: weights(entry, carry))
             carry["g_stack"] = lax.cond(entry["weights"] == 1, run, lambda: carry["g_stack"])
-        # Work of all devices together comes before or after all slots, as far as possible: between them, a stage
-        # without a forward would wait for the forwards of the others.
+        # Work of all devices together comes before or after all slots, as far as possible: between
+        # them, a stage without a forward would wait for the forwards of the others.
         if training:
             carry = on_all_stages(row, "backward_first", embed_backward, ["g_outer"], carry, dx)
         y = dx if table.one_message else y
-        sent = {"from_left": lambda: _shift(y, p, +1), "from_right": lambda: _shift(dx, p, -1), "from_self": lambda: y}
+        sent = {
+            "from_left": lambda: _shift(y, p, +1),
+            "from_right": lambda: _shift(dx, p, -1),
+            "from_self": lambda: y,
+        }
         return dict(carry, sent={way: sent[way]() for way in carry["sent"]}), None
 
-    ways = [way for way in ("from_left", "from_right", "from_self") if (table.columns[way] < table.arrivals).any()]
+    ways = [
+        way
+        for way in ("from_left", "from_right", "from_self")
+        if (table.columns[way] < table.arrivals).any()
+    ]
     carry = {
         "arrivals": _zeros(x_type, (table.arrivals + 1,)),
         "saved": _zeros(backward_of.saved_types, (table.residuals,)) if training else [],
@@ -273,7 +341,9 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
         "loss": _apart(jnp.zeros(())),
     }
     if training:
-        of_rows = lambda x: _apart(jnp.zeros((placement.v * placement.chunk_rows, *x.shape[1:]), x.dtype))
+        of_rows = lambda x: _apart(
+            jnp.zeros((placement.v * placement.chunk_rows, *x.shape[1:]), x.dtype)
+        )
         carry |= {
             "kept": _zeros(backward_of.kept_types, (table.kept,)),
             "g_outer": _accumulators(outer),
@@ -287,18 +357,21 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     if not training:
         return total, None, None
     metrics = LayerMetrics.of_rows(carry["metrics"], layer_ids, placement.rows.size)
-    metrics = jax.tree.map(lambda x: _of_stages("N depth +p", marks.leave(x, label, "N depth +p")), metrics)
+    metrics = jax.tree.map(
+        lambda x: _of_stages("N depth +p", marks.leave(x, label, "N depth +p")), metrics
+    )
     g = dataclasses.replace(w, layers=carry["g_stack"], **carry["g_outer"])
     g = [marks.leave_like(x, f"{label} [{i}]") for i, x in enumerate(jax.tree.leaves(g))]
     return total, structure.unflatten(g), metrics
 
 
 def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) -> tuple:
-    """Computes the same as `run_schedule`, with the parts of the loss one after the other. This form is proved.
+    """Computes the same as `run_schedule`, with the parts of the loss one after the other.
 
-    Every device runs all layers of each microbatch, even on a mesh without p: those of the first stage, then the
-    others, because what holds for two stages holds for more. The rows of a stack count as its layers in order: the
-    schedule, and its placement of layers, are checked separately.
+    This form is proved. Every device runs all layers of each microbatch, even on a mesh without p:
+    those of the first stage, then the others, because what holds for two stages holds for more. The
+    rows of a stack count as its layers in order: the schedule, and its placement of layers, are
+    checked separately.
     """
     count, rows = (len(jax.tree.leaves(x)[0]) for x in (microbatches, w.layers))
     layers = rows * mesh_axes().get(PIPELINE_AXIS, 1)
@@ -320,7 +393,11 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
 
     if not training:
         add_loss = lambda total, microbatch: (total + loss_of(w, microbatch)[0], None)
-        return _of_stages("+p", _share(lax.scan(add_loss, jnp.zeros(()), microbatches)[0])), None, None
+        return (
+            _of_stages("+p", _share(lax.scan(add_loss, jnp.zeros(()), microbatches)[0])),
+            None,
+            None,
+        )
 
     def add(sums, group):
         microbatch = jax.tree.map(lambda x: x[0], group)
@@ -358,7 +435,11 @@ def _the_same(x: jax.Array) -> jax.Array:
 
 def _of_all_stages(x: jax.Array) -> jax.Array:
     """Gathers the layers of all stages into one stack."""
-    return lax.all_gather(x, PIPELINE_AXIS, axis=0, tiled=True, to="invarying") if PIPELINE_AXIS in mesh_axes() else x
+    return (
+        lax.all_gather(x, PIPELINE_AXIS, axis=0, tiled=True, to="invarying")
+        if PIPELINE_AXIS in mesh_axes()
+        else x
+    )
 
 
 def _in_two(tree: object, rows: int) -> list[Any]:
@@ -382,19 +463,30 @@ def _apart(x: jax.Array) -> jax.Array:
 
 
 def _refuse_collectives(jaxpr: object) -> None:
-    """Raises ShardError for a collective over p in the task of a stage: a conditional whose test varies over p."""
+    """Raises ShardError for a collective over p in the task of a stage.
+
+    A task is a conditional whose test varies over p.
+    """
     choices = (eqn for eqn in equations_in(jaxpr) if eqn.primitive.name == "cond")
     tasks = (eqn for eqn in choices if PIPELINE_AXIS in eqn.invars[0].aval.manual_axis_type.varying)
-    for equation in (inner for task in tasks for branch in task.params["branches"] for inner in equations_in(branch)):
+    for equation in (
+        inner
+        for task in tasks
+        for branch in task.params["branches"]
+        for inner in equations_in(branch)
+    ):
         name = equation.primitive.name
         if PIPELINE_AXIS in axes_of(equation) and name not in ("pvary", "axis_index"):
             raise ShardError(
-                f"a pipeline stage runs {name} over {PIPELINE_AXIS}, which would wait forever: stages run different "
-                "tasks at the same time",
-                "do it in `embed` or `logits`, which the stages run together, or before or after the schedule; if it "
-                "is the gradient of a value that is the same on all stages, make that value one of the weights, or put "
-                "lax.stop_gradient around it",
-                place=next((place(*call) for call in reversed(frames_of(equation)) if is_users(call[0])), ""),
+                f"a pipeline stage runs {name} over {PIPELINE_AXIS}, which would wait forever: "
+                "stages run different tasks at the same time",
+                "do it in `embed` or `logits`, which the stages run together, or before or after "
+                "the schedule; if it is the gradient of a value that is the same on all stages, "
+                "make that value one of the weights, or put lax.stop_gradient around it",
+                place=next(
+                    (place(*call) for call in reversed(frames_of(equation)) if is_users(call[0])),
+                    "",
+                ),
             )
 
 
@@ -406,7 +498,10 @@ def _shift(x: object, p: int, by: int) -> Any:
 
 
 def _zeros(like: object, leading: tuple[int, ...] = ()) -> Any:
-    """Zeros like traced values, with extra leading dims `leading`, varying also over p like all values of tasks."""
+    """Zeros like traced values, with extra leading dims `leading`.
+
+    They vary also over p like all values of tasks.
+    """
     return jax.tree.map(lambda x: _apart(zeros_like_traced(x, leading)), like)
 
 
@@ -420,7 +515,9 @@ def _get(buffers: object, i: jax.Array) -> Any:
 
 
 def _put(buffers: object, values: object, i: jax.Array) -> Any:
-    return jax.tree.map(lambda x, value: lax.dynamic_update_index_in_dim(x, value, i, 0), buffers, values)
+    return jax.tree.map(
+        lambda x, value: lax.dynamic_update_index_in_dim(x, value, i, 0), buffers, values
+    )
 
 
 def _where(own: jax.Array, x: object) -> Any:
@@ -439,4 +536,6 @@ def _add(total: object, more: object) -> Any:
 
 def _add_part(total: object, more: object, i: jax.Array, rows: int) -> Any:
     added = _add(_part(total, i, rows), more)
-    return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * rows, 0), total, added)
+    return jax.tree.map(
+        lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * rows, 0), total, added
+    )

@@ -66,6 +66,7 @@ SHARED.add("shardwright.tools.ladder.scales")
 """Modules of several programs."""
 MAX_FUNCTION = 60
 LONGER = {"run_schedule", "run_layers", "typed_shard_map", "_scatter"}
+LONGER |= {"check_value", "mapped", "prove", "_gather", "_reshape", "tick_table"}
 LONGER |= {"language_model", "generate", "search", "read_weights"}
 """Functions of more lines than a reader takes in at once, which wait to be cut."""
 
