@@ -5,7 +5,7 @@ This runs while JAX traces and adds nothing to the compiled program.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -50,13 +50,15 @@ def noted_type(value: object) -> tuple[ShapeSpec | None, bool]:
     types = current_scope().types
     if id(value) in types or is_opaque(value):
         return types.get(id(value), (value, None))[1], True
-    without_dtype = lambda value: describe(value).partition("[")[2]
-    alike = {
-        spec
-        for other, spec in types.maps[0].values()
-        if without_dtype(other) == without_dtype(value)
-    }
+    shape = _without_dtype(value)
+    noted = types.maps[0].values()
+    alike = {spec for other, spec in noted if _without_dtype(other) == shape}
     return (alike.pop() if len(alike) == 1 else None), False
+
+
+def _without_dtype(value: object) -> str:
+    """The shape and axes of a value, as `describe` writes them."""
+    return describe(value).partition("[")[2]
 
 
 @contextlib.contextmanager
@@ -88,8 +90,12 @@ def error_context(sizes: Sizes, /, **values: object) -> str:
         spec, its_own = noted_type(value)
         noted = f"{'' if its_own else 'like '}`{spec}`, " if spec is not None else ""
         lines.append(f"  {name}: {noted}{describe(value)}")
-    text = lambda sizes: ", ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
-    return "\n".join([*lines, f"  sizes so far: {text(sizes)}; mesh: {text(mesh_axes())}"])
+    lines.append(f"  sizes so far: {_listed(sizes)}; mesh: {_listed(mesh_axes())}")
+    return "\n".join(lines)
+
+
+def _listed(sizes: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -121,18 +127,7 @@ def check_value(
         if not gathered_ahead:
             raise ShardError("the value is a weight at rest", value.remedy())
         value = unwrap(value)
-    partial = value.axes if isinstance(value, Partial) else ()
-    if partial != spec.partial:
-        if not partial:
-            raise _no_partial_sum(spec, value)
-        found, remedy = (
-            f"a partial sum over {', '.join(partial)}",
-            f"{value.remedy()}; or name all its axes with +",
-        )
-        raise ShardError(f"the value is {found}, but `{spec}` does not say so", remedy)
-    if partial:
-        _check_pending(value)
-        value = unwrap(value)
+    value = _without_partial(spec, value)
     copies = value.axes if isinstance(value, Copy) else ()
     if gathered_ahead:
         dims = (
@@ -159,6 +154,25 @@ def check_value(
     check_sizes(spec, value.shape, sizes)
     check_sharding(spec, value)
     return value
+
+
+def _without_partial(spec: ShapeSpec, value: Any) -> Any:
+    """Checks that `value` is a partial sum over exactly the axes that `spec` marks with +.
+
+    Returns what is in it, or a value that is no partial sum itself.
+    """
+    partial = value.axes if isinstance(value, Partial) else ()
+    if partial != spec.partial:
+        if not partial:
+            raise _no_partial_sum(spec, value)
+        raise ShardError(
+            f"the value is a partial sum over {', '.join(partial)}, but `{spec}` does not say so",
+            f"{value.remedy()}; or name all its axes with +",
+        )
+    if not partial:
+        return value
+    _check_pending(value)
+    return unwrap(value)
 
 
 def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], sizes: Sizes) -> None:
@@ -271,11 +285,13 @@ def _no_partial_sum(spec: ShapeSpec, value: object) -> ShardError:
     terms = (
         noted for _, noted in current_scope().types.values() if {*spec.partial} <= noted.sharded
     )
-    rest = lambda noted: tuple(dim for dim in noted.dims if not {*dim.axes} & {*spec.partial})
-    summed = next(
-        (str(noted) for noted in terms if not noted.partial and rest(noted) == spec.dims), None
-    )
-    summed = summed or " ".join([*map(str, spec.dims), "/".join(("N", *spec.partial))])
+
+    def other_dims(noted: ShapeSpec) -> tuple[Dim, ...]:
+        return tuple(dim for dim in noted.dims if not {*dim.axes} & {*spec.partial})
+
+    fitting = (noted for noted in terms if not noted.partial and other_dims(noted) == spec.dims)
+    example = " ".join([*map(str, spec.dims), "/".join(("N", *spec.partial))])
+    summed = next(map(str, fitting), example)
     return ShardError(
         f"the value differs between devices of {axes}, but no op has marked it as the partial sum "
         f"`{spec}`",

@@ -243,17 +243,14 @@ def typed_shard_map(fn: Function) -> Function:
     """
     annotations = dict(inspect.get_annotations(fn, eval_str=True))
     signature = inspect.signature(fn)
-    is_option = lambda p: p.kind is p.KEYWORD_ONLY and not is_typed(annotations.get(p.name))
-    options = {name for name, parameter in signature.parameters.items() if is_option(parameter)}
+    options = {
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_typed(annotations.get(name))
+    }
     for name in (*(name for name in signature.parameters if name not in options), "return"):
-        what = f"typed_shard_map({fn.__name__}): " + (
-            "the result" if name == "return" else f"argument {name}"
-        )
-        for path, array, _ in arrays_of(annotations.get(name), ABSENT, what, only_arrays=True):
-            try:
-                partition_spec(array)  # refuses + and * marks
-            except ShardError as error:
-                raise error.located(path) from None
+        what = "the result" if name == "return" else f"argument {name}"
+        _check_has_sharding(annotations.get(name), f"typed_shard_map({fn.__name__}): {what}")
     result = annotations.pop("return")
     checked = typed(fn)
 
@@ -261,72 +258,122 @@ def typed_shard_map(fn: Function) -> Function:
     def mapped(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        if not mesh_axes():
-            raise ShardError(
-                f"{fn.__name__}: no mesh is set", "call it under `with jax.set_mesh(mesh):`"
-            )
-        if inside_shard_map():
-            raise ShardError(
-                f"{fn.__name__}: called inside shard_map",
-                "decorate functions called there with typed",
-            )
+        _check_is_outside(fn.__name__)
         given = {name: bound.arguments.pop(name) for name in options & bound.arguments.keys()}
-        for name, value in given.items():
-            if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
-                problem = (
-                    f"{fn.__name__}: option {name} is {describe(value)}, but an array needs a type"
-                )
-                raise ShardError(problem, "annotate it, e.g. f32['B/d M'], or pass a Python number")
-        arrays, specs, types = [], [], []
-        with Scope():
-            for name, value in bound.arguments.items():
-                parts = arrays_in(annotations[name], value, f"{fn.__name__}, argument {name}")
-                arrays += [_place(*part) for part in parts]
-                specs += [partition_spec(array) for _, array, _ in parts]
-                types += [array.spec for _, array, _ in parts]
-        current_scope().arguments.append(types)
-        structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
-        # Which parts of the result are None is known only after fn has run, so its arrays leave in
-        # one list for each sharding. A Factor's dims depend on its value: its sharding must be that
-        # of an argument.
-        declared = (partition_spec(array) for _, array, _ in arrays_of(result, ABSENT))
-        out_specs = list(dict.fromkeys([*declared, *specs]))
-        groups: list[int] = []
+        _check_options(fn.__name__, given)
+        arrays, specs = _place_arguments(fn.__name__, annotations, bound.arguments)
+        structure = jax.tree.structure(tuple(bound.arguments.values()))
+        results = _Results(fn, result, specs)
 
         def per_device(arrays):
-            nonlocal result_structure
             values = dict(zip(bound.arguments, structure.unflatten(arrays), strict=True))
             call = inspect.BoundArguments(signature, values | given)
-            value = checked(*call.args, **call.kwargs)
-            result_structure = jax.tree.structure(value, is_leaf=is_opaque)
-            parts = arrays_in(result, value, f"{fn.__name__}, result")
-            for path, array, part in parts:
-                if is_opaque(part) or jax.typeof(part).manual_axis_type.reduced:
-                    remedy = "return it as it was before, or all_gather(..., replicated=True)"
-                    error = ShardError(
-                        "a copy or a gathered array cannot leave shard_map",
-                        remedy,
-                        place=place_of(fn),
-                    )
-                    raise error.located(f"{path}: {array!r}", f"  value: {describe(part)}")
-                if partition_spec(array) not in out_specs:
-                    problem, remedy = (
-                        f"{path}: {array!r} is a Factor, and no argument is one",
-                        "pass its state",
-                    )
-                    raise ShardError(problem, remedy, place=place_of(fn))
-            groups[:] = [out_specs.index(partition_spec(array)) for _, array, _ in parts]
-            return [
-                [x for (_, _, x), i in zip(parts, groups, strict=True) if i == j]
-                for j in range(len(out_specs))
-            ]
+            return results.split(checked(*call.args, **call.kwargs))
 
-        out = list(
-            map(iter, jax.shard_map(per_device, in_specs=(specs,), out_specs=out_specs)(arrays))
-        )
-        return jax.tree.unflatten(result_structure, [next(out[i]) for i in groups])
+        out = jax.shard_map(per_device, in_specs=(specs,), out_specs=results.out_specs)(arrays)
+        return results.joined(out)
 
     return typing.cast(Function, mapped)
+
+
+def _check_has_sharding(t: object, what: str) -> None:
+    """Raises ShardError for an annotation of whole arrays that has + or * marks, or no types."""
+    for path, array, _ in arrays_of(t, ABSENT, what, only_arrays=True):
+        try:
+            partition_spec(array)
+        except ShardError as error:
+            raise error.located(path) from None
+
+
+def _check_is_outside(name: str) -> None:
+    """Raises ShardError unless the function `name` is called with a mesh, outside of shard_map."""
+    if not mesh_axes():
+        raise ShardError(f"{name}: no mesh is set", "call it under `with jax.set_mesh(mesh):`")
+    if inside_shard_map():
+        raise ShardError(
+            f"{name}: called inside shard_map", "decorate functions called there with typed"
+        )
+
+
+def _check_options(name: str, options: dict[str, Any]) -> None:
+    """Raises ShardError for an option of the function `name` that holds an array."""
+    for option, value in options.items():
+        if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
+            raise ShardError(
+                f"{name}: option {option} is {describe(value)}, but an array needs a type",
+                "annotate it, e.g. f32['B/d M'], or pass a Python number",
+            )
+
+
+def _place_arguments(
+    name: str, annotations: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[list, list]:
+    """Shards the arguments of the function `name`. Returns their arrays, and the spec of each."""
+    arrays, specs, types = [], [], []
+    with Scope():
+        for argument, value in arguments.items():
+            parts = arrays_in(annotations[argument], value, f"{name}, argument {argument}")
+            arrays += [_place(*part) for part in parts]
+            specs += [partition_spec(array) for _, array, _ in parts]
+            types += [array.spec for _, array, _ in parts]
+    current_scope().arguments.append(types)
+    return arrays, specs
+
+
+class _Results:
+    """The result of a function under shard_map, as lists of arrays.
+
+    Which parts of the result are None is known only after `fn` has run, so its arrays leave in one
+    list for each sharding. A Factor's dims depend on its value: its sharding must be that of an
+    argument.
+
+    Attributes:
+        out_specs: the sharding of each list.
+
+    Args:
+        fn: the function.
+        t: the type of its result.
+        specs: the shardings of its arguments.
+    """
+
+    def __init__(self, fn: Callable, t: Any, specs: list):
+        self._fn, self._type = fn, t
+        declared = (partition_spec(array) for _, array, _ in arrays_of(t, ABSENT))
+        self.out_specs = list(dict.fromkeys([*declared, *specs]))
+        self._lists: list[int] = []
+        self._structure: Any = None
+
+    def split(self, value: Any) -> list[list]:
+        """Splits the result on a device into lists of arrays."""
+        self._structure = jax.tree.structure(value, is_leaf=is_opaque)
+        parts = arrays_in(self._type, value, f"{self._fn.__name__}, result")
+        for part in parts:
+            self._check_can_leave(*part)
+        self._lists = [self.out_specs.index(partition_spec(array)) for _, array, _ in parts]
+        lists: list[list] = [[] for _ in self.out_specs]
+        for (_, _, x), i in zip(parts, self._lists, strict=True):
+            lists[i].append(x)
+        return lists
+
+    def joined(self, lists: list[list]) -> Any:
+        """Puts the lists together again, outside of shard_map."""
+        rest = list(map(iter, lists))
+        return jax.tree.unflatten(self._structure, [next(rest[i]) for i in self._lists])
+
+    def _check_can_leave(self, path: str, array: ArrayType, part: Any) -> None:
+        if is_opaque(part) or jax.typeof(part).manual_axis_type.reduced:
+            error = ShardError(
+                "a copy or a gathered array cannot leave shard_map",
+                "return it as it was before, or all_gather(..., replicated=True)",
+                place=place_of(self._fn),
+            )
+            raise error.located(f"{path}: {array!r}", f"  value: {describe(part)}")
+        if partition_spec(array) not in self.out_specs:
+            raise ShardError(
+                f"{path}: {array!r} is a Factor, and no argument is one",
+                "pass its state",
+                place=place_of(self._fn),
+            )
 
 
 # ---- typeguard -----------------------------------------------------------------------------------

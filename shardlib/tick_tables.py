@@ -7,13 +7,14 @@ module does not import JAX.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardlib.schedules import (
     Orders,
     Stages,
+    Task,
     in_a_ring,
     in_halves,
     place_in_ticks,
@@ -85,68 +86,102 @@ def tick_table(orders: Orders) -> TickTable:
     from the forward to the end of the backward. The last stage keeps its output until its backward.
     """
     by_device = stages_of_devices(orders)
-    p, v = len(by_device), len(by_device[0])
-    last, training = p * v - 1, any(task.kind != "forward" for order in orders for task in order)
     device_of = {stage: device for device, own in enumerate(by_device) for stage in own}
     if any(task.kind == "backward_weights" for order in orders for task in order):
         orders = [[half for task in order for half in in_halves(task)] for order in orders]
     at = place_in_ticks(orders)
-    of_kind = lambda *kinds: {
-        (task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds
-    }
-    f, b, w = of_kind("forward"), of_kind("backward", "backward_input"), of_kind("backward_weights")
+    lifetimes = _lifetimes(at)
+    arrival_slots, arrivals = _give_slots(lifetimes.arrivals, device_of)
+    residual_slots, residuals = _give_slots(lifetimes.residuals, device_of)
+    kept_slots, kept = _give_slots(lifetimes.kept, device_of)
+    slots = _Buffers(arrival_slots, residual_slots, kept_slots)
 
-    # For what is kept for each stage and microbatch: the tick in which it is written, and in which
-    # it is last read.
-    arriving, kept_residuals, kept = {}, {}, {}
-    for stage, k in f:
-        arriving["forward", stage, k] = f[stage - 1, k] + 1 if stage else f[stage, k], f[stage, k]
-        if training:
-            written = f[stage, k] if stage == last else b[stage + 1, k] + 1
-            arriving["backward", stage, k] = written, b[stage, k]
-            kept_residuals["forward", stage, k] = f[stage, k], (w or b)[stage, k]
-        if w:
-            kept["backward", stage, k] = b[stage, k], w[stage, k]
-    arrival_slots, arrivals = _give_slots(arriving, device_of)
-    residual_slots, residuals = _give_slots(kept_residuals, device_of)
-    kept_slots, kept_count = _give_slots(kept, device_of)
-
-    columns = {name: np.zeros((1 + max(at.values()), p), np.int32) for name in COLUMNS}
-    for name in ("forward_output", "from_left", "from_right", "from_self"):
+    ticks, p, last = 1 + max(at.values()), len(by_device), len(device_of) - 1
+    columns = {name: np.zeros((ticks, p), np.int32) for name in COLUMNS}
+    for name in ("forward_output", *WAYS.values()):
         columns[name][:] = arrivals
-    for (kind, stage, k), t in at.items():
-        device = device_of[stage]
-        slot = {"backward_input": "backward", "backward_weights": "weights"}.get(kind, kind)
-        values = {
-            "": 1,
-            "_first": stage == 0,
-            "_last": stage == last,
-            "_chunk": by_device[device].index(stage),
-            "_microbatch": k,
-            "_input": arrival_slots["forward", stage, k],
-            "_output": arrival_slots["backward", stage, k]
-            if training and stage == last
-            else arrivals,
-            "_cotangent": arrival_slots.get(("backward", stage, k), 0),
-            "_residuals": residual_slots.get(("forward", stage, k), 0),
-            "_kept": kept_slots.get(("backward", stage, k), 0),
-        }
-        for name, value in values.items():
+    for task, t in at.items():
+        device, slot = device_of[task.stage], _SLOTS[task.kind]
+        entries = _entries_of(task, slots, last, nowhere=arrivals)
+        for name, value in entries.items():
             if slot + name in columns:
                 columns[slot + name][t, device] = value
-        to = stage + 1 if slot == "forward" else stage - 1
+        columns[f"{slot}_chunk"][t, device] = by_device[device].index(task.stage)
+        to = task.stage + 1 if slot == "forward" else task.stage - 1
         if slot != "weights" and 0 <= to <= last:
-            there = device_of[to]
-            # With one or two devices, both ways lead to the same one: in a ring, forwards go right
-            # and backwards left.
-            step = to - stage if by_device == in_a_ring(p, v) else there - device
-            way = _WAYS.get(step) or _WAYS[step - p if step > 0 else step + p]  # around the ring
-            columns[way][t + 1, there] = arrival_slots[slot, to, k]
-    return TickTable(columns, by_device, arrivals, residuals, kept_count)
+            way = _way(task.stage, to, by_device, device_of)
+            columns[way][t + 1, device_of[to]] = arrival_slots[slot, to, task.microbatch]
+    return TickTable(columns, by_device, arrivals, residuals, kept)
 
 
-_WAYS = {1: "from_left", -1: "from_right", 0: "from_self"}
+_SLOTS = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward",
+    "backward_weights": "weights",
+}
+"""The slot of a tick in which a task of each kind runs."""
+WAYS = {1: "from_left", -1: "from_right", 0: "from_self"}
+"""The column of what arrives, by how many devices to the right it was sent."""
 _Kept = tuple[str, int, int]  # what, stage, microbatch
+
+
+class _Buffers(NamedTuple):
+    """An entry for each value that is kept in a buffer: a slot, or a first and a last tick."""
+
+    arrivals: dict[_Kept, Any]
+    residuals: dict[_Kept, Any]
+    kept: dict[_Kept, Any]
+
+
+def _lifetimes(at: dict[Task, int]) -> _Buffers:
+    """The ticks in which each value is written and last read, if tasks run in the ticks `at`."""
+
+    def ticks_of(*kinds: str) -> dict[tuple[int, int], int]:
+        return {(task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds}
+
+    f, b = ticks_of("forward"), ticks_of("backward", "backward_input")
+    w = ticks_of("backward_weights")
+    last = max(stage for stage, _ in f)
+    found = _Buffers({}, {}, {})
+    for stage, k in f:
+        written = f[stage - 1, k] + 1 if stage else f[stage, k]
+        found.arrivals["forward", stage, k] = written, f[stage, k]
+        if b:
+            written = f[stage, k] if stage == last else b[stage + 1, k] + 1
+            found.arrivals["backward", stage, k] = written, b[stage, k]
+            found.residuals["forward", stage, k] = f[stage, k], (w or b)[stage, k]
+        if w:
+            found.kept["backward", stage, k] = b[stage, k], w[stage, k]
+    return found
+
+
+def _entries_of(task: Task, slots: _Buffers, last: int, nowhere: int) -> dict[str, int]:
+    """What the columns of a task's slot say of it, except its chunk; see `TickTable.columns`."""
+    _, stage, k = task
+    output = nowhere
+    if stage == last:
+        output = slots.arrivals.get(("backward", stage, k), nowhere)
+    return {
+        "": 1,
+        "_first": stage == 0,
+        "_last": stage == last,
+        "_microbatch": k,
+        "_input": slots.arrivals["forward", stage, k],
+        "_output": output,
+        "_cotangent": slots.arrivals.get(("backward", stage, k), 0),
+        "_residuals": slots.residuals.get(("forward", stage, k), 0),
+        "_kept": slots.kept.get(("backward", stage, k), 0),
+    }
+
+
+def _way(stage: int, to: int, by_device: Stages, device_of: dict[int, int]) -> str:
+    """The column by which the result of `stage` arrives at the stage `to`."""
+    p, v = len(by_device), len(by_device[0])
+    # With one or two devices, both ways lead to the same one: in a ring, forwards go right and
+    # backwards left.
+    step = to - stage if by_device == in_a_ring(p, v) else device_of[to] - device_of[stage]
+    return WAYS.get(step) or WAYS[step - p if step > 0 else step + p]  # around the ring
 
 
 def _give_slots(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -108,20 +107,8 @@ def prove(
         theirs = trace(on_one_device(mesh))
     except Exception as error:  # whatever the program does there
         return [_untraced(error)]
-    found: list[Finding] = []
-    for name, (program, types) in ours.items():
-        twin, _ = theirs[name]
-        if any(
-            dict(eqn.params["mesh"].shape) != dict.fromkeys(mesh.shape, 1)
-            for eqn in shard_maps_in(twin)
-        ):
-            raise ValueError(BOUND)
-        try:
-            found += findings(program, twin, types)[0]
-        except Different as different:
-            remedy = OF_RINGS if "ppermute here" in str(different) else ONE_PROGRAM
-            found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))
-    names, remedy, of_both = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
+    found = _findings_on_mesh(ours, theirs, mesh)
+    texts = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
     for single, rounding in (singles or {}).items():
         if found:
             break
@@ -130,25 +117,55 @@ def prove(
         except Exception as error:
             return [_untraced(error)]
         for name, (program, _) in theirs.items():
-            texts = list(differences(program, expected[name][0], names, remedy, rounding))
-            of_line = lambda form: {
-                place(*frame) for eqn in equations_in(form) for frame in frames_of(eqn)
-            }
-            forms = [of_line(form) for form in (program, expected[name][0])] if texts else []
-            for text in texts:
-                both = all(
-                    lines.issuperset(re.findall(r"(?:^|; )(\S+:\d+): ", text)) for lines in forms
-                )
-                found.append(Finding(text.replace(remedy, of_both) if both else text))
-    is_typed = any(types for _, types in ours.values())
-    plain = lambda text: functools.reduce(
-        lambda text, names: re.sub(*names, text), PLAIN.items(), text
-    )
-    return (
-        found
-        if is_typed
-        else [dataclasses.replace(finding, text=plain(finding.text)) for finding in found]
-    )
+            found += _findings_on_one_device(program, expected[name][0], texts, rounding)
+    if any(types for _, types in ours.values()):
+        return found
+    return [dataclasses.replace(finding, text=_in_plain_jax(finding.text)) for finding in found]
+
+
+def _findings_on_mesh(ours: Programs, theirs: Programs, mesh: Any) -> list[Finding]:
+    """What is wrong with programs on a mesh, next to those on one device of each of its axes."""
+    found: list[Finding] = []
+    for name, (program, types) in ours.items():
+        twin, _ = theirs[name]
+        one_device = dict.fromkeys(mesh.shape, 1)
+        if any(dict(eqn.params["mesh"].shape) != one_device for eqn in shard_maps_in(twin)):
+            raise ValueError(BOUND)
+        try:
+            found += findings(program, twin, types)[0]
+        except Different as different:
+            remedy = OF_RINGS if "ppermute here" in str(different) else ONE_PROGRAM
+            found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))
+    return found
+
+
+def _findings_on_one_device(
+    program: Any, expected: Any, texts: tuple, rounding: bool
+) -> list[Finding]:
+    """What differs between a program and the `expected` one, both on one device."""
+    names, remedy, of_both = texts
+    differing = list(differences(program, expected, names, remedy, rounding))
+    if not differing:
+        return []
+    lines = [_lines_of(form) for form in (program, expected)]
+    found = []
+    for text in differing:
+        named = re.findall(r"(?:^|; )(\S+:\d+): ", text)
+        both = all(of_form.issuperset(named) for of_form in lines)
+        found.append(Finding(text.replace(remedy, of_both) if both else text))
+    return found
+
+
+def _lines_of(program: Any) -> set[str]:
+    """The lines of files that led to the equations of a program."""
+    return {place(*frame) for eqn in equations_in(program) for frame in frames_of(eqn)}
+
+
+def _in_plain_jax(text: str) -> str:
+    """A finding with remedies for code that does not use shardlib."""
+    for pattern, plain in PLAIN.items():
+        text = re.sub(pattern, plain, text)
+    return text
 
 
 def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> AbstractMesh:

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardlib.equations import SCATTERS
 from shardlib.proof import collectives
-from shardlib.proof.domain import UNIFORM, Value, axes_of_offset, cut, devices, whole
+from shardlib.proof.domain import UNIFORM, Subtracted, Value, axes_of_offset, cut, devices, whole
 from shardlib.proof.equation import Equation, Refused, is_integer
 from shardlib.proof.primitives import rule
 
@@ -109,27 +109,34 @@ def _gather(eq: Equation) -> Value:
             own |= set(dim.axes)
             continue
         looked_up, origin = index.offset, index.origin
-    window = [
-        i
-        for i in range(len(shape))
-        if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    ]
-    for i, n in enumerate(sizes):
-        is_part = n != shape[i] or i in numbers.collapsed_slice_dims
-        if is_part and i not in numbers.start_index_map and i not in numbers.operand_batching_dims:
-            eq.uncut(x, i, "a part is taken")
-    is_whole = lambda i: x.dims[i] is UNIFORM or sizes[i] == shape[i]
-    windows = iter([(x.dims[i] if is_whole(i) else whole(sizes[i]), None) for i in window])
-    rows = zip(batch, origin.dims[:-1] if origin else [None] * len(batch), strict=True)
-    found = [
-        next(windows if j in numbers.offset_dims else rows) for j in range(len(eq.result_shape))
-    ]
-    origin = origin and origin._replace(dims=tuple(place for _, place in found))
+    dims, places = _dims_of_gather(eq, batch, origin)
+    origin = origin and origin._replace(dims=places)
     drops = looked_up is not None and fills not in (None, 0) and not is_integer(eq.result_type())
-    dims = tuple(dim for dim, _ in found)
     return Value(
         dims, x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops
     )
+
+
+def _dims_of_gather(eq: Equation, batch: list, origin: Subtracted | None) -> tuple[tuple, tuple]:
+    """The dims of the result of a gather: those of windows, and of `batch`, the indices.
+
+    Also returns, for each of them, the dim of the index that the origin of the indices has.
+    """
+    x, shape, sizes = eq.ins[0], eq.shape(), eq.params["slice_sizes"]
+    numbers = eq.params["dimension_numbers"]
+    collapsed, batching = numbers.collapsed_slice_dims, numbers.operand_batching_dims
+    windows: list[tuple] = []
+    for i, n in enumerate(sizes):
+        is_part = n != shape[i] or i in collapsed
+        if is_part and i not in (*numbers.start_index_map, *batching):
+            eq.uncut(x, i, "a part is taken")
+        if i not in (*collapsed, *batching):
+            is_whole = x.dims[i] is UNIFORM or n == shape[i]
+            windows.append((x.dims[i] if is_whole else whole(n), None))
+    rest = iter(windows)
+    rows = zip(batch, origin.dims[:-1] if origin else [None] * len(batch), strict=True)
+    found = [next(rest if j in numbers.offset_dims else rows) for j in range(len(eq.result_shape))]
+    return tuple(dim for dim, _ in found), tuple(place for _, place in found)
 
 
 @rule(*SCATTERS)
@@ -139,100 +146,158 @@ def _scatter(eq: Equation) -> Value:
     if ids.places is not None and updates.count and len(eq.shape()) == 1 and eq.name == "scatter":
         return _inverse(eq, ids, updates)
     eq.block(updates)
-    numbers, shape, adds = eq.params["dimension_numbers"], eq.shape(), eq.name == "scatter-add"
-    inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    window = zip(
-        (i for i in range(len(shape)) if i not in inserted), numbers.update_window_dims, strict=True
-    )
-    dims, update_shape, sizes = list(x.dims), eq.shape(2), {}
-    for i, j in window:
-        sizes[i] = update_shape[j], eq.twin_shape(2)[j]
-        if update_shape[j] == shape[i]:
-            dims[i] = eq.joined_dim(i, [x.dims[i], updates.dims[j]])
-            continue
-        eq.uncut(x, i, "a part is written"), eq.uncut(updates, j, "a part is written")
-        eq.same_size(2, j)
-        dims[i] = whole(shape[i])
-    for i in {*numbers.inserted_window_dims} - {*numbers.scatter_dims_to_operand_dims}:
-        eq.uncut(x, i, "the first entry is written")
-    of_index = [j for j in range(len(update_shape)) if j not in numbers.update_window_dims]
-    places: list[int | None] = [*of_index]
-    rows = [updates.dims[j] for j in of_index]
-    batch = [eq.joined_dim(k, pair) for k, pair in enumerate(zip(rows, ids.dims[:-1], strict=True))]
-    for i, j in zip(
-        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
-    ):
-        dims[i] = eq.joined_dim(i, [x.dims[i], batch[j]])
-        batch[j] = UNIFORM  # each entry has its own place
-        places[j] = None
+    numbers, scatter = eq.params["dimension_numbers"], _Scatter(eq)
+    scatter.write_windows()
+    scatter.write_batches()
     indices = _indices(ids, len(numbers.scatter_dims_to_operand_dims))
-    own, kind, pending = (
-        frozenset(),
-        {"scatter-max": "max", "scatter-min": "min"}.get(eq.name),
-        frozenset(),
-    )
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
-        if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
+        if scatter.sizes.get(i) == (eq.shape()[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is written, whatever the index
-        into, k = UNIFORM, 0
-        if index.places is not None:
-            ways = [k for k, d in enumerate(batch) if d == index.dims[k] and places[k] is not None]
-            if len(ways) != 1 or sizes.get(i, (1, 1)) != (1, 1) or index.dims[ways[0]].axes == ():
-                eq.block(index)
-            k, into = ways[0], index.places
-        elif (
-            index.is_local
-            and (along := _counts_along(index)) is not None
-            and eq.shape(1)[along] == shape[i]
-        ):
-            k = along
-            into = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
-        if into is not UNIFORM and not into.is_merged:
-            dims[i] = eq.joined_dim(i, [x.dims[i], into])
-            batch[k], places[k] = UNIFORM, None
-            continue
-        if index.offset:
-            axes = _axes_of_index(eq, index, i)
-            dropped = _drops(eq, index, i)
-            # What is dropped is written on the device that has the entry, in the same order as on
-            # one device. A window of several entries would be dropped whole where a block ends.
-            is_entry = sizes.get(i, (1, 1)) == (1, 1)
-            if (
-                not (axes and is_entry)
-                or own
-                or not (dropped or (adds and _is_masked(updates, index, of_index)))
-            ):
-                eq.block(index)
-            dims[i] = eq.joined_dim(i, [x.dims[i], cut(shape[i], axes)])
-            own = frozenset() if dropped else frozenset(axes)
-            continue
-        eq.plain(index)
-        eq.uncut(x, i, "entries are written")
-        eq.same_size(0, i)
-        dims[i] = x.dims[i] if x.dims[i] is not UNIFORM else whole(shape[i])
-    partial = updates.partial - own
-    for place, dim in zip(places, batch, strict=True):
-        if dim is UNIFORM and place is not None:
-            eq.same_size(2, place)  # as many equal entries are written as there are
-        elif dim is not UNIFORM and dim.axes:
-            if kind and not set(dim.axes) & Value(tuple(dims)).sharded:
-                # the largest of all updates is the largest of each device's largest
-                pending |= set(dim.axes)
+        scatter.write_at(i, index)
+    return scatter.result()
+
+
+class _Scatter:
+    """Facts about the result of a scatter, found step by step.
+
+    Attributes:
+        dims: the dims of the result.
+        batch: the dims of the updates along which they have different indices. UNIFORM once it is
+            known on which device each of them writes.
+        places: the dim of the updates that each of `batch` is; None as in `batch`.
+        sizes: the sizes of a window along the dims that it has, here and on one device.
+        own: axes whose devices each add the same updates to their own part of a dim.
+    """
+
+    def __init__(self, eq: Equation):
+        self.eq, self.numbers = eq, eq.params["dimension_numbers"]
+        self.x, self.ids, self.updates = eq.ins
+        self.adds = eq.name == "scatter-add"
+        self.dims: list[Any] = list(self.x.dims)
+        self.sizes: dict[int, tuple[int, int]] = {}
+        windows = self.numbers.update_window_dims
+        self.of_index = [j for j in range(len(eq.shape(2))) if j not in windows]
+        self.batch: list[Any] = []
+        self.places: list[int | None] = [*self.of_index]
+        self.own: frozenset[str] = frozenset()
+
+    def write_windows(self) -> None:
+        """Joins the dims of windows with those of the operand."""
+        eq, numbers, shape, update_shape = self.eq, self.numbers, self.eq.shape(), self.eq.shape(2)
+        inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        in_window = (i for i in range(len(shape)) if i not in inserted)
+        for i, j in zip(in_window, numbers.update_window_dims, strict=True):
+            self.sizes[i] = update_shape[j], eq.twin_shape(2)[j]
+            if update_shape[j] == shape[i]:
+                self.dims[i] = eq.joined_dim(i, [self.x.dims[i], self.updates.dims[j]])
                 continue
-            if not adds:
-                eq.uncut(Value((dim,)), 0, "entries are written")
-            if set(dim.axes) & partial:
-                eq.finished(updates)
-            partial |= set(dim.axes)
-    for value in (x, updates):
-        eq.term(value) if adds else eq.finished(value)
-        if eq.name == "scatter-mul":
-            eq.unscaled(value)
-    into = Value(tuple(dims), x.partial, ratio=x.ratio, known=x.known if x.is_zero else None)
-    found = eq.joined(dims, [into, Value((), frozenset(partial), ratio=updates.ratio)])
-    return dataclasses.replace(
-        found, partial=frozenset(partial), extreme=(kind, pending) if pending else None
-    )
+            eq.uncut(self.x, i, "a part is written")
+            eq.uncut(self.updates, j, "a part is written")
+            eq.same_size(2, j)
+            self.dims[i] = whole(shape[i])
+        for i in {*numbers.inserted_window_dims} - {*numbers.scatter_dims_to_operand_dims}:
+            eq.uncut(self.x, i, "the first entry is written")
+
+    def write_batches(self) -> None:
+        """Joins the dims of the indices with those of the updates and of the operand."""
+        eq, numbers = self.eq, self.numbers
+        rows = [self.updates.dims[j] for j in self.of_index]
+        pairs = zip(rows, self.ids.dims[:-1], strict=True)
+        self.batch = [eq.joined_dim(k, pair) for k, pair in enumerate(pairs)]
+        batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+        for i, j in zip(*batching, strict=True):
+            self.dims[i] = eq.joined_dim(i, [self.x.dims[i], self.batch[j]])
+            self._found(j)  # each entry has its own place
+
+    def _found(self, k: int) -> None:
+        """Notes that it is known where the updates along dim k of the indices go."""
+        self.batch[k], self.places[k] = UNIFORM, None
+
+    def write_at(self, i: int, index: Value) -> None:
+        """Writes along dim i of the operand, at an index."""
+        k, into = self._counted(i, index)
+        if into is not UNIFORM and not into.is_merged:
+            self.dims[i] = self.eq.joined_dim(i, [self.x.dims[i], into])
+            self._found(k)
+        elif index.offset:
+            self._write_own_block(i, index)
+        else:
+            self.eq.plain(index)
+            self.eq.uncut(self.x, i, "entries are written")
+            self.eq.same_size(0, i)
+            dim = self.x.dims[i]
+            self.dims[i] = dim if dim is not UNIFORM else whole(self.eq.shape()[i])
+
+    def _counted(self, i: int, index: Value) -> tuple[int, Any]:
+        """The dim of the indices along which this one has each entry of dim i once, and dim i then.
+
+        UNIFORM if there is none.
+        """
+        eq, along = self.eq, _counts_along(index)
+        if index.places is not None:
+            dims = enumerate(self.batch)
+            ways = [k for k, d in dims if d == index.dims[k] and self.places[k] is not None]
+            is_entry = self.sizes.get(i, (1, 1)) == (1, 1)
+            if len(ways) != 1 or not is_entry or index.dims[ways[0]].axes == ():
+                eq.block(index)
+            return ways[0], index.places
+        if index.is_local and along is not None and eq.shape(1)[along] == eq.shape()[i]:
+            dim = self.batch[along]
+            return along, dim if dim is not UNIFORM and dim.axes else self.x.dims[i]
+        return 0, UNIFORM
+
+    def _write_own_block(self, i: int, index: Value) -> None:
+        """Writes at an index that is relative to this device's block of dim i.
+
+        What is dropped is written on the device that has the entry, in the same order as on one
+        device. A window of several entries would be dropped whole where a block ends.
+        """
+        eq = self.eq
+        axes, dropped = _axes_of_index(eq, index, i), _drops(eq, index, i)
+        is_entry = self.sizes.get(i, (1, 1)) == (1, 1)
+        is_kept_out = dropped or (self.adds and _is_masked(self.updates, index, self.of_index))
+        if not (axes and is_entry and is_kept_out) or self.own:
+            eq.block(index)
+        self.dims[i] = eq.joined_dim(i, [self.x.dims[i], cut(eq.shape()[i], axes)])
+        self.own = frozenset() if dropped else frozenset(axes)
+
+    def result(self) -> Value:
+        """The result, which is a partial sum or extreme over the axes of updates left over."""
+        eq, x, updates = self.eq, self.x, self.updates
+        kind = {"scatter-max": "max", "scatter-min": "min"}.get(eq.name)
+        partial, pending = self._left_over(kind)
+        expect = eq.term if self.adds else eq.finished
+        for value in (x, updates):
+            expect(value)
+            if eq.name == "scatter-mul":
+                eq.unscaled(value)
+        known = x.known if x.is_zero else None
+        into = Value(tuple(self.dims), x.partial, ratio=x.ratio, known=known)
+        found = eq.joined(self.dims, [into, Value((), partial, ratio=updates.ratio)])
+        extreme = (kind, pending) if pending else None
+        return dataclasses.replace(found, partial=partial, extreme=extreme)
+
+    def _left_over(self, kind: str | None) -> tuple[frozenset[str], frozenset[str]]:
+        """Axes over which the result is a partial sum, and those of an extreme still to be taken.
+
+        `kind` is that of the extreme, max or min; None if the scatter takes none.
+        """
+        eq, partial, pending = self.eq, self.updates.partial - self.own, frozenset()
+        for place, dim in zip(self.places, self.batch, strict=True):
+            if dim is UNIFORM and place is not None:
+                eq.same_size(2, place)  # as many equal entries are written as there are
+            elif dim is not UNIFORM and dim.axes:
+                axes = frozenset(dim.axes)
+                if kind and not axes & Value(tuple(self.dims)).sharded:
+                    # The largest of all updates is the largest of each device's largest.
+                    pending |= axes
+                    continue
+                if not self.adds:
+                    eq.uncut(Value((dim,)), 0, "entries are written")
+                if axes & partial:
+                    eq.finished(self.updates)
+                partial |= axes
+        return partial, pending
 
 
 def _inverse(eq: Equation, order: Value, counted: Value) -> Value:

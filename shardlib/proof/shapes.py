@@ -1,6 +1,7 @@
 """Rules of primitives that create arrays or change shapes."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from shardlib.equations import axes_of, source_dims
@@ -87,15 +88,10 @@ class _Piece:
     is_counted: bool = False
 
 
-@rule("reshape")
-def _reshape(eq: Equation) -> Value:
-    (x, *_), new = eq.ins, eq.result_shape
-    shape, twin_shape = eq.shape(), eq.twin_shape()
-    if (order := eq.params.get("dimensions")) is not None:  # transposed first
-        x, shape, twin_shape = (
-            _with(x, moved(x, list(order))),
-            *([s[i] for i in order] for s in (shape, twin_shape)),
-        )
+def _pieces(
+    eq: Equation, x: Value, shape: Sequence[int], twin_shape: Sequence[int]
+) -> list[_Piece]:
+    """The factors of the entries of `x`, of these shapes here and on one device."""
     pieces: list[_Piece] = []
     for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
         name, counted = dim.name if dim else "", i in x.count
@@ -107,7 +103,19 @@ def _reshape(eq: Equation) -> Value:
             pieces += [
                 _Piece(n, whole, axes, False, False, name, counted) for (n, axes), whole in sizes
             ]
-    pieces = [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
+    return [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
+
+
+@rule("reshape")
+def _reshape(eq: Equation) -> Value:
+    (x, *_), new = eq.ins, eq.result_shape
+    shape, twin_shape = eq.shape(), eq.twin_shape()
+    if (order := eq.params.get("dimensions")) is not None:  # transposed first
+        x, shape, twin_shape = (
+            _with(x, moved(x, list(order))),
+            *([s[i] for i in order] for s in (shape, twin_shape)),
+        )
+    pieces = _pieces(eq, x, shape, twin_shape)
     twins = eq.twin.outvars[0].aval.shape
     dims, count, mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
