@@ -134,9 +134,15 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
     body, _ = body_of(eqn.params["jaxpr"])
     # The arrays a loop iterates over have one more dim outside of it. (The parameters for this
     # differ by JAX version.)
-    is_carry = lambda pair: len(shape_of(pair[0])) == len(shape_of(pair[1]))
-    carried = len(list(filter(is_carry, zip(eqn.outvars, body.outvars, strict=True))))
-    return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
+    not_iterated = _count_equal_ranks(eqn.invars, body.invars)
+    carried = _count_equal_ranks(eqn.outvars, body.outvars)
+    return not_iterated - carried, carried
+
+
+def _count_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many variables have as many dims outside of a loop as in its body."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(shape_of(a)) == len(shape_of(b)) for a, b in pairs)
 
 
 def split_scan(eqn: Eqn, values: list) -> tuple[list, list, list]:
@@ -182,7 +188,10 @@ def evaluate(
     body, consts = body_of(jaxpr)
     constant = constant or (lambda x: x if is_variable(x) else np.asarray(x.val, x.aval.dtype))
     env = dict(zip([*body.constvars, *body.invars], [*map(constant, consts), *args], strict=True))
-    read = lambda var: env[var] if is_variable(var) else constant(var)
+
+    def read(var: Any) -> Any:
+        return env[var] if is_variable(var) else constant(var)
+
     for eqn in body.eqns:
         env.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, body.outvars))
@@ -302,5 +311,7 @@ def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
 
 def values_of(variables: Any, env: dict) -> list:
     """Looks up variables and literals in `env`; None for variables that it lacks."""
-    value = lambda var: env.get(var) if is_variable(var) else np.asarray(var.val, var.aval.dtype)
-    return list(map(value, variables))
+    return [
+        env.get(var) if is_variable(var) else np.asarray(var.val, var.aval.dtype)
+        for var in variables
+    ]

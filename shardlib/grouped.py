@@ -7,7 +7,7 @@ row meets a matrix other than its own. A row whose id is outside [0, N) gives 0.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -66,17 +66,20 @@ def grouped_product(spec: str, rows: object, ids: object, matrices: object) -> A
             f"{letters}y,ayz->{letters}z", None, narrow <= wide, x, w
         )
     else:
-        spec_of = lambda dims, over: str(ShapeSpec(tuple(dims), sort_axes(over)))
         of_rows, of_matrices = op.lhs[0], op.lhs[2]
         types = _Types(
-            *(spec_of(_ungrouped(s), ()) for s in op.lhs),
-            result=spec_of(op.rhs.dims, op.rhs.partial),
-            of_result=spec_of(op.rhs.dims, ()),
-            of_rows=spec_of(of_rows.dims, every - of_rows.sharded),
-            of_matrices=spec_of(_ungrouped(of_matrices), every - of_matrices.sharded),
+            *(_spec_text(_ungrouped(s)) for s in op.lhs),
+            result=_spec_text(op.rhs.dims, op.rhs.partial),
+            of_result=_spec_text(op.rhs.dims),
+            of_rows=_spec_text(of_rows.dims, every - of_rows.sharded),
+            of_matrices=_spec_text(_ungrouped(of_matrices), every - of_matrices.sharded),
         )
         value = _product(types, x, ids, w)
     return wrap(varying(value, axes), op.rhs, copies, f"grouped_product({op})")
+
+
+def _spec_text(dims: Iterable[Dim], partial: Iterable[str] = ()) -> str:
+    return str(ShapeSpec(tuple(dims), sort_axes(partial)))
 
 
 class _Types(NamedTuple):
@@ -139,15 +142,19 @@ def _product(types: _Types, rows: jax.Array, ids: jax.Array, matrices: jax.Array
 
 def _backward(types: _Types, kept, g):
     (rows, ids, matrices), of_result = kept, (g, types.of_result)
-    swapped = lambda g, ids, matrices: products_of_rows(g, ids, matrices.swapaxes(1, 2))
-    sums = lambda rows, ids, g: sums_of_products(rows, ids, g, len(matrices))
-    of_rows = _region(
-        "gradients", types.of_rows, swapped, of_result, (ids, types.ids), (matrices, types.matrices)
+    of_ids, of_matrices = (ids, types.ids), (matrices, types.matrices)
+
+    def gradient_of_rows(g, ids, matrices):
+        return products_of_rows(g, ids, matrices.swapaxes(1, 2))
+
+    def gradient_of_matrices(rows, ids, g):
+        return sums_of_products(rows, ids, g, len(matrices))
+
+    g_rows = _region("gradients", types.of_rows, gradient_of_rows, of_result, of_ids, of_matrices)
+    g_matrices = _region(
+        "sums", types.of_matrices, gradient_of_matrices, (rows, types.rows), of_ids, of_result
     )
-    of_matrices = _region(
-        "sums", types.of_matrices, sums, (rows, types.rows), (ids, types.ids), of_result
-    )
-    return of_rows, None, of_matrices
+    return g_rows, None, g_matrices
 
 
 _product.defvjp(lambda *args: (_product(*args), args[1:]), _backward)
@@ -176,10 +183,12 @@ def products_of_rows(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> ja
         found = lax.ragged_dot(x[order], matrices, sizes)[jnp.argsort(order)]
         return jnp.where(of_rows[:, None] < len(matrices), found, 0).reshape(*ids.shape, -1)
     blocks, of_blocks, place = _in_blocks(of_rows, len(matrices))
-    product = lambda block: products.product_of(
-        "bm,mf->bf", _rows_of(x, block[0]), matrices[block[1]]
-    )
-    found = lax.map(product, (blocks, of_blocks))
+
+    def product_of_block(block):
+        rows_of_block, matrix = block
+        return products.product_of("bm,mf->bf", _rows_of(x, rows_of_block), matrices[matrix])
+
+    found = lax.map(product_of_block, (blocks, of_blocks))
     return _rows_of(found.reshape(-1, found.shape[-1]), place).reshape(*ids.shape, -1)
 
 
@@ -239,9 +248,8 @@ def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, ja
     blocks = BLOCKS.get(products.target_device().platform, BLOCKS_ELSEWHERE)
     b = max(LEAST_ROWS, math.ceil(n / (blocks * count)))
     order, sizes = _sorted(of_rows, count)
-    from_0 = lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), jnp.cumsum(x)])
-    # first row in `order`, and first block, of each matrix
-    first, start = from_0(sizes), from_0(-(-sizes // b))
+    # The first row in `order`, and the first block, of each matrix.
+    first, start = _running_sums(sizes), _running_sums(-(-sizes // b))
     block = jnp.arange(n // b + count, dtype=jnp.int32)
     of_blocks = jnp.minimum(
         jnp.searchsorted(start, block, side="right", method="compare_all") - 1, count - 1
@@ -252,6 +260,11 @@ def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, ja
     blocks = jnp.where(row < first[of_blocks + 1][:, None], order.at[row].get(mode="clip"), n)
     place = start[of_rows] * b + jnp.argsort(order) - first[of_rows]
     return blocks, of_blocks, jnp.where(of_rows < count, place, b * len(block))
+
+
+def _running_sums(sizes: jax.Array) -> jax.Array:
+    """The sum of the sizes before each, and of all."""
+    return jnp.concatenate([jnp.zeros_like(sizes[:1]), jnp.cumsum(sizes)])
 
 
 def _rows_of(x: jax.Array, rows: jax.Array) -> jax.Array:

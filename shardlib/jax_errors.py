@@ -7,7 +7,7 @@ import itertools
 import linecache
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -135,7 +135,10 @@ def _differing(jaxpr: Any, axes: set[str]) -> set[Any]:
 
     They differ in JAX's types, and not just because of a gather.
     """
-    varying = lambda variables: {v for v in variables if axes & v.aval.manual_axis_type.varying}
+
+    def varying(variables: Iterable[Any]) -> set[Any]:
+        return {var for var in variables if axes & var.aval.manual_axis_type.varying}
+
     found = varying(jaxpr.constvars)
     for eqn in jaxpr.eqns:
         is_gather = eqn.primitive.name in kinds("gather") and axes <= {*axes_of(eqn)}

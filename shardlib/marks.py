@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.equations import Eqn
 from shardlib.op_checks import check_operand, checked_op, require_shard_map
-from shardlib.parsing import ShardError, parse_shape
+from shardlib.parsing import ShapeSpec, ShardError, parse_shape
 from shardlib.values import is_opaque, on_mesh, sharded_apart
 
 REGION = "per_device"
@@ -168,7 +168,9 @@ def per_device(spec, fn, *args, reason: str, takes: str = ""):
             )
         for i, (shape, x) in enumerate(zip(shapes, flat, strict=True), 1):
             check_operand(i, shape, x, sizes)
-    leave_as = lambda shape, x: jax.tree.map(
-        lambda array: leave(array, reason, str(sharded_apart(shape))), x
-    )
+
+    def leave_as(shape: ShapeSpec, x: object) -> Any:
+        spec = str(sharded_apart(shape))
+        return jax.tree.map(lambda array: leave(array, reason, spec), x)
+
     return structure.unflatten(map(leave_as, shapes, flat))

@@ -159,9 +159,10 @@ class ShapeSpec:
 
     def without(self, axes: Collection[str]) -> "ShapeSpec":
         """Returns the type on a mesh without `axes`."""
-        kept = lambda named: tuple(axis for axis in named if axis not in axes)
         dims = tuple(dim.without(axes) for dim in self.dims)
-        return ShapeSpec(dims, kept(self.partial), kept(self.copies), self.index, self.open)
+        partial = tuple(axis for axis in self.partial if axis not in axes)
+        copies = tuple(axis for axis in self.copies if axis not in axes)
+        return ShapeSpec(dims, partial, copies, self.index, self.open)
 
     def __str__(self) -> str:
         dims = [f"[{dim}]" if i == self.index else str(dim) for i, dim in enumerate(self.dims)]
@@ -192,8 +193,11 @@ def axes_in(words: Iterable[str]) -> tuple[str, ...]:
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     """Sorts axes by AXIS_ORDER, then alphabetically, without repeats."""
     order = (CHUNK_AXIS, *AXIS_ORDER)
-    rank = lambda axis: order.index(axis) if axis in order else len(order)
-    return tuple(sorted(set(axes), key=lambda axis: (rank(axis), axis)))
+
+    def rank(axis: str) -> tuple[int, str]:
+        return order.index(axis) if axis in order else len(order), axis
+
+    return tuple(sorted(set(axes), key=rank))
 
 
 def sort_axes_of_dim(axes: Iterable[str]) -> tuple[str, ...]:

@@ -70,7 +70,10 @@ def _product_backward(formula, dtype, x_is_smaller, operands, g):
     operand_dims, result = formula.split("->")
     x_dims, y_dims = operand_dims.split(",")
     g = g.astype(x.dtype)
-    product = lambda a, b, to: product_of(f"{a[0]},{b[0]}->{to}", a[1], b[1])
+
+    def product(a: tuple[str, jax.Array], b: tuple[str, jax.Array], to: str) -> jax.Array:
+        return product_of(f"{a[0]},{b[0]}->{to}", a[1], b[1])
+
     of_g, of_x, of_y = (result, g), (x_dims, x), (y_dims, y)
     dx = product(of_g, of_y, x_dims)
     if target_device().platform != "cpu":
@@ -126,9 +129,8 @@ def sums_by_id(rows: jax.Array, ids: jax.Array, count: int) -> jax.Array:
     The order of a sum depends on the ids alone. Rows are sorted by id, then a segmented scan
     (Blelloch, CMU-CS-90-190, section 1.5) adds to each row the preceding rows with its id.
     """
-    at = lambda x, places: jnp.take(x, places, axis=0, mode="clip")
     order = jnp.argsort(ids, stable=True)
-    rows, ids = at(rows, order), at(ids, order)
+    rows, ids = _take_clipped(rows, order), _take_clipped(ids, order)
     is_first = jnp.concatenate([jnp.ones_like(ids[:1], bool), ids[1:] != ids[:-1]])
 
     def add(left, right):
@@ -141,8 +143,13 @@ def sums_by_id(rows: jax.Array, ids: jax.Array, count: int) -> jax.Array:
     )
     wanted = jnp.arange(count, dtype=ids.dtype)
     last = jnp.searchsorted(ids, wanted, side="right", method="scan_unrolled") - 1
-    is_there = (at(ids, last) == wanted).reshape(-1, *[1] * (rows.ndim - 1))
-    return jnp.where(is_there, at(sums, last), 0).astype(rows.dtype)
+    is_there = _take_clipped(ids, last) == wanted
+    is_there = is_there.reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.where(is_there, _take_clipped(sums, last), 0).astype(rows.dtype)
+
+
+def _take_clipped(x: jax.Array, positions: jax.Array) -> jax.Array:
+    return jnp.take(x, positions, axis=0, mode="clip")
 
 
 def check_sums() -> None:

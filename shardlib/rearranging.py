@@ -82,11 +82,18 @@ def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
             "make copies",
         )
     names = {name: f"a{i}" for i, name in enumerate(lhs)}
-    word = lambda dim: (
-        f"({' '.join(names[d.name] for d in dim.group)})" if dim.group else names.get(dim.name, "1")
-    )
-    side = lambda shape: " ".join(map(word, shape.dims))
-    return f"{side(op.lhs[0])} -> {side(op.rhs)}", names
+    return f"{_side(op.lhs[0], names)} -> {_side(op.rhs, names)}", names
+
+
+def _side(shape: ShapeSpec, names: dict[str, str]) -> str:
+    """One side of a pattern for einops."""
+    words = []
+    for dim in shape.dims:
+        if dim.group:
+            words.append(f"({' '.join(names[member.name] for member in dim.group)})")
+        else:
+            words.append(names.get(dim.name, "1"))
+    return " ".join(words)
 
 
 def _members(which: str, shape: ShapeSpec) -> dict[str, Dim]:

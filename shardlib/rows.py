@@ -118,9 +118,10 @@ def _take(
     common: int, count: int, repeats: int | None, spec: str, table: jax.Array, ids: jax.Array
 ) -> jax.Array:
     """Rows of table[*common, count, …], of the type `spec`, by ids[*common, …]."""
-    take = lambda table, ids: table.at[ids].get(
-        mode="fill", fill_value=0, wrap_negative_indices=False
-    )
+
+    def take(table, ids):
+        return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
     for _ in range(common):
         take = jax.vmap(take)
     return take(table, ids)

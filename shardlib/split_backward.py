@@ -350,7 +350,10 @@ def _run_again(eqn: Eqn, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
                 invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars]
             )
         return equations.run_again(eqn, [varying(x, over) for x in ins])
-    run = lambda inner, ins: [varying(x, over) for x in _run_again(inner, ins, over)]
+
+    def run(inner: Eqn, ins: list) -> list:
+        return [varying(x, over) for x in _run_again(inner, ins, over)]
+
     return _named(eqn, equations.evaluate)(equations.called(eqn), ins, run)
 
 

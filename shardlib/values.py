@@ -14,7 +14,7 @@ import numpy as np
 from jax import core, lax
 
 from shardlib.axes import AXIS_ORDER, PIPELINE_AXIS
-from shardlib.parsing import NotProved, ShapeSpec, ShardError, sort_axes, sort_axes_of_dim
+from shardlib.parsing import Dim, NotProved, ShapeSpec, ShardError, sort_axes, sort_axes_of_dim
 from shardlib.scopes import bound, current_scope
 
 SHORT_DTYPES = {
@@ -100,17 +100,15 @@ def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
 
     They are those that shard one of its dims.
     """
-    added = lambda dim: [
-        axis
-        for axis, name in current_scope().apart.items()
-        if name == dim.name and axis not in dim.axes
-    ]
-    axes_of = lambda dim: sort_axes_of_dim((*dim.axes, *added(dim)))
-    dims = (
-        dataclasses.replace(dim, axes=axes_of(dim), written=()) if added(dim) else dim
-        for dim in spec.dims
-    )
-    return dataclasses.replace(spec, dims=tuple(dims))
+    return dataclasses.replace(spec, dims=tuple(map(_dim_apart, spec.dims)))
+
+
+def _dim_apart(dim: Dim) -> Dim:
+    apart_over = current_scope().apart.items()
+    added = [axis for axis, name in apart_over if name == dim.name and axis not in dim.axes]
+    if not added:
+        return dim
+    return dataclasses.replace(dim, axes=sort_axes_of_dim((*dim.axes, *added)), written=())
 
 
 def pipeline_stage() -> contextlib.AbstractContextManager[None]:

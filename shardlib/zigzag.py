@@ -62,17 +62,20 @@ def exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
     """
     n, i = devices_along(axis), lax.axis_index(axis)
     first, second = jnp.split(x, 2, axis=dim)
-    # In zigzag order chunk j is on device j, or 2n - 1 - j if that is less.
-    place = lambda j: min(j, 2 * n - 1 - j)
-    to_even, to_odd = ([(k, place(2 * k + odd)) for k in range(n)] for odd in (0, 1))
+
+    def device_of(chunk: int) -> int:
+        """The device that has a chunk in zigzag order."""
+        return min(chunk, 2 * n - 1 - chunk)
+
+    to_even, to_odd = ([(k, device_of(2 * k + odd)) for k in range(n)] for odd in (0, 1))
     if into:
         even, odd = permuted(first, axis, to_even), permuted(second, axis, to_odd)
         is_first = i % 2 == 0  # chunk i is even, and comes before 2n - 1 - i
         parts = jnp.where(is_first, even, odd), jnp.where(is_first, odd, even)
     else:
         even, odd = jnp.where(i % 2 == 0, first, second), jnp.where(i % 2 == 0, second, first)
-        back = lambda pairs: [(b, a) for a, b in pairs]
-        parts = permuted(even, axis, back(to_even)), permuted(odd, axis, back(to_odd))
+        from_even, from_odd = ([(b, a) for a, b in pairs] for pairs in (to_even, to_odd))
+        parts = permuted(even, axis, from_even), permuted(odd, axis, from_odd)
     return jnp.concatenate(parts, axis=dim)
 
 
