@@ -193,10 +193,8 @@ def factor_type(t: ArrayType, dims: str, inputs: int, outputs: int) -> ArrayType
         axes, left = (), [dim.axes for dim in other]
         while any(left):
             last = sort_axes(of_dim[-1] for of_dim in left if of_dim)[-1]
-            axes, left = (
-                (last, *axes),
-                [of_dim[:-1] if of_dim[-1:] == (last,) else of_dim for of_dim in left],
-            )
+            axes = (last, *axes)
+            left = [of_dim[:-1] if of_dim[-1:] == (last,) else of_dim for of_dim in left]
         return Dim("_".join(("by", *(dim.name for dim in own))), axes)
 
     return ArrayType(t.dtype, ShapeSpec(arranged(dims, t.spec.dims, inputs, outputs, merged)))
@@ -318,13 +316,11 @@ def _each(t):
     Returns None for other types.
     """
     origin, args = typing.get_origin(t), typing.get_args(t)
-    return (
-        args[-1]
-        if origin is dict
-        else args[0]
-        if origin is list or (origin is tuple and ... in args)
-        else None
-    )
+    if origin is dict:
+        return args[-1]
+    if origin is list or (origin is tuple and ... in args):
+        return args[0]
+    return None
 
 
 def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:

@@ -5,7 +5,7 @@ This runs while JAX traces and adds nothing to the compiled program.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ from shardlib.values import (
 def note_type(value: object, spec: ShapeSpec) -> Any:
     """Records the type of `value`, inside shard_map, for messages; returns `value`."""
     if inside_shard_map() and spec != ShapeSpec():
-        # the value too, so that no other gets its id
+        # The value is kept too, so that no other gets its id.
         current_scope().types[id(value)] = value, spec
     return value
 
@@ -230,14 +230,16 @@ def _check_blocks(spec: ShapeSpec, value: object) -> None:
         free = tuple(axis for axis in dim.axes if axis in EITHER_ORDER)
         named = known.orders.setdefault(dim.name, dim) if len(free) == len(EITHER_ORDER) else dim
         for other, axes in ((named, free), (old, both)):
-            if [axis for axis in other.axes if axis in axes] != [
-                axis for axis in dim.axes if axis in axes
-            ]:
+            if _only(other.axes, axes) != _only(dim.axes, axes):
                 raise ShardError(
                     f"{other} becomes {dim}: a device would mistake its block for another one",
                     f"keep the axes of a dim as they are: write {other}; all_to_all moves an axis "
                     "to another dim",
                 )
+
+
+def _only(axes: tuple[str, ...], kept: Collection[str]) -> list[str]:
+    return [axis for axis in axes if axis in kept]
 
 
 def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -> None:
@@ -247,13 +249,9 @@ def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -
     )
     if extra:
         names = ", ".join(extra)
+        shown = f"`{spec}`" if str(spec) else "its spec, a scalar without marks,"
         raise ShardError(
-            f"the value differs between devices of {names}, which "
-            + (
-                f"`{spec}` does not mention"
-                if str(spec)
-                else "its spec, a scalar without marks, does not mention"
-            ),
+            f"the value differs between devices of {names}, which {shown} does not mention",
             f"add the missing gather or reduction over {names} before this point (all_gather, "
             f"psum_scatter, psum), or write `/{extra[0]}` on the dim that is sharded over it, or "
             f"`+{extra[0]}` for a partial sum",
@@ -275,9 +273,8 @@ def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -
 
 def _no_partial_sum(spec: ShapeSpec, value: object) -> ShardError:
     """The error for a value that is not a partial sum although `spec` has a + mark."""
-    if not isinstance(value, jax.Array) or not jax.typeof(value).manual_axis_type.varying & set(
-        spec.partial
-    ):
+    is_array = isinstance(value, jax.Array)
+    if not is_array or not jax.typeof(value).manual_axis_type.varying & set(spec.partial):
         problem = f"the value is not a partial sum, but `{spec}` says it is one"
         return ShardError(problem, "the value is already whole: drop the + mark, and the reduction")
     axes = ", ".join(spec.partial)

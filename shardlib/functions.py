@@ -98,11 +98,9 @@ def _source(fn) -> ast.FunctionDef | None:
     except (OSError, TypeError, SyntaxError):
         return None
     node = module.body[0].body[0] if indented else module.body[0]
-    return (
-        ast.increment_lineno(node, first_line - 1 - indented)
-        if isinstance(node, ast.FunctionDef)
-        else None
-    )
+    if isinstance(node, ast.FunctionDef):
+        return ast.increment_lineno(node, first_line - 1 - indented)
+    return None
 
 
 def _with_checked_locals(fn):
@@ -110,7 +108,7 @@ def _with_checked_locals(fn):
 
     Returns `fn` itself if it has none, or no source.
     """
-    # already typed, perhaps under other decorators: functools.wraps copies the mark
+    # Already typed, perhaps under other decorators: functools.wraps copies the mark.
     if hasattr(fn, "_checks_locals"):
         return fn
     node = _source(fn)
@@ -395,14 +393,11 @@ def register_with_typeguard() -> None:
             raise typeguard.TypeCheckError(str(error)) from None
 
     def lookup_array_type(origin_type, args, extras):
-        return (
-            check_array_type
-            if is_typed(origin_type) and not isinstance(origin_type, typing.TypeVar)
-            else None
-        )
+        if is_typed(origin_type) and not isinstance(origin_type, typing.TypeVar):
+            return check_array_type
+        return None
 
     lookups = typeguard.checker_lookup_functions
-    if lookup_array_type.__qualname__ not in {
-        getattr(known, "__qualname__", "") for known in lookups
-    }:
+    known = {getattr(lookup, "__qualname__", "") for lookup in lookups}
+    if lookup_array_type.__qualname__ not in known:
         lookups.append(lookup_array_type)

@@ -254,9 +254,8 @@ def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, ja
     of_blocks = jnp.minimum(
         jnp.searchsorted(start, block, side="right", method="compare_all") - 1, count - 1
     )
-    row = (first[of_blocks] + (block - start[of_blocks]) * b)[:, None] + jnp.arange(
-        b, dtype=jnp.int32
-    )
+    of_block = (first[of_blocks] + (block - start[of_blocks]) * b)[:, None]
+    row = of_block + jnp.arange(b, dtype=jnp.int32)
     blocks = jnp.where(row < first[of_blocks + 1][:, None], order.at[row].get(mode="clip"), n)
     place = start[of_rows] * b + jnp.argsort(order) - first[of_rows]
     return blocks, of_blocks, jnp.where(of_rows < count, place, b * len(block))

@@ -118,10 +118,8 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
         )
         if axes and not reduced:
             continue
-        how, frames = (
-            f", as the {reduced} of this device's block alone" if axes else "",
-            frames_of(eqn),
-        )
+        how = f", as the {reduced} of this device's block alone" if axes else ""
+        frames = frames_of(eqn)
         calls = [file == __file__ for file, _ in frames]
         inner = frames if axes else frames[len(frames) - calls[::-1].index(True) :]
         users = [frame for frame in inner if is_users(frame[0])]
@@ -155,9 +153,8 @@ def _is_of_jax(error: Exception) -> bool:
     if isinstance(error, ShardError | jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         return False
     of_jax = type(error).__module__.split(".")[0] == "jax"  # ShardingTypeError is not public
-    if not of_jax and not isinstance(
-        error, TypeError | ValueError | IndexError | NotImplementedError
-    ):
+    of_arguments = TypeError | ValueError | IndexError | NotImplementedError
+    if not of_jax and not isinstance(error, of_arguments):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     # JAX removes its frames where an error leaves it, and adds a note that says so.

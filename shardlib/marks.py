@@ -72,11 +72,9 @@ class Mark(NamedTuple):
 def mark_of(eqn: Eqn) -> Mark | None:
     """The mark that an equation makes; None for other equations."""
     name = eqn.params.get("name") if eqn.primitive.name == "name" else None
-    return (
-        Mark(*name.split("|")[1:])
-        if isinstance(name, str) and name.startswith(f"{REGION}|")
-        else None
-    )
+    if isinstance(name, str) and name.startswith(f"{REGION}|"):
+        return Mark(*name.split("|")[1:])
+    return None
 
 
 def is_region(eqn: Eqn) -> bool:

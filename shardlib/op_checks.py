@@ -93,9 +93,8 @@ def parse(spec: str, operands: int, *allowed: str) -> OpSpec:
         )
     for shape in (*op.lhs, op.rhs):
         notation = {"[dim]": shape.index is not None, "...": shape.open, "*": bool(shape.copies)}
-        if unknown := [
-            word for word, is_used in notation.items() if is_used and word not in allowed
-        ]:
+        unknown = [word for word, is_used in notation.items() if is_used and word not in allowed]
+        if unknown:
             raise ShardError(
                 f"this op does not know the {unknown[0]} in `{shape}`",
                 "[dim] is for index_unreduced, ... for replicate, and * for all_gather, "

@@ -584,11 +584,9 @@ def _the_same(x: jax.Array) -> jax.Array:
 
 def _of_all_stages(x: jax.Array) -> jax.Array:
     """Gathers the layers of all stages into one stack."""
-    return (
-        lax.all_gather(x, PIPELINE_AXIS, axis=0, tiled=True, to="invarying")
-        if PIPELINE_AXIS in mesh_axes()
-        else x
-    )
+    if PIPELINE_AXIS in mesh_axes():
+        return lax.all_gather(x, PIPELINE_AXIS, axis=0, tiled=True, to="invarying")
+    return x
 
 
 def _in_two(tree: object, rows: int) -> list[Any]:

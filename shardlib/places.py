@@ -27,11 +27,9 @@ _HELPERS = tuple(str(Path(__file__).parents[1] / path) for path in HELPERS)
 def is_installed(file: str) -> bool:
     """True for a file of Python itself or of an installed package, other than these of ours."""
     package = _within_packages(file)
-    return (
-        package.partition("/")[0] not in _OURS
-        if package
-        else file.startswith(("<frozen ", _PYTHON))
-    )
+    if package:
+        return package.partition("/")[0] not in _OURS
+    return file.startswith(("<frozen ", _PYTHON))
 
 
 def _within_packages(file: str) -> str:
@@ -108,10 +106,8 @@ def users_call(error: BaseException) -> TracebackType | None:
     """
     found, entry = None, error.__traceback__
     while entry is not None:
-        found, entry = (
-            entry if is_users(entry.tb_frame.f_code.co_filename) else found,
-            entry.tb_next,
-        )
+        found = entry if is_users(entry.tb_frame.f_code.co_filename) else found
+        entry = entry.tb_next
     return found
 
 

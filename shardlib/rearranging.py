@@ -41,7 +41,7 @@ def rearrange(spec: str, x: object, /, **sizes: int) -> Any:
     with checked_op("rearrange", spec, x) as known:
         op = parse(spec, 1, "*", "( )")
         lhs, rhs = op.lhs[0], op.rhs
-        # even on a mesh without p, p stays in its position
+        # Even on a mesh without p, p stays in its position.
         pattern, names = _pattern(parse_op(spec, groups=True))
         require_shard_map()
         _bind_given(lhs, sizes, known)

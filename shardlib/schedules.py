@@ -61,9 +61,10 @@ def needs(task: Task, stages: int) -> list[Task]:
         return [Task("forward", stage - 1, k)] if stage else []
     if kind == "backward_weights":
         return [Task("backward", stage, k)]
-    return [Task("forward", stage, k)] + (
-        [Task("backward", stage + 1, k)] if stage < stages - 1 else []
-    )
+    of_backward = [Task("forward", stage, k)]
+    if stage < stages - 1:
+        of_backward.append(Task("backward", stage + 1, k))
+    return of_backward
 
 
 def in_halves(task: Task) -> list[Task]:
@@ -161,7 +162,7 @@ def forwards(orders: Orders) -> list[list[Task]]:
 
 def _whole_backwards(p: int, m: int, v: int, ahead: Callable[[int], int]) -> list[list[Task]]:
     """A schedule with stages in a ring, whose devices run `ahead(device)` forwards ahead."""
-    # p microbatches pass through one chunk, then through the next
+    # p microbatches pass through one chunk, then through the next.
     chunks = [i // p % v for i in range(m * v)]
     forwards, backwards = [f"F{i}" for i in chunks], [[f"B{v - 1 - i}"] for i in chunks]
     rings = enumerate(in_a_ring(p, v))
@@ -232,11 +233,9 @@ def schedule_of(name: str) -> Schedule:
         ValueError: the name, module or function does not exist.
     """
     function = named("schedule", name, SCHEDULES)
-    return (
-        function
-        if name in SCHEDULES
-        else lambda p, m, v: check_schedule(function(p, m, v), p, m, v)
-    )
+    if name in SCHEDULES:
+        return function
+    return lambda p, m, v: check_schedule(function(p, m, v), p, m, v)
 
 
 def stages_of(name: str, p: int, m: int, v: int) -> Stages:
@@ -348,9 +347,8 @@ def place_in_ticks(orders: Orders) -> dict[Task, int]:
                     break
                 # Results of other stages arrive in the next tick; a forward is one slot before its
                 # own backward.
-                if not all(
-                    q in done or (q in new and q.stage == task.stage) for q in needs(task, stages)
-                ):
+                missing = [q for q in needs(task, stages) if q not in done]
+                if any(q not in new or q.stage != task.stage for q in missing):
                     break
                 new[task.result] = task
                 used.add(slot)

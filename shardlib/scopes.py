@@ -39,7 +39,7 @@ class Scope:
     def __init__(self, parent: "Scope | None" = None, **dtypes):
         outer = _SCOPE.get()
         self.sizes: Sizes = dict(parent.sizes) if parent else {}
-        # by name, dims over axes of EITHER_ORDER
+        # By name, dims over axes of EITHER_ORDER.
         self.orders: dict[str, Dim] = dict(parent.orders) if parent else {}
         self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
         # For messages, by id: a value and its type, those of this scope first.

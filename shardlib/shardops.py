@@ -374,9 +374,8 @@ def replicate(spec, x):
         devices_along(new)
         for path, leaf in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_opaque):
             value = check_operand(1, lhs, leaf, sizes)
-            if differing := sort_axes(
-                jax.typeof(value).manual_axis_type.varying & set(new) - set(copy_axes(leaf))
-            ):
+            varying_over = jax.typeof(value).manual_axis_type.varying
+            if differing := sort_axes(varying_over & set(new) - set(copy_axes(leaf))):
                 raise ShardError(
                     f"operand 1{jax.tree_util.keystr(path)}, {describe(leaf)}, differs between "
                     f"devices of {', '.join(differing)} already",

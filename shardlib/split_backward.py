@@ -174,10 +174,8 @@ class _Equation:
     ):
         self.eqn, self._over = eqn, over
         self._is_late = not any(wanted) and (any(late) or _is_heavy(eqn))
-        self.late, self.reads = (
-            [self._is_late] * len(eqn.outvars),
-            [self._is_late] * len(eqn.invars),
-        )
+        self.late = [self._is_late] * len(eqn.outvars)
+        self.reads = [self._is_late] * len(eqn.invars)
 
     def first(self, ins: list) -> tuple[list, Any]:
         """Runs the first half.
@@ -323,11 +321,9 @@ def _step(eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[st
         call = _Branches([equations.called(eqn)], eqn, wanted, late, over)
         # If nothing of it is late it stays one call, so that plans know an attention kernel by its
         # name.
-        return (
-            call
-            if any((*late, *call.late))
-            else _Equation(eqn, [True] * len(eqn.outvars), late, over)
-        )
+        if any((*late, *call.late)):
+            return call
+        return _Equation(eqn, [True] * len(eqn.outvars), late, over)
     return _Equation(eqn, wanted, late, over)
 
 
@@ -342,7 +338,7 @@ def _run_again(eqn: Eqn, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
     same = all(
         {*over} <= var.aval.manual_axis_type.varying for var in eqn.invars if is_variable(var)
     )
-    # None: a value of the other half, which a call passes on
+    # None stands for a value of the other half, which a call passes on.
     is_whole = same and all(x is not None for x in ins)
     if is_whole or name not in equations.CALLS:
         if not same:  # JAX compares the types of operands, and a literal varies over nothing
@@ -359,9 +355,10 @@ def _run_again(eqn: Eqn, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
 
 def _is_cheap(eqn: Any) -> bool:
     name = eqn.primitive.name
-    return name in CHEAP or (
-        name in equations.CALLS and all(map(_is_cheap, body_of(equations.called(eqn))[0].eqns))
-    )
+    if name in CHEAP or name not in equations.CALLS:
+        return name in CHEAP
+    body, _ = body_of(equations.called(eqn))
+    return all(map(_is_cheap, body.eqns))
 
 
 def _is_heavy(eqn: Eqn) -> bool:

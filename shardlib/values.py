@@ -20,7 +20,8 @@ from shardlib.scopes import bound, current_scope
 SHORT_DTYPES = {
     f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
-SHORT_DTYPES |= {f"float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {
+SHORT_DTYPES |= {f"float{bits}": f"f{bits}" for bits in (16, 32, 64)}
+SHORT_DTYPES |= {
     "bfloat16": "bf16",
     "bool": "bool_",
 }
@@ -483,9 +484,8 @@ def sharding_of(value) -> Sharding | None:
     sharding = getattr(jax.typeof(value) if is_traced else value, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
-    if is_traced and any(
-        kind != jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types
-    ):
+    explicit = jax.sharding.AxisType.Explicit
+    if is_traced and any(kind != explicit for kind in sharding.mesh.axis_types):
         return None
     return axes_of_spec(sharding.spec, len(value.shape))
 

@@ -184,7 +184,8 @@ class Alignment:
                 or is_region(own) != is_region(eqn)
             ):
                 raise Different(own, eqn)
-            # what it keeps for its backward pass, a ring for each of its turns, depends on the mesh
+            # What it keeps for its backward pass, a ring for each of its turns, depends on the
+            # mesh.
             if is_region(eqn):
                 pairs.append(Pair(own, eqn))
                 here |= dict.fromkeys(own.outvars, ANY)
@@ -322,7 +323,7 @@ def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
         )
         params = {**params, "slice_sizes": tuple(next(sizes) if n > 1 else 1 for n in ys[0].shape)}
     form, shape = _form(own.primitive.name, params, [y.shape for y in ys])
-    # which say which dim is which
+    # These say which dim is which.
     names = own.params.keys() - OF_SIZES - {"axes", "dimension_numbers"}
     is_other = any(
         not (callable(own.params[n]) or equal_parameters(own.params[n], eqn.params[n]))
@@ -330,11 +331,9 @@ def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
     )
     if is_other or _form(own.primitive.name, own.params, [x.shape for x in xs])[0] != form:
         return None
-    return (
-        None
-        if (xs, shape) == (ys, shape_of(own.outvars[0]))
-        else Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
-    )
+    if (xs, shape) == (ys, shape_of(own.outvars[0])):
+        return None
+    return Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
 
 
 FORMS = equations.REDUCTIONS | equations.SCATTERS | {"dot_general", "gather"}
@@ -377,15 +376,11 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
         )
     numbers, (whole, index, *updates) = params["dimension_numbers"], shapes
     if name == "gather":
-        windows, gone, to = (
-            numbers.offset_dims,
-            numbers.collapsed_slice_dims,
-            numbers.start_index_map,
-        )
-        batch, sizes = (
-            (numbers.operand_batching_dims, numbers.start_indices_batching_dims),
-            params["slice_sizes"],
-        )
+        windows = numbers.offset_dims
+        gone = numbers.collapsed_slice_dims
+        to = numbers.start_index_map
+        batch = (numbers.operand_batching_dims, numbers.start_indices_batching_dims)
+        sizes = params["slice_sizes"]
     else:
         windows, gone = numbers.update_window_dims, numbers.inserted_window_dims
         to = numbers.scatter_dims_to_operand_dims

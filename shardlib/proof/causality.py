@@ -190,18 +190,17 @@ class Interpreter:
         return evaluate(jaxpr, args, rule, self._constant)
 
     def _constant(self, source: object) -> Reach:
-        # a literal's number may be one that its dtype does not hold
+        # A literal's number may be one that its dtype does not hold.
         aval: Any = getattr(source, "aval", None)
         x = reach.constant(
             np.asarray(source.val, aval.dtype) if isinstance(source, core.Literal) else source
         )
         if id(source) not in self.unknown:
             return x
-        bound = (
-            reach.bounds(x)
-            if not x.shape and x.number.dtype.kind == "f"
-            else reach.sizes(x).max(initial=0)
-        )
+        if not x.shape and x.number.dtype.kind == "f":
+            bound = reach.bounds(x)
+        else:
+            bound = reach.sizes(x).max(initial=0)
         return reach.made(x.shape, bound, False, dtype=x.number.dtype)
 
     def _results(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
@@ -329,7 +328,7 @@ class Interpreter:
         rows: list[list[Reach]] = []
         known: dict[bytes, list[Reach]] = {}
         _, used = dce_jaxpr(body.jaxpr, [True] * len(eq.eqn.outvars))
-        # not e.g. the index of a layer, which most models do not read
+        # Not, for example, the index of a layer, which most models do not read.
         reads = split_scan(eq.eqn, used)[2]
         for turn in range(length)[:: -1 if eq.params["reverse"] else 1]:
             args = [
@@ -364,7 +363,7 @@ class Interpreter:
             if not go.number.item():
                 return carry
             carry = list(map(_alone, self.run(eq.params["body_jaxpr"], [*of_body, *carry], eq)))
-        # the number of iterations is not known, and may depend on tokens
+        # The number of iterations is not known, and may depend on tokens.
         return self._worked(eq, ins, anything)
 
     def _cond(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
@@ -390,7 +389,7 @@ def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
             return True
         for j in at(seen.shape[1]):  # a query and a key
             if len({i, j, batch}) == 3 and i < j:
-                # of other documents, a later sum has what it must not have
+                # A later sum of other documents has what it must not have.
                 most = np.maximum.accumulate(seen, axis=1)
                 both = np.maximum(most[:, :, None], most[:, None])
                 both = np.moveaxis(both, 0, (batch > i) + (batch > j))

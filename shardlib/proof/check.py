@@ -253,7 +253,7 @@ def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: A
         )
     run = function
     if specs:
-        # not bound to the mesh of an earlier trace
+        # A new function each time: JAX binds one to the mesh of an earlier trace.
         run = lambda *args: jax.shard_map(function, **specs)(*args)
         kinds = (AxisType.Auto,) * len(mesh.axis_names)  # arguments need not be sharded
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
@@ -271,14 +271,12 @@ def raise_for(found: list[Finding], shown: int | None = None) -> None:
     It shows the first `shown` findings, or all, and the verdict.
     """
     if found:
-        differs = any(finding.differs for finding in found)
-        verdict = (
-            WRONG
-            if any(finding.is_wrong for finding in found)
-            else DIFFERS
-            if differs
-            else NOT_PROVED
-        )
+        if any(finding.is_wrong for finding in found):
+            verdict = WRONG
+        elif any(finding.differs for finding in found):
+            verdict = DIFFERS
+        else:
+            verdict = NOT_PROVED
         place_and_remedy = lambda text: (text.partition(": ")[0], text.rpartition("\n")[2])
         found = list(
             {place_and_remedy(finding.text): finding for finding in reversed(found)}.values()

@@ -53,7 +53,7 @@ def _collective(*names: str) -> Callable:
 def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,) = eq.ins
     if (new := {*axes} - x.partial) and not x.is_zero:
-        # a value that all hold counts once each; a division may fix it
+        # A value that all hold counts once each; a division may fix it.
         if new.isdisjoint(x.sharded) and not x.extreme:
             return dataclasses.replace(summed(eq, x, tuple(new)), partial=x.partial | new)
         raise Refused(
@@ -129,12 +129,12 @@ def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
     for x in map(eq.settled, eq.ins):
         is_common = x.is_scale and all(source.kind == "any" for source, _ in x.shift)
         if not is_common or x.sharded & {*axes}:
-            # else it has a factor that all devices have, which a quotient of two sums loses
+            # Else it has a factor that all devices have, which a quotient of two sums loses.
             eq.term(x)
         if x.is_constant and not x.partial:
             found.append(constant(len(x.dims), x.known[0] * here, x.known[1] * there))
         else:
-            # then a sum along the dim is that of all blocks, as before
+            # A sum along the dim is then that of all blocks, as before.
             folded = x.folded | x.sharded & set(axes)
             found.append(dataclasses.replace(summed(eq, x, axes), folded=folded, folding=eq))
     return found
@@ -147,7 +147,7 @@ def _pmax(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
 
 def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Value:
     """Takes the maximum or minimum over devices."""
-    # as of logarithms of own sums: the same on all devices, but not what it is on one device
+    # As of logarithms of own sums: the same on all devices, but not what it is on one device.
     if x.shift:
         own = {axis for source, _ in x.shift for axis in source.axes}
         if x.is_scale or x.partial or x.extreme or x.sharded & {*axes} or not own <= {*axes}:

@@ -186,7 +186,7 @@ def _under_predicate(
     Records collectives not all reach.
     """
     with contextlib.suppress(Refused):
-        # the same on all devices, and as on one device
+        # The choice is the same on all devices, and as on one device.
         if not predicate.unprovable and eq.plain(predicate):
             return None
     axes = frozenset(eq.sizes) if interpreter.is_unchecked else varying(var.aval, eq.sizes)

@@ -79,11 +79,9 @@ class Sizes(dict[str, int]):
     def __missing__(self, axis: str) -> Any:
         if axis.startswith(ENTRIES):
             return Fraction(1, int(axis[len(ENTRIES) :]))
-        return (
-            int(axis[len(BLOCKS) :].partition(".")[0])
-            if axis.startswith(BLOCKS)
-            else {**self}[real(axis)]
-        )
+        if axis.startswith(BLOCKS):
+            return int(axis[len(BLOCKS) :].partition(".")[0])
+        return {**self}[real(axis)]
 
 
 class SizesOnOne(dict[str, int]):
@@ -136,10 +134,8 @@ class Range(NamedTuple):
     def __and__(self, other: "Range | None") -> "Range":
         if other is None:
             return self
-        (low, low_on_one), (high, high_on_one) = (
-            map(max, self.low, other.low),
-            map(min, self.high, other.high),
-        )
+        low, low_on_one = map(max, self.low, other.low)
+        high, high_on_one = map(min, self.high, other.high)
         return Range((low, low_on_one), (high, high_on_one))
 
     def covers(self, here: int, there: int) -> bool:
@@ -306,13 +302,12 @@ def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
     same = on_mesh == on_one or (on_mesh != on_mesh and on_one != on_one)
     # Only with equal signs: then a value times it has its largest entry where the value has it.
     is_real = not isinstance(on_mesh * on_one, complex)
-    ratio = (
-        1.0
-        if same
-        else on_one / on_mesh
-        if is_real and 0 < on_mesh * on_one < math.inf
-        else math.nan
-    )
+    if same:
+        ratio = 1.0
+    elif is_real and 0 < on_mesh * on_one < math.inf:
+        ratio = on_one / on_mesh
+    else:
+        ratio = math.nan
     if not same and isinstance(on_mesh, int) and near(ratio) == 1:
         ratio = math.nan  # such as a seed that a size was added to: integers are not rounded
     return Value((UNIFORM,) * ndim, ratio=float(ratio), known=(on_mesh, on_one))

@@ -42,7 +42,7 @@ def refuse_rbg(eq: Equation) -> None:
     Under vmap, all bits are drawn from the first key.
     """
     aval = eq.eqn.invars[0].aval
-    # here or on one device
+    # It has several keys here or on one device.
     if "rbg" in str(aval.dtype) and max(map(math.prod, (aval.shape, eq.twin_shape()))) > 1:
         problem = "what is drawn from several keys of rbg depends on which of them a device has"
         raise Refused(problem, "use threefry keys: jax.random.key(seed, impl='threefry2x32')")
@@ -53,7 +53,7 @@ def elementwise(eq: Equation) -> Value:
     if eq.name == "random_fold_in":
         refuse_rbg(eq)
     ndim = len(eq.result_shape)
-    # scalars as uniform arrays
+    # Scalars are taken as uniform arrays.
     ins = [v if len(v.dims) == ndim else moved(v, (None,) * ndim) for v in eq.ins]
     if folded := _fold(eq, ins, ndim):
         return folded
@@ -112,10 +112,8 @@ def _shifted(eq: Equation, ins: list[Value]) -> Value:
     bare = [
         dataclasses.replace(v, **clean) if found else v for v, found in zip(ins, terms, strict=True)
     ]
-    is_scale, at = (
-        bool(shift) and (is_scale or eq.name == "exp"),
-        next((v.shifting for v in ins if v.shift), eq),
-    )
+    is_scale = bool(shift) and (is_scale or eq.name == "exp")
+    at = next((v.shifting for v in ins if v.shift), eq)
     found = elementwise(dataclasses.replace(eq, ins=bare))
     return dataclasses.replace(
         found, shift=shift, is_scale=is_scale, shifting=at, total=_total(eq, ins)
@@ -128,11 +126,9 @@ def _total(eq: Equation, ins: list[Value]) -> Source | None:
     That is `x` less an own extreme, its exponential, or a sum of these times a factor.
     """
     if eq.name == "sub" and _is_untaken(ins[1]) and not (ins[0].shift or ins[0].extreme):
-        return (
-            Source(ins[0].token, "less", (), (), tuple(range(len(ins[0].dims))))
-            if eq.shape()
-            else None
-        )
+        if eq.shape():
+            return Source(ins[0].token, "less", (), (), tuple(range(len(ins[0].dims))))
+        return None
     if eq.name == "exp" and ins[0].total and ins[0].total.kind == "less":
         return ins[0].total._replace(kind="exp")
     own = [v.total for v in ins if v.is_own_total]
@@ -268,7 +264,7 @@ def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | Non
     if not (found := {v.extreme for v in ins if v.extreme}):
         return None
     before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
-    # keeps the order of numbers
+    # True if the conversion keeps the order of numbers.
     is_rising = jnp.issubdtype(after, jnp.inexact) or np.can_cast(before, after)
     is_same = eq.name in ("copy", "convert_element_type") and is_rising
     if len(found) == 1 and (is_same or next(iter(found))[0] == eq.name):

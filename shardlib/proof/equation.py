@@ -299,11 +299,10 @@ class Equation:
             problem = (
                 f"a number that depends on the mesh, {known[0]} here and {known[1]} on one device"
             )
-            remedy = (
-                f"{WHOLE_SIZES}; {MASKED}"
-                if self.name.startswith(("scatter", "dynamic_update"))
-                else WHOLE_SIZES
-            )
+            if self.name.startswith(("scatter", "dynamic_update")):
+                remedy = f"{WHOLE_SIZES}; {MASKED}"
+            else:
+                remedy = WHOLE_SIZES
             raise Refused(
                 problem, ONE_SEED if self.name.startswith("random") else remedy, None, True
             )
@@ -320,7 +319,7 @@ class Equation:
         """The remedy for a partial sum."""
         axes = sorted(map(real, value.partial))
         n = devices(self.sizes, axes) / devices(self.twin_sizes, axes)
-        # sums over blocks, divided by the blocks' size
+        # Sums over blocks are divided by the blocks' size.
         if math.isclose(value.ratio * n, 1.0, rel_tol=ROUNDING):
             return (
                 "it is the mean of a block: take the mean over the devices first, "

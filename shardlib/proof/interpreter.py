@@ -75,11 +75,9 @@ class Interpreter:
     def __init__(
         self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False
     ):
-        self.sizes, self.twin_sizes, self.is_unchecked = (
-            Sizes(sizes),
-            SizesOnOne(twin_sizes),
-            is_unchecked,
-        )
+        self.sizes = Sizes(sizes)
+        self.twin_sizes = SizesOnOne(twin_sizes)
+        self.is_unchecked = is_unchecked
         self.problems: dict[Any, Unprovable] = {}
         self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
         self._proved: dict[tuple[int, ...], Equation] = {}  # in some turn of their loops
@@ -114,10 +112,8 @@ class Interpreter:
             env.update(
                 zip(pair.twin.outvars, self.apply(eq, pair.is_own and is_as_traced), strict=True)
             )
-        results, last = (
-            enumerate(zip(found.ours.outvars, found.theirs.outvars, strict=True)),
-            self._callers[-1],
-        )
+        results = enumerate(zip(found.ours.outvars, found.theirs.outvars, strict=True))
+        last = self._callers[-1]
         return [self._read(env, a, b, i in wrong, last) for i, (a, b) in results]
 
     def _read(
@@ -291,7 +287,7 @@ class Interpreter:
         """Facts about a value that enters or leaves code that is per-device on purpose."""
         (x,) = eq.ins
         shape, aval = eq.result_shape, eq.eqn.outvars[0].aval
-        # between its marks lies the pipeline executor
+        # Between these marks lies the pipeline executor.
         if of_stages := mark.label.startswith(STAGES):
             self._in_stages = False
         if mark.kind == "enters":
@@ -358,11 +354,9 @@ def read_array(here: Any, there: Any) -> Value:
     """
     if isinstance(here, jax.Array) and jnp.issubdtype(here.dtype, jax.dtypes.prng_key):
         bits = read_array(jax.random.key_data(here), jax.random.key_data(there))
-        return (
-            Value((UNIFORM,) * here.ndim, unprovable=bits.unprovable)
-            if bits.unprovable
-            else Value(tuple(map(whole, here.shape)))
-        )
+        if bits.unprovable:
+            return Value((UNIFORM,) * here.ndim, unprovable=bits.unprovable)
+        return Value(tuple(map(whole, here.shape)))
     here, there = np.asarray(here), np.asarray(there)
     if here.dtype == jax.dtypes.float0 or here.dtype == object:
         return Value(tuple(whole(n) for n in here.shape))

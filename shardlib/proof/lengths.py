@@ -45,7 +45,7 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
             for x, y in zip(a.invars, b.invars, strict=True)
             if isinstance(y, core.Literal)
         ]
-        # of unknown ones, this is used
+        # Of unknown numbers, this is used.
         if any(np.less(x, LOW) != np.less(value, LOW) for x, value, _ in literals):
             return _named(a), set(), False
         unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at, end)}

@@ -49,11 +49,9 @@ def _has_mode(eq: Equation, mode: str) -> bool:
 
 def _counts_along(index: Value) -> int | None:
     """The dim along which an index counts 0, 1, …; None for other indices."""
-    return (
-        index.count[0]
-        if len(index.count) == 1 and not index.offset and index.known == (0, 0)
-        else None
-    )
+    if len(index.count) == 1 and not index.offset and index.known == (0, 0):
+        return index.count[0]
+    return None
 
 
 @rule("gather")
@@ -83,7 +81,7 @@ def _gather(eq: Equation) -> Value:
             eq.plain(index)
             eq.same_size(0, i)
             continue
-        # entry k of this dim for entry k of the batch
+        # Entry k of this dim is taken for entry k of the batch.
         if (j := _counts_along(index)) is not None and sizes[i] == 1:
             if eq.shape(1)[j] != shape[i] or dim.is_merged:
                 eq.block(index)
@@ -102,7 +100,7 @@ def _gather(eq: Equation) -> Value:
                 "index that is not relative to this device's block",
                 "shardops.index_unreduced looks up in a sharded dim; index one dim after the other",
             )
-        # zero where the entry is in the block of another device
+        # The result is zero where the entry is in the block of another device.
         if fills == 0 and _drops(eq, index, i):
             if set(dim.axes) & (x.partial | own):
                 eq.finished(x)

@@ -56,7 +56,7 @@ def use_of(var: object, jaxpr: Jaxpr) -> Any:
         if not any(operand is var for operand in eqn.invars):
             continue
         for inner in (body_of(inner)[0] for inner in jaxprs_of(eqn)):
-            # the last are in both
+            # The last operands are in both.
             names = dict(zip(map(id, eqn.invars[::-1]), inner.invars[::-1], strict=False))
             if (found := use_of(names.get(id(var)), inner)) is not None:
                 return found
@@ -81,10 +81,8 @@ def choice_between(here: Eqn | None, there: Eqn | None) -> str:
 
 def _choice(here: Line | None, there: Line | None) -> str:
     """The choice by a size, in words, on whose sides two lines are; empty if there is none."""
-    files, lines = (
-        {frame[0] for frame in (here, there) if frame},
-        [x and x[1] for x in (here, there)],
-    )
+    files = {frame[0] for frame in (here, there) if frame}
+    lines = [x and x[1] for x in (here, there)]
     if len(files) != 1:
         return ""
     (file,) = files

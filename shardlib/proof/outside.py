@@ -177,11 +177,9 @@ class _Outside:
 
     def _literal(self, here: Any, there: Any, eqn: Eqn | None) -> _Passed | None:
         is_same = str(here.val) == str(there.val)
-        return (
-            None
-            if is_same
-            else _Passed(read_array(here.val, there.val), suspects=(self._number(eqn),))
-        )
+        if is_same:
+            return None
+        return _Passed(read_array(here.val, there.val), suspects=(self._number(eqn),))
 
     def _suspect(self, finding: Finding | str) -> _Suspect:
         self.found.append(_Suspect(Finding(finding) if isinstance(finding, str) else finding))
@@ -204,11 +202,10 @@ class _Outside:
             f"{here.dtype}{list(here.shape)}"
         )
         use = use_of(var, body)
-        lines = (
-            [f"{Equation(use).place()}: {text}", *filter(None, [callers_text(use)])]
-            if use
-            else [text]
-        )
+        if use:
+            lines = [f"{Equation(use).place()}: {text}", *filter(None, [callers_text(use)])]
+        else:
+            lines = [text]
         return _Passed(value, suspects=(self._suspect("\n  ".join([*lines, f"remedy: {REMEDY}"])),))
 
     def _results(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
@@ -221,7 +218,7 @@ class _Outside:
         # With check_vma=False, JAX divides a gradient by the number of devices that take it, and
         # sums it inside.
         is_number = lambda x: x.spec is None and x.value.is_constant and x.value.ratio > 0
-        # then a quotient is rounded
+        # A quotient of inexact numbers is rounded.
         is_exact = lambda x: not jnp.issubdtype(x.aval.dtype, jnp.inexact)
         if (
             name == "div"
@@ -283,13 +280,11 @@ class _Outside:
         return [functools.reduce(functools.partial(_either, eqn), found) for found in outs]
 
     def _of_shard_map(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
-        # over others the compiler shards, without a trace in the program
+        # Over other axes the compiler shards, without a trace in the program.
         manual = eqn.params["newly_manual_axes"]
         sizes = Sizes({axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual})
-        twin_sizes, is_unchecked = (
-            dict(twin.params["mesh"].shape),
-            not eqn.params.get("check_vma", True),
-        )
+        twin_sizes = dict(twin.params["mesh"].shape)
+        is_unchecked = not eqn.params.get("check_vma", True)
         interpreter = Interpreter(sizes, twin_sizes, is_unchecked)
         (body, _), (other, _) = body_of(eqn.params["jaxpr"]), body_of(twin.params["jaxpr"])
         # Constants of the caller come before the arguments.
@@ -315,10 +310,8 @@ class _Outside:
                 interpreter, i, value, axes, body, _whole_shape(there.aval, axes, twin_sizes)
             ):
                 live = {axis for axis, n in sizes.items() if n > 1}
-                over, apart = (
-                    live & {*itertools.chain(*axes)},
-                    live if is_unchecked else varying(var.aval, sizes),
-                )
+                over = live & {*itertools.chain(*axes)}
+                apart = live if is_unchecked else varying(var.aval, sizes)
                 suspects = (self._suspect(finding),)
                 # If devices may differ over an axis that the spec lacks, a device may get the block
                 # of another one.

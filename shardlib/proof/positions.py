@@ -112,7 +112,7 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
         and all(eq.shape()[i] == eq.twin_shape()[i] for i in at if i in a.count)
     )
     if sign < 0 and is_whole and not a.offset and not b.count and b.offset and b.known == (0, 0):
-        # whole indices, less the offset of a block
+        # Whole indices, less the offset of a block.
         a, both = dataclasses.replace(a, count=(), known=None), None
     if a.count or b.count:
         if b.count and (a.count or sign < 0):
@@ -135,7 +135,7 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
         and sign * (1 if b.is_constant else 0) >= 0
     ):
         index, number = (a, b) if b.is_constant else (b, a)
-        # jnp wraps a negative index so: right nowhere, so that no mask fits it
+        # jnp wraps a negative index so: it is right nowhere, so that no mask fits it.
         if number.known[0] != number.known[1]:
             return dataclasses.replace(index, origin=None, valid=Range(), others=None)
     for value in (a, b):

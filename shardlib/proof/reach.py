@@ -331,7 +331,7 @@ def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarra
                 m, i = m * old[i], i + 1
             else:
                 n, j = n * new[j], j + 1
-        # of slots it may have another size
+        # A dim of slots may have another size.
         if i - a == 1 and j > b and all(size == 1 for size in new[b : j - 1]):
             sizes, result = [*sizes, x.shape[a]], [*result, *new[b : j - 1], x.shape[a]]
             continue

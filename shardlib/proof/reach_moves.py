@@ -144,7 +144,7 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
     anywhere = reach.unknown(
         shape, x.number.dtype, np.maximum(reach.placed(x.over(parts), at, len(shape)), index)
     )
-    # then a whole dim is read from its first entry on
+    # If clipped, a whole dim is read from its first entry on.
     is_clipped = "clip" in str(eqn.params["mode"]).lower()
     of_dim = [k for k, i in enumerate(d.start_index_map) if not is_clipped or i in parts]
     if (
@@ -153,10 +153,8 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
         or {*d.collapsed_slice_dims} - {*parts}
     ):
         return anywhere
-    start, (dim,) = (
-        starts.moved(lambda a: a[..., of_dim] if a.shape[-1] > 1 else a, starts.shape),
-        parts,
-    )
+    start = starts.moved(lambda a: a[..., of_dim] if a.shape[-1] > 1 else a, starts.shape)
+    (dim,) = parts
     rows, known = of_starts(start.number), of_starts(start.known)
     if dim in windows:
         if not is_clipped:
@@ -182,11 +180,10 @@ def _rows_at(
     along = lambda a, i: np.arange(a.shape[i]).reshape(
         [-1 if k == at[i] else 1 for k in range(rank)]
     )
-    inside = (
-        (rows >= 0) & (rows < size)
-        if "fill" in str(eqn.params["mode"]).lower()
-        else np.asarray(True)
-    )
+    if "fill" in str(eqn.params["mode"]).lower():
+        inside = (rows >= 0) & (rows < size)
+    else:
+        inside = np.asarray(True)
     rows = np.clip(rows, 0, size - 1)
     of = lambda a, i: along(a, i) if i != dim else rows if a.shape[i] > 1 else rows * 0
     rows_of = lambda a: a[tuple(of(a, i) for i in range(a.ndim))]
@@ -214,11 +211,9 @@ def _starts(
 def _dynamic_slice(eqn: Eqn, x: Reach, *starts: Reach) -> Reach | None:
     sizes = eqn.params["slice_sizes"]
     at = _starts(starts, x.shape, sizes)
-    return (
-        None
-        if at is None
-        else reach.cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
-    )
+    if at is None:
+        return None
+    return reach.cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
 
 
 def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Reach:
@@ -244,11 +239,9 @@ def _scatter(eqn: Eqn, x: Reach, starts: Reach, new: Reach) -> Any:
 
     Otherwise every entry may come from any update.
     """
-    d, rank, adds = (
-        eqn.params["dimension_numbers"],
-        len(x.shape),
-        eqn.primitive.name == "scatter-add",
-    )
+    d = eqn.params["dimension_numbers"]
+    rank = len(x.shape)
+    adds = eqn.primitive.name == "scatter-add"
     windows = [
         i for i in range(rank) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)
     ]

@@ -198,11 +198,9 @@ def _holds(before: Any, after: Any) -> bool:
 
 @rule("select_n")
 def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
-    shape, dtype, pick = (
-        result_shape(eqn),
-        dtype_of_result(eqn),
-        np.where(which.known, which.number, 0).astype(int),
-    )
+    shape = result_shape(eqn)
+    dtype = dtype_of_result(eqn)
+    pick = np.where(which.known, which.number, 0).astype(int)
     arrays = list(zip(*(case.arrays() for case in cases), strict=True))
     parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
@@ -257,12 +255,10 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach:
 
     LOW numbers give way to others.
     """
-    name, axes, shape, dtype = (
-        eqn.primitive.name,
-        tuple(eqn.params["axes"]),
-        result_shape(eqn),
-        dtype_of_result(eqn),
-    )
+    name = eqn.primitive.name
+    axes = tuple(eqn.params["axes"])
+    shape = result_shape(eqn)
+    dtype = dtype_of_result(eqn)
     number, known, decided = x.number, x.known, np.False_
     bound = reach.highest(dtype)
     if x.is_known and name in ("argmax", "argmin"):
@@ -324,10 +320,8 @@ def _cumulative(eqn: Eqn, x: Reach) -> Reach:
     if name == "cumsum" and not back and 0 < math.prod(x.shape) <= MOST:
         # Of all dims: along one where tokens are alike, the sums are others.
         last = reach.full(x.last, x.shape, range(len(x.shape)))
-        before, after = (
-            np.maximum.accumulate(last, axis),
-            np.maximum.accumulate(np.flip(last, axis), axis),
-        )
+        before = np.maximum.accumulate(last, axis)
+        after = np.maximum.accumulate(np.flip(last, axis), axis)
         at = np.arange(last.size, dtype=np.int32).reshape(last.shape)
         step = math.prod(last.shape[axis + 1 :])
         found.fact = Sums(
@@ -356,12 +350,10 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
     JAX defines the result and its derivatives by this equation, in whatever way they are computed.
     If `a` is a triangle, rows of its solution depend on rows on one side alone, up to rounding.
     """
-    body, swap, rank, b = (
-        eqn.params["jaxprs"].matvec.jaxpr,
-        lambda x: x.swapaxes(-1, -2),
-        len(a.shape),
-        ins[-1],
-    )
+    body = eqn.params["jaxprs"].matvec.jaxpr
+    swap = lambda x: x.swapaxes(-1, -2)
+    rank = len(a.shape)
+    b = ins[-1]
     product, *moves = body.eqns
     batch = list(range(rank - 2))
     numbers = [
@@ -429,11 +421,9 @@ def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
 @rule("dot_general")
 def _product(eqn: Eqn, *ins: Reach) -> Reach:
     """Leaves out a term if one of its factors is 0."""
-    (contract, batch), shape, dtype = (
-        eqn.params["dimension_numbers"],
-        result_shape(eqn),
-        dtype_of_result(eqn),
-    )
+    contract, batch = eqn.params["dimension_numbers"]
+    shape = result_shape(eqn)
+    dtype = dtype_of_result(eqn)
     a, b = (x.alike() for x in ins)
     free = [
         [i for i in range(len(x.shape)) if i not in (*c, *d)]
@@ -451,7 +441,7 @@ def _product(eqn: Eqn, *ins: Reach) -> Reach:
         at = {i: place for place, i in enumerate(order) if i is not None}
         return reach.placed(x, at, len(order))
 
-    # zeros are then ignored
+    # With that many entries, zeros are ignored.
     if math.prod(map(max, sized(0, a.last).shape, sized(1, b.last).shape)) > MOST:
         a, b = (
             reach.unknown(x.shape, np.float64, x.over(dims))

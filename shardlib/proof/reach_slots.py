@@ -100,11 +100,9 @@ def _dim_after(eqn: Eqn, ins: list[Reach], x: Reach, rule: Callable[..., Any]) -
     if not isinstance(result, Reach) or size < 2:
         return None
     dims = [i for i, n in enumerate(result.last.shape) if n > 1]
-    return (
-        dims[0]
-        if len(dims) == 1 and (result.last.ravel() == np.arange(result.last.size)).all()
-        else None
-    )
+    if len(dims) == 1 and (result.last.ravel() == np.arange(result.last.size)).all():
+        return dims[0]
+    return None
 
 
 def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:

@@ -132,23 +132,21 @@ class _Ring:
     def __init__(self, jaxpr: Any, axis: str, n: int):
         self.jaxpr, self.axis, self.n = jaxpr, axis, n
         self.made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-        # for a block: the first of its ring, the turn, the step
+        # For a block: the first of its ring, the turn, the step.
         self.turns: dict[Any, tuple[Any, int, int]] = {}
         self.tables: dict[Any, list | None] = {}
-        # for a variable of the first turn: ENTER, its coefficient, or self: computed
+        # For a variable of the first turn: ENTER, its coefficient, or self (computed).
         self.marks: dict[Any, Any] = {}
         self.found: dict[int, tuple] = {}
-        # steps from a device to the one whose block's number it has in the first turn
+        # Steps from a device to the one whose block's number it has in the first turn.
         self.start = 0
         self.turn_axis = f"{BLOCKS}{n}.{next(_NUMBERS)}"
         for eqn in jaxpr.eqns:
             if not _permutes(eqn, axis) or len(eqn.invars) != 1:
                 continue
-            (x,), (out,), steps = (
-                eqn.invars,
-                eqn.outvars,
-                {(b - a) % n for a, b in eqn.params["perm"]},
-            )
+            (x,) = eqn.invars
+            (out,) = eqn.outvars
+            steps = {(b - a) % n for a, b in eqn.params["perm"]}
             if not is_variable(x) or len(steps) != 1 or len(set(eqn.params["perm"])) != n:
                 continue
             (step,) = steps
@@ -212,11 +210,10 @@ class _Ring:
             return
         places = last.primitive.name == "dynamic_update_slice"
         # The first turn is accumulated into what was there before, or is all that there is yet.
-        ways = (
-            [(chain[n - 1], chain[n - 1].invars[0], chain[n - 1].invars[1:])]
-            if len(chain) >= n
-            else []
-        )
+        if len(chain) >= n:
+            ways = [(chain[n - 1], chain[n - 1].invars[0], chain[n - 1].invars[1:])]
+        else:
+            ways = []
         ways += [(chain[n - 2], None, [chain[n - 2].invars[0]])] if not places else []
         for at, start, first in ways:
             marks = dict(self.marks)
@@ -244,7 +241,7 @@ class _Ring:
         """
         terms, eqn = [], last
         while eqn is not None and eqn.primitive is last.primitive and len(terms) < self.n:
-            # from another device
+            # True for what came from another device.
             came = lambda var: is_variable(var) and var in self.turns and var in self.made
             passed = [
                 var for var in eqn.invars if came(var) and _permutes(self.made[var], self.axis)
@@ -369,11 +366,9 @@ def _computed(eqn: Eqn, ins: list[list | None], axis: str, n: int) -> list[list 
     if name == "select_n":
         return [[row[1 + int(row[0])] for row in zip(*ins, strict=True)]]
     is_fold = name in FOLDS and name != "div"
-    return (
-        [[int(x) for x in FOLDS[name](*map(np.asarray, ins))]]
-        if is_fold
-        else [None] * len(eqn.outvars)
-    )
+    if is_fold:
+        return [[int(x) for x in FOLDS[name](*map(np.asarray, ins))]]
+    return [None] * len(eqn.outvars)
 
 
 # ---- rules ---------------------------------------------------------------------------------------

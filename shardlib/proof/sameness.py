@@ -93,20 +93,20 @@ class _Numbers:
     def __init__(self, program: object, table: dict[Any, int], rounding: bool):
         self.made: dict[int, Equation] = {}
         self._rounding = rounding
-        # what is cast to fewer bits: the whole array, and the dtype
+        # What is cast to fewer bits: the whole array, and the dtype.
         self.rounded: dict[tuple[int, str], Equation] = {}
-        # of gradients, which take the dtype that their weight has in the step
+        # Sums of gradients, which take the dtype that their weight has in the step.
         self._sums: set[int] = set()
-        # for a part of an array, or a stack of them: what is cast with it
+        # For a part of an array, or a stack of them: what is cast with it.
         self._whole: dict[int, int] = {}
         self._table, self._roots = table, {}  # for a reshape: the array and its shape
-        # for a transpose: the array and its order
+        # For a transpose: the array and its order.
         self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._even: dict[int, int] = {}  # for a value with equal entries: the entry
         # For some rows of an array: the array, which rows, and how many it has; None: as many as a
         # loop produces.
         self._rows: dict[int, tuple[int, int, int, int | None]] = {}
-        # of what a loop carries: the loop and its turn
+        # For what a loop carries: the loop and its turn.
         self._after: dict[tuple[int, ...], tuple[tuple, int, int]] = {}
         self.zeros: set[int] = set()
         self._ones: set[int] = set()

@@ -152,11 +152,10 @@ def _reshape(eq: Equation) -> Value:
     source = _kept(tuple(shape), new)
     if source is None and (x.is_index or (x.mask and x.mask.source)):
         eq.block(x)
-    x_there = (
-        moved(x, source)
-        if source is not None
-        else dataclasses.replace(x, origin=None, source=None, total=None)
-    )
+    if source is not None:
+        x_there = moved(x, source)
+    else:
+        x_there = dataclasses.replace(x, origin=None, source=None, total=None)
     count = () if mixed else tuple(count)
     return _with(x, dataclasses.replace(x_there, dims=tuple(dims), count=count, components=()))
 
@@ -303,11 +302,9 @@ def _slice(eq: Equation) -> Value:
                 WHOLE_SIZES,
             )
     found = _piece_of(eq, x, eq.result_shape)
-    return (
-        found.rearranged(strided.get(i, dim) for i, dim in enumerate(found.dims))
-        if strided
-        else found
-    )
+    if strided:
+        return found.rearranged(strided.get(i, dim) for i, dim in enumerate(found.dims))
+    return found
 
 
 def is_block(eq: Equation, dim: Dim | Any) -> bool:

@@ -316,7 +316,7 @@ def _attention(eq: Equation) -> list[Value]:
     labels, heads = {}, set()
     for k, name in enumerate(names):
         shape = eq.shape(k)
-        # an operand that the call leaves out has no entries
+        # An operand that the call leaves out has no entries.
         if name in OPERANDS[4:] and 0 not in shape:
             raise Refused(
                 f"cuDNN's attention with {name} has no rule", "use another attention implementation"
