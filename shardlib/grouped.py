@@ -38,17 +38,14 @@ LEAST_ROWS = 8
 def grouped_product(spec: str, rows: object, ids: object, matrices: object) -> Any:
     """Multiplies rows by the matrices of their ids.
 
-    The spec reads `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t`. It does not communicate. The
+    For example, `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t`. It does not communicate. The
     first dim of `rows` and `ids` is the outer dim of the matrices' group. The second dim of a
     matrix is contracted, as in einsum_unreduced: if it is sharded, the result is a partial sum. An
     id outside [0, N) gives zeros. With N = 1 this is an einsum, whatever the ids are.
     """
     operands = (rows, ids, matrices)
-    with checked_operands("grouped_product", spec, *operands, allowed=("( )", "*")) as (
-        op,
-        values,
-        sizes,
-    ):
+    checked = checked_operands("grouped_product", spec, *operands, allowed=("( )", "*"))
+    with checked as (op, values, sizes):
         bind_groups(op.lhs[2], sizes)
         _check(op, values)
         values, axes, copies = cast_to_result(op, values, operands)

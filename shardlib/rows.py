@@ -32,11 +32,8 @@ def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = No
     sharded. `repeats` is how often an id may occur in a sequence, if known: on a GPU the gradient
     then avoids XLA's scatter, which is slow there.
     """
-    with checked_operands("take_rows", spec, table, ids, allowed=("[dim]", "*")) as (
-        op,
-        (values, indices),
-        _,
-    ):
+    checked = checked_operands("take_rows", spec, table, ids, allowed=("[dim]", "*"))
+    with checked as (op, (values, indices), _):
         table_spec, ids_spec = op.lhs
         common = _common(op, table_spec, ids_spec, indices)
         expect_result(op, [*ids_spec.dims, *table_spec.dims[common + 1 :]])
@@ -56,11 +53,8 @@ def add_rows(spec: str, rows: object, ids: object, *, repeats: int | None = None
     their first dims; the sum over the other dims of `ids` is a partial sum over their axes.
     `repeats` is as in take_rows.
     """
-    with checked_operands("add_rows", spec, rows, ids, allowed=("[dim]", "*")) as (
-        op,
-        (values, indices),
-        sizes,
-    ):
+    checked = checked_operands("add_rows", spec, rows, ids, allowed=("[dim]", "*"))
+    with checked as (op, (values, indices), sizes):
         rows_spec, ids_spec = op.lhs
         common = _common(op, op.rhs, ids_spec, indices)
         summed = (axis for dim in ids_spec.dims[common:] for axis in dim.axes)

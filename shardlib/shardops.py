@@ -234,7 +234,7 @@ def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax
 def psum_scatter(spec, x):
     """Reduces a partial sum and gives each device one block of the result.
 
-    The spec reads `B L M +t -> B L/t M`.
+    For example, `B L M +t -> B L/t M`.
     """
     with checked_collective("psum_scatter", spec, x) as (op, lhs, rhs, value, sizes):
         if does_nothing(spec, op):
@@ -256,7 +256,7 @@ def psum_scatter(spec, x):
 def psum(spec, x):
     """Reduces a partial sum and gives every device the whole result.
 
-    The spec reads `B L +t -> B L` or `+d +t ->`.
+    For example, `B L +t -> B L` or `+d +t ->`.
     """
     with checked_collective("psum", spec, x) as (op, lhs, rhs, value, _):
         if does_nothing(spec, op):
@@ -358,7 +358,7 @@ def ppermute(spec, x, *, axis: str, shift: int):
 def replicate(spec, x):
     """Marks a value that is the same on every device of r as used independently on each.
 
-    The spec reads `M/d F/t -> M/d F/t *r`. Returns a Copy. The forward pass does nothing. The
+    For example, `M/d F/t -> M/d F/t *r`. Returns a Copy. The forward pass does nothing. The
     backward pass all-reduces the gradient over r once, here instead of at each use. `... -> ... *r`
     takes any array or pytree of arrays. A Copy over r is returned unchanged.
     """

@@ -23,7 +23,7 @@ from shardlib.values import describe, devices_along, stage_axes
 def zigzag(spec, x):
     """Exchanges half blocks, into zigzag order or back.
 
-    The spec reads `B L/c M -> B Z/c M` or `B Z/c M -> B L/c M`.
+    For example, `B L/c M -> B Z/c M` or `B Z/c M -> B L/c M`.
     """
     with checked_collective("zigzag", spec, x) as (op, lhs, rhs, value, _):
         changed = [i for i, (a, b) in enumerate(zip(lhs.dims, rhs.dims, strict=False)) if a != b]
