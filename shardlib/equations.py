@@ -186,7 +186,7 @@ def evaluate(
         constant: what is known of a literal, or of an array that the jaxpr holds; None: its value.
     """
     body, consts = body_of(jaxpr)
-    constant = constant or (lambda x: x if is_variable(x) else np.asarray(x.val, x.aval.dtype))
+    constant = constant or _constant_value
     env = dict(zip([*body.constvars, *body.invars], [*map(constant, consts), *args], strict=True))
 
     def read(var: Any) -> Any:
@@ -195,6 +195,11 @@ def evaluate(
     for eqn in body.eqns:
         env.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, body.outvars))
+
+
+def _constant_value(x: Any) -> Any:
+    """The number of a literal; an array that a jaxpr holds is its own value."""
+    return x if is_variable(x) else np.asarray(x.val, x.aval.dtype)
 
 
 def source_dims(eqn: Eqn) -> list[int | None]:
@@ -311,7 +316,4 @@ def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
 
 def values_of(variables: Any, env: dict) -> list:
     """Looks up variables and literals in `env`; None for variables that it lacks."""
-    return [
-        env.get(var) if is_variable(var) else np.asarray(var.val, var.aval.dtype)
-        for var in variables
-    ]
+    return [env.get(var) if is_variable(var) else _constant_value(var) for var in variables]
