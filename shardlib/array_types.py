@@ -17,7 +17,7 @@ from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes,
 from shardlib.scopes import current_scope
 from shardlib.values import SHORT_DTYPES, describe, devices_along, is_opaque, on_mesh
 
-# ---- types ------------------------------------------------------------------------------------------------------
+# ---- types ---------------------------------------------------------------------------------------
 
 
 class _Type:
@@ -59,17 +59,24 @@ class DType:
     def __getitem__(self, spec: str | bytes) -> ArrayType:
         parsed = parse_shape(spec)
         if parsed.index is not None or parsed.open:
-            raise ShardError(f"`{parsed}` is not the type of an array", "[dim] and ... belong to the specs of ops")
+            raise ShardError(
+                f"`{parsed}` is not the type of an array",
+                "[dim] and ... belong to the specs of ops",
+            )
         return ArrayType(self.name, parsed)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The jax dtype of this name. Raises ShardError for a `dtype_name` that no current scope binds."""
+        """The jax dtype of this name.
+
+        Raises ShardError for a `dtype_name` that no current scope binds.
+        """
         if self.name in _LONG_DTYPES:
             return jnp.dtype(_LONG_DTYPES[self.name])
         if self.name not in current_scope().dtypes:
             raise ShardError(
-                f"dtype name {self.name} is not bound to a dtype here", f"run under `with Scope({self.name}=…):`"
+                f"dtype name {self.name} is not bound to a dtype here",
+                f"run under `with Scope({self.name}=…):`",
             )
         return current_scope().dtypes[self.name]
 
@@ -86,7 +93,8 @@ bool_ = DType("bool_")
 def dtype_name(name: str) -> DType:
     """Declares a dtype that each trace chooses.
 
-    After `act = dtype_name('act')`, `act['B/d M']` is a type; `with Scope(act=jnp.bfloat16):` chooses its dtype.
+    After `act = dtype_name('act')`, `act['B/d M']` is a type; `with Scope(act=jnp.bfloat16):`
+    chooses its dtype.
     """
     if name in _LONG_DTYPES:
         raise ShardError(f"{name!r} is already a dtype", "choose another name")
@@ -95,7 +103,10 @@ def dtype_name(name: str) -> DType:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Array(_Type):
-    """`Array['layers', X]`: the type X (an array type or a dataclass of them) with extra leading dims."""
+    """`Array['layers', X]`: the type X with extra leading dims.
+
+    X is an array type or a dataclass of them.
+    """
 
     dims: str
     inner: typing.Any
@@ -122,24 +133,28 @@ class Subset(_Type):
     def __class_getitem__(cls, args) -> "Subset":
         dims, inner = args if isinstance(args, tuple) else (None, args)
         if dims is not None and not {*dims.split()} <= {"inputs", "outputs"}:
-            raise ShardError(f"{dims!r} are not dims of a Factor", "write inputs, outputs, or one of them twice")
+            raise ShardError(
+                f"{dims!r} are not dims of a Factor", "write inputs, outputs, or one of them twice"
+            )
         return cls(inner, dims)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Factor:
-    """Array with some of the dims of a matrix, such as the means of its rows. Its type follows from the matrix's type.
+    """Array with some of the dims of a matrix, such as the means of its rows.
 
-    A matrix is `stack inputs outputs`, such as `layers/p M/w K/t Q D`; the fields `inputs` and `outputs` count its dims
-    on each side. A Factor has the stack and the dims that its Subset names, sharded like those of the matrix:
+    Its type follows from the matrix's type. A matrix is `stack inputs outputs`, such as
+    `layers/p M/w K/t Q D`; the fields `inputs` and `outputs` count its dims on each side. A Factor
+    has the stack and the dims that its Subset names, sharded like those of the matrix:
 
         inputs            layers/p M/w
         outputs           layers/p K/t Q D
         inputs inputs     layers/p M/w by_M/t
         outputs outputs   layers/p K/t Q D by_K_Q_D/w
 
-    A side that is named twice becomes one dim the second time, sharded over the axes of the other side.
+    A side that is named twice becomes one dim the second time, sharded over the axes of the other
+    side.
     """
 
     array: typing.Any
@@ -148,11 +163,16 @@ class Factor:
 
 
 def arranged(
-    dims: str, whole: tuple, inputs: int, outputs: int, merged: collections.abc.Callable[..., typing.Any]
+    dims: str,
+    whole: tuple,
+    inputs: int,
+    outputs: int,
+    merged: collections.abc.Callable[..., typing.Any],
 ) -> tuple:
-    """Selects from `whole`, which has an entry for each dim of a matrix, what a Factor with `dims` has.
+    """Selects from `whole` what a Factor with `dims` has.
 
-    `merged(own, other)` makes the entry of a side that is named twice, from the entries of this side and the other.
+    `whole` has an entry for each dim of a matrix. `merged(own, other)` makes the entry of a side
+    that is named twice, from the entries of this side and the other.
     """
     ends = len(whole) - outputs
     sides = {"inputs": whole[ends - inputs : ends], "outputs": whole[ends:]}
@@ -168,22 +188,30 @@ def factor_type(t: ArrayType, dims: str, inputs: int, outputs: int) -> ArrayType
     """Type of a Factor with `dims` of a matrix of type `t`."""
 
     def merged(own: tuple[Dim, ...], other: tuple[Dim, ...]) -> Dim:
-        # Ordered so that the matrix and the Factor can be gathered over the same axis, one after the other.
+        # Ordered so that the matrix and the Factor can be gathered over the same axis, one after
+        # the other.
         axes, left = (), [dim.axes for dim in other]
         while any(left):
             last = sort_axes(of_dim[-1] for of_dim in left if of_dim)[-1]
-            axes, left = (last, *axes), [of_dim[:-1] if of_dim[-1:] == (last,) else of_dim for of_dim in left]
+            axes = (last, *axes)
+            left = [of_dim[:-1] if of_dim[-1:] == (last,) else of_dim for of_dim in left]
         return Dim("_".join(("by", *(dim.name for dim in own))), axes)
 
     return ArrayType(t.dtype, ShapeSpec(arranged(dims, t.spec.dims, inputs, outputs, merged)))
 
 
 class Separate(Subset):
-    """`Separate[X]`: a dataclass of arrays like X with dims of its own: its M may differ from another M in the call."""
+    """`Separate[X]`: a dataclass of arrays like X with dims of its own.
+
+    Its M may differ from another M in the call.
+    """
 
 
 class Of:
-    """`Of[model.Weights]`: the type `model.Weights`. Type checkers accept this as an annotation, but no variable."""
+    """`Of[model.Weights]`: the type `model.Weights`.
+
+    Type checkers accept this as an annotation, but no variable.
+    """
 
     def __class_getitem__(cls, kind) -> typing.Any:
         return kind
@@ -191,13 +219,16 @@ class Of:
 
 @typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def pytree_dataclass(cls=None, **kwargs):
-    """Makes a dataclass that is a JAX pytree. Fields with `metadata={'static': True}` belong to its structure."""
+    """Makes a dataclass that is a JAX pytree.
+
+    Fields with `metadata={'static': True}` belong to its structure.
+    """
     if cls is None:
         return functools.partial(pytree_dataclass, **kwargs)
     return jax.tree_util.register_dataclass(dataclasses.dataclass(cls, **kwargs))
 
 
-# ---- walking types ----------------------------------------------------------------------------------------------
+# ---- walking types -------------------------------------------------------------------------------
 
 ABSENT = object()
 """What `arrays_of` yields for the arrays of an optional part that is None."""
@@ -214,7 +245,11 @@ def _fields(t) -> list[tuple[str, typing.Any]]:
     cls = _class_of(t)
     hints = typing.get_type_hints(cls)
     chosen = dict(zip(getattr(cls, "__parameters__", ()), typing.get_args(t), strict=False))
-    return [(f.name, _choose(hints[f.name], chosen)) for f in dataclasses.fields(cls) if not f.metadata.get("static")]
+    return [
+        (f.name, _choose(hints[f.name], chosen))
+        for f in dataclasses.fields(cls)
+        if not f.metadata.get("static")
+    ]
 
 
 def _choose(t, chosen: dict):
@@ -228,13 +263,19 @@ def _choose(t, chosen: dict):
 
 
 def _class_for(variable: typing.TypeVar, value, path: str):
-    """Binds a TypeVar to the class of `value`, which must be the same throughout a call. An absent part has it too."""
+    """Binds a TypeVar to the class of `value`, which must be the same throughout a call.
+
+    An absent part has it too.
+    """
     known = current_scope().classes.get(variable, type(value))
     found = known if value is ABSENT else type(value)
     if known is not found or not (dataclasses.is_dataclass(found) and is_typed(found)):
         wanted = "a dataclass of arrays" if known is found else known.__name__
         shown = "of no class" if value is ABSENT else f"of class {found.__name__}"
-        raise ShardError(f"{path or 'value'} is {shown}, where {variable} is {wanted}", "give one class in a call")
+        raise ShardError(
+            f"{path or 'value'} is {shown}, where {variable} is {wanted}",
+            "give one class in a call",
+        )
     current_scope().classes[variable] = found
     return found
 
@@ -247,7 +288,10 @@ def _optional(t):
 
 
 def is_typed(t) -> bool:
-    """True if the annotation holds array types. Raises ShardError if some of them cannot be checked."""
+    """True if the annotation holds array types.
+
+    Raises ShardError if some of them cannot be checked.
+    """
     if isinstance(t, ArrayType | Array | Subset | typing.TypeVar):
         return True
     if (inner := _optional(t)) is not None:
@@ -260,28 +304,38 @@ def is_typed(t) -> bool:
     if typing.get_origin(t) is not tuple and _each(t) is None:
         raise ShardError(
             f"the arrays in {t!r} cannot be checked",
-            "annotate with array types, X | None, tuple[X, Y], list[X], dict[str, X], Array['dims', X] or pytree "
-            "dataclasses of them",
+            "annotate with array types, X | None, tuple[X, Y], list[X], dict[str, X], "
+            "Array['dims', X] or pytree dataclasses of them",
         )
     return True
 
 
 def _each(t):
-    """Returns X for `list[X]`, `tuple[X, ...]` and `dict[key, X]`, which hold any number of X; None for other types."""
+    """Returns X for `list[X]`, `tuple[X, ...]` and `dict[key, X]`, which hold any number of X.
+
+    Returns None for other types.
+    """
     origin, args = typing.get_origin(t), typing.get_args(t)
-    return args[-1] if origin is dict else args[0] if origin is list or (origin is tuple and ... in args) else None
+    if origin is dict:
+        return args[-1]
+    if origin is list or (origin is tuple and ... in args):
+        return args[0]
+    return None
 
 
 def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
-    """(path, type, part) of each part of a list, dict, tuple or dataclass, in the order of its leaves.
+    """(path, type, part) of each part of a list, dict, tuple or dataclass.
 
-    A value of a subclass has the types that the subclass declares. Raises ShardError for a value of another kind.
+    They come in the order of its leaves. A value of a subclass has the types that the subclass
+    declares. Raises ShardError for a value of another kind.
     """
     if (each := _each(t)) is not None:
         if value is ABSENT:
             return [(f"{path}[...]", each, ABSENT)]
         if not isinstance(value, kind := typing.get_origin(t)):
-            raise ShardError(f"{path or 'value'} is {describe(value)}, not a {kind.__name__}", "pass one")
+            raise ShardError(
+                f"{path or 'value'} is {describe(value)}, not a {kind.__name__}", "pass one"
+            )
         keys = sorted(value) if kind is dict else range(len(value))
         return [(f"{path}[{key!r}]", each, value[key]) for key in keys]
     args = typing.get_args(t) if typing.get_origin(t) is tuple else None
@@ -289,10 +343,15 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
     is_other = not isinstance(value, kind) or (args is not None and len(value) != len(args))
     if value is not ABSENT and is_other:
         of_length = f" of {len(args)}" if args else ""
-        raise ShardError(f"{path or 'value'} is {describe(value)}, not a {kind.__name__}{of_length}", "pass one")
+        raise ShardError(
+            f"{path or 'value'} is {describe(value)}, not a {kind.__name__}{of_length}", "pass one"
+        )
     if args is None:
         t = t if value is ABSENT or type(value) is kind else type(value)
-        return [(f"{path}.{name}" if path else name, a, getattr(value, name, ABSENT)) for name, a in _fields(t)]
+        return [
+            (f"{path}.{name}" if path else name, a, getattr(value, name, ABSENT))
+            for name, a in _fields(t)
+        ]
     parts = (ABSENT,) * len(args) if value is ABSENT else value
     return [(f"{path}[{i}]", a, part) for i, (a, part) in enumerate(zip(args, parts, strict=True))]
 
@@ -312,9 +371,9 @@ def arrays_of(
 ) -> Iterator[tuple[str, ArrayType, typing.Any]]:
     """(path, array type, array) of each array type in `t`, in the order of a value's leaves.
 
-    The types are as the current mesh has them. The array is ABSENT where `value` has None for an optional part, and
-    everywhere if `value` is ABSENT. `path` and the stacked `dims` are those of the value itself. Parts without array
-    types are skipped, or raise ShardError with `only_arrays`.
+    The types are as the current mesh has them. The array is ABSENT where `value` has None for an
+    optional part, and everywhere if `value` is ABSENT. `path` and the stacked `dims` are those of
+    the value itself. Parts without array types are skipped, or raise ShardError with `only_arrays`.
 
     Raises:
         ShardError: the value does not have the classes and tuples that `t` declares.
@@ -327,18 +386,33 @@ def arrays_of(
     elif isinstance(t, Separate):
         for name, array, part in arrays_of(t.inner, value, path, **options):
             own = (dataclasses.replace(dim, name=f"own_{dim.name}") for dim in array.spec.dims)
-            yield name, dataclasses.replace(array, spec=dataclasses.replace(array.spec, dims=tuple(own))), part
+            yield (
+                name,
+                dataclasses.replace(array, spec=dataclasses.replace(array.spec, dims=tuple(own))),
+                part,
+            )
     elif isinstance(t, Subset):
         for name, array, part in arrays_of(t.inner, value, path, **options):
             if t.dims is None or part is None or part is ABSENT:
                 yield name, array, ABSENT if part is None else part
             elif isinstance(part, Factor):
-                yield f"{name}.array", factor_type(array, t.dims, part.inputs, part.outputs), part.array
+                yield (
+                    f"{name}.array",
+                    factor_type(array, t.dims, part.inputs, part.outputs),
+                    part.array,
+                )
             else:
-                raise ShardError(f"{name} is {describe(part)}, not a Factor", f"make it one, for Subset[{t.dims!r}, …]")
+                raise ShardError(
+                    f"{name} is {describe(part)}, not a Factor",
+                    f"make it one, for Subset[{t.dims!r}, …]",
+                )
     elif isinstance(t, typing.TypeVar):
         yield from arrays_of(_class_for(t, value, path), value, path, **options)
-    elif value is None and isinstance(_optional(t), typing.TypeVar) and _optional(t) not in current_scope().classes:
+    elif (
+        value is None
+        and isinstance(_optional(t), typing.TypeVar)
+        and _optional(t) not in current_scope().classes
+    ):
         return  # outside of a call nothing says which arrays are absent
     elif _optional(t) is not None:
         yield from arrays_of(_optional(t), ABSENT if value is None else value, path, **options)
@@ -348,8 +422,8 @@ def arrays_of(
     elif only_arrays:
         raise ShardError(
             f"{path} has no array type",
-            "annotate it, e.g. f32['B/d M']; what is not data comes from the enclosing function, or is a field with "
-            "metadata={'static': True}",
+            "annotate it, e.g. f32['B/d M']; what is not data comes from the enclosing function, "
+            "or is a field with metadata={'static': True}",
         )
 
 
@@ -365,11 +439,14 @@ def map_arrays(fn: collections.abc.Callable[..., typing.Any], x):
     return structure.unflatten([fn(path, array, leaf) for (path, array, _), leaf in parts])
 
 
-# ---- shardings --------------------------------------------------------------------------------------------------
+# ---- shardings -----------------------------------------------------------------------------------
 
 
 def placeholders(t):
-    """Builds a value of type `t` with an object in place of each array, including those that may be None."""
+    """Builds a value of type `t` with an object in place of each array.
+
+    Arrays that may be None are among them.
+    """
     if isinstance(t, ArrayType):
         return object()
     if (inner := t.inner if isinstance(t, Array | Subset) else _optional(t)) is not None:
@@ -378,7 +455,9 @@ def placeholders(t):
         remedy = "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
         raise ShardError(f"{t!r} holds no array types", remedy)
     if _each(t) is not None:
-        raise ShardError(f"{t!r} does not say how many it has", "pass a value of the type as `like`")
+        raise ShardError(
+            f"{t!r} does not say how many it has", "pass a value of the type as `like`"
+        )
     parts = {path: placeholders(inner) for path, inner, _ in _children(t, ABSENT, "")}
     if typing.get_origin(t) is tuple:
         return tuple(parts.values())
@@ -397,15 +476,19 @@ def partition_spec(t: ArrayType) -> PartitionSpec:
             "reduce a partial sum before it leaves; a copy cannot leave",
         )
     dims = on_mesh(t.spec).dims
-    entries = (None if not dim.axes else dim.axes[0] if len(dim.axes) == 1 else dim.axes for dim in dims)
+    entries = (
+        None if not dim.axes else dim.axes[0] if len(dim.axes) == 1 else dim.axes for dim in dims
+    )
     return PartitionSpec(*entries)
 
 
 def make_shardings(t, like=None):
-    """The `NamedSharding` of each array of type `t` on the current mesh, in a pytree structured like a value of it.
+    """The `NamedSharding` of each array of type `t` on the current mesh.
 
-    `like` is a value of type `t`: the result has its static fields, and None where it has None. Without `like` the
-    result has a sharding for each array of an optional part, which is a pytree prefix of a value that has None there.
+    They are in a pytree structured like a value of the type. `like` is a value of type `t`: the
+    result has its static fields, and None where it has None. Without `like` the result has a
+    sharding for each array of an optional part, which is a pytree prefix of a value that has None
+    there.
 
     Raises:
         ShardError: a + or * mark, an axis that the mesh lacks, or a field that holds no array type.
@@ -415,7 +498,8 @@ def make_shardings(t, like=None):
         raise ShardError("no mesh is set", "run this under `with jax.set_mesh(mesh):`")
     with contextlib.suppress(ValueError):  # inside jit JAX knows only the abstract mesh
         devices = jax.sharding.get_mesh()
-        # Under an AbstractMesh, this may be the mesh of a run, which traces another program for that one.
+        # Under an AbstractMesh, this may be the mesh of a run, which traces another program for
+        # that one.
         mesh = devices if devices.abstract_mesh == abstract else abstract
 
     def sharding(array: ArrayType) -> NamedSharding:

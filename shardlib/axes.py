@@ -10,28 +10,34 @@ AXES = {
     "c": "context: each device has some positions",
     "t": "tensor parallel",
 }
-"""The axes of a mesh and their purpose, major to minor: devices next to each other along the last axis are nearest.
-A mesh may lack any of them, which is the same as having one device along it: specs are then read without that axis."""
+"""The axes of a mesh and their purpose, major to minor: devices next to each other along the last
+axis are nearest. A mesh may lack any of them, which is the same as having one device along it:
+specs are then read without that axis."""
 ALWAYS = ("r", "d", "t")
 """Axes that the mesh of a run has even if they have one device."""
 OPTIONAL = tuple(axis for axis in AXES if axis not in ALWAYS)
 """Axes that the mesh of a run leaves out if they have one device."""
 AXIS_ORDER = ("r", "t", "c", "d", "e", "p")
-"""The order of axes within a dim: `M/t/d`, `V/t/p`. Only t and c may come in either order: in `L/c/t` each device of t
-holds part of the positions of its device of c; in `K/t/c` each device of c holds part of the heads of its device of t.
-A dim keeps the order that it was given (`checks.check_value`)."""
+"""The order of axes within a dim: `M/t/d`, `V/t/p`. Only t and c may come in either order: in
+`L/c/t` each device of t holds part of the positions of its device of c; in `K/t/c` each device of c
+holds part of the heads of its device of t. A dim keeps the order that it was given
+(`checks.check_value`)."""
 GROUPS = {"b": ("r", "d", "e"), "w": ("c", "d", "e")}
-"""Groups of axes, which a spec may name instead of their axes: `B/b` is `B/r/d/e`, and `+b` is `+r +d +e`. The axes of
-b shard the batch. Those of w shard weights at rest; weights are gathered over them before use."""
+"""Groups of axes, which a spec may name instead of their axes: `B/b` is `B/r/d/e`, and `+b` is
+`+r +d +e`. The axes of b shard the batch. Those of w shard weights at rest; weights are gathered
+over them before use."""
 EITHER_ORDER = ("t", "c")
 PIPELINE_AXIS = "p"
 CHUNK_AXIS = "chunks"
-"""An axis that no run has. Proofs use a mesh with it, on which each device computes one chunk of the loss. It comes
-first within a dim."""
+"""An axis that no run has. Proofs use a mesh with it, on which each device computes one chunk of
+the loss. It comes first within a dim."""
 
 
 def axes_of_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the axes that a run's mesh has, in the order of AXES, from the numbers of devices in the settings."""
+    """Sizes of the axes that a run's mesh has, in the order of AXES.
+
+    They are the numbers of devices in the settings.
+    """
     return {axis: sizes.get(axis, 1) for axis in AXES if axis in ALWAYS or sizes.get(axis, 1) != 1}
 
 

@@ -5,7 +5,7 @@ This runs while JAX traces and adds nothing to the compiled program.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,34 +30,44 @@ from shardlib.values import (
     without_trivial,
 )
 
-# ---- types of values, for messages -------------------------------------------------------------------------------
+# ---- types of values, for messages ---------------------------------------------------------------
 
 
 def note_type(value: object, spec: ShapeSpec) -> Any:
     """Records the type of `value`, inside shard_map, for messages; returns `value`."""
     if inside_shard_map() and spec != ShapeSpec():
-        current_scope().types[id(value)] = value, spec  # the value too, so that no other gets its id
+        # The value is kept too, so that no other gets its id.
+        current_scope().types[id(value)] = value, spec
     return value
 
 
 def noted_type(value: object) -> tuple[ShapeSpec | None, bool]:
-    """The type that an annotation or op gave `value` in the current scope, and True if it was noted for `value` itself.
+    """The type that an annotation or op gave `value` in the current scope.
 
-    A value without one, such as a result of `.astype`, gets the type that all noted values of its shape and axes have.
+    Also returns True if it was noted for `value` itself. A value without one, such as a result of
+    `.astype`, gets the type that all noted values of its shape and axes have.
     """
     types = current_scope().types
     if id(value) in types or is_opaque(value):
         return types.get(id(value), (value, None))[1], True
-    without_dtype = lambda value: describe(value).partition("[")[2]
-    alike = {spec for other, spec in types.maps[0].values() if without_dtype(other) == without_dtype(value)}
+    shape = _without_dtype(value)
+    noted = types.maps[0].values()
+    alike = {spec for other, spec in noted if _without_dtype(other) == shape}
     return (alike.pop() if len(alike) == 1 else None), False
+
+
+def _without_dtype(value: object) -> str:
+    """The shape and axes of a value, as `describe` writes them."""
+    return describe(value).partition("[")[2]
 
 
 @contextlib.contextmanager
 def checking(where: str, **values: object) -> Iterator[Sizes]:
-    """Context of one check. Yields the sizes of the current scope; sizes added to them are bound if the check passes.
+    """Context of one check.
 
-    A ShardError raised inside gets `where`, a description of each of `values`, the sizes and the mesh.
+    Yields the sizes of the current scope; sizes added to them are bound if the check passes. A
+    ShardError raised inside gets `where`, a description of each of `values`, the sizes and the
+    mesh.
     """
     current = current_scope()
     sizes = dict(current.sizes)
@@ -71,30 +81,40 @@ def checking(where: str, **values: object) -> Iterator[Sizes]:
 
 
 def error_context(sizes: Sizes, /, **values: object) -> str:
-    """The lines of an error message for values, sizes and mesh: "`B/d L/t`, f32[2,3] {varying over t, d}"."""
+    """The lines of an error message for values, sizes and mesh.
+
+    A value's line reads "`B/d L/t`, f32[2,3] {varying over t, d}".
+    """
     lines = []
     for name, value in values.items():
         spec, its_own = noted_type(value)
         noted = f"{'' if its_own else 'like '}`{spec}`, " if spec is not None else ""
         lines.append(f"  {name}: {noted}{describe(value)}")
-    text = lambda sizes: ", ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
-    return "\n".join([*lines, f"  sizes so far: {text(sizes)}; mesh: {text(mesh_axes())}"])
+    lines.append(f"  sizes so far: {_listed(sizes)}; mesh: {_listed(mesh_axes())}")
+    return "\n".join(lines)
 
 
-# ---- checks -----------------------------------------------------------------------------------------------------
+def _listed(sizes: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
 
 
-def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bool = False) -> jax.Array:
-    """Checks an array, partial sum or copy against `spec`. Returns the array in it; adds new sizes to `sizes`.
+# ---- checks --------------------------------------------------------------------------------------
 
-    Inside shard_map the value must be a partial sum over exactly the axes that the spec marks with +, and a copy over
-    at least those that it marks with * (only shardops can use a copy). It must have the rank and sizes of the spec, and
-    not vary over axes that the spec does not mention. Outside, it must have the rank, the sizes and, where JAX knows
-    it, the sharding of the spec.
 
-    With `gathered_ahead`, the value may be a weight at rest, and a copy over d may hold the whole of a dim that has
-    `/d` in the spec. An op that allows this must expect the whole dim. Annotations allow both, since only ops can use
-    them.
+def check_value(
+    spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bool = False
+) -> jax.Array:
+    """Checks an array, partial sum or copy against `spec`.
+
+    Returns the array in it; adds new sizes to `sizes`. Inside shard_map the value must be a partial
+    sum over exactly the axes that the spec marks with +, and a copy over at least those that it
+    marks with * (only shardops can use a copy). It must have the rank and sizes of the spec, and
+    not vary over axes that the spec does not mention. Outside, it must have the rank, the sizes
+    and, where JAX knows it, the sharding of the spec.
+
+    With `gathered_ahead`, the value may be a weight at rest, and a copy over d may hold the whole
+    of a dim that has `/d` in the spec. An op that allows this must expect the whole dim.
+    Annotations allow both, since only ops can use them.
 
     Raises:
         ShardError: the value does not match the spec, or the mesh lacks an axis of the spec.
@@ -107,23 +127,19 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
         if not gathered_ahead:
             raise ShardError("the value is a weight at rest", value.remedy())
         value = unwrap(value)
-    partial = value.axes if isinstance(value, Partial) else ()
-    if partial != spec.partial:
-        if not partial:
-            raise _no_partial_sum(spec, value)
-        found, remedy = f"a partial sum over {', '.join(partial)}", f"{value.remedy()}; or name all its axes with +"
-        raise ShardError(f"the value is {found}, but `{spec}` does not say so", remedy)
-    if partial:
-        _check_pending(value)
-        value = unwrap(value)
+    value = _without_partial(spec, value)
     copies = value.axes if isinstance(value, Copy) else ()
     if gathered_ahead:
-        dims = (Dim(dim.name, tuple(axis for axis in dim.axes if axis not in copies)) for dim in spec.dims)
+        dims = (
+            Dim(dim.name, tuple(axis for axis in dim.axes if axis not in copies))
+            for dim in spec.dims
+        )
         spec = dataclasses.replace(spec, dims=tuple(dims))
     if not set(spec.copies) <= set(copies) or set(copies) & spec.sharded:
         raise ShardError(
             f"`{spec}` is not the type of {describe(value)}",
-            "do not shard a dim over the copy's axes; replicate, or all_gather into `*axis`, makes a copy over an axis",
+            "do not shard a dim over the copy's axes; replicate, or all_gather into `*axis`, "
+            "makes a copy over an axis",
         )
     value = unwrap(value) if isinstance(value, Copy) else value
     if not hasattr(value, "shape"):
@@ -132,11 +148,31 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
         return value
     _check_rank(spec, value.shape)
     if inside_shard_map():
-        # Axes before sizes: a forgotten gather shows in both, and the axes tell what to do about it.
+        # Axes before sizes: a forgotten gather shows in both, and the axes tell what to do about
+        # it.
         _check_varying(spec, value, copies)
     check_sizes(spec, value.shape, sizes)
     check_sharding(spec, value)
     return value
+
+
+def _without_partial(spec: ShapeSpec, value: Any) -> Any:
+    """Checks that `value` is a partial sum over exactly the axes that `spec` marks with +.
+
+    Returns what is in it, or a value that is no partial sum itself.
+    """
+    partial = value.axes if isinstance(value, Partial) else ()
+    if partial != spec.partial:
+        if not partial:
+            raise _no_partial_sum(spec, value)
+        raise ShardError(
+            f"the value is a partial sum over {', '.join(partial)}, but `{spec}` does not say so",
+            f"{value.remedy()}; or name all its axes with +",
+        )
+    if not partial:
+        return value
+    _check_pending(value)
+    return unwrap(value)
 
 
 def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], sizes: Sizes) -> None:
@@ -148,12 +184,14 @@ def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], sizes: Sizes) -> None:
     _check_rank(spec, shape)
     for dim, size in zip(spec.dims, shape, strict=True):
         whole = size * devices_along(dim.axes) if inside_shard_map() else size
-        known = dim.literal_size if dim.literal_size is not None else sizes.setdefault(dim.name, whole)
+        known = (
+            dim.literal_size if dim.literal_size is not None else sizes.setdefault(dim.name, whole)
+        )
         if known != whole:
             raise ShardError(
                 f"size mismatch: dim {dim.name} is {known}, but here it is {whole}",
-                "use different names for the two dims, or correct the shape; if a dim is in fact sharded, say so in "
-                "its spec, e.g. `M/d`",
+                "use different names for the two dims, or correct the shape; if a dim is in fact "
+                "sharded, say so in its spec, e.g. `M/d`",
             )
         check_divisible(dim, whole)
 
@@ -162,23 +200,28 @@ def _check_rank(spec: ShapeSpec, shape: tuple[int, ...]) -> None:
     if len(spec.dims) != len(shape):
         shown = f"`{spec}`" if spec.dims else "a scalar"
         raise ShardError(
-            f"rank mismatch: {shown} has {len(spec.dims)} dims, the array has {len(shape)}: {list(shape)}",
+            f"rank mismatch: {shown} has {len(spec.dims)} dims, the array has {len(shape)}: "
+            f"{list(shape)}",
             "name each dim of the array once",
         )
 
 
 def check_divisible(dim: Dim, size: int) -> None:
-    """Raises ShardError if the number of devices along the axes of `dim` does not divide its size."""
+    """Raises ShardError if the devices along the axes of `dim` do not divide its size."""
     devices = devices_along(dim.axes)
     if size % devices:
         raise ShardError(
-            f"dim {dim.name} of size {size} is not divisible by its axes {'/'.join(dim.axes)}, {devices} devices",
+            f"dim {dim.name} of size {size} is not divisible by its axes {'/'.join(dim.axes)}, "
+            f"{devices} devices",
             f"make {dim.name} a multiple of {devices}, or shard it over fewer devices",
         )
 
 
 def _check_blocks(spec: ShapeSpec, value: object) -> None:
-    """Checks that `spec` cuts each dim by the same axes as before, in the same order. JAX's types know neither."""
+    """Checks that `spec` cuts each dim by the same axes as before, in the same order.
+
+    JAX's types know neither.
+    """
     known = current_scope()
     _, noted = known.types.get(id(value), (value, spec))
     before = noted.dims if len(noted.dims) == len(spec.dims) else spec.dims
@@ -187,51 +230,68 @@ def _check_blocks(spec: ShapeSpec, value: object) -> None:
         free = tuple(axis for axis in dim.axes if axis in EITHER_ORDER)
         named = known.orders.setdefault(dim.name, dim) if len(free) == len(EITHER_ORDER) else dim
         for other, axes in ((named, free), (old, both)):
-            if [axis for axis in other.axes if axis in axes] != [axis for axis in dim.axes if axis in axes]:
+            if _only(other.axes, axes) != _only(dim.axes, axes):
                 raise ShardError(
                     f"{other} becomes {dim}: a device would mistake its block for another one",
-                    f"keep the axes of a dim as they are: write {other}; all_to_all moves an axis to another dim",
+                    f"keep the axes of a dim as they are: write {other}; all_to_all moves an axis "
+                    "to another dim",
                 )
+
+
+def _only(axes: tuple[str, ...], kept: Collection[str]) -> list[str]:
+    return [axis for axis in axes if axis in kept]
 
 
 def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -> None:
     kind = jax.typeof(value).manual_axis_type
-    extra = sort_axes(kind.varying - spec.sharded - set(spec.partial) - set(copies) - set(stage_axes()))
+    extra = sort_axes(
+        kind.varying - spec.sharded - set(spec.partial) - set(copies) - set(stage_axes())
+    )
     if extra:
         names = ", ".join(extra)
+        shown = f"`{spec}`" if str(spec) else "its spec, a scalar without marks,"
         raise ShardError(
-            f"the value differs between devices of {names}, which "
-            + (f"`{spec}` does not mention" if str(spec) else "its spec, a scalar without marks, does not mention"),
-            f"add the missing gather or reduction over {names} before this point (all_gather, psum_scatter, psum), or "
-            f"write `/{extra[0]}` on the dim that is sharded over it, or `+{extra[0]}` for a partial sum",
+            f"the value differs between devices of {names}, which {shown} does not mention",
+            f"add the missing gather or reduction over {names} before this point (all_gather, "
+            f"psum_scatter, psum), or write `/{extra[0]}` on the dim that is sharded over it, or "
+            f"`+{extra[0]}` for a partial sum",
             about=(value, {*extra}),
         )
     if whole := sort_axes(kind.reduced & spec.sharded):
         raise ShardError(
-            f"the value was gathered over {', '.join(whole)}, but `{spec}` says it is sharded over it",
+            f"the value was gathered over {', '.join(whole)}, but `{spec}` says it is sharded "
+            "over it",
             "drop the gather, or the axis from the spec",
         )
     if kind.unreduced - set(spec.partial):
         raise ShardError(
-            f"the value is unreduced over {', '.join(sort_axes(kind.unreduced))} in JAX's own types: "
-            "the array was taken out of a partial sum",
+            f"the value is unreduced over {', '.join(sort_axes(kind.unreduced))} in JAX's own "
+            "types: the array was taken out of a partial sum",
             "pass the partial sum itself to psum_scatter or psum",
         )
 
 
 def _no_partial_sum(spec: ShapeSpec, value: object) -> ShardError:
     """The error for a value that is not a partial sum although `spec` has a + mark."""
-    if not isinstance(value, jax.Array) or not jax.typeof(value).manual_axis_type.varying & set(spec.partial):
+    is_array = isinstance(value, jax.Array)
+    if not is_array or not jax.typeof(value).manual_axis_type.varying & set(spec.partial):
         problem = f"the value is not a partial sum, but `{spec}` says it is one"
         return ShardError(problem, "the value is already whole: drop the + mark, and the reduction")
     axes = ", ".join(spec.partial)
     # The dim that was summed, if some value has the other dims and one that these axes shard.
-    terms = (noted for _, noted in current_scope().types.values() if {*spec.partial} <= noted.sharded)
-    rest = lambda noted: tuple(dim for dim in noted.dims if not {*dim.axes} & {*spec.partial})
-    summed = next((str(noted) for noted in terms if not noted.partial and rest(noted) == spec.dims), None)
-    summed = summed or " ".join([*map(str, spec.dims), "/".join(("N", *spec.partial))])
+    terms = (
+        noted for _, noted in current_scope().types.values() if {*spec.partial} <= noted.sharded
+    )
+
+    def other_dims(noted: ShapeSpec) -> tuple[Dim, ...]:
+        return tuple(dim for dim in noted.dims if not {*dim.axes} & {*spec.partial})
+
+    fitting = (noted for noted in terms if not noted.partial and other_dims(noted) == spec.dims)
+    example = " ".join([*map(str, spec.dims), "/".join(("N", *spec.partial))])
+    summed = next(map(str, fitting), example)
     return ShardError(
-        f"the value differs between devices of {axes}, but no op has marked it as the partial sum `{spec}`",
+        f"the value differs between devices of {axes}, but no op has marked it as the partial sum "
+        f"`{spec}`",
         f"sum the dim that is sharded over {axes} with einsum_unreduced, which marks the result: "
         f"einsum_unreduced('{summed} -> {spec}', x), instead of jnp.sum or a product of jax.numpy",
         about=(value, {*spec.partial}),
@@ -243,19 +303,23 @@ def _check_pending(value: Partial) -> None:
     if set(value.axes) <= jax.typeof(array).manual_axis_type.unreduced:
         return
     raise ShardError(
-        f"the array in this partial sum over {', '.join(value.axes)} was replaced by {describe(array)}, which is not a "
-        "partial sum",
-        f"do not change a partial sum from inside, e.g. by jax.tree.map: {value.remedy()}; linear operations work on "
-        "the partial sum itself: p + q, p - q, c * p; the gradient of a partial sum is an array: (g,) = "
-        "jax.tree.leaves(g)",
+        f"the array in this partial sum over {', '.join(value.axes)} was replaced by "
+        f"{describe(array)}, which is not a partial sum",
+        f"do not change a partial sum from inside, e.g. by jax.tree.map: {value.remedy()}; linear "
+        "operations work on the partial sum itself: p + q, p - q, c * p; the gradient of a "
+        "partial sum is an array: (g,) = jax.tree.leaves(g)",
     )
 
 
 def check_sharding(spec: ShapeSpec, value: object) -> None:
-    """Checks that a whole array is sharded as `spec` says, if JAX knows its sharding. Raises ShardError."""
+    """Checks that a whole array is sharded as `spec` says, if JAX knows its sharding.
+
+    Raises ShardError.
+    """
     found, wanted = sharding_of(value), tuple(dim.axes for dim in spec.dims)
     if found is not None and without_trivial(found) != without_trivial(wanted):
         raise ShardError(
-            f"the array is sharded as ({sharding_text(found)}), but `{spec}` says ({sharding_text(wanted)})",
+            f"the array is sharded as ({sharding_text(found)}), but `{spec}` says "
+            f"({sharding_text(wanted)})",
             "place it with jax.device_put(x, make_shardings(type)), or inside jit with jax.reshard",
         )

@@ -1,4 +1,4 @@
-"""Equations of a traced program: kinds of primitives, what an equation calls, and how to walk or rerun a program.
+"""Equations of a traced program: kinds of primitives, what an equation calls, walking, rerunning.
 
 Uses public JAX only. All code that reads a program, or runs one again, goes through this module.
 """
@@ -27,7 +27,8 @@ _KINDS = {
     # return their operands; casts do so between JAX's types of values under shard_map
     "cast": "preduced pvary reduced_vary_cast_p",
     "unreduced": "vary_unreduced_cast_p",  # turns what varies into a partial sum
-    "identity": "layout_constraint name optimization_barrier reshard sharding_constraint stop_gradient",
+    "identity": """layout_constraint name optimization_barrier reshard sharding_constraint
+        stop_gradient""",
     # give the entries another shape
     "view": "broadcast_in_dim reshape squeeze transpose",
     # of each entry alone
@@ -36,10 +37,11 @@ _KINDS = {
     "product": "div mul",
     "comparison": "eq ge gt le lt ne",
     "selection": "clamp max min select_n",
-    "nonlinear": """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz complex cos cosh
-        digamma erf erf_inv erfc exp exp2 expm1 floor igamma igammac integer_pow is_finite le_to lgamma log log1p
-        logistic lt_to nextafter not or polygamma population_count pow regularized_incomplete_beta rem round rsqrt
-        shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
+    "nonlinear": """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+        clz complex cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igammac
+        integer_pow is_finite le_to lgamma log log1p logistic lt_to nextafter not or polygamma
+        population_count pow regularized_incomplete_beta rem round rsqrt shift_left
+        shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
         one_minus_square""",  # the last one since jax 0.12
     "random": "random_fold_in threefry2x32",
     # of several entries together
@@ -48,7 +50,8 @@ _KINDS = {
     # at indices
     "scattering": "scatter scatter-add scatter-max scatter-min scatter-mul",
 }
-"""Primitives by kind, each in one kind. The names are those of jax 0.10.2; newer versions may drop the final _p."""
+"""Primitives by kind, each in one kind. The names are those of jax 0.10.2; newer versions may drop
+the final _p."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -66,7 +69,9 @@ CALLS = kinds("call")
 """Primitives that call a function."""
 COLLECTIVES = kinds("sum", "extreme", "gather", "scatter", "exchange", "permutation")
 IDENTITIES = kinds("cast", "identity")
-ELEMENTWISE = kinds("linear", "addition", "product", "comparison", "selection", "nonlinear", "random")
+ELEMENTWISE = kinds(
+    "linear", "addition", "product", "comparison", "selection", "nonlinear", "random"
+)
 REDUCTIONS, SCATTERS = kinds("reduction"), kinds("scattering")
 
 _NOT_COMPUTED = words("ctx_mesh")
@@ -127,20 +132,33 @@ def body_of(jaxpr: Any) -> tuple[Any, Any]:
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
     """How many operands of a scan are constants of its body, and how many are carried."""
     body, _ = body_of(eqn.params["jaxpr"])
-    # The arrays a loop iterates over have one more dim outside of it. (The parameters for this differ by JAX version.)
-    is_carry = lambda pair: len(shape_of(pair[0])) == len(shape_of(pair[1]))
-    carried = len(list(filter(is_carry, zip(eqn.outvars, body.outvars, strict=True))))
-    return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
+    # The arrays a loop iterates over have one more dim outside of it. (The parameters for this
+    # differ by JAX version.)
+    not_iterated = _count_equal_ranks(eqn.invars, body.invars)
+    carried = _count_equal_ranks(eqn.outvars, body.outvars)
+    return not_iterated - carried, carried
+
+
+def _count_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many variables have as many dims outside of a loop as in its body."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(shape_of(a)) == len(shape_of(b)) for a, b in pairs)
 
 
 def split_scan(eqn: Eqn, values: list) -> tuple[list, list, list]:
-    """Splits operands of a scan, or arguments of its body, into constants, carried values and what it iterates over."""
+    """Splits operands of a scan into constants, carried values and what it iterates over.
+
+    They may also be arguments of its body.
+    """
     consts, carried = scan_counts(eqn)
     return values[:consts], values[consts : consts + carried], values[consts + carried :]
 
 
 def split_while(eqn: Eqn, values: list) -> tuple[list, list, list]:
-    """Splits operands of a while loop into constants of its condition, constants of its body, and carried values."""
+    """Splits operands of a while loop into constants and carried values.
+
+    There are constants of its condition and constants of its body.
+    """
     test, body = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     return values[:test], values[test:body], values[body:]
 
@@ -152,9 +170,14 @@ def called(eqn: Eqn) -> Any:
 
 
 def evaluate(
-    jaxpr: object, args: Sequence, rule: Callable[..., Any], constant: Callable[..., Any] | None = None
+    jaxpr: object,
+    args: Sequence,
+    rule: Callable[..., Any],
+    constant: Callable[..., Any] | None = None,
 ) -> list:
-    """Evaluates a jaxpr, closed or open, on what is known of its arguments. Returns what is known of its results.
+    """Evaluates a jaxpr, closed or open, on what is known of its arguments.
+
+    Returns what is known of its results.
 
     Args:
         jaxpr: the program.
@@ -163,16 +186,27 @@ def evaluate(
         constant: what is known of a literal, or of an array that the jaxpr holds; None: its value.
     """
     body, consts = body_of(jaxpr)
-    constant = constant or (lambda x: x if is_variable(x) else np.asarray(x.val, x.aval.dtype))
+    constant = constant or _constant_value
     env = dict(zip([*body.constvars, *body.invars], [*map(constant, consts), *args], strict=True))
-    read = lambda var: env[var] if is_variable(var) else constant(var)
+
+    def read(var: Any) -> Any:
+        return env[var] if is_variable(var) else constant(var)
+
     for eqn in body.eqns:
         env.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, body.outvars))
 
 
+def _constant_value(x: Any) -> Any:
+    """The number of a literal; an array that a jaxpr holds is its own value."""
+    return x if is_variable(x) else np.asarray(x.val, x.aval.dtype)
+
+
 def source_dims(eqn: Eqn) -> list[int | None]:
-    """For each dim of the result of a reduction or move of dims: which dim of the operand it is; None for a new one."""
+    """For each dim of the result of a reduction or move of dims: which dim of the operand it is.
+
+    None stands for a new dim.
+    """
     name, p = eqn.primitive.name, eqn.params
     if name == "broadcast_in_dim":
         at = p["broadcast_dimensions"]
@@ -212,7 +246,10 @@ def _programs_in(value: Any) -> list[Any]:
 
 
 def equations_in(jaxpr: object) -> Iterator[Any]:
-    """Iterates over the equations of a jaxpr, closed or open, each before those of the jaxprs in its parameters."""
+    """Iterates over the equations of a jaxpr, closed or open.
+
+    Each comes before those of the jaxprs in its parameters.
+    """
     for eqn in body_of(jaxpr)[0].eqns:
         yield eqn
         for inner in jaxprs_of(eqn):
@@ -266,7 +303,9 @@ def _nothing() -> Any:
 
 def alone(eqn: Eqn, operands: Iterable) -> Any:
     """Builds a jaxpr of one equation, whose arguments are the variables `operands`."""
-    return _nothing().replace(invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects)
+    return _nothing().replace(
+        invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects
+    )
 
 
 def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
@@ -277,5 +316,4 @@ def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
 
 def values_of(variables: Any, env: dict) -> list:
     """Looks up variables and literals in `env`; None for variables that it lacks."""
-    value = lambda var: env.get(var) if is_variable(var) else np.asarray(var.val, var.aval.dtype)
-    return list(map(value, variables))
+    return [env.get(var) if is_variable(var) else _constant_value(var) for var in variables]

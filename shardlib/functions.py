@@ -1,4 +1,4 @@
-"""Decorators that check a function's annotations at each call, while JAX traces: `typed` and `typed_shard_map`."""
+"""Decorators that check annotations at each call, while JAX traces: `typed`, `typed_shard_map`."""
 
 import ast
 import functools
@@ -15,7 +15,15 @@ from jax import core
 from jax.sharding import AxisType
 
 from shardlib import jax_errors
-from shardlib.array_types import ABSENT, ArrayType, DType, arrays_in, arrays_of, is_typed, partition_spec
+from shardlib.array_types import (
+    ABSENT,
+    ArrayType,
+    DType,
+    arrays_in,
+    arrays_of,
+    is_typed,
+    partition_spec,
+)
 from shardlib.checks import check_sharding, check_sizes, check_value, checking, note_type
 from shardlib.parsing import ShardError
 from shardlib.places import place_of
@@ -35,15 +43,18 @@ from shardlib.values import (
 
 Function = typing.TypeVar("Function", bound=Callable)
 
-# ---- checking annotated functions -------------------------------------------------------------------------------
+# ---- checking annotated functions ----------------------------------------------------------------
 
 
 def _check_dtype(t: ArrayType, value) -> None:
-    found, wanted = (SHORT_DTYPES.get(dtype.name, dtype.name) for dtype in (value.dtype, t.jax_dtype))
+    found, wanted = (
+        SHORT_DTYPES.get(dtype.name, dtype.name) for dtype in (value.dtype, t.jax_dtype)
+    )
     if found != wanted:
         bound_by = f" ({t.dtype} here)" if wanted != t.dtype else ""
         raise ShardError(
-            f"dtype mismatch: {found}, where {wanted}{bound_by} is declared", f"cast with .astype, or declare {found}"
+            f"dtype mismatch: {found}, where {wanted}{bound_by} is declared",
+            f"cast with .astype, or declare {found}",
         )
 
 
@@ -67,26 +78,38 @@ class _CheckLocals(ast.NodeTransformer):
     def visit_AnnAssign(self, node: ast.AnnAssign):
         if node.value is not None and isinstance(node.target, ast.Name):
             arguments = [node.annotation, node.value, ast.Constant(node.target.id)]
-            node.value = ast.copy_location(ast.Call(ast.Name("__check_local__", ast.Load()), arguments, []), node.value)
+            node.value = ast.copy_location(
+                ast.Call(ast.Name("__check_local__", ast.Load()), arguments, []), node.value
+            )
         return node
 
 
 def _source(fn) -> ast.FunctionDef | None:
-    """AST of the definition of `fn`, with the line numbers of its file; None if Python finds no source."""
+    """AST of the definition of `fn`, with the line numbers of its file.
+
+    Returns None if Python finds no source.
+    """
     try:
         lines, first_line = inspect.getsourcelines(fn)
         indented = lines[0][:1].isspace()
-        # Under an `if`, code keeps the indentation it has in its file; dedenting would change multi-line strings.
+        # Under an `if`, code keeps the indentation it has in its file; dedenting would change
+        # multi-line strings.
         module: Any = ast.parse("".join(["if True:\n", *lines] if indented else lines))
     except (OSError, TypeError, SyntaxError):
         return None
     node = module.body[0].body[0] if indented else module.body[0]
-    return ast.increment_lineno(node, first_line - 1 - indented) if isinstance(node, ast.FunctionDef) else None
+    if isinstance(node, ast.FunctionDef):
+        return ast.increment_lineno(node, first_line - 1 - indented)
+    return None
 
 
 def _with_checked_locals(fn):
-    """Recompiles `fn` with a check at each annotated assignment; returns `fn` if it has none, or no source."""
-    if hasattr(fn, "_checks_locals"):  # already typed, perhaps under other decorators: functools.wraps copies the mark
+    """Recompiles `fn` with a check at each annotated assignment.
+
+    Returns `fn` itself if it has none, or no source.
+    """
+    # Already typed, perhaps under other decorators: functools.wraps copies the mark.
+    if hasattr(fn, "_checks_locals"):
         return fn
     node = _source(fn)
     if node is not None and not any(isinstance(n, ast.AnnAssign) for n in ast.walk(node)):
@@ -95,18 +118,25 @@ def _with_checked_locals(fn):
         problem = "its annotated locals go unchecked: put @typed directly above its def, in a file"
         warnings.warn(f"typed({fn.__qualname__}): {problem}", stacklevel=3)
         return fn
-    # An outer function provides the variables of its closure. Only the code of `fn` is used and nothing is run, so
-    # decorators, defaults and annotations are not evaluated twice.
-    cells: dict[str, types.CellType] = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    # An outer function provides the variables of its closure. Only the code of `fn` is used and
+    # nothing is run, so decorators, defaults and annotations are not evaluated twice.
+    cells: dict[str, types.CellType] = dict(
+        zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    )
     cells["__check_local__"] = types.CellType(
-        lambda t, value, name: _check(t, value, f"{fn.__name__}, local {name}") if is_typed(t) else value
+        lambda t, value, name: (
+            _check(t, value, f"{fn.__name__}, local {name}") if is_typed(t) else value
+        )
     )
     module: Any = ast.parse(f"def __outer__({', '.join(cells)}): pass")
     module.body[0].body = [ast.fix_missing_locations(_CheckLocals().visit(node))]
-    node.name = "__checked__"  # else a call of `fn` inside itself would find this definition instead of the user's
+    # else a call of `fn` inside itself would find this definition instead of the user's
+    node.name = "__checked__"
     code = compile(module, fn.__code__.co_filename, "exec")
     for name in ("__outer__", "__checked__"):
-        code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+        code = next(
+            c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name
+        )
     code = code.replace(co_name=fn.__code__.co_name, co_qualname=fn.__code__.co_qualname)
     closure = tuple(cells[name] for name in code.co_freevars)
     new = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
@@ -115,19 +145,22 @@ def _with_checked_locals(fn):
 
 
 def typed(fn: Function) -> Function:
-    """Decorator that checks the array types of arguments, result and annotated locals at each call, while JAX traces.
+    """Decorator that checks the array types of a function at each call, while JAX traces.
 
-    Each call has its own `Scope`, so dims of different functions are unrelated. A function defined inside a typed one
+    These are the types of its arguments, its result and its annotated locals. Each call has its own
+    `Scope`, so dims of different functions are unrelated. A function defined inside a typed one
     starts with the sizes bound there. Annotations without array types are ignored.
 
-    Put the decorator directly above the `def`. A local is checked where it is assigned with an annotation, not where it
-    is assigned again without one. If Python finds no source (`python -c`, `exec`), or another decorator is between, a
-    warning says that locals are not checked.
+    Put the decorator directly above the `def`. A local is checked where it is assigned with an
+    annotation, not where it is assigned again without one. If Python finds no source (`python -c`,
+    `exec`), or another decorator is between, a warning says that locals are not checked.
 
     Raises:
         ShardError: a value does not have its type, or an annotation cannot be checked.
     """
-    annotations = {k: t for k, t in inspect.get_annotations(fn, eval_str=True).items() if is_typed(t)}
+    annotations = {
+        k: t for k, t in inspect.get_annotations(fn, eval_str=True).items() if is_typed(t)
+    }
     result = annotations.pop("return", None)
     signature = inspect.signature(fn)
     enclosing = current_scope() if "<locals>" in fn.__qualname__ else None
@@ -165,11 +198,14 @@ def typed(fn: Function) -> Function:
     return typing.cast(Function, checked)
 
 
-# ---- shard_map --------------------------------------------------------------------------------------------------
+# ---- shard_map -----------------------------------------------------------------------------------
 
 
 def _place(path: str, array: ArrayType, value):
-    """Shards `value` as its type says. Places replicated and host arrays; raises ShardError for any other sharding."""
+    """Shards `value` as its type says.
+
+    Places replicated and host arrays; raises ShardError for any other sharding.
+    """
     with checking(f"{path}: {array!r}", value=value) as sizes:
         devices_along(sorted(array.spec.sharded))
         if not hasattr(value, "shape"):
@@ -185,30 +221,34 @@ def _place(path: str, array: ArrayType, value):
         return value
     if not isinstance(value, core.Tracer):
         return jax.device_put(value, partition_spec(array))
-    # On a mesh of Auto axes JAX does not know shardings while it traces: shard_map itself places the value.
-    explicit = all(kind == AxisType.Explicit for kind in jax.sharding.get_abstract_mesh().axis_types)
+    # On a mesh of Auto axes JAX does not know shardings while it traces: shard_map itself places
+    # the value.
+    explicit = all(
+        kind == AxisType.Explicit for kind in jax.sharding.get_abstract_mesh().axis_types
+    )
     return jax.reshard(value, partition_spec(array)) if explicit else value
 
 
 def typed_shard_map(fn: Function) -> Function:
-    """Decorator for `jax.shard_map` over all axes of the current mesh, with specs from the annotations, all checked.
+    """Decorator for `jax.shard_map` over all axes of the current mesh, checked at each call.
 
-    Annotate every argument and the result with array types, or pytree_dataclasses, tuples, lists and dicts of them.
-    Keyword-only arguments without array types are options: Python numbers, not data. The decorated function takes whole
-    arrays: those sharded as annotated are passed as they are, replicated and host arrays are placed, and any other
-    sharding raises ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
+    The specs come from the annotations. Annotate every argument and the result with array types, or
+    pytree_dataclasses, tuples, lists and dicts of them. Keyword-only arguments without array types
+    are options: Python numbers, not data. The decorated function takes whole arrays: those sharded
+    as annotated are passed as they are, replicated and host arrays are placed, and any other
+    sharding raises ShardError. `fn` itself runs once per device, on blocks, and is checked as by
+    `typed`.
     """
     annotations = dict(inspect.get_annotations(fn, eval_str=True))
     signature = inspect.signature(fn)
-    is_option = lambda p: p.kind is p.KEYWORD_ONLY and not is_typed(annotations.get(p.name))
-    options = {name for name, parameter in signature.parameters.items() if is_option(parameter)}
+    options = {
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_typed(annotations.get(name))
+    }
     for name in (*(name for name in signature.parameters if name not in options), "return"):
-        what = f"typed_shard_map({fn.__name__}): " + ("the result" if name == "return" else f"argument {name}")
-        for path, array, _ in arrays_of(annotations.get(name), ABSENT, what, only_arrays=True):
-            try:
-                partition_spec(array)  # refuses + and * marks
-            except ShardError as error:
-                raise error.located(path) from None
+        what = "the result" if name == "return" else f"argument {name}"
+        _check_has_sharding(annotations.get(name), f"typed_shard_map({fn.__name__}): {what}")
     result = annotations.pop("return")
     checked = typed(fn)
 
@@ -216,62 +256,133 @@ def typed_shard_map(fn: Function) -> Function:
     def mapped(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        if not mesh_axes():
-            raise ShardError(f"{fn.__name__}: no mesh is set", "call it under `with jax.set_mesh(mesh):`")
-        if inside_shard_map():
-            raise ShardError(f"{fn.__name__}: called inside shard_map", "decorate functions called there with typed")
+        _check_is_outside(fn.__name__)
         given = {name: bound.arguments.pop(name) for name in options & bound.arguments.keys()}
-        for name, value in given.items():
-            if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
-                problem = f"{fn.__name__}: option {name} is {describe(value)}, but an array needs a type"
-                raise ShardError(problem, "annotate it, e.g. f32['B/d M'], or pass a Python number")
-        arrays, specs, types = [], [], []
-        with Scope():
-            for name, value in bound.arguments.items():
-                parts = arrays_in(annotations[name], value, f"{fn.__name__}, argument {name}")
-                arrays += [_place(*part) for part in parts]
-                specs += [partition_spec(array) for _, array, _ in parts]
-                types += [array.spec for _, array, _ in parts]
-        current_scope().arguments.append(types)
-        structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
-        # Which parts of the result are None is known only after fn has run, so its arrays leave in one list for each
-        # sharding. A Factor's dims depend on its value: its sharding must be that of an argument.
-        declared = (partition_spec(array) for _, array, _ in arrays_of(result, ABSENT))
-        out_specs = list(dict.fromkeys([*declared, *specs]))
-        groups: list[int] = []
+        _check_options(fn.__name__, given)
+        arrays, specs = _place_arguments(fn.__name__, annotations, bound.arguments)
+        structure = jax.tree.structure(tuple(bound.arguments.values()))
+        results = _Results(fn, result, specs)
 
         def per_device(arrays):
-            nonlocal result_structure
             values = dict(zip(bound.arguments, structure.unflatten(arrays), strict=True))
             call = inspect.BoundArguments(signature, values | given)
-            value = checked(*call.args, **call.kwargs)
-            result_structure = jax.tree.structure(value, is_leaf=is_opaque)
-            parts = arrays_in(result, value, f"{fn.__name__}, result")
-            for path, array, part in parts:
-                if is_opaque(part) or jax.typeof(part).manual_axis_type.reduced:
-                    remedy = "return it as it was before, or all_gather(..., replicated=True)"
-                    error = ShardError("a copy or a gathered array cannot leave shard_map", remedy, place=place_of(fn))
-                    raise error.located(f"{path}: {array!r}", f"  value: {describe(part)}")
-                if partition_spec(array) not in out_specs:
-                    problem, remedy = f"{path}: {array!r} is a Factor, and no argument is one", "pass its state"
-                    raise ShardError(problem, remedy, place=place_of(fn))
-            groups[:] = [out_specs.index(partition_spec(array)) for _, array, _ in parts]
-            return [[x for (_, _, x), i in zip(parts, groups, strict=True) if i == j] for j in range(len(out_specs))]
+            return results.split(checked(*call.args, **call.kwargs))
 
-        out = list(map(iter, jax.shard_map(per_device, in_specs=(specs,), out_specs=out_specs)(arrays)))
-        return jax.tree.unflatten(result_structure, [next(out[i]) for i in groups])
+        out = jax.shard_map(per_device, in_specs=(specs,), out_specs=results.out_specs)(arrays)
+        return results.joined(out)
 
     return typing.cast(Function, mapped)
 
 
-# ---- typeguard --------------------------------------------------------------------------------------------------
+def _check_has_sharding(t: object, what: str) -> None:
+    """Raises ShardError for an annotation of whole arrays that has + or * marks, or no types."""
+    for path, array, _ in arrays_of(t, ABSENT, what, only_arrays=True):
+        try:
+            partition_spec(array)
+        except ShardError as error:
+            raise error.located(path) from None
+
+
+def _check_is_outside(name: str) -> None:
+    """Raises ShardError unless the function `name` is called with a mesh, outside of shard_map."""
+    if not mesh_axes():
+        raise ShardError(f"{name}: no mesh is set", "call it under `with jax.set_mesh(mesh):`")
+    if inside_shard_map():
+        raise ShardError(
+            f"{name}: called inside shard_map", "decorate functions called there with typed"
+        )
+
+
+def _check_options(name: str, options: dict[str, Any]) -> None:
+    """Raises ShardError for an option of the function `name` that holds an array."""
+    for option, value in options.items():
+        if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
+            raise ShardError(
+                f"{name}: option {option} is {describe(value)}, but an array needs a type",
+                "annotate it, e.g. f32['B/d M'], or pass a Python number",
+            )
+
+
+def _place_arguments(
+    name: str, annotations: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[list, list]:
+    """Shards the arguments of the function `name`. Returns their arrays, and the spec of each."""
+    arrays, specs, types = [], [], []
+    with Scope():
+        for argument, value in arguments.items():
+            parts = arrays_in(annotations[argument], value, f"{name}, argument {argument}")
+            arrays += [_place(*part) for part in parts]
+            specs += [partition_spec(array) for _, array, _ in parts]
+            types += [array.spec for _, array, _ in parts]
+    current_scope().arguments.append(types)
+    return arrays, specs
+
+
+class _Results:
+    """The result of a function under shard_map, as lists of arrays.
+
+    Which parts of the result are None is known only after `fn` has run, so its arrays leave in one
+    list for each sharding. A Factor's dims depend on its value: its sharding must be that of an
+    argument.
+
+    Attributes:
+        out_specs: the sharding of each list.
+
+    Args:
+        fn: the function.
+        t: the type of its result.
+        specs: the shardings of its arguments.
+    """
+
+    def __init__(self, fn: Callable, t: Any, specs: list):
+        self._fn, self._type = fn, t
+        declared = (partition_spec(array) for _, array, _ in arrays_of(t, ABSENT))
+        self.out_specs = list(dict.fromkeys([*declared, *specs]))
+        self._lists: list[int] = []
+        self._structure: Any = None
+
+    def split(self, value: Any) -> list[list]:
+        """Splits the result on a device into lists of arrays."""
+        self._structure = jax.tree.structure(value, is_leaf=is_opaque)
+        parts = arrays_in(self._type, value, f"{self._fn.__name__}, result")
+        for part in parts:
+            self._check_can_leave(*part)
+        self._lists = [self.out_specs.index(partition_spec(array)) for _, array, _ in parts]
+        lists: list[list] = [[] for _ in self.out_specs]
+        for (_, _, x), i in zip(parts, self._lists, strict=True):
+            lists[i].append(x)
+        return lists
+
+    def joined(self, lists: list[list]) -> Any:
+        """Puts the lists together again, outside of shard_map."""
+        rest = list(map(iter, lists))
+        return jax.tree.unflatten(self._structure, [next(rest[i]) for i in self._lists])
+
+    def _check_can_leave(self, path: str, array: ArrayType, part: Any) -> None:
+        if is_opaque(part) or jax.typeof(part).manual_axis_type.reduced:
+            error = ShardError(
+                "a copy or a gathered array cannot leave shard_map",
+                "return it as it was before, or all_gather(..., replicated=True)",
+                place=place_of(self._fn),
+            )
+            raise error.located(f"{path}: {array!r}", f"  value: {describe(part)}")
+        if partition_spec(array) not in self.out_specs:
+            raise ShardError(
+                f"{path}: {array!r} is a Factor, and no argument is one",
+                "pass its state",
+                place=place_of(self._fn),
+            )
+
+
+# ---- typeguard -----------------------------------------------------------------------------------
 
 
 def register_with_typeguard() -> None:
-    """Makes typeguard's `@typechecked` check array types too, of arguments, results and annotated locals.
+    """Makes typeguard's `@typechecked` check array types too.
 
-    typeguard evaluates string annotations, so specs of functions under it must be `bytes`: `f32[b'B/d M']`. Sizes are
-    bound in the current `Scope`: decorate with `scope` as well to give each call its own.
+    It checks those of arguments, results and annotated locals. typeguard evaluates string
+    annotations, so specs of functions under it must be `bytes`: `f32[b'B/d M']`. Sizes are bound in
+    the current `Scope`: decorate with `scope` as well to give each call its own.
     """
     import typeguard
 
@@ -282,8 +393,11 @@ def register_with_typeguard() -> None:
             raise typeguard.TypeCheckError(str(error)) from None
 
     def lookup_array_type(origin_type, args, extras):
-        return check_array_type if is_typed(origin_type) and not isinstance(origin_type, typing.TypeVar) else None
+        if is_typed(origin_type) and not isinstance(origin_type, typing.TypeVar):
+            return check_array_type
+        return None
 
     lookups = typeguard.checker_lookup_functions
-    if lookup_array_type.__qualname__ not in {getattr(known, "__qualname__", "") for known in lookups}:
+    known = {getattr(lookup, "__qualname__", "") for lookup in lookups}
+    if lookup_array_type.__qualname__ not in known:
         lookups.append(lookup_array_type)

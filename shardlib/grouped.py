@@ -1,13 +1,13 @@
 """The op grouped_product: multiplies each row by one of several matrices, which its id selects.
 
-`P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t` has N matrices for the rows of each P, and an id in [0, N) for each
-row. Rows with equal ids are multiplied together, however many there are, so no row meets a matrix other than its own. A
-row whose id is outside [0, N) gives 0.
+`P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t` has N matrices for the rows of each P, and an id
+in [0, N) for each row. Rows with equal ids are multiplied together, however many there are, so no
+row meets a matrix other than its own. A row whose id is outside [0, N) gives 0.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,53 +15,72 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import marks, products
-from shardlib.op_checks import cast_to_result, checked_operands, expect_result, refuse_repeated_gradient, wrap
+from shardlib.op_checks import (
+    cast_to_result,
+    checked_operands,
+    expect_result,
+    refuse_repeated_gradient,
+    wrap,
+)
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, sort_axes
 from shardlib.rearranging import bind_groups
 from shardlib.values import describe, planned_devices, varying
 
 BLOCKS = {"gpu": 2}
-"""Average number of blocks for the rows of one matrix, by platform. The last block of each matrix is not full, but a
-block of few rows leaves most of a GPU idle. docs/measurements.md has what XLA predicts."""
+"""Average number of blocks for the rows of one matrix, by platform. The last block of each matrix
+is not full, but a block of few rows leaves most of a GPU idle. docs/measurements.md has what XLA
+predicts."""
 BLOCKS_ELSEWHERE = 8
 LEAST_ROWS = 8
 """Smallest number of rows in a block."""
 
 
 def grouped_product(spec: str, rows: object, ids: object, matrices: object) -> Any:
-    """Multiplies rows by the matrices of their ids: `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t`.
+    """Multiplies rows by the matrices of their ids.
 
-    It does not communicate. The first dim of `rows` and `ids` is the outer dim of the matrices' group. The second dim
-    of a matrix is contracted, as in einsum_unreduced: if it is sharded, the result is a partial sum. An id outside [0,
-    N) gives zeros. With N = 1 this is an einsum, whatever the ids are.
+    For example, `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t`. It does not communicate. The
+    first dim of `rows` and `ids` is the outer dim of the matrices' group. The second dim of a
+    matrix is contracted, as in einsum_unreduced: if it is sharded, the result is a partial sum. An
+    id outside [0, N) gives zeros. With N = 1 this is an einsum, whatever the ids are.
     """
     operands = (rows, ids, matrices)
-    with checked_operands("grouped_product", spec, *operands, allowed=("( )", "*")) as (op, values, sizes):
+    checked = checked_operands("grouped_product", spec, *operands, allowed=("( )", "*"))
+    with checked as (op, values, sizes):
         bind_groups(op.lhs[2], sizes)
         _check(op, values)
         values, axes, copies = cast_to_result(op, values, operands)
-        values = [values[1] if i == 2 else refuse_repeated_gradient(i, v, op) for i, v in enumerate(values, 1)]
+        values = [
+            values[1] if i == 2 else refuse_repeated_gradient(i, v, op)
+            for i, v in enumerate(values, 1)
+        ]
     (x, ids, w), every = values, op.rhs.sharded | set(op.rhs.partial)
     if len(w) == len(x):
         letters = "abcdefgh"[: x.ndim - 1]
-        narrow, wide = ((d.literal_size or sizes[d.name]) // planned_devices(d.axes) for d in op.lhs[2].dims[1:])
-        value = products.einsum_with_gradients(f"{letters}y,ayz->{letters}z", None, narrow <= wide, x, w)
+        narrow, wide = (
+            (d.literal_size or sizes[d.name]) // planned_devices(d.axes) for d in op.lhs[2].dims[1:]
+        )
+        value = products.einsum_with_gradients(
+            f"{letters}y,ayz->{letters}z", None, narrow <= wide, x, w
+        )
     else:
-        spec_of = lambda dims, over: str(ShapeSpec(tuple(dims), sort_axes(over)))
         of_rows, of_matrices = op.lhs[0], op.lhs[2]
         types = _Types(
-            *(spec_of(_ungrouped(s), ()) for s in op.lhs),
-            result=spec_of(op.rhs.dims, op.rhs.partial),
-            of_result=spec_of(op.rhs.dims, ()),
-            of_rows=spec_of(of_rows.dims, every - of_rows.sharded),
-            of_matrices=spec_of(_ungrouped(of_matrices), every - of_matrices.sharded),
+            *(_spec_text(_ungrouped(s)) for s in op.lhs),
+            result=_spec_text(op.rhs.dims, op.rhs.partial),
+            of_result=_spec_text(op.rhs.dims),
+            of_rows=_spec_text(of_rows.dims, every - of_rows.sharded),
+            of_matrices=_spec_text(_ungrouped(of_matrices), every - of_matrices.sharded),
         )
         value = _product(types, x, ids, w)
     return wrap(varying(value, axes), op.rhs, copies, f"grouped_product({op})")
 
 
+def _spec_text(dims: Iterable[Dim], partial: Iterable[str] = ()) -> str:
+    return str(ShapeSpec(tuple(dims), sort_axes(partial)))
+
+
 class _Types(NamedTuple):
-    """Types of the operands, of the result and its gradient, and of the gradients of the operands."""
+    """Types of the operands, of the result, and of their gradients."""
 
     rows: str
     ids: str
@@ -74,23 +93,40 @@ class _Types(NamedTuple):
 
 def _ungrouped(shape: ShapeSpec) -> list[Dim]:
     """The dims of a type, with each group as one dim."""
-    return [Dim("_".join(d.name for d in dim.group), dim.axes) if dim.group else dim for dim in shape.dims]
+    return [
+        Dim("_".join(d.name for d in dim.group), dim.axes) if dim.group else dim
+        for dim in shape.dims
+    ]
 
 
 def _check(op: OpSpec, values: list[jax.Array]) -> None:
     """Raises ShardError for a spec that does not describe what the op does."""
     (rows, ids, matrices), (x, index, w) = op.lhs, values
     group = matrices.dims[0].group if len(matrices.dims) == 3 else ()
-    if len(group) != 2 or len(rows.dims) < 2 or (group[0], matrices.dims[1]) != (rows.dims[0], rows.dims[-1]):
+    if (
+        len(group) != 2
+        or len(rows.dims) < 2
+        or (group[0], matrices.dims[1]) != (rows.dims[0], rows.dims[-1])
+    ):
         raise ShardError(
             f"`{matrices}` is not a type of matrices for `{rows}`",
-            "begin with a group, the first dim of the rows and the number of its matrices, then the last dim of the "
-            "rows: `(P/e N) M F/t`",
+            "begin with a group, the first dim of the rows and the number of its matrices, then "
+            "the last dim of the rows: `(P/e N) M F/t`",
         )
-    if ids.dims != rows.dims[:-1] or not jnp.issubdtype(index.dtype, jnp.integer) or any(s.partial for s in op.lhs):
-        raise ShardError(f"ids are {describe(index)}, `{ids}`, for rows `{rows}`", "give one integer for each row")
+    if (
+        ids.dims != rows.dims[:-1]
+        or not jnp.issubdtype(index.dtype, jnp.integer)
+        or any(s.partial for s in op.lhs)
+    ):
+        raise ShardError(
+            f"ids are {describe(index)}, `{ids}`, for rows `{rows}`",
+            "give one integer for each row",
+        )
     if x.dtype != w.dtype:
-        raise ShardError(f"dtype mismatch: operands are {x.dtype}, {w.dtype}", "cast them to one dtype with .astype")
+        raise ShardError(
+            f"dtype mismatch: operands are {x.dtype}, {w.dtype}",
+            "cast them to one dtype with .astype",
+        )
     expect_result(op, [*ids.dims, matrices.dims[2]], rows.dims[-1].axes)
 
 
@@ -103,24 +139,37 @@ def _product(types: _Types, rows: jax.Array, ids: jax.Array, matrices: jax.Array
 
 def _backward(types: _Types, kept, g):
     (rows, ids, matrices), of_result = kept, (g, types.of_result)
-    swapped = lambda g, ids, matrices: products_of_rows(g, ids, matrices.swapaxes(1, 2))
-    sums = lambda rows, ids, g: sums_of_products(rows, ids, g, len(matrices))
-    of_rows = _region("gradients", types.of_rows, swapped, of_result, (ids, types.ids), (matrices, types.matrices))
-    of_matrices = _region("sums", types.of_matrices, sums, (rows, types.rows), (ids, types.ids), of_result)
-    return of_rows, None, of_matrices
+    of_ids, of_matrices = (ids, types.ids), (matrices, types.matrices)
+
+    def gradient_of_rows(g, ids, matrices):
+        return products_of_rows(g, ids, matrices.swapaxes(1, 2))
+
+    def gradient_of_matrices(rows, ids, g):
+        return sums_of_products(rows, ids, g, len(matrices))
+
+    g_rows = _region("gradients", types.of_rows, gradient_of_rows, of_result, of_ids, of_matrices)
+    g_matrices = _region(
+        "sums", types.of_matrices, gradient_of_matrices, (rows, types.rows), of_ids, of_result
+    )
+    return g_rows, None, g_matrices
 
 
 _product.defvjp(lambda *args: (_product(*args), args[1:]), _backward)
 
 
-def _region(what: str, result: str, fn: Callable[..., Any], *operands: tuple[jax.Array, str]) -> jax.Array:
-    """Calls `fn` on operands whose types the check enforces; the result is taken to have the type `result`."""
+def _region(
+    what: str, result: str, fn: Callable[..., Any], *operands: tuple[jax.Array, str]
+) -> jax.Array:
+    """Calls `fn` on operands whose types the check enforces.
+
+    The result is taken to have the type `result`.
+    """
     label = f"{what} by ids, {', '.join(spec for _, spec in operands)} -> {result}"
     entered = [marks.enter(x, f"{label} [{i}]", spec) for i, (x, spec) in enumerate(operands)]
     return marks.leave(marks.region(fn, *entered), label, result)
 
 
-# ---- on one device ------------------------------------------------------------------------------------------------
+# ---- on one device -------------------------------------------------------------------------------
 
 
 def products_of_rows(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> jax.Array:
@@ -131,13 +180,20 @@ def products_of_rows(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> ja
         found = lax.ragged_dot(x[order], matrices, sizes)[jnp.argsort(order)]
         return jnp.where(of_rows[:, None] < len(matrices), found, 0).reshape(*ids.shape, -1)
     blocks, of_blocks, place = _in_blocks(of_rows, len(matrices))
-    product = lambda block: products.product_of("bm,mf->bf", _rows_of(x, block[0]), matrices[block[1]])
-    found = lax.map(product, (blocks, of_blocks))
+
+    def product_of_block(block):
+        rows_of_block, matrix = block
+        return products.product_of("bm,mf->bf", _rows_of(x, rows_of_block), matrices[matrix])
+
+    found = lax.map(product_of_block, (blocks, of_blocks))
     return _rows_of(found.reshape(-1, found.shape[-1]), place).reshape(*ids.shape, -1)
 
 
 def sums_of_products(rows: jax.Array, ids: jax.Array, g: jax.Array, count: int) -> jax.Array:
-    """Sums the outer products of rows[P, …, M] and g[P, …, F] by id: [count, M, F]; 0 for an id that no row has."""
+    """Sums the outer products of rows[P, …, M] and g[P, …, F] by id: [count, M, F].
+
+    An id that no row has gets 0.
+    """
     x, of_rows = rows.reshape(-1, rows.shape[-1]), _matrix_of_each(ids, count)
     g = g.reshape(-1, g.shape[-1]).astype(x.dtype)
     if products.target_device().platform == "tpu":
@@ -148,16 +204,23 @@ def sums_of_products(rows: jax.Array, ids: jax.Array, g: jax.Array, count: int) 
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def add(total, block):
-        product = products.product_of("bm,bf->mf", _rows_of(x, block[0]), _rows_of(g, block[0]), wide)
+        product = products.product_of(
+            "bm,bf->mf", _rows_of(x, block[0]), _rows_of(g, block[0]), wide
+        )
         return total.at[block[1]].add(product), None
 
     zeros = jnp.zeros((count, x.shape[1], g.shape[1]), wide)
-    total, _ = lax.scan(add, varying(zeros, jax.typeof(g).manual_axis_type.varying), (blocks, of_blocks))
+    total, _ = lax.scan(
+        add, varying(zeros, jax.typeof(g).manual_axis_type.varying), (blocks, of_blocks)
+    )
     return total.astype(x.dtype)
 
 
 def _matrix_of_each(ids: jax.Array, count: int) -> jax.Array:
-    """Index of the matrix, out of `count`, of each row of ids[P, …], flattened; `count` for a row without one."""
+    """Index of the matrix, out of `count`, of each row of ids[P, …], flattened.
+
+    A row without one gets `count`.
+    """
     each, ids = count // len(ids), ids.astype(jnp.int32)
     first = jnp.arange(len(ids), dtype=jnp.int32) * each
     of_rows = ids + first.reshape(-1, *[1] * (ids.ndim - 1))
@@ -166,27 +229,38 @@ def _matrix_of_each(ids: jax.Array, count: int) -> jax.Array:
 
 def _sorted(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The rows sorted by matrix, those without one last, and the number of rows of each matrix."""
-    sizes = jnp.sum(of_rows[:, None] == jnp.arange(count, dtype=of_rows.dtype), axis=0, dtype=jnp.int32)
+    sizes = jnp.sum(
+        of_rows[:, None] == jnp.arange(count, dtype=of_rows.dtype), axis=0, dtype=jnp.int32
+    )
     return jnp.argsort(of_rows, stable=True), sizes
 
 
 def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Groups rows by matrix into blocks: the rows in each [K, b], the matrix of each [K], and each row's position.
+    """Groups rows by matrix into blocks.
 
-    A row or a position past the end means none. There are as many blocks as any ids may need.
+    Returns the rows in each block [K, b], the matrix of each [K], and each row's position. A row or
+    a position past the end means none. There are as many blocks as any ids may need.
     """
     n = len(of_rows)
     blocks = BLOCKS.get(products.target_device().platform, BLOCKS_ELSEWHERE)
     b = max(LEAST_ROWS, math.ceil(n / (blocks * count)))
     order, sizes = _sorted(of_rows, count)
-    from_0 = lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), jnp.cumsum(x)])
-    first, start = from_0(sizes), from_0(-(-sizes // b))  # first row in `order`, and first block, of each matrix
+    # The first row in `order`, and the first block, of each matrix.
+    first, start = _running_sums(sizes), _running_sums(-(-sizes // b))
     block = jnp.arange(n // b + count, dtype=jnp.int32)
-    of_blocks = jnp.minimum(jnp.searchsorted(start, block, side="right", method="compare_all") - 1, count - 1)
-    row = (first[of_blocks] + (block - start[of_blocks]) * b)[:, None] + jnp.arange(b, dtype=jnp.int32)
+    of_blocks = jnp.minimum(
+        jnp.searchsorted(start, block, side="right", method="compare_all") - 1, count - 1
+    )
+    of_block = (first[of_blocks] + (block - start[of_blocks]) * b)[:, None]
+    row = of_block + jnp.arange(b, dtype=jnp.int32)
     blocks = jnp.where(row < first[of_blocks + 1][:, None], order.at[row].get(mode="clip"), n)
     place = start[of_rows] * b + jnp.argsort(order) - first[of_rows]
     return blocks, of_blocks, jnp.where(of_rows < count, place, b * len(block))
+
+
+def _running_sums(sizes: jax.Array) -> jax.Array:
+    """The sum of the sizes before each, and of all."""
+    return jnp.concatenate([jnp.zeros_like(sizes[:1]), jnp.cumsum(sizes)])
 
 
 def _rows_of(x: jax.Array, rows: jax.Array) -> jax.Array:

@@ -1,10 +1,13 @@
-"""Turns errors of JAX inside typed functions into ShardErrors: with the line, its values' types, and a remedy."""
+"""Turns errors of JAX inside typed functions into ShardErrors.
+
+They have the line, its values' types, and a remedy.
+"""
 
 import itertools
 import linecache
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,18 +23,24 @@ from shardlib.values import SHORT_DTYPES, devices_along, is_opaque, states_text
 
 _BLOCKS = "inside shard_map an array has the shape of this device's block"
 WITHOUT_MAXIMUM = (
-    "take the maximum out of the gradient: pmax(spec, jax.lax.stop_gradient(x)); a softmax and its gradient do not "
-    "depend on what is subtracted. For the gradient of a maximum itself, gather the dim: jnp.max of "
-    "all_gather(..., replicated=True)"
+    "take the maximum out of the gradient: pmax(spec, jax.lax.stop_gradient(x)); a softmax and "
+    "its gradient do not depend on what is subtracted. For the gradient of a maximum itself, "
+    "gather the dim: jnp.max of all_gather(..., replicated=True)"
 )
 _REMEDIES = {
-    "unreduced": "reduce the partial sum first, with psum_scatter or psum; linear operations work on the partial sum "
-    "itself: p + q, p - q, c * p; instead of jax.vmap, name the dim in the spec",
-    "reduced on": "for a jax.numpy function, such as a norm or top_k, gather a plain array: all_gather(..., "
-    "replicated=True); or pass the gathered array to einsum_unreduced, index_unreduced or broadcast, which know that "
-    "its gradient is a partial sum",
-    "manual ax": "reduce or gather what differs (psum, all_gather); for a constant that is to differ: "
-    "jax.lax.pcast(x, axes, to='varying')",
+    "unreduced": (
+        "reduce the partial sum first, with psum_scatter or psum; linear operations work on the "
+        "partial sum itself: p + q, p - q, c * p; instead of jax.vmap, name the dim in the spec"
+    ),
+    "reduced on": (
+        "for a jax.numpy function, such as a norm or top_k, gather a plain array: all_gather(..., "
+        "replicated=True); or pass the gathered array to einsum_unreduced, index_unreduced or "
+        "broadcast, which know that its gradient is a partial sum"
+    ),
+    "manual ax": (
+        "reduce or gather what differs (psum, all_gather); for a constant that is to differ: "
+        "jax.lax.pcast(x, axes, to='varying')"
+    ),
     "Differentiation rule for 'pm": WITHOUT_MAXIMUM,
     "dtypes do not match": "cast one of them with .astype",
     "cannot reshape": f"{_BLOCKS}: take sizes from x.shape, not from the configuration",
@@ -42,10 +51,11 @@ _TYPE = re.compile(r"\b(?P<dtype>[a-z]+\d+)\[(?P<shape>[\d,]*)\](?P<states>\{.*?
 
 
 def told(error: Exception) -> ShardError | None:
-    """Turns an `error` that leaves a typed function into a ShardError that says what a user needs to know.
+    """Turns an `error` that leaves a typed function into a ShardError for the user.
 
-    Its place is the innermost line of the user's code. It shows JAX's message in short, and the values in the failed
-    expression with the types that annotations and ops have given them. None for an error that JAX did not raise.
+    It says what a user needs to know. Its place is the innermost line of the user's code. It shows
+    JAX's message in short, and the values in the failed expression with the types that annotations
+    and ops have given them. None for an error that JAX did not raise.
     """
     call = users_call(error)
     if call is None or not _is_of_jax(error):
@@ -58,15 +68,19 @@ def told(error: Exception) -> ShardError | None:
     remedy = next((remedy for words, remedy in _REMEDIES.items() if words in said), None)
     remedy = _about_sizes(said, values) if remedy is None else remedy
     if "unreduced" in said:
-        said = f"the array in a partial sum was given to a function that JAX cannot apply to each part of it: {said}"
+        said = (
+            "the array in a partial sum was given to a function that JAX cannot apply to each "
+            f"part of it: {said}"
+        )
     found = ShardError(said, remedy, place=place(frame.f_code.co_filename, call.tb_lineno))
     return found.located(where, error_context(current_scope().sizes, **values))
 
 
 def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
-    """Adds to an `error` about one value the line that made the value, or that reduced only this device's block of it.
+    """Adds to an `error` about one value the line that made the value.
 
-    `run` is the function that raised the error; it is traced once more. If the value differs over axes that its type
+    Instead it may be the line that reduced only this device's block of it. `run` is the function
+    that raised the error; it is traced once more. If the value differs over axes that its type
     lacks, the line is that of the last reduction whose result differs: it lacks a collective.
     """
     if error.about is None:
@@ -92,12 +106,20 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
     for eqn in reversed(jaxpr.eqns):
         if used.isdisjoint(eqn.outvars):
             continue
-        used |= {v for v in filter(is_variable, eqn.invars) if axes & v.aval.manual_axis_type.varying}
-        names = [eqn.primitive.name, *(e.primitive.name for inner in jaxprs_of(eqn) for e in equations_in(inner))]
-        reduced = next((name.removeprefix("reduce_") for name in names if _REDUCTION.match(name)), "")
+        used |= {
+            v for v in filter(is_variable, eqn.invars) if axes & v.aval.manual_axis_type.varying
+        }
+        names = [
+            eqn.primitive.name,
+            *(e.primitive.name for inner in jaxprs_of(eqn) for e in equations_in(inner)),
+        ]
+        reduced = next(
+            (name.removeprefix("reduce_") for name in names if _REDUCTION.match(name)), ""
+        )
         if axes and not reduced:
             continue
-        how, frames = f", as the {reduced} of this device's block alone" if axes else "", frames_of(eqn)
+        how = f", as the {reduced} of this device's block alone" if axes else ""
+        frames = frames_of(eqn)
         calls = [file == __file__ for file, _ in frames]
         inner = frames if axes else frames[len(frames) - calls[::-1].index(True) :]
         users = [frame for frame in inner if is_users(frame[0])]
@@ -107,8 +129,14 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
 
 
 def _differing(jaxpr: Any, axes: set[str]) -> set[Any]:
-    """The variables that may differ over axes: those that do in JAX's types, and not just because of a gather."""
-    varying = lambda variables: {v for v in variables if axes & v.aval.manual_axis_type.varying}
+    """The variables that may differ over axes.
+
+    They differ in JAX's types, and not just because of a gather.
+    """
+
+    def varying(variables: Iterable[Any]) -> set[Any]:
+        return {var for var in variables if axes & var.aval.manual_axis_type.varying}
+
     found = varying(jaxpr.constvars)
     for eqn in jaxpr.eqns:
         is_gather = eqn.primitive.name in kinds("gather") and axes <= {*axes_of(eqn)}
@@ -118,15 +146,21 @@ def _differing(jaxpr: Any, axes: set[str]) -> set[Any]:
 
 
 def _is_of_jax(error: Exception) -> bool:
-    """True if JAX raised the error, about arguments and not about values that are unknown while it traces."""
+    """True if JAX raised the error, about arguments.
+
+    Errors about values that are unknown while JAX traces do not count.
+    """
     if isinstance(error, ShardError | jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         return False
     of_jax = type(error).__module__.split(".")[0] == "jax"  # ShardingTypeError is not public
-    if not of_jax and not isinstance(error, TypeError | ValueError | IndexError | NotImplementedError):
+    of_arguments = TypeError | ValueError | IndexError | NotImplementedError
+    if not of_jax and not isinstance(error, of_arguments):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     # JAX removes its frames where an error leaves it, and adds a note that says so.
-    noted = any("JAX" in note for note in getattr(error, "__notes__", ())) and not is_raised_on_purpose(error)
+    noted = any(
+        "JAX" in note for note in getattr(error, "__notes__", ())
+    ) and not is_raised_on_purpose(error)
     file = frame.f_code.co_filename
     return noted or (is_installed(file) and not {"jax", "opt_einsum"}.isdisjoint(Path(file).parts))
 
@@ -155,12 +189,21 @@ def _values(expression: str, variables: dict[str, Any]) -> dict[str, Any]:
             value, shown = getattr(value, "__dict__", {}).get(attribute), f"{shown}.{attribute}"
         parts = enumerate(value or ()) if type(value) in (list, tuple) else ()
         found |= {shown: value} | {f"{shown}[{i}]": part for i, part in parts}
-    return {name: value for name, value in found.items() if isinstance(value, jax.Array) or is_opaque(value)}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, jax.Array) or is_opaque(value)
+    }
 
 
 def _shortened(said: str) -> str:
-    """Shortens JAX's message to one sentence, about types if there is one, with types as other messages write them."""
-    sentence = next((line for line in said.splitlines() if " has type " in line), said.splitlines()[0])
+    """Shortens JAX's message to one sentence, about types if there is one.
+
+    Types are as other messages write them.
+    """
+    sentence = next(
+        (line for line in said.splitlines() if " has type " in line), said.splitlines()[0]
+    )
     sentence = sentence.partition(" Please ")[0].rstrip(".:")
 
     def type_text(match: re.Match) -> str:
@@ -172,10 +215,22 @@ def _shortened(said: str) -> str:
 
 
 def _about_sizes(said: str, values: dict[str, Any]) -> str:
-    """Remedy for two shapes that differ in a size, compared from the last dim; empty if they do not differ."""
-    shapes = [[int(n) for n in re.findall(r"\d+", shape)] for shape in re.findall(r"\(([\d, ]+)\)", said)]
-    of_two = [enumerate(zip(a[::-1], b[::-1], strict=False)) for a, b in itertools.combinations(shapes, 2)]
-    pairs = [(min(pair), max(pair), k) for pairs in of_two for k, pair in pairs if 1 < min(pair) < max(pair)]
+    """Remedy for two shapes that differ in a size, compared from the last dim.
+
+    Empty if they do not differ.
+    """
+    shapes = [
+        [int(n) for n in re.findall(r"\d+", shape)] for shape in re.findall(r"\(([\d, ]+)\)", said)
+    ]
+    of_two = [
+        enumerate(zip(a[::-1], b[::-1], strict=False)) for a, b in itertools.combinations(shapes, 2)
+    ]
+    pairs = [
+        (min(pair), max(pair), k)
+        for pairs in of_two
+        for k, pair in pairs
+        if 1 < min(pair) < max(pair)
+    ]
     for (small, large, k), (name, value) in itertools.product(pairs, values.items()):
         spec = noted_type(value)[0] or ShapeSpec()
         is_operand = [*value.shape] in shapes  # else the shapes are those of some of its dims
@@ -185,9 +240,9 @@ def _about_sizes(said: str, values: dict[str, Any]) -> str:
             if value.shape[i] == small and small * devices_along(dim.axes) == large:
                 gathered = ShapeSpec((*spec.dims[:i], Dim(dim.name), *spec.dims[i + 1 :]))
                 return (
-                    f"dim {dim} of {name} has a block of {small} here, where the other has {large}: "
-                    f"all_gather('{spec} -> {gathered}', {name}) first, or shard the other over "
-                    f"{'/'.join(dim.axes)} too"
+                    f"dim {dim} of {name} has a block of {small} here, where the other has "
+                    f"{large}: all_gather('{spec} -> {gathered}', {name}) first, or shard the "
+                    f"other over {'/'.join(dim.axes)} too"
                 )
     if any(0 < len(a) < len(b) and b[: len(a)] == a for a, b in itertools.permutations(shapes, 2)):
         return "dims are matched from the last: x[..., None] adds a dim of 1 there"

@@ -2,9 +2,9 @@
 
 What such code computes is not checked; its results are taken to have the types that are declared.
 
-A mark is a name on a value (jax.ad_checkpoint.checkpoint_name), which compiles to nothing. Arguments are marked
-`enters`, and results `leaves` with the declared type. Gradients cross in the other direction: that of a result enters,
-and that of an argument leaves with the argument's type.
+A mark is a name on a value (jax.ad_checkpoint.checkpoint_name), which compiles to nothing.
+Arguments are marked `enters`, and results `leaves` with the declared type. Gradients cross in the
+other direction: that of a result enters, and that of an argument leaves with the argument's type.
 """
 
 import functools
@@ -17,17 +17,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.equations import Eqn
 from shardlib.op_checks import check_operand, checked_op, require_shard_map
-from shardlib.parsing import ShardError, parse_shape
+from shardlib.parsing import ShapeSpec, ShardError, parse_shape
 from shardlib.values import is_opaque, on_mesh, sharded_apart
 
 REGION = "per_device"
 """Name of the jitted function that holds per-device code."""
-STAGES = "the stages of a pipeline run different tasks at a time, by a schedule that is checked by itself"
-"""Reason of the pipeline executor, which is traced without a region; code inside it may have regions."""
+STAGES = (
+    "the stages of a pipeline run different tasks at a time, by a schedule that is checked by "
+    "itself"
+)
+"""Reason of the pipeline executor, which is traced without a region; code inside it may have
+regions."""
 
 
 LAYER_NUMBERS = "numbers of the layers"
-"""Name of the value that identifies the layers: a stage runs some of them, and no other ids may replace these."""
+"""Name of the value that identifies the layers: a stage runs some of them, and no other ids may
+replace these."""
 
 
 def layer_numbers(count: int) -> jax.Array:
@@ -40,10 +45,11 @@ GRADIENT_SUMS = "gradients of all microbatches"
 
 
 def like_weights(g: Any, w: Any) -> Any:
-    """Sums of gradients in the dtypes of `w`, the weights as they are gathered, as jax.vjp takes them.
+    """Sums of gradients in the dtypes of `w`, as jax.vjp takes them.
 
-    They are the only values that may be cast to another dtype in a step that gathers its weights ahead than in one that
-    does not, whose gathered weights have no gradients of their own.
+    `w` is the weights as they are gathered. They are the only values that may be cast to another
+    dtype in a step that gathers its weights ahead than in one that does not, whose gathered weights
+    have no gradients of their own.
     """
     return jax.tree.map(lambda g, x: checkpoint_name(g, GRADIENT_SUMS).astype(x.dtype), g, w)
 
@@ -52,7 +58,8 @@ class Mark(NamedTuple):
     """What the name of a marked value encodes.
 
     Attributes:
-        kind: enters, leaves, or gradient: leaves with the type of the argument that entered as `label`.
+        kind: enters, leaves, or gradient: leaves with the type of the argument that entered as
+            `label`.
         label: the reason, and the index of the argument.
         spec: the type in shardtypes' notation; empty for any type.
     """
@@ -65,7 +72,9 @@ class Mark(NamedTuple):
 def mark_of(eqn: Eqn) -> Mark | None:
     """The mark that an equation makes; None for other equations."""
     name = eqn.params.get("name") if eqn.primitive.name == "name" else None
-    return Mark(*name.split("|")[1:]) if isinstance(name, str) and name.startswith(f"{REGION}|") else None
+    if isinstance(name, str) and name.startswith(f"{REGION}|"):
+        return Mark(*name.split("|")[1:])
+    return None
 
 
 def is_region(eqn: Eqn) -> bool:
@@ -90,7 +99,9 @@ _marked.defvjp(
 
 def mark(x: jax.Array, forward: Mark, backward: Mark) -> jax.Array:
     """Marks `x`, and its gradient."""
-    return _marked(x, forward, backward) if jnp.issubdtype(x.dtype, jnp.inexact) else _name(x, forward)
+    return (
+        _marked(x, forward, backward) if jnp.issubdtype(x.dtype, jnp.inexact) else _name(x, forward)
+    )
 
 
 def enter(x: jax.Array, label: str, spec: str = "") -> jax.Array:
@@ -118,23 +129,30 @@ def region(fn: Callable[..., Any], *args: object) -> Any:
 
 
 def per_device(spec, fn, *args, reason: str, takes: str = ""):
-    """Calls fn(*args), whose code differs between devices on purpose. The results are taken to have the type `spec`.
+    """Calls fn(*args), whose code differs between devices on purpose.
 
-    The check of the step does not look inside `fn`: a ring, a halo, the slots of a mixture of experts, noise that
-    differs by device. Gradients of the arguments are taken to have the types of the arguments.
+    The results are taken to have the type `spec`. The check of the step does not look inside `fn`:
+    a ring, a halo, the slots of a mixture of experts, noise that differs by device. Gradients of
+    the arguments are taken to have the types of the arguments.
 
     Args:
         spec: the type of the result, `B/r/d L/t M`; for a tuple, the types separated by commas.
         fn: a function of arrays and pytrees of arrays.
         *args: its arguments.
         reason: why the result is right on every mesh. Give each use its own.
-        takes: types of the first arrays in `args`, separated by commas; the check of the step enforces them.
+        takes: types of the first arrays in `args`, separated by commas; the check of the step
+            enforces them.
     """
     with checked_op("per_device", spec):
         require_shard_map()
-        shapes, taken = ([on_mesh(parse_shape(t)) for t in text.split(",") if t] for text in (spec, takes))
+        shapes, taken = (
+            [on_mesh(parse_shape(t)) for t in text.split(",") if t] for text in (spec, takes)
+        )
         if not reason or "|" in reason:
-            raise ShardError(f"the reason is {reason!r}", "explain in words why the result is right on every mesh")
+            raise ShardError(
+                f"the reason is {reason!r}",
+                "explain in words why the result is right on every mesh",
+            )
     leaves, structure = jax.tree.flatten(args)
     specs = [*map(str, taken), *[""] * len(leaves)]
     entered = [enter(x, f"{reason} [{i}]", specs[i]) for i, x in enumerate(leaves)]
@@ -142,8 +160,15 @@ def per_device(spec, fn, *args, reason: str, takes: str = ""):
     flat, structure = jax.tree.flatten(results, is_leaf=is_opaque)
     with checked_op("per_device", spec, *flat) as sizes:
         if len(flat) != len(shapes):
-            raise ShardError(f"the spec has {len(shapes)} types, the function {len(flat)} results", "give one for each")
+            raise ShardError(
+                f"the spec has {len(shapes)} types, the function {len(flat)} results",
+                "give one for each",
+            )
         for i, (shape, x) in enumerate(zip(shapes, flat, strict=True), 1):
             check_operand(i, shape, x, sizes)
-    leave_as = lambda shape, x: jax.tree.map(lambda array: leave(array, reason, str(sharded_apart(shape))), x)
+
+    def leave_as(shape: ShapeSpec, x: object) -> Any:
+        spec = str(sharded_apart(shape))
+        return jax.tree.map(lambda array: leave(array, reason, spec), x)
+
     return structure.unflatten(map(leave_as, shapes, flat))

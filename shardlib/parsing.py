@@ -2,18 +2,20 @@
 
 The grammar, in words separated by spaces:
 
-    dim       `B`  `B/r/d`  `3`     a dim of an array, then the mesh axes that shard it, major to minor
-    group     `(K/t Q)`             dims merged into one dim of the array, outermost first (rearrange, grouped_product)
-    index     `[V/t]`               the dim that is looked up (first operand of index_unreduced only)
-    any dims  `...`                 any dims, sharded in any way (replicate only)
-    partial   `+t`                  a partial sum over mesh axis t, still to be reduced
-    copy      `*d`                  a copy on each device of d, whose gradient is a partial sum over d
+    dim       `B`  `B/r/d`  `3`   a dim of an array, then the mesh axes that shard it, major to
+                                  minor
+    group     `(K/t Q)`           dims merged into one dim of the array, outermost first (rearrange,
+                                  grouped_product)
+    index     `[V/t]`             the dim that is looked up (first operand of index_unreduced only)
+    any dims  `...`               any dims, sharded in any way (replicate only)
+    partial   `+t`                a partial sum over mesh axis t, still to be reduced
+    copy      `*d`                a copy on each device of d, whose gradient is a partial sum over d
 
 A group of axes, such as `b` of axes.GROUPS, stands for its axes: `B/b` is `B/r/d/e`.
 
-A spec names a mesh axis at most once, because a device has one coordinate on it, which selects one block of one dim.
-Within a dim the axes follow `AXIS_ORDER`, then the alphabet: `M/t/d` and `M/d/t` would place different data on a
-device, so the whole project uses one order.
+A spec names a mesh axis at most once, because a device has one coordinate on it, which selects one
+block of one dim. Within a dim the axes follow `AXIS_ORDER`, then the alphabet: `M/t/d` and `M/d/t`
+would place different data on a device, so the whole project uses one order.
 """
 
 import dataclasses
@@ -41,17 +43,28 @@ _MARK = re.compile(rf"([+*])({_NAME})")
 
 
 class ShardError(ValueError):
-    """A shape, dtype, sharding or collective that contradicts its spec. shardlib raises no other kind of error.
+    """A shape, dtype, sharding or collective that contradicts its spec.
+
+    shardlib raises no other kind of error.
 
     Attributes:
         problem: what is wrong, in one sentence.
         remedy: what to do instead.
         context: the operands, the sizes bound so far and the mesh, one per line.
-        place: `path/file.py:line` of the user's code at fault; empty if there is none, or if `problem` has it.
-        about: the array that does not have its type, and the axes over which it differs although the type lacks them.
+        place: `path/file.py:line` of the user's code at fault; empty if there is none, or if
+            `problem` has it.
+        about: the array that does not have its type, and the axes over which it differs although
+            the type lacks them.
     """
 
-    def __init__(self, problem: str, remedy: str = "", context: str = "", place: str | None = None, about: Any = None):
+    def __init__(
+        self,
+        problem: str,
+        remedy: str = "",
+        context: str = "",
+        place: str | None = None,
+        about: Any = None,
+    ):
         self.problem, self.remedy, self.context, self.about = problem, remedy, context, about
         self.place = place_of_caller() if place is None else place
         super().__init__(problem, remedy, context)
@@ -60,12 +73,19 @@ class ShardError(ValueError):
         problem = f"{self.place}: {self.problem}" if self.place else self.problem
         parts = [problem, self.context, self.remedy and f"  remedy: {self.remedy}"]
         text = " ".join(parts)
-        used = [f"{group} = {'/'.join(axes)}" for group, axes in GROUPS.items() if re.search(rf"[/+*]{group}\b", text)]
+        used = [
+            f"{group} = {'/'.join(axes)}"
+            for group, axes in GROUPS.items()
+            if re.search(rf"[/+*]{group}\b", text)
+        ]
         parts.insert(2, f"  groups of axes: {', '.join(used)}" if used else "")
         return "\n".join(filter(None, parts))
 
     def located(self, where: str, context: str = "") -> "ShardError":
-        """Returns this error with `where` before its problem, and with `context` if it has none yet."""
+        """Returns this error with `where` before its problem.
+
+        It has `context` if it had none yet.
+        """
         problem = f"{where}: {self.problem}" if where else self.problem
         return type(self)(problem, self.remedy, self.context or context, self.place, self.about)
 
@@ -81,14 +101,16 @@ class NotProved(ShardError):
 class Dim:
     """A dim: its name, or a literal size such as `3`, and the axes that shard it, major to minor.
 
-    A group `(K/t Q)` of dims has the name `(K Q)` and the axes of K, its outermost dim: a block of it is contiguous.
+    A group `(K/t Q)` of dims has the name `(K Q)` and the axes of K, its outermost dim: a block of
+    it is contiguous.
     """
 
     name: str
     axes: tuple[str, ...] = ()
     group: tuple = ()  # of Dims: naming the class itself would send `typed` into a loop
     written: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """The axes and groups of axes as the spec names them, for messages; empty if it names only axes."""
+    """The axes and groups of axes as the spec names them, for messages; empty if it names only
+    axes."""
 
     @property
     def literal_size(self) -> int | None:
@@ -137,14 +159,18 @@ class ShapeSpec:
 
     def without(self, axes: Collection[str]) -> "ShapeSpec":
         """Returns the type on a mesh without `axes`."""
-        kept = lambda named: tuple(axis for axis in named if axis not in axes)
         dims = tuple(dim.without(axes) for dim in self.dims)
-        return ShapeSpec(dims, kept(self.partial), kept(self.copies), self.index, self.open)
+        partial = tuple(axis for axis in self.partial if axis not in axes)
+        copies = tuple(axis for axis in self.copies if axis not in axes)
+        return ShapeSpec(dims, partial, copies, self.index, self.open)
 
     def __str__(self) -> str:
         dims = [f"[{dim}]" if i == self.index else str(dim) for i, dim in enumerate(self.dims)]
         return " ".join(
-            dims + ["..."] * self.open + [f"+{axis}" for axis in self.partial] + [f"*{axis}" for axis in self.copies]
+            dims
+            + ["..."] * self.open
+            + [f"+{axis}" for axis in self.partial]
+            + [f"*{axis}" for axis in self.copies]
         )
 
 
@@ -167,12 +193,15 @@ def axes_in(words: Iterable[str]) -> tuple[str, ...]:
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     """Sorts axes by AXIS_ORDER, then alphabetically, without repeats."""
     order = (CHUNK_AXIS, *AXIS_ORDER)
-    rank = lambda axis: order.index(axis) if axis in order else len(order)
-    return tuple(sorted(set(axes), key=lambda axis: (rank(axis), axis)))
+
+    def rank(axis: str) -> tuple[int, str]:
+        return order.index(axis) if axis in order else len(order), axis
+
+    return tuple(sorted(set(axes), key=rank))
 
 
 def sort_axes_of_dim(axes: Iterable[str]) -> tuple[str, ...]:
-    """Sorts the axes of a dim like `sort_axes`, but keeps those of EITHER_ORDER in their given order."""
+    """Sorts the axes of a dim like `sort_axes`, but those of EITHER_ORDER keep their order."""
     axes = tuple(axes)
     free = iter(axis for axis in axes if axis in EITHER_ORDER)
     return tuple(next(free) if axis in EITHER_ORDER else axis for axis in sort_axes(axes))
@@ -187,15 +216,18 @@ def _parse_dim(word: str) -> Dim:
     match = _DIM.fullmatch(word)
     if match is None:
         raise ShardError(
-            f"{word!r} is not a dim of a spec", "write a name or a size, then axes: `B`, `B/d`, `M/t/d`, `3`"
+            f"{word!r} is not a dim of a spec",
+            "write a name or a size, then axes: `B`, `B/d`, `M/t/d`, `3`",
         )
     words = tuple(match[2].split("/")[1:])
     dim = Dim(match[1], axes_in(words), written=() if GROUPS.keys().isdisjoint(words) else words)
     ordered = sort_axes_of_dim(dim.axes)
     if len(ordered) == len(dim.axes) and ordered != dim.axes:
         raise ShardError(
-            f"dim {dim} has its axes in the wrong order: another order would silently permute the data",
-            f"order the axes of a dim as {', '.join(AXIS_ORDER)}, then alphabetically: write {Dim(dim.name, ordered)}",
+            f"dim {dim} has its axes in the wrong order: another order would silently permute the "
+            "data",
+            f"order the axes of a dim as {', '.join(AXIS_ORDER)}, then alphabetically: write "
+            f"{Dim(dim.name, ordered)}",
         )
     return dim
 
@@ -207,16 +239,20 @@ def _parse_group(word: str) -> Dim:
     for dim in dims[1:]:
         if dim.axes:
             raise ShardError(
-                f"in {word} the inner dim {dim} is sharded: each device has a part for every {dims[0].name}, so "
-                "the blocks of the group would interleave",
-                f"shard only the outermost dim of a group: write {dim} first, or all_gather it before",
+                f"in {word} the inner dim {dim} is sharded: each device has a part for every "
+                f"{dims[0].name}, so the blocks of the group would interleave",
+                f"shard only the outermost dim of a group: write {dim} first, or all_gather it "
+                "before",
             )
     return Dim(f"({' '.join(dim.name for dim in dims)})", dims[0].axes, dims)
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
-    """Parses `B/d L M +t`; with `groups` also `(K/t Q)`. Raises ShardError for anything outside the grammar."""
+    """Parses `B/d L M +t`; with `groups` also `(K/t Q)`.
+
+    Raises ShardError for anything outside the grammar.
+    """
     text = spec_text(spec)
     dims, marks, index, open_ = [], {"+": [], "*": []}, None, False
     for word in _WORD.findall(text) if groups else text.split():
@@ -225,7 +261,9 @@ def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
             marks[mark[1]] += axes_in([mark[2]])
             continue
         if marks["+"] or marks["*"]:
-            raise ShardError(f"in spec {text!r}, {word!r} comes after a + or * mark", "write all dims first")
+            raise ShardError(
+                f"in spec {text!r}, {word!r} comes after a + or * mark", "write all dims first"
+            )
         if word == "...":
             open_ = True
             continue
@@ -236,13 +274,16 @@ def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
         is_group = groups and word[0] == "(" and word[-1] == ")"
         dims.append(_parse_group(word) if is_group else _parse_dim(word))
     if open_ and dims:
-        raise ShardError(f"spec {text!r} has dims besides '...'", "'...' means all dims: name each dim instead")
+        raise ShardError(
+            f"spec {text!r} has dims besides '...'", "'...' means all dims: name each dim instead"
+        )
     axes = [axis for dim in dims for axis in dim.axes] + marks["+"] + marks["*"]
     for axis in axes:
         if axes.count(axis) > 1:
             raise ShardError(
                 f"spec {text!r} names axis {axis} more than once",
-                f"a device has one coordinate on {axis}: gather or reduce over {axis} first, or use another axis",
+                f"a device has one coordinate on {axis}: gather or reduce over {axis} first, or "
+                "use another axis",
             )
     return ShapeSpec(tuple(dims), sort_axes(marks["+"]), sort_axes(marks["*"]), index, open_)
 
@@ -256,14 +297,20 @@ def parse_op(spec: str | bytes, groups: bool = False) -> OpSpec:
     text = spec_text(spec)
     sides = text.split("->")
     if len(sides) != 2:
-        raise ShardError(f"spec {text!r} does not have exactly one '->'", "write `operand, operand -> result`")
-    return OpSpec(tuple(parse_shape(operand, groups) for operand in sides[0].split(",")), parse_shape(sides[1], groups))
+        raise ShardError(
+            f"spec {text!r} does not have exactly one '->'", "write `operand, operand -> result`"
+        )
+    return OpSpec(
+        tuple(parse_shape(operand, groups) for operand in sides[0].split(",")),
+        parse_shape(sides[1], groups),
+    )
 
 
 def named(what: str, name: str, known: Mapping[str, T]) -> T:
-    """Finds what a setting names: one of `known`, or `module:name` of the user's own file, which is imported.
+    """Finds what a setting names: one of `known`, or `module:name`.
 
-    `what` is for messages, such as `schedule`.
+    The latter is in the user's own file, which is imported. `what` is for messages, such as
+    `schedule`.
 
     Raises:
         ValueError: the name, module or attribute does not exist.
@@ -278,8 +325,8 @@ def named(what: str, name: str, known: Mapping[str, T]) -> T:
     except (ImportError, AttributeError, ValueError) as error:
         article = "an" if what[0] in "aeiou" else "a"
         raise ValueError(
-            f"{name!r} is not {article} {what} ({error}). Choose {', '.join(known)}, or write module:function for your "
-            f"own {what}.{did_you_mean(name, known)}"
+            f"{name!r} is not {article} {what} ({error}). Choose {', '.join(known)}, or write "
+            f"module:function for your own {what}.{did_you_mean(name, known)}"
         ) from error
 
 

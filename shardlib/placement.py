@@ -14,10 +14,10 @@ from shardlib.schedules import Stages
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlacement:
-    """The layers of each stage, of which all have the same number, and the rows that hold them at rest.
+    """The layers of each stage, and the rows that hold them at rest.
 
-    At rest, a stack `layers/p` has the rows of device 0 of p, then those of device 1, and so on. A device's rows are
-    the layers of its chunks in order.
+    All stages have the same number of layers. At rest, a stack `layers/p` has the rows of device 0
+    of p, then those of device 1, and so on. A device's rows are the layers of its chunks in order.
 
     Attributes:
         stages: the stages of each device of p; on a mesh without p, those of its one device.
@@ -45,7 +45,10 @@ class LayerPlacement:
 
     @property
     def order(self) -> np.ndarray | Any:
-        """The layer of each row of a stack at rest, i32; None if that is the order of the layers."""
+        """The layer of each row of a stack at rest, i32.
+
+        None if that is the order of the layers.
+        """
         rows = self.rows.reshape(-1)
         return None if np.array_equal(rows, np.arange(len(rows))) else rows
 
@@ -56,23 +59,31 @@ def place_layers(layers: int, stages: Stages, period: int = 1) -> LayerPlacement
     Args:
         layers: number of layers.
         stages: the stages of each device.
-        period: number of layers after which their pattern repeats. Each stage gets a multiple of it.
+        period: number of layers after which their pattern repeats. Each stage gets a multiple of
+            it.
 
     Raises:
         ValueError: the layers do not divide into such stages.
     """
     p, v = len(stages), len(stages[0])
     if layers % (p * v * period):
-        multiple = f", each a multiple of {period}, after which the pattern of the layers repeats" * (period > 1)
+        multiple = (
+            f", each a multiple of {period}, after which the pattern of the layers repeats"
+            * (period > 1)
+        )
         raise ValueError(
-            f"{layers} layers do not divide into {p * v} equal stages (p={p}, virtual_stages={v}){multiple}. Choose "
-            f"another number of layers, or p or virtual_stages whose product divides {layers}."
+            f"{layers} layers do not divide into {p * v} equal stages (p={p}, "
+            f"virtual_stages={v}){multiple}. Choose another number of layers, or p or "
+            f"virtual_stages whose product divides {layers}."
         )
     return LayerPlacement(stages, layers // (p * v))
 
 
 def consecutive(order: np.ndarray, rows: slice) -> list[tuple[slice, slice]]:
-    """Finds runs of consecutive layers in `rows`: the layers of each, and its rows counted from the start of `rows`."""
+    """Finds runs of consecutive layers in `rows`.
+
+    Returns the layers of each, and its rows counted from the start of `rows`.
+    """
     own = order[rows]
     ends = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
     groups = zip([0, *ends], [*ends, len(own)], strict=True)

@@ -1,6 +1,6 @@
-"""Finds the line of the user's code that an error is about, and whether the project raised the error itself.
+"""Finds the line of the user's code that an error is about.
 
-This module does not import JAX.
+Also tells whether the project raised the error itself. This module does not import JAX.
 """
 
 import functools
@@ -27,7 +27,9 @@ _HELPERS = tuple(str(Path(__file__).parents[1] / path) for path in HELPERS)
 def is_installed(file: str) -> bool:
     """True for a file of Python itself or of an installed package, other than these of ours."""
     package = _within_packages(file)
-    return package.partition("/")[0] not in _OURS if package else file.startswith(("<frozen ", _PYTHON))
+    if package:
+        return package.partition("/")[0] not in _OURS
+    return file.startswith(("<frozen ", _PYTHON))
 
 
 def _within_packages(file: str) -> str:
@@ -56,13 +58,19 @@ def _installed_elsewhere(*path: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def shown_path(file: str) -> str:
-    """Path of `file` for the user: relative to the working directory if inside it, or from the package's name on."""
+    """Path of `file` for the user.
+
+    It is relative to the working directory if inside it, or from the package's name on.
+    """
     return _within_packages(file) or file.removeprefix(os.getcwd().rstrip(os.sep) + os.sep)
 
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """True for a file that users edit: not part of shardlib, of an installed package, or a helper that a step calls."""
+    """True for a file that users edit.
+
+    Files of shardlib, of an installed package, or of a helper that a step calls are none.
+    """
     return not (Path(file).is_relative_to(_LIBRARY) or file in _HELPERS or is_installed(file))
 
 
@@ -84,22 +92,30 @@ def place_of_caller() -> str:
     frame: FrameType | None = inspect.currentframe()
     of_dataclass = ("<string>", "__init__")
     while frame is not None and (
-        not is_users(frame.f_code.co_filename) or (frame.f_code.co_filename, frame.f_code.co_name) == of_dataclass
+        not is_users(frame.f_code.co_filename)
+        or (frame.f_code.co_filename, frame.f_code.co_name) == of_dataclass
     ):
         frame = frame.f_back
     return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def users_call(error: BaseException) -> TracebackType | None:
-    """The innermost entry of the traceback of `error` that is in the user's code; None if there is none."""
+    """The innermost entry of the traceback of `error` that is in the user's code.
+
+    Returns None if there is none.
+    """
     found, entry = None, error.__traceback__
     while entry is not None:
-        found, entry = entry if is_users(entry.tb_frame.f_code.co_filename) else found, entry.tb_next
+        found = entry if is_users(entry.tb_frame.f_code.co_filename) else found
+        entry = entry.tb_next
     return found
 
 
 def is_raised_on_purpose(error: BaseException) -> bool:
-    """True if a `raise` statement outside installed packages raised `error`, with a message written for users."""
+    """True if a `raise` statement outside installed packages raised `error`.
+
+    Such an error has a message written for users.
+    """
     calls = list(traceback.walk_tb(error.__traceback__))
     if not calls:
         return False

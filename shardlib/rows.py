@@ -1,7 +1,9 @@
-"""The ops take_rows and add_rows: look up rows of the same sequence, and add rows back where they came from.
+"""The ops take_rows and add_rows.
 
-`B/d [L] M, B/d S/t -> B/d S/t M` takes, for each position of S, the row of L with its id, within each sequence. Its
-transpose `B/d S/t M, B/d S/t -> B/d [L] M +t` adds each row of S to the row of L with its id.
+They look up rows of the same sequence, and add rows back where they came from.
+`B/d [L] M, B/d S/t -> B/d S/t M` takes, for each position of S, the row of L with its id, within
+each sequence. Its transpose `B/d S/t M, B/d S/t -> B/d [L] M +t` adds each row of S to the row of L
+with its id.
 """
 
 import functools
@@ -11,23 +13,33 @@ import jax
 import jax.numpy as jnp
 
 from shardlib import marks, products
-from shardlib.op_checks import cast_to_result, checked_operands, expect_result, refuse_repeated_gradient, wrap
+from shardlib.op_checks import (
+    cast_to_result,
+    checked_operands,
+    expect_result,
+    refuse_repeated_gradient,
+    wrap,
+)
 from shardlib.parsing import OpSpec, ShapeSpec, ShardError, sort_axes
 from shardlib.scopes import current_scope
 from shardlib.values import describe, varying
 
 
 def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = None) -> Any:
-    """Looks up rows of `table`: `B/d [L] M, B/d S/t -> B/d S/t M`. Ids outside [0, L) give zeros. No communication.
+    """Looks up rows of `table`: `B/d [L] M, B/d S/t -> B/d S/t M`. Ids outside [0, L) give zeros.
 
-    The operands share their first dims. The dim that is looked up must not be sharded. `repeats` is how often an id may
-    occur in a sequence, if known: on a GPU the gradient then avoids XLA's scatter, which is slow there.
+    No communication. The operands share their first dims. The dim that is looked up must not be
+    sharded. `repeats` is how often an id may occur in a sequence, if known: on a GPU the gradient
+    then avoids XLA's scatter, which is slow there.
     """
-    with checked_operands("take_rows", spec, table, ids, allowed=("[dim]", "*")) as (op, (values, indices), _):
+    checked = checked_operands("take_rows", spec, table, ids, allowed=("[dim]", "*"))
+    with checked as (op, (values, indices), _):
         table_spec, ids_spec = op.lhs
         common = _common(op, table_spec, ids_spec, indices)
         expect_result(op, [*ids_spec.dims, *table_spec.dims[common + 1 :]])
-        (values, indices), axes, copies = cast_to_result(op, [values, indices.astype(jnp.int32)], [table, ids])
+        (values, indices), axes, copies = cast_to_result(
+            op, [values, indices.astype(jnp.int32)], [table, ids]
+        )
         values = refuse_repeated_gradient(1, values, op)
     gradient = str(ShapeSpec(table_spec.dims, sort_axes(ids_spec.sharded - table_spec.sharded)))
     value = _take(common, values.shape[common], repeats, gradient, values, indices)
@@ -35,35 +47,59 @@ def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = No
 
 
 def add_rows(spec: str, rows: object, ids: object, *, repeats: int | None = None) -> Any:
-    """Sums rows by id: `B/d S/t M, B/d S/t -> B/d [L] M +t`. Ids outside [0, L) are dropped. No communication.
+    """Sums rows by id: `B/d S/t M, B/d S/t -> B/d [L] M +t`. Ids outside [0, L) are dropped.
 
-    The current scope must have bound the size of L. The result and `ids` share their first dims; the sum over the other
-    dims of `ids` is a partial sum over their axes. `repeats` is as in take_rows.
+    No communication. The current scope must have bound the size of L. The result and `ids` share
+    their first dims; the sum over the other dims of `ids` is a partial sum over their axes.
+    `repeats` is as in take_rows.
     """
-    with checked_operands("add_rows", spec, rows, ids, allowed=("[dim]", "*")) as (op, (values, indices), sizes):
+    checked = checked_operands("add_rows", spec, rows, ids, allowed=("[dim]", "*"))
+    with checked as (op, (values, indices), sizes):
         rows_spec, ids_spec = op.lhs
         common = _common(op, op.rhs, ids_spec, indices)
         summed = (axis for dim in ids_spec.dims[common:] for axis in dim.axes)
-        expect_result(op, [*op.rhs.dims[: common + 1], *rows_spec.dims[len(ids_spec.dims) :]], summed, common)
+        expect_result(
+            op, [*op.rhs.dims[: common + 1], *rows_spec.dims[len(ids_spec.dims) :]], summed, common
+        )
         if rows_spec.dims[: len(ids_spec.dims)] != ids_spec.dims:
-            raise ShardError(f"`{rows_spec}` does not begin with `{ids_spec}`", "give one id for each row")
+            raise ShardError(
+                f"`{rows_spec}` does not begin with `{ids_spec}`", "give one id for each row"
+            )
         looked_up = op.rhs.dims[common]
         if (count := sizes.get(looked_up.name, current_scope().sizes.get(looked_up.name))) is None:
-            raise ShardError(f"the size of {looked_up.name} is not known here", "annotate a local that has this dim")
-        (values, indices), axes, copies = cast_to_result(op, [values, indices.astype(jnp.int32)], [rows, ids])
+            raise ShardError(
+                f"the size of {looked_up.name} is not known here",
+                "annotate a local that has this dim",
+            )
+        (values, indices), axes, copies = cast_to_result(
+            op, [values, indices.astype(jnp.int32)], [rows, ids]
+        )
     result = str(ShapeSpec(op.rhs.dims, op.rhs.partial))
     value = _sums("rows", common, count, repeats, result, values, indices)
     return wrap(varying(value, axes), op.rhs, copies, f"add_rows({op})")
 
 
 def _sums(
-    what: str, common: int, count: int, repeats: int | None, spec: str, rows: jax.Array, ids: jax.Array
+    what: str,
+    common: int,
+    count: int,
+    repeats: int | None,
+    spec: str,
+    rows: jax.Array,
+    ids: jax.Array,
 ) -> jax.Array:
-    """Sums rows[*common, …, …] by ids[*common, …], of type `spec`; `what` names them for the proof."""
+    """Sums rows[*common, …, …] by ids[*common, …], of type `spec`.
+
+    `what` names them for the proof.
+    """
     if not _in_turns(repeats):
         return _add(common, count, repeats, spec, rows, ids)
     label = f"{what} are added by their ids, {spec}"  # their order does not matter
-    found = marks.region(functools.partial(_add, common, count, repeats, spec), marks.enter(rows, f"{label} [0]"), ids)
+    found = marks.region(
+        functools.partial(_add, common, count, repeats, spec),
+        marks.enter(rows, f"{label} [0]"),
+        ids,
+    )
     return marks.leave(found, label, spec)
 
 
@@ -72,16 +108,23 @@ def _in_turns(repeats: int | None) -> TypeGuard[int]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _take(common: int, count: int, repeats: int | None, spec: str, table: jax.Array, ids: jax.Array) -> jax.Array:
+def _take(
+    common: int, count: int, repeats: int | None, spec: str, table: jax.Array, ids: jax.Array
+) -> jax.Array:
     """Rows of table[*common, count, …], of the type `spec`, by ids[*common, …]."""
-    take = lambda table, ids: table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    def take(table, ids):
+        return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
     for _ in range(common):
         take = jax.vmap(take)
     return take(table, ids)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _add(common: int, count: int, repeats: int | None, spec: str, rows: jax.Array, ids: jax.Array) -> jax.Array:
+def _add(
+    common: int, count: int, repeats: int | None, spec: str, rows: jax.Array, ids: jax.Array
+) -> jax.Array:
     """Computes `_sums`."""
 
     def add(rows, ids):
@@ -105,7 +148,10 @@ _take.defvjp(
 )
 _add.defvjp(
     lambda *args: (_add(*args), args[-1]),
-    lambda common, count, repeats, spec, ids, g: (_take(common, count, repeats, spec, g, ids), None),
+    lambda common, count, repeats, spec, ids, g: (
+        _take(common, count, repeats, spec, g, ids),
+        None,
+    ),
 )
 
 
@@ -131,14 +177,20 @@ def _common(op: OpSpec, table: ShapeSpec, ids: ShapeSpec, indices: jax.Array) ->
     if table.index is None or sum(shape.index is not None for shape in (*op.lhs, op.rhs)) != 1:
         raise ShardError("the spec does not mark the dim that the ids index", "write it as [L]")
     looked_up = table.dims[table.index]
-    if looked_up.axes or not jnp.issubdtype(indices.dtype, jnp.integer) or any(s.partial for s in op.lhs):
+    if (
+        looked_up.axes
+        or not jnp.issubdtype(indices.dtype, jnp.integer)
+        or any(s.partial for s in op.lhs)
+    ):
         raise ShardError(
             f"ids are {describe(indices)}, for {looked_up}",
-            "give integers, a dim that every device holds whole, and operands that are not partial sums",
+            "give integers, a dim that every device holds whole, and operands that are not "
+            "partial sums",
         )
     if table.dims[: table.index] != ids.dims[: table.index]:
         raise ShardError(
-            f"`{ids}` and `{table}` differ before {looked_up}: a row would be looked up in another sequence",
+            f"`{ids}` and `{table}` differ before {looked_up}: a row would be looked up in "
+            "another sequence",
             f"begin both with the same dims, and put {looked_up} after them",
         )
     return table.index

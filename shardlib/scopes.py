@@ -1,4 +1,7 @@
-"""What is bound while JAX traces a function: sizes of dims, dtypes, the matmul to use, the axes of a pipeline stage."""
+"""What is bound while JAX traces a function.
+
+That is sizes of dims, dtypes, the matmul to use, and the axes of a pipeline stage.
+"""
 
 import contextlib
 import contextvars
@@ -16,32 +19,40 @@ Sizes = dict[str, int]
 
 
 class Scope:
-    """Bindings of the checks: the size of each dim, the class of each TypeVar, the dtype of each dtype name.
+    """Bindings of the checks: sizes of dims, classes of TypeVars, dtypes of dtype names.
 
-    `with Scope():` starts without sizes, and forgets at its end what was bound inside. Functions under `typed` and
-    `typed_shard_map` open a scope for each call, so calls do not affect each other. Outside any scope an op checks its
-    operands only against each other.
+    Each dim has its size, each TypeVar its class, and each dtype name its dtype. `with Scope():`
+    starts without sizes, and forgets at its end what was bound inside. Functions under `typed` and
+    `typed_shard_map` open a scope for each call, so calls do not affect each other. Outside any
+    scope an op checks its operands only against each other.
 
-    `with Scope(act=jnp.bfloat16):` binds the dtype name `act`. Dtypes, and what `bound` binds, also hold in scopes that
-    are opened inside.
+    `with Scope(act=jnp.bfloat16):` binds the dtype name `act`. Dtypes, and what `bound` binds, also
+    hold in scopes that are opened inside.
 
     Attributes:
         arguments: the argument types of each typed_shard_map that was traced in it.
         product: the function that shardops.matmul multiplies with, as set by shardops.products.
-        apart: axes over which any value may differ, and the dim of results that each shards: see values.apart.
+        apart: axes over which any value may differ, and the dim of results that each shards: see
+            values.apart.
     """
 
     def __init__(self, parent: "Scope | None" = None, **dtypes):
         outer = _SCOPE.get()
         self.sizes: Sizes = dict(parent.sizes) if parent else {}
-        self.orders: dict[str, Dim] = dict(parent.orders) if parent else {}  # by name, dims over axes of EITHER_ORDER
+        # By name, dims over axes of EITHER_ORDER.
+        self.orders: dict[str, Dim] = dict(parent.orders) if parent else {}
         self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
         # For messages, by id: a value and its type, those of this scope first.
-        self.types: ChainMap[int, tuple[Any, ShapeSpec]] = ChainMap({}, *(outer.types.maps if outer else ()))
+        self.types: ChainMap[int, tuple[Any, ShapeSpec]] = ChainMap(
+            {}, *(outer.types.maps if outer else ())
+        )
         self.arguments: list[list[ShapeSpec]] = outer.arguments if outer else []
         self.product: Callable | None = outer.product if outer else None
         self.apart: dict[str, str] = outer.apart if outer else {}
-        self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
+        self.dtypes = {
+            **(outer.dtypes if outer else {}),
+            **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()},
+        }
 
     def __enter__(self) -> "Scope":
         self._token = _SCOPE.set(self)
@@ -51,7 +62,9 @@ class Scope:
         _SCOPE.reset(self._token)
 
 
-_SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib_scope", default=None)
+_SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar(
+    "shardlib_scope", default=None
+)
 
 
 def current_scope() -> Scope:

@@ -1,4 +1,6 @@
-"""Sharding types: `f32['M/d F/t']` on dataclass fields, arguments, results and annotated locals, checked as JAX traces.
+"""Sharding types, such as `f32['M/d F/t']`, checked as JAX traces.
+
+They stand on dataclass fields, arguments, results and annotated locals.
 
     @pytree_dataclass
     class Layer:
@@ -9,8 +11,8 @@
         w_up: f32['M F/t'] = shardops.all_gather('M/d F/t -> M F/t', w.w_up)
         return shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x, w_up)
 
-The grammar of the specs is in parsing.py; docs/sharding-types.md explains them.
-`dtype_name('act')` is a dtype that each trace binds: `with Scope(act=jnp.bfloat16):`. Type checkers accept no variable
+The grammar of the specs is in parsing.py; docs/sharding-types.md explains them. `dtype_name('act')`
+is a dtype that each trace binds: `with Scope(act=jnp.bfloat16):`. Type checkers accept no variable
 in an annotation. To make them read it as any array:
 
     if TYPE_CHECKING:
@@ -23,7 +25,14 @@ in an annotation. To make them read it as any array:
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardlib.array_types import ArrayType, Factor, dtype_name, make_shardings, map_arrays, pytree_dataclass
+from shardlib.array_types import (
+    ArrayType,
+    Factor,
+    dtype_name,
+    make_shardings,
+    map_arrays,
+    pytree_dataclass,
+)
 from shardlib.functions import register_with_typeguard, typed, typed_shard_map
 from shardlib.parsing import ShardError
 from shardlib.scopes import Scope, scope
@@ -32,10 +41,11 @@ from shardlib.values import Copy, Partial, pipeline_stage
 if TYPE_CHECKING:
 
     class AnyArray(Protocol, Any):  # pyright: ignore[reportGeneralTypeIssues] (Any is no protocol)
-        """What a type checker sees instead of a dtype: `f32['B/d M']` accepts any value, and is accepted anywhere.
+        """What a type checker sees instead of a dtype.
 
-        A protocol without members accepts any value; deriving from Any gives a value every attribute; and
-        `__class_getitem__` allows any string as subscript.
+        `f32['B/d M']` accepts any value, and is accepted anywhere. A protocol without members
+        accepts any value; deriving from Any gives a value every attribute; and `__class_getitem__`
+        allows any string as subscript.
         """
 
         def __class_getitem__(cls, spec: Any): ...

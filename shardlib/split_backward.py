@@ -1,10 +1,11 @@
-"""Splits a traced program in two: what the wanted outputs need, and the rest, such as weight gradients.
+"""Splits a traced program in two: what the wanted outputs need, and the rest.
 
-It splits the backward of a pipeline stage into two tasks. The first half holds every equation that a wanted result
-needs. The second half holds the matmuls and collectives that none needs, and what follows from them: in a backward,
-the gradients of the weights. What the second half reads from the first is kept in between. Nothing is computed twice
-except cheap elementwise operations on values that the second half has anyway. Loops, conditionals and calls are split
-inside in the same way.
+The rest is, for example, weight gradients. It splits the backward of a pipeline stage into two
+tasks. The first half holds every equation that a wanted result needs. The second half holds the
+matmuls and collectives that none needs, and what follows from them: in a backward, the gradients of
+the weights. What the second half reads from the first is kept in between. Nothing is computed twice
+except cheap elementwise operations on values that the second half has anyway. Loops, conditionals
+and calls are split inside in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +21,13 @@ from shardlib.equations import Eqn, body_of, is_variable
 from shardlib.op_checks import zeros_like_traced
 from shardlib.values import varying
 
-CHEAP = equations.ELEMENTWISE - equations.kinds("random") | equations.IDENTITIES | equations.kinds("view")
-"""Primitives to recompute instead of keeping their results, among them casts of a gathered value to a varying one."""
+CHEAP = (
+    equations.ELEMENTWISE - equations.kinds("random")
+    | equations.IDENTITIES
+    | equations.kinds("view")
+)
+"""Primitives to recompute instead of keeping their results, among them casts of a gathered value to
+a varying one."""
 
 
 class SplitBackward:
@@ -34,9 +40,12 @@ class SplitBackward:
     Args:
         program: the jaxpr, closed or open.
         wanted: for each result, True if the first half must return it.
-        given: for each argument, True if the second half has it. Other arguments that it reads are kept.
-        late: for each argument, True if only the second half has it; no wanted result may need it. None: all False.
-        over: mesh axes over which all values vary in both halves, even those that do not in `program`.
+        given: for each argument, True if the second half has it. Other arguments that it reads are
+            kept.
+        late: for each argument, True if only the second half has it; no wanted result may need it.
+            None: all False.
+        over: mesh axes over which all values vary in both halves, even those that do not in
+            `program`.
     """
 
     def __init__(
@@ -50,15 +59,22 @@ class SplitBackward:
         self._jaxpr, self._consts = jaxpr, _ = body_of(program)
         self._over = over
         needed = _needed(jaxpr, wanted)
-        self._late = {var for var, is_late in zip(jaxpr.invars, late or [], strict=False) if is_late}
-        self._given = {*jaxpr.constvars, *(var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given)}
+        self._late = {
+            var for var, is_late in zip(jaxpr.invars, late or [], strict=False) if is_late
+        }
+        self._given = {
+            *jaxpr.constvars,
+            *(var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given),
+        }
         self._steps: list[Any] = []
         self._again: set[int] = set()
         for eqn in jaxpr.eqns:
             is_wanted = [var in needed for var in eqn.outvars]
             is_late = [is_variable(var) and var in self._late for var in eqn.invars]
             step = _step(eqn, is_wanted, is_late, over)
-            self._late |= {var for var, is_late in zip(eqn.outvars, step.late, strict=True) if is_late}
+            self._late |= {
+                var for var, is_late in zip(eqn.outvars, step.late, strict=True) if is_late
+            }
             if _is_cheap(eqn) and all(var in self._given for var in eqn.invars if is_variable(var)):
                 self._again.add(id(eqn))
                 self._given |= set(eqn.outvars)
@@ -66,12 +82,21 @@ class SplitBackward:
         self.defer([is_variable(var) and var in self._late for var in jaxpr.outvars])
 
     def defer(self, late: Sequence[bool]) -> None:
-        """Sets which results the second half returns. They must include all that its own equations produce."""
+        """Sets which results the second half returns.
+
+        They must include all that its own equations produce.
+        """
         self.late = list(late)
-        reads = {var for var, is_late in zip(self._jaxpr.outvars, late, strict=True) if is_late and is_variable(var)}
+        reads = {
+            var
+            for var, is_late in zip(self._jaxpr.outvars, late, strict=True)
+            if is_late and is_variable(var)
+        }
         self._second = []
         for step in reversed(self._steps):
-            of_step = [var for var, is_read in zip(step.eqn.invars, step.reads, strict=True) if is_read]
+            of_step = [
+                var for var, is_read in zip(step.eqn.invars, step.reads, strict=True) if is_read
+            ]
             if any(step.late):
                 self._second.append(step)
             elif id(step.eqn) in self._again and not reads.isdisjoint(step.eqn.outvars):
@@ -82,22 +107,37 @@ class SplitBackward:
             reads |= set(filter(is_variable, of_step))
         self._second.reverse()
         order = [*self._jaxpr.invars, *(var for step in self._steps for var in step.eqn.outvars)]
-        self._kept = [var for var in order if var in reads and var not in self._late and var not in self._given]
+        self._kept = [
+            var
+            for var in order
+            if var in reads and var not in self._late and var not in self._given
+        ]
         self.reads = [var in reads and var not in self._kept for var in self._jaxpr.invars]
 
     def first(self, args: Sequence[Any]) -> tuple[list, Any]:
-        """Runs the first half. Returns its results, None for late ones, and a pytree of what the second half needs."""
+        """Runs the first half.
+
+        Returns its results, None for late ones, and a pytree of what the second half needs.
+        """
         env = self._start(args)
         of_steps = []
         for step in self._steps:
             outs, kept = step.first(equations.values_of(step.eqn.invars, env))
             env.update(zip(step.eqn.outvars, self._vary(outs), strict=True))
             of_steps.append(kept)
-        outs = zip(self._vary(equations.values_of(self._jaxpr.outvars, env)), self.late, strict=True)
-        return [None if is_late else out for out, is_late in outs], ([env[var] for var in self._kept], of_steps)
+        outs = zip(
+            self._vary(equations.values_of(self._jaxpr.outvars, env)), self.late, strict=True
+        )
+        return [None if is_late else out for out, is_late in outs], (
+            [env[var] for var in self._kept],
+            of_steps,
+        )
 
     def second(self, args: Sequence[Any], kept: Any) -> list:
-        """Runs the second half. Returns the late results, None for the others. Reads only the arguments in `reads`."""
+        """Runs the second half. Returns the late results, None for the others.
+
+        Reads only the arguments in `reads`.
+        """
         own, of_steps = kept
         env = self._start(args) | dict(zip(self._kept, own, strict=True))
         of_steps = {id(step): found for step, found in zip(self._steps, of_steps, strict=True)}
@@ -116,24 +156,32 @@ class SplitBackward:
         return [x if x is None else varying(x, self._over) for x in values]
 
 
-# ---- equations ----------------------------------------------------------------------------------------------------
+# ---- equations -----------------------------------------------------------------------------------
 
 
 class _Equation:
-    """An equation that belongs to one of the halves. The classes below have the same attributes and methods.
+    """An equation that belongs to one of the halves.
+
+    The classes below have the same attributes and methods.
 
     Attributes:
         late: for each result, True if the second half returns it.
         reads: for each operand, True if the second half reads it.
     """
 
-    def __init__(self, eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
+    def __init__(
+        self, eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]
+    ):
         self.eqn, self._over = eqn, over
         self._is_late = not any(wanted) and (any(late) or _is_heavy(eqn))
-        self.late, self.reads = [self._is_late] * len(eqn.outvars), [self._is_late] * len(eqn.invars)
+        self.late = [self._is_late] * len(eqn.outvars)
+        self.reads = [self._is_late] * len(eqn.invars)
 
     def first(self, ins: list) -> tuple[list, Any]:
-        """Runs the first half. Returns the results, None for late ones, and what the second half needs."""
+        """Runs the first half.
+
+        Returns the results, None for late ones, and what the second half needs.
+        """
         return [None] * len(self.late) if self._is_late else self.second(ins, None), []
 
     def second(self, ins: list, _: object) -> list:
@@ -145,15 +193,26 @@ class _Branches:
     """A conditional; or a call, treated as a conditional with one branch."""
 
     def __init__(
-        self, bodies: Sequence[Any], eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]
+        self,
+        bodies: Sequence[Any],
+        eqn: Eqn,
+        wanted: Sequence[bool],
+        late: Sequence[bool],
+        over: tuple[str, ...],
     ):
         self.eqn, self._index = eqn, int(eqn.primitive.name == "cond")
         given = [True] * (len(eqn.invars) - self._index)
-        self._halves = [SplitBackward(body, wanted, given, late[self._index :], over) for body in bodies]
-        self.late = [any(of_branches) for of_branches in zip(*(h.late for h in self._halves), strict=True)]
+        self._halves = [
+            SplitBackward(body, wanted, given, late[self._index :], over) for body in bodies
+        ]
+        self.late = [
+            any(of_branches) for of_branches in zip(*(h.late for h in self._halves), strict=True)
+        ]
         for halves in self._halves:
             halves.defer(self.late)
-        read = [any(of_branches) for of_branches in zip(*(h.reads for h in self._halves), strict=True)]
+        read = [
+            any(of_branches) for of_branches in zip(*(h.reads for h in self._halves), strict=True)
+        ]
         self.reads = [any(self.late)] * self._index + read
 
     def first(self, ins: list) -> tuple[list, Any]:
@@ -165,20 +224,31 @@ class _Branches:
 
         def with_all(i: int) -> tuple[list, list]:
             outs, own = branches[i]()
-            return outs, [own if i == j else jax.tree.map(zeros_like_traced, kept) for j, kept in enumerate(types)]
+            return outs, [
+                own if i == j else jax.tree.map(zeros_like_traced, kept)
+                for j, kept in enumerate(types)
+            ]
 
         return lax.switch(ins[0], [lambda i=i: with_all(i) for i in range(len(branches))])
 
     def second(self, ins: list, kept: Any) -> list:
         halves = zip(self._halves, kept, strict=True)
-        branches = [_named(self.eqn, lambda h=h, own=own: h.second(ins[self._index :], own)) for h, own in halves]
+        branches = [
+            _named(self.eqn, lambda h=h, own=own: h.second(ins[self._index :], own))
+            for h, own in halves
+        ]
         return branches[0]() if len(branches) == 1 else lax.switch(ins[0], branches)
 
 
 class _Loop:
-    """A scan, split into one scan per half. Each iteration of the second reads what that of the first kept."""
+    """A scan, split into one scan per half.
 
-    def __init__(self, eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
+    Each iteration of the second reads what that of the first kept.
+    """
+
+    def __init__(
+        self, eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]
+    ):
         self.eqn, (self._consts, self._carried), self._over = eqn, equations.scan_counts(eqn), over
         n, carried = self._consts, self._carried
         is_carry = slice(n, n + carried)
@@ -200,12 +270,19 @@ class _Loop:
         return self._run(ins, [not is_late for is_late in self.late], self._halves.first)
 
     def second(self, ins: list, kept: Any) -> list:
-        return self._run(ins, self.late, lambda args, own: (self._halves.second(args, own), None), kept)[0]
+        return self._run(
+            ins, self.late, lambda args, own: (self._halves.second(args, own), None), kept
+        )[0]
 
-    def _run(self, ins: list, which: list[bool], half: Callable[..., Any], *kept: object) -> tuple[list, Any]:
-        """Runs the loop over one half, with only the carried values that `which` marks as its own."""
+    def _run(
+        self, ins: list, which: list[bool], half: Callable[..., Any], *kept: object
+    ) -> tuple[list, Any]:
+        """Runs the loop over one half, with only its own carried values, as marked by `which`."""
         n, end = self._consts, self._consts + self._carried
-        carry = [varying(x, self._over) if is_own else None for x, is_own in zip(ins[n:end], which, strict=False)]
+        carry = [
+            varying(x, self._over) if is_own else None
+            for x, is_own in zip(ins[n:end], which, strict=False)
+        ]
 
         def iteration(carry, of_iteration):
             xs, *own = of_iteration
@@ -213,12 +290,17 @@ class _Loop:
             return outs[: self._carried], (outs[self._carried :], found)
 
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, (ys, found) = lax.scan(_named(self.eqn, iteration), carry, (ins[end:], *kept), **options)
+        carry, (ys, found) = lax.scan(
+            _named(self.eqn, iteration), carry, (ins[end:], *kept), **options
+        )
         return [*carry, *ys], found
 
 
 def _named(eqn: Eqn, body: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs `body` in the name stack of its equation, which tells plans and profiles that it is a backward pass."""
+    """Runs `body` in the name stack of its equation.
+
+    The name stack tells plans and profiles that it is a backward pass.
+    """
     stack = str(eqn.source_info.name_stack)
     return jax.named_scope(stack)(body) if stack else body
 
@@ -237,33 +319,53 @@ def _step(eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[st
         return _Branches(eqn.params["branches"], eqn, wanted, late, over)
     if name in equations.CALLS and not _is_cheap(eqn):
         call = _Branches([equations.called(eqn)], eqn, wanted, late, over)
-        # If nothing of it is late it stays one call, so that plans know an attention kernel by its name.
-        return call if any((*late, *call.late)) else _Equation(eqn, [True] * len(eqn.outvars), late, over)
+        # If nothing of it is late it stays one call, so that plans know an attention kernel by its
+        # name.
+        if any((*late, *call.late)):
+            return call
+        return _Equation(eqn, [True] * len(eqn.outvars), late, over)
     return _Equation(eqn, wanted, late, over)
 
 
 def _run_again(eqn: Eqn, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
-    """Runs an equation again, for operands that also vary over `over`. A call that can keep its name does."""
+    """Runs an equation again, for operands that also vary over `over`.
+
+    A call that can keep its name does.
+    """
     name = eqn.primitive.name
     if name == "pvary" and not {*over}.isdisjoint(eqn.params["axes"]):
         return [varying(x, eqn.params["axes"]) for x in ins]
-    same = all({*over} <= var.aval.manual_axis_type.varying for var in eqn.invars if is_variable(var))
-    is_whole = same and all(x is not None for x in ins)  # None: a value of the other half, which a call passes on
+    same = all(
+        {*over} <= var.aval.manual_axis_type.varying for var in eqn.invars if is_variable(var)
+    )
+    # None stands for a value of the other half, which a call passes on.
+    is_whole = same and all(x is not None for x in ins)
     if is_whole or name not in equations.CALLS:
         if not same:  # JAX compares the types of operands, and a literal varies over nothing
-            eqn = eqn.replace(invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars])
+            eqn = eqn.replace(
+                invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars]
+            )
         return equations.run_again(eqn, [varying(x, over) for x in ins])
-    run = lambda inner, ins: [varying(x, over) for x in _run_again(inner, ins, over)]
+
+    def run(inner: Eqn, ins: list) -> list:
+        return [varying(x, over) for x in _run_again(inner, ins, over)]
+
     return _named(eqn, equations.evaluate)(equations.called(eqn), ins, run)
 
 
 def _is_cheap(eqn: Any) -> bool:
     name = eqn.primitive.name
-    return name in CHEAP or (name in equations.CALLS and all(map(_is_cheap, body_of(equations.called(eqn))[0].eqns)))
+    if name in CHEAP or name not in equations.CALLS:
+        return name in CHEAP
+    body, _ = body_of(equations.called(eqn))
+    return all(map(_is_cheap, body.eqns))
 
 
 def _is_heavy(eqn: Eqn) -> bool:
-    """True if an equation that no wanted result needs goes to the second half: a matmul, a collective or a loop."""
+    """True if an equation that no wanted result needs goes to the second half.
+
+    These are matmuls, collectives and loops.
+    """
     if eqn.primitive.name == "dot_general":
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
         free = [var.aval.ndim - len(contracted) - len(batch) for var in eqn.invars]
@@ -271,10 +373,12 @@ def _is_heavy(eqn: Eqn) -> bool:
     if eqn.primitive.name in CHEAP:
         return False
     communicates = any(isinstance(axis, str) for axis in equations.axes_of(eqn))
-    return communicates or any(True for _ in equations.jaxprs_of(eqn)) or "conv" in eqn.primitive.name
+    return (
+        communicates or any(True for _ in equations.jaxprs_of(eqn)) or "conv" in eqn.primitive.name
+    )
 
 
-# ---- what a result needs ------------------------------------------------------------------------------------------
+# ---- what a result needs -------------------------------------------------------------------------
 
 
 def _needed(jaxpr: Any, wanted: Sequence[bool]) -> set:
@@ -285,8 +389,13 @@ def _needed(jaxpr: Any, wanted: Sequence[bool]) -> set:
 
 
 def _wanted_in_loop(eqn: Eqn, wanted: Sequence[bool]) -> list[bool]:
-    """For each result of a loop's body, True if an iteration must return it, for the loop or for a later iteration."""
-    ins, outs = ([core.Var(var.aval) for var in variables] for variables in (eqn.invars, eqn.outvars))
+    """For each result of a loop's body, True if an iteration must return it.
+
+    It is needed for the loop or for a later iteration.
+    """
+    ins, outs = (
+        [core.Var(var.aval) for var in variables] for variables in (eqn.invars, eqn.outvars)
+    )
     alone = equations.alone(eqn.replace(invars=ins, outvars=outs), ins)
     _, carry, _ = equations.split_scan(eqn, dce_jaxpr(alone, list(wanted))[1])
     return [*carry, *wanted[len(carry) :]]

@@ -17,24 +17,29 @@ def sizes_of(mesh: str) -> dict[str, int]:
         ValueError: it is not of this form.
     """
     if not re.fullmatch(r"[a-z_]\w*=[1-9]\d*(?: [a-z_]\w*=[1-9]\d*)*", mesh):
-        raise ValueError(f"the mesh is {mesh!r}; give the number of devices along each axis, as in 'd=2 t=2'.")
+        raise ValueError(
+            f"the mesh is {mesh!r}; give the number of devices along each axis, as in 'd=2 t=2'."
+        )
     return {axis: int(size) for axis, size in (word.split("=") for word in mesh.split())}
 
 
-def assert_sound(function: Callable[..., Any], *args: Any, meshes: Iterable[str], **specs: Any) -> None:
+def assert_sound(
+    function: Callable[..., Any], *args: Any, meshes: Iterable[str], **specs: Any
+) -> None:
     """Raises unless a function computes on each mesh what it computes on one device.
 
     It is the proof of shardlib.proof.check.check. Nothing is compiled, and no devices are needed.
 
     Args:
-        function: what each device computes, with `specs`; without them, a function that calls typed_shard_map, or
-            jax.shard_map without its `mesh`.
+        function: what each device computes, with `specs`; without them, a function that calls
+            typed_shard_map, or jax.shard_map without its `mesh`.
         *args: its arguments, with global shapes: arrays, jax.ShapeDtypeStruct, and pytrees of them.
         meshes: the devices along each axis, such as `["data=4", "data=2 model=2"]`.
         **specs: in_specs, out_specs and other options of jax.shard_map.
 
     Raises:
-        ShardError: the mesh, and file and line of the first value that is not what one device computes.
+        ShardError: the mesh, and file and line of the first value that is not what one device
+            computes.
         ValueError: a mesh is not of this form, or none has several devices.
     """
     __tracebackhide__ = True  # of pytest: a failed test shows its own line and the message
@@ -44,8 +49,14 @@ def assert_sound(function: Callable[..., Any], *args: Any, meshes: Iterable[str]
         raise ValueError(f"{problem}; give one such as 'd=2 t=2'.")
     for mesh, sizes in of.items():
         try:
-            # JAX's default depends on its version. With Explicit axes, jax.shard_map wants arguments of its in_specs.
+            # JAX's default depends on its version. With Explicit axes, jax.shard_map wants
+            # arguments of its in_specs.
             mesh_types = (AxisType.Auto,) * len(sizes)
-            check(function, *args, mesh=AbstractMesh((*sizes.values(),), (*sizes,), axis_types=mesh_types), **specs)
+            check(
+                function,
+                *args,
+                mesh=AbstractMesh((*sizes.values(),), (*sizes,), axis_types=mesh_types),
+                **specs,
+            )
         except ShardError as error:
             raise ShardError(f"on the mesh {mesh}: {error}", place="") from None

@@ -1,16 +1,25 @@
-"""Builds the table of ticks that the executor runs from the tasks of a schedule, and simulates it at given costs.
+"""Builds the table of ticks that the executor runs from the tasks of a schedule.
 
-A **tick** is a forward slot, a backward slot and a weights slot on every device. `place_in_ticks` decides which of them
-a device uses at once. The result of a task is sent at the end of the tick and arrives at the start of the next one.
-This module does not import JAX.
+It also simulates the table at given costs. A **tick** is a forward slot, a backward slot and a
+weights slot on every device. `place_in_ticks` decides which of them a device uses at once. The
+result of a task is sent at the end of the tick and arrives at the start of the next one. This
+module does not import JAX.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardlib.schedules import Orders, Stages, in_a_ring, in_halves, place_in_ticks, stages_of_devices
+from shardlib.schedules import (
+    Orders,
+    Stages,
+    Task,
+    in_a_ring,
+    in_halves,
+    place_in_ticks,
+    stages_of_devices,
+)
 
 COLUMNS = (
     *("forward", "forward_first", "forward_last", "forward_chunk", "forward_microbatch"),
@@ -29,25 +38,29 @@ class TickTable:
     columns: dict[str, np.ndarray]
     """Columns by name, each int32 [ticks, p], 0 where a device is idle unless noted.
 
-    forward, backward, weights: 1 where the slot of the tick has a task. With `halves`, `backward` is the input half of
-    a backward and `weights` its other half; otherwise `backward` is all of it. For that task:
+    forward, backward, weights: 1 where the slot of the tick has a task. With `halves`, `backward`
+        is the input half of a backward and `weights` its other half; otherwise `backward` is all of
+        it. For that task:
     …_first, …_last: 1 if its stage is the first or the last.
     …_chunk in [0, v), …_microbatch in [0, m).
-    forward_input: the slot of `arrivals` with the stage's input. That of the first stage is written at the start of its
-    forward's tick.
-    forward_output: the slot of `arrivals` that the last stage writes, for the loss; `arrivals` for other stages.
-    backward_cotangent: the slot of `arrivals` with the gradient of the stage's output. For the last stage it is that of
-    forward_output, in which the gradient replaces the output.
-    forward_residuals, backward_residuals, weights_residuals: the slot of `residuals` to write, and to read.
+    forward_input: the slot of `arrivals` with the stage's input. That of the first stage is written
+        at the start of its forward's tick.
+    forward_output: the slot of `arrivals` that the last stage writes, for the loss; `arrivals` for
+        other stages.
+    backward_cotangent: the slot of `arrivals` with the gradient of the stage's output. For the last
+        stage it is that of forward_output, in which the gradient replaces the output.
+    forward_residuals, backward_residuals, weights_residuals: the slot of `residuals` to write, and
+        to read.
     backward_kept, weights_kept: the slot of `kept` to write, and to read.
-    from_left, from_right, from_self: the slot of `arrivals` for what device d - 1, d + 1 or d itself sent in the tick
-    before. It is written before anything is read. Where nothing arrives it is `arrivals`: one slot past the last, which
-    is never read.
+    from_left, from_right, from_self: the slot of `arrivals` for what device d - 1, d + 1 or d
+        itself sent in the tick before. It is written before anything is read. Where nothing arrives
+        it is `arrivals`: one slot past the last, which is never read.
     """
     stages: Stages
     """The stages of each device."""
     arrivals: int
-    """Number of slots for what arrives, inputs of stages and gradients of their outputs, on the fullest device."""
+    """Number of slots for what arrives, inputs of stages and gradients of their outputs, on the
+    fullest device."""
     residuals: int
     """Number of slots for what a forward keeps for its backward."""
     kept: int
@@ -65,75 +78,119 @@ class TickTable:
 
 
 def tick_table(orders: Orders) -> TickTable:
-    """Places tasks in ticks, as early as their order allows, and assigns a slot to everything that is kept.
+    """Places tasks in ticks, as early as their order allows.
 
-    `orders` is a schedule, or its `forwards`: the columns of backwards are then 0. If a schedule has any backward in
-    halves, all its backwards run as two halves, one after the other. A stage's input is kept until its forward, and
-    residuals from the forward to the end of the backward. The last stage keeps its output until its backward.
+    It also assigns a slot to everything that is kept. `orders` is a schedule, or its `forwards`:
+    the columns of backwards are then 0. If a schedule has any backward in halves, all its backwards
+    run as two halves, one after the other. A stage's input is kept until its forward, and residuals
+    from the forward to the end of the backward. The last stage keeps its output until its backward.
     """
     by_device = stages_of_devices(orders)
-    p, v = len(by_device), len(by_device[0])
-    last, training = p * v - 1, any(task.kind != "forward" for order in orders for task in order)
     device_of = {stage: device for device, own in enumerate(by_device) for stage in own}
     if any(task.kind == "backward_weights" for order in orders for task in order):
         orders = [[half for task in order for half in in_halves(task)] for order in orders]
     at = place_in_ticks(orders)
-    of_kind = lambda *kinds: {(task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds}
-    f, b, w = of_kind("forward"), of_kind("backward", "backward_input"), of_kind("backward_weights")
+    lifetimes = _lifetimes(at)
+    arrival_slots, arrivals = _give_slots(lifetimes.arrivals, device_of)
+    residual_slots, residuals = _give_slots(lifetimes.residuals, device_of)
+    kept_slots, kept = _give_slots(lifetimes.kept, device_of)
+    slots = _Buffers(arrival_slots, residual_slots, kept_slots)
 
-    # For what is kept for each stage and microbatch: the tick in which it is written, and in which it is last read.
-    arriving, kept_residuals, kept = {}, {}, {}
-    for stage, k in f:
-        arriving["forward", stage, k] = f[stage - 1, k] + 1 if stage else f[stage, k], f[stage, k]
-        if training:
-            written = f[stage, k] if stage == last else b[stage + 1, k] + 1
-            arriving["backward", stage, k] = written, b[stage, k]
-            kept_residuals["forward", stage, k] = f[stage, k], (w or b)[stage, k]
-        if w:
-            kept["backward", stage, k] = b[stage, k], w[stage, k]
-    arrival_slots, arrivals = _give_slots(arriving, device_of)
-    residual_slots, residuals = _give_slots(kept_residuals, device_of)
-    kept_slots, kept_count = _give_slots(kept, device_of)
-
-    columns = {name: np.zeros((1 + max(at.values()), p), np.int32) for name in COLUMNS}
-    for name in ("forward_output", "from_left", "from_right", "from_self"):
+    ticks, p, last = 1 + max(at.values()), len(by_device), len(device_of) - 1
+    columns = {name: np.zeros((ticks, p), np.int32) for name in COLUMNS}
+    for name in ("forward_output", *WAYS.values()):
         columns[name][:] = arrivals
-    for (kind, stage, k), t in at.items():
-        device = device_of[stage]
-        slot = {"backward_input": "backward", "backward_weights": "weights"}.get(kind, kind)
-        values = {
-            "": 1,
-            "_first": stage == 0,
-            "_last": stage == last,
-            "_chunk": by_device[device].index(stage),
-            "_microbatch": k,
-            "_input": arrival_slots["forward", stage, k],
-            "_output": arrival_slots["backward", stage, k] if training and stage == last else arrivals,
-            "_cotangent": arrival_slots.get(("backward", stage, k), 0),
-            "_residuals": residual_slots.get(("forward", stage, k), 0),
-            "_kept": kept_slots.get(("backward", stage, k), 0),
-        }
-        for name, value in values.items():
+    for task, t in at.items():
+        device, slot = device_of[task.stage], _SLOTS[task.kind]
+        entries = _entries_of(task, slots, last, nowhere=arrivals)
+        for name, value in entries.items():
             if slot + name in columns:
                 columns[slot + name][t, device] = value
-        to = stage + 1 if slot == "forward" else stage - 1
+        columns[f"{slot}_chunk"][t, device] = by_device[device].index(task.stage)
+        to = task.stage + 1 if slot == "forward" else task.stage - 1
         if slot != "weights" and 0 <= to <= last:
-            there = device_of[to]
-            # With one or two devices, both ways lead to the same one: in a ring, forwards go right and backwards left.
-            step = to - stage if by_device == in_a_ring(p, v) else there - device
-            way = _WAYS.get(step) or _WAYS[step - p if step > 0 else step + p]  # around the ring
-            columns[way][t + 1, there] = arrival_slots[slot, to, k]
-    return TickTable(columns, by_device, arrivals, residuals, kept_count)
+            way = _way(task.stage, to, by_device, device_of)
+            columns[way][t + 1, device_of[to]] = arrival_slots[slot, to, task.microbatch]
+    return TickTable(columns, by_device, arrivals, residuals, kept)
 
 
-_WAYS = {1: "from_left", -1: "from_right", 0: "from_self"}
+_SLOTS = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward",
+    "backward_weights": "weights",
+}
+"""The slot of a tick in which a task of each kind runs."""
+WAYS = {1: "from_left", -1: "from_right", 0: "from_self"}
+"""The column of what arrives, by how many devices to the right it was sent."""
 _Kept = tuple[str, int, int]  # what, stage, microbatch
 
 
-def _give_slots(kept: dict[_Kept, tuple[int, int]], device_of: dict[int, int]) -> tuple[dict[_Kept, int], int]:
-    """Assigns each kept value a slot in a buffer; also returns the number of slots on the fullest device.
+class _Buffers(NamedTuple):
+    """An entry for each value that is kept in a buffer: a slot, or a first and a last tick."""
 
-    In the order of their first ticks, each gets the lowest slot that is free by then, which takes the fewest slots.
+    arrivals: dict[_Kept, Any]
+    residuals: dict[_Kept, Any]
+    kept: dict[_Kept, Any]
+
+
+def _lifetimes(at: dict[Task, int]) -> _Buffers:
+    """The ticks in which each value is written and last read, if tasks run in the ticks `at`."""
+
+    def ticks_of(*kinds: str) -> dict[tuple[int, int], int]:
+        return {(task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds}
+
+    f, b = ticks_of("forward"), ticks_of("backward", "backward_input")
+    w = ticks_of("backward_weights")
+    last = max(stage for stage, _ in f)
+    found = _Buffers({}, {}, {})
+    for stage, k in f:
+        written = f[stage - 1, k] + 1 if stage else f[stage, k]
+        found.arrivals["forward", stage, k] = written, f[stage, k]
+        if b:
+            written = f[stage, k] if stage == last else b[stage + 1, k] + 1
+            found.arrivals["backward", stage, k] = written, b[stage, k]
+            found.residuals["forward", stage, k] = f[stage, k], (w or b)[stage, k]
+        if w:
+            found.kept["backward", stage, k] = b[stage, k], w[stage, k]
+    return found
+
+
+def _entries_of(task: Task, slots: _Buffers, last: int, nowhere: int) -> dict[str, int]:
+    """What the columns of a task's slot say of it, except its chunk; see `TickTable.columns`."""
+    _, stage, k = task
+    output = nowhere
+    if stage == last:
+        output = slots.arrivals.get(("backward", stage, k), nowhere)
+    return {
+        "": 1,
+        "_first": stage == 0,
+        "_last": stage == last,
+        "_microbatch": k,
+        "_input": slots.arrivals["forward", stage, k],
+        "_output": output,
+        "_cotangent": slots.arrivals.get(("backward", stage, k), 0),
+        "_residuals": slots.residuals.get(("forward", stage, k), 0),
+        "_kept": slots.kept.get(("backward", stage, k), 0),
+    }
+
+
+def _way(stage: int, to: int, by_device: Stages, device_of: dict[int, int]) -> str:
+    """The column by which the result of `stage` arrives at the stage `to`."""
+    p, v = len(by_device), len(by_device[0])
+    # With one or two devices, both ways lead to the same one: in a ring, forwards go right and
+    # backwards left.
+    step = to - stage if by_device == in_a_ring(p, v) else device_of[to] - device_of[stage]
+    return WAYS.get(step) or WAYS[step - p if step > 0 else step + p]  # around the ring
+
+
+def _give_slots(
+    kept: dict[_Kept, tuple[int, int]], device_of: dict[int, int]
+) -> tuple[dict[_Kept, int], int]:
+    """Assigns each kept value a slot in a buffer.
+
+    Also returns the number of slots on the fullest device. In the order of their first ticks, each
+    gets the lowest slot that is free by then, which takes the fewest slots.
     """
     slots: dict[_Kept, int] = {}
     busy_until: dict[int, list[int]] = {device: [] for device in device_of.values()}
@@ -145,7 +202,7 @@ def _give_slots(kept: dict[_Kept, tuple[int, int]], device_of: dict[int, int]) -
     return slots, max(map(len, busy_until.values()))
 
 
-# ---- simulation ---------------------------------------------------------------------------------------------------
+# ---- simulation ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -194,7 +251,8 @@ class Timeline:
     def most_alive(self) -> list[int]:
         """Largest number of activations alive at once on each device.
 
-        An activation is alive from the start of its forward to the end of its backward, including both halves.
+        An activation is alive from the start of its forward to the end of its backward, including
+        both halves.
         """
         columns = self.table.columns
         first, last = columns["forward"], columns["weights" if self.table.halves else "backward"]
@@ -203,15 +261,20 @@ class Timeline:
 
 
 def simulate(table: TickTable, costs: Costs) -> Timeline:
-    """Times a tick table as the executor runs it: in each tick, devices wait for each other and pay one transfer.
+    """Times a tick table as the executor runs it.
 
-    They also wait for all forwards before a backward, because they compute the loss together in between, unless each
-    device has one task per tick.
+    In each tick, devices wait for each other and pay one transfer. They also wait for all forwards
+    before a backward, because they compute the loss together in between, unless each device has one
+    task per tick.
     """
     columns = table.columns
     ticks, p = columns["forward"].shape
     backward = (1 - costs.weights if table.halves else 1) * costs.backward
-    times = {"forward": costs.forward, "backward": backward, "weights": costs.weights * costs.backward}
+    times = {
+        "forward": costs.forward,
+        "backward": backward,
+        "weights": costs.weights * costs.backward,
+    }
     spans: list[list[Span]] = [[] for _ in range(p)]
     starts, now = [], 0.0
     for t in range(ticks):

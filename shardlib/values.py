@@ -14,11 +14,17 @@ import numpy as np
 from jax import core, lax
 
 from shardlib.axes import AXIS_ORDER, PIPELINE_AXIS
-from shardlib.parsing import NotProved, ShapeSpec, ShardError, sort_axes, sort_axes_of_dim
+from shardlib.parsing import Dim, NotProved, ShapeSpec, ShardError, sort_axes, sort_axes_of_dim
 from shardlib.scopes import bound, current_scope
 
-SHORT_DTYPES = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-SHORT_DTYPES |= {f"float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"bfloat16": "bf16", "bool": "bool_"}
+SHORT_DTYPES = {
+    f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+}
+SHORT_DTYPES |= {f"float{bits}": f"f{bits}" for bits in (16, 32, 64)}
+SHORT_DTYPES |= {
+    "bfloat16": "bf16",
+    "bool": "bool_",
+}
 
 
 _LIBRARY, _STEPS = ("shardlib.", "shardwright."), ("shardwright.train", "shardwright.models.")
@@ -26,10 +32,11 @@ _LIBRARY, _STEPS = ("shardlib.", "shardwright."), ("shardwright.train", "shardwr
 
 
 def _refused_in_steps(function: Callable) -> Callable:
-    """Lets only the library call `function`, whose result is that of this mesh also where one device is traced.
+    """Lets only the library call `function`, whose result depends on the run's mesh.
 
-    So two traces that the proof compares choose the same implementation. A step that computes by it would be the same
-    in both, whatever it computes.
+    It is that of this mesh also where one device is traced. So two traces that the proof compares
+    choose the same implementation. A step that computes by it would be the same in both, whatever
+    it computes.
     """
 
     @functools.wraps(function)
@@ -38,7 +45,8 @@ def _refused_in_steps(function: Callable) -> Callable:
         caller = "" if frame is None or frame.f_back is None else frame.f_back.f_globals["__name__"]
         if not caller.startswith(_LIBRARY) or caller.startswith(_STEPS):
             raise ShardError(
-                f"{function.__name__} is the same on all meshes, so the check cannot see what depends on it",
+                f"{function.__name__} is the same on all meshes, so the check cannot see what "
+                "depends on it",
                 "use shardops.axis_size('r d'), the number of devices along axes",
             )
         return function(*args, **options)
@@ -46,7 +54,7 @@ def _refused_in_steps(function: Callable) -> Callable:
     return checked
 
 
-# ---- the mesh ---------------------------------------------------------------------------------------------------
+# ---- the mesh ------------------------------------------------------------------------------------
 
 
 def mesh_axes() -> Mapping[str, int]:
@@ -59,8 +67,8 @@ def mesh_axes() -> Mapping[str, int]:
 def target_device():
     """The device that the traced program is for: JAX's first one.
 
-    A program can also be compiled for a machine elsewhere, on an abstract mesh of another platform. Then this is the
-    mesh's abstract device, which has a platform and a kind.
+    A program can also be compiled for a machine elsewhere, on an abstract mesh of another platform.
+    Then this is the mesh's abstract device, which has a platform and a kind.
     """
     device = jax.devices()[0]
     mesh = jax.sharding.get_abstract_mesh()
@@ -76,9 +84,10 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
 
 
 def apart(axis: str, dim: str = "") -> contextlib.AbstractContextManager[None]:
-    """Context in which each device of `axis` computes something of its own: every value may differ over the axis.
+    """Context in which each device of `axis` computes something of its own.
 
-    Specs need not mention the axis there. On a mesh without the axis nothing changes.
+    Every value may differ over the axis. Specs need not mention the axis there. On a mesh without
+    the axis nothing changes.
 
     Args:
         axis: the axis.
@@ -88,13 +97,19 @@ def apart(axis: str, dim: str = "") -> contextlib.AbstractContextManager[None]:
 
 
 def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
-    """Adds to `spec` the axes that it may leave out within `apart`, if they shard one of its dims."""
-    added = lambda dim: [
-        axis for axis, name in current_scope().apart.items() if name == dim.name and axis not in dim.axes
-    ]
-    axes_of = lambda dim: sort_axes_of_dim((*dim.axes, *added(dim)))
-    dims = (dataclasses.replace(dim, axes=axes_of(dim), written=()) if added(dim) else dim for dim in spec.dims)
-    return dataclasses.replace(spec, dims=tuple(dims))
+    """Adds to `spec` the axes that it may leave out within `apart`.
+
+    They are those that shard one of its dims.
+    """
+    return dataclasses.replace(spec, dims=tuple(map(_dim_apart, spec.dims)))
+
+
+def _dim_apart(dim: Dim) -> Dim:
+    apart_over = current_scope().apart.items()
+    added = [axis for axis, name in apart_over if name == dim.name and axis not in dim.axes]
+    if not added:
+        return dim
+    return dataclasses.replace(dim, axes=sort_axes_of_dim((*dim.axes, *added)), written=())
 
 
 def pipeline_stage() -> contextlib.AbstractContextManager[None]:
@@ -103,7 +118,10 @@ def pipeline_stage() -> contextlib.AbstractContextManager[None]:
 
 
 def stage_axes() -> tuple[str, ...]:
-    """Axes over which any value may vary although its spec does not say so, such as the pipeline axis within a task."""
+    """Axes over which any value may vary although its spec does not say so.
+
+    The pipeline axis is one within a task.
+    """
     return sort_axes(current_scope().apart)
 
 
@@ -113,7 +131,9 @@ def inside_shard_map() -> bool:
 
 
 def devices_along(axes: Iterable[str]) -> int:
-    """Number of devices along `axes` together; axes of AXIS_ORDER that the mesh lacks count as one device.
+    """Number of devices along `axes` together.
+
+    Axes of AXIS_ORDER that the mesh lacks count as one device.
 
     Raises:
         ShardError: the mesh lacks an axis outside AXIS_ORDER, or no mesh is set.
@@ -126,7 +146,8 @@ def devices_along(axes: Iterable[str]) -> int:
         if axis not in known:
             raise ShardError(
                 f"axis {axis} is not an axis of the mesh (the mesh has {', '.join(sizes)})",
-                f"name one of the mesh's axes, a group (b, w), or give the mesh an axis {axis} of one device",
+                f"name one of the mesh's axes, a group (b, w), or give the mesh an axis {axis} of "
+                "one device",
             )
     return math.prod(known[axis] for axis in axes)
 
@@ -136,9 +157,11 @@ class Planned:
     """How to trace a program that is compared with another one, or only planned."""
 
     sizes: tuple[tuple[str, int], ...] = ()
-    """Mesh sizes on which choices for speed depend, whatever mesh the program is traced on; empty: its own mesh."""
+    """Mesh sizes on which choices for speed depend, whatever mesh the program is traced on; empty:
+    its own mesh."""
     note: Callable | None = None
-    """For a program that is only planned: gets the mask of each attention call, which is traced as one call."""
+    """For a program that is only planned: gets the mask of each attention call, which is traced as
+    one call."""
 
 
 _PLANNED = jax.make_user_context(Planned())  # JAX retraces a jitted function if it differs
@@ -157,20 +180,23 @@ def planned() -> Planned:
 
 @_refused_in_steps
 def planned_devices(axes: Iterable[str]) -> int:
-    """Number of devices along `axes` for choices of speed, which two traces that are compared must make alike."""
+    """Number of devices along `axes` for choices of speed.
+
+    Two traces that are compared must make these choices alike.
+    """
     sizes = dict(_PLANNED.value.sizes) or mesh_axes()
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
-# ---- opaque values ----------------------------------------------------------------------------------------------
+# ---- opaque values -------------------------------------------------------------------------------
 
 
 def varying(x: object, axes: Iterable[str]) -> Any:
-    """Marks `x`, an array or a pytree of arrays, in JAX's types as varying over `axes`. The forward pass does nothing.
+    """Marks `x`, an array or a pytree of arrays, in JAX's types as varying over `axes`.
 
-    The gradient stays correct: for a gathered value it becomes a partial sum, as it should. If JAX knows that the value
-    is the same on every device, its gradient is all-reduced here; `op_checks.cast` rejects that, because no spec shows
-    it.
+    The forward pass does nothing. The gradient stays correct: for a gathered value it becomes a
+    partial sum, as it should. If JAX knows that the value is the same on every device, its gradient
+    is all-reduced here; `op_checks.cast` rejects that, because no spec shows it.
     """
     axes = set(axes)
 
@@ -184,7 +210,10 @@ def varying(x: object, axes: Iterable[str]) -> Any:
 
 
 class OpName(str):
-    """The op that made an opaque value, for messages. All are equal, so that pytree types do not depend on them."""
+    """The op that made an opaque value, for messages.
+
+    All are equal, so that pytree types do not depend on them.
+    """
 
     def __eq__(self, other):
         return isinstance(other, OpName)
@@ -215,7 +244,8 @@ class _Opaque:
     def __getattr__(self, name: str):
         if name in ("shape", "ndim", "dtype"):  # of this device's block
             return getattr(self._value, name)
-        # For `x.sum()`, `x.T` and the like. Python itself (copy, pickle) must get an AttributeError.
+        # For `x.sum()`, `x.T` and the like. Python itself (copy, pickle) must get an
+        # AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         raise _NoAttribute(f".{name} was read from {self._with_origin()}", self.remedy())
@@ -248,8 +278,8 @@ def _reject_operator(name: str):
 
 
 _OPERATORS = (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg abs "
-    "lt le gt ge eq ne getitem iter bool float int len"
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul "
+    "rmatmul neg abs lt le gt ge eq ne getitem iter bool float int len"
 )
 for _name in _OPERATORS.split():
     setattr(_Opaque, f"__{_name}__", _reject_operator(f"__{_name}__"))
@@ -259,12 +289,13 @@ _Opaque.__hash__ = object.__hash__
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Partial(_Opaque):
-    """A partial sum: the true value is the sum of what the devices of `axes` hold. Its mark in specs is `+axis`.
+    """A partial sum: the true value is the sum of what the devices of `axes` hold.
 
-    It is not an array: jax.numpy and jax.lax reject it, and in JAX's own types the array inside is *unreduced*. psum
-    and psum_scatter reduce it. Before that, linear operations are allowed: `p + q`, `p - q`, `sum([p, q])` of partial
-    sums over the same axes; `-p`, `c * p`, `p * c`, `p / c` with a number c; `p * x`, `p / x` with an array x that is
-    the same on every device of `axes`. The gradient of x is then all-reduced over `axes`.
+    Its mark in specs is `+axis`. It is not an array: jax.numpy and jax.lax reject it, and in JAX's
+    own types the array inside is *unreduced*. psum and psum_scatter reduce it. Before that, linear
+    operations are allowed: `p + q`, `p - q`, `sum([p, q])` of partial sums over the same axes;
+    `-p`, `c * p`, `p * c`, `p / c` with a number c; `p * x`, `p / x` with an array x that is the
+    same on every device of `axes`. The gradient of x is then all-reduced over `axes`.
     """
 
     def remedy(self) -> str:
@@ -272,9 +303,14 @@ class Partial(_Opaque):
         return f"reduce it over {', '.join(self.axes)} first, with psum_scatter or psum"
 
     def astype(self, dtype):
-        """Returns the partial sum in another dtype. Raises ShardError for integers and bool, which would round it."""
+        """Returns the partial sum in another dtype.
+
+        Raises ShardError for integers and bool, which would round it.
+        """
         if not jnp.issubdtype(dtype, self.dtype if self.dtype == dtype else jnp.inexact):
-            self._reject(f".astype({jnp.dtype(dtype).name}), which would round each part of the sum,")
+            self._reject(
+                f".astype({jnp.dtype(dtype).name}), which would round each part of the sum,"
+            )
         return super().astype(dtype)
 
     def __add__(self, other):
@@ -293,7 +329,9 @@ class Partial(_Opaque):
         return self + -other
 
     def _check_term(self, operator: str, other) -> None:
-        is_other = type(self) is not type(other) or jax.tree.structure(self) != jax.tree.structure(other)
+        is_other = type(self) is not type(other) or jax.tree.structure(self) != jax.tree.structure(
+            other
+        )
         if is_other or other.shape != self.shape:
             rule = "add only partial sums of one shape over the same axes"
             self._reject_with(operator, other, rule)
@@ -304,7 +342,8 @@ class Partial(_Opaque):
         # The backward pass keeps c, not the result of the cast, which a scan could not stack.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def scaled(x, c):
-            # JAX 0.10.2 only has a rule for this multiplication, and only if the other factor has this type.
+            # JAX 0.10.2 only has a rule for this multiplication, and only if the other factor has
+            # this type.
             constant = set(self.axes) - jax.typeof(c).manual_axis_type.reduced
             return x * lax.pcast(c, sort_axes(constant), to="reduced")
 
@@ -324,9 +363,16 @@ class Partial(_Opaque):
         if isinstance(factor, int | float | complex | np.ndarray | np.generic | jax.Array):
             kind, shape = jax.typeof(factor).manual_axis_type, np.shape(factor)
             fits = all(n in (1, own) for n, own in zip(shape[::-1], self.shape[::-1], strict=False))
-            if len(shape) <= self.ndim and fits and not set(self.axes) & (kind.varying | kind.unreduced):
+            if (
+                len(shape) <= self.ndim
+                and fits
+                and not set(self.axes) & (kind.varying | kind.unreduced)
+            ):
                 return
-        rule = "scale it only by a number, or by an array that has its dims and is the same on every device of"
+        rule = (
+            "scale it only by a number, or by an array that has its dims and is the same on every "
+            "device of"
+        )
         self._reject_with(operator, factor, f"{rule} {', '.join(self.axes)}")
 
     def _reject_with(self, operator: str, other, rule: str):
@@ -335,8 +381,8 @@ class Partial(_Opaque):
 
 
 WITHOUT_COPY = (
-    "or compute on the blocks before the gather, shard another dim instead with all_to_all, or gather a "
-    "plain array that is the same on all devices: all_gather(..., replicated=True)"
+    "or compute on the blocks before the gather, shard another dim instead with all_to_all, or "
+    "gather a plain array that is the same on all devices: all_gather(..., replicated=True)"
 )
 """Remedy for code that must pass a gathered array to functions other than the ops."""
 
@@ -344,9 +390,10 @@ WITHOUT_COPY = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Copy(_Opaque):
-    """A copy on every device of `axes`, each used independently: its gradient is a partial sum. Its mark is `*axis`.
+    """A copy on every device of `axes`, each used independently: its gradient is a partial sum.
 
-    It is not an array: only all_gather, broadcast, einsum_unreduced and index_unreduced take it, and check its use.
+    Its mark is `*axis`. It is not an array: only all_gather, broadcast, einsum_unreduced and
+    index_unreduced take it, and check its use.
     """
 
     @property
@@ -358,7 +405,8 @@ class Copy(_Opaque):
         """Tells which ops take it, and what to do otherwise."""
         names = ", ".join(self.axes)
         return (
-            f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over {names}; {WITHOUT_COPY}"
+            "use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over "
+            f"{names}; {WITHOUT_COPY}"
         )
 
 
@@ -367,8 +415,9 @@ class Copy(_Opaque):
 class AtRest(_Opaque):
     """A weight as a model's functions are given it, of its type at rest. Only all_gather takes it.
 
-    all_gather returns the weight as the layer uses it: cast to `used_dtype`, with a gradient that is reduced over r
-    and over the gathered axes. A weight that was gathered ahead is inside as a Copy, and is returned as it is.
+    all_gather returns the weight as the layer uses it: cast to `used_dtype`, with a gradient that
+    is reduced over r and over the gathered axes. A weight that was gathered ahead is inside as a
+    Copy, and is returned as it is.
     """
 
     used_dtype: Any = dataclasses.field(default=None, metadata={"static": True})
@@ -387,7 +436,10 @@ def is_opaque(value) -> bool:
 
 
 def unwrap(value: Any) -> Any:
-    """The array inside a copy; the array or Copy inside a partial sum or a weight at rest. For shardlib itself."""
+    """The array inside a copy; the array or Copy inside a partial sum or a weight at rest.
+
+    For shardlib itself.
+    """
     return value._value
 
 
@@ -417,19 +469,23 @@ def states_text(varying: Iterable[str], gathered: Iterable[str], unreduced: Iter
     return f"{{{'; '.join(texts) or 'the same on every device'}}}"
 
 
-# ---- shardings of whole arrays, outside of shard_map ------------------------------------------------------------
+# ---- shardings of whole arrays, outside of shard_map ---------------------------------------------
 
 Sharding = tuple[tuple[str, ...], ...]
 """The axes that shard each dim."""
 
 
 def sharding_of(value) -> Sharding | None:
-    """The axes that shard each dim of a whole array; None if JAX does not know them (no mesh, or Auto axes)."""
+    """The axes that shard each dim of a whole array.
+
+    Returns None if JAX does not know them (no mesh, or Auto axes).
+    """
     is_traced = isinstance(value, core.Tracer)
     sharding = getattr(jax.typeof(value) if is_traced else value, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
-    if is_traced and any(kind != jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types):
+    explicit = jax.sharding.AxisType.Explicit
+    if is_traced and any(kind != explicit for kind in sharding.mesh.axis_types):
         return None
     return axes_of_spec(sharding.spec, len(value.shape))
 

@@ -1,8 +1,9 @@
-"""Zigzag order: which chunks of a dim each device of an axis holds, so that causal attention is balanced.
+"""Zigzag order: which chunks of a dim each device of an axis holds.
 
-A dim in this order is named Z. It has 2n chunks on n devices. Device i holds chunks 2i and 2i + 1 in the order of
-positions, `L/c`, and chunks i and 2n - 1 - i in zigzag order, `Z/c`. The proof treats the two as different dims, so
-values in one order never meet values in the other.
+It balances causal attention. A dim in this order is named Z. It has 2n chunks on n devices. Device
+i holds chunks 2i and 2i + 1 in the order of positions, `L/c`, and chunks i and 2n - 1 - i in zigzag
+order, `Z/c`. The proof treats the two as different dims, so values in one order never meet values
+in the other.
 """
 
 import functools
@@ -20,20 +21,35 @@ from shardlib.values import describe, devices_along, stage_axes
 
 
 def zigzag(spec, x):
-    """Exchanges half blocks, into zigzag order or back: `B L/c M -> B Z/c M`, `B Z/c M -> B L/c M`."""
+    """Exchanges half blocks, into zigzag order or back.
+
+    For example, `B L/c M -> B Z/c M` or `B Z/c M -> B L/c M`.
+    """
     with checked_collective("zigzag", spec, x) as (op, lhs, rhs, value, _):
         changed = [i for i, (a, b) in enumerate(zip(lhs.dims, rhs.dims, strict=False)) if a != b]
-        rule = f"give one dim, which one axis shards, the name {ZIGZAG} on one side: `B L/c M -> B {ZIGZAG}/c M`"
+        rule = (
+            f"give one dim, which one axis shards, the name {ZIGZAG} on one side: "
+            f"`B L/c M -> B {ZIGZAG}/c M`"
+        )
         if len(lhs.dims) != len(rhs.dims) or len(changed) != 1 or lhs.partial or rhs.partial:
             raise wrong_spec(op, rule)
         (dim,), before, after = changed, lhs.dims[changed[0]], rhs.dims[changed[0]]
-        if before.axes != after.axes or len(before.axes) > 1 or (before.name == ZIGZAG) == (after.name == ZIGZAG):
+        if (
+            before.axes != after.axes
+            or len(before.axes) > 1
+            or (before.name == ZIGZAG) == (after.name == ZIGZAG)
+        ):
             raise wrong_spec(op, rule)
         if not before.axes:
             return x
         if (size := value.shape[dim]) % 2:
-            problem = f"operand 1 is {describe(x)}: a device has {size} entries of {before}, not two equal chunks"
-            raise ShardError(problem, f"make {before.name} a multiple of {2 * devices_along(before.axes)}")
+            problem = (
+                f"operand 1 is {describe(x)}: a device has {size} entries of {before}, not two "
+                "equal chunks"
+            )
+            raise ShardError(
+                problem, f"make {before.name} a multiple of {2 * devices_along(before.axes)}"
+            )
     exchange = functools.partial(exchanged, before.axes[0], dim, after.name == ZIGZAG)
     reason = f"device i of n has chunks i and 2n - 1 - i of a dim in zigzag order: {op}"
     return note_type(per_device(str(rhs), exchange, value, reason=reason, takes=str(lhs)), rhs)
@@ -46,25 +62,31 @@ def exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
     """
     n, i = devices_along(axis), lax.axis_index(axis)
     first, second = jnp.split(x, 2, axis=dim)
-    # In zigzag order chunk j is on device j, or 2n - 1 - j if that is less.
-    place = lambda j: min(j, 2 * n - 1 - j)
-    to_even, to_odd = ([(k, place(2 * k + odd)) for k in range(n)] for odd in (0, 1))
+
+    def device_of(chunk: int) -> int:
+        """The device that has a chunk in zigzag order."""
+        return min(chunk, 2 * n - 1 - chunk)
+
+    to_even, to_odd = ([(k, device_of(2 * k + odd)) for k in range(n)] for odd in (0, 1))
     if into:
         even, odd = permuted(first, axis, to_even), permuted(second, axis, to_odd)
         is_first = i % 2 == 0  # chunk i is even, and comes before 2n - 1 - i
         parts = jnp.where(is_first, even, odd), jnp.where(is_first, odd, even)
     else:
         even, odd = jnp.where(i % 2 == 0, first, second), jnp.where(i % 2 == 0, second, first)
-        back = lambda pairs: [(b, a) for a, b in pairs]
-        parts = permuted(even, axis, back(to_even)), permuted(odd, axis, back(to_odd))
+        from_even, from_odd = ([(b, a) for a, b in pairs] for pairs in (to_even, to_odd))
+        parts = permuted(even, axis, from_even), permuted(odd, axis, from_odd)
     return jnp.concatenate(parts, axis=dim)
 
 
-def permuted(x: jax.Array, axis: str, pairs: list[tuple[int, int]], in_stage: bool | None = None) -> jax.Array:
+def permuted(
+    x: jax.Array, axis: str, pairs: list[tuple[int, int]], in_stage: bool | None = None
+) -> jax.Array:
     """`lax.ppermute` for per-device code, with pairs that cover all devices of `axis`.
 
-    In XLA all devices of the mesh meet in a permute, but the stages of a pipeline run different tasks. Within a stage
-    it is therefore an all_to_all, in which only the devices of `axis` meet, of blocks that are 0 except one.
+    In XLA all devices of the mesh meet in a permute, but the stages of a pipeline run different
+    tasks. Within a stage it is therefore an all_to_all, in which only the devices of `axis` meet,
+    of blocks that are 0 except one.
 
     Args:
         x: this device's block.

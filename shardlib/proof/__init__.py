@@ -1,1 +1,4 @@
-"""Proves that a per-device program computes, on its mesh, the blocks of what it computes on one device."""
+"""Proves that a per-device program computes the blocks of what it computes on one device.
+
+The blocks are those of its mesh.
+"""

@@ -1,8 +1,9 @@
 """Aligns a per-device program with the same program on one device, equation by equation.
 
-Both are traces of one source. If a device has one entry of a dim, JAX adds or leaves out equations that only reshape.
-Such equations need not match: the other equations, which compute, must take the same entries in the same shape. The
-rule of an equation that was left out here is still applied, since it may add up the entries of several devices.
+Both are traces of one source. If a device has one entry of a dim, JAX adds or leaves out equations
+that only reshape. Such equations need not match: the other equations, which compute, must take the
+same entries in the same shape. The rule of an equation that was left out here is still applied,
+since it may add up the entries of several devices.
 """
 
 import dataclasses
@@ -29,7 +30,10 @@ SHAPING = equations.REDUCTIONS | equations.kinds("view") | {"slice"}
 
 
 class Layout(NamedTuple):
-    """The entries that a value has on a device: those of the value `root`, by strides; 0 along a dim of one entry."""
+    """The entries that a value has on a device: those of the value `root`, by strides.
+
+    The stride is 0 along a dim of one entry.
+    """
 
     root: object
     shape: tuple[int, ...]
@@ -67,7 +71,10 @@ class Different(Exception):
     def __init__(self, here: Any, there: Any):
         self.place = "?" if here is None and there is None else Equation(here or there).place()
         names = [Equation(e).shown if e is not None else "nothing more" for e in (here, there)]
-        problem = f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"
+        problem = (
+            f"the program is another one on this mesh than on one device: {names[0]} here, "
+            f"{names[1]} there"
+        )
         lines = [problem, choice_between(here, there), callers_text(here or there)]
         super().__init__("\n  ".join(filter(None, lines)))
 
@@ -75,7 +82,9 @@ class Different(Exception):
     def between(cls, ours: Sequence, theirs: Sequence) -> "Different":
         """Creates the error for the first difference of two lists of equations."""
         pairs = itertools.zip_longest(ours, theirs)
-        return cls(*next((p for p in pairs if len({e and e.primitive.name for e in p}) > 1), (None, None)))
+        return cls(
+            *next((p for p in pairs if len({e and e.primitive.name for e in p}) > 1), (None, None))
+        )
 
 
 ANY = Layout(object(), (), ())
@@ -87,7 +96,8 @@ class Aligned(NamedTuple):
 
     Attributes:
         ours: the jaxpr here, with one turn instead of each ring.
-        theirs: that on one device, completed by what it left out because of a choice by the number of devices.
+        theirs: that on one device, completed by what it left out because of a choice by the number
+            of devices.
         pairs: the equations, in the order on one device.
         here: entries of each result of the per-device program.
         there: the entries that it should have according to the program on one device.
@@ -110,7 +120,9 @@ class Alignment:
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
         self._sizes, self._twin_sizes = sizes, twin_sizes
-        counts = lambda of: (math.prod(n) for k in range(len(of) + 1) for n in itertools.combinations(of.values(), k))
+        counts = lambda of: (
+            math.prod(n) for k in range(len(of) + 1) for n in itertools.combinations(of.values(), k)
+        )
         self._devices = {*itertools.product(counts(sizes), counts(twin_sizes))}
         self._known: dict[tuple, Aligned] = {}
 
@@ -120,7 +132,8 @@ class Alignment:
         Args:
             ours: the jaxpr on a mesh, or a body in it.
             theirs: that on one device.
-            shapes: shape that each argument of `theirs` has here; None: that of the argument of `ours`.
+            shapes: shape that each argument of `theirs` has here; None: that of the argument of
+                `ours`.
 
         Raises:
             Different: an equation is on one side only, and does more than reshape.
@@ -141,7 +154,10 @@ class Alignment:
         return self._known[key]
 
     def _made(self, ours: Any, theirs: Any, shapes: tuple) -> Aligned:
-        here = {a: laid_out(b, shape_of(a)) for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
+        here = {
+            a: laid_out(b, shape_of(a))
+            for a, b in zip(ours.constvars, theirs.constvars, strict=True)
+        }
         there = {b: here[a] for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
         for a, b, shape in zip(ours.invars, theirs.invars, shapes, strict=True):
             here[a], there[b] = laid_out(b, shape_of(a)), laid_out(b, shape)
@@ -154,13 +170,23 @@ class Alignment:
             if found is not None:
                 views = [other for other in views if other is not own]
                 is_own = own is not None and here[own.invars[0]] == x
-                pairs.append(Pair(own, eqn) if is_own else Pair(_cut(eqn, [x], found.shape), eqn, is_own=False))
+                pairs.append(
+                    Pair(own, eqn)
+                    if is_own
+                    else Pair(_cut(eqn, [x], found.shape), eqn, is_own=False)
+                )
                 there[eqn.outvars[0]] = found
                 continue
             own = rest.pop() if rest else None
-            if own is None or own.primitive.name != eqn.primitive.name or is_region(own) != is_region(eqn):
+            if (
+                own is None
+                or own.primitive.name != eqn.primitive.name
+                or is_region(own) != is_region(eqn)
+            ):
                 raise Different(own, eqn)
-            if is_region(eqn):  # what it keeps for its backward pass, a ring for each of its turns, depends on the mesh
+            # What it keeps for its backward pass, a ring for each of its turns, depends on the
+            # mesh.
+            if is_region(eqn):
                 pairs.append(Pair(own, eqn))
                 here |= dict.fromkeys(own.outvars, ANY)
                 there |= dict.fromkeys(eqn.outvars, ANY)
@@ -172,49 +198,92 @@ class Alignment:
         views += _views(rest, here)
         if rest or len(ours.outvars) != len(theirs.outvars):
             raise Different(rest[-1] if rest else None, None)
-        layouts = (_layouts(jaxpr.outvars, known) for jaxpr, known in ((ours, here), (theirs, there)))
+        layouts = (
+            _layouts(jaxpr.outvars, known) for jaxpr, known in ((ours, here), (theirs, there))
+        )
         return Aligned(ours, theirs, pairs, *layouts)
 
     def _view_of(self, views: list, eqn: Eqn, x: Layout, here: Mapping) -> Any:
-        """The equation among `views` that returns what `eqn` returns on one device; None if there is none."""
+        """The equation among `views` that returns what `eqn` returns on one device.
+
+        Returns None if there is none.
+        """
         alike = [own for own in views if own.primitive is eqn.primitive]
         for own in alike:
             shape = shape_of(own.outvars[0])
-            if self._fits(shape, shape_of(eqn.outvars[0])) and _view(eqn, x, shape) == here[own.outvars[0]]:
+            if (
+                self._fits(shape, shape_of(eqn.outvars[0]))
+                and _view(eqn, x, shape) == here[own.outvars[0]]
+            ):
                 return own
         # Entries that stand for devices: as many as devices here, one on one device.
-        reshaped = (own for own in alike if eqn.primitive.name == "reshape" and here[own.invars[0]] == x)
-        return next((own for own in reshaped if len(shape_of(own.outvars[0])) == len(shape_of(eqn.outvars[0]))), None)
+        reshaped = (
+            own for own in alike if eqn.primitive.name == "reshape" and here[own.invars[0]] == x
+        )
+        return next(
+            (
+                own
+                for own in reshaped
+                if len(shape_of(own.outvars[0])) == len(shape_of(eqn.outvars[0]))
+            ),
+            None,
+        )
 
     def _fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
-        """True if blocks of two shapes may make one whole, given the numbers of devices that may cut a dim."""
+        """True if blocks of two shapes may make one whole.
+
+        The numbers of devices that may cut a dim are given.
+        """
         sizes = zip(here, there, strict=True) if len(here) == len(there) else [(1, 0)]
         return all(a == b or any(a * n == b * m for n, m in self._devices) for a, b in sizes)
 
-    def _paired(self, own: Eqn, eqn: Eqn, here: Mapping, there: Mapping) -> tuple[Pair, list[Layout], list[Layout]]:
+    def _paired(
+        self, own: Eqn, eqn: Eqn, here: Mapping, there: Mapping
+    ) -> tuple[Pair, list[Layout], list[Layout]]:
         """Pairs two equations that compute; also returns the entries of their results."""
         if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
             raise Different(own, eqn)
         xs, ys = _layouts(own.invars, here), _layouts(eqn.invars, there)
         if own.primitive.name in equations.CALLS:
-            shapes = [shape_of(a) if y in (None, ANY) else y.shape for a, y in zip(own.invars, ys, strict=True)]
-            found = self.of(body_of(equations.called(own))[0], body_of(equations.called(eqn))[0], shapes)
-            of = lambda a, b, x: (
-                ANY if x is ANY else laid_out(b, shape_of(a)) if x is None else x._replace(root=(b, x.root))
+            shapes = [
+                shape_of(a) if y in (None, ANY) else y.shape
+                for a, y in zip(own.invars, ys, strict=True)
+            ]
+            found = self.of(
+                body_of(equations.called(own))[0], body_of(equations.called(eqn))[0], shapes
             )
-            ours, theirs = (list(map(of, own.outvars, eqn.outvars, side)) for side in (found.here, found.there))
+            of = lambda a, b, x: (
+                ANY
+                if x is ANY
+                else laid_out(b, shape_of(a))
+                if x is None
+                else x._replace(root=(b, x.root))
+            )
+            ours, theirs = (
+                list(map(of, own.outvars, eqn.outvars, side)) for side in (found.here, found.there)
+            )
             return Pair(own, eqn, others(xs, ys, same_entries), inner=found), ours, theirs
         pair = Pair(own, eqn, others(xs, ys))
-        if own.primitive.name in FORMS and None not in (*xs, *ys) and not others(xs, ys, same_entries):
+        if (
+            own.primitive.name in FORMS
+            and None not in (*xs, *ys)
+            and not others(xs, ys, same_entries)
+        ):
             pair = _in_form(own, eqn, xs, ys) or pair
         ours, theirs = (
-            [laid_out(b, shape_of(a)) for a, b in zip(e.outvars, eqn.outvars, strict=True)] for e in (own, pair.eqn)
+            [laid_out(b, shape_of(a)) for a, b in zip(e.outvars, eqn.outvars, strict=True)]
+            for e in (own, pair.eqn)
         )
         return pair, ours, theirs
 
 
-def others(ours: Sequence, theirs: Sequence, key: Callable[..., Any] | None = None) -> frozenset[int]:
-    """Which of some Layouts differ between here and one device, also by key(Layout) if it is given."""
+def others(
+    ours: Sequence, theirs: Sequence, key: Callable[..., Any] | None = None
+) -> frozenset[int]:
+    """Which of some Layouts differ between here and one device.
+
+    They are compared by key(Layout) if it is given.
+    """
     pairs = enumerate(zip(ours, theirs, strict=True))
     same = lambda x, y: x == y or (key is not None and None not in (x, y) and key(x) == key(y))
     return frozenset(i for i, (x, y) in pairs if not same(x, y))
@@ -243,36 +312,57 @@ def _views(rest: list, here: dict) -> Iterator[Any]:
 
 
 def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
-    """Pairs two equations with the same entries, if they do the same to all dims of more than one entry."""
+    """Pairs two equations with the same entries, if they treat dims of more than one entry alike.
+
+    They do if they do the same to all of these dims.
+    """
     params = eqn.params
     if own.primitive.name == "gather":
-        sizes = iter(n for n, size in zip(own.params["slice_sizes"], xs[0].shape, strict=True) if size > 1)
+        sizes = iter(
+            n for n, size in zip(own.params["slice_sizes"], xs[0].shape, strict=True) if size > 1
+        )
         params = {**params, "slice_sizes": tuple(next(sizes) if n > 1 else 1 for n in ys[0].shape)}
     form, shape = _form(own.primitive.name, params, [y.shape for y in ys])
-    names = own.params.keys() - OF_SIZES - {"axes", "dimension_numbers"}  # which say which dim is which
-    is_other = any(not (callable(own.params[n]) or equal_parameters(own.params[n], eqn.params[n])) for n in names)
+    # These say which dim is which.
+    names = own.params.keys() - OF_SIZES - {"axes", "dimension_numbers"}
+    is_other = any(
+        not (callable(own.params[n]) or equal_parameters(own.params[n], eqn.params[n]))
+        for n in names
+    )
     if is_other or _form(own.primitive.name, own.params, [x.shape for x in xs])[0] != form:
         return None
-    return (
-        None if (xs, shape) == (ys, shape_of(own.outvars[0])) else Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
-    )
+    if (xs, shape) == (ys, shape_of(own.outvars[0])):
+        return None
+    return Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
 
 
 FORMS = equations.REDUCTIONS | equations.SCATTERS | {"dot_general", "gather"}
-"""Primitives that compute, and whose parameters JAX changes if an operand has a dim of one entry."""
+"""Primitives that compute, and whose parameters JAX changes if an operand has a dim of one
+entry."""
 
 
 def same_entries(x: Layout) -> tuple:
-    """Identifies the entries of a value whatever its shape: its root, and the dims of more than one entry."""
+    """Identifies the entries of a value whatever its shape.
+
+    Returns its root, and the dims of more than one entry.
+    """
     return x.root, *((n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1)
 
 
 def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...]]:
-    """What the parameters of a primitive of FORMS say about dims of more than one entry; and the result's shape."""
+    """What the parameters of a primitive of FORMS say about dims of more than one entry.
+
+    Also returns the result's shape.
+    """
     # For each shape, numbers the dims of more than one entry.
-    ranks = [dict(zip((i for i, n in enumerate(s) if n > 1), itertools.count(), strict=False)) for s in shapes]
+    ranks = [
+        dict(zip((i for i, n in enumerate(s) if n > 1), itertools.count(), strict=False))
+        for s in shapes
+    ]
     of = lambda k, dims: [ranks[k].get(i) for i in dims]
-    pairs = lambda a, b: [pair for pair in zip(of(0, a), of(1, b), strict=True) if pair != (None, None)]
+    pairs = lambda a, b: [
+        pair for pair in zip(of(0, a), of(1, b), strict=True) if pair != (None, None)
+    ]
     if name in equations.REDUCTIONS:
         axes = params["axes"]
         return {*of(0, axes)} - {None}, tuple(n for i, n in enumerate(shapes[0]) if i not in axes)
@@ -280,11 +370,17 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
         contracted, batch = params["dimension_numbers"]
         gone = [{*contracted[k], *batch[k]} for k in (0, 1)]
         free = [n for k in (0, 1) for i, n in enumerate(shapes[k]) if i not in gone[k]]
-        return (sorted(pairs(*contracted)), pairs(*batch)), (*(shapes[0][i] for i in batch[0]), *free)
+        return (sorted(pairs(*contracted)), pairs(*batch)), (
+            *(shapes[0][i] for i in batch[0]),
+            *free,
+        )
     numbers, (whole, index, *updates) = params["dimension_numbers"], shapes
     if name == "gather":
-        windows, gone, to = numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map
-        batch, sizes = (numbers.operand_batching_dims, numbers.start_indices_batching_dims), params["slice_sizes"]
+        windows = numbers.offset_dims
+        gone = numbers.collapsed_slice_dims
+        to = numbers.start_index_map
+        batch = (numbers.operand_batching_dims, numbers.start_indices_batching_dims)
+        sizes = params["slice_sizes"]
     else:
         windows, gone = numbers.update_window_dims, numbers.inserted_window_dims
         to = numbers.scatter_dims_to_operand_dims
@@ -294,7 +390,10 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
         window = dict(zip(kept, (updates[0][j] for j in windows), strict=True))
         sizes = [window.get(i, 1) for i in range(len(whole))]
     of_window, of_index = iter(kept), iter(range(len(index) - 1))
-    dims = [(0, next(of_window)) if j in windows else (1, next(of_index)) for j in range(len(kept) + len(index) - 1)]
+    dims = [
+        (0, next(of_window)) if j in windows else (1, next(of_index))
+        for j in range(len(kept) + len(index) - 1)
+    ]
     shape = tuple(sizes[i] if k == 0 else index[i] for k, i in dims)
     order = [(k, ranks[k].get(i)) for n, (k, i) in zip(shape, dims, strict=True) if n > 1]
     form = [sizes[i] for i in ranks[0]], of(0, to), pairs(*batch), order
@@ -307,7 +406,8 @@ def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
     Args:
         eqn: the equation.
         x: its operand.
-        shape: shape of the result on a device; None: of an equation on one device that JAX left out here.
+        shape: shape of the result on a device; None: of an equation on one device that JAX left out
+            here.
     """
     name, params = eqn.primitive.name, eqn.params
     if name in AS_IS:
@@ -315,13 +415,17 @@ def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
     there, one = shape_of(eqn.outvars[0]), shape_of(eqn.invars[0])
     if name in equations.REDUCTIONS or name in ("transpose", "squeeze", "broadcast_in_dim"):
         source = equations.source_dims(eqn)
-        if name != "broadcast_in_dim" and any(n != 1 for i, n in enumerate(x.shape) if i not in source):
+        if name != "broadcast_in_dim" and any(
+            n != 1 for i, n in enumerate(x.shape) if i not in source
+        ):
             return None
         sizes = tuple(1 if i is None else x.shape[i] for i in source)
         sizes = shape if shape is not None and name == "broadcast_in_dim" else sizes
         return Layout(x.root, sizes, tuple(0 if i is None else x.strides[i] for i in source))
     if name == "slice":  # a part of a dim may be the one entry that there is here
-        is_whole = all(b == a or (n == 1 < a and b > 0) for n, a, b in zip(x.shape, one, there, strict=True))
+        is_whole = all(
+            b == a or (n == 1 < a and b > 0) for n, a, b in zip(x.shape, one, there, strict=True)
+        )
         return x if (is_whole if shape is None else shape == x.shape) else None
     if name != "reshape" or params.get("dimensions") is not None:
         return None
@@ -341,7 +445,9 @@ def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
 def _cut(eqn: Eqn, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
     """Adapts an equation on one device to the operands `xs` and a result of this shape."""
     of = lambda var, shape: SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, var.aval.dtype))
-    sizes = {name: tuple(shape) for name in ("shape", "new_sizes", "limit_indices") if name in eqn.params}
+    sizes = {
+        name: tuple(shape) for name in ("shape", "new_sizes", "limit_indices") if name in eqn.params
+    }
     sizes |= {"start_indices": (0,) * len(shape)} if eqn.primitive.name == "slice" else {}
     return SimpleNamespace(
         primitive=eqn.primitive,
@@ -352,18 +458,24 @@ def _cut(eqn: Eqn, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | 
     )
 
 
-# ---- choices by the size of an axis: `if lax.axis_size('t') > 1: x = lax.psum(x, 't')`, which one device leaves out
+# ---- choices by the size of an axis --------------------------------------------------------------
+# For example `if lax.axis_size('t') > 1: x = lax.psum(x, 't')`, which one device leaves out.
 
-OPERATIONS = equations.COLLECTIVES | equations.words("pvary div mul ring_enter ring_index ring_close ring_scatter")
+OPERATIONS = equations.COLLECTIVES | equations.words(
+    "pvary div mul ring_enter ring_index ring_close ring_scatter"
+)
 
 
 def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
-    """Completes the program of one device by operations that it left out and that change nothing there.
+    """Completes the program of one device by operations that it left out.
 
-    These are collectives that keep the shape, over axes of one device, and multiplications by a number that is 1 there.
-    Each returns its operand, so the program computes the same. Returns `twin` itself if it lacks other operations.
+    These change nothing there. These are collectives that keep the shape, over axes of one device,
+    and multiplications by a number that is 1 there. Each returns its operand, so the program
+    computes the same. Returns `twin` itself if it lacks other operations.
     """
-    pairs = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*twin.constvars, *twin.invars], strict=False))
+    pairs = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*twin.constvars, *twin.invars], strict=False)
+    )
     before: dict[Any, Any] = {}  # the variable that is the same value as a new one
     kept = lambda var: before.get(var, var) if is_variable(var) else var
 
@@ -376,7 +488,9 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
         return [pairs[a] if same(a, b) else b for a, b in zip(ours, theirs, strict=True)]
 
     is_same = lambda a, b: not is_variable(a) or pairs.get(a) is b
-    does_same = lambda a, b: equations.axes_of(a) == equations.axes_of(b) and all(map(is_same, a.invars, b.invars))
+    does_same = lambda a, b: (
+        equations.axes_of(a) == equations.axes_of(b) and all(map(is_same, a.invars, b.invars))
+    )
     found, rest = [], list(twin.eqns)
     for eqn in jaxpr.eqns:
         other = rest[0] if rest and rest[0].primitive is eqn.primitive else None
@@ -385,7 +499,9 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
         if other is None or (eqn.primitive.name in OPERATIONS and not does_same(eqn, other)):
             if (other := _left_out(eqn, pairs, twin_sizes)) is None:
                 return twin
-            before |= {new: kept(old) for new, old in zip(other.outvars, other.invars, strict=False)}
+            before |= {
+                new: kept(old) for new, old in zip(other.outvars, other.invars, strict=False)
+            }
         else:
             rest.pop(0)
         found.append(other)
@@ -402,7 +518,11 @@ def _left_out(eqn: Eqn, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
         operand: Any = pairs[first] if is_variable(first) else first
         one = Literal(type(others[0].val)(1), others[0].aval)
         return eqn.replace(invars=[operand, one], outvars=[Var(operand.aval)])
-    if name not in OPERATIONS or not eqn.params.get("tiled", True) or not all(map(is_variable, eqn.invars)):
+    if (
+        name not in OPERATIONS
+        or not eqn.params.get("tiled", True)
+        or not all(map(is_variable, eqn.invars))
+    ):
         return None
     if any(twin_sizes.get(axis, 1) != 1 for axis in equations.axes_of(eqn)):
         return None

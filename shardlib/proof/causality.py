@@ -1,8 +1,10 @@
-"""Checks in a traced forward pass that a position's logits depend on no later token and on no other document.
+"""Checks in a traced forward pass what a position's logits depend on.
 
-It is interpreted over shardlib.proof.reach, at its own sizes, on one device. Token ids and weights are unknown, but
-positions are known numbers, so masks are too. The starts of documents are known: given in one way, or in two ways that
-differ after a position. What then differs before that position depends on later documents. See docs/soundness.md.
+That must be no later token and no other document. It is interpreted over shardlib.proof.reach, at
+its own sizes, on one device. Token ids and weights are unknown, but positions are known numbers, so
+masks are too. The starts of documents are known: given in one way, or in two ways that differ after
+a position. What then differs before that position depends on later documents. See
+docs/soundness.md.
 """
 
 import dataclasses
@@ -39,7 +41,8 @@ from shardlib.proof.reach_rules import anything, apply
 from shardlib.proof.reach_slots import is_in, of_sorted, together
 
 LOGITS, TARGETS = "causality: logits", "causality: targets"
-"""Names (jax.ad_checkpoint.checkpoint_name) of the values that are proved, and of what the loss is to predict."""
+"""Names (jax.ad_checkpoint.checkpoint_name) of the values that are proved, and of what the loss is
+to predict."""
 GIVEN = "causality: given"
 """Name of what a loss receives besides logits and targets; it counts as neither."""
 FORM = (kinds("view") | words("convert_element_type copy pad slice")) - {"transpose"}
@@ -51,22 +54,29 @@ TURNS = 2**16
 
 
 def tokens(batch: int, length: int, is_forward: bool = True) -> np.ndarray:
-    """Numbers of a batch's tokens, [batch, length]: token i of sequence b is b·L + i, or counted from the last one.
+    """Numbers of a batch's tokens, [batch, length].
 
-    Token i is the target of position i, so its logits may depend on the tokens before it.
+    Token i of sequence b is b·L + i, or counted from the last one. Token i is the target of
+    position i, so its logits may depend on the tokens before it.
     """
     number = np.arange(batch * length, dtype=np.int32).reshape(batch, length)
     return number if is_forward else number[::-1, ::-1]
 
 
-def find_later(program: ClosedJaxpr, args: list[Reach], seen: np.ndarray, rows: int, **options: Any) -> str | None:
-    """Finds where logits of a position come to depend on what the position must not see; None: nowhere.
+def find_later(
+    program: ClosedJaxpr, args: list[Reach], seen: np.ndarray, rows: int, **options: Any
+) -> str | None:
+    """Finds where logits of a position come to depend on what the position must not see.
+
+    Returns None if they do nowhere.
 
     Args:
-        program: a closed jaxpr, whose first result is the logits [B, L, V], or which names them LOGITS and their
-            targets [B, L] TARGETS, for a microbatch as a whole or part by part along L.
+        program: a closed jaxpr, whose first result is the logits [B, L, V], or which names them
+            LOGITS and their targets [B, L] TARGETS, for a microbatch as a whole or part by part
+            along L.
         args: what is known of its arguments.
-        seen: the last token that the logits of each position may depend on, [B, L] for all microbatches; or LATER.
+        seen: the last token that the logits of each position may depend on, [B, L] for all
+            microbatches; or LATER.
         rows: sequences per microbatch.
         **options: passed to Interpreter.
     """
@@ -84,13 +94,23 @@ def find_later(program: ClosedJaxpr, args: list[Reach], seen: np.ndarray, rows: 
                     return problem
                 parts, row = [], (row + rows) % len(seen)
         if parts:
-            return f"the loss: {parts[-1].shape}: its {name} are not those of the {seen.shape[1]} positions"
+            return (
+                f"the loss: {parts[-1].shape}: its {name} are not those of the {seen.shape[1]} "
+                "positions"
+            )
     return interpreter.problem
 
 
-def _problem_of(name: str, parts: list[Reach], seen: np.ndarray, row: int, is_forward: bool) -> str | None:
-    """Describes what a microbatch's logits, from `row` on, depend on but must not; or a target that they have read."""
-    last = [np.broadcast_to(x.last.reshape(*x.last.shape[:2], -1).max(-1), x.shape[:2]) for x in parts]
+def _problem_of(
+    name: str, parts: list[Reach], seen: np.ndarray, row: int, is_forward: bool
+) -> str | None:
+    """Describes what a microbatch's logits, from `row` on, depend on but must not.
+
+    It may also describe a target that they have read.
+    """
+    last = [
+        np.broadcast_to(x.last.reshape(*x.last.shape[:2], -1).max(-1), x.shape[:2]) for x in parts
+    ]
     last, size, length = np.concatenate(last, 1), seen.size, seen.shape[1]
     most = np.full(seen.shape, LATER) if is_forward else tokens(*seen.shape, is_forward=False)
     most = seen if name == LOGITS else most
@@ -99,14 +119,20 @@ def _problem_of(name: str, parts: list[Reach], seen: np.ndarray, row: int, is_fo
         of, read = divmod(token if is_forward else size - 1 - token, length)
         if name == TARGETS:
             return (
-                f"the loss: targets: position {position} is to predict the token of position {read}, which it has read"
+                f"the loss: targets: position {position} is to predict the token of position "
+                f"{read}, which it has read"
             )
-        place, primitive, blurred = next((x.why for x in parts if x.why), ("?", "the program", False))
+        place, primitive, blurred = next(
+            (x.why for x in parts if x.why), ("?", "the program", False)
+        )
         line = f"{place}: {primitive}: the logits of"
         if token == LATER:
             return f"{line} position {position} depend on where later documents begin"
         if blurred:
-            return f"{line} position {position} depend on all that {primitive} reads, as far as it is followed"
+            return (
+                f"{line} position {position} depend on all that {primitive} reads, as far as it is "
+                "followed"
+            )
         if of != row + own:
             return f"{line} a sequence depend on tokens of another sequence of the batch"
         where = "that it is to predict, or a later one" if is_forward else "in an earlier document"
@@ -119,8 +145,8 @@ class Interpreter:
 
     Attributes:
         named: the values named LOGITS or TARGETS, in order.
-        problem: where a target first meets the logits of a later position, or of another sequence; None: nowhere. What
-            logits and targets produce together may go anywhere.
+        problem: where a target first meets the logits of a later position, or of another sequence;
+            None: nowhere. What logits and targets produce together may go anywhere.
     """
 
     problem: str | None = None
@@ -143,9 +169,11 @@ class Interpreter:
             is_forward: True if tokens are numbered from the first one.
             unknown: ids of literals and arrays whose numbers are not known.
             growth: n positions stand for n to this power.
-            free: names and mark labels of values that count as independent of tokens, though computed from some.
-            is_shown: True if nothing was found without `unknown`. Where a mask depends on `unknown` alone, no position
-                that has a key in the program is then taken to have none in longer sequences.
+            free: names and mark labels of values that count as independent of tokens, though
+                computed from some.
+            is_shown: True if nothing was found without `unknown`. Where a mask depends on `unknown`
+                alone, no position that has a key in the program is then taken to have none in
+                longer sequences.
         """
         self.seen, self.rows, self.is_forward = seen, rows or len(seen), is_forward
         self.unknown, self.growth, self.free, self.is_shown = unknown, growth, free, is_shown
@@ -153,17 +181,26 @@ class Interpreter:
         self._entered = ""
 
     def run(self, jaxpr: object, args: list[Reach], caller: Equation | None = None) -> list[Reach]:
-        """Derives what is known of the results of a jaxpr, closed or open, that the equation `caller` calls."""
+        """Derives what is known of the results of a jaxpr that the equation `caller` calls.
+
+        The jaxpr may be closed or open.
+        """
         rule = lambda eqn, ins: self._results(Equation(eqn, caller=caller), ins)
         args = args if caller else list(map(reach.ordinary, args))
         return evaluate(jaxpr, args, rule, self._constant)
 
     def _constant(self, source: object) -> Reach:
-        aval: Any = getattr(source, "aval", None)  # a literal's number may be one that its dtype does not hold
-        x = reach.constant(np.asarray(source.val, aval.dtype) if isinstance(source, core.Literal) else source)
+        # A literal's number may be one that its dtype does not hold.
+        aval: Any = getattr(source, "aval", None)
+        x = reach.constant(
+            np.asarray(source.val, aval.dtype) if isinstance(source, core.Literal) else source
+        )
         if id(source) not in self.unknown:
             return x
-        bound = reach.bounds(x) if not x.shape and x.number.dtype.kind == "f" else reach.sizes(x).max(initial=0)
+        if not x.shape and x.number.dtype.kind == "f":
+            bound = reach.bounds(x)
+        else:
+            bound = reach.sizes(x).max(initial=0)
         return reach.made(x.shape, bound, False, dtype=x.number.dtype)
 
     def _results(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
@@ -176,7 +213,9 @@ class Interpreter:
             if (mark.label if mark else label) in self.free:
                 return [reach.ordinary(reach.unknown(x.shape, x.number.dtype)) for x in ins]
         if marks.is_region(eq.eqn) and (rule := _region_rule(self._entered)):
-            return self._worked(eq, ins, lambda eqn, ins: [rule(eqn, *ins) or anything(eqn, ins)[0]])
+            return self._worked(
+                eq, ins, lambda eqn, ins: [rule(eqn, *ins) or anything(eqn, ins)[0]]
+            )
         if body := called(eq.eqn):
             return self.run(body, ins, eq)
         if name in ("scan", "while", "cond"):
@@ -186,19 +225,25 @@ class Interpreter:
             return self._worked(eq, ins, lambda eqn, ins: [reach.at_most(apply(eqn, ins)[0], ins)])
         if name == "sort" and len(ins) == 1:
             choices = lambda ins: of_sorted(ins[0], eq.params["dimension"], self.is_forward)
-            return self._worked(eq, ins, lambda eqn, ins: [found] if (found := choices(ins)) else apply(eqn, ins))
+            return self._worked(
+                eq, ins, lambda eqn, ins: [found] if (found := choices(ins)) else apply(eqn, ins)
+            )
         return self._worked(eq, ins, apply)
 
     def _worked(self, eq: Equation, ins: list[Reach], how: Callable[..., Any]) -> list[Reach]:
         """Runs rule `how`; also notes where the values first became wrong."""
         sized = lambda ins: [reach.sized(x, ins) for x in how(eq.eqn, ins)]
-        found = reach.in_each_way(lambda ins: list(map(self._told_apart, sized(ins), eq.eqn.outvars)), ins)
+        found = reach.in_each_way(
+            lambda ins: list(map(self._told_apart, sized(ins), eq.eqn.outvars)), ins
+        )
         came = next((x.why for x in ins if x.why), None)
         for x, var in zip(found, eq.eqn.outvars, strict=True):
             assert x.shape == shape_of(var), (eq.name, x.shape, var.aval)
             x.why = x.why or came
             parts = range(0, len(self.seen), self.rows)
-            if (x.last < 0).all() or any(_fits(x.last, self.seen[i : i + self.rows]) for i in parts):
+            if (x.last < 0).all() or any(
+                _fits(x.last, self.seen[i : i + self.rows]) for i in parts
+            ):
                 x.why = None
             elif not x.why and (place := eq.place()) != "?":
                 x.why = place, eq.name, x.blurred
@@ -209,7 +254,8 @@ class Interpreter:
     def _loss_gets(self, x: Reach, name: str) -> Reach:
         """What a loss knows of logits or targets: which they are, but not what they depend on.
 
-        Targets have numbers past those of logits, counted from the last one, because the first target is looked for.
+        Targets have numbers past those of logits, counted from the last one, because the first
+        target is looked for.
         """
         (rows, count), (size, length) = x.shape[:2], (self.seen.size, self.seen.shape[1])
         row, at = divmod(sum(part.shape[1] for part in self.named[name]), length)
@@ -223,36 +269,55 @@ class Interpreter:
         number = number.reshape(rows, count, *[1] * (len(x.shape) - 2))
         return reach.ordinary(reach.unknown(x.shape, x.number.dtype, number))
 
-    def _meet(self, eq: Equation, ins: list[Reach], found: list[Reach], how: Callable[..., Any]) -> None:
+    def _meet(
+        self, eq: Equation, ins: list[Reach], found: list[Reach], how: Callable[..., Any]
+    ) -> None:
         """Notes where a target first meets logits that may know it."""
         size, length = self.seen.size, self.seen.shape[1]
         parts = (0, size), (size, 2 * size)
         is_in = lambda x, part: (part[0] <= x.last) & (x.last < part[1])
         if self.problem or not all(any(is_in(x, part).any() for x in ins) for part in parts):
             return
-        only = lambda x, part: dataclasses.replace(x, last=np.where(is_in(x, part), x.last, NONE), ways=None)
+        only = lambda x, part: dataclasses.replace(
+            x, last=np.where(is_in(x, part), x.last, NONE), ways=None
+        )
         pairs = (how(eq.eqn, [only(x, part) for x in ins]) for part in parts)
         for x, of_logits, of_targets in zip(found, *pairs, strict=True):
             target = np.where(of_targets.last < 0, size, 2 * size - 1 - of_targets.last)
             logits, target = np.broadcast_arrays(of_logits.last, target)
             for at in np.argwhere(logits > target)[:1]:
-                (row, read), (of, position) = (divmod(int(a[tuple(at)]), length) for a in (logits, target))
+                (row, read), (of, position) = (
+                    divmod(int(a[tuple(at)]), length) for a in (logits, target)
+                )
                 why = (x.why for x in ins if x.why and x.last.max() < size)
                 place, name, _ = next(why, (eq.place(), eq.name, False))
                 which = f"position {read}" if row == of else "another sequence"
-                self.problem = f"{place}: {name}: the target of position {position} meets the logits of {which}"
+                self.problem = (
+                    f"{place}: {name}: the target of position {position} meets the logits of "
+                    f"{which}"
+                )
             x.last = np.where((logits >= 0) & (target < size), MET, x.last)
 
     def _told_apart(self, x: Reach, var: Atom) -> Reach:
-        """Drops the numbers of a value if, in longer sequences, it would have more of them than its dtype can hold."""
-        if self.growth == 1 or x.number.size == 1 or x.number.dtype.kind not in "iuf" or not x.known.any():
+        """Drops the numbers of a value that would not fit in its dtype in longer sequences.
+
+        It would have more of them there than its dtype can hold.
+        """
+        if (
+            self.growth == 1
+            or x.number.size == 1
+            or x.number.dtype.kind not in "iuf"
+            or not x.known.any()
+        ):
             return x
         dtype = var.aval.dtype
         bits = 8 * dtype.itemsize if x.number.dtype.kind in "iu" else jnp.finfo(dtype).nmant + 1
         for count in (lambda: x.number.size, lambda: len(np.unique(x.number))):
             if count() ** self.growth <= 2.0**bits:
                 return x
-        return reach.made(x.shape, reach.bounds(x) if x.number.dtype.kind == "f" else x.number, False, x.last)
+        return reach.made(
+            x.shape, reach.bounds(x) if x.number.dtype.kind == "f" else x.number, False, x.last
+        )
 
     # ---- loops and choices
 
@@ -263,41 +328,57 @@ class Interpreter:
         rows: list[list[Reach]] = []
         known: dict[bytes, list[Reach]] = {}
         _, used = dce_jaxpr(body.jaxpr, [True] * len(eq.eqn.outvars))
-        reads = split_scan(eq.eqn, used)[2]  # not e.g. the index of a layer, which most models do not read
+        # Not, for example, the index of a layer, which most models do not read.
+        reads = split_scan(eq.eqn, used)[2]
         for turn in range(length)[:: -1 if eq.params["reverse"] else 1]:
-            args = [*fixed, *carry, *(_row(x, turn if read else 0) for x, read in zip(xs, reads, strict=True))]
+            args = [
+                *fixed,
+                *carry,
+                *(_row(x, turn if read else 0) for x, read in zip(xs, reads, strict=True)),
+            ]
             key = _digest(args)
             if key not in known:
                 known[key] = list(map(_alone, self.run(body, args, eq)))
             carry, out = known[key][:carried], known[key][carried:]
             rows.append(out)
         rows = rows[:: -1 if eq.params["reverse"] else 1]
-        return [*carry, *(_stacked([row[i] for row in rows], var) for i, var in enumerate(eq.eqn.outvars[carried:]))]
+        return [
+            *carry,
+            *(
+                _stacked([row[i] for row in rows], var)
+                for i, var in enumerate(eq.eqn.outvars[carried:])
+            ),
+        ]
 
     def _while(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
         of_test, of_body, carry = split_while(eq.eqn, ins)
         for _ in range(TURNS):
             (go,) = self.run(eq.params["cond_jaxpr"], [*of_test, *carry], eq)
             if go.ways:
-                return reach.in_each_way(lambda ins: self._while(eq, ins), [*of_test, *of_body, *carry])
+                return reach.in_each_way(
+                    lambda ins: self._while(eq, ins), [*of_test, *of_body, *carry]
+                )
             if not go.is_known:
                 break
             if not go.number.item():
                 return carry
             carry = list(map(_alone, self.run(eq.params["body_jaxpr"], [*of_body, *carry], eq)))
-        return self._worked(eq, ins, anything)  # the number of iterations is not known, and may depend on tokens
+        # The number of iterations is not known, and may depend on tokens.
+        return self._worked(eq, ins, anything)
 
     def _cond(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
         (which, *args), branches = ins, eq.params["branches"]
         if which.ways:
             return reach.in_each_way(lambda ins: self._cond(eq, ins), ins)
         if which.is_known:
-            return self.run(branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args, eq)
+            return self.run(
+                branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args, eq
+            )
         return self._worked(eq, ins, anything)
 
 
 def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
-    """True if the entries have positions along a dim, and depend on nothing that these must not see."""
+    """True if the entries have positions along a dim, and depend on nothing hidden from these."""
     by = lambda a, *dims: a.reshape([n if i in dims else 1 for i, n in enumerate(last.shape)])
     at = lambda size: [i for i, n in enumerate(last.shape) if n == size]
     fits = lambda upper: not (last > upper).any()
@@ -308,7 +389,8 @@ def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
             return True
         for j in at(seen.shape[1]):  # a query and a key
             if len({i, j, batch}) == 3 and i < j:
-                most = np.maximum.accumulate(seen, axis=1)  # of other documents, a later sum has what it must not have
+                # A later sum of other documents has what it must not have.
+                most = np.maximum.accumulate(seen, axis=1)
                 both = np.maximum(most[:, :, None], most[:, None])
                 both = np.moveaxis(both, 0, (batch > i) + (batch > j))
                 if fits(by(both, batch, i, j)):
@@ -327,7 +409,9 @@ def _products_of_rows(eqn: Eqn, rows: Reach, ids: Reach, matrices: Reach) -> Rea
     if is_in(rows) != is_in(ids) or (is_in(rows) and rows.fact != ids.fact):
         rows, ids = together(rows), together(ids)
     last = np.maximum(rows.over([len(rows.shape) - 1]), ids.last[..., None])
-    found = reach.unknown(eqn.outvars[0].aval.shape, rows.number.dtype, np.maximum(last, reach.of_all([matrices])))
+    found = reach.unknown(
+        eqn.outvars[0].aval.shape, rows.number.dtype, np.maximum(last, reach.of_all([matrices]))
+    )
     return dataclasses.replace(found, fact=rows.fact if is_in(rows) else None)
 
 
@@ -337,7 +421,9 @@ def _sums_of_rows(eqn: Eqn, rows: Reach, ids: Reach) -> Reach | None:
     at = {i: i for i in range(dim)} | {of_ids + i: dim + 1 + i for i in range(count - of_ids)}
     if not ids.is_known or (is_in(rows) and (not is_in(ids) or rows.fact != ids.fact)):
         return None
-    return rows_added(reach.unknown(shape, rows.number.dtype), dim, ids, {i: i for i in range(of_ids)}, rows, at)
+    return rows_added(
+        reach.unknown(shape, rows.number.dtype), dim, ids, {i: i for i in range(of_ids)}, rows, at
+    )
 
 
 def _alone(x: Reach) -> Reach:

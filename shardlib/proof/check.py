@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -21,47 +20,59 @@ from shardlib.scopes import Scope
 from shardlib.values import planned_for
 
 WRONG = "wrong: it does not compute what is declared"
-DIFFERS = "wrong, unless what follows undoes it: one device does not compute this value, or a part of it"
+DIFFERS = (
+    "wrong, unless what follows undoes it: one device does not compute this value, or a part of it"
+)
 NOT_PROVED = MAY_BE_RIGHT
 UNTRACED = "the program does not trace on one device"
 BOUND = (
-    "the program is bound to a mesh, so it cannot be traced on one device: call jax.shard_map without `mesh`, anew in "
-    "each call of the function (what it returns keeps its first mesh), or pass what each device computes, with its "
-    "specs, as in check(body, *args, mesh=mesh, in_specs=..., out_specs=...)"
+    "the program is bound to a mesh, so it cannot be traced on one device: call jax.shard_map "
+    "without `mesh`, anew in each call of the function (what it returns keeps its first mesh), or "
+    "pass what each device computes, with its specs, as in check(body, *args, mesh=mesh, "
+    "in_specs=..., out_specs=...)"
 )
 ONE_PROGRAM = (
-    "let no choice, count or shape in the code depend on the number of devices: choose by values with jnp.where and "
-    "lax.cond, get the global size of a dim from shardops.size(name), and reshape with shardops.rearrange"
+    "let no choice, count or shape in the code depend on the number of devices: choose by values "
+    "with jnp.where and lax.cond, get the global size of a dim from shardops.size(name), and "
+    "reshape with shardops.rearrange"
 )
 OF_RINGS = (
-    "let each turn of a ring do the same, and add up what the turns give, or write it at the position of its block; "
-    "scatter a sum with lax.psum_scatter, gather a block with lax.all_gather, run stages with shardlib.pipeline"
+    "let each turn of a ring do the same, and add up what the turns give, or write it at the "
+    "position of its block; scatter a sum with lax.psum_scatter, gather a block with "
+    "lax.all_gather, run stages with shardlib.pipeline"
 )
 OF_AXES = (
-    "let no value depend on whether the mesh has an axis, or on where weights are gathered: types, shardops.axis_size "
-    "and axis_index treat an axis that the mesh lacks as one of one device"
+    "let no value depend on whether the mesh has an axis, or on where weights are gathered: "
+    "types, shardops.axis_size and axis_index treat an axis that the mesh lacks as one of one "
+    "device"
 )
 REPEATED = (
-    "move what `layers` does besides its layers, which each stage repeats, to `embed` or `logits`; and let no value "
-    "depend on how many layers there are, or on whether the mesh has an axis"
+    "move what `layers` does besides its layers, which each stage repeats, to `embed` or "
+    "`logits`; and let no value depend on how many layers there are, or on whether the mesh has "
+    "an axis"
 )
 STAGES = (
     ("a pipeline stage", "one device"),
-    "undo it, or change both: stages run the parts of a microbatch that run/stages.py names, one device runs "
-    "`Forward` and `InTurn`",
+    "undo it, or change both: stages run the parts of a microbatch that run/stages.py names, one "
+    "device runs `Forward` and `InTurn`",
     REPEATED,
 )
 LACKING = ("this mesh", "one device"), OF_AXES, OF_AXES
-"""Who runs the two forms of a program, and the remedy if they differ: in a line that one form runs, or both."""
+"""Who runs the two forms of a program, and the remedy if they differ: in a line that one form runs,
+or both."""
 PLAIN = {
     r"shardops\.size\(name\)": "x.shape[i] * jax.lax.axis_size(axis)",
     r"shardops\.positions(\('.*?'\))?": "jnp.arange(n) + n * jax.lax.axis_index(axis)",
     r", by the dim and its axes, such as 'L/t'|, run stages with shardlib\.pipeline": "",
     r"shardops\.axis_size": "jax.lax.axis_size",
     r"shardops\.rearrange": "einops.rearrange",
-    r"shardops\.index_unreduced looks up in a sharded dim;": "look up by ids - n * jax.lax.axis_index(axis), and mask;",
+    r"shardops\.index_unreduced looks up in a sharded dim;": (
+        "look up by ids - n * jax.lax.axis_index(axis), and mask;"
+    ),
     r"einsum_unreduced makes partial sums": 'leave out jax.lax.pcast(x, axis, to="unreduced")',
-    r"declare it as it is, or convert it to what is declared: p": "declare it in out_specs as it is, or take jax.lax.p",
+    r"declare it as it is, or convert it to what is declared: p": (
+        "declare it in out_specs as it is, or take jax.lax.p"
+    ),
     r"for a partial sum, all_gather": "for a partial sum, jax.lax.all_gather",
     r"\b(with|or) (psum|psum_scatter|pmax|pmin|all_gather|all_to_all)\b": r"\1 jax.lax.\2",
 }
@@ -72,14 +83,19 @@ Trace = Callable[[AbstractMesh], Programs]
 """Traces programs on a mesh."""
 
 
-def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None = None) -> list[Finding]:
-    """Finds what is wrong with programs on a mesh. They are traced there and on one device, and not run.
+def prove(
+    trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None = None
+) -> list[Finding]:
+    """Finds what is wrong with programs on a mesh.
+
+    They are traced there and on one device, and not run.
 
     Args:
         trace: traces the programs.
         mesh: the mesh; None: the current one.
-        singles: functions that trace the programs that a single device runs on its own mesh, which lacks the axes of
-            OPTIONAL. What `trace` gives on one device along each axis must compute the same; True: up to rounding.
+        singles: functions that trace the programs that a single device runs on its own mesh, which
+            lacks the axes of OPTIONAL. What `trace` gives on one device along each axis must
+            compute the same; True: up to rounding.
 
     Raises:
         ValueError: a shard_map is bound to a mesh.
@@ -91,17 +107,8 @@ def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None =
         theirs = trace(on_one_device(mesh))
     except Exception as error:  # whatever the program does there
         return [_untraced(error)]
-    found: list[Finding] = []
-    for name, (program, types) in ours.items():
-        twin, _ = theirs[name]
-        if any(dict(eqn.params["mesh"].shape) != dict.fromkeys(mesh.shape, 1) for eqn in shard_maps_in(twin)):
-            raise ValueError(BOUND)
-        try:
-            found += findings(program, twin, types)[0]
-        except Different as different:
-            remedy = OF_RINGS if "ppermute here" in str(different) else ONE_PROGRAM
-            found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))
-    names, remedy, of_both = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
+    found = _findings_on_mesh(ours, theirs, mesh)
+    texts = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
     for single, rounding in (singles or {}).items():
         if found:
             break
@@ -110,36 +117,92 @@ def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None =
         except Exception as error:
             return [_untraced(error)]
         for name, (program, _) in theirs.items():
-            texts = list(differences(program, expected[name][0], names, remedy, rounding))
-            of_line = lambda form: {place(*frame) for eqn in equations_in(form) for frame in frames_of(eqn)}
-            forms = [of_line(form) for form in (program, expected[name][0])] if texts else []
-            for text in texts:
-                both = all(lines.issuperset(re.findall(r"(?:^|; )(\S+:\d+): ", text)) for lines in forms)
-                found.append(Finding(text.replace(remedy, of_both) if both else text))
-    is_typed = any(types for _, types in ours.values())
-    plain = lambda text: functools.reduce(lambda text, names: re.sub(*names, text), PLAIN.items(), text)
-    return found if is_typed else [dataclasses.replace(finding, text=plain(finding.text)) for finding in found]
+            found += _findings_on_one_device(program, expected[name][0], texts, rounding)
+    if any(types for _, types in ours.values()):
+        return found
+    return [dataclasses.replace(finding, text=_in_plain_jax(finding.text)) for finding in found]
+
+
+def _findings_on_mesh(ours: Programs, theirs: Programs, mesh: Any) -> list[Finding]:
+    """What is wrong with programs on a mesh, next to those on one device of each of its axes."""
+    found: list[Finding] = []
+    for name, (program, types) in ours.items():
+        twin, _ = theirs[name]
+        one_device = dict.fromkeys(mesh.shape, 1)
+        if any(dict(eqn.params["mesh"].shape) != one_device for eqn in shard_maps_in(twin)):
+            raise ValueError(BOUND)
+        try:
+            found += findings(program, twin, types)[0]
+        except Different as different:
+            remedy = OF_RINGS if "ppermute here" in str(different) else ONE_PROGRAM
+            found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))
+    return found
+
+
+def _findings_on_one_device(
+    program: Any, expected: Any, texts: tuple, rounding: bool
+) -> list[Finding]:
+    """What differs between a program and the `expected` one, both on one device."""
+    names, remedy, of_both = texts
+    differing = list(differences(program, expected, names, remedy, rounding))
+    if not differing:
+        return []
+    lines = [_lines_of(form) for form in (program, expected)]
+    found = []
+    for text in differing:
+        named = re.findall(r"(?:^|; )(\S+:\d+): ", text)
+        both = all(of_form.issuperset(named) for of_form in lines)
+        found.append(Finding(text.replace(remedy, of_both) if both else text))
+    return found
+
+
+def _lines_of(program: Any) -> set[str]:
+    """The lines of files that led to the equations of a program."""
+    return {place(*frame) for eqn in equations_in(program) for frame in frames_of(eqn)}
+
+
+def _in_plain_jax(text: str) -> str:
+    """A finding with remedies for code that does not use shardlib."""
+    for pattern, plain in PLAIN.items():
+        text = re.sub(pattern, plain, text)
+    return text
 
 
 def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> AbstractMesh:
-    """A mesh of one device, of the same kind, along each axis of `mesh`, except the axes in `without`."""
-    kinds = {axis: kind for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if axis not in without}
+    """A mesh of one device, of the same kind, along each axis of `mesh`.
+
+    It lacks the axes in `without`.
+    """
+    kinds = {
+        axis: kind
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if axis not in without
+    }
     of: Any = getattr(mesh, "abstract_mesh", mesh)
     return AbstractMesh(
-        (1,) * len(kinds), tuple(kinds), axis_types=tuple(kinds.values()), abstract_device=of.abstract_device
+        (1,) * len(kinds),
+        tuple(kinds),
+        axis_types=tuple(kinds.values()),
+        abstract_device=of.abstract_device,
     )
 
 
 @contextlib.contextmanager
 def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[list]:
-    """Context for tracing a program on a mesh, with the choices for speed of a mesh of sizes `planned`.
+    """Context for tracing a program on a mesh.
 
-    Yields a list that holds, after tracing, the argument types of the program's shard_maps.
+    Its choices for speed are those of a mesh of sizes `planned`. Yields a list that holds, after
+    tracing, the argument types of the program's shard_maps.
     """
     enter: Any = jax.sharding.use_abstract_mesh if isinstance(mesh, AbstractMesh) else jax.set_mesh
     # First leave any mesh: JAX does not change from one mesh to another of a different size.
     none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-    with none, enter(mesh), planned_for(sizes=tuple(sorted((planned or mesh.shape).items()))), Scope() as scope:
+    with (
+        none,
+        enter(mesh),
+        planned_for(sizes=tuple(sorted((planned or mesh.shape).items()))),
+        Scope() as scope,
+    ):
         scope.arguments = types = []
         try:
             yield types
@@ -165,42 +228,62 @@ def _untraced(error: Exception) -> Finding:
 
 
 def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: Any) -> None:
-    """Raises unless a function computes, on a mesh, what it computes on one device. It is traced, not run.
+    """Raises unless a function computes, on a mesh, what it computes on one device.
+
+    It is traced, not run.
 
     Args:
-        function: what each device computes, with `specs`; without them, a function that calls typed_shard_map, or
-            jax.shard_map without its `mesh`, since it is traced on several meshes.
+        function: what each device computes, with `specs`; without them, a function that calls
+            typed_shard_map, or jax.shard_map without its `mesh`, since it is traced on several
+            meshes.
         *args: its arguments, with global shapes: arrays, jax.ShapeDtypeStruct, and pytrees of them.
         mesh: the mesh, a jax.sharding.Mesh or AbstractMesh; None: the current one.
         **specs: in_specs, out_specs and other options of jax.shard_map.
 
     Raises:
-        ShardError: names file and line of the first value that is not a block of what one device computes, and says
-            whether the function is wrong or not proved.
+        ShardError: names file and line of the first value that is not a block of what one device
+            computes, and says whether the function is wrong or not proved.
         ValueError: there is no mesh, it has Manual axes, or the function is bound to a mesh.
     """
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     mesh = getattr(mesh, "abstract_mesh", mesh)
     if mesh.empty:
-        raise ValueError("no mesh is set: pass one, check(..., mesh=jax.make_mesh((2, 4), ('d', 't')))")
+        raise ValueError(
+            "no mesh is set: pass one, check(..., mesh=jax.make_mesh((2, 4), ('d', 't')))"
+        )
     run = function
     if specs:
-        run = lambda *args: jax.shard_map(function, **specs)(*args)  # not bound to the mesh of an earlier trace
+        # A new function each time: JAX binds one to the mesh of an earlier trace.
+        run = lambda *args: jax.shard_map(function, **specs)(*args)
         kinds = (AxisType.Auto,) * len(mesh.axis_names)  # arguments need not be sharded
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
     if AxisType.Manual in mesh.axis_types:
-        raise ValueError(f"{mesh} has Manual axes, as inside of jax.shard_map: make them AxisType.Auto or Explicit")
+        raise ValueError(
+            f"{mesh} has Manual axes, as inside of jax.shard_map: make them AxisType.Auto or "
+            "Explicit"
+        )
     raise_for(prove_function(lambda: jax.make_jaxpr(run)(*jax.tree.map(_placed, args)), mesh))
 
 
 def raise_for(found: list[Finding], shown: int | None = None) -> None:
-    """Raises ShardError if anything was found, with the first `shown` findings, or all, and the verdict."""
+    """Raises ShardError if anything was found.
+
+    It shows the first `shown` findings, or all, and the verdict.
+    """
     if found:
-        differs = any(finding.differs for finding in found)
-        verdict = WRONG if any(finding.is_wrong for finding in found) else DIFFERS if differs else NOT_PROVED
+        if any(finding.is_wrong for finding in found):
+            verdict = WRONG
+        elif any(finding.differs for finding in found):
+            verdict = DIFFERS
+        else:
+            verdict = NOT_PROVED
         place_and_remedy = lambda text: (text.partition(": ")[0], text.rpartition("\n")[2])
-        found = list({place_and_remedy(finding.text): finding for finding in reversed(found)}.values())[::-1]
-        more = [f"… and {len(found) - shown} more"] if shown is not None and len(found) > shown else []
+        found = list(
+            {place_and_remedy(finding.text): finding for finding in reversed(found)}.values()
+        )[::-1]
+        more = (
+            [f"… and {len(found) - shown} more"] if shown is not None and len(found) > shown else []
+        )
         raise ShardError("\n".join([*map(str, found[:shown]), *more]), context=verdict, place="")
 
 

@@ -8,19 +8,37 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardlib.equations import axes_of, kinds
-from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Source, Value, constant, cut, devices, near, real
+from shardlib.proof.domain import (
+    BLOCKS,
+    ENTRIES,
+    UNIFORM,
+    Dim,
+    Part,
+    Source,
+    Value,
+    constant,
+    cut,
+    devices,
+    near,
+    real,
+)
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import rule
 
 
 def _collective(*names: str) -> Callable:
-    """Registers the rule (eq, axes) of collectives. Over axes of one device, here and there, they change nothing."""
+    """Registers the rule (eq, axes) of collectives.
+
+    Over axes of one device, here and there, they change nothing.
+    """
 
     def register(function: Callable[..., Any]) -> Callable:
         @rule(*names)
         def of_axes(eq: Equation) -> Any:
             axes = axes_of(eq.eqn)
-            if eq.params.get("axis_index_groups") is not None or not all(isinstance(axis, str) for axis in axes):
+            if eq.params.get("axis_index_groups") is not None or not all(
+                isinstance(axis, str) for axis in axes
+            ):
                 problem = f"a collective over groups of devices, or over {axes}"
                 raise Refused(problem, "make each group an axis of the mesh, and use that")
             axes = tuple(axis for axis in axes if eq.sizes[axis] > 1)
@@ -35,7 +53,8 @@ def _collective(*names: str) -> Callable:
 def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,) = eq.ins
     if (new := {*axes} - x.partial) and not x.is_zero:
-        if new.isdisjoint(x.sharded) and not x.extreme:  # a value that all hold counts once each; a division may fix it
+        # A value that all hold counts once each; a division may fix it.
+        if new.isdisjoint(x.sharded) and not x.extreme:
             return dataclasses.replace(summed(eq, x, tuple(new)), partial=x.partial | new)
         raise Refused(
             f"a value is used as a partial sum over {', '.join(axes)}, which it is not",
@@ -64,7 +83,9 @@ def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> D
 
 def _with_dims(x: Value, dims: dict[int, Dim | Any]) -> Value:
     """Replaces dims of `x`."""
-    return dataclasses.replace(x, dims=tuple(dims.get(i, dim) for i, dim in enumerate(x.dims)), total=None)
+    return dataclasses.replace(
+        x, dims=tuple(dims.get(i, dim) for i, dim in enumerate(x.dims)), total=None
+    )
 
 
 @_collective(*kinds("gather"))
@@ -108,11 +129,13 @@ def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
     for x in map(eq.settled, eq.ins):
         is_common = x.is_scale and all(source.kind == "any" for source, _ in x.shift)
         if not is_common or x.sharded & {*axes}:
-            eq.term(x)  # else it has a factor that all devices have, which a quotient of two sums loses
+            # Else it has a factor that all devices have, which a quotient of two sums loses.
+            eq.term(x)
         if x.is_constant and not x.partial:
             found.append(constant(len(x.dims), x.known[0] * here, x.known[1] * there))
         else:
-            folded = x.folded | x.sharded & set(axes)  # then a sum along the dim is that of all blocks, as before
+            # A sum along the dim is then that of all blocks, as before.
+            folded = x.folded | x.sharded & set(axes)
             found.append(dataclasses.replace(summed(eq, x, axes), folded=folded, folding=eq))
     return found
 
@@ -124,7 +147,8 @@ def _pmax(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
 
 def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Value:
     """Takes the maximum or minimum over devices."""
-    if x.shift:  # as of logarithms of own sums: the same on all devices, but not what it is on one device
+    # As of logarithms of own sums: the same on all devices, but not what it is on one device.
+    if x.shift:
         own = {axis for source, _ in x.shift for axis in source.axes}
         if x.is_scale or x.partial or x.extreme or x.sharded & {*axes} or not own <= {*axes}:
             eq.term(x)
@@ -134,7 +158,9 @@ def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Va
         eq.finished(x)
     if blocks := x.sharded.intersection(axes):
         over = ", ".join(sorted(blocks))
-        problem = f"a {kind}imum over {over} compares different blocks of a sharded dim, entry by entry"
+        problem = (
+            f"a {kind}imum over {over} compares different blocks of a sharded dim, entry by entry"
+        )
         raise Refused(problem, f"take the {kind}imum along the dim first")
     left = x.extreme[1].difference(axes) if x.extreme else frozenset()
     taken = x.extreme is not None and not left and x.source is not None
@@ -151,7 +177,9 @@ def _all_to_all(eq: Equation, axes: tuple[str, ...]) -> Value:
     if split == joined and axes:
         raise Refused("all_to_all splits and joins one dim")
     added = _add_axes(x.dims[split], eq.result_shape[split], axes)
-    return _with_dims(x, {joined: _last(eq, x, joined, axes, "it joins"), split: added}) if axes else x
+    return (
+        _with_dims(x, {joined: _last(eq, x, joined, axes, "it joins"), split: added}) if axes else x
+    )
 
 
 @_collective(*kinds("permutation"))
@@ -159,10 +187,12 @@ def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,), sources = eq.ins, {a for a, _ in eq.params.get("perm", ())}
     if x.sharded & set(axes) or _is_pending(x, axes) or len(sources) != devices(eq.sizes, axes):
         raise Refused(
-            f"blocks move between the devices of {', '.join(axes)}: what a device holds then depends on the mesh",
-            "take what other devices hold from the whole: all_gather(x, axis, tiled=True), then dynamic_slice at "
-            "axis_index(axis) * n, less or plus a number; a ring passes if all its turns do the same, until each block "
-            "has been on each device, and their results are added up",
+            f"blocks move between the devices of {', '.join(axes)}: what a device holds then "
+            "depends on the mesh",
+            "take what other devices hold from the whole: all_gather(x, axis, tiled=True), then "
+            "dynamic_slice at axis_index(axis) * n, less or plus a number; a ring passes if all "
+            "its turns do the same, until each block has been on each device, and their results "
+            "are added up",
         )
     return x
 
@@ -197,7 +227,9 @@ def renamed(eq: Equation, x: Value, changes: Names) -> Value:
     eq.block(x)
     moved = {name for old in changes for name in old}
     if any(axis != real(axis) and real(axis) in moved for d in x.dims if d for axis in d.axes):
-        raise Refused("each device has put its block into an order of its own", "undo the order first")
+        raise Refused(
+            "each device has put its block into an order of its own", "undo the order first"
+        )
 
     def pending(axes: frozenset[str]) -> frozenset[str]:
         changed = [(old, new) for old, new in changes.items() if set(old) & axes]
@@ -212,13 +244,19 @@ def renamed(eq: Equation, x: Value, changes: Names) -> Value:
 
 
 def names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -> tuple[Dim, str]:
-    """The dim whose entries stand for the devices of `axes`, as dim k of `x` does, and the name of their blocks."""
+    """The dim whose entries stand for the devices of `axes`, as dim k of `x` does.
+
+    Also returns the name of their blocks.
+    """
     n = devices(eq.sizes, axes)
     entries, blocks = cut(n, (f"{ENTRIES}{n}",)), f"{BLOCKS}{n}"
     along = UNIFORM if k is None else x.dims[k]
     is_known = blocks not in x.sharded | x.partial if along is UNIFORM else along == entries
     if devices(eq.twin_sizes, axes) != 1 or not is_known:
-        problem = f"entries that stand for the devices of {', '.join(axes)} are mixed with others, or with their blocks"
+        problem = (
+            f"entries that stand for the devices of {', '.join(axes)} are mixed with others, or "
+            "with their blocks"
+        )
         raise Refused(problem, "split the dim as x.reshape(devices, -1), or use tiled=True")
     return entries, blocks
 
@@ -252,7 +290,10 @@ def _exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined
     """The result of all_to_all for entries along `split` that stand for devices."""
     entries, blocks = names(eq, x, axes, split)
     if joined != split and eq.shape()[joined] != 1:
-        raise Refused(f"entries that stand for devices are joined with those of dim {joined}", "use tiled=True")
+        raise Refused(
+            f"entries that stand for devices are joined with those of dim {joined}",
+            "use tiled=True",
+        )
     back = {(blocks,): axes} if x.dims[split] is not UNIFORM else {}
     found = renamed(eq, x, {axes: (blocks,), **back})
     dims = {split: UNIFORM} | ({joined: entries} if set(axes) & (x.partial | x.sharded) else {})
@@ -260,11 +301,14 @@ def _exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """Joins the factors of a dim where entries that stand for devices meet the blocks of these devices."""
+    """Joins factors of a dim where entries that stand for devices meet these devices' blocks."""
     found: list[Part] = []
     for size, axes in parts:
         before = found[-1] if found else None
-        if before and (before.axes, axes[-1:]) == ((f"{ENTRIES}{before.size}",), (f"{BLOCKS}{before.size}",)):
+        if before and (before.axes, axes[-1:]) == (
+            (f"{ENTRIES}{before.size}",),
+            (f"{BLOCKS}{before.size}",),
+        ):
             found[-1] = Part(before.size * size, axes[:-1])
         else:
             found.append(Part(size, axes))
@@ -272,16 +316,23 @@ def joined(parts: list[Part]) -> list[Part]:
 
 
 def combined(value: Value) -> Value:
-    """Applies what a sum or extreme over entries that stand for devices means: the same as a collective."""
+    """Applies what a sum or extreme over entries that stand for devices means.
+
+    It means the same as a collective.
+    """
     partial, ratio, extreme, source = set(), value.ratio, value.extreme, value.source
     for axis in sorted(value.partial, key=lambda axis: not axis.startswith(BLOCKS)):
         name, blocks = real(axis), axis.replace(ENTRIES, BLOCKS)
         if name in partial:
-            raise Refused(f"a partial sum over {name} is summed over {name} again", "reduce it first")
+            raise Refused(
+                f"a partial sum over {name} is summed over {name} again", "reduce it first"
+            )
         if not axis.startswith(ENTRIES):
             partial.add(name)
         elif blocks in value.sharded:
-            raise Refused("a sum over entries that stand for devices adds different blocks, entry by entry")
+            raise Refused(
+                "a sum over entries that stand for devices adds different blocks, entry by entry"
+            )
         elif blocks in partial:
             partial.remove(blocks)
         else:
@@ -296,5 +347,10 @@ def combined(value: Value) -> Value:
         extreme, source = (extreme[0], left) if left else None, None if taken else source
     is_taken = value.is_taken and source is value.source
     return dataclasses.replace(
-        value, partial=frozenset(partial), ratio=ratio, extreme=extreme, source=source, is_taken=is_taken
+        value,
+        partial=frozenset(partial),
+        ratio=ratio,
+        extreme=extreme,
+        source=source,
+        is_taken=is_taken,
     )

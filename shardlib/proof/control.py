@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from jax import core
 
-from shardlib.equations import COLLECTIVES, Atom, axes_of, body_of, equations_in, split_scan, split_while
+from shardlib.equations import (
+    COLLECTIVES,
+    Atom,
+    axes_of,
+    body_of,
+    equations_in,
+    split_scan,
+    split_while,
+)
 from shardlib.proof.domain import UNIFORM, Dim, Unprovable, Value, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
 
@@ -18,7 +26,9 @@ if TYPE_CHECKING:
 def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
     """Axes over which JAX says that a value differs; all axes if it does not say."""
     kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(a for a in (sizes if kind is None else kind.varying | kind.unreduced) if sizes[a] > 1)
+    return frozenset(
+        a for a in (sizes if kind is None else kind.varying | kind.unreduced) if sizes[a] > 1
+    )
 
 
 def join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
@@ -31,21 +41,31 @@ def join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
         values = [eq.block(a), eq.block(b)]
         if len({value.extreme for value in values if value.extreme}) > 1:
             eq.finished(a)
-        # A finished value is one whose extreme was already taken, so it joins one whose extreme is still to be taken.
+        # A finished value is one whose extreme was already taken, so it joins one whose extreme is
+        # still to be taken.
         bare = [dataclasses.replace(value, extreme=None) for value in values]
         found = eq.joined(eq.joined_dims(values), bare)
-        return dataclasses.replace(found, extreme=a.extreme or b.extreme, scaled=a.scaled or b.scaled)
+        return dataclasses.replace(
+            found, extreme=a.extreme or b.extreme, scaled=a.scaled or b.scaled
+        )
     except Refused as refusal:
         return Value(a.dims, unprovable=interpreter.explain(eq, refusal))
 
 
 def anonymous(value: Value) -> Value:
-    """Drops what `value` was computed from: that may belong to another iteration, or to another branch."""
-    unknown = dataclasses.replace(value, origin=None, source=None, total=None, is_taken=False, masked=None)
+    """Drops what `value` was computed from.
+
+    That may belong to another iteration, or to another branch.
+    """
+    unknown = dataclasses.replace(
+        value, origin=None, source=None, total=None, is_taken=False, masked=None
+    )
     return dataclasses.replace(unknown, components=(), token=object())
 
 
-def _fixed_point(interpreter: "Interpreter", eq: Equation, carry: list[Value], body: Any) -> list[Value]:
+def _fixed_point(
+    interpreter: "Interpreter", eq: Equation, carry: list[Value], body: Any
+) -> list[Value]:
     """The facts about carried values that an iteration of a loop preserves."""
     carry = [anonymous(value) for value in carry]
     for _ in range(4 * len(carry) + 8):
@@ -58,17 +78,25 @@ def _fixed_point(interpreter: "Interpreter", eq: Equation, carry: list[Value], b
 
 
 def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
-    """How the first dim of `xs` is cut, if a loop may run over each device's own rows; None if it may not.
+    """How the first dim of `xs` is cut, if a loop may run over each device's own rows.
 
-    The loop must do the same to each row, and may add up: its results are then blocks, and its sums partial. Devices
-    are at different rows, so nothing may be exchanged, and no row's result may be cut, or pending, over their axes.
+    Returns None if it may not. The loop must do the same to each row, and may add up: its results
+    are then blocks, and its sums partial. Devices are at different rows, so nothing may be
+    exchanged, and no row's result may be cut, or pending, over their axes.
     """
     body, _ = body_of(eq.params["jaxpr"])
     for before, after in zip(split_scan(eq.eqn, body.invars)[1], body.outvars, strict=False):
         uses = [e for e in body.eqns if any(var is before for var in e.invars)]
-        if len(uses) != 1 or uses[0].primitive.name not in ("add", "add_any") or uses[0].outvars[0] is not after:
+        if (
+            len(uses) != 1
+            or uses[0].primitive.name not in ("add", "add_any")
+            or uses[0].outvars[0] is not after
+        ):
             return None
-        if uses[0].invars[0] is uses[0].invars[1] or sum(var in (before, after) for var in body.outvars) > 1:
+        if (
+            uses[0].invars[0] is uses[0].invars[1]
+            or sum(var in (before, after) for var in body.outvars) > 1
+        ):
             return None
     dims = {x.dims[0] for x in xs if not x.unprovable and x.dims[0] is not UNIFORM}
     rows = dims.pop() if len(dims) == 1 else Dim(())
@@ -93,7 +121,10 @@ def _total(interpreter: "Interpreter", eq: Equation, start: Value, row: Value, r
 
 
 def _of_turn(interpreter: "Interpreter", eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
-    """What a loop iterates over, or returns per iteration, with other dims; unprovable if `demand` refuses it."""
+    """What a loop iterates over, or returns per iteration, with other dims.
+
+    It is unprovable if `demand` refuses it.
+    """
     try:
         if not x.unprovable:
             demand(x)
@@ -111,9 +142,11 @@ def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     items = [_of_turn(interpreter, eq, x, x.dims[1:], demand) for x in xs]
     if eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
         reason = Refused(
-            f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
-            "loop over a global size; over its own rows a device may map, and add up with `+`, without collectives; "
-            "each turn of a ring over devices must do the same, and add up what it gives",
+            f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times "
+            "on one device",
+            "loop over a global size; over its own rows a device may map, and add up with `+`, "
+            "without collectives; each turn of a ring over devices must do the same, and add up "
+            "what it gives",
         )
         unprovable = interpreter.explain(eq, reason)
         args = [*first, *(Value(c.dims, unprovable=unprovable) for c in carry), *items]
@@ -126,30 +159,42 @@ def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
         results = list(carry)
     else:
         outs = run([constant(len(value.dims), 0, 0) for value in carry])
-        results = [_total(interpreter, eq, *pair, rows) for pair in zip(carry, outs[:carried], strict=True)]
+        results = [
+            _total(interpreter, eq, *pair, rows) for pair in zip(carry, outs[:carried], strict=True)
+        ]
     n, axes = eq.params["length"], {*map(real, rows.axes)} if rows else set()
     of_loop = rows or (whole(n) if n > 1 else UNIFORM)
     demand = lambda out: eq.block(out).extreme and out.extreme[1] & axes and eq.finished(out)
-    return results + [_of_turn(interpreter, eq, out, (of_loop, *out.dims), demand) for out in outs[carried:]]
+    return results + [
+        _of_turn(interpreter, eq, out, (of_loop, *out.dims), demand) for out in outs[carried:]
+    ]
 
 
 def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
     """Names of the collectives over any of the axes in jaxprs."""
-    found = (eqn for jaxpr in jaxprs for eqn in equations_in(jaxpr) if not axes.isdisjoint(axes_of(eqn)))
+    found = (
+        eqn for jaxpr in jaxprs for eqn in equations_in(jaxpr) if not axes.isdisjoint(axes_of(eqn))
+    )
     return [eqn.primitive.name for eqn in found if eqn.primitive.name in COLLECTIVES]
 
 
 def _under_predicate(
     interpreter: "Interpreter", eq: Equation, predicate: Value, var: Atom, bodies: Any
 ) -> Unprovable | None:
-    """Why results that depend on a predicate are unknown; None if they are not. Records collectives not all reach."""
+    """Why results that depend on a predicate are unknown; None if they are not.
+
+    Records collectives not all reach.
+    """
     with contextlib.suppress(Refused):
-        if not predicate.unprovable and eq.plain(predicate):  # the same on all devices, and as on one device
+        # The choice is the same on all devices, and as on one device.
+        if not predicate.unprovable and eq.plain(predicate):
             return None
     axes = frozenset(eq.sizes) if interpreter.is_unchecked else varying(var.aval, eq.sizes)
     over = ", ".join(sorted(axes)) or "the mesh"
     if collectives := _collectives(axes, *bodies):
-        problem = f"devices of {over} decide for themselves, and {collectives[0]} within waits for all"
+        problem = (
+            f"devices of {over} decide for themselves, and {collectives[0]} within waits for all"
+        )
         waits = Refused(f"{problem} of them", "reduce the condition first, or communicate outside")
         interpreter.problems.setdefault(id(eq.eqn), interpreter.explain(eq, waits))
     problem = f"the condition differs between devices of {over}: they take different branches"
@@ -174,8 +219,13 @@ def _cond(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     branches = eq.params["branches"]
     twins = eq.twin.params["branches"]
     if len(twins) != len(branches):
-        raise Refused("the number of branches depends on the mesh", "let no choice in the code depend on sizes")
-    outs = [interpreter.run(branch, twin, args) for branch, twin in zip(branches, twins, strict=True)]
+        raise Refused(
+            "the number of branches depends on the mesh",
+            "let no choice in the code depend on sizes",
+        )
+    outs = [
+        interpreter.run(branch, twin, args) for branch, twin in zip(branches, twins, strict=True)
+    ]
     if reason := _under_predicate(interpreter, eq, which, eq.eqn.invars[0], branches):
         return interpreter.unprovable(eq, reason)
     result = outs[0]

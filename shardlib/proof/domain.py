@@ -1,8 +1,8 @@
 """Facts about a value of a per-device program: which block of which whole value each device holds.
 
-The whole value is what the same program computes on one device. A device's value is its block of it, a term of a sum of
-blocks, or something that a later operation turns into a block. Otherwise it is `unprovable`, and must not reach a
-result.
+The whole value is what the same program computes on one device. A device's value is its block of
+it, a term of a sum of blocks, or something that a later operation turns into a block. Otherwise it
+is `unprovable`, and must not reach a result.
 """
 
 import dataclasses
@@ -18,7 +18,10 @@ Offset = tuple[tuple[str, int], ...]
 
 
 class Part(NamedTuple):
-    """A factor of the size of a dim: `size` entries per device, cut over `axes`, the first one slowest."""
+    """A factor of the size of a dim: `size` entries per device, cut over `axes`.
+
+    The first axis is the slowest.
+    """
 
     size: int
     axes: tuple[str, ...]
@@ -26,7 +29,10 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """How a dim is cut: its factors, major to minor; all but the first are cut. Only merged dims have several."""
+    """How a dim is cut: its factors, major to minor; all but the first are cut.
+
+    Only merged dims have several.
+    """
 
     parts: tuple[Part, ...]
     name: str = dataclasses.field(default="", compare=False)
@@ -46,8 +52,9 @@ ROUNDING = 1e-6
 """Largest relative difference of numbers that are equal up to float32 rounding."""
 
 UNIFORM: Any = None
-"""Instead of a Dim: all entries along it are equal, so it fits any sharding and any size. `Dim | Any` means a Dim or
-UNIFORM; likewise `tuple | Any` may be None. Any is there because type checkers cannot follow what tells them apart."""
+"""Instead of a Dim: all entries along it are equal, so it fits any sharding and any size.
+`Dim | Any` means a Dim or UNIFORM; likewise `tuple | Any` may be None. Any is there because type
+checkers cannot follow what tells them apart."""
 
 
 def whole(size: int, name: str = "") -> Dim:
@@ -63,15 +70,18 @@ def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
 class Sizes(dict[str, int]):
     """Number of devices along each axis of the mesh, and along names that stand for axes in a Dim.
 
-    An array of n entries that stand for devices, as an untiled all_gather makes, is cut as on n devices: over ENTRIES n
-    along the dim that has them, and over BLOCKS n along the dim whose blocks they are. If each device has reordered its
-    block of a dim, the axes of the dim have names with ~ and a number.
+    An array of n entries that stand for devices, as an untiled all_gather makes, is cut as on n
+    devices: over ENTRIES n along the dim that has them, and over BLOCKS n along the dim whose
+    blocks they are. If each device has reordered its block of a dim, the axes of the dim have names
+    with ~ and a number.
     """
 
     def __missing__(self, axis: str) -> Any:
         if axis.startswith(ENTRIES):
             return Fraction(1, int(axis[len(ENTRIES) :]))
-        return int(axis[len(BLOCKS) :].partition(".")[0]) if axis.startswith(BLOCKS) else {**self}[real(axis)]
+        if axis.startswith(BLOCKS):
+            return int(axis[len(BLOCKS) :].partition(".")[0])
+        return {**self}[real(axis)]
 
 
 class SizesOnOne(dict[str, int]):
@@ -90,7 +100,10 @@ def real(axis: str) -> str:
 
 
 class Subtracted(NamedTuple):
-    """The index that an offset was subtracted from; and for each dim of a value, the dim of that index."""
+    """The index that an offset was subtracted from.
+
+    For each dim of a value, it also has the dim of that index.
+    """
 
     token: object
     dims: tuple[int | None, ...]
@@ -99,9 +112,10 @@ class Subtracted(NamedTuple):
 class Source(NamedTuple):
     """What an extreme, or its index, was taken of: dim `along` of the value with this token.
 
-    `dims` gives, for each dim of a value, the dim of the extreme. For the kind "sum", the exponentials of the value
-    were added; the kind "exp" is these, and "less" their exponent, both with nothing taken yet. The
-    kind "any" is a number that depends on the mesh, the same on all devices of the axes: it may only cancel out.
+    `dims` gives, for each dim of a value, the dim of the extreme. For the kind "sum", the
+    exponentials of the value were added; the kind "exp" is these, and "less" their exponent, both
+    with nothing taken yet. The kind "any" is a number that depends on the mesh, the same on all
+    devices of the axes: it may only cancel out.
     """
 
     token: object
@@ -120,7 +134,8 @@ class Range(NamedTuple):
     def __and__(self, other: "Range | None") -> "Range":
         if other is None:
             return self
-        (low, low_on_one), (high, high_on_one) = map(max, self.low, other.low), map(min, self.high, other.high)
+        low, low_on_one = map(max, self.low, other.low)
+        high, high_on_one = map(min, self.high, other.high)
         return Range((low, low_on_one), (high, high_on_one))
 
     def covers(self, here: int, there: int) -> bool:
@@ -129,9 +144,10 @@ class Range(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """True where an offset index is in a range, or outside it. With a source: where this device has the extreme.
+    """True where an offset index is in a range, or outside it.
 
-    With axes: on one device of these, and on one device's mesh. Then the index, offset and range count for nothing.
+    With a source: where this device has the extreme. With axes: on one device of these, and on one
+    device's mesh. Then the index, offset and range count for nothing.
     """
 
     valid: Range
@@ -182,16 +198,19 @@ class Value:
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
         mask: what it says about an offset index; None if it is not a mask.
         masked: the offset of the index whose mask made it a partial sum; None if none did.
-        origin: the index, for an offset index, what was looked up by it, its mask, and what was masked.
+        origin: the index, for an offset index, what was looked up by it, its mask, and what was
+            masked.
         source: for an extreme, and for an argmax over a block: what it was taken of.
         shift: extremes of this device's block that were added to it, with their coefficients.
         is_scale: True if it was instead multiplied by the exponential of what `shift` adds up to.
         shifting: the equation that first added one.
-        total: for the exponential of a value and for its exponent, but for `shift`: of which value. For the sum of
-            such exponentials of this device's block, but for `shift` and a factor that all devices have: of which.
+        total: for the exponential of a value and for its exponent, but for `shift`: of which value.
+            For the sum of such exponentials of this device's block, but for `shift` and a factor
+            that all devices have: of which.
         is_taken: True if it is the extreme of `source` over all devices.
         is_index: True if it is the index of the first extreme of `source` in this device's block.
-        places: for an index into a device's block, how the indexed dim is cut; None for other values.
+        places: for an index into a device's block, how the indexed dim is cut; None for other
+            values.
         components: for index vectors, the facts about each component along the last dim.
         unprovable: why nothing is known; None if facts are.
         token: equal for two values that are certainly equal.
@@ -236,13 +255,25 @@ class Value:
     @property
     def is_block(self) -> bool:
         """True if it is a block of a whole value, or a term of a sum or of an extreme."""
-        odd = self.folded or self.shift or self.offset or self.valid or self.is_index or self.mask or self.is_local
+        odd = (
+            self.folded
+            or self.shift
+            or self.offset
+            or self.valid
+            or self.is_index
+            or self.mask
+            or self.is_local
+        )
         return not odd and self.looked_up is None
 
     @property
     def is_own_total(self) -> bool:
         """True if it is the sum of exponentials of this device's block, times a factor."""
-        return self.total is not None and self.total.kind == "sum" and self.partial == {*self.total.axes}
+        return (
+            self.total is not None
+            and self.total.kind == "sum"
+            and self.partial == {*self.total.axes}
+        )
 
     @property
     def is_zero(self) -> bool:
@@ -255,18 +286,28 @@ class Value:
         return frozenset(real(axis) for dim in self.dims if dim for axis in dim.axes)
 
     def rearranged(self, dims: Iterable[Dim | Any]) -> "Value":
-        """The value's entries in other dims. Keeps the sums, extremes and factors that they are parts of."""
+        """The value's entries in other dims.
+
+        Keeps the sums, extremes and factors that they are parts of.
+        """
         known = None if self.count else self.known
         return Value(tuple(dims), self.partial, self.extreme, self.ratio, self.scaled, known=known)
 
 
 def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
     """A number, repeated along `ndim` dims."""
-    on_mesh, on_one = (x.real if isinstance(x, complex) and not x.imag else x for x in (on_mesh, on_one))
+    on_mesh, on_one = (
+        x.real if isinstance(x, complex) and not x.imag else x for x in (on_mesh, on_one)
+    )
     same = on_mesh == on_one or (on_mesh != on_mesh and on_one != on_one)
     # Only with equal signs: then a value times it has its largest entry where the value has it.
     is_real = not isinstance(on_mesh * on_one, complex)
-    ratio = 1.0 if same else on_one / on_mesh if is_real and 0 < on_mesh * on_one < math.inf else math.nan
+    if same:
+        ratio = 1.0
+    elif is_real and 0 < on_mesh * on_one < math.inf:
+        ratio = on_one / on_mesh
+    else:
+        ratio = math.nan
     if not same and isinstance(on_mesh, int) and near(ratio) == 1:
         ratio = math.nan  # such as a seed that a size was added to: integers are not rounded
     return Value((UNIFORM,) * ndim, ratio=float(ratio), known=(on_mesh, on_one))
@@ -305,7 +346,10 @@ def devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 
 def axes_of_offset(offset: Offset, size: Number, sizes: Mapping[str, int]) -> tuple[str, ...] | Any:
-    """Axes, slowest first, that cut a dim into blocks of `size` with this offset; None if there are none."""
+    """Axes, slowest first, that cut a dim into blocks of `size` with this offset.
+
+    Returns None if there are none.
+    """
     order = tuple(axis for axis, _ in sorted(offset, key=lambda pair: -pair[1]))
     expected = {axis: size * devices(sizes, order[i + 1 :]) for i, axis in enumerate(order)}
     return order if order and expected == dict(offset) else None
@@ -320,24 +364,37 @@ def add_offsets(a: Offset, b: Offset, factor: int = 1) -> Offset:
 
 
 def describe(value: Value, shape: tuple[int, ...], dtype: object, sizes: Mapping[str, int]) -> str:
-    """Type of a value in shardtypes' notation, with global sizes for dims without a name: `f32[B/r/d 64/t] +t`."""
+    """Type of a value in shardtypes' notation, such as `f32[B/r/d 64/t] +t`.
+
+    Dims without a name have their global sizes.
+    """
 
     def text(dim: Dim | Any, size: int) -> str:
         if dim is None:
             return str(size)
         if dim.name and not dim.is_merged:
             return "/".join([dim.name, *map(real, dim.axes)])
-        parts = ["/".join([str(part.size * devices(sizes, part.axes)), *part.axes]) for part in dim.parts]
+        parts = [
+            "/".join([str(part.size * devices(sizes, part.axes)), *part.axes]) for part in dim.parts
+        ]
         return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
 
     name = getattr(dtype, "name", str(dtype))
-    short = name.replace("float", "f").replace("uint", "u").replace("int", "i").replace("bool", "bool_")
+    short = (
+        name.replace("float", "f").replace("uint", "u").replace("int", "i").replace("bool", "bool_")
+    )
     if value.unprovable:
-        return f"{short}[{' '.join(map(str, shape))}], different on each device for the reason given first"
+        return (
+            f"{short}[{' '.join(map(str, shape))}], different on each device for the reason given "
+            "first"
+        )
     words = [*map(text, value.dims, shape), *(f"+{axis}" for axis in sorted(value.partial))]
     found = f"{short}[{' '.join(words)}]"
     if value.extreme:
-        found += f", the {value.extreme[0]}imum of this device's block over {', '.join(sorted(value.extreme[1]))}"
+        found += (
+            f", the {value.extreme[0]}imum of this device's block over "
+            f"{', '.join(sorted(value.extreme[1]))}"
+        )
     if value.offset:
         found += f", different on each device of {', '.join(axis for axis, _ in value.offset)}"
     elif value.is_local:

@@ -20,12 +20,15 @@ def _quotient(a: Any, b: Any) -> Any:
 
 
 FOLDS: dict[str, Callable[..., Any]] = {
-    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient, "neg": np.negative,
-    "max": np.maximum, "min": np.minimum, "abs": np.abs, "sign": np.sign, "floor": np.floor, "ceil": np.ceil,
-    "square": np.square, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a), "log": np.log, "exp": np.exp,
-    "rem": np.fmod, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "clamp": lambda a, x, b: np.clip(x, a, b),
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "neg": np.negative,
+    "mul": np.multiply, "div": _quotient, "rem": np.fmod,
+    "max": np.maximum, "min": np.minimum, "clamp": lambda a, x, b: np.clip(x, a, b),
+    "abs": np.abs, "sign": np.sign, "floor": np.floor, "ceil": np.ceil,
+    "square": np.square, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
+    "log": np.log, "exp": np.exp,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+    "eq": np.equal, "ne": np.not_equal,
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 """What primitives do with known numbers."""
 
@@ -34,9 +37,13 @@ ADDING = {*ADDITIONS, "exp"}
 
 
 def refuse_rbg(eq: Equation) -> None:
-    """Raises Refused for several keys of JAX's `rbg`: under vmap, all bits are drawn from the first key."""
+    """Raises Refused for several keys of JAX's `rbg`.
+
+    Under vmap, all bits are drawn from the first key.
+    """
     aval = eq.eqn.invars[0].aval
-    if "rbg" in str(aval.dtype) and max(map(math.prod, (aval.shape, eq.twin_shape()))) > 1:  # here or on one device
+    # It has several keys here or on one device.
+    if "rbg" in str(aval.dtype) and max(map(math.prod, (aval.shape, eq.twin_shape()))) > 1:
         problem = "what is drawn from several keys of rbg depends on which of them a device has"
         raise Refused(problem, "use threefry keys: jax.random.key(seed, impl='threefry2x32')")
 
@@ -46,7 +53,8 @@ def elementwise(eq: Equation) -> Value:
     if eq.name == "random_fold_in":
         refuse_rbg(eq)
     ndim = len(eq.result_shape)
-    ins = [v if len(v.dims) == ndim else moved(v, (None,) * ndim) for v in eq.ins]  # scalars as uniform arrays
+    # Scalars are taken as uniform arrays.
+    ins = [v if len(v.dims) == ndim else moved(v, (None,) * ndim) for v in eq.ins]
     if folded := _fold(eq, ins, ndim):
         return folded
     if eq.name == "select_n" and ins[0].is_constant and ins[0].known[0] == ins[0].known[1]:
@@ -81,40 +89,60 @@ def _is_untaken(value: Value) -> bool:
 
 
 def _shifted(eq: Equation, ins: list[Value]) -> Value:
-    """Follows extremes of a device's block that are subtracted before an exponential, until a factor undoes that.
+    """Follows extremes of a device's block that are subtracted before an exponential.
 
-    exp(x - m) * exp(m - maximum) is exp(x - maximum) for any m, so each device may use its own.
+    They are followed until a factor undoes that. exp(x - m) * exp(m - maximum) is exp(x - maximum)
+    for any m, so each device may use its own.
     """
     is_scale, inexact = any(v.is_scale for v in ins), jnp.issubdtype(eq.result_type(), jnp.inexact)
     terms: Any = [frozenset({(v.source, 1)}) if _is_untaken(v) else v.shift for v in ins]
     is_mixed = any(found and v.is_scale != is_scale for v, found in zip(ins, terms, strict=True))
-    if is_mixed or not inexact or eq.name not in ("convert_element_type", *(("mul", "div") if is_scale else ADDING)):
+    if (
+        is_mixed
+        or not inexact
+        or eq.name not in ("convert_element_type", *(("mul", "div") if is_scale else ADDING))
+    ):
         for value in ins:
             eq.term(value)
     signs = (1, -1 if eq.name in ("sub", "div") else 1)
-    shift = added((source, sign * c) for found, sign in zip(terms, signs, strict=False) for source, c in found)
+    shift = added(
+        (source, sign * c) for found, sign in zip(terms, signs, strict=False) for source, c in found
+    )
     clean = {"extreme": None, "source": None, "shift": frozenset(), "is_scale": False}
-    bare = [dataclasses.replace(v, **clean) if found else v for v, found in zip(ins, terms, strict=True)]
-    is_scale, at = bool(shift) and (is_scale or eq.name == "exp"), next((v.shifting for v in ins if v.shift), eq)
+    bare = [
+        dataclasses.replace(v, **clean) if found else v for v, found in zip(ins, terms, strict=True)
+    ]
+    is_scale = bool(shift) and (is_scale or eq.name == "exp")
+    at = next((v.shifting for v in ins if v.shift), eq)
     found = elementwise(dataclasses.replace(eq, ins=bare))
-    return dataclasses.replace(found, shift=shift, is_scale=is_scale, shifting=at, total=_total(eq, ins))
+    return dataclasses.replace(
+        found, shift=shift, is_scale=is_scale, shifting=at, total=_total(eq, ins)
+    )
 
 
 def _total(eq: Equation, ins: list[Value]) -> Source | None:
-    """What `total` says of the result: `x` less an own extreme, its exponential, or a sum of these times a factor."""
+    """What `total` says of the result.
+
+    That is `x` less an own extreme, its exponential, or a sum of these times a factor.
+    """
     if eq.name == "sub" and _is_untaken(ins[1]) and not (ins[0].shift or ins[0].extreme):
-        return Source(ins[0].token, "less", (), (), tuple(range(len(ins[0].dims)))) if eq.shape() else None
+        if eq.shape():
+            return Source(ins[0].token, "less", (), (), tuple(range(len(ins[0].dims))))
+        return None
     if eq.name == "exp" and ins[0].total and ins[0].total.kind == "less":
         return ins[0].total._replace(kind="exp")
     own = [v.total for v in ins if v.is_own_total]
-    return own[0] if eq.name == "mul" and len(own) == 1 and not all(v.partial for v in ins) else None
+    return (
+        own[0] if eq.name == "mul" and len(own) == 1 and not all(v.partial for v in ins) else None
+    )
 
 
 def _by_own_totals(eq: Equation, ins: list[Value]) -> list[Value]:
-    """Takes the sum of this device's exponentials as a factor of its own, if it divides, or undoes a division by it.
+    """Takes the sum of this device's exponentials as a factor of its own, if it divides.
 
-    If s is the sum of exp(x - m) over a block, exp(x - m) / s is exp(x) / S, with the sum S of exp(x). Multiplied by S,
-    which is exp(m + log(s)), it is exp(x), whatever the block.
+    It also undoes a division by it. If s is the sum of exp(x - m) over a block, exp(x - m) / s is
+    exp(x) / S, with the sum S of exp(x). Multiplied by S, which is exp(m + log(s)), it is exp(x),
+    whatever the block.
     """
     found = list(ins)
     for i, v in enumerate(ins):
@@ -122,30 +150,45 @@ def _by_own_totals(eq: Equation, ins: list[Value]) -> list[Value]:
         if v.is_own_total and ((eq.name == "div" and i == 1) or (eq.name == "mul" and undone)):
             shift = added([*v.shift, (v.total, 1)])
             at = v.shifting if v.shift else eq
-            found[i] = dataclasses.replace(v, partial=frozenset(), shift=shift, is_scale=True, shifting=at, total=None)
+            found[i] = dataclasses.replace(
+                v, partial=frozenset(), shift=shift, is_scale=True, shifting=at, total=None
+            )
     return found
 
 
 def _of_rows(eq: Equation, ins: list[Value]) -> Value:
-    """Applies the primitive to looked-up entries: those out of range still have to be masked, by the same index."""
+    """Applies the primitive to looked-up entries.
+
+    Those out of range still have to be masked, by the same index.
+    """
     rows = [v for v in ins if v.looked_up is not None]
-    if any((v.looked_up, v.origin) != (rows[0].looked_up, rows[0].origin) or v.origin is None for v in rows):
+    if any(
+        (v.looked_up, v.origin) != (rows[0].looked_up, rows[0].origin) or v.origin is None
+        for v in rows
+    ):
         eq.block(rows[0])
     bare = [dataclasses.replace(v, looked_up=None, drops=False) for v in ins]
     found, drops = elementwise(dataclasses.replace(eq, ins=bare)), any(v.drops for v in rows)
     eq.block(found)
-    return dataclasses.replace(found, looked_up=rows[0].looked_up, drops=drops, origin=rows[0].origin, known=None)
+    return dataclasses.replace(
+        found, looked_up=rows[0].looked_up, drops=drops, origin=rows[0].origin, known=None
+    )
 
 
 def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
     """The result for known numbers; None if it is not known."""
-    if not all(value.is_constant for value in ins) or any(value.partial or value.extreme for value in ins):
+    if not all(value.is_constant for value in ins) or any(
+        value.partial or value.extreme for value in ins
+    ):
         return None
     dtypes = [*(var.aval.dtype for var in eq.eqn.invars), eq.result_type()]
     if not all(isinstance(dtype, np.dtype) and dtype.kind != "c" for dtype in dtypes):
         return None
     # Rounding to 16 bits or fewer does not count as depending on the mesh.
-    dtypes = [np.dtype(float) if jnp.issubdtype(d, jnp.floating) and d != np.float32 else d for d in dtypes]
+    dtypes = [
+        np.dtype(float) if jnp.issubdtype(d, jnp.floating) and d != np.float32 else d
+        for d in dtypes
+    ]
     fold, to = FOLDS.get(eq.name), dtypes[-1]
     if eq.name in ("convert_element_type", "copy", "reduce_precision"):
         fold = lambda a: a
@@ -164,7 +207,7 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
     return constant(ndim, *found)
 
 
-# ---- partial sums, extremes, factors ----------------------------------------------------------------------------
+# ---- partial sums, extremes, factors -------------------------------------------------------------
 
 
 def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], float]:
@@ -173,7 +216,9 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
     is_quotient = name == "div" and not is_integer(kind)
     ins = eq.parts(ins) if name in ADDITIONS else ins
     partial, ratios = frozenset(), [v.ratio for v in ins]
-    if (name == "mul" and not (ins[0].partial and ins[1].partial)) or (is_quotient and not ins[1].partial):
+    if (name == "mul" and not (ins[0].partial and ins[1].partial)) or (
+        is_quotient and not ins[1].partial
+    ):
         partial = ins[0].partial | ins[1].partial
     elif name in ADDITIONS:
         partial = eq.joined_partial(ins)
@@ -198,7 +243,10 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
 
 
 def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
-    """Handles linear operations on entries that are sums over different blocks, like partial sums."""
+    """Handles linear operations on entries that are sums over different blocks.
+
+    They are treated like partial sums.
+    """
     live = [v for v in ins if not v.is_zero]
     if len({v.folded for v in live}) > 1 or not _is_linear(eq):
         for value in ins:
@@ -209,11 +257,15 @@ def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
 
 
 def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | None:
-    """The pending extreme of the operand and other values; raises Refused if the operation does not allow one."""
+    """The pending extreme of the operand and other values.
+
+    Raises Refused if the operation does not allow one.
+    """
     if not (found := {v.extreme for v in ins if v.extreme}):
         return None
     before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
-    is_rising = jnp.issubdtype(after, jnp.inexact) or np.can_cast(before, after)  # keeps the order of numbers
+    # True if the conversion keeps the order of numbers.
+    is_rising = jnp.issubdtype(after, jnp.inexact) or np.can_cast(before, after)
     is_same = eq.name in ("copy", "convert_element_type") and is_rising
     if len(found) == 1 and (is_same or next(iter(found))[0] == eq.name):
         return found.pop()
@@ -223,9 +275,9 @@ def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | Non
 
 
 def _is_linear(eq: Equation) -> bool:
-    """True unless the operation is a conversion that does not commute with sums; integers count modulo 2^n.
+    """True unless the operation is a conversion that does not commute with sums.
 
-    Signed 32-bit integers are assumed not to overflow.
+    Integers count modulo 2^n. Signed 32-bit integers are assumed not to overflow.
     """
     before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
     integers = [jnp.issubdtype(d, jnp.integer) for d in (before, after)]

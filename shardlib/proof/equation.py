@@ -18,51 +18,57 @@ _JAX = str(Path(jax.__file__).parent)
 
 
 WHOLE_SIZES = (
-    "compute it from global sizes instead of a device's own (x.shape[0], jnp.arange): shardops.size(name) is the "
-    "global size of a dim, shardops.positions are the positions in it"
+    "compute it from global sizes instead of a device's own (x.shape[0], jnp.arange): "
+    "shardops.size(name) is the global size of a dim, shardops.positions are the positions in it"
 )
 MASKED = (
     "to write a part of a sharded dim, have each device mask its block by positions: "
     "jnp.where(shardops.positions('L/t') == i, new, old)"
 )
 ONE_SEED = (
-    "for different bits in each row, fold its position into the key, shardops.positions('B/d'); or draw the bits of "
-    "the whole array, and take this device's; a key is the same on every mesh"
+    "for different bits in each row, fold its position into the key, shardops.positions('B/d'); "
+    "or draw the bits of the whole array, and take this device's; a key is the same on every mesh"
 )
 TWICE = (
-    "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed again in the "
-    "gradient: differentiate each device's term, and take psum of the gradient"
+    "leave out the sum over devices. With check_vma=False a psum in what is differentiated is "
+    "summed again in the gradient: differentiate each device's term, and take psum of the gradient"
 )
 VARY = (
-    "JAX sums the gradient by what all devices have over them; for the gradient on each device, differentiate by "
-    'jax.lax.pcast(x, {axes}, to="varying") instead of x'
+    "JAX sums the gradient by what all devices have over them; for the gradient on each device, "
+    'differentiate by jax.lax.pcast(x, {axes}, to="varying") instead of x'
 )
 OWN_SIZE = (
-    "make it the same on every mesh: use the global size instead of the size of this device's block, "
-    "shardops.size(name), or psum of the count"
+    "make it the same on every mesh: use the global size instead of the size of this device's "
+    "block, shardops.size(name), or psum of the count"
 )
 DEVICES = "leave it out: like the number of devices, shardops.axis_size, it is 1 on one device"
 FOLDING = words("psum psum_invariant pvary reduce_sum add add_any sub neg convert_element_type")
-"""Linear primitives whose rules accept sums of different blocks that are still to be summed along the dim."""
+"""Linear primitives whose rules accept sums of different blocks that are still to be summed along
+the dim."""
 SHIFTING = kinds("call", "cast", "addition", "product")
-SHIFTING |= words("exp log convert_element_type broadcast_in_dim squeeze transpose reduce_sum dot_general")
+SHIFTING |= words(
+    "exp log convert_element_type broadcast_in_dim squeeze transpose reduce_sum dot_general"
+)
 SHIFTING |= kinds("sum", "extreme")
 """Primitives whose rules accept values to which each device added an extreme of its block."""
 NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (
         lambda value: value.offset,
         "a value differs between devices of {axes} by their index, and is not a position in a dim",
-        "make it the same on all devices; for positions of a sharded dim use shardops.positions('L/t')",
+        "make it the same on all devices; for positions of a sharded dim use "
+        "shardops.positions('L/t')",
     ),
     (
         lambda value: value.valid or value.is_index or value.looked_up is not None,
-        "entries were looked up by an index that is out of range on other devices, and were not masked",
+        "entries were looked up by an index that is out of range on other devices, and were not "
+        "masked",
         "mask them by the same range: jnp.where((0 <= i) & (i < size), found, 0)",
     ),
     (
         lambda value: value.mask and value.mask.axes,
         "a condition is true on one device alone",
-        "select by it what all devices hold, or zero, and sum over them: jnp.where(index == 0, x, 0)",
+        "select by it what all devices hold, or zero, and sum over them: jnp.where(index == 0, "
+        "x, 0)",
     ),
     (
         lambda value: value.mask,
@@ -72,7 +78,8 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (
         lambda value: value.is_local,
         "positions count from the start of this device's block, and are used at {place}",
-        "shardops.positions gives the positions in the whole dim, by the dim and its axes, such as 'L/t'",
+        "shardops.positions gives the positions in the whole dim, by the dim and its axes, such "
+        "as 'L/t'",
     ),
 )
 """Tests for values that are neither a block nor a term of a sum, with problem and remedy."""
@@ -90,19 +97,25 @@ SHOWN |= {"ring_enter": "ppermute", "ring_close": "add", "ring_scatter": "add"}
 
 
 class Refused(Exception):
-    """Raised for a value that is not a block of a whole value. `remedy` is what to do; `at` the Equation to blame.
+    """Raised for a value that is not a block of a whole value.
 
+    `remedy` is what to do; `at` the Equation to blame.
     `differs`: one device does not compute the value.
     """
 
-    def __init__(self, problem: str, remedy: str = "", at: "Equation | None" = None, differs: bool = False):
+    def __init__(
+        self, problem: str, remedy: str = "", at: "Equation | None" = None, differs: bool = False
+    ):
         super().__init__(problem)
         self.problem, self.remedy, self.at, self.differs = problem, remedy, at, differs
 
 
 @dataclasses.dataclass
 class Equation:
-    """An equation, its operands, and the same equation on one device. `eqn` and `caller` suffice to know its place."""
+    """An equation, its operands, and the same equation on one device.
+
+    `eqn` and `caller` suffice to know its place.
+    """
 
     eqn: Any
     twin: Any = None
@@ -140,7 +153,9 @@ class Equation:
         """Size on one device of a dim that has `size` entries here."""
         if dim is UNIFORM:
             return size
-        return math.prod(n * devices(self.sizes, axes) // devices(self.twin_sizes, axes) for n, axes in dim.parts)
+        return math.prod(
+            n * devices(self.sizes, axes) // devices(self.twin_sizes, axes) for n, axes in dim.parts
+        )
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -158,29 +173,38 @@ class Equation:
         for name in names:
             here, there = self.params.get(name), self.twin.params.get(name)
             if not equal_parameters(here, there):
-                values = f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
+                values = (
+                    f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
+                )
                 raise Refused(f"its {name} depends on the mesh{values}", WHOLE_SIZES)
 
     def same_size(self, k: int, i: int) -> None:
         """Raises Refused if the number of entries of operand k along dim i depends on the mesh."""
         here, there = self.shape(k)[i], self.twin_shape(k)[i]
         if here != there:
-            problem = f"dim {i} of operand {k + 1} has {here} entries here and {there} on one device"
+            problem = (
+                f"dim {i} of operand {k + 1} has {here} entries here and {there} on one device"
+            )
             raise Refused(problem, WHOLE_SIZES)
 
     def unfolded(self, value: Value) -> Value:
         """Returns `value`; raises Refused if its entries are sums over different blocks."""
         if value.folded:
             raise Refused(
-                f"a sum over {', '.join(sorted(value.folded))} adds different blocks of a sharded dim, entry by entry",
-                (value.folding or self).of_gradient() or "sum along the dim first; to get all blocks, gather them",
+                f"a sum over {', '.join(sorted(value.folded))} adds different blocks of a sharded "
+                "dim, entry by entry",
+                (value.folding or self).of_gradient()
+                or "sum along the dim first; to get all blocks, gather them",
                 value.folding,
                 True,
             )
         return value
 
     def block(self, value: Value) -> Value:
-        """Returns `value`; raises Refused if it is neither a block of a whole value nor a term of a sum."""
+        """Returns `value`, a block of a whole value or a term of a sum.
+
+        Raises Refused if it is neither.
+        """
         if self.name not in FOLDING:
             self.unfolded(value)
         if value.shift and self.name not in SHIFTING:
@@ -188,7 +212,9 @@ class Equation:
         for is_it, problem, remedy in NO_BLOCKS:
             if is_it(value):
                 names = {"axes": ", ".join(axis for axis, _ in value.offset), "place": self.place()}
-                raise Refused(problem.format(**names), remedy, value.counted if value.is_local else None)
+                raise Refused(
+                    problem.format(**names), remedy, value.counted if value.is_local else None
+                )
         return value
 
     def finished(self, value: Value) -> Value:
@@ -201,55 +227,90 @@ class Equation:
     def _of_partial(self, value: Value) -> tuple[str, str]:
         """Problem and remedy for a partial sum in what is not linear."""
         axes = ", ".join(sorted(value.partial))
-        problem = f"{self.shown} of a partial sum over {axes}: the sum of the results is not the result of the sum"
+        problem = (
+            f"{self.shown} of a partial sum over {axes}: the sum of the results is not the result "
+            "of the sum"
+        )
         return problem, self.reduction(value)
 
     def term(self, value: Value) -> Value:
-        """Returns `value`; raises Refused if it is, or was shifted by, an extreme that is still to be taken."""
+        """Returns `value`, which depends on no extreme that is still to be taken.
+
+        Raises Refused if it is, or was shifted by, such an extreme.
+        """
         shifted = [v.extreme for v in value.shifting.ins if v.extreme] if value.shift else []
-        if value.shift and not shifted and (sums := [v for v in value.shifting.ins if v.is_own_total]):
+        if (
+            value.shift
+            and not shifted
+            and (sums := [v for v in value.shifting.ins if v.is_own_total])
+        ):
             problem, remedy = value.shifting._of_partial(sums[0])
             raise Refused(problem, remedy, value.shifting)
         shifted += [("max", source.axes) for source, _ in value.shift]
         if extreme := value.extreme or next(iter(shifted), None):
             kind, axes = extreme
             raise Refused(
-                f"a {kind}imum over this device's block is used before it is taken over {', '.join(sorted(axes))}",
+                f"a {kind}imum over this device's block is used before it is taken over "
+                f"{', '.join(sorted(axes))}",
                 f"take it over the devices first, with p{kind}",
                 value.shifting,
             )
         return value
 
     def settled(self, value: Value) -> Value:
-        """Returns `value`; a factor that is this device's own sum makes it a term of the sum over devices."""
+        """Returns `value` with a factor that is this device's own sum as a term.
+
+        That factor makes it a term of the sum over devices.
+        """
         own = [term for term in value.shift if term[0].kind != "any"]
         if not value.is_scale or len(own) != 1 or own[0][0].kind != "sum" or own[0][1] != 1:
             return value
         axes, shift = {*own[0][0].axes}, value.shift - {*own}
         if not axes.isdisjoint(value.partial | value.sharded):
             return value
-        return dataclasses.replace(value, partial=value.partial | axes, shift=shift, is_scale=bool(shift), total=None)
+        return dataclasses.replace(
+            value, partial=value.partial | axes, shift=shift, is_scale=bool(shift), total=None
+        )
 
     def plain(self, value: Value) -> Value:
-        """Returns `value`; raises Refused if it is not a finished block without factors that depend on the mesh."""
+        """Returns `value`, a finished block without factors that depend on the mesh.
+
+        Raises Refused if it is anything else.
+        """
         return self.unscaled(self.finished(value))
 
     def unscaled(self, value: Value) -> Value:
-        """Returns `value`; raises Refused if it was multiplied by a number that depends on the mesh."""
+        """Returns `value`, which no number that depends on the mesh may have multiplied.
+
+        Raises Refused if one has.
+        """
         if math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
             return value
         made, known = value.scaled, value.known
         is_times = lambda what: (
-            "" if math.isnan(value.ratio) else f": {what} is {1 / value.ratio:.6g} times what it is on one device"
+            ""
+            if math.isnan(value.ratio)
+            else f": {what} is {1 / value.ratio:.6g} times what it is on one device"
         )
         if made is not None and made.name.startswith("psum"):
             problem = f"each device adds a value that is whole already{is_times('the result')}"
             raise Refused(problem, made.of_gradient() or TWICE, made, True)
         if known is not None and not any(isinstance(number, float) for number in known):
-            problem = f"a number that depends on the mesh, {known[0]} here and {known[1]} on one device"
-            remedy = f"{WHOLE_SIZES}; {MASKED}" if self.name.startswith(("scatter", "dynamic_update")) else WHOLE_SIZES
-            raise Refused(problem, ONE_SEED if self.name.startswith("random") else remedy, None, True)
-        ones = [v.known[1] == 1 for v in (made.ins if made is not None else ()) if v.is_constant and v.ratio != 1]
+            problem = (
+                f"a number that depends on the mesh, {known[0]} here and {known[1]} on one device"
+            )
+            if self.name.startswith(("scatter", "dynamic_update")):
+                remedy = f"{WHOLE_SIZES}; {MASKED}"
+            else:
+                remedy = WHOLE_SIZES
+            raise Refused(
+                problem, ONE_SEED if self.name.startswith("random") else remedy, None, True
+            )
+        ones = [
+            v.known[1] == 1
+            for v in (made.ins if made is not None else ())
+            if v.is_constant and v.ratio != 1
+        ]
         remedy = DEVICES if any(ones) else OWN_SIZE
         problem = f"a number that depends on the mesh was multiplied into a value{is_times('it')}"
         raise Refused(problem, remedy, made, True)
@@ -258,13 +319,19 @@ class Equation:
         """The remedy for a partial sum."""
         axes = sorted(map(real, value.partial))
         n = devices(self.sizes, axes) / devices(self.twin_sizes, axes)
-        if math.isclose(value.ratio * n, 1.0, rel_tol=ROUNDING):  # sums over blocks, divided by the blocks' size
-            return f"it is the mean of a block: take the mean over the devices first, jax.lax.pmean(x, {tuple(axes)})"
+        # Sums over blocks are divided by the blocks' size.
+        if math.isclose(value.ratio * n, 1.0, rel_tol=ROUNDING):
+            return (
+                "it is the mean of a block: take the mean over the devices first, "
+                f"jax.lax.pmean(x, {tuple(axes)})"
+            )
         return "reduce the partial sum first, with psum or psum_scatter"
 
     def of_gradient(self) -> str:
         """The remedy for a sum over devices that JAX adds to a gradient; "" for another sum."""
-        is_added = self.name == "psum_invariant" and "transpose(" in str(self.eqn.source_info.name_stack)
+        is_added = self.name == "psum_invariant" and "transpose(" in str(
+            self.eqn.source_info.name_stack
+        )
         return VARY.format(axes=axes_of(self.eqn)) if is_added else ""
 
     def uncut(self, value: Value, i: int, verb: str) -> None:
@@ -274,10 +341,14 @@ class Equation:
             axes = ", ".join(dim.axes)
             name = f"dim {dim.name}" if dim.name else f"dim {i}"
             remedy = (
-                f"gather it over {axes} first with all_gather, or shard another dim meanwhile with all_to_all; what "
-                "only reduces or counts can be done for each block, and then over the devices"
+                f"gather it over {axes} first with all_gather, or shard another dim meanwhile with "
+                "all_to_all; what only reduces or counts can be done for each block, and then "
+                "over the devices"
             )
-            problem = f"{verb} along {name}, which is sharded over {axes}: each device sees only its own block"
+            problem = (
+                f"{verb} along {name}, which is sharded over {axes}: each device sees only its own "
+                "block"
+            )
             raise Refused(problem, MASKED if verb.endswith("written") else remedy)
 
     def joined_dim(self, i: int, dims: Iterable[Dim | Any]) -> Dim | Any:
@@ -287,42 +358,63 @@ class Equation:
             if dim is not UNIFORM and dim not in found:
                 found.append(dim)
         if len(found) > 1:
-            texts = [describe(Value((dim,)), (0,), np.dtype("f4"), self.sizes)[4:-1] for dim in found[:2]]
+            texts = [
+                describe(Value((dim,)), (0,), np.dtype("f4"), self.sizes)[4:-1] for dim in found[:2]
+            ]
             raise Refused(
-                f"dim {i} is {texts[0]} in one operand and {texts[1]} in another: they hold different entries of it",
+                f"dim {i} is {texts[0]} in one operand and {texts[1]} in another: they hold "
+                "different entries of it",
                 "gather the sharded one, or take this device's block of the other",
             )
         return found[0] if found else UNIFORM
 
     def joined_dims(self, values: list[Value]) -> tuple[Dim | Any, ...]:
         """The dims of operands of one shape."""
-        return tuple(self.joined_dim(i, dims) for i, dims in enumerate(zip(*(v.dims for v in values), strict=True)))
+        return tuple(
+            self.joined_dim(i, dims)
+            for i, dims in enumerate(zip(*(v.dims for v in values), strict=True))
+        )
 
     def parts(self, values: list[Value]) -> list[Value]:
-        """Takes a value of which each of n devices counts 1/n for a partial sum, if another one is a partial sum.
+        """Takes a value of which each of n devices counts 1/n for a partial sum.
 
-        With check_vma=False, the gradient of what all devices have is such a value.
+        It does so if another one is a partial sum. With check_vma=False, the gradient of what all
+        devices have is such a value.
         """
         first = max(values, key=lambda value: len(value.partial))
 
         def part(value: Value) -> Value:
             axes = first.partial - value.partial
             ratio = value.ratio * devices(self.twin_sizes, axes) / devices(self.sizes, axes)
-            is_part = math.isclose(ratio, first.ratio, rel_tol=ROUNDING) and axes.isdisjoint(value.sharded)
-            if not axes or not axes <= self.sizes.keys() or not is_part or value.extreme or value.folded:
+            is_part = math.isclose(ratio, first.ratio, rel_tol=ROUNDING) and axes.isdisjoint(
+                value.sharded
+            )
+            if (
+                not axes
+                or not axes <= self.sizes.keys()
+                or not is_part
+                or value.extreme
+                or value.folded
+            ):
                 return value
-            return dataclasses.replace(value, partial=first.partial | value.partial, ratio=first.ratio, known=None)
+            return dataclasses.replace(
+                value, partial=first.partial | value.partial, ratio=first.ratio, known=None
+            )
 
         return list(map(part, values))
 
     def joined_partial(self, values: list[Value]) -> frozenset[str]:
-        """The axes over which all values, except zeros, are partial sums; raises Refused if they differ."""
+        """The axes over which all values, except zeros, are partial sums.
+
+        Raises Refused if they differ.
+        """
         live = {value.partial for value in values if not value.is_zero}
         if len(live) > 1:
             first, *_, last = sorted((", ".join(sorted(axes)) for axes in live), reverse=True)
             other = f"one over {last}" if last else "a value that is not one"
             raise Refused(
-                f"a partial sum over {first} is combined with {other}, which each device would count once",
+                f"a partial sum over {first} is combined with {other}, which each device would "
+                "count once",
                 self.reduction(next(value for value in values if value.partial)),
             )
         return live.pop() if live else frozenset()
@@ -336,19 +428,28 @@ class Equation:
         return live[0].ratio if live else 1.0
 
     def joined(self, dims: Iterable[Dim | Any], values: list[Value]) -> Value:
-        """Joins several values side by side: a sum or an extreme, if all of them are terms of one."""
+        """Joins several values side by side.
+
+        The result is a sum or an extreme, if all of them are terms of one.
+        """
         values, extremes = self.parts(values), {value.extreme for value in values}
         if len(extremes) > 1:
-            raise Refused("a maximum over a block meets another value", "take it over the devices first")
-        return Value(tuple(dims), self.joined_partial(values), extremes.pop(), self.joined_ratio(values))
+            raise Refused(
+                "a maximum over a block meets another value", "take it over the devices first"
+            )
+        return Value(
+            tuple(dims), self.joined_partial(values), extremes.pop(), self.joined_ratio(values)
+        )
 
     def like(self, value: Value, declared: Value) -> None:
-        """Raises Refused for an argument of per-device code that does not have its declared type."""
+        """Raises Refused for an argument of per-device code without its declared type."""
         fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
         if not fits or value.partial != declared.partial or value.extreme:
             dtype = self.eqn.invars[0].aval.dtype
             given, taken = (describe(v, self.shape(), dtype, self.sizes) for v in (value, declared))
-            raise Refused(f"per-device code that takes {taken} is given {given}", "pass it what it takes")
+            raise Refused(
+                f"per-device code that takes {taken} is given {given}", "pass it what it takes"
+            )
 
     # ---- texts
 
@@ -360,13 +461,17 @@ class Equation:
     def line(self) -> tuple[str, int] | None:
         """File and line of the user's code that made the equation; None if there is none.
 
-        JAX traces its own jitted functions once. Their equations know only the first caller, so this caller is asked.
+        JAX traces its own jitted functions once. Their equations know only the first caller, so
+        this caller is asked.
         """
         found = self.calls()
         return found[-1] if found else None
 
     def calls(self) -> list[tuple[str, int]]:
-        """File and line of each of the user's calls that led to the equation, outermost first; see `line`."""
+        """File and line of each of the user's calls that led to the equation.
+
+        The outermost comes first; see `line`.
+        """
         if self.caller is not None and self.caller.is_of_jax():
             return self.caller.calls()
         users = [(file, line) for file, line in frames_of(self.eqn) if is_users(file)]
@@ -379,11 +484,14 @@ class Equation:
         return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
 
     def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
-        """The calls that led to the equation, where a size on which it depends may come from, its operands' types."""
+        """The calls that led to the equation, and its operands' types.
+
+        Also where a size on which it depends may come from.
+        """
         # Of a conditional outside jax.shard_map, the facts about its operands are not known.
         pairs, found = zip(self.ins, self.eqn.invars, strict=bool(self.ins)), self.line()
-        # Code that a model calls did not change, so the line to change is one that calls it. In the model's own file it
-        # may be either.
+        # Code that a model calls did not change, so the line to change is one that calls it. In the
+        # model's own file it may be either.
         callers = callers_text(self.eqn, found[0] if found and not is_helper(found[0]) else None)
         return (
             *filter(None, [callers, size_text(frames_of(self.eqn)) if of_size else ""]),
@@ -400,6 +508,9 @@ def is_integer(dtype: object) -> bool:
 
 
 def equal_parameters(here: object, there: object) -> bool:
-    """True if two parameters are equal: jaxprs are compared by text, and NaN (a fill value) equals NaN."""
+    """True if two parameters are equal.
+
+    Jaxprs are compared by text, and NaN (a fill value) equals NaN.
+    """
     here, there = (str(x) if is_program(x) else x for x in (here, there))
     return here == there or (here != here and there != there)

@@ -1,4 +1,7 @@
-"""Interprets a per-device program over facts about its values, next to the same program on one device."""
+"""Interprets a per-device program over facts about its values.
+
+Next to it runs the same program on one device.
+"""
 
 import dataclasses
 import itertools
@@ -11,38 +14,70 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS, ELEMENTWISE, IDENTITIES, SCATTERS, Atom, body_of, called, kinds, shape_of
+from shardlib.equations import (
+    CALLS,
+    ELEMENTWISE,
+    IDENTITIES,
+    SCATTERS,
+    Atom,
+    body_of,
+    called,
+    kinds,
+    shape_of,
+)
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import ZIGZAG, parse_shape
 from shardlib.places import place
 from shardlib.proof import collectives, elementwise, lookups, primitives, rings, shapes, sums
 from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, varying
-from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Unprovable, Value, constant, cut, real, whole
+from shardlib.proof.domain import (
+    UNIFORM,
+    Sizes,
+    SizesOnOne,
+    Unprovable,
+    Value,
+    constant,
+    cut,
+    real,
+    whole,
+)
 from shardlib.proof.equation import ONE_SEED, SHIFTING, WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import KEEPING, OF_SIZES
 
 MODULES = collectives, lookups, rings, shapes, sums
 """Modules that add their rules to primitives.RULES."""
-PLACING = KEEPING | ELEMENTWISE | IDENTITIES | SCATTERS | {"dynamic_slice", "dynamic_update_slice", "device_put"}
+PLACING = (
+    KEEPING
+    | ELEMENTWISE
+    | IDENTITIES
+    | SCATTERS
+    | {"dynamic_slice", "dynamic_update_slice", "device_put"}
+)
 """Primitives that accept operands which are not blocks yet."""
 
 
 class Interpreter:
-    """Derives facts about the results of a program, and problems that hold whatever becomes of its results.
+    """Derives facts about the results of a program.
+
+    Also finds problems that hold whatever becomes of its results.
 
     Attributes:
         sizes: number of devices along each axis of the mesh.
         twin_sizes: the same for the twin's mesh: 1, except for axes that both have.
         is_unchecked: True if JAX does not say over which axes a value differs: check_vma=False.
-        problems: by equation: collectives under a condition that differs, which not all devices reach; and what is
-            wrong with the arguments of per-device code.
-        noted: each equation with the facts about its results, in program order. The key is its path: the ids of the
-            equations that call it, outermost first, and its own.
+        problems: by equation: collectives under a condition that differs, which not all devices
+            reach; and what is wrong with the arguments of per-device code.
+        noted: each equation with the facts about its results, in program order. The key is its
+            path: the ids of the equations that call it, outermost first, and its own.
     """
 
-    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
-        self.sizes, self.twin_sizes, self.is_unchecked = Sizes(sizes), SizesOnOne(twin_sizes), is_unchecked
+    def __init__(
+        self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False
+    ):
+        self.sizes = Sizes(sizes)
+        self.twin_sizes = SizesOnOne(twin_sizes)
+        self.is_unchecked = is_unchecked
         self.problems: dict[Any, Unprovable] = {}
         self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
         self._proved: dict[tuple[int, ...], Equation] = {}  # in some turn of their loops
@@ -51,10 +86,13 @@ class Interpreter:
         self._alignment = Alignment(self.sizes, self.twin_sizes)
         self._callers: list[Equation | Any] = [None]
 
-    def run(self, jaxpr: object, twin: object, args: list[Value], known: Aligned | None = None) -> list[Value]:
-        """Derives facts about the results of a jaxpr, closed or open, from those about its arguments.
+    def run(
+        self, jaxpr: object, twin: object, args: list[Value], known: Aligned | None = None
+    ) -> list[Value]:
+        """Derives facts about the results of a jaxpr from those about its arguments.
 
-        `known` is its alignment, for a call whose facts may be about other shapes of the same entries.
+        The jaxpr may be closed or open. `known` is its alignment, for a call whose facts may be
+        about other shapes of the same entries.
         """
         (jaxpr, consts), (twin, twin_consts) = body_of(jaxpr), body_of(twin)
         found = known or self._alignment.of(jaxpr, twin)
@@ -63,22 +101,32 @@ class Interpreter:
         env = dict(zip(found.theirs.invars, args, strict=True))
         env |= zip(found.theirs.constvars, map(read_array, consts, twin_consts), strict=True)
         for pair in found.pairs:
-            eq = Equation(pair.eqn, pair.twin, [], self.sizes, self.twin_sizes, self._callers[-1], pair.inner)
+            eq = Equation(
+                pair.eqn, pair.twin, [], self.sizes, self.twin_sizes, self._callers[-1], pair.inner
+            )
             if is_region(pair.eqn):  # may have other operands and results here
                 env |= dict.fromkeys(pair.twin.outvars, next(iter(self.apply(eq)), None))
                 continue
             operands = enumerate(zip(pair.eqn.invars, pair.twin.invars, strict=True))
             eq.ins = [self._read(env, a, b, i in pair.others, eq) for i, (a, b) in operands]
-            env.update(zip(pair.twin.outvars, self.apply(eq, pair.is_own and is_as_traced), strict=True))
-        results, last = enumerate(zip(found.ours.outvars, found.theirs.outvars, strict=True)), self._callers[-1]
+            env.update(
+                zip(pair.twin.outvars, self.apply(eq, pair.is_own and is_as_traced), strict=True)
+            )
+        results = enumerate(zip(found.ours.outvars, found.theirs.outvars, strict=True))
+        last = self._callers[-1]
         return [self._read(env, a, b, i in wrong, last) for i, (a, b) in results]
 
-    def _read(self, env: Mapping, var: Atom, twin: Any, is_other: bool, eq: Equation | None) -> Value:
+    def _read(
+        self, env: Mapping, var: Atom, twin: Any, is_other: bool, eq: Equation | None
+    ) -> Value:
         """Facts about a variable, looked up by its twin on one device, or about a literal."""
         if is_other:
             problem = "has other entries here than on one device, or the same in another order"
             problem = f"{eq.shown}: an operand {problem}" if eq else f"a result {problem}"
-            remedy = "let no reshape, slice or choice depend on the size of a block: shardops.rearrange names the dims"
+            remedy = (
+                "let no reshape, slice or choice depend on the size of a block: "
+                "shardops.rearrange names the dims"
+            )
             reason = Unprovable(eq.place() if eq else "?", problem, remedy)
             return Value((UNIFORM,) * len(shape_of(var)), unprovable=reason)
         if isinstance(var, core.Literal):
@@ -106,19 +154,31 @@ class Interpreter:
                 for value in filter(lambda value: value.folded, eq.ins):
                     eq.block(value)
             if mark is None and eq.name not in SHIFTING:
-                eq.ins = [eq.term(value) if value.shift else value for value in map(eq.settled, eq.ins)]
+                eq.ins = [
+                    eq.term(value) if value.shift else value for value in map(eq.settled, eq.ins)
+                ]
             if mark is not None:
                 return [self._marked(eq, mark)]
             if is_region(eq.eqn):
-                return self.unprovable(eq, Unprovable(eq.place(), "a value of per-device code is used outside of it"))
+                return self.unprovable(
+                    eq, Unprovable(eq.place(), "a value of per-device code is used outside of it")
+                )
             if control := CONTROL.get(eq.name):
                 eq.same("reverse", "cond_nconsts", "body_nconsts")
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
             if eq.name in CALLS:
                 return self.run(called(eq.eqn), called(eq.twin), eq.ins, eq.inner)
-            if eq.name != "ring_index" and (unprovable := next((v.unprovable for v in eq.ins if v.unprovable), None)):
+            if eq.name != "ring_index" and (
+                unprovable := next((v.unprovable for v in eq.ins if v.unprovable), None)
+            ):
                 return self.unprovable(eq, unprovable)
-            eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
+            eq.same(
+                *(
+                    name
+                    for name, value in eq.params.items()
+                    if name not in OF_SIZES and not callable(value)
+                )
+            )
             if eq.name not in PLACING:
                 for value in eq.ins:
                     eq.block(value)
@@ -139,7 +199,10 @@ class Interpreter:
         return Unprovable(eq.place(), problem, refusal.remedy, operands, refusal.differs, own)
 
     def blamed(self, reason: Unprovable) -> Unprovable:
-        """`reason` at the line that calls a function, if the function is right where other lines call it."""
+        """`reason` at the line that calls a function that is right elsewhere.
+
+        The function is right where other lines call it.
+        """
         own, shared = reason.eq.calls() if reason.eq else [], 0
         for eq in self._proved.values():
             if own and eq.name == reason.eq.name:
@@ -150,18 +213,23 @@ class Interpreter:
             return reason
         over = ", ".join(sorted({axis for x in reason.eq.ins for axis in x.partial}))
         remedy = (
-            f"gather what this line passes{over and f' over {over}'} first, with all_gather, or compute it here "
-            f"without {reason.place}, which other calls need as it is"
+            f"gather what this line passes{over and f' over {over}'} first, with all_gather, or "
+            f"compute it here without {reason.place}, which other calls need as it is"
         )
         problem = f"{reason.problem}; {reason.place} is right for what other calls pass"
-        return dataclasses.replace(reason, place=place(*own[-1 - shared]), problem=problem, remedy=remedy)
+        return dataclasses.replace(
+            reason, place=place(*own[-1 - shared]), problem=problem, remedy=remedy
+        )
 
     def unprovable(self, eq: Equation, reason: Unprovable) -> list[Value]:
         """Marks all results of an equation as unprovable."""
         return [Value((UNIFORM,) * len(shape_of(var)), unprovable=reason) for var in eq.eqn.outvars]
 
     def _checked(self, eq: Equation, i: int, value: Value) -> Value:
-        """Checks that `value` can have the shape of result i, also on one device; otherwise raises Refused."""
+        """Checks that `value` can have the shape of result i, also on one device.
+
+        Otherwise it raises Refused.
+        """
         aval, shape = eq.eqn.outvars[i].aval, shape_of(eq.eqn.outvars[i])
         if value.unprovable:
             return value
@@ -177,19 +245,21 @@ class Interpreter:
         axes = [real(axis) for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
         if again := {axis for axis in axes if axes.count(axis) > 1}:
             raise Refused(
-                f"axis {min(again)} would shard two dims of the result: each device sees only the matching pairs of "
-                "blocks",
+                f"axis {min(again)} would shard two dims of the result: each device sees only the "
+                "matching pairs of blocks",
                 f"gather one of the two over {min(again)} first",
             )
         is_term = value.partial or value.shift
         if is_term and jnp.issubdtype(aval.dtype, jnp.floating) and jnp.finfo(aval.dtype).bits < 16:
             raise Refused(
-                f"each device rounds its term of a sum to {aval.dtype}, so that the sum depends on the mesh",
+                f"each device rounds its term of a sum to {aval.dtype}, so that the sum depends "
+                "on the mesh",
                 "sum in 16 bits or more, as with preferred_element_type, and cast the sum",
             )
         if both := value.partial & set(axes):
             raise Refused(
-                f"the result is sharded over {', '.join(sorted(both))}, over which it is also a partial sum",
+                f"the result is sharded over {', '.join(sorted(both))}, over which it is also a "
+                "partial sum",
                 "reduce the partial sum first, with psum or psum_scatter",
             )
         if math.isnan(value.ratio) and not value.is_constant:
@@ -203,17 +273,22 @@ class Interpreter:
         value = dataclasses.replace(
             value, dims=tuple(UNIFORM if dim == one else dim for dim in value.dims), token=object()
         )
-        made = next((v.scaled for v in eq.ins if v.scaled), None if eq.name in kinds("view") else eq)
+        made = next(
+            (v.scaled for v in eq.ins if v.scaled), None if eq.name in kinds("view") else eq
+        )
         if value.is_constant and not value.partial and not value.extreme:
             found = constant(len(shape), *value.known)
             return dataclasses.replace(found, scaled=made) if found.ratio != 1 else found
-        return dataclasses.replace(value, scaled=value.scaled or made) if value.ratio != 1 else value
+        return (
+            dataclasses.replace(value, scaled=value.scaled or made) if value.ratio != 1 else value
+        )
 
     def _marked(self, eq: Equation, mark: Mark) -> Value:
         """Facts about a value that enters or leaves code that is per-device on purpose."""
         (x,) = eq.ins
         shape, aval = eq.result_shape, eq.eqn.outvars[0].aval
-        if of_stages := mark.label.startswith(STAGES):  # between its marks lies the pipeline executor
+        # Between these marks lies the pipeline executor.
+        if of_stages := mark.label.startswith(STAGES):
             self._in_stages = False
         if mark.kind == "enters":
             if self._entered.setdefault(mark.label, x).dims != x.dims and not x.unprovable:
@@ -222,7 +297,9 @@ class Interpreter:
                 self._entered[mark.label] = dataclasses.replace(x, unprovable=ambiguous)
             try:
                 # Nothing looks inside the code, so it would hide what is wrong with its arguments.
-                problem = None if self._in_stages else x.unprovable or (eq.unscaled(eq.block(x)) and None)
+                problem = (
+                    None if self._in_stages else x.unprovable or (eq.unscaled(eq.block(x)) and None)
+                )
                 if mark.spec and not problem:
                     eq.like(x, self._declared(mark.spec, shape))
             except Refused as refusal:
@@ -230,43 +307,56 @@ class Interpreter:
             if problem:
                 self.problems[problem] = problem
             self._in_stages |= of_stages
-            return dataclasses.replace(x, unprovable=Unprovable(eq.place(), f"within per_device: {mark.label}"))
+            return dataclasses.replace(
+                x, unprovable=Unprovable(eq.place(), f"within per_device: {mark.label}")
+            )
         if mark.kind == "leaves":
             return self._declared(mark.spec, shape)
         entered = self._entered[mark.label]
-        # The gradient of a copy that each device uses independently is a partial sum: it varies, and is not cut.
-        over = (varying(aval, self.sizes) if not self.is_unchecked else frozenset()) - entered.sharded
+        # The gradient of a copy that each device uses independently is a partial sum: it varies,
+        # and is not cut.
+        over = (
+            varying(aval, self.sizes) if not self.is_unchecked else frozenset()
+        ) - entered.sharded
         return Value(entered.dims, over, unprovable=entered.unprovable)
 
     def _declared(self, text: str, shape: tuple[int, ...]) -> Value:
         """The declared type of an argument or result of per-device code."""
         spec, own_order = parse_shape(text), f"~{ZIGZAG}"
         order = lambda dim: own_order if dim.name == ZIGZAG else ""
-        axes = [tuple(axis + order(dim) for axis in dim.axes if axis in self.sizes) for dim in spec.dims]
+        axes = [
+            tuple(axis + order(dim) for axis in dim.axes if axis in self.sizes) for dim in spec.dims
+        ]
         return block_of(axes, shape, self.sizes, spec.partial, [dim.name for dim in spec.dims])
 
 
 def block_of(
-    axes: Any, shape: tuple[int, ...], sizes: Mapping[str, int], partial: Any = (), names: Any = None
+    axes: Any,
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+    partial: Any = (),
+    names: Any = None,
 ) -> Value:
     """A device's block of an array whose dims are sharded over `axes`."""
     live = [tuple(axis for axis in a if sizes[axis] > 1) for a in axes]
     names = names or [""] * len(shape)
     dims = tuple(
-        UNIFORM if n == 1 and not a else cut(n, a, name) for n, a, name in zip(shape, live, names, strict=True)
+        UNIFORM if n == 1 and not a else cut(n, a, name)
+        for n, a, name in zip(shape, live, names, strict=True)
     )
     return Value(dims, frozenset(axis for axis in partial if sizes[axis] > 1))
 
 
 def read_array(here: Any, there: Any) -> Value:
-    """Facts about a constant array here and on one device: a number, or an array that is the same on both."""
+    """Facts about a constant array here and on one device.
+
+    It is a number, or an array that is the same on both.
+    """
     if isinstance(here, jax.Array) and jnp.issubdtype(here.dtype, jax.dtypes.prng_key):
         bits = read_array(jax.random.key_data(here), jax.random.key_data(there))
-        return (
-            Value((UNIFORM,) * here.ndim, unprovable=bits.unprovable)
-            if bits.unprovable
-            else Value(tuple(map(whole, here.shape)))
-        )
+        if bits.unprovable:
+            return Value((UNIFORM,) * here.ndim, unprovable=bits.unprovable)
+        return Value(tuple(map(whole, here.shape)))
     here, there = np.asarray(here), np.asarray(there)
     if here.dtype == jax.dtypes.float0 or here.dtype == object:
         return Value(tuple(whole(n) for n in here.shape))

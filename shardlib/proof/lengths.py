@@ -1,6 +1,7 @@
-"""What carries over to long sequences: compares a program with the same one for shorter sequences, and their numbers.
+"""What carries over to long sequences.
 
-Shapes, parameters, literals and arrays of both programs are compared, equation by equation. A number must be the same,
+Compares a program with the same one for shorter sequences, and their numbers. Shapes, parameters,
+literals and arrays of both programs are compared, equation by equation. A number must be the same,
 or grow with the length: by a fixed amount for each position, or for each block of positions.
 """
 
@@ -25,8 +26,8 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
 
     Returns:
         The first equation that differs; empty if none does.
-        Ids of literals and arrays of the short program whose numbers follow no such rule, or that only positions beyond
-        the shorter sequences reach: their content counts as unknown.
+        Ids of literals and arrays of the short program whose numbers follow no such rule, or that
+            only positions beyond the shorter sequences reach: their content counts as unknown.
         True if arrays with a dim of positions are among them.
     """
     unknown, arrays = set(), False
@@ -39,8 +40,13 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
         if any(x != y and (None in (x, y) or not _follows(x, y, length, at)) for x, y in pairs):
             return _named(a), set(), False
         end = math.inf if a.primitive.name in kinds("comparison") else length
-        literals = [(x.val, y.val, y) for x, y in zip(a.invars, b.invars, strict=True) if isinstance(y, core.Literal)]
-        if any(np.less(x, LOW) != np.less(value, LOW) for x, value, _ in literals):  # of unknown ones, this is used
+        literals = [
+            (x.val, y.val, y)
+            for x, y in zip(a.invars, b.invars, strict=True)
+            if isinstance(y, core.Literal)
+        ]
+        # Of unknown numbers, this is used.
+        if any(np.less(x, LOW) != np.less(value, LOW) for x, value, _ in literals):
             return _named(a), set(), False
         unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at, end)}
     for x, y in zip(arrays_in(long), arrays_in(short), strict=True):
@@ -55,22 +61,28 @@ def _named(eqn: Any) -> str:
 
 
 def _follows(long: float, short: float, length: int, at: int) -> bool:
-    """True if a number is a fixed share of the length, such as the number of blocks, or a fixed one is added.
+    """True if a number is a fixed share of the length, or a fixed one is added.
 
-    It may be rounded to a multiple of ROUNDED.
+    The number of blocks is such a share. It may be rounded to a multiple of ROUNDED.
     """
     if abs(short) < 2:  # such as one block, which no other block sees
         return False
     left, (grown, rest) = short - long * at / length, divmod((long - short) * at, length - at)
     if not left or (abs(left) < ROUNDED <= short / 2 and long % ROUNDED == short % ROUNDED == 0):
         return True
-    return not rest and grown > 0 and abs(short - grown) < at / 2 and (grown % at == 0 or at % grown == 0)
+    return (
+        not rest
+        and grown > 0
+        and abs(short - grown) < at / 2
+        and (grown % at == 0 or at % grown == 0)
+    )
 
 
 def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
-    """True if the numbers are the same and the shorter sequences reach them, or if one follows from the length.
+    """True if the numbers are the same and the shorter sequences reach them.
 
-    Products of positions reach any whole number. Floats from `end` on, such as -1e9, are not positions.
+    Also if one follows from the length. Products of positions reach any whole number. Floats from
+    `end` on, such as -1e9, are not positions.
     """
     if not isinstance(getattr(short, "dtype", np.dtype(float)), np.dtype):
         return True  # keys
@@ -80,13 +92,19 @@ def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
     if ((a == b) | ((a != a) & (b != b))).all():
         end = math.inf if np.asarray(short).dtype.kind in "iu" else end
         return not ((np.abs(b) >= at / 2) & (np.abs(b) < end)).any()
-    return not b.ndim and bool(np.isfinite([a, b]).all()) and _follows(abs(a.item()), abs(b.item()), length, at)
+    return (
+        not b.ndim
+        and bool(np.isfinite([a, b]).all())
+        and _follows(abs(a.item()), abs(b.item()), length, at)
+    )
 
 
 def _sizes(eqn: Eqn) -> Iterator[int]:
     """The whole numbers in the parameters of an equation and in the shapes of its results."""
     parts = [*map(shape_of, eqn.outvars)]
-    parts += [value for name, value in sorted(eqn.params.items()) if isinstance(value, int | tuple | list)]
+    parts += [
+        value for name, value in sorted(eqn.params.items()) if isinstance(value, int | tuple | list)
+    ]
     while parts:
         part = parts.pop()
         if isinstance(part, tuple | list):

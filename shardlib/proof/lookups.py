@@ -5,7 +5,7 @@ from typing import Any
 
 from shardlib.equations import SCATTERS
 from shardlib.proof import collectives
-from shardlib.proof.domain import UNIFORM, Value, axes_of_offset, cut, devices, whole
+from shardlib.proof.domain import UNIFORM, Subtracted, Value, axes_of_offset, cut, devices, whole
 from shardlib.proof.equation import Equation, Refused, is_integer
 from shardlib.proof.primitives import rule
 
@@ -16,7 +16,10 @@ def _indices(ids: Value, count: int) -> list[Value]:
 
 
 def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | Any:
-    """Axes that shard dim i of operand 1, if an offset index reads or writes this device's block of it."""
+    """Axes that shard dim i of operand 1 where an offset index reads or writes.
+
+    It must read or write this device's block of the dim.
+    """
     if not index.offset or index.mask or index.looked_up is not None:
         return None
     if index.valid and not index.valid.covers(eq.shape()[i], eq.twin_shape()[i]):
@@ -25,20 +28,30 @@ def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | Any:
 
 
 def _drops(eq: Equation, index: Value, i: int) -> bool:
-    """True if indices into the blocks of other devices are past the end of dim i, so they are dropped."""
+    """True if indices into the blocks of other devices are dropped.
+
+    They are if they are past the end of dim i.
+    """
     ends = eq.shape()[i], eq.twin_shape()[i]
-    is_past = index.others is not None and all(n >= end for n, end in zip(index.others, ends, strict=True))
+    is_past = index.others is not None and all(
+        n >= end for n, end in zip(index.others, ends, strict=True)
+    )
     return is_past and _has_mode(eq, "FILL_OR_DROP")
 
 
 def _has_mode(eq: Equation, mode: str) -> bool:
-    """True if indices out of range are handled by `mode`: clipped (CLIP), or filled in (FILL_OR_DROP)."""
+    """True if indices out of range are handled by `mode`.
+
+    They are clipped (CLIP), or filled in (FILL_OR_DROP).
+    """
     return getattr(eq.params["mode"], "name", "") == mode
 
 
 def _counts_along(index: Value) -> int | None:
     """The dim along which an index counts 0, 1, …; None for other indices."""
-    return index.count[0] if len(index.count) == 1 and not index.offset and index.known == (0, 0) else None
+    if len(index.count) == 1 and not index.offset and index.known == (0, 0):
+        return index.count[0]
+    return None
 
 
 @rule("gather")
@@ -47,12 +60,16 @@ def _gather(eq: Equation) -> Value:
     eq.term(eq.block(x))
     numbers, sizes, shape = eq.params["dimension_numbers"], eq.params["slice_sizes"], eq.shape()
     batch = list(ids.dims[:-1])
-    for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+    for i, j in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
         batch[j] = eq.joined_dim(i, [x.dims[i], batch[j]])
     twin_sizes = eq.twin.params["slice_sizes"]
     fills = eq.params["fill_value"] if _has_mode(eq, "FILL_OR_DROP") else None
     looked_up, origin, own = None, None, frozenset()
-    for i, index in zip(numbers.start_index_map, _indices(ids, len(numbers.start_index_map)), strict=True):
+    for i, index in zip(
+        numbers.start_index_map, _indices(ids, len(numbers.start_index_map)), strict=True
+    ):
         dim = x.dims[i]
         if index.places is not None and dim is not UNIFORM:
             if dim != index.places or (sizes[i], twin_sizes[i]) != (1, 1):
@@ -64,36 +81,60 @@ def _gather(eq: Equation) -> Value:
             eq.plain(index)
             eq.same_size(0, i)
             continue
-        if (j := _counts_along(index)) is not None and sizes[i] == 1:  # entry k of this dim for entry k of the batch
+        # Entry k of this dim is taken for entry k of the batch.
+        if (j := _counts_along(index)) is not None and sizes[i] == 1:
             if eq.shape(1)[j] != shape[i] or dim.is_merged:
                 eq.block(index)
-            batch[j] = eq.joined_dim(i, [dim, *([batch[j]] if batch[j] is not UNIFORM and batch[j].axes else [])])
+            batch[j] = eq.joined_dim(
+                i, [dim, *([batch[j]] if batch[j] is not UNIFORM and batch[j].axes else [])]
+            )
             continue
-        if dim.is_merged or _axes_of_index(eq, index, i) != dim.axes or sizes[i] != 1 or looked_up is not None:
+        if (
+            dim.is_merged
+            or _axes_of_index(eq, index, i) != dim.axes
+            or sizes[i] != 1
+            or looked_up is not None
+        ):
             raise Refused(
-                f"dim {dim.name or i}, sharded over {', '.join(dim.axes)}, is looked up by an index that is not "
-                "relative to this device's block",
+                f"dim {dim.name or i}, sharded over {', '.join(dim.axes)}, is looked up by an "
+                "index that is not relative to this device's block",
                 "shardops.index_unreduced looks up in a sharded dim; index one dim after the other",
             )
-        if fills == 0 and _drops(eq, index, i):  # zero where the entry is in the block of another device
+        # The result is zero where the entry is in the block of another device.
+        if fills == 0 and _drops(eq, index, i):
             if set(dim.axes) & (x.partial | own):
                 eq.finished(x)
             own |= set(dim.axes)
             continue
         looked_up, origin = index.offset, index.origin
-    window = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
-    for i, n in enumerate(sizes):
-        is_part = n != shape[i] or i in numbers.collapsed_slice_dims
-        if is_part and i not in numbers.start_index_map and i not in numbers.operand_batching_dims:
-            eq.uncut(x, i, "a part is taken")
-    is_whole = lambda i: x.dims[i] is UNIFORM or sizes[i] == shape[i]
-    windows = iter([(x.dims[i] if is_whole(i) else whole(sizes[i]), None) for i in window])
-    rows = zip(batch, origin.dims[:-1] if origin else [None] * len(batch), strict=True)
-    found = [next(windows if j in numbers.offset_dims else rows) for j in range(len(eq.result_shape))]
-    origin = origin and origin._replace(dims=tuple(place for _, place in found))
+    dims, places = _dims_of_gather(eq, batch, origin)
+    origin = origin and origin._replace(dims=places)
     drops = looked_up is not None and fills not in (None, 0) and not is_integer(eq.result_type())
-    dims = tuple(dim for dim, _ in found)
-    return Value(dims, x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops)
+    return Value(
+        dims, x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops
+    )
+
+
+def _dims_of_gather(eq: Equation, batch: list, origin: Subtracted | None) -> tuple[tuple, tuple]:
+    """The dims of the result of a gather: those of windows, and of `batch`, the indices.
+
+    Also returns, for each of them, the dim of the index that the origin of the indices has.
+    """
+    x, shape, sizes = eq.ins[0], eq.shape(), eq.params["slice_sizes"]
+    numbers = eq.params["dimension_numbers"]
+    collapsed, batching = numbers.collapsed_slice_dims, numbers.operand_batching_dims
+    windows: list[tuple] = []
+    for i, n in enumerate(sizes):
+        is_part = n != shape[i] or i in collapsed
+        if is_part and i not in (*numbers.start_index_map, *batching):
+            eq.uncut(x, i, "a part is taken")
+        if i not in (*collapsed, *batching):
+            is_whole = x.dims[i] is UNIFORM or n == shape[i]
+            windows.append((x.dims[i] if is_whole else whole(n), None))
+    rest = iter(windows)
+    rows = zip(batch, origin.dims[:-1] if origin else [None] * len(batch), strict=True)
+    found = [next(rest if j in numbers.offset_dims else rows) for j in range(len(eq.result_shape))]
+    return tuple(dim for dim, _ in found), tuple(place for _, place in found)
 
 
 @rule(*SCATTERS)
@@ -103,93 +144,178 @@ def _scatter(eq: Equation) -> Value:
     if ids.places is not None and updates.count and len(eq.shape()) == 1 and eq.name == "scatter":
         return _inverse(eq, ids, updates)
     eq.block(updates)
-    numbers, shape, adds = eq.params["dimension_numbers"], eq.shape(), eq.name == "scatter-add"
-    inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    window = zip((i for i in range(len(shape)) if i not in inserted), numbers.update_window_dims, strict=True)
-    dims, update_shape, sizes = list(x.dims), eq.shape(2), {}
-    for i, j in window:
-        sizes[i] = update_shape[j], eq.twin_shape(2)[j]
-        if update_shape[j] == shape[i]:
-            dims[i] = eq.joined_dim(i, [x.dims[i], updates.dims[j]])
-            continue
-        eq.uncut(x, i, "a part is written"), eq.uncut(updates, j, "a part is written")
-        eq.same_size(2, j)
-        dims[i] = whole(shape[i])
-    for i in {*numbers.inserted_window_dims} - {*numbers.scatter_dims_to_operand_dims}:
-        eq.uncut(x, i, "the first entry is written")
-    of_index = [j for j in range(len(update_shape)) if j not in numbers.update_window_dims]
-    places: list[int | None] = [*of_index]
-    rows = [updates.dims[j] for j in of_index]
-    batch = [eq.joined_dim(k, pair) for k, pair in enumerate(zip(rows, ids.dims[:-1], strict=True))]
-    for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
-        dims[i] = eq.joined_dim(i, [x.dims[i], batch[j]])
-        batch[j] = UNIFORM  # each entry has its own place
-        places[j] = None
+    numbers, scatter = eq.params["dimension_numbers"], _Scatter(eq)
+    scatter.write_windows()
+    scatter.write_batches()
     indices = _indices(ids, len(numbers.scatter_dims_to_operand_dims))
-    own, kind, pending = frozenset(), {"scatter-max": "max", "scatter-min": "min"}.get(eq.name), frozenset()
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
-        if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
+        if scatter.sizes.get(i) == (eq.shape()[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is written, whatever the index
-        into, k = UNIFORM, 0
-        if index.places is not None:
-            ways = [k for k, d in enumerate(batch) if d == index.dims[k] and places[k] is not None]
-            if len(ways) != 1 or sizes.get(i, (1, 1)) != (1, 1) or index.dims[ways[0]].axes == ():
-                eq.block(index)
-            k, into = ways[0], index.places
-        elif index.is_local and (along := _counts_along(index)) is not None and eq.shape(1)[along] == shape[i]:
-            k = along
-            into = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
-        if into is not UNIFORM and not into.is_merged:
-            dims[i] = eq.joined_dim(i, [x.dims[i], into])
-            batch[k], places[k] = UNIFORM, None
-            continue
-        if index.offset:
-            axes = _axes_of_index(eq, index, i)
-            dropped = _drops(eq, index, i)
-            # What is dropped is written on the device that has the entry, in the same order as on one device.
-            # A window of several entries would be dropped whole where a block ends.
-            is_entry = sizes.get(i, (1, 1)) == (1, 1)
-            if not (axes and is_entry) or own or not (dropped or (adds and _is_masked(updates, index, of_index))):
-                eq.block(index)
-            dims[i] = eq.joined_dim(i, [x.dims[i], cut(shape[i], axes)])
-            own = frozenset() if dropped else frozenset(axes)
-            continue
-        eq.plain(index)
-        eq.uncut(x, i, "entries are written")
-        eq.same_size(0, i)
-        dims[i] = x.dims[i] if x.dims[i] is not UNIFORM else whole(shape[i])
-    partial = updates.partial - own
-    for place, dim in zip(places, batch, strict=True):
-        if dim is UNIFORM and place is not None:
-            eq.same_size(2, place)  # as many equal entries are written as there are
-        elif dim is not UNIFORM and dim.axes:
-            if kind and not set(dim.axes) & Value(tuple(dims)).sharded:
-                pending |= set(dim.axes)  # the largest of all updates is the largest of each device's largest
+        scatter.write_at(i, index)
+    return scatter.result()
+
+
+class _Scatter:
+    """Facts about the result of a scatter, found step by step.
+
+    Attributes:
+        dims: the dims of the result.
+        batch: the dims of the updates along which they have different indices. UNIFORM once it is
+            known on which device each of them writes.
+        places: the dim of the updates that each of `batch` is; None as in `batch`.
+        sizes: the sizes of a window along the dims that it has, here and on one device.
+        own: axes whose devices each add the same updates to their own part of a dim.
+    """
+
+    def __init__(self, eq: Equation):
+        self.eq, self.numbers = eq, eq.params["dimension_numbers"]
+        self.x, self.ids, self.updates = eq.ins
+        self.adds = eq.name == "scatter-add"
+        self.dims: list[Any] = list(self.x.dims)
+        self.sizes: dict[int, tuple[int, int]] = {}
+        windows = self.numbers.update_window_dims
+        self.of_index = [j for j in range(len(eq.shape(2))) if j not in windows]
+        self.batch: list[Any] = []
+        self.places: list[int | None] = [*self.of_index]
+        self.own: frozenset[str] = frozenset()
+
+    def write_windows(self) -> None:
+        """Joins the dims of windows with those of the operand."""
+        eq, numbers, shape, update_shape = self.eq, self.numbers, self.eq.shape(), self.eq.shape(2)
+        inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        in_window = (i for i in range(len(shape)) if i not in inserted)
+        for i, j in zip(in_window, numbers.update_window_dims, strict=True):
+            self.sizes[i] = update_shape[j], eq.twin_shape(2)[j]
+            if update_shape[j] == shape[i]:
+                self.dims[i] = eq.joined_dim(i, [self.x.dims[i], self.updates.dims[j]])
                 continue
-            if not adds:
-                eq.uncut(Value((dim,)), 0, "entries are written")
-            if set(dim.axes) & partial:
-                eq.finished(updates)
-            partial |= set(dim.axes)
-    for value in (x, updates):
-        eq.term(value) if adds else eq.finished(value)
-        if eq.name == "scatter-mul":
-            eq.unscaled(value)
-    into = Value(tuple(dims), x.partial, ratio=x.ratio, known=x.known if x.is_zero else None)
-    found = eq.joined(dims, [into, Value((), frozenset(partial), ratio=updates.ratio)])
-    return dataclasses.replace(found, partial=frozenset(partial), extreme=(kind, pending) if pending else None)
+            eq.uncut(self.x, i, "a part is written")
+            eq.uncut(self.updates, j, "a part is written")
+            eq.same_size(2, j)
+            self.dims[i] = whole(shape[i])
+        for i in {*numbers.inserted_window_dims} - {*numbers.scatter_dims_to_operand_dims}:
+            eq.uncut(self.x, i, "the first entry is written")
+
+    def write_batches(self) -> None:
+        """Joins the dims of the indices with those of the updates and of the operand."""
+        eq, numbers = self.eq, self.numbers
+        rows = [self.updates.dims[j] for j in self.of_index]
+        pairs = zip(rows, self.ids.dims[:-1], strict=True)
+        self.batch = [eq.joined_dim(k, pair) for k, pair in enumerate(pairs)]
+        batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+        for i, j in zip(*batching, strict=True):
+            self.dims[i] = eq.joined_dim(i, [self.x.dims[i], self.batch[j]])
+            self._found(j)  # each entry has its own place
+
+    def _found(self, k: int) -> None:
+        """Notes that it is known where the updates along dim k of the indices go."""
+        self.batch[k], self.places[k] = UNIFORM, None
+
+    def write_at(self, i: int, index: Value) -> None:
+        """Writes along dim i of the operand, at an index."""
+        k, into = self._counted(i, index)
+        if into is not UNIFORM and not into.is_merged:
+            self.dims[i] = self.eq.joined_dim(i, [self.x.dims[i], into])
+            self._found(k)
+        elif index.offset:
+            self._write_own_block(i, index)
+        else:
+            self.eq.plain(index)
+            self.eq.uncut(self.x, i, "entries are written")
+            self.eq.same_size(0, i)
+            dim = self.x.dims[i]
+            self.dims[i] = dim if dim is not UNIFORM else whole(self.eq.shape()[i])
+
+    def _counted(self, i: int, index: Value) -> tuple[int, Any]:
+        """The dim of the indices along which this one has each entry of dim i once, and dim i then.
+
+        UNIFORM if there is none.
+        """
+        eq, along = self.eq, _counts_along(index)
+        if index.places is not None:
+            dims = enumerate(self.batch)
+            ways = [k for k, d in dims if d == index.dims[k] and self.places[k] is not None]
+            is_entry = self.sizes.get(i, (1, 1)) == (1, 1)
+            if len(ways) != 1 or not is_entry or index.dims[ways[0]].axes == ():
+                eq.block(index)
+            return ways[0], index.places
+        if index.is_local and along is not None and eq.shape(1)[along] == eq.shape()[i]:
+            dim = self.batch[along]
+            return along, dim if dim is not UNIFORM and dim.axes else self.x.dims[i]
+        return 0, UNIFORM
+
+    def _write_own_block(self, i: int, index: Value) -> None:
+        """Writes at an index that is relative to this device's block of dim i.
+
+        What is dropped is written on the device that has the entry, in the same order as on one
+        device. A window of several entries would be dropped whole where a block ends.
+        """
+        eq = self.eq
+        axes, dropped = _axes_of_index(eq, index, i), _drops(eq, index, i)
+        is_entry = self.sizes.get(i, (1, 1)) == (1, 1)
+        is_kept_out = dropped or (self.adds and _is_masked(self.updates, index, self.of_index))
+        if not (axes and is_entry and is_kept_out) or self.own:
+            eq.block(index)
+        self.dims[i] = eq.joined_dim(i, [self.x.dims[i], cut(eq.shape()[i], axes)])
+        self.own = frozenset() if dropped else frozenset(axes)
+
+    def result(self) -> Value:
+        """The result, which is a partial sum or extreme over the axes of updates left over."""
+        eq, x, updates = self.eq, self.x, self.updates
+        kind = {"scatter-max": "max", "scatter-min": "min"}.get(eq.name)
+        partial, pending = self._left_over(kind)
+        expect = eq.term if self.adds else eq.finished
+        for value in (x, updates):
+            expect(value)
+            if eq.name == "scatter-mul":
+                eq.unscaled(value)
+        known = x.known if x.is_zero else None
+        into = Value(tuple(self.dims), x.partial, ratio=x.ratio, known=known)
+        found = eq.joined(self.dims, [into, Value((), partial, ratio=updates.ratio)])
+        extreme = (kind, pending) if pending else None
+        return dataclasses.replace(found, partial=partial, extreme=extreme)
+
+    def _left_over(self, kind: str | None) -> tuple[frozenset[str], frozenset[str]]:
+        """Axes over which the result is a partial sum, and those of an extreme still to be taken.
+
+        `kind` is that of the extreme, max or min; None if the scatter takes none.
+        """
+        eq, partial, pending = self.eq, self.updates.partial - self.own, frozenset()
+        for place, dim in zip(self.places, self.batch, strict=True):
+            if dim is UNIFORM and place is not None:
+                eq.same_size(2, place)  # as many equal entries are written as there are
+            elif dim is not UNIFORM and dim.axes:
+                axes = frozenset(dim.axes)
+                if kind and not axes & Value(tuple(self.dims)).sharded:
+                    # The largest of all updates is the largest of each device's largest.
+                    pending |= axes
+                    continue
+                if not self.adds:
+                    eq.uncut(Value((dim,)), 0, "entries are written")
+                if axes & partial:
+                    eq.finished(self.updates)
+                partial |= axes
+        return partial, pending
 
 
 def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
     """The inverse of the order of a block: 0, 1, … written where the order says."""
     sizes = [part.size for dim in (order.dims[0], order.places) if dim for part in dim.parts]
-    if sizes != [eq.shape()[0]] * 2 or counted.known != (0, 0) or counted.offset or not counted.is_local:
+    if (
+        sizes != [eq.shape()[0]] * 2
+        or counted.known != (0, 0)
+        or counted.offset
+        or not counted.is_local
+    ):
         eq.block(order)
     return Value((order.places,), is_local=True, places=order.dims[0])
 
 
 def _is_masked(updates: Value, index: Value, of_index: list[int]) -> bool:
-    """True if updates are zero where this index is outside the block: masked by it, entry by entry."""
+    """True if updates are zero where this index is outside the block.
+
+    They are masked by it, entry by entry.
+    """
     if updates.masked != index.offset or not (updates.origin and index.origin):
         return False
     labels = tuple(updates.origin.dims[j] for j in of_index)
@@ -197,9 +323,10 @@ def _is_masked(updates: Value, index: Value, of_index: list[int]) -> bool:
 
 
 def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tuple[str, ...]:
-    """Axes that shard a part of a dim of `whole_size`, if `start` is the start of this device's block of that part.
+    """Axes that shard a part of a dim of `whole_size`, from `start` on.
 
-    The part begins at the same entry on every mesh, and ends within the dim, as what goes beyond is moved back.
+    `start` must be the start of this device's block of that part. The part begins at the same entry
+    on every mesh, and ends within the dim, as what goes beyond is moved back.
     """
     axes = axes_of_offset(start.offset, size, eq.sizes)
     first, first_on_one = start.known or (-1, -1)
@@ -217,13 +344,18 @@ def _dynamic_slice(eq: Equation) -> Value:
         dim = x.dims[i]
         if a == b:
             dims.append(dim)
-        elif start.offset and b == 1 and collectives.are_devices(x, i):  # each device takes its own of the blocks
+        elif start.offset and b == 1 and collectives.are_devices(x, i):
+            # Each device takes its own of the blocks.
             axes = _axes_of_start(eq, start, b, a)
             x = collectives.renamed(eq, x, {(collectives.names(eq, x, axes, i)[1],): axes})
             dims.append(UNIFORM)
         elif start.offset:
             axes = _axes_of_start(eq, start, b, a)
-            if dim is not UNIFORM and dim.axes and (dim.is_merged or a != b * devices(eq.sizes, axes)):
+            if (
+                dim is not UNIFORM
+                and dim.axes
+                and (dim.is_merged or a != b * devices(eq.sizes, axes))
+            ):
                 eq.uncut(x, i, "this device's part is taken")
             # If the block is cut already, a part of that part is contiguous too.
             dims.append(cut(b, (*dim.axes, *axes), dim.name) if dim is not UNIFORM else UNIFORM)
@@ -243,7 +375,11 @@ def _dynamic_update_slice(eq: Equation) -> Value:
         if start.offset:
             axes, dim = _axes_of_start(eq, start, b, a), y.dims[i]
             is_own = dim is not UNIFORM and not dim.is_merged and dim.axes[-len(axes) :] == axes
-            if not x.is_zero or not is_own or (dim.axes != axes and a != b * devices(eq.sizes, axes)):
+            if (
+                not x.is_zero
+                or not is_own
+                or (dim.axes != axes and a != b * devices(eq.sizes, axes))
+            ):
                 eq.block(start)
             assembled |= set(axes)
             dims.append(cut(a, dim.axes[: -len(axes)], dim.name))

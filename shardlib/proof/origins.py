@@ -1,4 +1,7 @@
-"""Finds the origin of an equation: the calls that led to it, and the choice that makes two programs differ."""
+"""Finds the origin of an equation.
+
+That is the calls that led to it, and the choice that makes two programs differ.
+"""
 
 import ast
 import functools
@@ -18,14 +21,18 @@ Line = tuple[str, int]
 
 
 def is_helper(file: str) -> bool:
-    """True if a file belongs to a package whose functions a model calls, and is not the model itself."""
+    """True if a file belongs to a package whose functions a model calls.
+
+    The model's own file is not one.
+    """
     return (Path(file).parent / "__init__.py").exists()
 
 
 def callers_text(eqn: Any, within: str | None = None) -> str:
-    """The lines of users' files that led to an equation within a layer, innermost first, without the line of its place.
+    """The lines of users' files that led to an equation within a layer, innermost first.
 
-    `called from family.py:231, 208; train.py:317`, or the innermost two `within` a file; empty without callers.
+    The line of its place is left out. `called from family.py:231, 208; train.py:317`, or the
+    innermost two `within` a file; empty without callers.
     """
     frames = frames_of(eqn)
     start = next((i for i, (file, _) in enumerate(frames) if file == layers.__file__), 0)
@@ -33,17 +40,24 @@ def callers_text(eqn: Any, within: str | None = None) -> str:
     callers = [frame for frame in users if not is_helper(frame[0])][:SHOWN]
     callers = [frame for frame in callers if within in (None, frame[0])][: 2 if within else None]
     of_files = itertools.groupby(callers, key=lambda frame: frame[0])
-    texts = [f"{shown_path(file)}:{', '.join(str(line) for _, line in lines)}" for file, lines in of_files]
+    texts = [
+        f"{shown_path(file)}:{', '.join(str(line) for _, line in lines)}"
+        for file, lines in of_files
+    ]
     return f"called from {'; '.join(texts)}" if texts else ""
 
 
 def use_of(var: object, jaxpr: Jaxpr) -> Any:
-    """The first equation that computes with a variable of a jaxpr, or inside what it calls; None if none does."""
+    """The first equation that computes with a variable of a jaxpr, or inside what it calls.
+
+    Returns None if none does.
+    """
     for eqn in jaxpr.eqns:
         if not any(operand is var for operand in eqn.invars):
             continue
         for inner in (body_of(inner)[0] for inner in jaxprs_of(eqn)):
-            names = dict(zip(map(id, eqn.invars[::-1]), inner.invars[::-1], strict=False))  # the last are in both
+            # The last operands are in both.
+            names = dict(zip(map(id, eqn.invars[::-1]), inner.invars[::-1], strict=False))
             if (found := use_of(names.get(id(var)), inner)) is not None:
                 return found
         return eqn
@@ -51,11 +65,14 @@ def use_of(var: object, jaxpr: Jaxpr) -> Any:
 
 
 def choice_between(here: Eqn | None, there: Eqn | None) -> str:
-    """Where the sources of two equations part: `by the choice moe.py:384, slots is None, of moe.py:383`; or empty.
+    """Where the sources of two equations part; or empty.
 
-    The last line is the assignment of what the choice depends on.
+    For example, `by the choice moe.py:384, slots is None, of moe.py:383`. The last line is the
+    assignment of what the choice depends on.
     """
-    ours, theirs = ([f for f in frames_of(eqn) if is_users(f[0])] if eqn else [] for eqn in (here, there))
+    ours, theirs = (
+        [f for f in frames_of(eqn) if is_users(f[0])] if eqn else [] for eqn in (here, there)
+    )
     pairs = itertools.zip_longest(ours, theirs)
     parted = [*itertools.dropwhile(lambda pair: pair[0] == pair[1], pairs)]
     alone = [pair for a, b in parted[1:] for pair in ((a, None), (None, b))]
@@ -64,18 +81,23 @@ def choice_between(here: Eqn | None, there: Eqn | None) -> str:
 
 def _choice(here: Line | None, there: Line | None) -> str:
     """The choice by a size, in words, on whose sides two lines are; empty if there is none."""
-    files, lines = {frame[0] for frame in (here, there) if frame}, [x and x[1] for x in (here, there)]
+    files = {frame[0] for frame in (here, there) if frame}
+    lines = [x and x[1] for x in (here, there)]
     if len(files) != 1:
         return ""
     (file,) = files
     within = lambda node, line: line is not None and _is_at(node, line)
     side = lambda nodes, line: any(within(node, line) for node in nodes)
-    nodes = sorted((n for n in ast.walk(_tree(file)) if isinstance(n, _CHOICES)), key=lambda n: -n.lineno)
+    nodes = sorted(
+        (n for n in ast.walk(_tree(file)) if isinstance(n, _CHOICES)), key=lambda n: -n.lineno
+    )
     for node in nodes:
         branches = [part if isinstance(part, list) else [part] for part in (node.body, node.orelse)]
         is_parted = any(side(branch, lines[0]) != side(branch, lines[1]) for branch in branches)
         if is_parted and _is_of_size(file, node.test, node.lineno):
-            made = max((n.lineno for n in _assignments(file, node.lineno, _names(node.test))), default=None)
+            made = max(
+                (n.lineno for n in _assignments(file, node.lineno, _names(node.test))), default=None
+            )
             of = f", of {shown_path(file)}:{made}" if made else ""
             return f"by the choice {shown_path(file)}:{node.lineno}, `{ast.unparse(node.test)}`{of}"
     return ""
@@ -93,27 +115,37 @@ def _tree(file: str) -> ast.AST:
 
 
 def size_text(frames: Iterable[Line]) -> str:
-    """`of a size at moe.py:383`: where a size on this device, or a number of devices, gets a name; or empty.
+    """`of a size at moe.py:383`: where a size gets a name; or empty.
 
-    It looks before the innermost of the calls `frames` that uses the name. A call that has a size itself needs no more.
+    The size is one on this device, or a number of devices. It looks before the innermost of the
+    calls `frames` that uses the name. A call that has a size itself needs no more.
     """
     for file, line in reversed([frame for frame in frames if is_users(frame[0])]):
         here = [n for n in ast.walk(_tree(file)) if _is_simple(n) and _is_at(n, line)]
         if not here or _SIZE.search(ast.unparse(here[-1])):
             return ""
-        made = [n for n in _assignments(file, line, _names(here[-1])) if _SIZE.search(ast.unparse(n))]
+        made = [
+            n for n in _assignments(file, line, _names(here[-1])) if _SIZE.search(ast.unparse(n))
+        ]
         if made:
             return f"of a size at {shown_path(file)}:{made[-1].lineno}"
     return ""
 
 
-_SIZE = re.compile(r"\.(shape|size)\b(?!\()|\blen\(|axis_size\(|planned_devices\(|has_stages\(|mesh_axes\(")
+_SIZE = re.compile(
+    r"\.(shape|size)\b(?!\()|\blen\(|axis_size\(|planned_devices\(|has_stages\(|mesh_axes\("
+)
 
 
 def _is_of_size(file: str, node: ast.AST, line: int) -> bool:
-    """True if a node at a line depends on a size: others, such as flags, are alike on every mesh."""
+    """True if a node at a line depends on a size.
+
+    Others, such as flags, are alike on every mesh.
+    """
     made = _assignments(file, line, _names(node))
-    return bool(_SIZE.search(ast.unparse(node))) or any(_is_of_size(file, n, n.lineno) for n in made)
+    return bool(_SIZE.search(ast.unparse(node))) or any(
+        _is_of_size(file, n, n.lineno) for n in made
+    )
 
 
 def _is_simple(node: ast.AST) -> TypeGuard[ast.stmt]:
@@ -134,6 +166,8 @@ def _assignments(file: str, line: int, names: set[str]) -> Iterator[ast.stmt]:
     functions = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.FunctionDef))
     around = [node for node in functions if _is_at(node, line)]
     for node in ast.walk(max(around, key=lambda node: node.lineno)) if around else ():
-        stored = (x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+        stored = (
+            x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+        )
         if _is_simple(node) and node.lineno < line and names & {*stored}:
             yield node

@@ -1,8 +1,9 @@
 """Finds what is wrong with a whole traced program, next to the same program on one device.
 
-Outside of jax.shard_map both compute the same. If one shard_map takes what another returned, with the same spec, each
-device gets its own block back, whatever it is. So facts about blocks pass on, and the spec declares nothing. JAX keeps
-what a backward pass needs this way, stacked along dim 0 over all axes.
+Outside of jax.shard_map both compute the same. If one shard_map takes what another returned, with
+the same spec, each device gets its own block back, whatever it is. So facts about blocks pass on,
+and the spec declares nothing. JAX keeps what a backward pass needs this way, stacked along dim 0
+over all axes.
 """
 
 import dataclasses
@@ -17,7 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from shardlib.equations import IDENTITIES, Eqn, body_of, called, equations_in, jaxprs_of, shape_of, split_scan
+from shardlib.equations import (
+    IDENTITIES,
+    Eqn,
+    body_of,
+    called,
+    equations_in,
+    jaxprs_of,
+    shape_of,
+    split_scan,
+)
 from shardlib.proof.alignment import Different, completed
 from shardlib.proof.control import anonymous, join, varying
 from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices, near, whole
@@ -50,13 +60,18 @@ Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
 """Each equation inside a shard_map, with the facts about its results: Interpreter.noted."""
 
 
-def findings(program: ClosedJaxpr, twin: object, types: list | None = None) -> tuple[list[Finding], Facts]:
-    """Finds what is wrong in each jax.shard_map of a traced program, and what depends on the mesh outside of them.
+def findings(
+    program: ClosedJaxpr, twin: object, types: list | None = None
+) -> tuple[list[Finding], Facts]:
+    """Finds what is wrong in each jax.shard_map of a traced program.
+
+    Also finds what depends on the mesh outside of them.
 
     Args:
         program: the result of jax.make_jaxpr or of jax.jit(f).trace(...).jaxpr.
         twin: the same program traced on a mesh whose axes have one device each.
-        types: the specs of the arguments of each shard_map, which give dims their names in messages; None: no names.
+        types: the specs of the arguments of each shard_map, which give dims their names in
+            messages; None: no names.
 
     Returns:
         The findings, and the facts about the results of each equation.
@@ -67,7 +82,9 @@ def findings(program: ClosedJaxpr, twin: object, types: list | None = None) -> t
     count = len(shard_maps_in(program))
     outside = _Outside(types if types and len(types) == count else [None] * count)
     _use(outside.run(program, twin))
-    return list(dict.fromkeys(s.finding for s in outside.found if s.is_used or not s.is_taken)), outside.facts
+    return list(
+        dict.fromkeys(s.finding for s in outside.found if s.is_used or not s.is_taken)
+    ), outside.facts
 
 
 def shard_maps_in(program: object) -> list[Any]:
@@ -77,7 +94,10 @@ def shard_maps_in(program: object) -> list[Any]:
 
 @dataclasses.dataclass
 class _Suspect:
-    """What is wrong with a value outside of jax.shard_map, unless only shard_maps take it that know what it is."""
+    """What is wrong with a value outside of jax.shard_map.
+
+    Nothing is if only shard_maps take it that know what it is.
+    """
 
     finding: Finding
     is_taken: bool = False  # by such a shard_map; or nothing may read the value
@@ -111,8 +131,13 @@ class _Outside:
         self.facts: Facts = {}
         self._types = iter(types)
 
-    def run(self, program: Any, twin: Any, args: Sequence[_Passed | None] = ()) -> list[_Passed | None]:
-        """Follows a jaxpr, closed or open. Returns what is known of its results; None for one like on one device."""
+    def run(
+        self, program: Any, twin: Any, args: Sequence[_Passed | None] = ()
+    ) -> list[_Passed | None]:
+        """Follows a jaxpr, closed or open.
+
+        Returns what is known of its results; None for one like on one device.
+        """
         (ours, consts), (theirs, twin_consts) = body_of(program), body_of(twin)
         names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]
         if names(ours) != names(theirs):  # JAX divides by the number of devices, unless it is 1
@@ -120,8 +145,13 @@ class _Outside:
         if names(ours) != names(theirs) or len(consts) != len(twin_consts):
             raise Different.between(ours.eqns, theirs.eqns)
         env = dict(zip(ours.invars, args, strict=False))
-        env |= {v: self._constant(v, a, b, ours) for v, a, b in zip(ours.constvars, consts, twin_consts, strict=True)}
-        pairs = dict(zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True))
+        env |= {
+            v: self._constant(v, a, b, ours)
+            for v, a, b in zip(ours.constvars, consts, twin_consts, strict=True)
+        }
+        pairs = dict(
+            zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True)
+        )
         for eqn, other in zip(ours.eqns, theirs.eqns, strict=True):
             ins = self._read(env, pairs, eqn.invars, other.invars, eqn)
             env.update(zip(eqn.outvars, self._results(eqn, other, ins), strict=True))
@@ -132,17 +162,24 @@ class _Outside:
         self, env: Mapping, pairs: Mapping, ours: Sequence, theirs: Sequence, eqn: Eqn | None = None
     ) -> list[_Passed | None]:
         """What is known of the operands of an equation, or of the results of a jaxpr."""
-        is_same = lambda a, b: isinstance(b, Literal) if isinstance(a, Literal) else pairs.get(a) is b
+        is_same = lambda a, b: (
+            isinstance(b, Literal) if isinstance(a, Literal) else pairs.get(a) is b
+        )
         if len(ours) != len(theirs) or not all(map(is_same, ours, theirs)):
             where = f"{Equation(eqn).place()}: " if eqn else ""
-            self._suspect(f"{where}outside jax.shard_map, another value is used than on one device\n  remedy: {REMEDY}")
+            self._suspect(
+                f"{where}outside jax.shard_map, another value is used than on one device\n  "
+                f"remedy: {REMEDY}"
+            )
             return [None] * len(ours)
         of = lambda a, b: self._literal(a, b, eqn) if isinstance(a, Literal) else env.get(a)
         return list(map(of, ours, theirs))
 
     def _literal(self, here: Any, there: Any, eqn: Eqn | None) -> _Passed | None:
         is_same = str(here.val) == str(there.val)
-        return None if is_same else _Passed(read_array(here.val, there.val), suspects=(self._number(eqn),))
+        if is_same:
+            return None
+        return _Passed(read_array(here.val, there.val), suspects=(self._number(eqn),))
 
     def _suspect(self, finding: Finding | str) -> _Suspect:
         self.found.append(_Suspect(Finding(finding) if isinstance(finding, str) else finding))
@@ -151,16 +188,24 @@ class _Outside:
     def _number(self, eqn: Eqn | None) -> _Suspect:
         """A number of an equation, or a result, depends on the mesh."""
         where = f"{Equation(eqn).place()}: {Equation(eqn).shown}" if eqn else "result"
-        return self._suspect(f"{where}: a number outside of jax.shard_map depends on the mesh\n  remedy: {REMEDY}")
+        return self._suspect(
+            f"{where}: a number outside of jax.shard_map depends on the mesh\n  remedy: {REMEDY}"
+        )
 
     def _constant(self, var: Any, here: Any, there: Any, body: Any) -> _Passed | None:
         """An array that was made outside of the program."""
         value = read_array(here, there)
         if not value.unprovable and value.ratio == 1.0 and here.shape == there.shape:
             return None
-        text = f"an array that was made outside of the program depends on the mesh: {here.dtype}{list(here.shape)}"
+        text = (
+            "an array that was made outside of the program depends on the mesh: "
+            f"{here.dtype}{list(here.shape)}"
+        )
         use = use_of(var, body)
-        lines = [f"{Equation(use).place()}: {text}", *filter(None, [callers_text(use)])] if use else [text]
+        if use:
+            lines = [f"{Equation(use).place()}: {text}", *filter(None, [callers_text(use)])]
+        else:
+            lines = [text]
         return _Passed(value, suspects=(self._suspect("\n  ".join([*lines, f"remedy: {REMEDY}"])),))
 
     def _results(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
@@ -170,14 +215,28 @@ class _Outside:
             return self._of_shard_map(eqn, twin, ins)
         numbers = (self._number(eqn),) if _numbers(eqn) != _numbers(twin) else ()
         blank = Value((UNIFORM,) * len(shape_of(eqn.outvars[0])) if eqn.outvars else ())
-        # With check_vma=False, JAX divides a gradient by the number of devices that take it, and sums it inside.
+        # With check_vma=False, JAX divides a gradient by the number of devices that take it, and
+        # sums it inside.
         is_number = lambda x: x.spec is None and x.value.is_constant and x.value.ratio > 0
-        is_exact = lambda x: not jnp.issubdtype(x.aval.dtype, jnp.inexact)  # then a quotient is rounded
-        if name == "div" and ins[0] is None and ins[1] and is_number(ins[1]) and not is_exact(eqn.outvars[0]):
+        # A quotient of inexact numbers is rounded.
+        is_exact = lambda x: not jnp.issubdtype(x.aval.dtype, jnp.inexact)
+        if (
+            name == "div"
+            and ins[0] is None
+            and ins[1]
+            and is_number(ins[1])
+            and not is_exact(eqn.outvars[0])
+        ):
             made, ratio = Equation(eqn, ins=[blank, ins[1].value]), near(1 / ins[1].value.ratio)
-            return [_Passed(dataclasses.replace(blank, ratio=ratio, scaled=made), suspects=ins[1].suspects)]
+            return [
+                _Passed(
+                    dataclasses.replace(blank, ratio=ratio, scaled=made), suspects=ins[1].suspects
+                )
+            ]
         # A branch of a cond returns zeros in place of what another branch keeps.
-        if name.startswith("empty") or (name == "broadcast_in_dim" and ins[0] and ins[0].value.is_zero):
+        if name.startswith("empty") or (
+            name == "broadcast_in_dim" and ins[0] and ins[0].value.is_zero
+        ):
             for suspect in numbers:
                 suspect.is_taken = True
             return [_Passed(dataclasses.replace(blank, known=(0, 0)), suspects=numbers)]
@@ -199,8 +258,15 @@ class _Outside:
         _use(carry)
         is_cut = lambda x: bool(x and x.spec and x.spec[0])
         _use(filter(is_cut, xs))
-        xs = [None if x is None or is_cut(x) else _in_turns(x, x.value.dims[1:], x.spec and x.spec[1:]) for x in xs]
-        outs = self.run(eqn.params["jaxpr"], twin.params["jaxpr"], [*first, *[None] * len(carry), *xs])
+        xs = [
+            None
+            if x is None or is_cut(x)
+            else _in_turns(x, x.value.dims[1:], x.spec and x.spec[1:])
+            for x in xs
+        ]
+        outs = self.run(
+            eqn.params["jaxpr"], twin.params["jaxpr"], [*first, *[None] * len(carry), *xs]
+        )
         carried, ys = outs[: len(carry)], outs[len(carry) :]
         _use(carried)
         turns = whole(eqn.params["length"])
@@ -214,9 +280,11 @@ class _Outside:
         return [functools.reduce(functools.partial(_either, eqn), found) for found in outs]
 
     def _of_shard_map(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
-        manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
+        # Over other axes the compiler shards, without a trace in the program.
+        manual = eqn.params["newly_manual_axes"]
         sizes = Sizes({axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual})
-        twin_sizes, is_unchecked = dict(twin.params["mesh"].shape), not eqn.params.get("check_vma", True)
+        twin_sizes = dict(twin.params["mesh"].shape)
+        is_unchecked = not eqn.params.get("check_vma", True)
         interpreter = Interpreter(sizes, twin_sizes, is_unchecked)
         (body, _), (other, _) = body_of(eqn.params["jaxpr"]), body_of(twin.params["jaxpr"])
         # Constants of the caller come before the arguments.
@@ -225,20 +293,28 @@ class _Outside:
         args = []
         for x, spec, var, name in zip(ins, eqn.params["in_specs"], body.invars, names, strict=True):
             axes = axes_of_spec(spec, len(var.aval.shape))
-            args.append(_argument(x, axes, block_of(axes, var.aval.shape, sizes, names=name), sizes))
+            args.append(
+                _argument(x, axes, block_of(axes, var.aval.shape, sizes, names=name), sizes)
+            )
         values = interpreter.run(eqn.params["jaxpr"], twin.params["jaxpr"], args)
         self.facts |= interpreter.noted
         for unprovable in interpreter.problems.values():
             self._suspect(str(interpreter.blamed(unprovable)))
         outs = []
-        for i, (spec, value, there) in enumerate(zip(eqn.params["out_specs"], values, other.outvars, strict=True)):
+        for i, (spec, value, there) in enumerate(
+            zip(eqn.params["out_specs"], values, other.outvars, strict=True)
+        ):
             axes, var = axes_of_spec(spec, len(there.aval.shape)), body.outvars[i]
             suspects = ()
-            if finding := _finding(interpreter, i, value, axes, body, _whole_shape(there.aval, axes, twin_sizes)):
+            if finding := _finding(
+                interpreter, i, value, axes, body, _whole_shape(there.aval, axes, twin_sizes)
+            ):
                 live = {axis for axis, n in sizes.items() if n > 1}
-                over, apart = live & {*itertools.chain(*axes)}, live if is_unchecked else varying(var.aval, sizes)
+                over = live & {*itertools.chain(*axes)}
+                apart = live if is_unchecked else varying(var.aval, sizes)
                 suspects = (self._suspect(finding),)
-                # If devices may differ over an axis that the spec lacks, a device may get the block of another one.
+                # If devices may differ over an axis that the spec lacks, a device may get the block
+                # of another one.
                 suspects[0].is_used = not apart <= over
                 # JAX does not read all that it keeps.
                 suspects[0].is_taken = apart == over and len(list(filter(None, axes))) == 1
@@ -246,7 +322,9 @@ class _Outside:
         return outs
 
 
-def _argument(x: _Passed | None, axes: Sharding, declared: Value, sizes: Mapping[str, int]) -> Value:
+def _argument(
+    x: _Passed | None, axes: Sharding, declared: Value, sizes: Mapping[str, int]
+) -> Value:
     """Facts about an argument of a shard_map that its spec shards over `axes`."""
     if (
         x is None
@@ -276,19 +354,30 @@ def _either(eqn: Eqn, a: _Passed | None, b: _Passed | None) -> _Passed | None:
     """What is known of a result of a conditional from those of two branches."""
     # Facts about a whole value do not say how its dims are cut, which does not matter for zeros.
     is_known = lambda x: x.spec is not None or x.value.is_zero
-    if a is None or b is None or not (is_known(a) and is_known(b)) or len({a.spec, b.spec} - {None}) != 1:
+    if (
+        a is None
+        or b is None
+        or not (is_known(a) and is_known(b))
+        or len({a.spec, b.spec} - {None}) != 1
+    ):
         _use([a, b])
         return None
     x = a if b.spec is None else b
     interpreter = Interpreter(x.sizes, {})
     eq = Equation(eqn, sizes=interpreter.sizes, twin_sizes=interpreter.twin_sizes)
-    return dataclasses.replace(x, value=join(eq, a.value, b.value, interpreter), suspects=a.suspects + b.suspects)
+    return dataclasses.replace(
+        x, value=join(eq, a.value, b.value, interpreter), suspects=a.suspects + b.suspects
+    )
 
 
 def _numbers(eqn: Eqn) -> dict:
     """The parameters of an equation that consist of numbers, dtypes and choices."""
     is_number = lambda x: isinstance(x, int | float | np.dtype | enum.Enum)
-    return {name: value for name, value in eqn.params.items() if jax.tree.all(jax.tree.map(is_number, value))}
+    return {
+        name: value
+        for name, value in eqn.params.items()
+        if jax.tree.all(jax.tree.map(is_number, value))
+    }
 
 
 def _place_of(var: Any, body: Any) -> str:
@@ -307,7 +396,12 @@ def _whole_shape(aval: Any, axes: Sharding, sizes: Any) -> tuple[int, ...]:
 
 
 def _finding(
-    interpreter: Interpreter, i: int, value: Value, axes: Sharding, body: Any, there: tuple[int, ...]
+    interpreter: Interpreter,
+    i: int,
+    value: Value,
+    axes: Sharding,
+    body: Any,
+    there: tuple[int, ...],
 ) -> Finding | None:
     """What is wrong with result i of a shard_map; None if nothing is."""
     if value.unprovable:
@@ -327,8 +421,9 @@ def _finding(
         problem = f"is {types[0]}, and is declared {types[1]}\n  remedy: {DECLARED}"
     elif here != there:
         problem = (
-            f"has shape {here} here and {there} on one device\n  remedy: compute the shape from global sizes, "
-            "shardops.size(name); declare what does not grow with the mesh without axes"
+            f"has shape {here} here and {there} on one device\n  remedy: compute the shape from "
+            "global sizes, shardops.size(name); declare what does not grow with the mesh without "
+            "axes"
         )
     else:
         return None
@@ -336,6 +431,7 @@ def _finding(
 
 
 DECLARED = (
-    "declare it as it is, or convert it to what is declared: psum or psum_scatter for a partial sum, all_gather for "
-    "blocks, this device's block, at axis_index times its size, for what is whole"
+    "declare it as it is, or convert it to what is declared: psum or psum_scatter for a partial "
+    "sum, all_gather for blocks, this device's block, at axis_index times its size, for what is "
+    "whole"
 )

@@ -1,4 +1,7 @@
-"""Rules for arithmetic on positions, and for masks that say whether an index is in this device's block."""
+"""Rules for arithmetic on positions, and for masks.
+
+Masks say whether an index is in this device's block.
+"""
 
 import dataclasses
 import math
@@ -15,7 +18,10 @@ COMPARISONS = kinds("comparison")
 
 
 def of(eq: Equation, ins: list[Value]) -> Value | None:
-    """The result of an elementwise primitive on positions, offsets or masks; None if no rule here applies."""
+    """The result of an elementwise primitive on positions, offsets or masks.
+
+    Returns None if no rule here applies.
+    """
     name, is_own = eq.name, any(v.places is not None for v in ins)
     if name in ("convert_element_type", "copy") and (is_own or ins[0].offset or ins[0].count):
         return ins[0] if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
@@ -30,7 +36,9 @@ def of(eq: Equation, ins: list[Value]) -> Value | None:
     if name in ("and", "or") and all(v.mask for v in ins):
         return _combined(eq, *ins)
     if name == "not" and ins[0].mask and not ins[0].mask.source:
-        return dataclasses.replace(ins[0], mask=ins[0].mask._replace(is_outside=not ins[0].mask.is_outside))
+        return dataclasses.replace(
+            ins[0], mask=ins[0].mask._replace(is_outside=not ins[0].mask.is_outside)
+        )
     return _masked(eq, ins)
 
 
@@ -68,11 +76,17 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
             return Value(a.dims, offset=offset, known=known)
     if name in ("max", "min", "clamp") and sum(bool(v.offset) for v in ins) == 1:
         (index,), bounds = [v for v in ins if v.offset], [v for v in ins if not v.offset]
-        if index.count or not all(v.is_constant for v in bounds) or (name == "clamp" and index is not ins[1]):
+        if (
+            index.count
+            or not all(v.is_constant for v in bounds)
+            or (name == "clamp" and index is not ins[1])
+        ):
             return None
         low = Range(low=bounds[0].known) if name != "min" else Range()
         high = Range(high=bounds[-1].known) if name != "max" else Range()
-        others = low.low if name != "min" else index.others and tuple(map(min, index.others, high.high))
+        others = (
+            low.low if name != "min" else index.others and tuple(map(min, index.others, high.high))
+        )
         return dataclasses.replace(index, valid=low & high & index.valid, others=others)
     return None
 
@@ -83,15 +97,23 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
     if a.is_index or b.is_index:
         return _first_index(eq, a, b, offset)
     if a.valid or b.valid:
-        # Not the clipped index any more: jnp wraps a negative one like this before it selects the one that is not.
-        return dataclasses.replace(a, origin=None, others=None) if a.valid and b.is_constant else None
+        # Not the clipped index any more: jnp wraps a negative one like this before it selects the
+        # one that is not.
+        return (
+            dataclasses.replace(a, origin=None, others=None) if a.valid and b.is_constant else None
+        )
     both = None
     if a.known is not None and b.known is not None:
         both = tuple(x + sign * y for x, y in zip(a.known, b.known, strict=True))
     at = range(len(eq.shape()))
-    is_whole = a.count and not a.is_local and all(eq.shape()[i] == eq.twin_shape()[i] for i in at if i in a.count)
+    is_whole = (
+        a.count
+        and not a.is_local
+        and all(eq.shape()[i] == eq.twin_shape()[i] for i in at if i in a.count)
+    )
     if sign < 0 and is_whole and not a.offset and not b.count and b.offset and b.known == (0, 0):
-        a, both = dataclasses.replace(a, count=(), known=None), None  # whole indices, less the offset of a block
+        # Whole indices, less the offset of a block.
+        a, both = dataclasses.replace(a, count=(), known=None), None
     if a.count or b.count:
         if b.count and (a.count or sign < 0):
             return None
@@ -106,9 +128,15 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
             return None
         eq.plain(rest)
         return Value(eq.joined_dims([found, rest]))
-    if offset and (a.is_constant or b.is_constant) and both is None and sign * (1 if b.is_constant else 0) >= 0:
+    if (
+        offset
+        and (a.is_constant or b.is_constant)
+        and both is None
+        and sign * (1 if b.is_constant else 0) >= 0
+    ):
         index, number = (a, b) if b.is_constant else (b, a)
-        if number.known[0] != number.known[1]:  # jnp wraps a negative index so: right nowhere, so that no mask fits it
+        # jnp wraps a negative index so: it is right nowhere, so that no mask fits it.
+        if number.known[0] != number.known[1]:
             return dataclasses.replace(index, origin=None, valid=Range(), others=None)
     for value in (a, b):
         eq.finished(dataclasses.replace(value, offset=()))
@@ -122,7 +150,10 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
 
 
 def resolved(eq: Equation, value: Value) -> Value:
-    """Turns a count with an offset into positions of a sharded dim, if the offset is that of this device's block."""
+    """Turns a count with an offset into positions of a sharded dim.
+
+    The offset must be that of this device's block.
+    """
     if not value.count or not value.offset:
         return value
     shape = eq.result_shape
@@ -132,17 +163,24 @@ def resolved(eq: Equation, value: Value) -> Value:
     there = eq.twin.outvars[0].aval.shape
     first = next((i for i in value.count if there[i] > 1), value.count[0])
     dims = [
-        domain.cut(shape[i], axes) if i == first else domain.whole(shape[i]) if i in value.count else d
+        domain.cut(shape[i], axes)
+        if i == first
+        else domain.whole(shape[i])
+        if i in value.count
+        else d
         for i, d in enumerate(value.dims)
     ]
     return Value(tuple(dims))
 
 
-# ---- masks ------------------------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 
 
 def _compared(eq: Equation, a: Value, b: Value) -> Value:
-    """Handles comparisons of positions within this device's block, or of an index less this device's offset."""
+    """Handles comparisons of positions within this device's block.
+
+    Also those of an index less this device's offset.
+    """
     name = eq.name
     offset = domain.add_offsets(a.offset, b.offset, -1)
     if name in ("eq", "ne") and (axes := _axes_of_number(eq, offset, a, b)):
@@ -158,7 +196,12 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
     if name in ("lt", "ge") and b.is_zero and least >= 0:
         return domain.constant(len(eq.result_shape), name == "ge", name == "ge")
     for this, other, sign in ((a, b, 1), (b, a, -1)):
-        if this.count and not other.count and this.known is not None and this.known[0] == this.known[1]:
+        if (
+            this.count
+            and not other.count
+            and this.known is not None
+            and this.known[0] == this.known[1]
+        ):
             signed = tuple((axis, sign * c) for axis, c in offset)
             found = resolved(eq, dataclasses.replace(this, offset=signed, is_local=False))
             if not found.offset and not found.count:
@@ -176,14 +219,17 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
         mask = Mask(Range(low=(0, 0)), not inside, offset)
     else:
         mask = Mask(Range(high=(here - 1, there - 1)), inside, offset)
-    return Value(a.dims, mask=mask, origin=a.origin if not b.offset else None if a.offset else _labels(a))
+    return Value(
+        a.dims, mask=mask, origin=a.origin if not b.offset else None if a.offset else _labels(a)
+    )
 
 
 def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozenset[str]:
-    """The axes, if a and b are equal on one device of them, as axis_index(axes) and 0 are, and on one device.
+    """The axes on one device of which a and b are equal, as axis_index(axes) and 0 are.
 
-    The offset takes each of the values 0, 1, … on one device. So it equals a number among them on one device; on a mesh
-    with one device along these axes it is 0 everywhere.
+    They must also be equal on one device. The offset takes each of the values 0, 1, … on one
+    device. So it equals a number among them on one device; on a mesh with one device along these
+    axes it is 0 everywhere.
     """
     if any(v.known is None or v.count or v.valid or v.is_index for v in (a, b)):
         return frozenset()
@@ -197,7 +243,10 @@ def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozens
 
 
 def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> Value:
-    """A value that all devices have, on one device of some axes, and zero on the others: a term of a sum over them."""
+    """A value that all devices have, on one device of some axes, and zero on the others.
+
+    It is a term of a sum over them.
+    """
     axes, _ = which.mask.axes, eq.term(eq.block(value))
     if axes & value.partial:
         eq.finished(value)
@@ -207,12 +256,25 @@ def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> 
 
 
 def _combined(eq: Equation, a: Value, b: Value) -> Value:
-    """Combines two masks of one index: within both ends of a block (and), or outside one of them (or)."""
+    """Combines two masks of one index.
+
+    The result holds within both ends of a block (and), or outside one of them (or).
+    """
     is_outside, is_any_outside = eq.name == "or", a.mask.is_outside or b.mask.is_outside
-    if a.mask.axes and b.mask.axes and not (a.mask.axes & b.mask.axes or is_outside or is_any_outside):
+    if (
+        a.mask.axes
+        and b.mask.axes
+        and not (a.mask.axes & b.mask.axes or is_outside or is_any_outside)
+    ):
         return Value(eq.joined_dims([a, b]), mask=Mask(Range(), axes=a.mask.axes | b.mask.axes))
-    if {a.mask.is_outside, b.mask.is_outside} != {is_outside} or a.mask.source or not _is_of(a, b.mask.offset, b):
-        raise Refused("two masks are not the two ends of one block", "compare one index with both ends")
+    if (
+        {a.mask.is_outside, b.mask.is_outside} != {is_outside}
+        or a.mask.source
+        or not _is_of(a, b.mask.offset, b)
+    ):
+        raise Refused(
+            "two masks are not the two ends of one block", "compare one index with both ends"
+        )
     mask = Mask(a.mask.valid & b.mask.valid, is_outside, a.mask.offset)
     return Value(eq.joined_dims([a, b]), mask=mask, origin=a.origin)
 
@@ -227,13 +289,21 @@ def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
     sizes = tuple(n + 1 for n in mask.valid.high)
     axes = domain.axes_of_offset(tuple((axis, -c) for axis, c in mask.offset), sizes[0], eq.sizes)
     is_block = axes and mask.valid.low == (0, 0)
-    if not is_block or sizes[0] * domain.devices(eq.sizes, axes) != sizes[1] * domain.devices(eq.twin_sizes, axes):
-        raise Refused("an index is compared with what is not the end of a device's block", "compare it with both ends")
+    if not is_block or sizes[0] * domain.devices(eq.sizes, axes) != sizes[1] * domain.devices(
+        eq.twin_sizes, axes
+    ):
+        raise Refused(
+            "an index is compared with what is not the end of a device's block",
+            "compare it with both ends",
+        )
     return frozenset(axes)
 
 
 def _masked(eq: Equation, ins: list[Value]) -> Value | None:
-    """What a mask leaves of looked-up entries: a partial sum, as each entry is in the block of one device only."""
+    """What a mask leaves of looked-up entries: a partial sum.
+
+    Each entry is in the block of one device only.
+    """
     if eq.name == "mul" and sum(v.mask is not None for v in ins) == 1:
         which, value = ins if ins[0].mask else ins[::-1]
         if which.mask.is_outside or which.mask.source:
@@ -242,7 +312,8 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
             return _of_one_device(eq, which, value, domain.constant(0, 0, 0))
         if value.drops:
             raise Refused(
-                "entries that are out of range on this device are NaN, which multiplying by a mask does not remove",
+                "entries that are out of range on this device are NaN, which multiplying by a "
+                "mask does not remove",
                 "select with the mask: jnp.where((0 <= i) & (i < size), found, 0)",
             )
     elif eq.name == "select_n" and len(ins) == 3 and ins[0].mask:
@@ -260,7 +331,10 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
     else:
         return None
     if value.looked_up is not None and not _is_of(which, value.looked_up, value):
-        raise Refused("entries are masked by another index than the one they were looked up by", "mask by that index")
+        raise Refused(
+            "entries are masked by another index than the one they were looked up by",
+            "mask by that index",
+        )
     value = dataclasses.replace(value, looked_up=None, drops=False)
     eq.term(eq.block(value))
     axes = _axes_of_block(eq, which.mask)
@@ -278,10 +352,12 @@ def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value
     others = outside.known if outside.is_constant else None
     if others is not None and index.valid and valid != which.mask.valid:
         others = index.others and tuple(map(min, others, index.others))
-    return dataclasses.replace(index, dims=eq.joined_dims([which, index]), valid=valid, others=others)
+    return dataclasses.replace(
+        index, dims=eq.joined_dims([which, index]), valid=valid, others=others
+    )
 
 
-# ---- the index of an extreme ------------------------------------------------------------------------------------
+# ---- the index of an extreme ---------------------------------------------------------------------
 
 
 def _best(eq: Equation, ins: list[Value]) -> Value | None:
@@ -291,7 +367,9 @@ def _best(eq: Equation, ins: list[Value]) -> Value | None:
     taken = next((v for v in values if v.is_taken), None)
     if local is None or taken is None or local.source != taken.source:
         return None
-    if eq.name != "eq" and (ins[0] is not local or eq.name != {"max": "ge", "min": "le"}[local.source.kind]):
+    if eq.name != "eq" and (
+        ins[0] is not local or eq.name != {"max": "ge", "min": "le"}[local.source.kind]
+    ):
         return None
     return Value(eq.joined_dims(ins), mask=Mask(Range(), source=local.source))
 
@@ -301,7 +379,13 @@ def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
     index, start = (a, b) if a.is_index else (b, a)
     axes: Any = domain.axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
     source = index.source
-    if index.offset or eq.name == "sub" or source is None or axes != source.axes or start.known != (0, 0):
+    if (
+        index.offset
+        or eq.name == "sub"
+        or source is None
+        or axes != source.axes
+        or start.known != (0, 0)
+    ):
         eq.block(start)
         eq.block(index)
     whole_size = index.known[0] * domain.devices(eq.sizes, axes)
@@ -311,8 +395,17 @@ def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
 
 def _best_index(eq: Equation, which: Value, others: Value, index: Value) -> Value:
     """The index of the first extreme, on the devices that have it."""
-    if not (index.is_index and index.is_taken and index.source == which.mask.source and others.is_constant):
-        raise Refused("a mask says which devices have the extreme", "take the index of the extreme by it")
+    if not (
+        index.is_index
+        and index.is_taken
+        and index.source == which.mask.source
+        and others.is_constant
+    ):
+        raise Refused(
+            "a mask says which devices have the extreme", "take the index of the extreme by it"
+        )
     if min(others.known) < index.known[0]:
-        raise Refused("devices without the extreme give an index that may be the smallest", "give them 2**30")
+        raise Refused(
+            "devices without the extreme give an index that may be the smallest", "give them 2**30"
+        )
     return Value(eq.joined_dims([which, index]), extreme=("min", index.extreme[1]))

@@ -1,7 +1,8 @@
 """Rules of primitives: how facts about the results follow from facts about the operands.
 
-Each rule states what the primitive does to whole values, and under which conditions doing it to blocks gives the blocks
-of the result. Otherwise it raises Refused. The other modules of this folder hold the rules.
+Each rule states what the primitive does to whole values, and under which conditions doing it to
+blocks gives the blocks of the result. Otherwise it raises Refused. The other modules of this folder
+hold the rules.
 """
 
 import dataclasses
@@ -10,13 +11,22 @@ from typing import Any
 
 import jax
 
-from shardlib.equations import COLLECTIVES, IDENTITIES, equations_in, jaxprs_of, kinds, shape_of, words
+from shardlib.equations import (
+    COLLECTIVES,
+    IDENTITIES,
+    equations_in,
+    jaxprs_of,
+    kinds,
+    shape_of,
+    words,
+)
 from shardlib.proof.domain import Value, whole
 from shardlib.proof.elementwise import refuse_rbg
 from shardlib.proof.equation import Equation, Refused
 
 RULES: dict[str, Callable[[Equation], Any]] = {}
-"""Rules by the name of the primitive. A rule returns the facts about the result, or a list of them."""
+"""Rules by the name of the primitive. A rule returns the facts about the result, or a list of
+them."""
 
 
 def rule(*names: str, of: dict = RULES) -> Callable:
@@ -30,14 +40,17 @@ def rule(*names: str, of: dict = RULES) -> Callable:
 
 
 OF_SIZES = words(
-    """shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
-    out_sharding dst_sharding concrete_mesh mesh feature_group_count batch_group_count result_avals"""
+    """shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes
+    axis_size perm sharding out_sharding dst_sharding concrete_mesh mesh feature_group_count
+    batch_group_count result_avals"""
 )
 """Parameters that may depend on the mesh: the rules compare the sizes that result."""
 KEEPING = kinds("view") | words(
-    "iota axis_index argmax argmin concatenate slice gather scan while cond sort dot_general scatter ring_index"
+    "iota axis_index argmax argmin concatenate slice gather scan while cond sort dot_general "
+    "scatter ring_index"
 )
-"""Primitives, besides elementwise ones, whose results need not be blocks yet, such as an index less an offset."""
+"""Primitives, besides elementwise ones, whose results need not be blocks yet, such as an index less
+an offset."""
 
 
 rule(*IDENTITIES)(lambda eq: eq.ins)
@@ -50,14 +63,18 @@ def _device_put(eq: Equation) -> list[Value]:
     return eq.ins if is_move else everything_whole(eq)
 
 
-TOGETHER = dict.fromkeys(("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd"), 2) | {"lu_pivots_to_permutation": 1}
+TOGETHER = dict.fromkeys(("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd"), 2) | {
+    "lu_pivots_to_permutation": 1
+}
 """The number of last dims that these primitives take together."""
 
 
 @rule(*TOGETHER, "fft")
 def _of_last_dims(eq: Equation) -> list[Value]:
     """Treats each matrix, and each transform, separately."""
-    return everything_whole(eq, len(eq.shape()) - (TOGETHER.get(eq.name) or len(eq.params["fft_lengths"])))
+    return everything_whole(
+        eq, len(eq.shape()) - (TOGETHER.get(eq.name) or len(eq.params["fft_lengths"]))
+    )
 
 
 @rule("triangular_solve")
@@ -79,12 +96,16 @@ IMPURE = COLLECTIVES | words("axis_index io_callback rng_uniform run_state shard
 
 
 def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -> list[Value]:
-    """Handles a primitive without a rule: the results are whole, if each device has all of each operand.
+    """Handles a primitive without a rule.
 
-    It treats the entries of the first `batch` dims, and of dim `vectors` of operand 2, separately. It is then linear in
-    operand 2.
+    The results are whole, if each device has all of each operand. It treats the entries of the
+    first `batch` dims, and of dim `vectors` of operand 2, separately. It is then linear in operand
+    2.
     """
-    names = [eq.name, *(eqn.primitive.name for inner in jaxprs_of(eq.eqn) for eqn in equations_in(inner))]
+    names = [
+        eq.name,
+        *(eqn.primitive.name for inner in jaxprs_of(eq.eqn) for eqn in equations_in(inner)),
+    ]
     if impure := next(filter(IMPURE.__contains__, names), None):
         problem = f"{impure} may give another result on each device"
         raise Refused(problem, "compute it by other operations, or outside of the program")
@@ -101,14 +122,20 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
 
 
 def alone(
-    eq: Equation, operands: list, results: list, verb: str, demand: Callable[..., Any] = Equation.plain
+    eq: Equation,
+    operands: list,
+    results: list,
+    verb: str,
+    demand: Callable[..., Any] = Equation.plain,
 ) -> list[Value]:
-    """Handles an operation that treats entries along some dims separately, and those along others together.
+    """Handles an operation that treats entries along some dims separately.
+
+    It treats those along others together.
 
     Args:
         eq: the equation.
-        operands: for each dim of each operand, a label that the same dim of other operands and results has; None where
-            entries are taken together, which requires the whole dim.
+        operands: for each dim of each operand, a label that the same dim of other operands and
+            results has; None where entries are taken together, which requires the whole dim.
         results: the same for each result. None: a new dim, which is whole.
         verb: what happens to the entries that are taken together.
         demand: what each operand must be.
@@ -124,5 +151,7 @@ def alone(
                 found.setdefault(label, []).append(dim)
     joined = {label: eq.joined_dim(label, dims) for label, dims in found.items()}
     shapes = map(shape_of, eq.eqn.outvars)
-    dims_of = lambda pairs: tuple(whole(n) if label is None else joined[label] for n, label in pairs)
+    dims_of = lambda pairs: tuple(
+        whole(n) if label is None else joined[label] for n, label in pairs
+    )
     return [Value(dims_of(zip(*pair, strict=True))) for pair in zip(shapes, results, strict=True)]

@@ -1,7 +1,8 @@
 """Which tokens the entries of a value may depend on, and which entries are known numbers.
 
-Tokens are numbered through the batch, from its first token or from its last. For each entry, this keeps the last token
-that it may depend on; and its number, if it is the same for all tokens and weights.
+Tokens are numbered through the batch, from its first token or from its last. For each entry, this
+keeps the last token that it may depend on; and its number, if it is the same for all tokens and
+weights.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ NONE = np.int32(-1)
 LATER = np.int32(2**30 - 1)
 """Stands for a token: the start of a later document."""
 MOST = 2**24
-"""Largest number of entries to compute one by one. Beyond it, all entries of a dim are taken together."""
+"""Largest number of entries to compute one by one. Beyond it, all entries of a dim are taken
+together."""
 LOW = -1e3
 """exp of numbers below this is 0."""
 MAYBE_LOW = -1.0
@@ -26,13 +28,15 @@ MAYBE_LOW = -1.0
 
 @dataclasses.dataclass(eq=False)
 class Reach:
-    """What is known of a value. Each array has the value's dims, with size 1 where all entries along a dim are alike.
+    """What is known of a value.
 
-    An unknown entry has a bound. Below LOW, the entry is at most its bound. From 0 on, the largest known number that
-    went into the entry has at most this size, 0 if none is beyond LOW; infinity if one of them masks. MAYBE_LOW: one or
-    the other. The proof takes a number into which no larger known number went as at most half as large as a LOW one
-    that meets it in a sum or a maximum. It takes no entry for small that may itself be LOW: the largest score of a row
-    that sees no key is a number that masks, and the others of its row, less this one, are not LOW.
+    Each array has the value's dims, with size 1 where all entries along a dim are alike. An unknown
+    entry has a bound. Below LOW, the entry is at most its bound. From 0 on, the largest known
+    number that went into the entry has at most this size, 0 if none is beyond LOW; infinity if one
+    of them masks. MAYBE_LOW: one or the other. The proof takes a number into which no larger known
+    number went as at most half as large as a LOW one that meets it in a sum or a maximum. It takes
+    no entry for small that may itself be LOW: the largest score of a row that sees no key is a
+    number that masks, and the others of its row, less this one, are not LOW.
 
     Attributes:
         shape: the value's shape.
@@ -51,7 +55,8 @@ class Reach:
     fact: Any = None
     """What else is known of the entries together: Among, Sums or Slots."""
     ways: tuple["Reach", "Reach"] | None = None
-    """The value for two ways in which later documents may begin; None: it is the same. Their tokens do not count."""
+    """The value for two ways in which later documents may begin; None: it is the same. Their tokens
+    do not count."""
     blurred: bool = False
 
     @property
@@ -93,23 +98,29 @@ class Among(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Arrays of the value have along `dim`, a dim of slots, one entry for each choice that a slot may hold.
+    """Arrays of the value have along `dim`, a dim of slots, several entries for a slot.
 
-    The token of an entry is one on which it depends that the slot holds this choice: see shardlib.proof.reach_slots.
+    There is one entry for each choice that a slot may hold. The token of an entry is one on which
+    it depends that the slot holds this choice: see shardlib.proof.reach_slots.
     """
 
     dim: int
     source: Any
-    """Identifies the slots: if two values have the same source, a slot holds the same choice in both."""
+    """Identifies the slots: if two values have the same source, a slot holds the same choice in
+    both."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Each entry is a running sum, plus more: of an array along a dim, up to entry `at` of the flat array.
+    """Each entry is a running sum, plus more.
+
+    The sum is of an array along a dim, up to entry `at` of the flat array.
 
     Attributes:
-        at: indices into the flat array, with the dims of the value; -1 for a known number, in place of a sum.
-        before: for each entry of the flat array, the last token of it and of those before it along the dim.
+        at: indices into the flat array, with the dims of the value; -1 for a known number, in place
+            of a sum.
+        before: for each entry of the flat array, the last token of it and of those before it along
+            the dim.
         after: the last token of it and of those after it.
         step: distance of neighbors along the dim in the flat array.
         size: entries along the dim.
@@ -142,22 +153,37 @@ class Sums:
         return dataclasses.replace(self, at=np.where(is_first, -1, self.at - self.step), array=None)
 
     def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray]:
-        """For differences of entries: where one sum is part of the other, and the last token of the rest."""
+        """For differences of entries: where one sum is part of the other.
+
+        Also returns the last token of the rest.
+        """
         low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
         row = lambda at: at // (self.step * self.size) * self.step + at % self.step
-        left = np.minimum(self.before[high], self.after[np.minimum(low + self.step, len(self.after) - 1)])
-        return (low >= 0) & (row(low) == row(high)), self.plus(np.where(high > low, left, NONE)).plus(other.added).added
+        left = np.minimum(
+            self.before[high], self.after[np.minimum(low + self.step, len(self.after) - 1)]
+        )
+        return (low >= 0) & (row(low) == row(high)), self.plus(
+            np.where(high > low, left, NONE)
+        ).plus(other.added).added
 
 
-def sums_of(values: Sequence["Reach"], move: Callable[[list[np.ndarray]], np.ndarray]) -> Sums | None:
-    """Moves entries of several values into one; None unless they are running sums of one array, or known numbers."""
+def sums_of(
+    values: Sequence["Reach"], move: Callable[[list[np.ndarray]], np.ndarray]
+) -> Sums | None:
+    """Moves entries of several values into one.
+
+    Returns None unless they are running sums of one array, or known numbers.
+    """
     sums = [x.fact if isinstance(x.fact, Sums) else None for x in values]
     first: Any = next(filter(None, sums), None)
     fits = lambda s, x: (s.before is first.before and s.sign == first.sign) if s else x.is_known
     if first is None or not all(map(fits, sums, values)):
         return None
     none = [np.full((1,) * len(x.shape), -1) for x in values]
-    of = lambda name: [np.maximum(getattr(s, name), other) if s else other for s, other in zip(sums, none, strict=True)]
+    of = lambda name: [
+        np.maximum(getattr(s, name), other) if s else other
+        for s, other in zip(sums, none, strict=True)
+    ]
     return dataclasses.replace(first, at=move(of("at")), added=move(of("added")), array=None)
 
 
@@ -196,7 +222,10 @@ def joined(a: Any, b: Any) -> Any:
 
 
 def at_most(x: "Reach", ins: Sequence["Reach"]) -> "Reach":
-    """The result of a choice by ins[0]: where this depends on no token, the larger of the others if one may mask."""
+    """The result of a choice by ins[0].
+
+    Where this depends on no token, it is the larger of the others if one may mask.
+    """
     if x.number.dtype.kind != "f":
         return x
     most = np.maximum.reduce(np.broadcast_arrays(*map(bounds, ins[1:])))
@@ -206,21 +235,30 @@ def at_most(x: "Reach", ins: Sequence["Reach"]) -> "Reach":
 
 def ordinary(x: "Reach") -> "Reach":
     """Takes what is unknown of a value as numbers into which no known number went."""
-    return dataclasses.replace(x, number=np.where(x.known | (x.number < np.inf), x.number, x.number.dtype.type(0)))
+    return dataclasses.replace(
+        x, number=np.where(x.known | (x.number < np.inf), x.number, x.number.dtype.type(0))
+    )
 
 
 def sized(x: "Reach", ins: Iterable["Reach"]) -> "Reach":
     """Bounds those entries of a result of which nothing is known, by the sizes of all operands."""
     size, dtype = max((sizes(y).max(initial=0) for y in ins), default=0), x.number.dtype
     if dtype.kind in "fc":
-        return dataclasses.replace(x, number=np.where(x.known | (x.number < np.inf), x.number, dtype.type(size)))
+        return dataclasses.replace(
+            x, number=np.where(x.known | (x.number < np.inf), x.number, dtype.type(size))
+        )
     if size and dtype.kind in "iu":
         return dataclasses.replace(x, number=np.where(x.known, x.number, np.iinfo(dtype).max))
     return x
 
 
-def made(shape: Sequence[int], number: Any, known: Any, last: Any = NONE, dtype: Any = None) -> Reach:
-    """Builds a Reach from arrays that broadcast to `shape`. Dims along which all entries are alike have size 1."""
+def made(
+    shape: Sequence[int], number: Any, known: Any, last: Any = NONE, dtype: Any = None
+) -> Reach:
+    """Builds a Reach from arrays that broadcast to `shape`.
+
+    Dims along which all entries are alike have size 1.
+    """
     dtype, rank = np.dtype(dtype or np.asarray(number).dtype), len(shape)
     pad = lambda x: np.reshape(x, (1,) * (rank - np.ndim(x)) + np.shape(x))
     number, known, last = map(pad, (np.asarray(number, dtype), np.asarray(known), last))
@@ -238,7 +276,10 @@ def made(shape: Sequence[int], number: Any, known: Any, last: Any = NONE, dtype:
 
 
 def exact(number: Any, aval: object) -> np.ndarray:
-    """True where the dtype of a value holds a number exactly. Others are rounded, in an unknown way."""
+    """True where the dtype of a value holds a number exactly.
+
+    Others are rounded, in an unknown way.
+    """
     dtype = getattr(aval, "dtype", None)
     if not isinstance(dtype, np.dtype) or dtype.kind in "biu":
         return np.ones(np.shape(number), bool)
@@ -254,7 +295,9 @@ def unknown(shape: Sequence[int], dtype: Any, last: Any = NONE) -> Reach:
 def constant(array: Any) -> Reach:
     """A known array. The numbers of one that is large, or not of numbers, count as unknown."""
     shape = tuple(np.shape(array))
-    if math.prod(shape) > MOST or not isinstance(getattr(array, "dtype", np.dtype(float)), np.dtype):
+    if math.prod(shape) > MOST or not isinstance(
+        getattr(array, "dtype", np.dtype(float)), np.dtype
+    ):
         return unknown(shape, np.dtype(np.float64))
     array = np.asarray(array)
     if array.dtype.kind not in "biu":
@@ -265,7 +308,9 @@ def constant(array: Any) -> Reach:
 def full(x: np.ndarray, shape: Sequence[int], dims: Iterable[int]) -> np.ndarray:
     """Broadcasts an array to all entries along `dims`."""
     dims = set(dims)
-    return np.broadcast_to(x, tuple(n if i in dims else m for i, (m, n) in enumerate(zip(x.shape, shape, strict=True))))
+    return np.broadcast_to(
+        x, tuple(n if i in dims else m for i, (m, n) in enumerate(zip(x.shape, shape, strict=True)))
+    )
 
 
 def of_all(values: Iterable[Reach]) -> np.int32:
@@ -274,7 +319,10 @@ def of_all(values: Iterable[Reach]) -> np.int32:
 
 
 def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
-    """Reshapes an array of a value from shape `old` to `new`, expanding dims only where they are cut."""
+    """Reshapes an array of a value from shape `old` to `new`.
+
+    Dims are expanded only where they are cut.
+    """
     sizes, result, i, j = [], [], 0, 0
     while i < len(old) or j < len(new):
         a, b, m, n = i, j, 1, 1
@@ -283,7 +331,8 @@ def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarra
                 m, i = m * old[i], i + 1
             else:
                 n, j = n * new[j], j + 1
-        if i - a == 1 and j > b and all(size == 1 for size in new[b : j - 1]):  # of slots it may have another size
+        # A dim of slots may have another size.
+        if i - a == 1 and j > b and all(size == 1 for size in new[b : j - 1]):
             sizes, result = [*sizes, x.shape[a]], [*result, *new[b : j - 1], x.shape[a]]
             continue
         is_alike = all(size == 1 for size in x.shape[a:i])
@@ -301,12 +350,17 @@ def taken(x: np.ndarray, dim: int, at: np.ndarray, size: int, fill: Any) -> np.n
         return np.broadcast_to(fill, [len(at) if i == dim else n for i, n in enumerate(x.shape)])
     shape = [1] * x.ndim
     shape[dim] = len(at)
-    found = x.take(np.clip(at, 0, x.shape[dim] - 1) if x.shape[dim] > 1 else np.zeros(len(at), int), dim)
+    found = x.take(
+        np.clip(at, 0, x.shape[dim] - 1) if x.shape[dim] > 1 else np.zeros(len(at), int), dim
+    )
     return np.where(inside.reshape(shape), found, fill)
 
 
 def placed(x: np.ndarray, at: dict[int, int], rank: int) -> np.ndarray:
-    """Moves dim i of an array to at[i] of `rank` dims. Its other dims have one entry, and are dropped."""
+    """Moves dim i of an array to at[i] of `rank` dims.
+
+    Its other dims have one entry, and are dropped.
+    """
     kept = sorted(at, key=at.__getitem__)
     sizes = {at[i]: x.shape[i] for i in kept}
     order = [*(i for i in range(x.ndim) if i not in at), *kept]
@@ -336,7 +390,10 @@ def stacked(values: Sequence[Reach], axis: int, shape: Sequence[int]) -> Reach:
 
 
 def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> list[Reach]:
-    """Evaluates of(ins), also for both ways in which later documents may begin, if operands differ between them."""
+    """Evaluates of(ins).
+
+    If operands differ between both ways in which later documents may begin, evaluates both.
+    """
     found = of([dataclasses.replace(x, ways=None) if x.ways else x for x in ins])
     if not any(x.ways for x in ins):
         return found
@@ -348,8 +405,14 @@ def _in_both(x: Reach, a: Reach, b: Reach) -> Reach:
     """`x`, where numbers that are known and equal in both ways become known."""
     if any(isinstance(value.fact, Slots) for value in (x, a, b)):
         return x
-    same = a.known & b.known & ((a.number == b.number) | ((a.number != a.number) & (b.number != b.number)))
-    number = np.where(same, a.number, joined(bounds(a), bounds(b)) if a.number.dtype.kind == "f" else 0)
+    same = (
+        a.known
+        & b.known
+        & ((a.number == b.number) | ((a.number != a.number) & (b.number != b.number)))
+    )
+    number = np.where(
+        same, a.number, joined(bounds(a), bounds(b)) if a.number.dtype.kind == "f" else 0
+    )
     found = made(x.shape, number, same, x.last, a.number.dtype)
     differ = ((a.known | b.known) & ~same).any()
     return dataclasses.replace(found, why=x.why, fact=x.fact, ways=(a, b) if differ else None)

@@ -1,4 +1,7 @@
-"""Rules over shardlib.proof.reach for primitives that move or look up entries: which tokens each may depend on."""
+"""Rules over shardlib.proof.reach for primitives that move or look up entries.
+
+They find which tokens each may depend on.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +18,8 @@ from shardlib.proof.reach import MOST, NONE, Reach
 from shardlib.proof.reach_slots import SAME
 
 RULES: dict[str, Callable[..., Any]] = {}
-"""Rules (eqn, *operands) -> Reach, or a list of them; None: each entry may depend on all entries of all operands."""
+"""Rules (eqn, *operands) -> Reach, or a list of them; None: each entry may depend on all entries of
+all operands."""
 rule = functools.partial(primitives.rule, of=RULES)
 
 
@@ -39,7 +43,10 @@ def _same_entries(eqn: Eqn, *ins: Reach) -> list[Reach] | None:
     shapes = [result_shape(eqn, i) for i in range(len(eqn.outvars))]
     if eqn.primitive.name == "reduce_precision":  # differences of rounded sums are not sums
         ins = tuple(dataclasses.replace(x, fact=None) for x in ins)
-    return [x.moved(lambda a, x=x, s=s: reach.reshaped(a, x.shape, s), s) for x, s in zip(ins, shapes, strict=False)]
+    return [
+        x.moved(lambda a, x=x, s=s: reach.reshaped(a, x.shape, s), s)
+        for x, s in zip(ins, shapes, strict=False)
+    ]
 
 
 rule("axis_index")(lambda eqn: reach.constant(np.int32(0)))
@@ -57,7 +64,12 @@ def _moved(eqn: Eqn, x: Reach, *_: Reach) -> Reach:
 @rule("slice")
 def _slice(eqn: Eqn, x: Reach) -> Reach:
     p = eqn.params
-    return reach.cut(x, list(map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(x.shape))))
+    return reach.cut(
+        x,
+        list(
+            map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(x.shape))
+        ),
+    )
 
 
 @rule("split")
@@ -87,9 +99,14 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
     dim, shape = eqn.params["dimension"], result_shape(eqn)
 
     def together(*arrays: np.ndarray) -> np.ndarray:
-        parts = [np.moveaxis(reach.full(x, v.shape, [dim]), dim, 0) for x, v in zip(arrays, ins, strict=True)]
+        parts = [
+            np.moveaxis(reach.full(x, v.shape, [dim]), dim, 0)
+            for x, v in zip(arrays, ins, strict=True)
+        ]
         sizes = np.broadcast_shapes(*(x.shape[1:] for x in parts))
-        return np.moveaxis(np.concatenate([np.broadcast_to(x, (len(x), *sizes)) for x in parts]), 0, dim)
+        return np.moveaxis(
+            np.concatenate([np.broadcast_to(x, (len(x), *sizes)) for x in parts]), 0, dim
+        )
 
     found = reach.made(shape, *map(together, *(x.arrays() for x in ins))).alike()
     return dataclasses.replace(found, fact=reach.sums_of(ins, lambda parts: together(*parts)))
@@ -111,23 +128,40 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
     """Where a part of a dim is read at an unknown index, it may be any part."""
     shape, d, sizes = result_shape(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batch = [i for i in range(len(shape)) if i not in d.offset_dims]
-    windows = [i for i in range(len(x.shape)) if i not in (*d.collapsed_slice_dims, *d.operand_batching_dims)]
+    windows = [
+        i
+        for i in range(len(x.shape))
+        if i not in (*d.collapsed_slice_dims, *d.operand_batching_dims)
+    ]
     at = dict(zip(windows, d.offset_dims, strict=True))
-    at |= {i: batch[j] for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)}
+    at |= {
+        i: batch[j]
+        for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)
+    }
     parts = [i for i, n in enumerate(x.shape) if sizes[i] != n and i not in d.operand_batching_dims]
     of_starts = lambda a: reach.placed(a, dict(enumerate(batch)), len(shape))
     index = of_starts(starts.over([len(starts.shape) - 1]))
-    anywhere = reach.unknown(shape, x.number.dtype, np.maximum(reach.placed(x.over(parts), at, len(shape)), index))
-    is_clipped = "clip" in str(eqn.params["mode"]).lower()  # then a whole dim is read from its first entry on
+    anywhere = reach.unknown(
+        shape, x.number.dtype, np.maximum(reach.placed(x.over(parts), at, len(shape)), index)
+    )
+    # If clipped, a whole dim is read from its first entry on.
+    is_clipped = "clip" in str(eqn.params["mode"]).lower()
     of_dim = [k for k, i in enumerate(d.start_index_map) if not is_clipped or i in parts]
-    if len(parts) != 1 or [d.start_index_map[k] for k in of_dim] != parts or {*d.collapsed_slice_dims} - {*parts}:
+    if (
+        len(parts) != 1
+        or [d.start_index_map[k] for k in of_dim] != parts
+        or {*d.collapsed_slice_dims} - {*parts}
+    ):
         return anywhere
-    start, (dim,) = starts.moved(lambda a: a[..., of_dim] if a.shape[-1] > 1 else a, starts.shape), parts
+    start = starts.moved(lambda a: a[..., of_dim] if a.shape[-1] > 1 else a, starts.shape)
+    (dim,) = parts
     rows, known = of_starts(start.number), of_starts(start.known)
     if dim in windows:
         if not is_clipped:
             return anywhere
-        steps = np.arange(sizes[dim]).reshape([-1 if j == at[dim] else 1 for j in range(len(shape))])
+        steps = np.arange(sizes[dim]).reshape(
+            [-1 if j == at[dim] else 1 for j in range(len(shape))]
+        )
         rows = np.clip(rows, 0, x.shape[dim] - sizes[dim]) + steps
     found = _rows_at(eqn, x, rows, index, at, dim)
     arrays = zip(found.arrays(), anywhere.arrays(), strict=True)
@@ -135,23 +169,37 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
     return dataclasses.replace(either, fact=found.fact if starts.is_known else None)
 
 
-def _rows_at(eqn: Eqn, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[int, int], dim: int) -> Reach:
-    """Entries at `rows` of dim `dim`, whose last tokens `index` has; dim i of others becomes dim at[i]."""
+def _rows_at(
+    eqn: Eqn, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[int, int], dim: int
+) -> Reach:
+    """Entries at `rows` of dim `dim`, whose last tokens `index` has.
+
+    Dim i of others becomes dim at[i].
+    """
     rank, size, fill = len(result_shape(eqn)), x.shape[dim], eqn.params["fill_value"]
-    along = lambda a, i: np.arange(a.shape[i]).reshape([-1 if k == at[i] else 1 for k in range(rank)])
-    inside = (rows >= 0) & (rows < size) if "fill" in str(eqn.params["mode"]).lower() else np.asarray(True)
+    along = lambda a, i: np.arange(a.shape[i]).reshape(
+        [-1 if k == at[i] else 1 for k in range(rank)]
+    )
+    if "fill" in str(eqn.params["mode"]).lower():
+        inside = (rows >= 0) & (rows < size)
+    else:
+        inside = np.asarray(True)
     rows = np.clip(rows, 0, size - 1)
     of = lambda a, i: along(a, i) if i != dim else rows if a.shape[i] > 1 else rows * 0
     rows_of = lambda a: a[tuple(of(a, i) for i in range(a.ndim))]
     number, known, last = map(rows_of, x.arrays())
     other = reach.highest(number.dtype) if fill is None else number.dtype.type(fill)
     number, known = np.where(inside, number, other), np.where(inside, known, fill is not None)
-    found = reach.made(result_shape(eqn), number, known, np.maximum(np.where(inside, last, NONE), index))
+    found = reach.made(
+        result_shape(eqn), number, known, np.maximum(np.where(inside, last, NONE), index)
+    )
     fact = reach.sums_of([x], lambda parts: rows_of(parts[0])) if np.all(inside) else None
     return dataclasses.replace(found, fact=fact)
 
 
-def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
+def _starts(
+    starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int]
+) -> list[int] | None:
     """Where a part of `sizes` entries begins in each dim; None if unknown."""
     pairs = list(zip(starts, shape, sizes, strict=True))
     if not all(start.is_known or n == size for start, n, size in pairs):
@@ -163,7 +211,9 @@ def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int])
 def _dynamic_slice(eqn: Eqn, x: Reach, *starts: Reach) -> Reach | None:
     sizes = eqn.params["slice_sizes"]
     at = _starts(starts, x.shape, sizes)
-    return None if at is None else reach.cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
+    if at is None:
+        return None
+    return reach.cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
 
 
 def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Reach:
@@ -185,14 +235,22 @@ def _dynamic_update(eqn: Eqn, x: Reach, new: Reach, *starts: Reach) -> Reach | N
 
 @rule("scatter", "scatter-add")
 def _scatter(eqn: Eqn, x: Reach, starts: Reach, new: Reach) -> Any:
-    """Exact for one part or added rows at known indices; otherwise every entry may come from any update."""
-    d, rank, adds = eqn.params["dimension_numbers"], len(x.shape), eqn.primitive.name == "scatter-add"
-    windows = [i for i in range(rank) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)]
+    """Exact for one part or added rows at known indices.
+
+    Otherwise every entry may come from any update.
+    """
+    d = eqn.params["dimension_numbers"]
+    rank = len(x.shape)
+    adds = eqn.primitive.name == "scatter-add"
+    windows = [
+        i for i in range(rank) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)
+    ]
     if not starts.is_known or math.prod(x.shape) > MOST:
         return None
     if len(starts.shape) > 1:
         is_rows = (
-            list(d.scatter_dims_to_operand_dims) == list(d.inserted_window_dims) and len(d.inserted_window_dims) == 1
+            list(d.scatter_dims_to_operand_dims) == list(d.inserted_window_dims)
+            and len(d.inserted_window_dims) == 1
         )
         if not (adds and is_rows):
             return None
@@ -206,13 +264,17 @@ def _scatter(eqn: Eqn, x: Reach, starts: Reach, new: Reach) -> Any:
     places = dict(zip(d.scatter_dims_to_operand_dims, numbers, strict=True))
     at = [places.get(i, 0) for i in range(rank)]
     sizes = [new.shape[windows.index(i)] if i in windows else 1 for i in range(rank)]
-    if d.operand_batching_dims or any(not 0 <= i <= n - k for i, n, k in zip(at, x.shape, sizes, strict=True)):
+    if d.operand_batching_dims or any(
+        not 0 <= i <= n - k for i, n, k in zip(at, x.shape, sizes, strict=True)
+    ):
         return None
     part = new.moved(lambda a: reach.placed(a, dict(enumerate(windows)), rank), sizes)
     return _written(x, part, at, adds=adds)
 
 
-def rows_added(x: Reach, dim: int, index: Reach, dims: dict[int, int], new: Reach, at: dict[int, int]) -> Reach:
+def rows_added(
+    x: Reach, dim: int, index: Reach, dims: dict[int, int], new: Reach, at: dict[int, int]
+) -> Reach:
     """Adds rows of `new` to the entries of `x` at a known `index` along `dim`.
 
     Dim i of the index is dim dims[i] of `new`; dim i of `new` is dim at[i] of `x`, or one of rows.

@@ -1,4 +1,7 @@
-"""Rules over shardlib.proof.reach for primitives that compute: which tokens each entry of a result may depend on."""
+"""Rules over shardlib.proof.reach for primitives that compute.
+
+They find which tokens each entry of a result may depend on.
+"""
 
 import dataclasses
 import functools
@@ -33,7 +36,9 @@ def apply(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
 
 def _rule_of(eqn: Eqn, ins: list[Reach]) -> Callable:
     name = eqn.primitive.name
-    by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and result_shape(eqn) == tuple(ins[0].shape))
+    by_entry = name in ELEMENTWISE or (
+        name == "bitcast_convert_type" and result_shape(eqn) == tuple(ins[0].shape)
+    )
     return RULES.get(name, _elementwise if by_entry else lambda *_: None)
 
 
@@ -50,7 +55,8 @@ def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
 UNFOLLOWED = frozenset(("exp", "sqrt", "rsqrt"))
 """Primitives whose results are not computed from known operands."""
 SMALL = words("cos erf exp exp2 logistic sign sin tanh")
-"""Primitives whose finite results are no masks, whatever known number went in: exp of a LOW one is 0."""
+"""Primitives whose finite results are no masks, whatever known number went in: exp of a LOW one is
+0."""
 
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach | Any:
@@ -75,7 +81,10 @@ def _elementwise(eqn: Any, *ins: Reach) -> Reach | Any:
 
 
 def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
-    """Where a result is known though not all operands are, and its number. Unknown numbers are finite, and not 0/0."""
+    """Where a result is known though not all operands are, and its number.
+
+    Unknown numbers are finite, and not 0/0.
+    """
     any_of = lambda arrays: np.logical_or.reduce(np.broadcast_arrays(*arrays))
     if name == "mul" or (name == "div" and dtype.kind == "f"):
         return any_of([x.known & (x.number == 0) for x in (ins if name == "mul" else ins[:1])]), 0
@@ -84,7 +93,9 @@ def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
     if name in ("add", "add_any", "sub") and dtype.kind == "f":
         at = [x.known & np.isinf(x.number) for x in ins]
         signs = [1, -1 if name == "sub" else 1]
-        return any_of(at), sum(np.where(a, s * x.number, 0) for a, s, x in zip(at, signs, ins, strict=True))
+        return any_of(at), sum(
+            np.where(a, s * x.number, 0) for a, s, x in zip(at, signs, ins, strict=True)
+        )
     if name in ("exp", "exp2", "logistic"):
         return ins[0].number < LOW, 0
     if name in ("eq", "ne"):  # an unknown number is finite, unless it may be a mask
@@ -109,7 +120,11 @@ def _bound(name: str, ins: Sequence[Reach]) -> Any:
     if name in ("mul", "div"):
         x, scale = ins if name == "div" or ins[1].is_known else ins[::-1]
         bound, factor = reach.bounds(x), scale.number if name == "mul" else 1 / scale.number
-        bound = np.where(bound < LOW, bound * factor, bound if name == "div" else np.where(bound < 0, bound, size))
+        bound = np.where(
+            bound < LOW,
+            bound * factor,
+            bound if name == "div" else np.where(bound < 0, bound, size),
+        )
         return np.where(scale.known & (scale.number > 0), bound, size)
     return size
 
@@ -152,34 +167,50 @@ def _converted(eqn: Eqn, x: Reach) -> Reach:
         number = np.where(known, number, reach.bounds(Reach(x.shape, number, x.known, x.last)))
     found = reach.made(result_shape(eqn), number, known, x.last, dtype)
     is_exact = _holds(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
-    found.fact = dataclasses.replace(x.fact, array=None) if isinstance(x.fact, Sums) and is_exact else None
+    found.fact = (
+        dataclasses.replace(x.fact, array=None) if isinstance(x.fact, Sums) and is_exact else None
+    )
     return found
 
 
 def _holds(before: Any, after: Any) -> bool:
-    """True if a conversion leaves running sums what they are, but for rounding of large integers."""
+    """True if a conversion leaves running sums what they are.
+
+    Rounding of large integers does not count.
+    """
     if not all(jnp.issubdtype(dtype, jnp.number) for dtype in (before, after)):
         return False
     if jnp.issubdtype(before, jnp.integer):  # sums of few bits wrap
         least = jnp.iinfo(before).max >= 2**31 - 1
         is_wide = jnp.issubdtype(after, jnp.floating) and jnp.finfo(after).bits >= 32
         return least and (
-            is_wide or (jnp.issubdtype(after, jnp.integer) and jnp.iinfo(after).max >= jnp.iinfo(before).max)
+            is_wide
+            or (
+                jnp.issubdtype(after, jnp.integer) and jnp.iinfo(after).max >= jnp.iinfo(before).max
+            )
         )
-    old, new = (jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else None for dtype in (before, after))
+    old, new = (
+        jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else None
+        for dtype in (before, after)
+    )
     return old is not None and new is not None and new.nmant >= old.nmant and new.nexp >= old.nexp
 
 
 @rule("select_n")
 def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
-    shape, dtype, pick = result_shape(eqn), dtype_of_result(eqn), np.where(which.known, which.number, 0).astype(int)
+    shape = result_shape(eqn)
+    dtype = dtype_of_result(eqn)
+    pick = np.where(which.known, which.number, 0).astype(int)
     arrays = list(zip(*(case.arrays() for case in cases), strict=True))
     parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
         fact = reach.sums_of(cases, lambda parts: np.choose(pick, np.broadcast_arrays(*parts)))
         return dataclasses.replace(reach.made(shape, *parts, dtype=dtype), fact=fact)
     numbers, known, last = arrays
-    is_first = [(number == numbers[0]) | ((number != number) & (numbers[0] != numbers[0])) for number in numbers]
+    is_first = [
+        (number == numbers[0]) | ((number != number) & (numbers[0] != numbers[0]))
+        for number in numbers
+    ]
     same = functools.reduce(np.logical_and, (*known, *is_first))
     bound = functools.reduce(reach.joined, map(reach.bounds, cases)) if dtype.kind == "f" else 0
     either = [
@@ -187,7 +218,11 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
         same,
         functools.reduce(np.maximum, (*last, which.last)),
     ]
-    found = reach.made(shape, *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)), dtype=dtype)
+    found = reach.made(
+        shape,
+        *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)),
+        dtype=dtype,
+    )
     if dtype.kind == "i" and all(case.is_known for case in cases):
         found.fact = Among(numbers)
     return found
@@ -216,18 +251,31 @@ REDUCERS |= {"reduce_max": np.maximum, "reduce_min": np.minimum}
 
 @rule(*REDUCTIONS, "reduce_xor", "argmax", "argmin")
 def _reduced(eqn: Eqn, x: Reach) -> Reach:
-    """Known where all entries are, where all are 0 in a sum, and where one decides. LOW numbers give way to others."""
-    name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), result_shape(eqn), dtype_of_result(eqn)
+    """Known where all entries are, where all are 0 in a sum, and where one decides.
+
+    LOW numbers give way to others.
+    """
+    name = eqn.primitive.name
+    axes = tuple(eqn.params["axes"])
+    shape = result_shape(eqn)
+    dtype = dtype_of_result(eqn)
     number, known, decided = x.number, x.known, np.False_
     bound = reach.highest(dtype)
     if x.is_known and name in ("argmax", "argmin"):
-        return reach.made(shape, getattr(np, name)(reach.full(number, x.shape, axes), axes[0]).astype(dtype), True)
+        return reach.made(
+            shape, getattr(np, name)(reach.full(number, x.shape, axes), axes[0]).astype(dtype), True
+        )
     if name in ("reduce_max", "reduce_min") and dtype.kind == "f":
         of_each = reach.bounds(x)
         least, bound = of_each.min(axes, initial=np.inf), of_each.max(axes, initial=-np.inf)
         if name == "reduce_max":
             size = np.where(of_each >= 0, of_each, np.inf).min(axes, keepdims=True, initial=np.inf)
-            x = Reach(x.shape, number, known, np.where((number < LOW) & (size <= -number / 2), NONE, x.last))
+            x = Reach(
+                x.shape,
+                number,
+                known,
+                np.where((number < LOW) & (size <= -number / 2), NONE, x.last),
+            )
         else:
             bound = np.where(least < 0, least, bound)
     last = x.over(axes).squeeze(axes)
@@ -238,15 +286,22 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach:
     elif dtype.kind == "b":
         decided = np.logical_or.reduce(known & (number == (name == "reduce_or")), axes)
     known = decided | np.logical_and.reduce(known, axes)
-    return reach.made(shape, np.where(known, REDUCERS[name].reduce(number, axes), bound), known, last, dtype)
+    return reach.made(
+        shape, np.where(known, REDUCERS[name].reduce(number, axes), bound), known, last, dtype
+    )
 
 
 @rule("sort", "top_k")
 def _together(eqn: Eqn, *ins: Reach) -> list[Reach]:
     """Takes the entries along one dim together, and those along other dims separately."""
     rank, p = len(ins[0].shape), eqn.params
-    last = functools.reduce(np.maximum, (x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins))
-    return [reach.unknown(result_shape(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
+    last = functools.reduce(
+        np.maximum, (x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins)
+    )
+    return [
+        reach.unknown(result_shape(eqn, i), reach.dtype_of(var.aval), last)
+        for i, var in enumerate(eqn.outvars)
+    ]
 
 
 @rule(*kinds("running"))
@@ -256,21 +311,31 @@ def _cumulative(eqn: Eqn, x: Reach) -> Reach:
     run = lambda op, a: turned(op.accumulate(turned(a), axis))
     known = {"cumsum": np.add, "cummax": np.maximum, "cummin": np.minimum}
     if x.is_known and name in known and x.number.dtype.kind in "biu":
-        return reach.made(x.shape, run(known[name], reach.full(x.number, x.shape, [axis])).astype(x.number.dtype), True)
+        return reach.made(
+            x.shape,
+            run(known[name], reach.full(x.number, x.shape, [axis])).astype(x.number.dtype),
+            True,
+        )
     found = reach.unknown(x.shape, dtype_of_result(eqn), run(np.maximum, x.last))
     if name == "cumsum" and not back and 0 < math.prod(x.shape) <= MOST:
         # Of all dims: along one where tokens are alike, the sums are others.
         last = reach.full(x.last, x.shape, range(len(x.shape)))
-        before, after = np.maximum.accumulate(last, axis), np.maximum.accumulate(np.flip(last, axis), axis)
+        before = np.maximum.accumulate(last, axis)
+        after = np.maximum.accumulate(np.flip(last, axis), axis)
         at = np.arange(last.size, dtype=np.int32).reshape(last.shape)
         step = math.prod(last.shape[axis + 1 :])
-        found.fact = Sums(at, before.ravel(), np.flip(after, axis).ravel(), step, x.shape[axis], array=x)
+        found.fact = Sums(
+            at, before.ravel(), np.flip(after, axis).ravel(), step, x.shape[axis], array=x
+        )
     return found
 
 
 @rule("triangular_solve")
 def _solve(eqn: Eqn, a: Reach, b: Reach) -> Reach:
-    """Row i of a solution depends on the rows for which row i of the triangle has a nonzero entry, recursively."""
+    """Row i of a solution depends on the rows for which row i of the triangle is not zero.
+
+    These rows depend on others in the same way, recursively.
+    """
     p, swap = eqn.params, lambda x: x.swapaxes(-1, -2)
     a = a.moved(swap, a.shape[:-2] + a.shape[:-3:-1]) if p["transpose_a"] == p["left_side"] else a
     b = b if p["left_side"] else b.moved(swap, b.shape[:-2] + b.shape[:-3:-1])
@@ -280,17 +345,28 @@ def _solve(eqn: Eqn, a: Reach, b: Reach) -> Reach:
 
 @rule("custom_linear_solve")
 def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
-    """Solves a @ x = b, the equation by which JAX defines the result and its derivatives, in whatever way.
+    """Solves a @ x = b.
 
+    JAX defines the result and its derivatives by this equation, in whatever way they are computed.
     If `a` is a triangle, rows of its solution depend on rows on one side alone, up to rounding.
     """
-    body, swap, rank, b = eqn.params["jaxprs"].matvec.jaxpr, lambda x: x.swapaxes(-1, -2), len(a.shape), ins[-1]
+    body = eqn.params["jaxprs"].matvec.jaxpr
+    swap = lambda x: x.swapaxes(-1, -2)
+    rank = len(a.shape)
+    b = ins[-1]
     product, *moves = body.eqns
     batch = list(range(rank - 2))
-    numbers = [[list(dims) for dims in pair] for pair in product.params.get("dimension_numbers", ())]
-    is_matrix = product.invars == body.invars and numbers == [[[rank - 1], [rank - 1]], [batch, batch]]
+    numbers = [
+        [list(dims) for dims in pair] for pair in product.params.get("dimension_numbers", ())
+    ]
+    is_matrix = product.invars == body.invars and numbers == [
+        [[rank - 1], [rank - 1]],
+        [batch, batch],
+    ]
     is_moved = [move.params.get("permutation") for move in moves] == [(*batch, rank - 1, rank - 2)]
-    nonzero = np.broadcast_to(~(a.known & (a.number == 0)), (*np.shape(a.known)[:-2], *a.shape[-2:]))
+    nonzero = np.broadcast_to(
+        ~(a.known & (a.number == 0)), (*np.shape(a.known)[:-2], *a.shape[-2:])
+    )
     is_lower, is_upper = not np.triu(nonzero, 1).any(), not np.tril(nonzero, -1).any()
     if not (is_matrix and is_moved and (is_lower or is_upper) and _is_by_lu(eqn)):
         return None
@@ -299,22 +375,35 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
 
 
 def _is_by_lu(eqn: Eqn) -> bool:
-    """True if a custom_linear_solve computes what jnp.linalg.solve does, not an approximation, or of a part of `a`."""
+    """True if a custom_linear_solve computes what jnp.linalg.solve does.
+
+    It must be no approximation, nor of a part of `a`.
+    """
     a, b = (eqn.invars[i].aval for i in (0, -1))
-    given = [jax.ShapeDtypeStruct(a.shape, a.dtype), jax.ShapeDtypeStruct((*b.shape[:-2], *b.shape[:-3:-1]), b.dtype)]
+    given = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype),
+        jax.ShapeDtypeStruct((*b.shape[:-2], *b.shape[:-3:-1]), b.dtype),
+    ]
     own = equations_in(jax.make_jaxpr(jnp.linalg.solve)(*given))
     solves = [x.params["jaxprs"].solve for x in own if x.primitive.name == eqn.primitive.name]
-    steps = lambda program: [(x.primitive.name, [var.aval.shape for var in x.invars]) for x in equations_in(program)]
+    steps = lambda program: [
+        (x.primitive.name, [var.aval.shape for var in x.invars]) for x in equations_in(program)
+    ]
     return [steps(x) for x in solves] == [steps(eqn.params["jaxprs"].solve)]
 
 
 def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
-    """The solution of a @ x = b for a triangle `a`, by substitution. It is 0 where all terms are."""
+    """The solution of a @ x = b for a triangle `a`, by substitution.
+
+    It is 0 where all terms are.
+    """
     size = a.shape[-1]
     square = lambda x: np.broadcast_to(x, (*x.shape[:-2], size, size))[..., None]
     is_live, of_a = square(~(a.known & (a.number == 0))), square(a.last)
     zeros = b.known & (b.number == 0)
-    sizes = np.broadcast_shapes(of_a.shape[:-3], is_live.shape[:-3], b.last.shape[:-2], zeros.shape[:-2])
+    sizes = np.broadcast_shapes(
+        of_a.shape[:-3], is_live.shape[:-3], b.last.shape[:-2], zeros.shape[:-2]
+    )
     sizes = (*sizes, size, max(b.last.shape[-1], zeros.shape[-1]))
     last, zeros = (np.array(np.broadcast_to(x, sizes)) for x in (b.last, zeros))
     for i in range(size) if is_lower else range(size)[::-1]:
@@ -324,25 +413,40 @@ def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
         terms = np.where(is_term, terms, NONE).max(-2, initial=NONE)
         zeros[..., i, :] &= ~is_term.any(-2)
         last[..., i, :] = functools.reduce(np.maximum, (last[..., i, :], of_a[..., i, i, :], terms))
-    return reach.made(b.shape, np.where(zeros, 0, reach.highest(b.number.dtype)), zeros, last, b.number.dtype)
+    return reach.made(
+        b.shape, np.where(zeros, 0, reach.highest(b.number.dtype)), zeros, last, b.number.dtype
+    )
 
 
 @rule("dot_general")
 def _product(eqn: Eqn, *ins: Reach) -> Reach:
     """Leaves out a term if one of its factors is 0."""
-    (contract, batch), shape, dtype = eqn.params["dimension_numbers"], result_shape(eqn), dtype_of_result(eqn)
+    contract, batch = eqn.params["dimension_numbers"]
+    shape = result_shape(eqn)
+    dtype = dtype_of_result(eqn)
     a, b = (x.alike() for x in ins)
-    free = [[i for i in range(len(x.shape)) if i not in (*c, *d)] for x, c, d in zip(ins, contract, batch, strict=True)]
+    free = [
+        [i for i in range(len(x.shape)) if i not in (*c, *d)]
+        for x, c, d in zip(ins, contract, batch, strict=True)
+    ]
 
     def sized(k: int, x: np.ndarray) -> np.ndarray:
         """Operand k with the dims batch, free of the first, free of the second, contracted."""
         skipped = [None] * len(free[1 - k])
-        order = [*batch[k], *((*free[0], *skipped) if k == 0 else (*skipped, *free[1])), *contract[k]]
+        order = [
+            *batch[k],
+            *((*free[0], *skipped) if k == 0 else (*skipped, *free[1])),
+            *contract[k],
+        ]
         at = {i: place for place, i in enumerate(order) if i is not None}
         return reach.placed(x, at, len(order))
 
-    if math.prod(map(max, sized(0, a.last).shape, sized(1, b.last).shape)) > MOST:  # zeros are then ignored
-        a, b = (reach.unknown(x.shape, np.float64, x.over(dims)) for x, dims in zip((a, b), contract, strict=True))
+    # With that many entries, zeros are ignored.
+    if math.prod(map(max, sized(0, a.last).shape, sized(1, b.last).shape)) > MOST:
+        a, b = (
+            reach.unknown(x.shape, np.float64, x.over(dims))
+            for x, dims in zip((a, b), contract, strict=True)
+        )
     both = lambda op, of: op(sized(0, of(a)), sized(1, of(b)))
     is_live = both(np.logical_and, lambda x: ~(x.known & (x.number == 0)))
     axes = tuple(range(len(shape), len(shape) + len(contract[0])))
@@ -361,11 +465,17 @@ def _convolution(eqn: Eqn, x: Reach, w: Reach) -> Reach | None:
     last = none = reach.of_all([w])
     zero = reach.full(w.known & (w.number == 0), w.shape, ws)
     for tap in itertools.product(*(range(w.shape[i]) for i in ws)):
-        if zero[tuple(tap[ws.index(i)] if i in ws else slice(None) for i in range(zero.ndim))].all():
+        if zero[
+            tuple(tap[ws.index(i)] if i in ws else slice(None) for i in range(zero.ndim))
+        ].all():
             continue
         moved = x.over([xf])
-        strides = zip(p["padding"], p["window_strides"], p["rhs_dilation"], p["lhs_dilation"], strict=True)
-        for dim, o, k, ((low, _), stride, dilation, inner) in zip(xs, os, tap, strides, strict=True):
+        strides = zip(
+            p["padding"], p["window_strides"], p["rhs_dilation"], p["lhs_dilation"], strict=True
+        )
+        for dim, o, k, ((low, _), stride, dilation, inner) in zip(
+            xs, os, tap, strides, strict=True
+        ):
             at = np.arange(shape[o]) * stride + k * dilation - low
             at = np.where(at % inner == 0, at // inner, -1)
             moved = reach.taken(moved, dim, at, x.shape[dim], none)

@@ -1,8 +1,9 @@
-"""Slots that hold the first choices of a sequence, as in a mixture of experts: which tokens may affect a slot.
+"""Slots that hold the first choices of a sequence, as in a mixture of experts.
 
-Choices that are not made get one number past the others, and all are sorted. Which choice a slot holds is not known, so
-what is computed of a slot is kept for each choice that it may hold: whether a slot holds choice v depends on the
-choices up to v, and on none after. What is then added at the position of its choice is known to come from no later one.
+Finds which tokens may affect a slot. Choices that are not made get one number past the others, and
+all are sorted. Which choice a slot holds is not known, so what is computed of a slot is kept for
+each choice that it may hold: whether a slot holds choice v depends on the choices up to v, and on
+none after. What is then added at the position of its choice is known to come from no later one.
 """
 
 import dataclasses
@@ -32,24 +33,34 @@ def together(x: Reach) -> Reach:
 def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
     """The choices in slots; None if the sorted values are not choices.
 
-    Whether a choice gets a slot depends on those before it, also in other documents. For documents, where tokens are
-    numbered from the last one on, this is left out.
+    Whether a choice gets a slot depends on those before it, also in other documents. For documents,
+    where tokens are numbered from the last one on, this is left out.
     """
     of = lambda a: full(a, x.shape, [dim])
     numbers = x.fact.numbers if isinstance(x.fact, Among) else ()
     for number, past in (numbers, numbers[::-1]) if len(numbers) == 2 else ():
         if past.size == 1 and (np.diff(of(number), axis=dim) > 0).all() and (number < past).all():
             last = np.maximum.accumulate(of(x.last), axis=dim) if is_forward else of(x.last)
-            end = lambda a, b: np.concatenate([a, np.broadcast_to(b, np.delete(a, slice(1, None), dim).shape)], dim)
+            end = lambda a, b: np.concatenate(
+                [a, np.broadcast_to(b, np.delete(a, slice(1, None), dim).shape)], dim
+            )
             number, last = end(of(number), past), end(last, last.max(dim, keepdims=True))
-            return Reach(x.shape, number, np.ones((1,) * number.ndim, bool), last, x.why, Slots(dim, object()))
+            return Reach(
+                x.shape,
+                number,
+                np.ones((1,) * number.ndim, bool),
+                last,
+                x.why,
+                Slots(dim, object()),
+            )
     return None
 
 
 def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
-    """Applies `rule` to an equation with operands of slots, for each choice; None if it cannot be followed so.
+    """Applies `rule` to an equation with operands of slots, for each choice.
 
-    The result depends on all that its operands depend on, even where its number is known: through its choice.
+    Returns None if it cannot be followed so. The result depends on all that its operands depend on,
+    even where its number is known: through its choice.
     """
     if eqn.primitive.name in ("gather", "scatter-add"):
         return (_looked_up if eqn.primitive.name == "gather" else _added)(eqn, ins, rule)
@@ -57,7 +68,10 @@ def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
     if (dim := _dim_after(eqn, ins, x, rule)) is None:
         return None
     by_entry = eqn.primitive.name in ELEMENTWISE
-    ins = [_aligned(y, x.fact, x.fact.dim) if by_entry else y if y is x or not y.shape else _blurred(y) for y in ins]
+    ins = [
+        _aligned(y, x.fact, x.fact.dim) if by_entry else y if y is x or not y.shape else _blurred(y)
+        for y in ins
+    ]
     result, bare = rule(eqn, *ins), rule(eqn, *(_blurred(y, y.last) if y.shape else y for y in ins))
     result, bare = (y[0] if isinstance(y, list) else y for y in (result, bare))
     return dataclasses.replace(result, last=bare.last, fact=Slots(dim, x.fact.source))
@@ -70,16 +84,25 @@ def _blurred(x: Reach, last: object = None) -> Reach:
 
 
 def _dim_after(eqn: Eqn, ins: list[Reach], x: Reach, rule: Callable[..., Any]) -> int | None:
-    """The dim of the result along which it has the slots of operand `x`, or the first of them; None: there is none."""
+    """The dim of the result along which it has the slots of operand `x`.
+
+    It is the first of them; None if there is none.
+    """
     size, rank = x.shape[x.fact.dim], len(x.shape)
     slots = np.arange(size).reshape([size if i == x.fact.dim else 1 for i in range(rank)])
-    others = lambda y: _blurred(y, NONE) if y.shape else dataclasses.replace(y, last=np.full((), NONE))
-    result = rule(eqn, *(unknown(x.shape, x.number.dtype, slots) if y is x else others(y) for y in ins))
+    others = lambda y: (
+        _blurred(y, NONE) if y.shape else dataclasses.replace(y, last=np.full((), NONE))
+    )
+    result = rule(
+        eqn, *(unknown(x.shape, x.number.dtype, slots) if y is x else others(y) for y in ins)
+    )
     result = result[0] if isinstance(result, list) and len(result) == 1 else result
     if not isinstance(result, Reach) or size < 2:
         return None
     dims = [i for i, n in enumerate(result.last.shape) if n > 1]
-    return dims[0] if len(dims) == 1 and (result.last.ravel() == np.arange(result.last.size)).all() else None
+    if len(dims) == 1 and (result.last.ravel() == np.arange(result.last.size)).all():
+        return dims[0]
+    return None
 
 
 def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:

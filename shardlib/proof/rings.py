@@ -1,10 +1,11 @@
-"""Rings: blocks pass around the devices of an axis, and each device accumulates what it computes with each of them.
+"""Rings: blocks pass around the devices of an axis.
 
-n turns, unrolled or in a loop, are the sum over all blocks of what one turn computes, like a matmul that contracts a
-sharded dim. On one device it is a single turn. So the turns are replaced by one, with an axis standing for the turns.
+Each device accumulates what it computes with each of them. n turns, unrolled or in a loop, are the
+sum over all blocks of what one turn computes, like a matmul that contracts a sharded dim. On one
+device it is a single turn. So the turns are replaced by one, with an axis standing for the turns.
 
-Or a sum passes around, to which each device adds what it computes for the device at which the sum ends. Then the turns
-stand for those devices: a reduce-scatter.
+Or a sum passes around, to which each device adds what it computes for the device at which the sum
+ends. Then the turns stand for those devices: a reduce-scatter.
 """
 
 import functools
@@ -36,7 +37,9 @@ from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import rule
 
-ENTER, INDEX, CLOSE, SCATTER = (core.Primitive(f"ring_{name}") for name in ("enter", "index", "close", "scatter"))
+ENTER, INDEX, CLOSE, SCATTER = (
+    core.Primitive(f"ring_{name}") for name in ("enter", "index", "close", "scatter")
+)
 GATHERING = {"add", "add_any", "max", "min", "dynamic_update_slice"}
 _NUMBERS = itertools.count()
 
@@ -58,7 +61,9 @@ def _same_params(x: Any, y: Any) -> bool:
 
 def _turns(eqn: Eqn) -> bool:
     """True if an equation is a loop in which values are passed on."""
-    return eqn.primitive.name == "scan" and any(map(_permutes, body_of(eqn.params["jaxpr"])[0].eqns))
+    return eqn.primitive.name == "scan" and any(
+        map(_permutes, body_of(eqn.params["jaxpr"])[0].eqns)
+    )
 
 
 def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
@@ -72,7 +77,11 @@ def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
         if _turns(eqn):
             first, carry, rows = split_scan(eqn, ins)
             _, consts = body_of(eqn.params["jaxpr"])
-            if not (consts or rows) and len(eqn.outvars) == len(carry) and eqn.params["length"] <= 64:
+            if (
+                not (consts or rows)
+                and len(eqn.outvars) == len(carry)
+                and eqn.params["length"] <= 64
+            ):
                 for _ in range(eqn.params["length"]):
                     carry = evaluate(eqn.params["jaxpr"], [*first, *carry], put, as_it_is)
                 return carry
@@ -89,8 +98,13 @@ def _live(jaxpr: Jaxpr) -> Any:
     """Removes equations whose results are not used."""
     used, found = set(filter(is_variable, jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
-        # Loops and branches stay: they may hold collectives that not all devices reach, even if results are unused.
-        if eqn.effects or eqn.primitive.name in ("cond", "while", "scan") or used & set(eqn.outvars):
+        # Loops and branches stay: they may hold collectives that not all devices reach, even if
+        # results are unused.
+        if (
+            eqn.effects
+            or eqn.primitive.name in ("cond", "while", "scan")
+            or used & set(eqn.outvars)
+        ):
             found.append(eqn)
             used |= set(filter(is_variable, eqn.invars))
     return jaxpr.replace(eqns=found[::-1])
@@ -99,7 +113,10 @@ def _live(jaxpr: Jaxpr) -> Any:
 def closed(
     jaxpr: ClosedJaxpr, twin: object, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]
 ) -> tuple[Any, Any]:
-    """Replaces each ring in both programs by one turn; returns them unchanged if a ring is not understood."""
+    """Replaces each ring in both programs by one turn.
+
+    Returns them unchanged if a ring is not understood.
+    """
     if not any(_permutes(e) or _turns(e) for e in jaxpr.eqns):
         return jaxpr, twin
     here, there = _live(_unrolled(jaxpr, sizes)), _live(_unrolled(twin, twin_sizes))
@@ -115,16 +132,21 @@ class _Ring:
     def __init__(self, jaxpr: Any, axis: str, n: int):
         self.jaxpr, self.axis, self.n = jaxpr, axis, n
         self.made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-        self.turns: dict[Any, tuple[Any, int, int]] = {}  # for a block: the first of its ring, the turn, the step
+        # For a block: the first of its ring, the turn, the step.
+        self.turns: dict[Any, tuple[Any, int, int]] = {}
         self.tables: dict[Any, list | None] = {}
-        self.marks: dict[Any, Any] = {}  # for a variable of the first turn: ENTER, its coefficient, or self: computed
+        # For a variable of the first turn: ENTER, its coefficient, or self (computed).
+        self.marks: dict[Any, Any] = {}
         self.found: dict[int, tuple] = {}
-        self.start = 0  # steps from a device to the one whose block's number it has in the first turn
+        # Steps from a device to the one whose block's number it has in the first turn.
+        self.start = 0
         self.turn_axis = f"{BLOCKS}{n}.{next(_NUMBERS)}"
         for eqn in jaxpr.eqns:
             if not _permutes(eqn, axis) or len(eqn.invars) != 1:
                 continue
-            (x,), (out,), steps = eqn.invars, eqn.outvars, {(b - a) % n for a, b in eqn.params["perm"]}
+            (x,) = eqn.invars
+            (out,) = eqn.outvars
+            steps = {(b - a) % n for a, b in eqn.params["perm"]}
             if not is_variable(x) or len(steps) != 1 or len(set(eqn.params["perm"])) != n:
                 continue
             (step,) = steps
@@ -146,7 +168,13 @@ class _Ring:
         where = {"axis": self.axis, "turns": self.turn_axis}
         params = lambda mark: where | {"coefficient": None if mark is ENTER else mark}
         entered = lambda variables: [
-            _equation(self.jaxpr.eqns[0], ENTER if mark is ENTER else INDEX, [var], clones[var], params(mark))
+            _equation(
+                self.jaxpr.eqns[0],
+                ENTER if mark is ENTER else INDEX,
+                [var],
+                clones[var],
+                params(mark),
+            )
             for var in variables
             if (mark := self.marks.get(var)) is not None and mark is not self
         ]
@@ -164,7 +192,12 @@ class _Ring:
     def _gathered(self, var: object, name: str) -> list[Any]:
         """The equations that accumulate one turn after the other, last first."""
         found = []
-        while is_variable(var) and var not in self.turns and var in self.made and self.made[var].primitive.name == name:
+        while (
+            is_variable(var)
+            and var not in self.turns
+            and var in self.made
+            and self.made[var].primitive.name == name
+        ):
             found.append(self.made[var])
             var = self.made[var].invars[0]
         return found
@@ -177,27 +210,42 @@ class _Ring:
             return
         places = last.primitive.name == "dynamic_update_slice"
         # The first turn is accumulated into what was there before, or is all that there is yet.
-        ways = [(chain[n - 1], chain[n - 1].invars[0], chain[n - 1].invars[1:])] if len(chain) >= n else []
+        if len(chain) >= n:
+            ways = [(chain[n - 1], chain[n - 1].invars[0], chain[n - 1].invars[1:])]
+        else:
+            ways = []
         ways += [(chain[n - 2], None, [chain[n - 2].invars[0]])] if not places else []
         for at, start, first in ways:
             marks = dict(self.marks)
-            pairs = [(a, b, k) for k, term in enumerate(terms, 1) for a, b in zip(term, first, strict=True)]
+            pairs = [
+                (a, b, k)
+                for k, term in enumerate(terms, 1)
+                for a, b in zip(term, first, strict=True)
+            ]
             if not all(self._match(a, b, k, marks, {}) for a, b, k in pairs):
                 continue
-            # Where each turn writes must depend on whose block it has, or the last turn would overwrite the others.
+            # Where each turn writes must depend on whose block it has, or the last turn would
+            # overwrite the others.
             if any(is_variable(v) and marks.get(v) is not None for v in first) and (
-                not places or any(isinstance(marks.get(v), int) for v in first[1:] if is_variable(v))
+                not places
+                or any(isinstance(marks.get(v), int) for v in first[1:] if is_variable(v))
             ):
                 self.marks = marks
                 self.found[id(at)] = last, start, first
                 return
 
     def _close_sums(self, last: Eqn) -> None:
-        """Records the ring of a sum that passes around and ends with `last`, if all devices add the same to it."""
+        """Records the ring of a sum that passes around and ends with `last`.
+
+        It is one if all devices add the same to it.
+        """
         terms, eqn = [], last
         while eqn is not None and eqn.primitive is last.primitive and len(terms) < self.n:
-            came = lambda var: is_variable(var) and var in self.turns and var in self.made  # from another device
-            passed = [var for var in eqn.invars if came(var) and _permutes(self.made[var], self.axis)]
+            # True for what came from another device.
+            came = lambda var: is_variable(var) and var in self.turns and var in self.made
+            passed = [
+                var for var in eqn.invars if came(var) and _permutes(self.made[var], self.axis)
+            ]
             if len(passed) != 1:
                 break
             terms.append(eqn.invars[1 - eqn.invars.index(passed[0])])
@@ -208,7 +256,8 @@ class _Ring:
         # After n steps, what was there before is at the device that had it.
         start, terms = (before, terms) if len(terms) == self.n else (None, [*terms, before])
         marks, self.start = dict(self.marks), 1 - self.n
-        # What was added k turns before the end was added k steps before the device where the sum is now.
+        # What was added k turns before the end was added k steps before the device where the sum is
+        # now.
         if all(self._match(term, terms[-1], -k, marks, {}) for k, term in enumerate(terms[:-1])):
             self.marks = marks
             self.found[id(last)] = last, start, [SCATTER, terms[-1]]
@@ -232,18 +281,30 @@ class _Ring:
                 return marks.setdefault(b, None) is None
             step = next((step for _, _, step in self.turns.values()), 0)
             here, first = (
-                [x[(i + step * j) % self.n] for i in range(self.n)] for x, j in ((here, k), (first, self.start))
+                [x[(i + step * j) % self.n] for i in range(self.n)]
+                for x, j in ((here, k), (first, self.start))
             )
             c = first[1] - first[0]
             return here == first == [c * i for i in range(self.n)] and marks.setdefault(b, c) == c
         if a is b:
             return marks.setdefault(b, None) is None
         x, y = self.made.get(a), self.made.get(b)
-        if x is None or y is None or x.primitive is not y.primitive or not _same_params(x, y) or x.effects:
+        if (
+            x is None
+            or y is None
+            or x.primitive is not y.primitive
+            or not _same_params(x, y)
+            or x.effects
+        ):
             return False
-        if x.outvars.index(a) != y.outvars.index(b) or x.primitive.name in ("ppermute", "axis_index"):
+        if x.outvars.index(a) != y.outvars.index(b) or x.primitive.name in (
+            "ppermute",
+            "axis_index",
+        ):
             return False
-        same = all(self._match(c, d, k, marks, seen) for c, d in zip(x.invars, y.invars, strict=True))
+        same = all(
+            self._match(c, d, k, marks, seen) for c, d in zip(x.invars, y.invars, strict=True)
+        )
         return same and marks.setdefault(b, self) is self
 
     def _table(self, var: Any) -> list | None:
@@ -251,7 +312,9 @@ class _Ring:
         if var not in self.tables:
             eqn = self.made.get(var) if _is_number(var.aval) else None
             operand = lambda var: self._table(var) if is_variable(var) else _of_literal(var, self.n)
-            found = _computed(eqn, list(map(operand, eqn.invars)), self.axis, self.n) if eqn else None
+            found = (
+                _computed(eqn, list(map(operand, eqn.invars)), self.axis, self.n) if eqn else None
+            )
             self.tables[var] = found[eqn.outvars.index(var)] if eqn and found else None
         return self.tables[var]
 
@@ -265,7 +328,10 @@ class _Ring:
         if last.primitive.name == "dynamic_update_slice":
             gathered = last.replace(invars=[start, *turn], outvars=[inner])
             return [gathered, _equation(last, CLOSE, [inner], out, params)]
-        return [_equation(last, close, turn, inner, params), last.replace(invars=[start, inner], outvars=[out])]
+        return [
+            _equation(last, close, turn, inner, params),
+            last.replace(invars=[start, inner], outvars=[out]),
+        ]
 
 
 def _equation(like: Eqn, primitive: Any, ins: list, out: Any, params: dict) -> Any:
@@ -281,7 +347,10 @@ def _of_literal(x: Any, n: int) -> list | None:
 
 
 def _computed(eqn: Eqn, ins: list[list | None], axis: str, n: int) -> list[list | None]:
-    """The number of each result on each device of an axis, from those of the operands; None: no such number."""
+    """The number of each result on each device of an axis, from those of the operands.
+
+    Returns None if it has no such number.
+    """
     name = eqn.primitive.name
     if name == "axis_index" and axes_of(eqn) == (axis,):
         return [list(range(n))]
@@ -297,10 +366,12 @@ def _computed(eqn: Eqn, ins: list[list | None], axis: str, n: int) -> list[list 
     if name == "select_n":
         return [[row[1 + int(row[0])] for row in zip(*ins, strict=True)]]
     is_fold = name in FOLDS and name != "div"
-    return [[int(x) for x in FOLDS[name](*map(np.asarray, ins))]] if is_fold else [None] * len(eqn.outvars)
+    if is_fold:
+        return [[int(x) for x in FOLDS[name](*map(np.asarray, ins))]]
+    return [None] * len(eqn.outvars)
 
 
-# ---- rules ------------------------------------------------------------------------------------------------------
+# ---- rules ---------------------------------------------------------------------------------------
 
 
 @rule("ring_enter", "ring_index", "ring_close", "ring_scatter")

@@ -1,8 +1,9 @@
-"""Compares two programs, each traced on one device: do they compute the same? They are two forms of one step.
+"""Compares two programs, each traced on one device: do they compute the same?
 
-Every value gets a number by how it is computed, the same number in both programs. The order of equations does not
-count, nor what is computed twice, nor what changes nothing on one device: collectives, casts between JAX's types,
-offsets by axis_index, and a reshape that is undone.
+They are two forms of one step. Every value gets a number by how it is computed, the same number in
+both programs. The order of equations does not count, nor what is computed twice, nor what changes
+nothing on one device: collectives, casts between JAX's types, offsets by axis_index, and a reshape
+that is undone.
 """
 
 import itertools
@@ -19,15 +20,20 @@ from shardlib.equations import Eqn, body_of, is_variable
 from shardlib.marks import GRADIENT_SUMS, LAYER_NUMBERS
 from shardlib.proof.equation import Equation, is_integer
 
-CASTS = equations.kinds("unreduced") | equations.words("copy dynamic_slice slice convert_element_type")
+CASTS = equations.kinds("unreduced") | equations.words(
+    "copy dynamic_slice slice convert_element_type"
+)
 UNCHANGED = (equations.COLLECTIVES | equations.IDENTITIES | CASTS) - {"stop_gradient", "ppermute"}
 """Primitives that return their operands on one device, if the type stays the same."""
-OF_MESHES = equations.words("sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear prevent_cse")
+OF_MESHES = equations.words(
+    "sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear prevent_cse"
+)
 """Parameters that do not affect values on one device."""
 VIEWS = ("reshape", "transpose", "split", "concatenate", "scan")
 """Primitives that messages do not name, because the difference is before or inside them."""
 AT_MOST, ALIKE = 20, 4
-"""How many more equations one program may have, before this many that have the same names in both."""
+"""How many more equations one program may have, before this many that have the same names in
+both."""
 
 
 def differences(
@@ -40,14 +46,16 @@ def differences(
         theirs: another one, with the same arguments and results.
         names: who runs each program, for the message.
         remedy: what to do.
-        rounding: True if numbers may be rounded at different points. They are rounded to the same dtypes.
+        rounding: True if numbers may be rounded at different points. They are rounded to the same
+            dtypes.
     """
     table: dict[Any, int] = {}
     a, b = (_Numbers(program, table, rounding) for program in (ours, theirs))
     if a.results == b.results:
         for x, y, name in ((a, b, names[0]), (b, a, names[1])):
             for key in [key for key in x.rounded if key not in y.rounded][:1]:
-                yield f"{x.rounded[key].place()}: only {name} rounds this to {key[1]}\n  remedy: {remedy}"
+                problem = f"{x.rounded[key].place()}: only {name} rounds this to {key[1]}"
+                yield f"{problem}\n  remedy: {remedy}"
         return
     alone = [
         [eq for n, eq in x.made.items() if not (n in y.made or n in x.zeros or eq.name in VIEWS)]
@@ -55,7 +63,9 @@ def differences(
     ]
     firsts = _firsts(alone)
     found = [
-        f"{eq.place()}: {eq.name}: {name} runs this" for eqs, name in zip(firsts, names, strict=True) for eq in eqs
+        f"{eq.place()}: {eq.name}: {name} runs this"
+        for eqs, name in zip(firsts, names, strict=True)
+        for eq in eqs
     ]
     text = "; ".join(found) or f"{' and '.join(names)} give other results of the same values"
     other = "" if len(found) != 1 else f", and {names[bool(firsts[0])]} does not"
@@ -63,9 +73,10 @@ def differences(
 
 
 def _firsts(alone: list[list[Equation]]) -> list[list[Equation]]:
-    """The first equation that one program has and the other lacks, or the first of each if they have different ones.
+    """The first equation that one program has and the other lacks.
 
-    What follows from it is another value in each, from the same operations.
+    It is the first of each if they have different ones. What follows from it is another value in
+    each, from the same operations.
     """
     names = [[eq.name for eq in equations] for equations in alone]
     if names[0][:ALIKE] != names[1][:ALIKE]:
@@ -82,15 +93,21 @@ class _Numbers:
     def __init__(self, program: object, table: dict[Any, int], rounding: bool):
         self.made: dict[int, Equation] = {}
         self._rounding = rounding
-        self.rounded: dict[tuple[int, str], Equation] = {}  # what is cast to fewer bits: the whole array, and the dtype
-        self._sums: set[int] = set()  # of gradients, which take the dtype that their weight has in the step
-        self._whole: dict[int, int] = {}  # for a part of an array, or a stack of them: what is cast with it
+        # What is cast to fewer bits: the whole array, and the dtype.
+        self.rounded: dict[tuple[int, str], Equation] = {}
+        # Sums of gradients, which take the dtype that their weight has in the step.
+        self._sums: set[int] = set()
+        # For a part of an array, or a stack of them: what is cast with it.
+        self._whole: dict[int, int] = {}
         self._table, self._roots = table, {}  # for a reshape: the array and its shape
-        self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}  # for a transpose: the array and its order
+        # For a transpose: the array and its order.
+        self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._even: dict[int, int] = {}  # for a value with equal entries: the entry
-        # For some rows of an array: the array, which rows, and how many it has; None: as many as a loop produces.
+        # For some rows of an array: the array, which rows, and how many it has; None: as many as a
+        # loop produces.
         self._rows: dict[int, tuple[int, int, int, int | None]] = {}
-        self._after: dict[tuple[int, ...], tuple[tuple, int, int]] = {}  # of what a loop carries: the loop and its turn
+        # For what a loop carries: the loop and its turn.
+        self._after: dict[tuple[int, ...], tuple[tuple, int, int]] = {}
         self.zeros: set[int] = set()
         self._ones: set[int] = set()
         self._depth = 0
@@ -109,13 +126,19 @@ class _Numbers:
         self._ones |= {number} if x.ndim == 0 and x == 1 else set()
         return number
 
-    def _of_body(self, program: object, caller: Equation | None, ins: list[int] | None = None) -> list[int]:
+    def _of_body(
+        self, program: object, caller: Equation | None, ins: list[int] | None = None
+    ) -> list[int]:
         """The numbers of a jaxpr's results; `ins` are those of its arguments, None: new ones."""
         jaxpr, consts = body_of(program)
         if ins is None:
             ins = [self._number("argument", i) for i in range(len(jaxpr.invars))]
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(self._array, consts), *ins], strict=True))
-        read = lambda var: env[var] if is_variable(var) else self._array(np.asarray(var.val, var.aval.dtype))
+        env = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*map(self._array, consts), *ins], strict=True)
+        )
+        read = lambda var: (
+            env[var] if is_variable(var) else self._array(np.asarray(var.val, var.aval.dtype))
+        )
         needed, live = set(filter(is_variable, jaxpr.outvars)), []
         for eqn in reversed(jaxpr.eqns):
             if not needed.isdisjoint(eqn.outvars):
@@ -147,7 +170,9 @@ class _Numbers:
         if _reshapes(eq):
             return [self._reshaped(eq, ins[0], eq.shape(), eq.result_shape)]
         number = self._made(eq, name, _in_words(eq.params), *bodies, *ins)
-        if name in ("broadcast_in_dim", "convert_element_type", "mul") and is_integer(eq.result_type()):
+        if name in ("broadcast_in_dim", "convert_element_type", "mul") and is_integer(
+            eq.result_type()
+        ):
             self.zeros |= {number} if self.zeros & {*ins} else set()
         if name == "broadcast_in_dim" and not eq.eqn.invars[0].aval.shape:
             self._even[number] = ins[0]
@@ -156,15 +181,21 @@ class _Numbers:
         return [number, *(self._number(number, i) for i in range(1, len(outs)))]
 
     def _each_entry(self, eq: Equation, ins: list[int]) -> tuple[list[int], tuple[int, ...] | None]:
-        """Operands of an elementwise equation before their dims are moved; and how they are moved, if they are.
+        """Operands of an elementwise equation before their dims are moved.
 
-        An operand with equal entries is replaced by one of them, as long as another operand has the shape.
+        Also how they are moved, if they are. An operand with equal entries is replaced by one of
+        them, as long as another operand has the shape.
         """
-        even = [self._even.get(x, x if not var.aval.shape else None) for x, var in zip(ins, eq.eqn.invars, strict=True)]
+        even = [
+            self._even.get(x, x if not var.aval.shape else None)
+            for x, var in zip(ins, eq.eqn.invars, strict=True)
+        ]
         if None not in even:
             return ins, None
         orders = {
-            self._turned[x][1] if x in self._turned else None for x, one in zip(ins, even, strict=True) if one is None
+            self._turned[x][1] if x in self._turned else None
+            for x, one in zip(ins, even, strict=True)
+            if one is None
         }
         order = orders.pop() if len(orders) == 1 else None
         root = lambda x: x if order is None else self._turned[x][0]
@@ -191,10 +222,15 @@ class _Numbers:
             order = (*order[:n], *order[m:], *order[n:m])
         params = {name: value for name, value in eq.params.items() if name != "dimension_numbers"}
         pairs = str((sorted(zip(*contracted, strict=True)), batch))
-        return self._transposed(eq, self._made(eq, "dot_general", _in_words(params), pairs, *ins), order)
+        return self._transposed(
+            eq, self._made(eq, "dot_general", _in_words(params), pairs, *ins), order
+        )
 
     def _of_control(self, eq: Equation, ins: list[int]) -> list[int]:
-        """The numbers of the results of a conditional or loop. The order in which it reads operands does not count."""
+        """The numbers of the results of a conditional or loop.
+
+        The order in which it reads operands does not count.
+        """
         params = eq.params
         if eq.name == "cond":
             branches = [self._of_body(branch, eq, ins[1:]) for branch in params["branches"]]
@@ -211,7 +247,10 @@ class _Numbers:
         return [self._number(loop, i) for i in range(len(inits))]
 
     def _of_scan(self, eq: Equation, ins: list[int]) -> list[int]:
-        """The numbers of the results of a scan. Two scans count as one if the second continues where the first ends."""
+        """The numbers of the results of a scan.
+
+        Two scans count as one if the second continues where the first ends.
+        """
         consts, inits, xs = equations.split_scan(eq.eqn, ins)
         length, is_back, carried = eq.params["length"], eq.params["reverse"], len(inits)
         rows = [self._rows.get(x, (x, 0)) for x in xs]
@@ -235,7 +274,10 @@ class _Numbers:
         return [*found, *(self._some_rows(eq, x, start, end, None) for x in stacked)]
 
     def _of_rows(self, eq: Equation, ins: list[int]) -> list[int] | None:
-        """The numbers of rows of an array, of their reshape, or of concatenated rows; None for other equations."""
+        """The numbers of rows of an array, of their reshape, or of concatenated rows.
+
+        Returns None for other equations.
+        """
         name, params, shape = eq.name, eq.params, eq.shape() if ins else ()
         if not shape or not (ins[0] in self._rows or name in ("split", "slice")):
             return None
@@ -250,14 +292,25 @@ class _Numbers:
             parts = [self._rows.get(x, (x, -1, -1)) for x in ins]
             if all(a[0] == b[0] and a[2] == b[1] for a, b in itertools.pairwise(parts)):
                 return [self._some_rows(eq, root, start, parts[-1][2], whole)]
-        if _reshapes(eq) and eq.result_shape and not any(n * eq.result_shape[0] % shape[0] for n in (start, end)):
+        if (
+            _reshapes(eq)
+            and eq.result_shape
+            and not any(n * eq.result_shape[0] % shape[0] for n in (start, end))
+        ):
             scaled = lambda n: n and n * eq.result_shape[0] // shape[0]
             of_root = (whole, *shape[1:]), (scaled(whole), *eq.result_shape[1:])
-            return [self._some_rows(eq, self._reshaped(eq, root, *of_root), *map(scaled, (start, end, whole)))]
+            return [
+                self._some_rows(
+                    eq, self._reshaped(eq, root, *of_root), *map(scaled, (start, end, whole))
+                )
+            ]
         return None
 
     def _reshaped(self, eq: Equation, x: int, old: tuple, new: tuple) -> int:
-        """The number of `x`, of shape `old`, in another shape. The first dim is None if it is that of any loop."""
+        """The number of `x`, of shape `old`, in another shape.
+
+        The first dim is None if it is that of any loop.
+        """
         root = self._roots.setdefault(x, (x, old))
         if root[1] == new:
             return root[0]
@@ -303,7 +356,9 @@ class _Numbers:
         if eq.name == "transpose":
             return [self._transposed(eq, ins[0], tuple(eq.params["permutation"]))]
         is_cast = self._rounding and eq.name == "convert_element_type"
-        if is_cast and all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in (eq.eqn.invars[0], outs[0])):
+        if is_cast and all(
+            jnp.issubdtype(var.aval.dtype, jnp.floating) for var in (eq.eqn.invars[0], outs[0])
+        ):
             self._round(eq, ins[0])
             return ins[:1]
         if eq.name == "pad" and not any(map(any, eq.params["padding_config"])):
@@ -325,7 +380,11 @@ def _reshapes(eq: Equation) -> bool:
     """True if the result has the entries of the operand in the same order."""
     if eq.name in ("reshape", "squeeze"):
         return eq.params.get("dimensions") is None or eq.name == "squeeze"
-    return eq.name == "broadcast_in_dim" and eq.shape() != () and math.prod(eq.shape()) == math.prod(eq.result_shape)
+    return (
+        eq.name == "broadcast_in_dim"
+        and eq.shape() != ()
+        and math.prod(eq.shape()) == math.prod(eq.result_shape)
+    )
 
 
 def _types(variables: Any) -> list:
@@ -333,7 +392,10 @@ def _types(variables: Any) -> list:
 
 
 def _in_words(params: Any) -> str:
-    """Formats the parameters of an equation, without those of the mesh, programs, and Python functions."""
+    """Formats the parameters of an equation.
+
+    Those of the mesh, programs, and Python functions are left out.
+    """
     found = {}
     for name, value in params.items():
         parts = value if isinstance(value, tuple | list) else (value,)

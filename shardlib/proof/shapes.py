@@ -1,11 +1,24 @@
 """Rules of primitives that create arrays or change shapes."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from shardlib.equations import axes_of, source_dims
 from shardlib.proof import collectives
-from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
+from shardlib.proof.domain import (
+    BLOCKS,
+    ENTRIES,
+    UNIFORM,
+    Dim,
+    Part,
+    Value,
+    constant,
+    cut,
+    devices,
+    moved,
+    whole,
+)
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import alone, rule
 
@@ -23,14 +36,16 @@ def _iota(eq: Equation) -> Value:
 @rule("axis_index")
 def _axis_index(eq: Equation) -> Value:
     axes = axes_of(eq.eqn)
-    offset = tuple((a, devices(eq.sizes, axes[i + 1 :])) for i, a in enumerate(axes) if eq.sizes[a] > 1)
+    offset = tuple(
+        (a, devices(eq.sizes, axes[i + 1 :])) for i, a in enumerate(axes) if eq.sizes[a] > 1
+    )
     return Value((), offset=tuple(sorted(offset)), known=(0, 0))
 
 
 rule("empty", "empty2", "create_token")(lambda eq: constant(len(eq.result_shape), 0, 0))
 
 
-# ---- shapes ----
+# ---- shapes --------------------------------------------------------------------------------------
 
 
 def _with(x: Value, result: Value) -> Value:
@@ -39,7 +54,8 @@ def _with(x: Value, result: Value) -> Value:
         return result
     if x.offset or x.is_local:
         raise Refused(
-            "positions within this device's block are rearranged before they are positions in the whole dim",
+            "positions within this device's block are rearranged before they are positions in "
+            "the whole dim",
             "add this device's offset first: shardops.positions('L/t')",
         )
     return dataclasses.replace(result, known=None)
@@ -48,9 +64,14 @@ def _with(x: Value, result: Value) -> Value:
 @rule("broadcast_in_dim", "transpose", "squeeze")
 def _moved(eq: Equation) -> Value:
     x, source = eq.ins[0], source_dims(eq.eqn)
-    source = [i if i is not None and eq.shape()[i] == n else None for i, n in zip(source, eq.result_shape, strict=True)]
+    source = [
+        i if i is not None and eq.shape()[i] == n else None
+        for i, n in zip(source, eq.result_shape, strict=True)
+    ]
     for i in {*range(len(x.dims))} - {*source}:
-        eq.uncut(x, i, "the one entry is taken" if eq.name == "squeeze" else "the one entry is repeated")
+        eq.uncut(
+            x, i, "the one entry is taken" if eq.name == "squeeze" else "the one entry is repeated"
+        )
     return _with(x, moved(x, source))
 
 
@@ -67,12 +88,10 @@ class _Piece:
     is_counted: bool = False
 
 
-@rule("reshape")
-def _reshape(eq: Equation) -> Value:
-    (x, *_), new = eq.ins, eq.result_shape
-    shape, twin_shape = eq.shape(), eq.twin_shape()
-    if (order := eq.params.get("dimensions")) is not None:  # transposed first
-        x, shape, twin_shape = _with(x, moved(x, list(order))), *([s[i] for i in order] for s in (shape, twin_shape))
+def _pieces(
+    eq: Equation, x: Value, shape: Sequence[int], twin_shape: Sequence[int]
+) -> list[_Piece]:
+    """The factors of the entries of `x`, of these shapes here and on one device."""
     pieces: list[_Piece] = []
     for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
         name, counted = dim.name if dim else "", i in x.count
@@ -81,8 +100,22 @@ def _reshape(eq: Equation) -> Value:
             pieces.append(_Piece(here, there, (), dim is UNIFORM, is_loose, name, counted))
         else:
             sizes = [(part, eq.whole_size(Dim((part,)), part.size)) for part in dim.parts]
-            pieces += [_Piece(n, whole, axes, False, False, name, counted) for (n, axes), whole in sizes]
-    pieces = [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
+            pieces += [
+                _Piece(n, whole, axes, False, False, name, counted) for (n, axes), whole in sizes
+            ]
+    return [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
+
+
+@rule("reshape")
+def _reshape(eq: Equation) -> Value:
+    (x, *_), new = eq.ins, eq.result_shape
+    shape, twin_shape = eq.shape(), eq.twin_shape()
+    if (order := eq.params.get("dimensions")) is not None:  # transposed first
+        x, shape, twin_shape = (
+            _with(x, moved(x, list(order))),
+            *([s[i] for i in order] for s in (shape, twin_shape)),
+        )
+    pieces = _pieces(eq, x, shape, twin_shape)
     twins = eq.twin.outvars[0].aval.shape
     dims, count, mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
@@ -108,14 +141,21 @@ def _reshape(eq: Equation) -> Value:
             dims.append(UNIFORM)
             continue
         if any(p.is_loose for p in taken):
-            raise Refused("repeated entries, as many as the mesh decides, are merged with a dim", WHOLE_SIZES)
+            raise Refused(
+                "repeated entries, as many as the mesh decides, are merged with a dim", WHOLE_SIZES
+            )
         dims.append(_merged(taken))
     if pieces:
-        raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
+        raise Refused(
+            "the sharded dims do not fit the new shape", "shardops.rearrange names the dims"
+        )
     source = _kept(tuple(shape), new)
     if source is None and (x.is_index or (x.mask and x.mask.source)):
         eq.block(x)
-    x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None, source=None, total=None)
+    if source is not None:
+        x_there = moved(x, source)
+    else:
+        x_there = dataclasses.replace(x, origin=None, source=None, total=None)
     count = () if mixed else tuple(count)
     return _with(x, dataclasses.replace(x_there, dims=tuple(dims), count=count, components=()))
 
@@ -134,7 +174,10 @@ def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None
 
 
 def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piece]:
-    """Takes the next factors, of `size` together on a device, and `there` on one. Splits the last one if needed."""
+    """Takes the next factors, of `size` together on a device, and `there` on one.
+
+    Splits the last one if needed.
+    """
     taken, product, product_there = [], 1, 1
     while pieces:
         piece, need, rest = pieces[0], size // product, there // product_there
@@ -144,7 +187,12 @@ def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piec
         if need % piece.size == 0 and (piece.is_uniform or rest % piece.whole == 0):
             taken.append(pieces.pop(0))
             product, product_there = product * piece.size, product_there * piece.whole
-        elif need and piece.size % need == 0 and size % product == 0 and (need > 1 or piece.whole > piece.size):
+        elif (
+            need
+            and piece.size % need == 0
+            and size % product == 0
+            and (need > 1 or piece.whole > piece.size)
+        ):
             uncut = piece.size // need
             taken.append(dataclasses.replace(piece, size=need, whole=piece.whole // uncut, name=""))
             pieces[0] = dataclasses.replace(piece, size=uncut, whole=uncut, axes=(), name="")
@@ -154,8 +202,8 @@ def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piec
     if product != size:
         raise Refused(
             "a reshape joins entries of different blocks of a sharded dim, or cuts across them",
-            "reshape only so that the sharded dim stays the outermost of those that it is split into; "
-            "shardops.rearrange names the dims",
+            "reshape only so that the sharded dim stays the outermost of those that it is split "
+            "into; shardops.rearrange names the dims",
         )
     return taken
 
@@ -178,15 +226,22 @@ def _concatenate(eq: Equation) -> Value:
         and all(shape[k] == 1 for shape in map(eq.shape, range(len(eq.ins))))
         and any(v.count or v.offset for v in eq.ins)
     ):
-        # A local count gives no dim: as an index into a sharded dim, it tells how the dim along which it counts is cut.
-        bare = [tuple(UNIFORM if v.is_local and i in v.count else d for i, d in enumerate(v.dims)) for v in eq.ins]
+        # A local count gives no dim: as an index into a sharded dim, it tells how the dim along
+        # which it counts is cut.
+        bare = [
+            tuple(UNIFORM if v.is_local and i in v.count else d for i, d in enumerate(v.dims))
+            for v in eq.ins
+        ]
         dims = [eq.joined_dim(i, (b[i] for b in bare)) for i in range(ndim - 1)]
         return Value((*dims, whole(len(eq.ins))), is_local=True, components=tuple(eq.ins))
     for i, value in enumerate(eq.ins):
         eq.block(value)
         eq.uncut(value, k, "arrays are joined")
         eq.same_size(i, k)
-    dims = [whole(eq.result_shape[k]) if i == k else eq.joined_dim(i, (v.dims[i] for v in eq.ins)) for i in range(ndim)]
+    dims = [
+        whole(eq.result_shape[k]) if i == k else eq.joined_dim(i, (v.dims[i] for v in eq.ins))
+        for i in range(ndim)
+    ]
     return eq.joined(dims, eq.ins)
 
 
@@ -219,7 +274,10 @@ def _slice(eq: Equation) -> Value:
     for i, (a, b) in enumerate(zip(eq.shape(), eq.result_shape, strict=True)):
         if a == b and twin["limit_indices"][i] - twin["start_indices"][i] == eq.twin_shape()[i]:
             continue
-        here, there = (tuple(q[name] and q[name][i] for name in ("start_indices", "strides")) for q in (p, twin))
+        here, there = (
+            tuple(q[name] and q[name][i] for name in ("start_indices", "strides"))
+            for q in (p, twin)
+        )
         k = here[1] or 1
         if k > 1 and is_block(eq, x.dims[i]):
             # Each device takes one of every k entries, if it has all k of them.
@@ -227,9 +285,11 @@ def _slice(eq: Equation) -> Value:
             if not (wholes and here == there and here[0] < k):
                 over = ", ".join(x.dims[i].axes)
                 raise Refused(
-                    f"one of every {k} entries is taken along dim {i}, which is sharded over {over}: a device has {a} "
-                    f"entries of it, which are not groups of {k}, or the groups do not begin with its first one",
-                    f"give each device a multiple of {k} entries: x.reshape(-1, {k})[:, 0] has the first of them",
+                    f"one of every {k} entries is taken along dim {i}, which is sharded over "
+                    f"{over}: a device has {a} entries of it, which are not groups of {k}, or the "
+                    "groups do not begin with its first one",
+                    f"give each device a multiple of {k} entries: x.reshape(-1, {k})[:, 0] has "
+                    "the first of them",
                 )
             strided[i] = cut(b, x.dims[i].axes)
             continue
@@ -237,11 +297,14 @@ def _slice(eq: Equation) -> Value:
         here, there = (tuple(q[name] and q[name][i] for name in ENDS) for q in (p, twin))
         if here != there and x.dims[i] is not UNIFORM:
             raise Refused(
-                f"the part taken of dim {i} depends on the mesh: {here[:2]} here, {there[:2]} on one device",
+                f"the part taken of dim {i} depends on the mesh: {here[:2]} here, {there[:2]} on "
+                "one device",
                 WHOLE_SIZES,
             )
     found = _piece_of(eq, x, eq.result_shape)
-    return found.rearranged(strided.get(i, dim) for i, dim in enumerate(found.dims)) if strided else found
+    if strided:
+        return found.rearranged(strided.get(i, dim) for i, dim in enumerate(found.dims))
+    return found
 
 
 def is_block(eq: Equation, dim: Dim | Any) -> bool:
@@ -266,7 +329,8 @@ def _pad(eq: Equation) -> Value:
     for i, config in enumerate(eq.params["padding_config"]):
         low, high, between = config
         if between and low + high == between and min(low, high) >= 0 and is_block(eq, x.dims[i]):
-            # Like the gradient of x[low :: between + 1]: each entry becomes a group of entries on the same device.
+            # Like the gradient of x[low :: between + 1]: each entry becomes a group of entries on
+            # the same device.
             dims[i] = cut(eq.result_shape[i], x.dims[i].axes)
         elif any(config):
             eq.uncut(x, i, "entries are added")
@@ -279,10 +343,20 @@ def _pad(eq: Equation) -> Value:
     return eq.joined(dims, [x.rearranged(x.dims), fill])
 
 
-@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add")
+@rule(
+    "reduce_window",
+    "reduce_window_sum",
+    "reduce_window_max",
+    "reduce_window_min",
+    "select_and_gather_add",
+)
 @rule("select_and_scatter_add")
 def _windows(eq: Equation) -> Value:
     p, shape = eq.params, eq.result_shape
-    slides = lambda i: p["window_dimensions"][i] != 1 or any(p["padding"][i]) or eq.shape()[i] != shape[i]
+    slides = lambda i: (
+        p["window_dimensions"][i] != 1 or any(p["padding"][i]) or eq.shape()[i] != shape[i]
+    )
     labels = [None if slides(i) else i for i in range(len(shape))]
-    return alone(eq, [labels[: len(value.dims)] for value in eq.ins], [labels], "a window slides")[0]
+    return alone(eq, [labels[: len(value.dims)] for value in eq.ins], [labels], "a window slides")[
+        0
+    ]
