@@ -76,7 +76,8 @@ def step(c: Config) -> Step:
 def step_of(of: train.Forward, length: int = LENGTH, rows: int = BATCH) -> Step:
     """The training step of a forward pass, on the mesh in force, for so many sequences of a microbatch."""
     training = dataclasses.replace(of.training, seq_len=length, batch_size=rows * of.training.microbatches)
-    return trace_step(dataclasses.replace(config(of.model.c), training=training), of.model)
+    spec = dataclasses.replace(train.SPEC, attention=of.einsum)
+    return trace_step(dataclasses.replace(config(of.model.c), training=training), of.model, spec=spec)
 
 
 def at_rest(w):

@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,9 +42,6 @@ from shardwright.run.checkpoint_arrays import (
 from shardwright.run.stores import MANIFEST, Damaged, Store, agreed, in_parallel
 from shardwright.settings.differences import config_differences
 from shardwright.settings.words import say
-
-if TYPE_CHECKING:
-    from train import State
 
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that process 0 waits for the others to finish writing before the save fails."""
@@ -106,7 +103,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     def save(
         self,
         step: int,
-        state: "State",
+        state: Any,
         metadata: dict,
         orders: Orders = NO_ORDERS,
         check: Callable[[], None] = lambda: None,

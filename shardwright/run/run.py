@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,9 +28,6 @@ from shardwright.run.schedule import Schedule
 from shardwright.run.spec import StepSpec
 from shardwright.run.stages import placement_of
 from shardwright.run.stores import agreed
-
-if TYPE_CHECKING:
-    from train import State
 
 CHANGES = "changes"
 """What `end` returns if the run continues with changed settings."""
@@ -167,7 +164,7 @@ class Run(Schedule):
             if self.stopped_by:
                 return
 
-    def log_statistics(self, step: int, state: "State", batch: TokenBatch) -> None:
+    def log_statistics(self, step: int, state: Any, batch: TokenBatch) -> None:
         """Logs activation and gradient statistics, the event `microscope`, before a step is dispatched, if due."""
         interval = self.c.training.microscope_interval
         if interval is not None and step % interval == 0:
@@ -190,7 +187,7 @@ class Run(Schedule):
         self.stopped_by = self._stop.after(step)
         self._journal.see(step, metrics)
 
-    def save(self, state: "State") -> None:
+    def save(self, state: Any) -> None:
         """Saves a checkpoint, in the background except for the last of this start. Raises as Keeper.save does."""
         done, journal = self.done, self._journal
         journal.log.events.append((done - 1, "checkpoint"))

@@ -4,7 +4,7 @@ import collections
 import itertools
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,6 @@ import jax.numpy as jnp
 from shardwright.data.loader import Loader
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.settings.words import listed
-
-if TYPE_CHECKING:
-    from train import State
 
 SMALLER_RATE = (
     "start another run from the weights of an earlier checkpoint (training.init_from) with a smaller "
@@ -121,7 +118,7 @@ def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list
 
 
 @jax.jit
-def are_finite(state: "State") -> Any:
+def are_finite(state: Any) -> Any:
     """Computes, on the devices, whether all values of each array are finite."""
     return jax.tree.map(lambda x: jnp.isfinite(x).all(), state)
 

@@ -163,7 +163,8 @@ def test_tasks_of_lm_eval_are_flattened_and_a_failure_is_an_entry(monkeypatch):
     monkeypatch.setattr(samples, "evaluate_tasks", found)
     c, logged = tiny.config(evals=["bad", "arc"]), []
     with jax.set_mesh(tiny.mesh("one device")):
-        run: Any = types.SimpleNamespace(step=tiny.step(c), provenance={"source": None}, placement=None)
+        given = {"step": tiny.step(c), "spec": train.SPEC, "provenance": {"source": None}, "placement": None}
+        run: Any = types.SimpleNamespace(**given)
         run.log_event = lambda event, values: logged.append((event, values()))
         samples.TrainingTasks(c, run).write({})
     numbers = {"arc/acc": 0.5, "arc/acc_stderr": 0.1, "arc/exact,strict": 0.25}

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -14,9 +14,6 @@ from shardwright.inspect.statistics.collect import Statistics
 from shardwright.run.config import check_divides
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.run.step import Step
-
-if TYPE_CHECKING:
-    from train import State
 
 
 class StepWithoutStages:
@@ -44,7 +41,7 @@ class StepWithoutStages:
 
     @contextlib.contextmanager
     def arguments(
-        self, state: "State", batch: TokenBatch, step: object, reference: object = None
+        self, state: Any, batch: TokenBatch, step: object, reference: object = None
     ) -> Iterator[tuple[Any, ...]]:
         """Converts arguments of the step to the mesh without stages, which is the current mesh inside this context."""
         state, reference = self.state(state), None if reference is None else self.state(reference)

@@ -1,7 +1,7 @@
 """Finds the origin of a NaN or infinity in a step: line, tensor, layer and document."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,14 +12,11 @@ from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.tools.replay.documents import Document
 from shardwright.tools.replay.session import Session
 
-if TYPE_CHECKING:
-    from train import State
-
 METRICS = 2
 """Number of the metrics to check, the first of train.Metrics: loss and gradient norm."""
 
 
-def in_state(state: "State") -> Iterator[str]:
+def in_state(state: Any) -> Iterator[str]:
     """Describes each array of a state (without stages) that is not finite: its name, layer and entry."""
     for name, x in named_leaves(state).items():
         bad = ~np.isfinite(np.asarray(x))
@@ -41,7 +38,7 @@ class Explainer:
             state = jax.tree.leaves(session.traced.state)
             self._finder = Finder(self._step.program, session.c.model.layers, len(state) + METRICS)
 
-    def explain(self, state: "State", batch: TokenBatch, documents: list[Document]) -> list[str]:
+    def explain(self, state: Any, batch: TokenBatch, documents: list[Document]) -> list[str]:
         """Returns lines on why the step from this state, or its new state, is not finite; none if both are finite.
 
         Args:

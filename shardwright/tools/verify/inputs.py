@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,10 +12,6 @@ import numpy as np
 from shardwright.data.loader import TokenBatch, in_microbatches
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.config import Config
-
-if TYPE_CHECKING:
-    from train import State
-
 
 @dataclasses.dataclass
 class Inputs:
@@ -42,7 +38,7 @@ def random_batch(c: Config) -> TokenBatch:
     return in_microbatches(batch, c.training.microbatches)
 
 
-def make_inputs(c: Config, state: "State") -> Inputs:
+def make_inputs(c: Config, state: Any) -> Inputs:
     """Draws a batch, and makes the fresh `state` resemble a trained one: biases and gains vary, moments aren't zero.
 
     The step is one with the highest learning rate.
