@@ -1,24 +1,34 @@
-"""shardwright: pretraining of a decoder-only transformer, with every shard and every collective written out.
+"""shardwright: pretraining of a decoder-only transformer, with every collective written out.
 
     python -m train --config-name=local_test_synthetic
 
-Read it from the top. The settings are in shardwright/run/config.py, the loop over layers is in shardlib/layers.py.
+Read it from the top. The settings are in shardwright/run/config.py, the forward pass of any model
+in shardwright/modeling/forward.py, and the loop over layers in shardlib/layers.py.
 
-Dims                                                   Axes of the device mesh
-  m  microbatches         L  positions, as queries       r  replicas: plain data parallel
-  B  sequences of each    S  positions, as keys          d  data parallel, weights sharded at rest (FSDP)
-  K  key/value heads      Q  query heads for each of K   e  experts, which are sharded over it; else like d
-  M  d_model              D  entries of a head           t  tensor parallel
-  V  vocabulary           F  d_ff                        c  context: each device has some positions
-                                                         p  pipeline: each device has its own layers
+Dims
+  m  microbatches               B  sequences of each        M  d_model
+  L  positions, as queries      S  positions, as keys       F  d_ff
+  K  key/value heads            Q  query heads for each K   D  entries of a head
+  V  vocabulary
+Axes of the device mesh
+  r  replicas: plain data parallel
+  d  data parallel, weights sharded at rest (FSDP)
+  e  experts, which are sharded over it; else like d
+  t  tensor parallel
+  c  context: each device has some positions
+  p  pipeline: each device has its own layers
 Groups of axes
-  b  r/d/e, which shard the batch                        w  c/d/e, over which weights are gathered for use
+  b  r/d/e, which shard the batch
+  w  c/d/e, over which weights are gathered for use
 
-`f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum over t, which still
-has to be reduced. Devices along an axis that a type does not name hold the same values. An axis that the mesh lacks is
-read as one device. docs/sharding-types.md teaches the types. Between layers the residual stream is
-`act['B/b L/c/t M']`: each device of c and t holds its own positions. `act` is the compute dtype, which
-training.compute_dtype sets. A weight's line has its inputs, its outputs and its sharding at rest.
+`f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum
+over t, which still has to be reduced, `*t` copies of a value on the devices of t. Devices along an
+axis that a type does not name hold the same values. An axis that the mesh lacks is read as one
+device. docs/sharding-types.md teaches the types.
+
+Between layers the residual stream is `act['B/b L/c/t M']`: each device of c and t holds its own
+positions. `act` is the compute dtype, which training.compute_dtype sets. A weight's line has its
+inputs, its outputs and its sharding at rest.
 
 What devices of c and p send each other is in modeling/context.py and shardlib/pipeline.py.
 """
@@ -38,7 +48,17 @@ from jax.ad_checkpoint import checkpoint_name
 from shardlib import shardops, shardtypes
 from shardlib.layers import LayerAux, LayerMetrics
 from shardlib.marks import like_weights
-from shardlib.shardtypes import Array, Of, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from shardlib.shardtypes import (
+    Array,
+    Of,
+    bool_,
+    f32,
+    i32,
+    pytree_dataclass,
+    typed,
+    typed_shard_map,
+    u32,
+)
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect import examine
 from shardwright.jax_extra import explicit_activation_checkpointing, save_for_backward
@@ -65,7 +85,7 @@ from shardwright.run.run import Run
 from shardwright.run.spec import StepSpec
 from shardwright.sampling.samples import TrainingTexts
 
-# ---- weights ----------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -95,20 +115,31 @@ class Transformer:
     unembed: unembedding["V/t/p M/w if not tied_embeddings"]
 
 
-# ---- the model --------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 class Llama:
-    """Decoder with RMSNorm, grouped-query attention, RoPE and SwiGLU. The setting `model.module: train` chooses it."""
+    """Decoder with RMSNorm, grouped-query attention, RoPE and SwiGLU.
+
+    The setting `model.module: train` chooses it.
+    """
 
     Weights = Transformer
     mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document))
 
     def __init__(self, c: ModelConfig, **changes: dict):
-        """Matrices begin with variance weight_init_scale²/fan-in, gains at 1; `changes` are as for table_of."""
+        """Matrices begin with variance weight_init_scale²/fan-in, gains at 1.
+
+        `changes` are as for table_of.
+        """
         std = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
         changes["embed"] = {"std": std, "kind": "unembedding" if c.tied_embeddings else "embedding"}
-        self.c, self.table = c, table_of(self.Weights, c, lambda fan_in: c.weight_init_scale / fan_in**0.5, changes)
+
+        def std_of_matrix(fan_in: int) -> float:
+            return c.weight_init_scale / fan_in**0.5
+
+        self.c = c
+        self.table = table_of(self.Weights, c, std_of_matrix, changes)
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the cosines and sines of RoPE to the tokens, once for all layers."""
@@ -118,7 +149,8 @@ class Llama:
     def embed(self, w: Transformer, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
         embed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed)
-        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
+        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would
+        # round.
         embed = embed.astype(jnp.float32)
         x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
         x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
@@ -144,7 +176,9 @@ class Llama:
         return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed
-    def with_attention(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
+    def with_attention(
+        self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
         """The first half of a layer: the residual stream after attention."""
         angles = tokens.shared
         attention_norm = shardops.all_gather("M/t/w -> M", w.attention_norm)
@@ -164,7 +198,7 @@ class Llama:
         return save_for_backward(x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out))
 
     def head_norm(self, heads: str, x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        """RMSNorm of each head of queries or keys, of type `heads`; without a weight, `x` itself."""
+        """RMSNorm of each head of queries or keys, of type `heads`; `x` itself without a weight."""
         if weight is None:
             return x
         weight = shardops.all_gather("D/t/w -> D", weight)
@@ -173,14 +207,20 @@ class Llama:
 
     @typed
     def logits(self, w: Transformer, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
-        """Logits of the token after each position; `x` is the residual stream after the last layer."""
+        """Logits of the token after each position, from the output `x` of the last layer."""
         final_norm = shardops.all_gather("M/t/w/p -> M", w.final_norm)
         nx = rms_norm(x, final_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        unembed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed if w.unembed is None else w.unembed)
+        unembed = shardops.all_gather(
+            "V/t/p M/w -> V/t/p M", w.embed if w.unembed is None else w.unembed
+        )
         logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
         softcap = self.c.logit_softcap
-        return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
+        return (
+            logits
+            if softcap is None
+            else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
+        )
 
 
 Model = Llama
@@ -203,7 +243,10 @@ def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
 def softmax_attention(
     q: act["B/b L K/t Q D"], k: act["B/b S K/t D"], v: act["B/b S K/t D"], mask: masks.Mask
 ) -> act["B/b L K/t Q D"]:
-    """Softmax attention in f32, with heads sharded over t. `mask` makes attention weights of the products q·k."""
+    """Softmax attention in f32, with heads sharded over t.
+
+    `mask` makes attention weights of the products q·k.
+    """
     formula = "B/b L K/t Q D, B/b S K/t D -> B/b K/t Q L S"
     products = shardops.einsum_unreduced(formula, q, k, preferred_element_type=jnp.float32)
     weights = mask.weights(products, d_head=q.shape[-1], dtype=v.dtype)
@@ -214,17 +257,25 @@ W = TypeVar("W", bound=Any)  # class of a model's weights, such as Transformer
 Batch = Array["m", TokenBatch]  # the batch of a step
 
 
-# ---- loss and gradients -----------------------------------------------------------------------------------------
+# ---- loss and gradients --------------------------------------------------------------------------
 
 
 @typed
-def cross_entropy(logits: act["B/b L/c V/t/p"], targets: u32["B/b L/c"], z_loss: float = 0.0) -> f32["B/b L/c"]:
-    """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². The backward pass keeps the logits only."""
+def cross_entropy(
+    logits: act["B/b L/c V/t/p"], targets: u32["B/b L/c"], z_loss: float = 0.0
+) -> f32["B/b L/c"]:
+    """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)².
+
+    The backward pass keeps the logits only.
+    """
     logits = jnp.float32(logits)
     peak = save_for_backward(shardops.pmax("B/b L/c V/t/p -> B/b L/c", lax.stop_gradient(logits)))
-    terms = shardops.einsum_unreduced("B/b L/c V/t/p -> B/b L/c +t +p", jnp.exp(logits - peak[..., None]))
-    log_normalizer = jnp.log(save_for_backward(shardops.psum("B/b L/c +t +p -> B/b L/c", terms))) + peak
-    at_target = shardops.index_unreduced("B/b L/c [V/t/p], B/b L/c -> B/b L/c +t +p", logits, targets)
+    terms = jnp.exp(logits - peak[..., None])
+    terms = shardops.einsum_unreduced("B/b L/c V/t/p -> B/b L/c +t +p", terms)
+    normalizer = save_for_backward(shardops.psum("B/b L/c +t +p -> B/b L/c", terms))
+    log_normalizer = jnp.log(normalizer) + peak
+    formula = "B/b L/c [V/t/p], B/b L/c -> B/b L/c +t +p"
+    at_target = shardops.index_unreduced(formula, logits, targets)
     at_target = shardops.psum("B/b L/c +t +p -> B/b L/c", at_target)
     return log_normalizer - at_target + z_loss * jnp.square(log_normalizer)
 
@@ -237,7 +288,10 @@ def training_loss(
     reference: act["B/b L/c V/t/p"] | None,
     c: OptimizerConfig,
 ) -> f32["B/b L/c"]:
-    """Loss of each target that training minimizes; validation takes cross_entropy. `reference`: another's logits."""
+    """Loss of each target that training minimizes; validation takes cross_entropy.
+
+    `reference` are the logits of the model of training.reference, if there is one.
+    """
     return cross_entropy(logits, targets, c.z_loss)
 
 
@@ -258,7 +312,10 @@ def summed_loss(
     forward: Forward,
     loss: Callable,
 ) -> f32["+b +c"]:
-    """Sum of loss(logits, targets, …) over the targets that `mask` selects; `x` is the output of the last layer."""
+    """Sum of loss(logits, targets, …) over the targets that `mask` selects.
+
+    `x` is the output of the last layer.
+    """
     loss = explicit_activation_checkpointing(loss, save=forward.training.save)
     losses = loss(checked_logits(forward.model, w, x), targets, mask, reference)
     # Each device of t holds the same losses: there is no sum over t.
@@ -269,8 +326,9 @@ def summed_loss(
 class MicrobatchLoss:
     """Loss of microbatches side by side. A microbatch is a TokenBatch, and seeds or None.
 
-    It is the sum of loss(logits, targets, mask, logits of `reference`), divided by `targets`, the number of targets in
-    the whole batch. `reference` maps a TokenBatch to the logits of another model.
+    It is the sum of loss(logits, targets, mask, logits of `reference`), divided by `targets`, the
+    number of targets in the whole batch. `reference` maps a TokenBatch to the logits of another
+    model.
     """
 
     forward: Forward
@@ -281,9 +339,12 @@ class MicrobatchLoss:
     def __call__(self, w: W, *microbatches: Any) -> tuple[Any, LayerAux]:
         """The sum of the losses, and the means of the layers' LayerAux."""
         tokens = tuple(self.forward.tokens(*each) for each in microbatches)
-        losses = lambda w, *xs: [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
-        found, _, aux = self.forward(w, tokens, losses)
-        return sum(found[1:], found[0]), aux
+
+        def heads(w: W, *xs: Any) -> list[Any]:
+            return [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
+
+        losses, _, aux = self.forward(w, tokens, heads)
+        return sum(losses[1:], losses[0]), aux
 
     def head(self, w: W, x: Any, batch: TokenBatch, seeds: object) -> Any:
         """The loss of a microbatch, from the output `x` of the last layer."""
@@ -297,14 +358,20 @@ class MicrobatchLoss:
 
 @typed
 def loss_and_gradients(
-    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/b"] | None = None, reference: Any = None
+    w: W,
+    batch: Batch,
+    c: Config,
+    forward: Forward,
+    seeds: u32["m B/b"] | None = None,
+    reference: Any = None,
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
     executor = stages.executor(c, forward.model)
-    # The executor adds up the gradients of its microbatches. With jax.grad around it all, each layer would reduce its
-    # gradients over r for each of them. So `prepare` is differentiated by itself: the executor's gradients are those
-    # of the prepared weights, and `vjp` turns their sum into gradients of `w`, reduced over r (and d) once per step.
-    # If no gradient is added up, each gather reduces its own over r instead, beside the backward pass of other layers.
+    # The executor adds up the gradients of its microbatches. With jax.grad around it all, each
+    # layer would reduce its gradients over r for each of them. So `prepare` is differentiated by
+    # itself: the executor's gradients are those of the prepared weights, and `vjp` turns their sum
+    # into gradients of `w`, reduced over r (and d) once per step. If no gradient is added up, each
+    # gather reduces its own over r instead, beside the backward pass of other layers.
     prepared, vjp = jax.vjp(functools.partial(forward.prepare, once=executor.adds_up), w)
     targets = count_targets(batch)
     forward = dataclasses.replace(forward, targets=targets / c.training.microbatches)
@@ -314,7 +381,7 @@ def loss_and_gradients(
     return total, g, layers
 
 
-# ---- optimizer --------------------------------------------------------------------------------------------------
+# ---- optimizer -----------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -330,9 +397,14 @@ class State(Generic[W]):
 @typed
 def global_norm(g: W) -> f32[""]:
     """Root of the sum of the squares of all entries."""
-    # Every array is sharded over all axes but r, so that the flattened blocks of all devices hold each entry once.
-    squared = lambda x: shardops.einsum_unreduced("N/t/w/p -> +t +w +p", jnp.square(x.reshape(-1)))
-    squares = [shardtypes.scope(squared)(leaf) for leaf in jax.tree.leaves(g)]  # N is another number for each
+
+    # Every array is sharded over all axes but r, so that the flattened blocks of all devices hold
+    # each entry once. N is another number for each array.
+    @shardtypes.scope
+    def sum_of_squares(x: jax.Array) -> Any:
+        return shardops.einsum_unreduced("N/t/w/p -> +t +w +p", jnp.square(x.reshape(-1)))
+
+    squares = [sum_of_squares(leaf) for leaf in jax.tree.leaves(g)]
     return jnp.sqrt(shardops.psum("+t +w +p ->", functools.reduce(lambda a, b: a + b, squares)))
 
 
@@ -345,10 +417,13 @@ def clip_by_global_norm(g: W, limit: float) -> tuple[W, f32[""]]:
 
 
 @typed
-def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: object) -> State[W]:
-    """One AdamW update (arXiv 1711.05101, algorithm 2) of the weights that `updates` assigns to adamw.
+def adamw(
+    state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: object
+) -> State[W]:
+    """One AdamW update (arXiv 1711.05101, algorithm 2).
 
-    Steps count from 0. Each device updates its own blocks.
+    It changes the weights that `updates` assigns to adamw. Steps count from 0. Each device updates
+    its own blocks.
     """
     count = jnp.float32(step + 1)
 
@@ -357,8 +432,10 @@ def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfi
             return w, mu, nu
         mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
         nu = c.adam_b2 * nu + (1 - c.adam_b2) * jnp.square(g)
-        unbiased_mu, unbiased_nu = mu / (1 - c.adam_b1**count), nu / (1 - c.adam_b2**count)
-        change = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon * update.epsilon) + update.decay * w
+        unbiased_mu = mu / (1 - c.adam_b1**count)
+        unbiased_nu = nu / (1 - c.adam_b2**count)
+        change = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon * update.epsilon)
+        change = change + update.decay * w
         return w - rate * update.rate * change, mu, nu
 
     new = jax.tree.map(updated, updates, state.weights, g, state.adam_mu, state.adam_nu)
@@ -366,14 +443,22 @@ def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfi
     return dataclasses.replace(state, weights=weights, adam_mu=mu, adam_nu=nu)
 
 
-OPTIMIZERS, LOSSES = {"adamw": adamw, "muon": muon}, {"cross_entropy": training_loss}
-"""By name, as in optimizer.algorithm and optimizer.loss. An optimizer updates its own weights and returns the State."""
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
+"""By name, as in optimizer.algorithm. Each updates its own weights and returns the State."""
+LOSSES = {"cross_entropy": training_loss}
+"""By name, as in optimizer.loss."""
 
 
 @typed
-def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: object) -> tuple[State[W], f32[""], f32[""]]:
-    """State after an update with the gradients `g`, their norm before clipping, and the learning rate."""
-    g = rates.row_major(jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == rates.FROZEN else g, updates, g))
+def update_state(
+    state: State[W], g: W, step: i32[""], c: Config, updates: object
+) -> tuple[State[W], f32[""], f32[""]]:
+    """State after an update with the gradients `g`, their norm before clipping, and the rate."""
+
+    def zero_if_frozen(update: rates.Update, g: jax.Array) -> jax.Array:
+        return jnp.zeros_like(g) if update.algorithm == rates.FROZEN else g
+
+    g = rates.row_major(jax.tree.map(zero_if_frozen, updates, g))
     g, norm = clip_by_global_norm(g, c.optimizer.clip_norm)
     rate = rates.learning_rate(step, c.optimizer)
     for optimizer in rates.algorithms(c.optimizer, OPTIMIZERS).values():
@@ -381,7 +466,7 @@ def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: objec
     return rates.averaged(state, step, c.training), norm, rate
 
 
-# ---- training step ----------------------------------------------------------------------------------------------
+# ---- training step -------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -396,23 +481,40 @@ class Metrics:
 
 
 def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
-    """Fresh weights, and zeros for the optimizer. Runs under jit. The values do not depend on the mesh."""
-    weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model, OPTIMIZERS)
-    mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
-    nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if rates.has_nu(u) else None, updates, weights)
-    return State(weights, mu, nu, average=jax.tree.map(jnp.copy, weights) if c.training.eval_average else None)
+    """Fresh weights, and zeros for the optimizer, the same on every mesh. Runs under jit."""
+    weights = stages.fresh_weights(c, model, key)
+    updates = rates.updates_of(c.optimizer, model, OPTIMIZERS)
+
+    def first_mu(update: rates.Update, w: jax.Array) -> jax.Array | None:
+        return None if update.algorithm == rates.FROZEN else jnp.zeros_like(w)
+
+    def first_nu(update: rates.Update, w: jax.Array) -> jax.Array | None:
+        return jnp.zeros_like(w) if rates.has_nu(update) else None
+
+    mu = jax.tree.map(first_mu, updates, weights)
+    nu = jax.tree.map(first_nu, updates, weights)
+    average = jax.tree.map(jnp.copy, weights) if c.training.eval_average else None
+    return State(weights, mu, nu, average)
 
 
 def make_training_step(c: Config, model: LanguageModel):
-    """The jitted training step, which donates the state: (state, batch, step, w_reference) -> (state, metrics)."""
+    """The jitted training step: (state, batch, step, w_reference) -> (state, metrics).
+
+    It donates the state.
+    """
     forward = Forward(model, c.training, softmax_attention, in_training=True)
     of_reference = Forward(reference.model_of(c) or model, c.training, softmax_attention)
-    Trained, Reference = State[model.Weights], shardtypes.Separate[of_reference.model.Weights]
+    Trained = State[model.Weights]
+    Reference = shardtypes.Separate[of_reference.model.Weights]
     updates = rates.updates_of(c.optimizer, model, OPTIMIZERS)
 
     @typed_shard_map
     def per_device(
-        state: Of[Trained], batch: Batch, step: i32[""], seeds: u32["m B/b"] | None, w_reference: Of[Reference] | None
+        state: Of[Trained],
+        batch: Batch,
+        step: i32[""],
+        seeds: u32["m B/b"] | None,
+        w_reference: Of[Reference] | None,
     ) -> tuple[Of[Trained], Metrics]:
         logits_of = w_reference and reference.logits_of(of_reference, w_reference)
         loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds, logits_of)
@@ -422,9 +524,13 @@ def make_training_step(c: Config, model: LanguageModel):
         return state, Metrics(loss, grad_norm, rate, layers, skipped)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def training_step(state: State, batch: Batch, step: jax.Array, w_reference: object = None) -> tuple[State, Metrics]:
+    def training_step(
+        state: State, batch: Batch, step: jax.Array, w_reference: object = None
+    ) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)
-        seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
+        seeds = None
+        if getattr(c.model, "dropout", 0):
+            seeds = jax.random.bits(key, batch.targets.shape[:2])
         with compute_scope(c.training.compute_dtype):
             return per_device(state, batch, step, seeds, w_reference)
 
@@ -432,12 +538,14 @@ def make_training_step(c: Config, model: LanguageModel):
 
 
 def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any] | None = None):
-    """The jitted evaluation step: (weights, batch) -> (sum of losses in nats, number of targets)."""
-    forward, Weights = Forward(model, c.training, softmax_attention), model.Weights
+    """The jitted evaluation step: (weights, batch) -> (sum of losses in nats, targets)."""
+    forward = Forward(model, c.training, softmax_attention)
+    Weights = model.Weights
 
     @typed_shard_map
     def per_device(w: Of[Weights], batch: Batch) -> tuple[f32[""], f32[""]]:
-        total = stages.executor(c, model).loss(MicrobatchLoss(forward), forward.prepare(w), (batch, None))
+        executor = stages.executor(c, model)
+        total = executor.loss(MicrobatchLoss(forward), forward.prepare(w), (batch, None))
         return total, count_targets(batch)
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -461,41 +569,47 @@ SPEC = StepSpec(
 """What runs, proofs and tools use of this file."""
 
 
-# ---- main -------------------------------------------------------------------------------------------------------
+# ---- main ----------------------------------------------------------------------------------------
 
 
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
-    """A run on the current mesh to its end, or to the next of training.changes. Returns what Run.end does."""
+    """A run on the current mesh to its end, or to the next of training.changes.
+
+    Returns what Run.end does.
+    """
     with Run(c, model, directory, SPEC, examine) as run:
         state = run.begin()  # of the last checkpoint, or of init_state
         if run.is_over:  # resumed after its last step
             return run.end()
         c, t = run.c, run.c.training  # with the changes until here
         texts = TrainingTexts(c, run)  # samples, and the tasks of training.evals
-        run.prove()  # both steps compute on this mesh what they compute on one device, and no token sees a later one
-        run.check_kernels()  # what has another form on this platform, such as `attention`, computes the same
+        # Both steps compute on this mesh what they compute on one device, and no token sees a later
+        # one; and what has another form on this platform, such as attention, computes the same.
+        run.prove()
+        run.check_kernels()
         training_step = run.compile()  # as it was proved
         evaluation_step = run.evaluation_step  # as it was proved, compiled when it is first called
         texts.write(state.weights)
         for step, batch in run.steps():
-            run.log_statistics(step, state, batch)  # statistics, every training.microscope_interval steps
+            run.log_statistics(step, state, batch)  # every training.microscope_interval steps
             state, metrics = training_step(state, batch, np.int32(step), run.reference)
-            run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
-            texts.write(state.weights)  # where training.sample_interval or training.evals_interval is due
+            run.log(step, metrics)  # reads those of the step before, so that devices never wait
+            texts.write(state.weights)  # if training.sample_interval or evals_interval is due
             if run.due(t.eval_interval, t.eval_epochs):
                 run.validate(evaluation_step, state.weights, state.average)
             if run.due(t.checkpoint_interval) or run.due(t.export_interval) or run.stopped_by:
-                run.save(state)  # after what is logged of these steps, which a run resumed from here does not log again
+                # After the log of these steps, which a run resumed from here does not write again.
+                run.save(state)
         return run.end()
 
 
 @launch.program
 def main(c: Config, model: LanguageModel, directory: Path) -> str | None:
-    """Runs the configuration that Hydra composed. Returns the signal that stopped the run, if any."""
+    """Runs the configuration that Hydra composed. Returns the signal that stopped it, if any."""
     return Run.to_the_end(lambda: train(c, model, directory))
 
 
 if __name__ == "__main__":
-    from train import main  # as the module `train`, the name by which other modules import this file
+    from train import main  # as the module `train`, by which tools name this file
 
     main()
