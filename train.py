@@ -60,7 +60,6 @@ from shardlib.shardtypes import (
     u32,
 )
 from shardwright.data.loader import TokenBatch
-from shardwright.inspect import examine
 from shardwright.jax_extra import explicit_activation_checkpointing, save_for_backward
 from shardwright.modeling import masks, rope
 from shardwright.modeling.attention import Attention
@@ -577,7 +576,7 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
 
     Returns what Run.end does.
     """
-    with Run(c, model, directory, SPEC, examine) as run:
+    with Run(c, model, directory, SPEC) as run:
         state = run.begin()  # of the last checkpoint, or of init_state
         if run.is_over:  # resumed after its last step
             return run.end()

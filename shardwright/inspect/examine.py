@@ -1,4 +1,4 @@
-"""What a run examines about its steps. The run is given this module, and knows no other module of this folder."""
+"""What a run examines about its steps. The run imports this module, and no other module of this folder."""
 
 import json
 from collections.abc import Sequence

@@ -8,11 +8,11 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from shardwright.inspect import examine
 from shardwright.modeling.model import COMPUTE_DTYPES
 from shardwright.run.background import FAILURES, in_background, run_at_low_priority
 from shardwright.run.best_effort import in_a_line
@@ -45,16 +45,15 @@ class Journal(contextlib.ExitStack):
 
     Args:
         run: the run.
-        examine: the module shardwright.inspect.examine.
 
     Attributes, since `begin`:
         log: the RunLog.
         skips: the SkippedSteps.
     """
 
-    def __init__(self, run: "Run", examine: ModuleType):
+    def __init__(self, run: "Run"):
         super().__init__()
-        self._run, self._directory, self._examine, t = run, run.directory, examine, run.c.training
+        self._run, self._directory, t = run, run.directory, run.c.training
         if run.step.inputs and t.sample_interval is not None:
             raise ValueError(
                 f"training.sample_interval is {t.sample_interval}, but the model also reads "
@@ -104,14 +103,14 @@ class Journal(contextlib.ExitStack):
             self._program, self._hlo = compile_step(lowered, self._directory, self._run.options)
         self._compiled = time.monotonic() - begin
         log(f"compiled   the training step in {self._compiled:.1f} s")
-        self._examine.check_as_written(self._run.step, self._hlo, self._run.provenance["source"])
+        examine.check_as_written(self._run.step, self._hlo, self._run.provenance["source"])
         self.log.add_event(self._run.start - 1, "compiled", {"seconds": round(self._compiled, 3)})
         return self._program
 
     def profile(self, settle: Callable[[], Any]) -> contextlib.AbstractContextManager[StepProfiler]:
         """Makes the profiler of these steps. `settle` waits until no other thread uses the devices."""
         count = self._run.end_step - self._run.start
-        self._profiler = StepProfiler(self.log, self._examine.read_trace, self._hlo, count, settle)
+        self._profiler = StepProfiler(self.log, examine.read_trace, self._hlo, count, settle)
         return contextlib.closing(self._profiler)
 
     def dispatched(self, step: int, metrics: Any) -> None:
@@ -130,7 +129,7 @@ class Journal(contextlib.ExitStack):
         """Draws the compiled step once, in the background, after a few steps or the last one."""
         late = self._run.is_over or step - self._run.start == DRAWN_AFTER
         if self._hlo and self._drawing is None and late:
-            self._drawing = in_background(self._examine.draw_step, self._hlo)
+            self._drawing = in_background(examine.draw_step, self._hlo)
 
     def export(self, step: int, checkpoint: str, saving: concurrent.futures.Future | None) -> None:
         """Exports a checkpoint, a path or URL, to `<directory>/exports/<step>`, once it and earlier exports are done.

@@ -5,7 +5,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
 from shardwright.data.loader import TokenBatch, prefetch
+from shardwright.inspect import examine
 from shardwright.modeling.model import LanguageModel
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.checkpoint_arrays import directory_of
@@ -42,7 +42,6 @@ class Run(Schedule):
     Args:
         c, model, spec: as for Schedule.
         directory: of the run.
-        examine: the module shardwright.inspect.examine.
 
     Attributes:
         options: compiler options that the installed XLA knows.
@@ -53,9 +52,9 @@ class Run(Schedule):
         ValueError: the data is too short for the run, or a checkpoint has other settings.
     """
 
-    def __init__(self, c: Config, model: LanguageModel, directory: Path, spec: StepSpec, examine: ModuleType):
+    def __init__(self, c: Config, model: LanguageModel, directory: Path, spec: StepSpec):
         super().__init__(c, model, spec)
-        self.directory, self.stopped_by, self._examine = directory, None, examine
+        self.directory, self.stopped_by = directory, None
         self._cleanup, self._stop = contextlib.ExitStack(), StopRequest()
 
     def __enter__(self) -> "Run":
@@ -64,7 +63,7 @@ class Run(Schedule):
             self.placement = placement_of(self.c, self.model)
             self._keeper = Keeper(self.whole, self.directory, self.model, self.placement)
             self._cleanup.enter_context(self._keeper.checkpoints)
-            self._journal = self._cleanup.enter_context(Journal(self, self._examine))
+            self._journal = self._cleanup.enter_context(Journal(self))
             self._cleanup = self._cleanup.pop_all()
         return self
 
@@ -118,17 +117,17 @@ class Run(Schedule):
 
     def _planned(self) -> str | None:
         """Plans the next steps, on process 0. Returns the line to print."""
-        plan = lambda c: self._examine.plan_run(self.traced(c), self.total, self.directory)
+        plan = lambda c: examine.plan_run(self.traced(c), self.total, self.directory)
         plans = lambda: [plan(c) for c in reversed(self.ahead)][-1]  # plan.json is of the next steps
         return agreed(lambda: plans() if jax.process_index() == 0 and self.start < self.total else None)
 
     def prove(self) -> None:
         """Raises if a step does not compute on this mesh what it computes on one device, or is not causal."""
-        self._examine.prove(list(map(self.traced, self.ahead)), self.provenance["source"])
+        examine.prove(list(map(self.traced, self.ahead)), self.provenance["source"])
 
     def check_kernels(self) -> None:
         """Runs each platform-specific kernel and its reference implementation, and raises if they differ."""
-        self._examine.check_kernels(list(map(self.traced, self.ahead)), self.options)
+        examine.check_kernels(list(map(self.traced, self.ahead)), self.options)
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the training step. Keeps its HLO text, for a picture."""
@@ -173,7 +172,7 @@ class Run(Schedule):
 
     @functools.cached_property
     def _microscope(self) -> Any:
-        return self._examine.RunStatistics(self.step, self.placement, self.options)
+        return examine.RunStatistics(self.step, self.placement, self.options)
 
     def log(self, step: int, metrics: object) -> None:
         """Queues the metrics of the step just dispatched and writes those of the step before, so no device idles.
