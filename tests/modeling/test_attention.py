@@ -162,7 +162,7 @@ def test_cudnn_is_asked_for_the_same(asked, name):
 @pytest.mark.parametrize("path", ["cudnn", "triton", "splash"])
 def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
     """The check of a step accepts what surrounds the kernel, which is not run. cuDNN's is replaced."""
-    for module in (context, attention_calls):
+    for module in (context, attention_calls, attention_paths):
         monkeypatch.setattr(module, "choose", lambda setting, *_: setting)  # this device has no kernels
     c = with_length(128, tiny.model(layers=1, n_kv=2), attention=path)  # one head of keys on each device
     c.training.batch_size = 8
