@@ -683,6 +683,7 @@ ROWS = {  # name: types of arguments and result, of f32 where nothing is said; t
             jnp.where((lax.axis_index("d") == 0) & (ids - lax.axis_index("t") * len(x) >= 0), x, 0), "d"
         ),
     ),
+    # With each index at the end of four entries, so that windows of two end in the next block.
     "windows written that end after a block": (
         "V/t, i32 K, K 2 -> V/t",
         lambda x, ids, updates: (
@@ -690,8 +691,9 @@ ROWS = {  # name: types of arguments and result, of f32 where nothing is said; t
             + lax.scatter(
                 jnp.zeros_like(x),
                 jnp.where(
-                    (ids - lax.axis_index("t") * len(x) >= 0) & (ids - lax.axis_index("t") * len(x) < len(x)),
-                    ids - lax.axis_index("t") * len(x),
+                    ((ids | 3) - lax.axis_index("t") * len(x) >= 0)
+                    & ((ids | 3) - lax.axis_index("t") * len(x) < len(x)),
+                    (ids | 3) - lax.axis_index("t") * len(x),
                     len(x),
                 )[:, None],
                 updates,
