@@ -180,7 +180,7 @@ EDITS = {
         OTHER_LOGITS,
     ),
     "logits": (
-        [("return logits if softcap is None", "logits = logits / 2\n        return logits if softcap is None")],
+        [("softcap = self.c.logit_softcap", "logits = logits / 2\n        softcap = self.c.logit_softcap")],
         OTHER_LOGITS,
     ),
 }

@@ -199,8 +199,8 @@ def at(tokens, token, x, bad):
 # ---- weights ---"""
 MOMENTS = (  # what is planted, and what is named
     ("adam_nu", "layers/w_k", 1, -1.0, "change = unbiased_mu /", "updated change (sqrt)", "layers/w_k, layer 1"),
-    ("adam_mu", "layers/w_up", 2, 3e38, "unbiased_mu, unbiased_nu =", "unbiased_nu) (div)", "layers/w_up, layer 2"),
-    ("adam_mu", "embed", None, -3e38, "unbiased_mu, unbiased_nu =", "unbiased_nu) (div)", "embed"),
+    ("adam_mu", "layers/w_up", 2, 3e38, "unbiased_mu = mu", "unbiased_mu (div)", "layers/w_up, layer 2"),
+    ("adam_mu", "embed", None, -3e38, "unbiased_mu = mu", "unbiased_mu (div)", "embed"),
 )
 
 

@@ -180,7 +180,7 @@ BUGS = {  # what is copied and edited, the edit, the first tensor that differs, 
     ),
     "the first moments": (
         ("train.py", "train.py"),
-        "mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)",
+        "mu = jax.tree.map(first_mu, updates, weights)",
         "mu = jax.tree.map(lambda u, w: jnp.full_like(w, shardops.axis_size('d') - 1), updates, weights)",
         "initial adam_mu embed",
         (),

@@ -81,7 +81,7 @@ LONG = {
 }
 HELPER = "\n@functools.cache\ndef devices():\n    return shardops.axis_size('t')\n"
 SEEN = ("\nSEEN = {}\n", "SEEN.setdefault('t', shardops.axis_size('t'))")
-CLASS = "self.c, self.table = c, table_of(self.Weights, c, lambda fan_in: c.weight_init_scale / fan_in**0.5, changes)"
+CLASS = "self.table = table_of(self.Weights, c, std_of_matrix, changes)"
 WRONG_STATE = {  # what is kept of a trace: edits
     "a cache": ((MODEL, MODEL + HELPER), (LOSS, f"{LOSS} / devices()")),
     "a dict": ((MODEL, MODEL + SEEN[0]), (LOSS, f"{LOSS} / {SEEN[1]}")),
