@@ -27,8 +27,10 @@ SHORT_DTYPES |= {
 }
 
 
-_LIBRARY, _STEPS = ("shardlib.", "shardwright."), ("shardwright.train", "shardwright.models.")
-"""Modules, by how their names begin: of the library, and of those the ones that users edit."""
+_LIBRARY = ("shardlib.", "shardwright.")
+"""How the names of the library's modules begin."""
+_STEPS = ("shardwright.train", "shardwright.models.")
+"""How the names of those begin that users edit."""
 
 
 def _refused_in_steps(function: Callable) -> Callable:
@@ -41,8 +43,8 @@ def _refused_in_steps(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def checked(*args, **options):
-        frame = inspect.currentframe()
-        caller = "" if frame is None or frame.f_back is None else frame.f_back.f_globals["__name__"]
+        here = inspect.currentframe()
+        caller = here.f_back.f_globals.get("__name__", "") if here and here.f_back else ""
         if not caller.startswith(_LIBRARY) or caller.startswith(_STEPS):
             raise ShardError(
                 f"{function.__name__} is the same on all meshes, so the check cannot see what "
