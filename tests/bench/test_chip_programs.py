@@ -25,7 +25,7 @@ def test_each_implementation_of_attention_agrees_with_f32(monkeypatch, capsys):
 
 
 def test_one_that_fails_is_noted_and_the_rest_goes_on(monkeypatch, capsys):
-    monkeypatch.setattr(attention.attention, "run", lambda path, *_, block: 1 / 0)
+    monkeypatch.setattr(attention.attention_paths, "run", lambda path, *_, block: 1 / 0)
     main(monkeypatch, attention, "--lengths", 128, "--tokens", 128, "--heads", 1, "--width", 16)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "blockwise, 128 tokens, documents: ZeroDivisionError: division by zero"

@@ -73,7 +73,7 @@ def test_a_proof_is_kept_for_what_ran_whatever_file_it_came_from(tmp_path, monke
         """How many proofs a start makes."""
         checks.clear()
         c = tiny.config(tiny.model(layers=1))
-        step, source = Step(c, Model(c.model), tiny.mesh("one device"), train), provenance.source_of()
+        step, source = Step(c, Model(c.model), tiny.mesh("one device"), train.SPEC), provenance.source_of()
         soundness.check_steps(step, source)
         causality.check_causal(step, source)
         sys.modules.pop("a_number", None)
@@ -112,7 +112,7 @@ class PerDevice(train.Llama):
 def test_a_finding_says_in_which_form_the_step_was_traced(mesh, attention, traced):
     c = tiny.config(tiny.model(layers=2), attention=attention, microbatches=2)
     with jax.set_mesh(tiny.mesh(mesh)):
-        found = soundness.find_unsound(Step(c, PerDevice(c.model), jax.sharding.get_mesh(), train))
+        found = soundness.find_unsound(Step(c, PerDevice(c.model), jax.sharding.get_mesh(), train.SPEC))
     assert found
     assert {str(x).partition("traced with: ")[2] for x in found} == {traced}
 
