@@ -95,7 +95,7 @@ def rows(c: train.ModelConfig, seed: int = 0) -> TokenBatch:
 def logits_of(c: train.ModelConfig):
     """A function from weights and a batch to our logits, on the mesh in force."""
 
-    def compute(w: train.Transformer, batch: TokenBatch) -> f32["B/r/d L V/t"]:
+    def compute(w: load_model(c).Weights, batch: TokenBatch) -> f32["B/r/d L V/t"]:
         return tiny.logits(w, batch, settings(c))
 
     compiled = tiny.per_device(compute)
