@@ -65,8 +65,16 @@ from shardwright.modeling import masks, rope
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.loss_chunks import sum_in_chunks
-from shardwright.modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
+from shardwright.modeling.model import (
+    LanguageModel,
+    Targets,
+    Tokens,
+    act,
+    checked_logits,
+    compute_scope,
+)
 from shardwright.modeling.settings import ModelConfig
+from shardwright.modeling.side_by_side import side_by_side
 from shardwright.modeling.weights import (
     embedding,
     gain,
@@ -78,7 +86,7 @@ from shardwright.modeling.weights import (
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
-from shardwright.run import launch, reference, stages
+from shardwright.run import launch, stages
 from shardwright.run.config import Config
 from shardwright.run.run import Run
 from shardwright.run.spec import StepSpec
@@ -109,8 +117,8 @@ class Transformer:
     """Weights of the model."""
 
     embed: embedding["V/t/p M/w"]
-    layers: Array["layers/p", TransformerLayer]
-    final_norm: gain["M/p"]
+    layers: Array["layers/p", TransformerLayer]  # stacked; each stage of p has its own
+    final_norm: gain["M/p"]  # all stages compute the logits together, so each has its part
     unembed: unembedding["V/t/p M/w if not tied_embeddings"]
 
 
@@ -160,7 +168,7 @@ class Llama:
         self, x: act["B/b L/c/t M"], w: TransformerLayer, tokens: Tokens, attention: Attention
     ) -> act["B/b L/c/t M"]:
         """One transformer layer."""
-        x = self.with_attention(x, w, tokens, attention)
+        x = save_for_backward(x + self.attend(x, w, tokens, attention))
         mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
         nx = rms_norm(x, mlp_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
@@ -175,10 +183,10 @@ class Llama:
         return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed
-    def with_attention(
+    def attend(
         self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention
     ) -> act["B/b L/c/t M"]:
-        """The first half of a layer: the residual stream after attention."""
+        """Output of the attention of a layer, which is added to the residual stream."""
         angles = tokens.shared
         attention_norm = shardops.all_gather("M/t/w -> M", w.attention_norm)
         nx = rms_norm(x, attention_norm, self.c.norm_epsilon)
@@ -194,7 +202,7 @@ class Llama:
         attended = save_for_backward(attention(q, k, v, self.mask))
         w_o = shardops.all_gather("K/t Q D M/w -> K/t Q D M", w.w_o)
         out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
-        return save_for_backward(x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out))
+        return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     def head_norm(self, heads: str, x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """RMSNorm of each head of queries or keys, of type `heads`; `x` itself without a weight."""
@@ -281,17 +289,15 @@ def cross_entropy(
 
 @typed
 def training_loss(
-    logits: act["B/b L/c V/t/p"],
-    targets: u32["B/b L/c"],
-    mask: bool_["B/b L/c"],
-    reference: act["B/b L/c V/t/p"] | None,
-    c: OptimizerConfig,
+    logits: act["B/b L/c V/t/p"], targets: Targets, c: OptimizerConfig
 ) -> f32["B/b L/c"]:
-    """Loss of each target that training minimizes; validation takes cross_entropy.
+    """Loss of each target that training minimizes; validation takes cross_entropy."""
+    return cross_entropy(logits, targets.ids, c.z_loss)
 
-    `reference` are the logits of the model of training.reference, if there is one.
-    """
-    return cross_entropy(logits, targets, c.z_loss)
+
+def validation_loss(logits: act["B/b L/c V/t/p"], targets: Targets) -> f32["B/b L/c"]:
+    """Loss of each target that validation reports."""
+    return cross_entropy(logits, targets.ids)
 
 
 @typed
@@ -303,80 +309,102 @@ def count_targets(batch: Batch) -> f32[""]:
 
 @typed
 def summed_loss(
-    w: W,
-    x: object,
-    targets: u32["B/b L/c"],
-    mask: bool_["B/b L/c"],
-    reference: act["B/b L/c V/t/p"] | None,
-    forward: Forward,
-    loss: Callable,
+    w: W, x: object, targets: Targets, model: LanguageModel, loss: Callable
 ) -> f32["+b +c"]:
-    """Sum of loss(logits, targets, …) over the targets that `mask` selects.
+    """Sum of loss(logits, targets) over the targets that count.
 
     `x` is the output of the last layer.
     """
-    loss = explicit_activation_checkpointing(loss, save=forward.training.save)
-    losses = loss(checked_logits(forward.model, w, x), targets, mask, reference)
+    losses = loss(checked_logits(model, w, x), targets)
     # Each device of t holds the same losses: there is no sum over t.
-    return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * mask)
+    return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * targets.counted)
 
 
-@dataclasses.dataclass(frozen=True)
-class MicrobatchLoss:
-    """Loss of microbatches side by side. A microbatch is a TokenBatch, and seeds or None.
+def head_loss(
+    w: W, x: object, batch: TokenBatch, *, forward: Forward, loss: Callable, count: f32[""]
+) -> f32[""]:
+    """Loss of a microbatch, from the output `x` of the last layer: the sum divided by `count`."""
+    loss = explicit_activation_checkpointing(loss, save=forward.training.save)
+    summed = functools.partial(summed_loss, model=forward.model, loss=loss)
+    read = outside_of_layers(forward.model.table, but="embedding")
+    total = sum_in_chunks(summed, forward.training.loss_chunk, read, w, x, Targets.of(batch))
+    return shardops.psum("+b +c ->", total) / count
 
-    It is the sum of loss(logits, targets, mask, logits of `reference`), divided by `targets`, the
-    number of targets in the whole batch. `reference` maps a TokenBatch to the logits of another
-    model.
+
+def microbatch_loss(
+    w: W,
+    batch: TokenBatch,
+    seeds: u32["B/b"] | None,
+    *,
+    forward: Forward,
+    head: Callable,
+    groups: int | None = None,
+) -> tuple[f32[""], LayerAux]:
+    """Loss of a microbatch, of which `head` computes the last part, and the LayerAux of its layers.
+
+    Losses of layers are averaged over `groups`, the number of microbatches; None leaves them out.
     """
+    tokens = forward.tokens(batch, seeds)
+    x = forward.model.embed(w, tokens)
+    x, _, aux = forward.layers(w.layers, x, tokens)
+    loss = head(w, x, batch)
+    if groups is not None and aux.loss is not None:
+        loss = loss + jnp.sum(aux.loss) / groups
+    return loss, aux
 
-    forward: Forward
-    loss: Callable = lambda logits, targets, *_: cross_entropy(logits, targets)
-    targets: Any = 1.0
-    reference: Callable | None = None
 
-    def __call__(self, w: W, *microbatches: Any) -> tuple[Any, LayerAux]:
-        """The sum of the losses, and the means of the layers' LayerAux."""
-        tokens = tuple(self.forward.tokens(*each) for each in microbatches)
+@typed
+def dropout_seeds(batch: Batch, step: i32[""], c: Config) -> u32["m B/b"] | None:
+    """A random number for each sequence of step `step`; None if the model drops nothing."""
+    if not getattr(c.model, "dropout", 0):
+        return None
+    key = jax.random.fold_in(jax.random.key(c.training.seed), step)
+    seeds = jax.random.bits(key, (c.training.microbatches, shardops.size("B")))
+    return shardops.shard("m B -> m B/b", seeds)
 
-        def heads(w: W, *xs: Any) -> list[Any]:
-            return [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
 
-        losses, _, aux = self.forward(w, tokens, heads)
-        return sum(losses[1:], losses[0]), aux
-
-    def head(self, w: W, x: Any, batch: TokenBatch, seeds: object) -> Any:
-        """The loss of a microbatch, from the output `x` of the last layer."""
-        summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
-        own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
-        given = own(batch.targets), own(batch.loss_mask), self.reference and self.reference(batch)
-        read = outside_of_layers(self.forward.model.table, but="embedding")
-        loss = sum_in_chunks(summed, self.forward.training.loss_chunk, read, w, x, *given)
-        return shardops.psum("+b +c ->", loss) / self.targets
+def zero_sum(w: jax.Array) -> jax.Array:
+    """The sum of no gradients of a weight, in f32 at least."""
+    return jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32))
 
 
 @typed
 def loss_and_gradients(
-    w: W,
-    batch: Batch,
-    c: Config,
-    forward: Forward,
-    seeds: u32["m B/b"] | None = None,
-    reference: Any = None,
+    w: W, batch: Batch, seeds: u32["m B/b"] | None, c: Config, forward: Forward
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
-    executor = stages.executor(c, forward.model)
-    # The executor adds up the gradients of its microbatches. With jax.grad around it all, each
-    # layer would reduce its gradients over r for each of them. So `prepare` is differentiated by
-    # itself: the executor's gradients are those of the prepared weights, and `vjp` turns their sum
-    # into gradients of `w`, reduced over r (and d) once per step. If no gradient is added up, each
-    # gather reduces its own over r instead, beside the backward pass of other layers.
-    prepared, vjp = jax.vjp(functools.partial(forward.prepare, once=executor.adds_up), w)
-    targets = count_targets(batch)
-    forward = dataclasses.replace(forward, targets=targets / c.training.microbatches)
-    loss = MicrobatchLoss(forward, rates.loss_of(c.optimizer, LOSSES), targets, reference)
-    total, g, layers = executor.gradients(loss, prepared, (batch, seeds))
-    (g,) = vjp(like_weights(g, prepared))
+    m, at_once = c.training.microbatches, c.training.side_by_side
+    count = count_targets(batch)
+    forward = dataclasses.replace(forward, target_count=count / m)
+    loss = rates.loss_of(c.optimizer, LOSSES)
+    head = functools.partial(head_loss, forward=forward, loss=loss, count=count)
+    adds_up = stages.has_stages() or m > at_once
+
+    def gatherable(w: W) -> W:
+        if adds_up and not forward.gathers_ahead:
+            w = shardops.replicate("... -> ... *r", w)  # its gradient is summed over r
+        return forward.gatherable(w)
+
+    # With jax.grad around the sum over microbatches, each layer would reduce its gradients over r
+    # for each of them. So `gatherable` is differentiated by itself: the gradients that are added up
+    # are those of its result, and `reduce` turns their sum into gradients of `w`, reduced over r
+    # (and d) once per step. If no gradient is added up, each gather reduces its own over r instead,
+    # beside the backward pass of other layers.
+    gathered, reduce = jax.vjp(gatherable, w)
+    if stages.has_stages():
+        total, g, layers = stages.run(c, forward, head, gathered, (batch, seeds), training=True)
+    else:
+        loss_of = functools.partial(microbatch_loss, groups=m // at_once)
+        loss_of, groups = side_by_side(loss_of, forward, head, (batch, seeds), at_once)
+
+        def add(sums: tuple, group: tuple) -> tuple:
+            (loss, aux), g = jax.value_and_grad(loss_of, has_aux=True)(gathered, *group)
+            return jax.tree.map(jnp.add, sums, (loss, g)), aux.metrics
+
+        zeros = jax.tree.map(zero_sum, gathered)
+        (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), groups)
+        layers = LayerMetrics.of_microbatches(metrics, c.model.layers)
+    (g,) = reduce(like_weights(g, gathered))
     return total, g, layers
 
 
@@ -497,41 +525,26 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 
 
 def make_training_step(c: Config, model: LanguageModel):
-    """The jitted training step: (state, batch, step, w_reference) -> (state, metrics).
+    """The jitted training step: (state, batch, step) -> (state, metrics).
 
     It donates the state.
     """
     forward = Forward(model, c.training, softmax_attention, in_training=True)
-    of_reference = Forward(reference.model_of(c) or model, c.training, softmax_attention)
-    Trained = State[model.Weights]
-    Reference = shardtypes.Separate[of_reference.model.Weights]
     updates = rates.updates_of(c.optimizer, model, OPTIMIZERS)
+    Trained = State[model.Weights]
 
+    @functools.partial(jax.jit, donate_argnums=0)
+    @compute_scope(c.training.compute_dtype)
     @typed_shard_map
-    def per_device(
-        state: Of[Trained],
-        batch: Batch,
-        step: i32[""],
-        seeds: u32["m B/b"] | None,
-        w_reference: Of[Reference] | None,
+    def training_step(
+        state: Of[Trained], batch: Batch, step: i32[""]
     ) -> tuple[Of[Trained], Metrics]:
-        logits_of = w_reference and reference.logits_of(of_reference, w_reference)
-        loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds, logits_of)
+        seeds = dropout_seeds(batch, step, c)
+        loss, g, layers = loss_and_gradients(state.weights, batch, seeds, c, forward)
         new, grad_norm, rate = update_state(state, checkpoint_name(g, "gradient"), step, c, updates)
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def training_step(
-        state: State, batch: Batch, step: jax.Array, w_reference: object = None
-    ) -> tuple[State, Metrics]:
-        key = jax.random.fold_in(jax.random.key(c.training.seed), step)
-        seeds = None
-        if getattr(c.model, "dropout", 0):
-            seeds = jax.random.bits(key, batch.targets.shape[:2])
-        with compute_scope(c.training.compute_dtype):
-            return per_device(state, batch, step, seeds, w_reference)
 
     return training_step
 
@@ -541,16 +554,22 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     forward = Forward(model, c.training, softmax_attention)
     Weights = model.Weights
 
-    @typed_shard_map
-    def per_device(w: Of[Weights], batch: Batch) -> tuple[f32[""], f32[""]]:
-        executor = stages.executor(c, model)
-        total = executor.loss(MicrobatchLoss(forward), forward.prepare(w), (batch, None))
-        return total, count_targets(batch)
-
     @functools.partial(jax.jit, compiler_options=options)
-    def evaluation_step(w: object, batch: Batch):
-        with compute_scope(c.training.compute_dtype):
-            return per_device(w, batch)
+    @compute_scope(c.training.compute_dtype)
+    @typed_shard_map
+    def evaluation_step(w: Of[Weights], batch: Batch) -> tuple[f32[""], f32[""]]:
+        gathered = forward.gatherable(w)
+        head = functools.partial(head_loss, forward=forward, loss=validation_loss, count=1.0)
+
+        def add(total: jax.Array, microbatch: TokenBatch) -> tuple[jax.Array, None]:
+            loss, _ = microbatch_loss(gathered, microbatch, None, forward=forward, head=head)
+            return total + loss, None
+
+        if stages.has_stages():
+            total, _, _ = stages.run(c, forward, head, gathered, (batch, None), training=False)
+        else:
+            total, _ = lax.scan(add, jnp.zeros(()), batch)
+        return total, count_targets(batch)
 
     return evaluation_step
 
@@ -580,8 +599,8 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         state = run.begin()  # of the last checkpoint, or of init_state
         if run.is_over:  # resumed after its last step
             return run.end()
-        c, t = run.c, run.c.training  # with the changes until here
-        texts = TrainingTexts(c, run)  # samples, and the tasks of training.evals
+        training = run.c.training  # with the changes until here
+        texts = TrainingTexts(run.c, run)  # samples, and the tasks of training.evals
         # Both steps compute on this mesh what they compute on one device, and no token sees a later
         # one; and what has another form on this platform, such as attention, computes the same.
         run.prove()
@@ -591,12 +610,13 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         texts.write(state.weights)
         for step, batch in run.steps():
             run.log_statistics(step, state, batch)  # every training.microscope_interval steps
-            state, metrics = training_step(state, batch, np.int32(step), run.reference)
+            state, metrics = training_step(state, batch, np.int32(step))
             run.log(step, metrics)  # reads those of the step before, so that devices never wait
             texts.write(state.weights)  # if training.sample_interval or evals_interval is due
-            if run.due(t.eval_interval, t.eval_epochs):
+            if run.due(training.eval_interval, training.eval_epochs):
                 run.validate(evaluation_step, state.weights, state.average)
-            if run.due(t.checkpoint_interval) or run.due(t.export_interval) or run.stopped_by:
+            saves = run.due(training.checkpoint_interval) or run.due(training.export_interval)
+            if saves or run.stopped_by:
                 # After the log of these steps, which a run resumed from here does not write again.
                 run.save(state)
         return run.end()

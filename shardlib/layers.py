@@ -67,6 +67,13 @@ class LayerAux:
             lambda *values: sum(values) / len(values), *aux
         )
 
+    def total(self, microbatches: int) -> Any:
+        """What the layers, of which this is the stack, add to the loss of one of the microbatches.
+
+        Their losses are averaged over microbatches. None if they have none.
+        """
+        return None if self.loss is None else jnp.sum(self.loss) / microbatches
+
 
 def split_aux(result: Any) -> tuple[Any, LayerAux]:
     """Splits the result of a layer into x and its LayerAux."""
@@ -98,6 +105,15 @@ class LayerMetrics:
         of_rows = jnp.stack([take_largest(metrics[name]) for name in names])
         values = jnp.zeros((len(names), layers), jnp.float32)
         return cls(values.at[:, rows].add(of_rows), names)
+
+    @classmethod
+    def of_microbatches(cls, metrics: dict[str, jax.Array], layers: int) -> Any:
+        """Metrics of all layers, averaged over microbatches; None without metrics.
+
+        `metrics` has a value or a vector for each microbatch and layer.
+        """
+        means = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+        return cls.of_rows(means, jnp.arange(layers), layers)
 
     def by_name(self) -> dict[str, jax.Array]:
         """Returns each metric as a vector over the layers."""

@@ -30,6 +30,10 @@ STAGES = (
 regions."""
 
 
+LOGITS, TARGETS = "logits of the model", "targets of the loss"
+"""Names of the logits and of what they are to predict, in a step's loss."""
+GIVEN = "given to the loss"
+"""Name of what a loss reads besides logits and targets."""
 LAYER_NUMBERS = "numbers of the layers"
 """Name of the value that identifies the layers: a stage runs some of them, and no other ids may
 replace these."""

@@ -274,7 +274,7 @@ class _Executor:
     def _stage(self, stack: object, x: Any, i: jax.Array, k: jax.Array) -> tuple:
         """What `StageBackward` differentiates."""
         y, aux = self._layers(stack, x, i, k)
-        return (y, _loss_of_layers(aux, self._count)), aux.metrics
+        return (y, aux.total(self._count)), aux.metrics
 
     # -- tasks of this device alone
 
@@ -537,7 +537,7 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
         aux = jax.tree.map(lambda *parts: lax.concatenate(parts, 0), *found)
         with pipeline_stage():
             total = loss.last(w, jax.tree.map(_apart, x), *microbatch)
-        extra = _loss_of_layers(aux, count) if training else None
+        extra = aux.total(count) if training else None
         return total if extra is None else total + extra, aux.metrics
 
     if not training:
@@ -548,22 +548,14 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
         total, _ = lax.scan(add_loss, jnp.zeros(()), microbatches)
         return _of_stages("+p", _share(total)), None, None
 
-    def add(sums, group):
-        microbatch = jax.tree.map(lambda x: x[0], group)
+    def add(sums, microbatch):
         (value, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w, microbatch)
         return jax.tree.map(jnp.add, sums, (value, g)), metrics
 
-    groups = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[1:]), microbatches)
-    (total, g), metrics = lax.scan(add, (jnp.zeros(()), _accumulators(w)), groups)
-    metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
-    metrics = LayerMetrics.of_rows(metrics, jnp.arange(layers), layers)
+    (total, g), metrics = lax.scan(add, (jnp.zeros(()), _accumulators(w)), microbatches)
+    metrics = LayerMetrics.of_microbatches(metrics, layers)
     metrics = jax.tree.map(lambda x: _of_stages("N depth +p", _share(x)), metrics)
     return _of_stages("+p", _share(total)), g, metrics
-
-
-def _loss_of_layers(aux: Any, count: int) -> jax.Array | None:
-    """What the layers add to the loss of one of `count` microbatches; None if they add nothing."""
-    return None if aux.loss is None else jnp.sum(aux.loss) / count
 
 
 def _of_stages(spec: str, x: jax.Array) -> Any:

@@ -19,19 +19,19 @@ def sgd(state, g, step, rate, c, updates):
     return dataclasses.replace(state, weights=jax.tree.map(move, updates, state.weights, g))
 
 
-def halved(logits, targets, mask, reference, c):
+def halved(logits, targets, c):
     """Half of the cross-entropy."""
-    return 0.5 * train.cross_entropy(logits, targets)
+    return 0.5 * train.cross_entropy(logits, targets.ids)
 
 
-def mixes_sequences(logits, targets, mask, reference, c):
+def mixes_sequences(logits, targets, c):
     """Compares targets with the logits of another sequence."""
-    return train.cross_entropy(logits[::-1], targets)
+    return train.cross_entropy(logits[::-1], targets.ids)
 
 
-def by_machine(logits, targets, mask, reference, c):
+def by_machine(logits, targets, c):
     """Asks JAX for the number of devices, which is the same in a trace for any mesh."""
-    return train.cross_entropy(logits, targets) * jax.device_count()
+    return train.cross_entropy(logits, targets.ids) * jax.device_count()
 
 
 @functools.cache
@@ -39,9 +39,9 @@ def devices_of_the_first_trace():
     return shardops.axis_size("d")
 
 
-def by_first_trace(logits, targets, mask, reference, c):
+def by_first_trace(logits, targets, c):
     """Remembers the mesh of its first trace."""
-    return train.cross_entropy(logits, targets) * (1.0 + devices_of_the_first_trace())
+    return train.cross_entropy(logits, targets.ids) * (1.0 + devices_of_the_first_trace())
 
 
 def tracker(module, facts):

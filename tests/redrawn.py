@@ -29,7 +29,7 @@ def redrawn(forward, w, prompts, drawn, s: Sampling, context: int) -> list[list[
     is_start[:, 0] = True
 
     def logits(w: forward.model.Weights, batch: TokenBatch) -> f32["B/r/d L V/t"]:
-        return forward(forward.prepare(w), (forward.tokens(batch),), forward.model.logits)[0]
+        return forward.logits(forward.gatherable(w), forward.tokens(batch))
 
     batch = tiny.place(TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=is_start), TokenBatch)
     scaled = np.asarray(tiny.per_device(logits)(w, batch)) / (s.temperature or 1)

@@ -88,12 +88,12 @@ def at_rest(w):
 def logits(w, batch: TokenBatch, c: Config):
     """Logits of a batch, as a run of `c` computes them. Per-device code."""
     run = forward(c)
-    return run(run.prepare(w), (run.tokens(batch),), run.model.logits)[0]
+    return run.logits(run.gatherable(w), run.tokens(batch))
 
 
 def loss_and_gradients(w, batch: train.Batch, c: Config, seeds=None):
     """Mean loss and gradients of the batch of a step, as a run of `c` computes them. Per-device code."""
-    return train.loss_and_gradients(w, batch, c, forward(c), seeds)[:2]
+    return train.loss_and_gradients(w, batch, seeds, c, forward(c))[:2]
 
 
 def state(c: Config, seed: int = 0) -> train.State:

@@ -8,6 +8,7 @@ docs/soundness.md.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -33,6 +34,7 @@ from shardlib.equations import (
     split_while,
     words,
 )
+from shardlib.marks import LOGITS, TARGETS
 from shardlib.proof import reach
 from shardlib.proof.equation import Equation
 from shardlib.proof.reach import LATER, NONE, Reach
@@ -40,11 +42,6 @@ from shardlib.proof.reach_moves import rows_added
 from shardlib.proof.reach_rules import anything, apply
 from shardlib.proof.reach_slots import is_in, of_sorted, together
 
-LOGITS, TARGETS = "causality: logits", "causality: targets"
-"""Names (jax.ad_checkpoint.checkpoint_name) of the values that are proved, and of what the loss is
-to predict."""
-GIVEN = "causality: given"
-"""Name of what a loss receives besides logits and targets; it counts as neither."""
 FORM = (kinds("view") | words("convert_element_type copy pad slice")) - {"transpose"}
 """Primitives that JAX adds or leaves out depending on the sizes of dims."""
 MET = np.int32(2**29)
@@ -85,6 +82,8 @@ def find_later(
     named, is_forward = interpreter.named, interpreter.is_forward
     if not named[LOGITS] and result.shape[:2] != seen.shape:
         return "the loss: it receives no logits"
+    if named[LOGITS] and not named[TARGETS]:
+        return "the loss: it receives no targets"
     for name, found in {**named, LOGITS: named[LOGITS] or [result]}.items():
         parts, row = [], 0
         for x in found:
@@ -213,9 +212,7 @@ class Interpreter:
             if (mark.label if mark else label) in self.free:
                 return [reach.ordinary(reach.unknown(x.shape, x.number.dtype)) for x in ins]
         if marks.is_region(eq.eqn) and (rule := _region_rule(self._entered)):
-            return self._worked(
-                eq, ins, lambda eqn, ins: [rule(eqn, *ins) or anything(eqn, ins)[0]]
-            )
+            return self._worked(eq, ins, functools.partial(_in_region, rule))
         if body := called(eq.eqn):
             return self.run(body, ins, eq)
         if name in ("scan", "while", "cond"):
@@ -398,11 +395,22 @@ def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
     return False
 
 
-def _region_rule(label: str) -> Callable | None:
-    """The rule for shardops that mark their code as per-device; they treat each row separately."""
+def _region_rule(label: str) -> tuple[Callable, int] | None:
+    """The rule for shardops that mark their code as per-device, and its number of operands.
+
+    They treat each row separately.
+    """
     if label.startswith("products of rows by ids"):
-        return _products_of_rows
-    return _sums_of_rows if " are added by their ids" in label else None
+        return _products_of_rows, 3
+    return (_sums_of_rows, 2) if " are added by their ids" in label else None
+
+
+def _in_region(rule: tuple[Callable, int], eqn: Eqn, ins: list[Reach]) -> list[Reach]:
+    """Applies a rule of `_region_rule`. In a gradient, JAX passes constants after the operands."""
+    of_operands, count = rule
+    if any((x.last >= 0).any() for x in ins[count:]):
+        return anything(eqn, ins)
+    return [of_operands(eqn, *ins[:count]) or anything(eqn, ins)[0]]
 
 
 def _products_of_rows(eqn: Eqn, rows: Reach, ids: Reach, matrices: Reach) -> Reach:

@@ -54,7 +54,7 @@ REPEATED = (
 STAGES = (
     ("a pipeline stage", "one device"),
     "undo it, or change both: stages run the parts of a microbatch that run/stages.py names, one "
-    "device runs `Forward` and `InTurn`",
+    "device runs `microbatch_loss`",
     REPEATED,
 )
 LACKING = ("this mesh", "one device"), OF_AXES, OF_AXES

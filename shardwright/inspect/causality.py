@@ -11,9 +11,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from shardlib.axes import OPTIONAL, PIPELINE_AXIS
+from shardlib.marks import GIVEN
 from shardlib.places import place as place_at
 from shardlib.places import users_call
-from shardlib.proof.causality import GIVEN, find_later, operations, tokens
+from shardlib.proof.causality import find_later, operations, tokens
 from shardlib.proof.check import Finding, on_one_device
 from shardlib.proof.lengths import compared
 from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, made, reshaped, unknown
@@ -38,7 +39,7 @@ REMEDIES = {
     "another sequence": "keep sequences separate: take means, norms and choices over dims other than B",
     "in an earlier document": "leave out what comes from another document: attend by masks.same_document, set it to 0 "
     "by tokens.document or tokens.positions, or set training.document_mask=false",
-    "receives no logits": "compute the loss by MicrobatchLoss.loss, of logits and targets, as train.py does",
+    "receives no": "compute the loss of checked_logits and of Targets, as summed_loss in train.py does",
     "meets the logits": "compute the loss of a target from the logits of its own position, or of an earlier one",
     "is to predict the token": "give the loss of each position its own target, batch.targets at that position",
     ": (dot_general|reduce_max|select_n|while|scan): ": "leave later positions out of what is taken together: give "
@@ -63,8 +64,8 @@ def remedied(problem: str, form: str) -> Finding:
 def check_causal(step: Step, source: Any = None, context: int | None = None) -> str:
     """Raises if the logits of a model depend on a later token of the document, or on another document or sequence.
 
-    The losses of evaluation and training of one microbatch are traced for one device, and not run; with pipeline stages
-    also in the parts that stages run. In sampling, the forward pass is traced.
+    The evaluation and the training step of one microbatch are traced for one device, and not run; what their losses
+    depend on is checked. In sampling, the forward pass is traced.
 
     Args:
         step: a step of a run, or of its model.
@@ -115,14 +116,14 @@ def _findings(checked: list[Step]) -> Iterator[Finding]:
                 )
                 return
     for step in checked:
-        is_of_texts, mesh = step.name == "logits", on_one_device(step.mesh, OPTIONAL)
-        # einsum is checked; attention_calls.check_paths compares other implementations with it.
-        one = step.other("einsum attention", name=step.name if is_of_texts else f"{step.name} loss", mesh=mesh)
-        parts = [one.other("in parts")] if PIPELINE_AXIS in step.mesh.shape and not is_of_texts else []
-        for program in (one, *parts):
-            if found := list(_of_program(program)):
-                yield from found
-                return
+        name = step.name if step.name == "logits" else f"{step.name} loss"
+        # einsum is checked; attention_calls.check_paths compares other implementations with it. With p, the parts of
+        # the loss are run as stages run them, one after the other.
+        forms = ["einsum attention", *(["layers in order"] if PIPELINE_AXIS in step.mesh.shape else [])]
+        mesh = on_one_device(step.mesh, {*OPTIONAL} - {PIPELINE_AXIS})
+        if found := list(_of_program(step.other(*forms, name=name, mesh=mesh))):
+            yield from found
+            return
 
 
 def _of_program(step: Step) -> Iterator[Finding]:

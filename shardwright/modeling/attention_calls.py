@@ -72,7 +72,7 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
     @typed_shard_map
     def per_device(w: Of[model.Weights], batch: TokenBatch, seeds: u32["B/b"] | None) -> f32[""]:
         with pipeline_stage():
-            layers(forward.prepare(w), forward.tokens(batch, seeds).prepared(model))
+            layers(forward.gatherable(w), forward.tokens(batch, seeds).prepared(model))
         return jnp.zeros(())
 
     def layers(w: Any, tokens: Tokens) -> None:

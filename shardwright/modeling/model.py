@@ -4,11 +4,12 @@ A model's module has two parts: `ModelConfig`, the dataclass of its settings, an
 trainer handles the loop over layers, checkpointing, stages and caches.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Protocol, Self
 
@@ -19,20 +20,23 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops
 from shardlib.array_types import arrays_in
+from shardlib.marks import GIVEN, LOGITS, TARGETS
 from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
 from shardlib.values import devices_along, mesh_axes
 from shardwright.modeling.masks import Positions
-from shardwright.modeling.weights import WeightType, act  # noqa: F401 (others import `act` from here)
+from shardwright.modeling.weights import WeightType, act
 from shardwright.trainer import trainer_name
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 """The dtype for each value of `training.compute_dtype`."""
 
 
-def compute_scope(name: str) -> Scope:
-    """Context in which `act`, the compute dtype, is COMPUTE_DTYPES[name]."""
-    return Scope(act=COMPUTE_DTYPES[name])
+@contextlib.contextmanager
+def compute_scope(name: str) -> Iterator[None]:
+    """Context, or decorator of a function, in which `act`, the compute dtype, is COMPUTE_DTYPES[name]."""
+    with Scope(act=COMPUTE_DTYPES[name]):
+        yield
 
 
 @pytree_dataclass
@@ -62,9 +66,9 @@ class Tokens:
     """True if each sequence is one document, without a document mask."""
     training: bool = dataclasses.field(default=False, metadata={"static": True})
     """True in a training step, where experts may drop tokens."""
-    counts: bool_["B/b L/c"] | None = None
+    counted: bool_["B/b L/c"] | None = None
     """True where the target after a token counts in the loss; padding does not. None: all count."""
-    targets: f32[""] | None = None
+    target_count: f32[""] | None = None
     """Number of targets that count in a microbatch, averaged over the step. A loss or metric of a layer divides its sum
     by it. None: all targets of this microbatch."""
 
@@ -130,6 +134,35 @@ class Tokens:
         return dataclasses.replace(self, keys=keys, layer=index, index_in_period=index_in_period)
 
 
+@pytree_dataclass
+class Targets:
+    """What the losses of a microbatch are computed from, besides logits, on each device."""
+
+    ids: u32["B/b L/c"]
+    """Token ids to predict."""
+    counted: bool_["B/b L/c"]
+    """True where the loss counts; padding does not."""
+    inputs: u32["B/b L/c inputs"] | None = None
+    """Further values of each target in the dataset, in the order of Model.inputs."""
+    reference: act["B/b L/c V/t/p"] | None = None
+    """Logits of another model, which a recipe may add."""
+
+    @classmethod
+    def of(cls, batch: Any, reference: jax.Array | None = None) -> Self:
+        """The targets of a TokenBatch. Per-device code.
+
+        The names that they get tell the proof of causality what a loss reads: logits that know a target must not
+        meet it.
+        """
+        own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
+        ids = checkpoint_name(own(batch.targets), TARGETS)
+        inputs = batch.inputs
+        if inputs is not None:
+            inputs = shardops.shard("B/b L inputs -> B/b L/c inputs", inputs)
+        given = own(batch.loss_mask), inputs, reference
+        return cls(ids, *jax.tree.map(lambda x: checkpoint_name(x, GIVEN), given))
+
+
 class LanguageModel(Protocol):
     """The parts of a model. `Model(c)` creates one from its ModelConfig. The methods are per-device code.
 
@@ -178,8 +211,6 @@ def inputs_of(model: LanguageModel) -> tuple[str, ...]:
 
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "check")
 """Settings that train.py and the tools read from any ModelConfig."""
-OUTPUT = "logits of the model"
-"""Name of the logits in a traced step, which nothing saves."""
 PARTS = ("Weights", "embed", "layer", "logits")
 """Parts that each Model has besides `c` and `table`."""
 SHIPPED = ("gpt2", "moe", "family")
@@ -243,7 +274,7 @@ def load_model(c: Any) -> LanguageModel:
 
 def checked_logits(model: LanguageModel, w: object, x: object) -> Any:
     """Runs model.logits(w, x). Raises ValueError unless there are model.vocab token ids. Per-device code."""
-    logits = checkpoint_name(model.logits(w, x), OUTPUT)
+    logits = checkpoint_name(model.logits(w, x), LOGITS)
     vocab = logits.shape[-1] * devices_along(("t", "p"))
     if vocab != model.c.vocab:
         raise ValueError(

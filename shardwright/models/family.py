@@ -224,15 +224,13 @@ class Model:
     @typed
     def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """One transformer layer."""
-        x = self.with_attention(x, w, tokens, attention)
+        x = save_for_backward(x + self.attend(x, w, tokens, attention))
         out = gated_mlp(self.normed(x, w.mlp_norm), w.w_gate, w.w_up, w.w_down, self.c.activation)
         return x + self.normed(out, w.mlp_out_norm)
 
     @typed
-    def with_attention(
-        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
-    ) -> act["B/b L/c/t M"]:
-        """The first half of a layer: the residual stream after attention."""
+    def attend(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
+        """Output of the attention of a layer, which is added to the residual stream."""
         every, at, queries, keys = self.c.no_rope_every, "B/b L/c", "K/t Q D", "K/t D"
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.attention_norm))
         angles = tokens.shared[self.window_at(tokens.index_in_period) is not None]
@@ -265,7 +263,7 @@ class Model:
         if w.b_o is not None:
             b_o = shardops.all_gather("M/t/w -> M", w.b_o)
             out = out + shardops.broadcast("M -> B/b L/c/t M", b_o)
-        return save_for_backward(x + self.normed(out, w.attention_out_norm))
+        return self.normed(out, w.attention_out_norm)
 
     def head_norm(self, heads: str, x: jax.Array, weight: Any, of_all: Any = None) -> jax.Array:
         """RMSNorm of each head of queries or keys by `weight`, or of all together by `of_all`, if it has the weight."""

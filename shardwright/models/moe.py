@@ -375,21 +375,22 @@ class Model(family.Model):
         self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
     ) -> tuple[act["B/b L/c/t M"], LayerAux]:
         """One transformer layer. Matmuls of experts are not in FP8."""
-        x, c = self.with_attention(x, w, tokens, attention), self.c
+        c = self.c
+        x = save_for_backward(x + self.attend(x, w, tokens, attention))
         nx = self.normed(x, w.mlp_norm)
         routing: Routing = route(nx, w, c)
-        counts = jnp.ones_like(tokens.ids, bool) if tokens.counts is None else tokens.counts
-        counts = shardops.shard("B/b L/c -> B/b L/c/t", counts)
+        counted = jnp.ones_like(tokens.ids, bool) if tokens.counted is None else tokens.counted
+        counted = shardops.shard("B/b L/c -> B/b L/c/t", counted)
         rows, length = shardops.size("B"), shardops.size("L")
         pooled, slots = (c, c.slots(length)) if tokens.training else c.without_drops(rows, length, self.in_pools)
         if slots is None:
             out, filled = everywhere(nx, routing, w, c), None
         else:
-            out, filled = in_slots(nx, routing, counts, w, slots, pooled)
+            out, filled = in_slots(nx, routing, counted, w, slots, pooled)
         filled = filled if tokens.training else None
         if c.shared_experts:
             out = out + family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, c.activation)
-        return x + self.normed(out, w.mlp_out_norm), aux_of(routing, filled, counts, tokens.targets, w, c)
+        return x + self.normed(out, w.mlp_out_norm), aux_of(routing, filled, counted, tokens.target_count, w, c)
 
     def check_paths(self, options: dict | None = None) -> None:
         """Compares, on arbitrary values, a layer of validation with experts in pools and with each on all tokens.

@@ -18,6 +18,7 @@ from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.config import Config, check_divides
 from shardwright.run.report import log
 from shardwright.run.resuming import config_of, saved_config
+from shardwright.run.spec import StepSpec
 from shardwright.run.stores import agreed
 
 
@@ -65,26 +66,43 @@ def check_paths_with_reference(step: Any, options: dict[str, Any]) -> None:
         check_paths(dataclasses.replace(step, model=model, _known={}), options)
 
 
-def weights_of(c: Config) -> Any:
-    """Returns the shapes of the weights of training.reference; None without one."""
-    return (model := model_of(c)) and shapes_of(model.table)
+def weights_of(c: Config, spec: StepSpec) -> tuple:
+    """The arguments that a training step takes after its step number, as shapes: the weights of training.reference.
+
+    Empty without a reference. Raises ValueError if there is one, and the step of `spec` takes none.
+    """
+    if (model := model_of(c)) is None:
+        return ()
+    if not spec.takes_reference:
+        raise ValueError(
+            f"training.reference is {c.training.reference}, and {spec.module} trains without a reference: apply one of "
+            "docs/recipes/distillation.patch and dpo.patch, or leave it out."
+        )
+    return (shapes_of(model.table),)
+
+
+def forward_of(c: Config, einsum: Callable[..., Any]) -> Forward:
+    """The forward pass of the model of training.reference. Raises ValueError without one, or as model_of."""
+    if (model := model_of(c)) is None:
+        raise ValueError("this train.py compares with another model: set training.reference to a checkpoint of it.")
+    return Forward(model, c.training, einsum)
 
 
 def logits_of(forward: Forward, w: object) -> Callable[[Any], Any]:
     """Makes a function from a TokenBatch to the logits of the reference with weights `w` at rest. Per-device code."""
-    copies = scope(forward.prepare)(w)  # in separate scopes, because its dims have other sizes
-    return scope(lambda batch: forward(copies, (forward.tokens(batch),), forward.model.logits)[0])
+    copies = scope(forward.gatherable)(w)  # in separate scopes, because its dims have other sizes
+    return scope(lambda batch: forward.logits(copies, forward.tokens(batch)))
 
 
-def read_reference(c: Config) -> Any:
-    """Reads the weights of training.reference, sharded as at rest on the current mesh; None without one."""
-    path, shapes = c.training.reference, weights_of(c)
-    if path is None or shapes is None:
-        return None
-    checkpoints, step = find_checkpoint(path, _manifest(path)[0])
-    log(f"reference  {path}, after {step} steps; it is not trained")
-    with checkpoints:
-        return checkpoints.restore(step, {"weights": sharded(type(shapes), shapes)})["weights"]
+def read_reference(c: Config, spec: StepSpec) -> tuple:
+    """Reads what `weights_of` describes, sharded as at rest on the current mesh."""
+    path, weights = str(c.training.reference), []
+    for shapes in weights_of(c, spec):
+        checkpoints, step = find_checkpoint(path, _manifest(path)[0])
+        log(f"reference  {path}, after {step} steps; it is not trained")
+        with checkpoints:
+            weights.append(checkpoints.restore(step, {"weights": sharded(type(shapes), shapes)})["weights"])
+    return tuple(weights)
 
 
 def reference_record(c: Config) -> dict[str, Any] | None:

@@ -45,7 +45,7 @@ class Run(Schedule):
 
     Attributes:
         options: compiler options that the installed XLA knows.
-        reference: the weights of training.reference, or None.
+        reference: further arguments of the training step: (weights of training.reference,) or ().
         stopped_by: name of the signal that requested a stop; None without one.
 
     Raises:
@@ -83,7 +83,7 @@ class Run(Schedule):
             state = keeper.state(start, self.step, self.spec.State)
         for step, why in keeper.damaged.items():
             log(f"WARNING    the checkpoint of step {step} is not used: {why}")
-        self.reference = read_reference(self.c)
+        self.reference = read_reference(self.c, self.spec)
         agreed(lambda: keeper.clean(self.start, self.is_over) if jax.process_index() == 0 else None)
         self.options = introduce(self, planned, keeper.source_differs)
         about = self._journal.begin(skips, keeper.damaged)
@@ -167,7 +167,7 @@ class Run(Schedule):
         """Logs activation and gradient statistics, the event `microscope`, before a step is dispatched, if due."""
         interval = self.c.training.microscope_interval
         if interval is not None and step % interval == 0:
-            look = lambda: self._microscope.collect(state, batch, np.int32(step), self.reference)
+            look = lambda: self._microscope.collect(state, batch, np.int32(step), *self.reference)
             self._journal.log.log_event(step, "microscope", look, before=True)
 
     @functools.cached_property

@@ -23,6 +23,7 @@ class StepSpec:
         init_state: (key, config, model) -> state.
         make_training_step: (config, model) -> the jitted training step.
         make_evaluation_step: (config, model, compiler options) -> the jitted evaluation step.
+        takes_reference: True if the training step takes the weights of training.reference as its last argument.
     """
 
     State: Any
@@ -33,6 +34,7 @@ class StepSpec:
     init_state: Callable[..., Any]
     make_training_step: Callable[..., Any]
     make_evaluation_step: Callable[..., Any]
+    takes_reference: bool = False
 
     @property
     def module(self) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.axes import AXES
@@ -27,14 +29,14 @@ from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.reference import weights_of
 from shardwright.run.spec import StepSpec, load_spec
-from shardwright.run.stages import IN_ORDER, LOSS, LOSS_IN_PARTS
+from shardwright.run.stages import IN_ORDER
 
 NAMES = "training", "evaluation", "start"
 """Programs of a run: make_training_step, make_evaluation_step and init_state of train.py."""
 READ = ("model", "optimizer", "training", "pipeline", "mesh")
 """Sections of the settings that a program may read: those of provenance.read_by, and the mesh."""
-OF_MICROBATCH = "training loss", "evaluation loss", "logits"
-"""The steps with only the loss that they compute, and the forward pass over texts."""
+LOSSES = "training loss", "evaluation loss"
+"""What of these programs computes the loss of a microbatch."""
 _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "save": "marked", "unroll": 1}
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
@@ -47,8 +49,6 @@ FORMS: dict[str, Mapping[str, Any]] = {
     "document mask": {"training.document_mask": True},
     # With the attention for these devices, and without FP8, where a text depends on others in its batch.
     "for texts": {"training.attention": "auto", "training.fp8": False},
-    # The loss of a microbatch, computed in the parts that stages run.
-    "in parts": {},
     # Weights gathered once per step, as `auto` does on one device.
     "gathered ahead": {"training.gather_weights": "step"},
     # With stages, each device runs all layers in layer order instead of following the schedule.
@@ -82,7 +82,7 @@ class Step:
         model: the model of c.model.
         mesh: the mesh to trace on, of devices or abstract.
         spec: the parts of the training program.
-        name: one of NAMES or OF_MICROBATCH.
+        name: one of NAMES or LOSSES, or "logits", the forward pass over texts.
         forms: keys of FORMS that are applied, and its size if that differs; empty: as the run executes it.
         planned: sizes of the mesh for which it chooses the fast implementation.
     """
@@ -169,8 +169,8 @@ class Step:
         mesh = dataclasses.replace(self.c.mesh, **{axis: sizes[axis] for axis in AXES})
         unread = {section: _Unread(section) for section in vars(self.c) if section not in READ}
         c, model, spec = dataclasses.replace(self.c, mesh=mesh, **unread), self.model, self.spec
-        is_loss, name = self.name in OF_MICROBATCH[:2], self.name.removesuffix(" loss")
-        c = _of_loss(c, self.name, "in parts" in self.forms) if is_loss else c
+        name = self.name.removesuffix(" loss")
+        c = _of_microbatch(c, name) if self.name in LOSSES else c
         of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
         state: Any = self.state if name in ("training", "evaluation") else None
         with tracing(self.mesh, self.planned or self.mesh.shape) as types, of_kernels as rules:
@@ -181,9 +181,9 @@ class Step:
                 return start.trace(jax.eval_shape(jax.random.key, 0)), types, rules
             if name == "evaluation":
                 return spec.make_evaluation_step(c, model).trace(state.weights, self.batch(c)), types, rules
-            reference = (shapes := weights_of(c)) and sharded(type(shapes), shapes)
+            reference = [sharded(type(shapes), shapes) for shapes in weights_of(c, spec)]
             step = spec.make_training_step(c, model)
-            return step.trace(state, self.batch(c), np.int32(0), reference), types, rules
+            return step.trace(state, self.batch(c), np.int32(0), *reference), types, rules
 
     @property
     def traced(self) -> jax.stages.Traced:
@@ -193,7 +193,16 @@ class Step:
     @property
     def jaxpr(self) -> Any:
         """The program, with its source lines, a ClosedJaxpr."""
-        return self.traced.jaxpr
+        return self._loss if self.name in LOSSES else self.traced.jaxpr
+
+    @functools.cached_property
+    def _loss(self) -> ClosedJaxpr:
+        """The equations of the traced program on which its loss depends."""
+        info = self.traced.out_info
+        loss = info[1].loss if self.name == "training loss" else info[0]
+        program, used = self.traced.jaxpr, [x is loss for x in jax.tree.leaves(info)]
+        with tracing(self.mesh, self.planned or self.mesh.shape):
+            return ClosedJaxpr(dce_jaxpr(program.jaxpr, used, instantiate=True)[0], program.consts)
 
     @property
     def types(self) -> list[list[ShapeSpec]]:
@@ -241,20 +250,19 @@ def _trace_logits(step: Step) -> jax.stages.Traced:
 
     @typed_shard_map
     def logits(w: Of[model.Weights], microbatch: Of[Microbatch]) -> act["B/b L V/t/p"]:
-        return forward(forward.prepare(w), (forward.tokens(*microbatch),), model.logits)[0]
+        return forward.logits(forward.gatherable(w), forward.tokens(*microbatch))
 
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), step.batch())
     with compute_scope(step.c.training.compute_dtype):
         return jax.jit(logits).trace(shapes_of(model.table), (batch, None))
 
 
-def _of_loss(c: Config, name: str, in_parts: bool) -> Config:
-    """The settings of a step `name` that only computes the loss of the microbatches that run side by side."""
-    t, schedule = c.training, LOSS_IN_PARTS if in_parts else LOSS
-    count = min(2, t.side_by_side) if name == "training loss" else 1  # enough to see that one reads another
+def _of_microbatch(c: Config, name: str) -> Config:
+    """The settings of a step `name` of one microbatch, or of two that run side by side."""
+    t = c.training
+    count = min(2, t.side_by_side) if name == "training" else 1  # enough to see that one reads another
     sizes = {"batch_size": t.batch_size // t.microbatches * count, "microbatches": count}
-    t = dataclasses.replace(t, **sizes, side_by_side=count)
-    return dataclasses.replace(c, training=t, pipeline=PipelineConfig(schedule=schedule))
+    return dataclasses.replace(c, training=dataclasses.replace(t, **sizes, side_by_side=count))
 
 
 def trace_step(

@@ -131,10 +131,10 @@ def next_logits(
 
     tokens = Tokens(ids, place)
     attention = NextToken(forward.einsum, forward.training, tokens, cache)
-    logits, new, _ = forward(w, (tokens,), forward.model.logits, attention)
+    x, new = forward.hidden(w, tokens, attention)
     # Written once after the loop over layers, because inside it each layer would copy its whole cache.
     write = lambda old, x: old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
-    return logits, jax.tree.map(write, cache, new)
+    return forward.model.logits(w, x), jax.tree.map(write, cache, new)
 
 
 @typed
@@ -144,7 +144,7 @@ def filled_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array[
     one_document: i32["_N/r/d _L"] = jnp.zeros(ids.shape, jnp.int32)
     tokens = Tokens(ids, positions, one_document)
     attention = Prefill(forward.einsum, forward.training, tokens)
-    _, cache, _ = forward(w, (tokens,), lambda w, x: None, attention)
+    _, cache = forward.hidden(w, tokens, attention)
     return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, size - ids.shape[1]), (0, 0), (0, 0)]), cache)
 
 
@@ -183,9 +183,9 @@ def check_cache(forward: Forward, context: int) -> None:
 
     @typed_shard_map
     def differences(w: Of[model.Weights], ids: u32["_N/r/d _L"]) -> f32["_T"]:
-        w, zero = forward.prepare(w), jnp.int32(0 * ids)
+        w, zero = forward.gatherable(w), jnp.int32(0 * ids)
         text = Tokens(ids, zero + jnp.arange(2 * half, dtype=jnp.int32), zero)
-        expected, _, _ = forward(w, (text,), model.logits)
+        expected = forward.logits(w, text)
 
         def step(cache, place):
             at = zero[:, 0]

@@ -231,11 +231,11 @@ class Sampler(Programs):
 
         @typed_shard_map
         def prefill(w: Of[Weights], ids: u32["_N/r/d _L"]) -> Of[Cache]:
-            return filled_cache(forward.prepare(w), ids, forward, cache_size)
+            return filled_cache(forward.gatherable(w), ids, forward, cache_size)
 
         @typed_shard_map
         def decode(w: Of[Weights], cache: Of[Cache], texts: Texts) -> tuple[Of[Cache], Texts, u32["_T _N/r/d"]]:
-            w = forward.prepare(w)
+            w = forward.gatherable(w)
 
             def step(carry, _):
                 cache, texts = carry

@@ -75,12 +75,9 @@ class Scorer(Programs):
         @typed_shard_map
         def losses(w: Of[Weights], batch: TokenBatch, ids: u32["B/b L"]) -> tuple[f32["B/b L/c"], bool_["B/b L/c"]]:
             ids, targets = (shardops.shard("B/b L -> B/b L/c", x) for x in (ids, batch.targets))
-
-            def head(w, x):
-                logits = forward.model.logits(w, x)
-                return loss(logits, targets), is_likeliest(logits, targets)
-
-            return forward(forward.prepare(w), (dataclasses.replace(forward.tokens(batch), ids=ids),), head)[0]
+            tokens = dataclasses.replace(forward.tokens(batch), ids=ids)
+            logits = forward.logits(forward.gatherable(w), tokens)
+            return loss(logits, targets), is_likeliest(logits, targets)
 
         self._program = self.jit(losses, 0)
 

@@ -16,12 +16,13 @@ from token_shift import TokenShift
 
 import train
 from shardlib import shardops
-from shardlib.shardtypes import pytree_dataclass
+from shardlib.shardtypes import pytree_dataclass, u32
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect import causality, examine
 from shardwright.inspect.causality import check_causal
 from shardwright.modeling import attention_calls, fp8
 from shardwright.modeling.masks import AttentionMask, same_document
+from shardwright.modeling.model import Targets
 from shardwright.modeling.weights import act, matrix
 from shardwright.models import gpt2
 from shardwright.run import flops, stages
@@ -404,7 +405,7 @@ def logits_of(kind: type, in_training: bool = False):
 
     @tiny.per_device
     def run(w: of.model.Weights, batch: TokenBatch) -> tiny.train.act["B/r/d L V/t/p"]:
-        return of(of.prepare(w), (of.tokens(batch),), of.model.logits)[0]
+        return of.logits(of.gatherable(w), of.tokens(batch))
 
     key = jax.random.key(3)
     draw = lambda x: 0.3 * jax.random.normal(jax.random.fold_in(key, sum(x.shape)), x.shape)
@@ -495,10 +496,13 @@ def test_blocks_of_a_length_that_is_not_followed_are_not_proved():
 
 def test_the_loss_in_chunks_and_fp8_are_followed_as_they_run(monkeypatch):
     assert verdict(forward(train.Llama, loss_chunk=100, fp8=True), 300) == ""
-    head, product = train.MicrobatchLoss.head, fp8.product
+    head, product = train.head_loss, fp8.product
     next_too = lambda x, is_so: x + jnp.roll(x, -1, 1) if is_so else x
-    of_head = lambda self, w, x, *rest: head(self, w, next_too(x, self.forward.training.loss_chunk), *rest)
-    monkeypatch.setattr(train.MicrobatchLoss, "head", of_head)
+
+    def of_head(w, x, batch, *, forward, **rest):
+        return head(w, next_too(x, forward.training.loss_chunk), batch, forward=forward, **rest)
+
+    monkeypatch.setattr(train, "head_loss", of_head)
     monkeypatch.setattr(fp8, "product", lambda formula, x, w: product(formula, next_too(x, True), w))
     assert verdict(forward(train.Llama)) == ""
     for training in ({"loss_chunk": 8}, {"fp8": True}):
@@ -508,7 +512,7 @@ def test_the_loss_in_chunks_and_fp8_are_followed_as_they_run(monkeypatch):
 
 def test_which_later_targets_count_is_not_known():
     """A model gets the mask of its targets, and their number, for losses and metrics of its layers."""
-    of = lambda mix: forward(mixed(lambda x, t: x if t.counts is None else 0 * x + mix(t.counts, t.targets)))
+    of = lambda mix: forward(mixed(lambda x, t: x if t.counted is None else 0 * x + mix(t.counted, t.target_count)))
     assert verdict(of(lambda counts, targets: counts[..., None])) == ""
     for mix in (lambda counts, targets: shift(counts[..., None], -1), lambda counts, targets: targets):
         with pytest.raises(ValueError, match="remedy: "):
@@ -584,16 +588,16 @@ def test_microbatches_side_by_side_do_not_mix(monkeypatch):
     options = {"microbatches": 2, "side_by_side": 2, "batch_size": 4}
     assert verdict(forward(train.Llama, **options)) == ""
     of = train.Forward.layers
-    mix = lambda self, w, xs, *rest: of(self, w, (xs[0] + xs[-1], *xs[1:]), *rest)
+    mix = lambda self, w, xs, *rest: of(self, w, (xs[0] + xs[-1], *xs[1:]) if type(xs) is tuple else xs, *rest)
     monkeypatch.setattr(train.Forward, "layers", mix)
     with pytest.raises(ValueError, match="another sequence of the batch"):
         verdict(forward(train.Llama, **options))
 
 
 def test_a_position_is_not_to_predict_what_it_has_read(monkeypatch):
-    of = train.MicrobatchLoss.head
+    of = train.head_loss
     shifted = lambda batch: dataclasses.replace(batch, targets=shift(batch.targets, 1))
-    monkeypatch.setattr(train.MicrobatchLoss, "head", lambda self, w, x, b, s: of(self, w, x, shifted(b), s))
+    monkeypatch.setattr(train, "head_loss", lambda w, x, batch, **rest: of(w, x, shifted(batch), **rest))
     with pytest.raises(ValueError, match="position 1 is to predict the token of position 0, which it has read"):
         verdict(forward(train.Llama))
 
@@ -617,35 +621,40 @@ LOSSES = [  # functions of logits and targets, of so many positions, and what is
 
 def test_a_target_does_not_meet_logits_that_know_it(monkeypatch):
     for loss, length, message in LOSSES:
-        monkeypatch.setitem(train.LOSSES, "cross_entropy", lambda x, y, *_, c, loss=loss: loss(x, y))
+        monkeypatch.setitem(train.LOSSES, "cross_entropy", lambda x, y, c, loss=loss: loss(x, y.ids))
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
             assert verdict(forward(train.Llama), length) == ""
 
 
 def with_one_more(monkeypatch, loss):
-    """Lets training minimize loss(logits, targets, mask, reference, what the edited trainer also gives)."""
+    """Lets training minimize loss(logits, targets, what the edited trainer also gives)."""
 
-    def summed_loss(w, x, targets, mask, reference, forward, loss):
-        losses = loss(train.checked_logits(forward.model, w, x), targets, mask, reference, 2 * targets)
-        return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * mask)
+    @pytree_dataclass
+    class More(Targets):
+        more: u32["B/b L/c"] | None = None
 
-    monkeypatch.setattr(train, "summed_loss", summed_loss)
-    monkeypatch.setitem(train.LOSSES, "cross_entropy", lambda *given, c: loss(*given))
+        @classmethod
+        def of(cls, batch):
+            given = Targets.of(batch)
+            return cls(**vars(given), more=2 * given.ids)
+
+    monkeypatch.setattr(train, "Targets", More)
+    monkeypatch.setitem(train.LOSSES, "cross_entropy", lambda logits, targets, c: loss(logits, targets))
 
 
 def test_a_loss_may_receive_more(monkeypatch):
-    with_one_more(monkeypatch, lambda x, y, mask, reference, more: train.cross_entropy(x, y) * (more > 3))
+    with_one_more(monkeypatch, lambda x, y: train.cross_entropy(x, y.ids) * (y.more > 3))
     assert verdict(forward(train.Llama)) == ""
     with pytest.raises(ValueError, match="reduce_sum: the logits of position 0 depend on"):
         verdict(forward(WRONG["mean"][0]))
-    of_next = lambda x, y, mask, reference, more: train.cross_entropy(shift(x, -1), y)
+    of_next = lambda x, y: train.cross_entropy(shift(x, -1), y.ids)
     with_one_more(monkeypatch, of_next)
     with pytest.raises(ValueError, match="0 meets the logits of position 1"):
         verdict(forward(train.Llama))
 
 
 def test_a_loss_that_fails_is_rejected_unless_the_settings_waive_it(monkeypatch):
-    with_one_more(monkeypatch, lambda x, y, mask, reference: train.cross_entropy(x, y))
+    with_one_more(monkeypatch, lambda x: train.cross_entropy(x, x))
     error = r"test_causality.py:\d+: the training loss does not trace on one device: TypeError: .* positional arg"
     with jax.set_mesh(tiny.mesh("one device")):
         step = tiny.step(tiny.config(C))
@@ -660,21 +669,18 @@ def test_a_loss_that_fails_is_rejected_unless_the_settings_waive_it(monkeypatch)
 
 def test_a_loss_that_is_computed_elsewhere_is_rejected(monkeypatch):
 
-    def summed_loss(w, x, targets, mask, *_, forward, loss):
-        losses = train.cross_entropy(forward.model.logits(w, x), targets)
-        return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * mask)
+    def summed_loss(w, x, targets, model, loss):
+        losses = train.cross_entropy(model.logits(w, x), targets.ids)
+        return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * targets.counted)
 
     monkeypatch.setattr(train, "summed_loss", summed_loss)
-    with pytest.raises(ValueError, match="the loss: it receives no logits\n  remedy: compute the loss by"):
+    with pytest.raises(ValueError, match="the loss: it receives no logits\n  remedy: compute the loss of"):
         verdict(forward(train.Llama))
 
 
 def test_the_loss_of_evaluation_is_followed(monkeypatch):
-    kept = train.MicrobatchLoss.loss
-    shifted = lambda x, y, *_: kept(jnp.roll(x, -1, 1), y)
-    init = train.MicrobatchLoss.__init__
-    of = lambda self, forward, loss=shifted, **rest: init(self, forward, loss, **rest)
-    monkeypatch.setattr(train.MicrobatchLoss, "__init__", of)
+    kept = train.validation_loss
+    monkeypatch.setattr(train, "validation_loss", lambda x, y: kept(jnp.roll(x, -1, 1), y))
     with pytest.raises(ValueError, match="0 meets the logits of position 1"):
         verdict(forward(train.Llama))
 

@@ -13,6 +13,7 @@ from gradients import assert_same, loss_and_gradients
 from shardlib import shardops
 from shardlib.shardtypes import pytree_dataclass
 from shardwright.modeling.loss_chunks import sum_in_chunks
+from shardwright.modeling.model import Targets
 from shardwright.modeling.weights import act, at_rest, gain
 from shardwright.models import gpt2
 from shardwright.run.config import check_config, check_divides
@@ -80,15 +81,15 @@ def test_gradients_of_weights_are_summed_in_f32():
     """512 chunks with a gradient of 1 each; in bf16 256 + 1 is 256."""
 
     def gradient(x: act["B/r/d L/t M"], w: OneWeight) -> OneWeight:
-        def share(w, x, targets, mask, reference):
+        def share(w, x, targets):
             scale = shardops.all_gather("M/t/w -> M", w.gain)
             scaled = shardops.einsum_unreduced("B/r/d P/t M, M -> B/r/d P/t M", x, scale)
             total = shardops.einsum_unreduced("B/r/d P/t M -> +r +d +t", jnp.float32(scaled))
             return shardops.psum("+r +d +t -> +r +d", total)
 
         def loss(w):
-            ids = jnp.zeros((1, 512), jnp.int32)
-            return shardops.psum("+r +d ->", sum_in_chunks(share, 1, ["gain"], at_rest(w, "compute"), x, ids, ids))
+            targets = Targets(jnp.zeros((1, 512), jnp.uint32), jnp.ones((1, 512), bool))
+            return shardops.psum("+r +d ->", sum_in_chunks(share, 1, ["gain"], at_rest(w, "compute"), x, targets))
 
         return jax.grad(lambda w: 2 * loss(w))(w)
 

@@ -354,7 +354,7 @@ def test_steps_are_proved(sizes, factor, pools, settings):
 
 @pytest.mark.long
 def test_losses_of_layers_that_one_device_alone_scales_are_refused():
-    """Stages add them up in the pipeline, and one device in `InTurn`."""
+    """Stages add them up in the pipeline, and one device in `loss_and_gradients`."""
     file, old = "shardwright/run/stages.py", "total + jnp.sum(aux.loss) / groups, aux.metrics"
     source = (ROOT / file).read_text()
     assert source.count(old) == 1
@@ -411,7 +411,7 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
 
         @tiny.per_device
         def run(w: of.model.Weights, batch: TokenBatch) -> train.act["B/r/d L V/t/p"]:
-            return of(of.prepare(w), (of.tokens(batch),), of.model.logits)[0]
+            return of.logits(of.gatherable(w), of.tokens(batch))
 
         other = np.where(np.arange(tiny.LENGTH) < 12, ids, (ids + 1) % c.model.vocab).astype(np.uint32)
         w = jax.tree.map(lambda x: jax.random.normal(jax.random.key(sum(x.shape)), x.shape), of.model.table)
@@ -504,7 +504,7 @@ def test_evaluation_computes_the_chosen_experts_alone(mesh, monkeypatch):
         def logits() -> np.ndarray:
             @tiny.per_device
             def run(w: of.model.Weights, batch: TokenBatch) -> train.act["B/b L/c V/t/p"]:
-                return of(of.prepare(w), (of.tokens(batch),), of.model.logits)[0]
+                return of.logits(of.gatherable(w), of.tokens(batch))
 
             return np.asarray(run(w, TokenBatch(ids, starts, starts)))
 

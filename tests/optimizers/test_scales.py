@@ -192,12 +192,10 @@ class Explicit(train.Llama):
     @typed
     def layer(self, x: act["B/b L/c/t M"], w, tokens, attention) -> act["B/b L/c/t M"]:
         """Each branch of the layer, times `branch`."""
-        after = train.Llama.with_attention(self, x, w, tokens, attention)
-        x = x + self.branch * (after - x)
-        still = lambda x, w, tokens, attention: x  # attention is done
-        self.with_attention = still
+        x = x + self.branch * train.Llama.attend(self, x, w, tokens, attention)
+        self.attend = lambda x, *_: jnp.zeros_like(x)  # attention is done
         after = train.Llama.layer(self, x, w, tokens, attention)
-        del self.with_attention
+        del self.attend
         return x + self.branch * (after - x)
 
     @typed

@@ -148,8 +148,8 @@ CHANGES: dict[str, Any] = {
 }
 TIED: dict[str, Any] = {"model": {"tied_embeddings": True}}
 DEEP: dict[str, Any] = {"parametrization": "completep", "axis": "depth", "base": {"d_model": 32, "layers": 2}}
-UP, GATE, VALUES = "Llama.layer up", "Llama.layer gate", "Llama.with_attention v"
-ATTENTION = "Llama.with_attention"
+UP, GATE, VALUES = "Llama.layer up", "Llama.layer gate", "Llama.attend v"
+ATTENTION = "Llama.layer x"
 QUERIES, KEYS = f"{ATTENTION} q", f"{ATTENTION} k"
 MISSING: list[tuple[str, str, dict[str, Any], str]] = [
     ("learning rate", "w_down", {}, ATTENTION),
@@ -233,7 +233,7 @@ def test_with_all_multipliers_nothing_depends_on_the_size(name):
 @pytest.mark.long
 def test_standard_depends_on_the_width():
     found = found_by(parametrization="standard")
-    assert {found[name][-1] for name in ("Llama.with_attention q", "Llama.layer up", LOGITS)} == {"GROWS"}
+    assert {found[name][-1] for name in ("Llama.attend q", "Llama.layer up", LOGITS)} == {"GROWS"}
 
 
 @pytest.mark.long

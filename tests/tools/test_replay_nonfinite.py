@@ -243,7 +243,7 @@ def test_of_faults_in_code_the_line_the_layer_and_the_document_are_named(mesh):
         for number, (_, line, named) in zip((50, 51, 52, 53, 54, 55, 57, 58), FAULTS, strict=True):
             lines, (document,) = explained(number)
             text = 'out = shardops.matmul("B/b L/c K/t' if number == 54 else line
-            wanted = rf".*:{line_of(text, source)}, Llama\.(layer|with_attention) {re.escape(named)}.*"
+            wanted = rf".*:{line_of(text, source)}, Llama\.(layer|attend) {re.escape(named)}.*"
             wanted += rf"\nsequence 5, position \d+: document {document}"
             if not re.fullmatch(wanted, "\n".join(lines)):
                 wrong.append((line, lines))

@@ -444,8 +444,8 @@ def test_distillation_is_the_dense_one(teacher, mesh, chunk):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[:2])
 def test_an_average_of_the_weights_can_be_the_target(mesh):
-    line = "        logits_of = w_reference and reference.logits_of(of_reference, w_reference)\n"
-    average = "        logits_of = reference.logits_of(of_reference, state.average)\n"
+    line = "        logits_of = reference.logits_of(teacher, w_teacher)\n"
+    average = "        logits_of = reference.logits_of(teacher, state.average)\n"
     source = changed("distillation")
     assert source.count(line) == 1
     c, found = tiny.model(layers=4), trained(source.replace(line, average), mesh, steps=3, eval_average="ema")

@@ -1,6 +1,7 @@
 """Gradient accumulation: the same gradients as the whole batch, in the memory of a part, communicating as it says."""
 
 import functools
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,6 @@ from shardlib.schedules import in_a_ring, schedule_of
 from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
 from shardlib.tick_tables import tick_table
 from shardwright.data.loader import DataConfig, FlatTokensLoader, batch_shapes
-from shardwright.run.stages import InTurn
 
 MESH = "r=2 d=2 t=2"
 
@@ -54,6 +54,15 @@ class Layers:
     layers: Array["layers/p", f64["L"]]
 
 
+class Replicated(train.Forward):
+    """Weights are not sharded. `loss_and_gradients` makes them copies over r where it adds up gradients."""
+
+    gathers_ahead = False
+
+    def gatherable(self, w):
+        return shardops.replicate("... -> ... *d" if self.in_training else "... -> ... *r *d", w)
+
+
 def sum_of_squares(weights, targets):
     """Σ s² over the microbatches, s the mean of tanh(w₃ … tanh(w₀ x)) over all of one; and its gradients. In numpy."""
     loss, gradients = 0.0, np.zeros_like(weights)
@@ -79,7 +88,7 @@ EVERY_LONG = pytest.mark.long(every_case=True)
 
 
 @pytest.mark.parametrize(("mesh", "m", "together"), QUICK + [pytest.param(*x, marks=EVERY_LONG) for x in OTHERS])
-def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together):
+def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together, monkeypatch):
     """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
     mesh = tiny.mesh(mesh)
     p = mesh.shape.get("p", 1)
@@ -100,14 +109,22 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together):
     first = lambda w, batch: jnp.float64(batch.targets) / 1280
     parts = SimpleNamespace(first=first, layers=layers, last=last)
     one = lambda w, batch: last(w, layers(w.layers, first(w, batch))[0], batch)
-    whole = lambda w, *batches: (sum(one(w, *batch) for batch in batches), LayerAux())
+
+    def microbatch_loss(w, batch, seeds, *, forward, head, groups):
+        return head(w, (None,) * together if together > 1 else None, batch), LayerAux()
+
+    monkeypatch.setattr(train, "microbatch_loss", microbatch_loss)
+    monkeypatch.setattr(train, "head_loss", lambda w, x, batch, **_: one(w, batch))
+    adds_up = m > together
+    forward = Replicated(SimpleNamespace(c=None, Weights=Layers, table=Layers(None)), None, None, adds_up)
+    c = tiny.config(microbatches=m, side_by_side=together)
 
     @typed_shard_map
     def step(w: Layers, batch: train.Batch) -> tuple[f64[""], Layers]:
+        if p == 1:
+            return inspect.unwrap(train.loss_and_gradients)(w, batch, None, c, forward)[:2]
         copies, reduced = jax.vjp(lambda w: shardops.replicate("... -> ... *r *d", w), w)
-        in_turn = functools.partial(InTurn(m, together).gradients, whole)
-        run = functools.partial(run_schedule, parts, placement, table) if p > 1 else in_turn
-        loss, g, _ = run(copies, (batch,))
+        loss, g, _ = run_schedule(parts, placement, table, copies, (batch,))
         return shardops.psum("+p ->", loss), reduced(g)[0]
 
     weights = np.random.default_rng(0).standard_normal((4, 16))

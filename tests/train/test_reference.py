@@ -91,7 +91,10 @@ def test_what_the_step_cannot_run_is_refused_by_name(tmp_path):
         assert "\n" not in str(raised.value)
     with jax.set_mesh(tiny.mesh("d=2 t=2")):
         assert model_of(config(None)) is None
-        w = read_reference(dataclasses.replace(config(fits), model=tiny.model(vocab=1280)))
+        c = dataclasses.replace(config(fits), model=tiny.model(vocab=1280))
+        (w,) = read_reference(c, dataclasses.replace(tiny.train.SPEC, takes_reference=True))
+        with pytest.raises(ValueError, match="train trains without a reference: apply one of docs/recipes"):
+            read_reference(c, tiny.train.SPEC)
         assert w.layers.w_q.addressable_shards[0].data.size == w.layers.w_q.size // 4
         np.testing.assert_array_equal(w.embed, np.asarray(tiny.weights(tiny.model(vocab=1280, layers=2)).embed))
 

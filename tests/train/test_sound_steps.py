@@ -215,7 +215,8 @@ QUERIES = {  # of the mesh on which the step runs, which a trace for one device 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
 def test_a_step_cannot_ask_for_the_mesh_on_which_it_runs(query):
-    old, new = '"B/b L/c -> +b +c", losses * mask)', f'"B/b L/c -> +b +c", losses * mask / {query})'
+    old = '"B/b L/c -> +b +c", losses * targets.counted)'
+    new = old.replace("counted)", f"counted / {query})")
     assert SOURCE.count(old) == 1
     line = SOURCE[: SOURCE.index(old)].count("\n") + 1
     refused = pytest.raises(ShardError, match=f":{line}: planned_devices is the same on all meshes")
@@ -231,10 +232,16 @@ BEFORE_THE_STEP = {  # what an evaluation does with its batch, and whether that 
 
 @pytest.mark.parametrize(("change", "is_wrong"), BEFORE_THE_STEP.items(), ids=["right", "wrong"])
 def test_operations_on_the_batch_are_proved_while_a_run_has_its_mesh(change, is_wrong):
-    text, call = (ROOT / "train.py").read_text(), "            return per_device(w, batch)\n"
-    assert text.count(call) == 1
-    changed = f"            batch = dataclasses.replace(batch, {change})\n{call}"
-    with train_with({"train.py": text.replace(call, changed)}) as module:
+    text = (ROOT / "train.py").read_text()
+    for old, new in {
+        "options)\n    @compute_scope(c.training.compute_dtype)": "options)\n    def evaluation_step(w, batch):\n"
+        f"        return per_device(w, dataclasses.replace(batch, {change}))\n\n"
+        "    @compute_scope(c.training.compute_dtype)",
+        "def evaluation_step(w: Of[Weights]": "def per_device(w: Of[Weights]",
+    }.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    with train_with({"train.py": text}) as module:
         c = step_of("the demo", module).c
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
             step = trace_step(c, load_model(c.model), jax.sharding.get_mesh(), spec=module.SPEC)
@@ -282,9 +289,9 @@ def test_a_wrong_edit_of_a_model_is_refused_at_its_line(edit, tmp_path):
 
 
 def test_a_layer_that_differs_between_stages_is_refused():
-    old = "        x = self.with_attention(x, w, tokens, attention)\n"
+    old = "        x = save_for_backward(x + self.attend(x, w, tokens, attention))\n"
     assert SOURCE.count(old) == 1
-    scaled = old.replace("= self", "= (1.0 + shardops.axis_index('p')) * self")
+    scaled = old.replace("= save", "= (1.0 + shardops.axis_index('p')) * save")
     differs = pytest.raises(ShardError, match="the value differs between devices of p")
     with module_of(SOURCE.replace(old, scaled)) as module, differs:
         unsound(tiny.config(tiny.model(layers=4, module=module.__name__), microbatches=2), mesh_of(STAGES), module)
@@ -294,7 +301,7 @@ def test_a_layer_that_differs_between_stages_is_refused():
 @pytest.mark.parametrize("ids", ["jnp.arange(len(layer_ids))", "layer_ids + 1", "layer_ids"])
 def test_stages_that_number_their_layers_otherwise_are_refused(ids):
     """By the number of its layer, each drops entries of its own."""
-    old, file = "(forward.tokens(*microbatch),), layer_ids)", "shardwright/run/stages.py"
+    old, file = "self.forward.tokens(*microbatch), layer_ids)", "shardwright/run/stages.py"
     c = tiny.config(GPT2, microbatches=2)
     c.training.seq_len, source = GPT2.positions, (ROOT / file).read_text()
     assert source.count(old) == 1

@@ -36,10 +36,10 @@ class Model(train.Llama):
     Weights = Weights
 
     @typed
-    def with_attention(
+    def attend(
         self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
     ) -> act["B/b L/c/t M"]:
-        """The residual stream after gated attention."""
+        """Output of gated attention."""
         attention_norm = shardops.all_gather("M/t/w -> M", w.attention_norm)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", train.rms_norm(x, attention_norm, self.c.norm_epsilon))
         w_gate = shardops.all_gather("M/w K/t Q D -> M K/t Q D", w.w_attention_gate)
@@ -49,4 +49,4 @@ class Model(train.Llama):
         def gated(*qkv_mask):
             return (attention(*qkv_mask) * opened).astype(x.dtype)
 
-        return super().with_attention(x, w, tokens, cast(Attention, gated))
+        return super().attend(x, w, tokens, cast(Attention, gated))

@@ -124,7 +124,7 @@ def own_logits(c: object, weights: object, targets: np.ndarray) -> np.ndarray:
 
     @typed_shard_map
     def per_device(w: Of[forward.model.Weights], batch: TokenBatch) -> f32["B/r/d L V/t"]:
-        return forward(forward.prepare(w), (forward.tokens(batch),), forward.model.logits)[0]
+        return forward.logits(forward.gatherable(w), forward.tokens(batch))
 
     with one_device(), compute_scope("f32"):
         placed = [

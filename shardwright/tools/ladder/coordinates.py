@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from shardlib import marks
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.data.checks import within
 from shardwright.data.loader import TokenBatch
@@ -19,7 +20,7 @@ from shardwright.inspect.statistics.of_run import StepWithoutStages
 from shardwright.inspect.statistics.points import gradient_paths, saved_points
 from shardwright.inspect.statistics.rerun import Rerun
 from shardwright.jax_extra import SAVED
-from shardwright.modeling.model import OUTPUT, inputs_of, load_model
+from shardwright.modeling.model import inputs_of, load_model
 from shardwright.optimizers.rates import updates_of
 from shardwright.run.changes import loader_at
 from shardwright.run.config import Config, check_config, check_divides
@@ -86,7 +87,7 @@ def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tu
     model = load_model(c.model)
     step = trace_step(c, model)
     bare, start = StepWithoutStages(step, placement_of(c, model)), step.other(name="start").lower().compile()
-    points = saved_points(bare.program, (SAVED, OUTPUT))
+    points = saved_points(bare.program, (SAVED, marks.LOGITS))
     names = [point.name for point in points]
     names = [*names[: names.index("checked_logits logits")], LOGITS]  # without those of the loss, which follow
     paths = [point.paths for point, _ in zip(points, names, strict=False)]

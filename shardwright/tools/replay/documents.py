@@ -86,11 +86,11 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
 
     @typed_shard_map
     def per_device(w: Of[Weights], batch: Of[spec.Batch], seeds: u32["m B/r/d"] | None) -> f32["m B/r/d L"]:
-        copies = forward.prepare(w)
+        copies = forward.gatherable(w)
 
         def of_microbatch(_, part):
-            head = lambda w, x: spec.cross_entropy(forward.model.logits(w, x), part[0].targets)
-            return None, forward(copies, (forward.tokens(*part),), head)[0]
+            logits = forward.logits(copies, forward.tokens(*part))
+            return None, spec.cross_entropy(logits, part[0].targets)
 
         return lax.scan(of_microbatch, None, (batch, seeds))[1]
 

@@ -53,7 +53,7 @@ class Session:
         self.step, self.model, self.options, self._whole = step, load_model(c.model), options, c
         self.placement = placement_of(c, self.model)
         self.state: Any = None
-        self.reference = read_reference(c)
+        self.reference = read_reference(c, load_spec())
         self._settle(metadata.get("loader"))
 
     def _settle(self, state: Any = None) -> None:
@@ -80,7 +80,7 @@ class Session:
             if self.traced.mesh.size > 1:  # the mesh may be one that the run was not proved on
                 check_steps(self.traced, source_of())
             self._program = self.traced.lower().compile(compiler_options=self.options)
-        state, metrics = self._program(state, batch, np.int32(self.step), self.reference)
+        state, metrics = self._program(state, batch, np.int32(self.step), *self.reference)
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
         return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
 

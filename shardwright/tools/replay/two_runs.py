@@ -70,7 +70,7 @@ def recorded(session: Session, last: int) -> dict[int, list[Value]]:
             program = jax.jit(look, compiler_options=session.options)
         batch, values = session.batch(), found.setdefault(session.step, [])
         values += of_batch(batch)
-        with step.arguments(session.state, batch, np.int32(session.step), session.reference) as arguments:
+        with step.arguments(session.state, batch, np.int32(session.step), *session.reference) as arguments:
             values += look.fingerprints(program(*arguments))
         if session.step == last:
             return found

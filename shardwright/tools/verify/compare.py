@@ -71,7 +71,7 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
     """
     with step_on(c, ONE_DEVICE) as step:
         inputs = make_inputs(c, fresh_state(step))
-        inputs.reference = jax.tree.map(np.asarray, read_reference(c))
+        inputs.reference = jax.tree.map(np.asarray, read_reference(c, step.spec))
     oracle, largest, lines, wrong = tensors_of_step(c, inputs, ONE_DEVICE), (-1.0, ""), [], []
     if bad := [tensor for tensor, value in oracle.items() if not np.all(np.isfinite(value))]:
         raise ValueError(f"the {bad[0]} is not finite on one device. Correct the step there first.")

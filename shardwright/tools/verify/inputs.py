@@ -21,8 +21,8 @@ class Inputs:
     batch: TokenBatch
     """The batch of a step, [m, B, …]."""
     step: int
-    reference: Any = None
-    """Weights of training.reference."""
+    reference: tuple = ()
+    """Further arguments of the step: the weights of training.reference, if there are any."""
 
 
 def random_batch(c: Config) -> TokenBatch:

@@ -111,8 +111,8 @@ def placed(step: Step, inputs: Inputs) -> list[jax.Array]:
     # Uses the classes of the modules, which may have been imported again.
     like = lambda shapes, tree: jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(tree))
     state = in_order(step.c, like(step.traced.out_info[0], inputs.state), back=True)
-    reference = inputs.reference and like(weights_of(step.c), inputs.reference)
-    reference = reference and put(type(reference), reference)
+    reference = [like(*pair) for pair in zip(weights_of(step.c, step.spec), inputs.reference, strict=True)]
+    reference = [put(type(weights), weights) for weights in reference]
     state, batch = put(step.spec.State[type(state.weights)], state), put(step.spec.Batch, inputs.batch)
     return jax.tree.leaves((state, batch, jnp.int32(inputs.step), reference))
 

@@ -108,7 +108,7 @@ def named(found: dict, kind: str) -> dict[str, dict]:
 def test_points_have_names_and_lines():
     found, *_ = stepped("d=4 t=2")
     points = named(found, "points")
-    layer = [f"Llama.with_attention{name}" for name in (" v", " q", " k", " attended", "")]  # the last is its result
+    layer = [f"Llama.{name}" for name in ("attend v", "attend q", "attend k", "attend attended", "layer x")]
     layer += [f"Llama.layer {name}" for name in ("gate", "up")]
     assert list(points) == [*layer, "cross_entropy peak", "cross_entropy log_normalizer"]
     assert points["Llama.layer up"]["place"] == f"train.py:{line_of('up = save_for_backward')}"
@@ -132,7 +132,7 @@ def test_points_have_the_statistics_of_a_dense_model():
     dense.logits(state.weights, dense.tokens_of(batch), c.model, norm=norm, activation=activation)
     points = named(found, "points")
     for i in range(2):
-        for name, expected in (("layer gate", gates[i]), ("with_attention", norms[2 * i + 1])):
+        for name, expected in (("layer gate", gates[i]), ("layer x", norms[2 * i + 1])):
             both = [of_numpy(half) for half in np.split(expected, 2)]  # FP8 has a scale for each microbatch
             mean = {key: np.mean([each[key] for each in both]) for key in both[0]}
             mean |= {"max": max(each["max"] for each in both), "rms": of_numpy(expected)["rms"]}

@@ -48,7 +48,7 @@ class Model(train.Llama):
     def layer(
         self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
     ) -> act["B/b L/c/t M"]:
-        x = self.with_attention(x, w, tokens, attention)
+        x = save_for_backward(x + self.attend(x, w, tokens, attention))
         mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
         nx = train.rms_norm(x, mlp_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
