@@ -10,7 +10,6 @@ import textwrap
 from pathlib import Path
 
 from shardlib.parsing import did_you_mean
-from shardwright.trainer import trainer_name
 
 TOOLS = Path(__file__).parent / "tools"
 OF_PROJECT = ("train", "check", "forecast", "ladder", "plan", "schedule", "verify")
@@ -21,7 +20,7 @@ USAGE = "usage: shardwright <command> [settings]; `shardwright <command> --help`
 
 
 def commands() -> dict[str, Path]:
-    """Files of the programs, by command. `train` is that of `trainer_name`."""
+    """Files of the programs, by command. `train` is that of `training_module`."""
     found = {"train": TOOLS.parent / "train.py"}
     for _, name, is_package in pkgutil.iter_modules([str(TOOLS)]):
         file = TOOLS / name / "__main__.py" if is_package else TOOLS / f"{name}.py"
@@ -50,7 +49,9 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv = [f"shardwright {command}", *arguments]
     if command == "train":
-        importlib.import_module(trainer_name()).main()
+        from shardwright.modeling.model import training_module  # imports jax, which --help need not
+
+        importlib.import_module(training_module()).main()
     else:
         runpy.run_module(f"shardwright.tools.{command}", run_name="__main__", alter_sys=True)
 

@@ -141,7 +141,7 @@ def imports_of(floor: str, root: Path) -> set[str | None]:
         found |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
         found |= {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
-    return {"train.py" if name == "shardwright.trainer.train" else floor_of(name) for name in found}
+    return {"train.py" if name.startswith("shardwright.train.") else floor_of(name) for name in found}
 
 
 def architecture(root: Path) -> str:

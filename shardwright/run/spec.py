@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from shardwright.trainer import trainer_name
+from shardwright.modeling.model import training_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,11 @@ class StepSpec:
 
 
 def load_spec(name: str | None = None) -> StepSpec:
-    """The SPEC of a training program, by the name of its module; None: that of `trainer_name`.
+    """The SPEC of a training program, by the name of its module; None: that of `training_module`.
 
     Raises ValueError if the module has none.
     """
-    module = importlib.import_module(name or trainer_name())
+    module = importlib.import_module(name or training_module())
     spec = getattr(module, "SPEC", None)
     if not isinstance(spec, StepSpec):
         raise ValueError(

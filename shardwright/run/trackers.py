@@ -27,11 +27,11 @@ from hydra.core.hydra_config import HydraConfig
 from shardlib.parsing import OWN, named
 from shardwright.data.checks import check_choice
 from shardwright.data.untrusted import read_object
+from shardwright.modeling.model import training_module
 from shardwright.run.best_effort import best_effort
 from shardwright.run.files import write_whole
 from shardwright.settings.differences import flat
 from shardwright.settings.words import say
-from shardwright.trainer import trainer_name
 
 FILE = "trackers.json"
 """File in a run's directory with the run's id in each tracker, with which a resumed run continues there."""
@@ -199,7 +199,7 @@ def _command() -> list[str]:
     """Returns the arguments of Python that start this run, or this job of a sweep."""
     hydra = HydraConfig.get()
     flags = [text for text in sys.argv[1:] if text.startswith(("--config-dir=", "--config-path="))]
-    return ["-m", trainer_name(), *flags, f"--config-name={hydra.job.config_name}", *hydra.overrides.task]
+    return ["-m", training_module(), *flags, f"--config-name={hydra.job.config_name}", *hydra.overrides.task]
 
 
 def with_edits(arguments: list[str]) -> list[str]:

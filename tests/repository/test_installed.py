@@ -136,7 +136,7 @@ def test_a_project_trains_its_model_beside_files_of_our_names(installed, tmp_pat
     model = project / "my_model.py"
     model.write_text(model.read_text() + "\nimport tools, models\n\nassert tools.WHOSE == models.WHOSE == 'mine'\n")
     said = shardwright(installed, project, *TRAIN, "--config-name=my_run")
-    assert f"{project / 'train.py'} has no `def make_training_step(…`, so it does not train." in said
+    assert f"{project / 'train.py'} defines no SPEC, so it does not train." in said
     assert "step 1/1  loss" in said
     (kept,) = (project / "runs/a/source").iterdir()
     assert {"my_model.py", "train.py"} <= {path.name for path in kept.iterdir()}
@@ -153,7 +153,7 @@ def test_a_fork_is_what_runs(installed, tmp_path):
     assert "none is edited" in said
     options = "--config-name=local_test_synthetic", "mesh.d=2", "mesh.t=2"
     said = shardwright(installed, tmp_path, *TRAIN, *options)
-    assert f"trainer: {fork}" in said
+    assert f"train.py: {fork}" in said
     (kept,) = (tmp_path / "runs/a/source").iterdir()
     assert any("jax.nn.gelu(" in path.read_text() for path in kept.glob("*train.py"))
     (installed / "shardwright/optimizers/rates.py").write_text("edited\n")

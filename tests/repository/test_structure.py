@@ -26,7 +26,6 @@ FLOORS = [
     ("shardwright.optimizers",),
     ("shardwright.modeling",),
     ("shardwright.cluster",),
-    ("shardwright.trainer",),
     ("shardwright.settings",),
     ("shardwright",),
     ("shardwright.data.loader",),
@@ -55,7 +54,6 @@ BY_NAME |= {
     "shardwright.run.trackers",
     "shardwright.inspect.fresh",
     "shardwright.run.spec",
-    "shardwright.trainer",
     "shardwright.__main__",
 }
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""

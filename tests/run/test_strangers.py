@@ -137,7 +137,7 @@ def executed(directory: Path, *words: str) -> list[str]:
         path = directory / name
         path.parent.mkdir(exist_ok=True)
         marker = f"open({str(path.with_suffix('.ran'))!r}, 'w').close()"
-        path.write_text(f"{marker}\n\n\ndef make_training_step(): ...\n")
+        path.write_text(f"{marker}\n\n\nSPEC = None\n")
     script = directory.parent / "shardwright"
     script.write_text(COMMAND)
     env = os.environ | {"PYTHONPATH": str(ROOT)}

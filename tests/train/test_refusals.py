@@ -32,7 +32,7 @@ def test_a_wrong_edit(train, tmp_path):
     done = train(old, new)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        f"trainer: {tmp_path / 'train.py'}",
+        f"train.py: {tmp_path / 'train.py'}",
         f"train.py:{line}: `jax.nn.silu(jnp.float32(gate)) * x`: mul got incompatible shapes for broadcasting: "
         "(32, 64, 512), (32, 32, 256)",
         "  gate: like `B/b L F/t`, f32[32,64,512] {varying over r, t, d}",

@@ -13,7 +13,7 @@ from shardwright.modeling.attention import Attention
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.settings import ModelConfig  # noqa: F401 (part of a model's module)
 from shardwright.modeling.weights import matrix
-from shardwright.trainer import train
+from shardwright import train
 
 
 @pytree_dataclass

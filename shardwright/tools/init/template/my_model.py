@@ -12,7 +12,7 @@ from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import settings
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.weights import gain, matrix
-from shardwright.trainer import train
+from shardwright.train import Llama, Transformer, rms_norm
 
 
 @dataclasses.dataclass
@@ -37,11 +37,11 @@ class Layer:
 
 
 @pytree_dataclass
-class Weights(train.Transformer):
+class Weights(Transformer):
     layers: Array["layers/p", Layer]
 
 
-class Model(train.Llama):
+class Model(Llama):
     Weights = Weights
 
     @typed
@@ -50,7 +50,7 @@ class Model(train.Llama):
     ) -> act["B/b L/c/t M"]:
         x = save_for_backward(x + self.attend(x, w, tokens, attention))
         mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
-        nx = train.rms_norm(x, mlp_norm, self.c.norm_epsilon)
+        nx = rms_norm(x, mlp_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
         w_up = shardops.all_gather("M/w F/t -> M F/t", w.w_up)
         up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
