@@ -12,7 +12,7 @@ import numpy as np
 
 from shardlib.axes import axes_of_mesh
 from shardlib.shardtypes import make_shardings
-from shardwright.inspect.fresh import anew
+from shardwright.inspect.fresh import reimport
 from shardwright.inspect.statistics.points import gradient_paths
 from shardwright.inspect.statistics.rerun import Rerun
 from shardwright.modeling.model import load_model
@@ -53,7 +53,7 @@ def step_on(c: Config, sizes: Mesh, planned: Mesh | None = None) -> Iterator[Ste
 
     It imports train.py and the model again, so nothing traced on another mesh is reused.
     """
-    with mesh_of(sizes, axes_of_mesh(planned or sizes)), anew(trace_step(c, load_model(c.model))) as step:
+    with mesh_of(sizes, axes_of_mesh(planned or sizes)), reimport(trace_step(c, load_model(c.model))) as step:
         yield step.other(planned=planned or sizes)
 
 
