@@ -343,11 +343,13 @@ def _solve(eqn: Eqn, a: Reach, b: Reach) -> Reach:
 
     These rows depend on others in the same way, recursively.
     """
-    p, swap = eqn.params, lambda x: x.swapaxes(-1, -2)
-    a = a.moved(swap, a.shape[:-2] + a.shape[:-3:-1]) if p["transpose_a"] == p["left_side"] else a
-    b = b if p["left_side"] else b.moved(swap, b.shape[:-2] + b.shape[:-3:-1])
+    p = eqn.params
+    if p["transpose_a"] == p["left_side"]:
+        a = a.moved(np.matrix_transpose, a.shape[:-2] + a.shape[:-3:-1])
+    if not p["left_side"]:
+        b = b.moved(np.matrix_transpose, b.shape[:-2] + b.shape[:-3:-1])
     found = _substituted(a, b, p["lower"] == (p["transpose_a"] != p["left_side"]))
-    return found if p["left_side"] else found.moved(swap, result_shape(eqn))
+    return found if p["left_side"] else found.moved(np.matrix_transpose, result_shape(eqn))
 
 
 @rule("custom_linear_solve")

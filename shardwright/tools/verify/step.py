@@ -59,8 +59,8 @@ def step_on(c: Config, sizes: Mesh, planned: Mesh | None = None) -> Iterator[Ste
 
 def fresh_state(step: Step) -> Any:
     """Returns the initial state of a run on the current mesh, as host arrays, with layers in order."""
-    init = lambda key: step.spec.init_state(key, step.c, step.model)
-    return in_order(step.c, jax.tree.map(on_host, jax.jit(init)(jax.random.key(step.c.training.seed))))
+    init = jax.jit(lambda key: step.spec.init_state(key, step.c, step.model))
+    return in_order(step.c, jax.tree.map(on_host, init(jax.random.key(step.c.training.seed))))
 
 
 def type_check(c: Config, sizes: Mesh) -> None:
@@ -107,14 +107,20 @@ def by_layer(kind: str, weights: object) -> Found:
 
 def placed(step: Step, inputs: Inputs) -> list[jax.Array]:
     """Places the arguments of the step on the current mesh."""
-    put = lambda kind, tree: jax.device_put(tree, make_shardings(kind, like=tree))
-    # Uses the classes of the modules, which may have been imported again.
-    like = lambda shapes, tree: jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(tree))
-    state = in_order(step.c, like(step.traced.out_info[0], inputs.state), back=True)
-    reference = inputs.reference and like(weights_of(step.c), inputs.reference)
-    reference = reference and put(type(reference), reference)
-    state, batch = put(step.spec.State[type(state.weights)], state), put(step.spec.Batch, inputs.batch)
+    state = in_order(step.c, _as_classes_of(step.traced.out_info[0], inputs.state), back=True)
+    reference = inputs.reference and _as_classes_of(weights_of(step.c), inputs.reference)
+    reference = reference and _put(type(reference), reference)
+    state, batch = _put(step.spec.State[type(state.weights)], state), _put(step.spec.Batch, inputs.batch)
     return jax.tree.leaves((state, batch, jnp.int32(inputs.step), reference))
+
+
+def _put(kind: Any, tree: Any) -> Any:
+    return jax.device_put(tree, make_shardings(kind, like=tree))
+
+
+def _as_classes_of(shapes: Any, tree: object) -> Any:
+    """The same arrays in the classes of the current modules, which may have been imported again."""
+    return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(tree))
 
 
 def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
