@@ -175,7 +175,7 @@ def compiled_in(
             continue
         works = works_of(program, computation, instruction, chains, message_of)
         for message in (work for work in works if isinstance(work, Message)):
-            line = (places.of(computation, instruction).line or WITHOUT_LINE).removeprefix("~")
+            line = (places.locate(computation, instruction).line or WITHOUT_LINE).removeprefix("~")
             groups = _canonical(message.groups or [range(program.devices)], message.kind)
             members, sizes = max(map(len, groups)), [math.prod(array.dims) for array in message.arrays]
             if message.kind == "all-to-all" and len(sizes) == members:
