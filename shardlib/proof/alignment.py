@@ -110,6 +110,12 @@ class Aligned(NamedTuple):
     there: list[Layout | None]
 
 
+def _group_sizes(sizes: Mapping[str, int]) -> Iterator[int]:
+    """The number of devices along each subset of the axes of a mesh."""
+    for k in range(len(sizes) + 1):
+        yield from map(math.prod, itertools.combinations(sizes.values(), k))
+
+
 class Alignment:
     """Alignments of the jaxprs within a program, each computed once.
 
@@ -120,13 +126,10 @@ class Alignment:
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
         self._sizes, self._twin_sizes = sizes, twin_sizes
-        counts = lambda of: (
-            math.prod(n) for k in range(len(of) + 1) for n in itertools.combinations(of.values(), k)
-        )
-        self._devices = {*itertools.product(counts(sizes), counts(twin_sizes))}
+        self._devices = {*itertools.product(_group_sizes(sizes), _group_sizes(twin_sizes))}
         self._known: dict[tuple, Aligned] = {}
 
-    def of(self, ours: Any, theirs: Any, shapes: Sequence | None = None) -> Aligned:
+    def align(self, ours: Any, theirs: Any, shapes: Sequence | None = None) -> Aligned:
         """Aligns two jaxprs.
 
         Args:
@@ -249,18 +252,12 @@ class Alignment:
                 shape_of(a) if y in (None, ANY) else y.shape
                 for a, y in zip(own.invars, ys, strict=True)
             ]
-            found = self.of(
+            found = self.align(
                 body_of(equations.called(own))[0], body_of(equations.called(eqn))[0], shapes
             )
-            of = lambda a, b, x: (
-                ANY
-                if x is ANY
-                else laid_out(b, shape_of(a))
-                if x is None
-                else x._replace(root=(b, x.root))
-            )
             ours, theirs = (
-                list(map(of, own.outvars, eqn.outvars, side)) for side in (found.here, found.there)
+                list(map(_result_of_call, own.outvars, eqn.outvars, side))
+                for side in (found.here, found.there)
             )
             return Pair(own, eqn, others(xs, ys, same_entries), inner=found), ours, theirs
         pair = Pair(own, eqn, others(xs, ys))
@@ -277,6 +274,15 @@ class Alignment:
         return pair, ours, theirs
 
 
+def _result_of_call(var: Any, twin: Any, inner: Layout | None) -> Layout:
+    """The entries of a result of a call, from those that the called jaxpr returns."""
+    if inner is ANY:
+        return ANY
+    if inner is None:
+        return laid_out(twin, shape_of(var))
+    return inner._replace(root=(twin, inner.root))
+
+
 def others(
     ours: Sequence, theirs: Sequence, key: Callable[..., Any] | None = None
 ) -> frozenset[int]:
@@ -284,9 +290,11 @@ def others(
 
     They are compared by key(Layout) if it is given.
     """
-    pairs = enumerate(zip(ours, theirs, strict=True))
-    same = lambda x, y: x == y or (key is not None and None not in (x, y) and key(x) == key(y))
-    return frozenset(i for i, (x, y) in pairs if not same(x, y))
+    return frozenset(
+        i
+        for i, (x, y) in enumerate(zip(ours, theirs, strict=True))
+        if x != y and (key is None or None in (x, y) or key(x) != key(y))
+    )
 
 
 def _layouts(variables: Any, known: Mapping) -> list[Layout | None]:
@@ -359,18 +367,26 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
         dict(zip((i for i, n in enumerate(s) if n > 1), itertools.count(), strict=False))
         for s in shapes
     ]
-    of = lambda k, dims: [ranks[k].get(i) for i in dims]
-    pairs = lambda a, b: [
-        pair for pair in zip(of(0, a), of(1, b), strict=True) if pair != (None, None)
-    ]
+
+    def number(k: int, dims: Sequence[int]) -> list[int | None]:
+        """The numbers of dims of operand k; None for one of one entry."""
+        return [ranks[k].get(i) for i in dims]
+
+    def number_pairs(a: Sequence[int], b: Sequence[int]) -> list:
+        """The numbers of dims of the first two operands that belong together."""
+        pairs = zip(number(0, a), number(1, b), strict=True)
+        return [pair for pair in pairs if pair != (None, None)]
+
     if name in equations.REDUCTIONS:
         axes = params["axes"]
-        return {*of(0, axes)} - {None}, tuple(n for i, n in enumerate(shapes[0]) if i not in axes)
+        return {*number(0, axes)} - {None}, tuple(
+            n for i, n in enumerate(shapes[0]) if i not in axes
+        )
     if name == "dot_general":
         contracted, batch = params["dimension_numbers"]
         gone = [{*contracted[k], *batch[k]} for k in (0, 1)]
         free = [n for k in (0, 1) for i, n in enumerate(shapes[k]) if i not in gone[k]]
-        return (sorted(pairs(*contracted)), pairs(*batch)), (
+        return (sorted(number_pairs(*contracted)), number_pairs(*batch)), (
             *(shapes[0][i] for i in batch[0]),
             *free,
         )
@@ -396,7 +412,7 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
     ]
     shape = tuple(sizes[i] if k == 0 else index[i] for k, i in dims)
     order = [(k, ranks[k].get(i)) for n, (k, i) in zip(shape, dims, strict=True) if n > 1]
-    form = [sizes[i] for i in ranks[0]], of(0, to), pairs(*batch), order
+    form = [sizes[i] for i in ranks[0]], number(0, to), number_pairs(*batch), order
     return form, shape if name == "gather" else tuple(whole)
 
 
@@ -442,9 +458,13 @@ def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
     return laid_out(x.root, shape) if is_in_order else None
 
 
+def _resized(var: Any, shape: tuple[int, ...]) -> SimpleNamespace:
+    """Stands for a variable of another shape."""
+    return SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, var.aval.dtype))
+
+
 def _cut(eqn: Eqn, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
     """Adapts an equation on one device to the operands `xs` and a result of this shape."""
-    of = lambda var, shape: SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, var.aval.dtype))
     sizes = {
         name: tuple(shape) for name in ("shape", "new_sizes", "limit_indices") if name in eqn.params
     }
@@ -452,8 +472,8 @@ def _cut(eqn: Eqn, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | 
     return SimpleNamespace(
         primitive=eqn.primitive,
         params={**(params or eqn.params), **sizes},
-        invars=[of(var, x.shape) for var, x in zip(eqn.invars, xs, strict=True)],
-        outvars=[of(eqn.outvars[0], shape)],
+        invars=[_resized(var, x.shape) for var, x in zip(eqn.invars, xs, strict=True)],
+        outvars=[_resized(eqn.outvars[0], shape)],
         source_info=eqn.source_info,
     )
 
@@ -477,36 +497,46 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
         zip([*jaxpr.constvars, *jaxpr.invars], [*twin.constvars, *twin.invars], strict=False)
     )
     before: dict[Any, Any] = {}  # the variable that is the same value as a new one
-    kept = lambda var: before.get(var, var) if is_variable(var) else var
 
-    def renamed(ours: Any, theirs: Any) -> list:
+    def resolve(var: Any) -> Any:
+        return before.get(var, var) if is_variable(var) else var
+
+    def is_same(ours: Any, theirs: Any) -> bool:
+        """True if `theirs` is the variable or literal whose value `ours` has here."""
+        if not is_variable(ours) or ours not in pairs:
+            return False
+        value = resolve(pairs[ours])
+        are_literals = not (is_variable(value) or is_variable(theirs))
+        return value is theirs or (are_literals and str(value) == str(theirs))
+
+    def rename(ours: Any, theirs: Any) -> list:
         """Renames variables on one device to those whose value they have here."""
         if len(ours) != len(theirs):
             return theirs
-        is_it = lambda a, b: a is b or (not (is_variable(a) or is_variable(b)) and str(a) == str(b))
-        same = lambda a, b: is_variable(a) and a in pairs and is_it(kept(pairs[a]), b)
-        return [pairs[a] if same(a, b) else b for a, b in zip(ours, theirs, strict=True)]
+        return [pairs[a] if is_same(a, b) else b for a, b in zip(ours, theirs, strict=True)]
 
-    is_same = lambda a, b: not is_variable(a) or pairs.get(a) is b
-    does_same = lambda a, b: (
-        equations.axes_of(a) == equations.axes_of(b) and all(map(is_same, a.invars, b.invars))
-    )
+    def does_same(ours: Eqn, theirs: Eqn) -> bool:
+        operands = zip(ours.invars, theirs.invars, strict=False)
+        return equations.axes_of(ours) == equations.axes_of(theirs) and all(
+            not is_variable(a) or pairs.get(a) is b for a, b in operands
+        )
+
     found, rest = [], list(twin.eqns)
     for eqn in jaxpr.eqns:
         other = rest[0] if rest and rest[0].primitive is eqn.primitive else None
         if other is not None:
-            other = other.replace(invars=renamed(eqn.invars, other.invars))
+            other = other.replace(invars=rename(eqn.invars, other.invars))
         if other is None or (eqn.primitive.name in OPERATIONS and not does_same(eqn, other)):
             if (other := _left_out(eqn, pairs, twin_sizes)) is None:
                 return twin
             before |= {
-                new: kept(old) for new, old in zip(other.outvars, other.invars, strict=False)
+                new: resolve(old) for new, old in zip(other.outvars, other.invars, strict=False)
             }
         else:
             rest.pop(0)
         found.append(other)
         pairs.update(zip(eqn.outvars, other.outvars, strict=False))
-    return twin if rest else twin.replace(eqns=found, outvars=renamed(jaxpr.outvars, twin.outvars))
+    return twin if rest else twin.replace(eqns=found, outvars=rename(jaxpr.outvars, twin.outvars))
 
 
 def _left_out(eqn: Eqn, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:

@@ -184,9 +184,13 @@ class Interpreter:
 
         The jaxpr may be closed or open.
         """
-        rule = lambda eqn, ins: self._results(Equation(eqn, caller=caller), ins)
         args = args if caller else list(map(reach.ordinary, args))
-        return evaluate(jaxpr, args, rule, self._constant)
+        return evaluate(
+            jaxpr,
+            args,
+            lambda eqn, ins: self._results(Equation(eqn, caller=caller), ins),
+            self._constant,
+        )
 
     def _constant(self, source: object) -> Reach:
         # A literal's number may be one that its dtype does not hold.
@@ -216,23 +220,26 @@ class Interpreter:
         if body := called(eq.eqn):
             return self.run(body, ins, eq)
         if name in ("scan", "while", "cond"):
-            ins = list(map(_alone, ins))
+            ins = list(map(_drop_fact, ins))
             return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eq, ins)
         if name == "select_n" and self.is_shown and not (ins[0].known | (ins[0].last >= 0)).all():
             return self._worked(eq, ins, lambda eqn, ins: [reach.at_most(apply(eqn, ins)[0], ins)])
         if name == "sort" and len(ins) == 1:
-            choices = lambda ins: of_sorted(ins[0], eq.params["dimension"], self.is_forward)
-            return self._worked(
-                eq, ins, lambda eqn, ins: [found] if (found := choices(ins)) else apply(eqn, ins)
-            )
+            return self._worked(eq, ins, self._sort)
         return self._worked(eq, ins, apply)
+
+    def _sort(self, eqn: Eqn, ins: list[Reach]) -> Any:
+        choices = of_sorted(ins[0], eqn.params["dimension"], self.is_forward)
+        return [choices] if choices else apply(eqn, ins)
 
     def _worked(self, eq: Equation, ins: list[Reach], how: Callable[..., Any]) -> list[Reach]:
         """Runs rule `how`; also notes where the values first became wrong."""
-        sized = lambda ins: [reach.sized(x, ins) for x in how(eq.eqn, ins)]
-        found = reach.in_each_way(
-            lambda ins: list(map(self._told_apart, sized(ins), eq.eqn.outvars)), ins
-        )
+
+        def work(ins: list[Reach]) -> list[Reach]:
+            results = zip(how(eq.eqn, ins), eq.eqn.outvars, strict=False)
+            return [self._drop_overflow(reach.sized(x, ins), var) for x, var in results]
+
+        found = reach.in_each_way(work, ins)
         came = next((x.why for x in ins if x.why), None)
         for x, var in zip(found, eq.eqn.outvars, strict=True):
             assert x.shape == shape_of(var), (eq.name, x.shape, var.aval)
@@ -272,13 +279,9 @@ class Interpreter:
         """Notes where a target first meets logits that may know it."""
         size, length = self.seen.size, self.seen.shape[1]
         parts = (0, size), (size, 2 * size)
-        is_in = lambda x, part: (part[0] <= x.last) & (x.last < part[1])
-        if self.problem or not all(any(is_in(x, part).any() for x in ins) for part in parts):
+        if self.problem or not all(any(_reads(x, *part).any() for x in ins) for part in parts):
             return
-        only = lambda x, part: dataclasses.replace(
-            x, last=np.where(is_in(x, part), x.last, NONE), ways=None
-        )
-        pairs = (how(eq.eqn, [only(x, part) for x in ins]) for part in parts)
+        pairs = (how(eq.eqn, [_keep_reads(x, *part) for x in ins]) for part in parts)
         for x, of_logits, of_targets in zip(found, *pairs, strict=True):
             target = np.where(of_targets.last < 0, size, 2 * size - 1 - of_targets.last)
             logits, target = np.broadcast_arrays(of_logits.last, target)
@@ -295,7 +298,7 @@ class Interpreter:
                 )
             x.last = np.where((logits >= 0) & (target < size), MET, x.last)
 
-    def _told_apart(self, x: Reach, var: Atom) -> Reach:
+    def _drop_overflow(self, x: Reach, var: Atom) -> Reach:
         """Drops the numbers of a value that would not fit in its dtype in longer sequences.
 
         It would have more of them there than its dtype can hold.
@@ -335,7 +338,7 @@ class Interpreter:
             ]
             key = _digest(args)
             if key not in known:
-                known[key] = list(map(_alone, self.run(body, args, eq)))
+                known[key] = list(map(_drop_fact, self.run(body, args, eq)))
             carry, out = known[key][:carried], known[key][carried:]
             rows.append(out)
         rows = rows[:: -1 if eq.params["reverse"] else 1]
@@ -359,7 +362,7 @@ class Interpreter:
                 break
             if not go.number.item():
                 return carry
-            carry = list(map(_alone, self.run(eq.params["body_jaxpr"], [*of_body, *carry], eq)))
+            carry = list(map(_drop_fact, self.run(eq.params["body_jaxpr"], [*of_body, *carry], eq)))
         # The number of iterations is not known, and may depend on tokens.
         return self._worked(eq, ins, anything)
 
@@ -374,23 +377,39 @@ class Interpreter:
         return self._worked(eq, ins, anything)
 
 
+def _reads(x: Reach, start: int, end: int) -> np.ndarray:
+    """True at entries whose last token is one of `start` to `end`, without `end`."""
+    return (start <= x.last) & (x.last < end)
+
+
+def _keep_reads(x: Reach, start: int, end: int) -> Reach:
+    """A value that depends on no other tokens than `start` to `end`, without `end`."""
+    return dataclasses.replace(x, last=np.where(_reads(x, start, end), x.last, NONE), ways=None)
+
+
 def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
     """True if the entries have positions along a dim, and depend on nothing hidden from these."""
-    by = lambda a, *dims: a.reshape([n if i in dims else 1 for i, n in enumerate(last.shape)])
-    at = lambda size: [i for i, n in enumerate(last.shape) if n == size]
-    fits = lambda upper: not (last > upper).any()
-    if any(fits(by(seen.ravel(), i)) for i in at(seen.size)):
+
+    def fits(upper: np.ndarray, *dims: int) -> bool:
+        """True if no entry is above `upper`, whose dims are `dims` of `last`."""
+        shape = [n if i in dims else 1 for i, n in enumerate(last.shape)]
+        return not (last > upper.reshape(shape)).any()
+
+    def find_dims(size: int) -> list[int]:
+        return [i for i, n in enumerate(last.shape) if n == size]
+
+    if any(fits(seen.ravel(), i) for i in find_dims(seen.size)):
         return True
-    for batch, i in itertools.product(*map(at, seen.shape)):
-        if batch != i and fits(by(seen if batch < i else seen.T, batch, i)):
+    for batch, i in itertools.product(*map(find_dims, seen.shape)):
+        if batch != i and fits(seen if batch < i else seen.T, batch, i):
             return True
-        for j in at(seen.shape[1]):  # a query and a key
+        for j in find_dims(seen.shape[1]):  # a query and a key
             if len({i, j, batch}) == 3 and i < j:
                 # A later sum of other documents has what it must not have.
                 most = np.maximum.accumulate(seen, axis=1)
                 both = np.maximum(most[:, :, None], most[:, None])
                 both = np.moveaxis(both, 0, (batch > i) + (batch > j))
-                if fits(by(both, batch, i, j)):
+                if fits(both, batch, i, j):
                     return True
     return False
 
@@ -434,7 +453,7 @@ def _sums_of_rows(eqn: Eqn, rows: Reach, ids: Reach) -> Reach | None:
     )
 
 
-def _alone(x: Reach) -> Reach:
+def _drop_fact(x: Reach) -> Reach:
     """A value without what is known of its entries together."""
     return dataclasses.replace(together(x), fact=None) if x.fact else x
 

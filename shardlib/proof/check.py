@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -253,8 +254,7 @@ def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: A
         )
     run = function
     if specs:
-        # A new function each time: JAX binds one to the mesh of an earlier trace.
-        run = lambda *args: jax.shard_map(function, **specs)(*args)
+        run = functools.partial(_call_in_shard_map, function, specs)
         kinds = (AxisType.Auto,) * len(mesh.axis_names)  # arguments need not be sharded
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
     if AxisType.Manual in mesh.axis_types:
@@ -263,6 +263,15 @@ def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: A
             "Explicit"
         )
     raise_for(prove_function(lambda: jax.make_jaxpr(run)(*jax.tree.map(_placed, args)), mesh))
+
+
+def _call_in_shard_map(function: Callable[..., Any], specs: Mapping, *args: Any) -> Any:
+    """Calls a new shard_map, because JAX binds one to the mesh of its first trace."""
+    return jax.shard_map(function, **specs)(*args)
+
+
+def _place_and_remedy(finding: Finding) -> tuple[str, str]:
+    return finding.text.partition(": ")[0], finding.text.rpartition("\n")[2]
 
 
 def raise_for(found: list[Finding], shown: int | None = None) -> None:
@@ -277,10 +286,9 @@ def raise_for(found: list[Finding], shown: int | None = None) -> None:
             verdict = DIFFERS
         else:
             verdict = NOT_PROVED
-        place_and_remedy = lambda text: (text.partition(": ")[0], text.rpartition("\n")[2])
-        found = list(
-            {place_and_remedy(finding.text): finding for finding in reversed(found)}.values()
-        )[::-1]
+        found = list({_place_and_remedy(finding): finding for finding in reversed(found)}.values())[
+            ::-1
+        ]
         more = (
             [f"… and {len(found) - shown} more"] if shown is not None and len(found) > shown else []
         )

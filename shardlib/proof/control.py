@@ -138,8 +138,12 @@ def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     first, carry, xs = split_scan(eq.eqn, eq.ins)
     carried = len(carry)
     twin, rows = eq.twin.params["jaxpr"], _own_rows(eq, xs)
-    demand = lambda x: eq.block(x).dims[0] == rows or eq.uncut(x, 0, "a loop runs")
-    items = [_of_turn(interpreter, eq, x, x.dims[1:], demand) for x in xs]
+
+    def demand_rows(x: Value) -> None:
+        if eq.block(x).dims[0] != rows:
+            eq.uncut(x, 0, "a loop runs")
+
+    items = [_of_turn(interpreter, eq, x, x.dims[1:], demand_rows) for x in xs]
     if eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
         reason = Refused(
             f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times "
@@ -152,7 +156,10 @@ def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
         args = [*first, *(Value(c.dims, unprovable=unprovable) for c in carry), *items]
         interpreter.run(eq.params["jaxpr"], twin, args)
         return interpreter.unprovable(eq, unprovable)
-    run = lambda carry: interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items])
+
+    def run(carry: list[Value]) -> list[Value]:
+        return interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items])
+
     if rows is None:
         carry = _fixed_point(interpreter, eq, carry, lambda carry: run(carry)[:carried])
         outs = run(carry)
@@ -164,9 +171,14 @@ def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
         ]
     n, axes = eq.params["length"], {*map(real, rows.axes)} if rows else set()
     of_loop = rows or (whole(n) if n > 1 else UNIFORM)
-    demand = lambda out: eq.block(out).extreme and out.extreme[1] & axes and eq.finished(out)
+
+    def demand_finished(out: Value) -> None:
+        if eq.block(out).extreme and out.extreme[1] & axes:
+            eq.finished(out)
+
     return results + [
-        _of_turn(interpreter, eq, out, (of_loop, *out.dims), demand) for out in outs[carried:]
+        _of_turn(interpreter, eq, out, (of_loop, *out.dims), demand_finished)
+        for out in outs[carried:]
     ]
 
 
@@ -206,8 +218,12 @@ def _while(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     of_cond, of_body, carry = split_while(eq.eqn, eq.ins)
     test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
     twin_test, twin_body = eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]
-    step = lambda carry: interpreter.run(body, twin_body, [*of_body, *carry])
-    carry = _fixed_point(interpreter, eq, carry, step)
+    carry = _fixed_point(
+        interpreter,
+        eq,
+        carry,
+        lambda carry: interpreter.run(body, twin_body, [*of_body, *carry]),
+    )
     (go,) = interpreter.run(test, twin_test, [*of_cond, *carry])
     if reason := _under_predicate(interpreter, eq, go, test.jaxpr.outvars[0], [test, body]):
         return interpreter.unprovable(eq, reason)

@@ -316,18 +316,23 @@ def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
 def moved(value: Value, source: Sequence[int | None]) -> Value:
     """Moves dim source[j] of `value` to j; where that is None, entries along j are equal."""
     count = tuple(source.index(i) for i in value.count if i in source)
-    pick = lambda items, missing: tuple(missing if i is None else items[i] for i in source)
-    label = lambda found: found and found._replace(dims=pick(found.dims, None))
+
+    def pick(items: Sequence, missing: Any) -> tuple:
+        return tuple(missing if i is None else items[i] for i in source)
+
+    def relabel(label: Any) -> Any:
+        return label and label._replace(dims=pick(label.dims, None))
+
     kept = count if list(count) == sorted(count) else ()
     return dataclasses.replace(
         value,
         dims=pick(value.dims, UNIFORM),
         count=kept,
-        mask=value.mask and value.mask._replace(source=label(value.mask.source)),
-        origin=label(value.origin),
-        source=label(value.source),
-        total=label(value.total),
-        shift=added((label(source), c) for source, c in value.shift),
+        mask=value.mask and value.mask._replace(source=relabel(value.mask.source)),
+        origin=relabel(value.origin),
+        source=relabel(value.source),
+        total=relabel(value.total),
+        shift=added((relabel(source), c) for source, c in value.shift),
         components=(),
     )
 

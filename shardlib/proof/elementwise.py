@@ -31,6 +31,10 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 """What primitives do with known numbers."""
+_CASTS: dict[str, Callable[..., Any]] = dict.fromkeys(
+    ("convert_element_type", "copy", "reduce_precision"), np.asarray
+)
+"""Primitives that only cast known numbers, which their result's dtype does."""
 
 LINEAR, ADDITIONS = kinds("linear"), kinds("addition")
 ADDING = {*ADDITIONS, "exp"}
@@ -59,7 +63,7 @@ def elementwise(eq: Equation) -> Value:
         return folded
     if eq.name == "select_n" and ins[0].is_constant and ins[0].known[0] == ins[0].known[1]:
         return ins[1 + int(ins[0].known[0])]
-    if (found := positions.of(eq, ins)) is not None:
+    if (found := positions.apply_rule(eq, ins)) is not None:
         return found
     if eq.name == "log" and ins[0].is_own_total:
         eq.unscaled(ins[0])
@@ -189,9 +193,7 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
         np.dtype(float) if jnp.issubdtype(d, jnp.floating) and d != np.float32 else d
         for d in dtypes
     ]
-    fold, to = FOLDS.get(eq.name), dtypes[-1]
-    if eq.name in ("convert_element_type", "copy", "reduce_precision"):
-        fold = lambda a: a
+    fold, to = FOLDS.get(eq.name, _CASTS.get(eq.name)), dtypes[-1]
     if fold is None:
         return None
     found = []

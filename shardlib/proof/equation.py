@@ -287,13 +287,12 @@ class Equation:
         if math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
             return value
         made, known = value.scaled, value.known
-        is_times = lambda what: (
-            ""
-            if math.isnan(value.ratio)
-            else f": {what} is {1 / value.ratio:.6g} times what it is on one device"
-        )
+        times = ""
+        if not math.isnan(value.ratio):
+            times = f"is {1 / value.ratio:.6g} times what it is on one device"
         if made is not None and made.name.startswith("psum"):
-            problem = f"each device adds a value that is whole already{is_times('the result')}"
+            problem = "each device adds a value that is whole already"
+            problem += f": the result {times}" if times else ""
             raise Refused(problem, made.of_gradient() or TWICE, made, True)
         if known is not None and not any(isinstance(number, float) for number in known):
             problem = (
@@ -312,7 +311,8 @@ class Equation:
             if v.is_constant and v.ratio != 1
         ]
         remedy = DEVICES if any(ones) else OWN_SIZE
-        problem = f"a number that depends on the mesh was multiplied into a value{is_times('it')}"
+        problem = "a number that depends on the mesh was multiplied into a value"
+        problem += f": it {times}" if times else ""
         raise Refused(problem, remedy, made, True)
 
     def reduction(self, value: Value) -> str:

@@ -95,7 +95,7 @@ class Interpreter:
         about other shapes of the same entries.
         """
         (jaxpr, consts), (twin, twin_consts) = body_of(jaxpr), body_of(twin)
-        found = known or self._alignment.of(jaxpr, twin)
+        found = known or self._alignment.align(jaxpr, twin)
         is_as_traced = found.ours is jaxpr and found.theirs is twin
         wrong = others(found.here, found.there, same_entries if known else None)
         env = dict(zip(found.theirs.invars, args, strict=True))
@@ -322,10 +322,14 @@ class Interpreter:
 
     def _declared(self, text: str, shape: tuple[int, ...]) -> Value:
         """The declared type of an argument or result of per-device code."""
-        spec, own_order = parse_shape(text), f"~{ZIGZAG}"
-        order = lambda dim: own_order if dim.name == ZIGZAG else ""
+        spec = parse_shape(text)
         axes = [
-            tuple(axis + order(dim) for axis in dim.axes if axis in self.sizes) for dim in spec.dims
+            tuple(
+                f"{axis}~{ZIGZAG}" if dim.name == ZIGZAG else axis
+                for axis in dim.axes
+                if axis in self.sizes
+            )
+            for dim in spec.dims
         ]
         return block_of(axes, shape, self.sizes, spec.partial, [dim.name for dim in spec.dims])
 

@@ -205,9 +205,9 @@ class _Scatter:
         batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
         for i, j in zip(*batching, strict=True):
             self.dims[i] = eq.joined_dim(i, [self.x.dims[i], self.batch[j]])
-            self._found(j)  # each entry has its own place
+            self._mark_known(j)  # each entry has its own place
 
-    def _found(self, k: int) -> None:
+    def _mark_known(self, k: int) -> None:
         """Notes that it is known where the updates along dim k of the indices go."""
         self.batch[k], self.places[k] = UNIFORM, None
 
@@ -216,7 +216,7 @@ class _Scatter:
         k, into = self._counted(i, index)
         if into is not UNIFORM and not into.is_merged:
             self.dims[i] = self.eq.joined_dim(i, [self.x.dims[i], into])
-            self._found(k)
+            self._mark_known(k)
         elif index.offset:
             self._write_own_block(i, index)
         else:

@@ -7,7 +7,7 @@ import ast
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -79,6 +79,11 @@ def choice_between(here: Eqn | None, there: Eqn | None) -> str:
     return next(filter(None, (_choice(*pair) for pair in [*parted[:1], *alone])), "")
 
 
+def _holds(branch: Sequence[ast.stmt | ast.expr], line: int | None) -> bool:
+    """True if a line is within one of the statements of a branch."""
+    return line is not None and any(_is_at(node, line) for node in branch)
+
+
 def _choice(here: Line | None, there: Line | None) -> str:
     """The choice by a size, in words, on whose sides two lines are; empty if there is none."""
     files = {frame[0] for frame in (here, there) if frame}
@@ -86,14 +91,12 @@ def _choice(here: Line | None, there: Line | None) -> str:
     if len(files) != 1:
         return ""
     (file,) = files
-    within = lambda node, line: line is not None and _is_at(node, line)
-    side = lambda nodes, line: any(within(node, line) for node in nodes)
     nodes = sorted(
         (n for n in ast.walk(_tree(file)) if isinstance(n, _CHOICES)), key=lambda n: -n.lineno
     )
     for node in nodes:
         branches = [part if isinstance(part, list) else [part] for part in (node.body, node.orelse)]
-        is_parted = any(side(branch, lines[0]) != side(branch, lines[1]) for branch in branches)
+        is_parted = any(len({_holds(branch, line) for line in lines}) == 2 for branch in branches)
         if is_parted and _is_of_size(file, node.test, node.lineno):
             made = max(
                 (n.lineno for n in _assignments(file, node.lineno, _names(node.test))), default=None

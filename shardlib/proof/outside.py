@@ -113,6 +113,20 @@ class _Passed:
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     suspects: tuple[_Suspect, ...] = ()
 
+    @property
+    def is_positive_number(self) -> bool:
+        return self.spec is None and self.value.is_constant and self.value.ratio > 0
+
+    @property
+    def is_cut(self) -> bool:
+        """True if devices have different blocks of dim 0."""
+        return bool(self.spec and self.spec[0])
+
+    @property
+    def has_known_layout(self) -> bool:
+        """Facts about a whole value do not say how it is cut, which does not matter for zeros."""
+        return self.spec is not None or self.value.is_zero
+
 
 def _use(values: Iterable[_Passed | None]) -> None:
     """Notes that something uses values which is not a shard_map that knows what they are."""
@@ -139,10 +153,9 @@ class _Outside:
         Returns what is known of its results; None for one like on one device.
         """
         (ours, consts), (theirs, twin_consts) = body_of(program), body_of(twin)
-        names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]
-        if names(ours) != names(theirs):  # JAX divides by the number of devices, unless it is 1
+        if _names(ours) != _names(theirs):  # JAX divides by the number of devices, unless it is 1
             theirs = completed(ours, theirs, {})
-        if names(ours) != names(theirs) or len(consts) != len(twin_consts):
+        if _names(ours) != _names(theirs) or len(consts) != len(twin_consts):
             raise Different.between(ours.eqns, theirs.eqns)
         env = dict(zip(ours.invars, args, strict=False))
         env |= {
@@ -162,18 +175,20 @@ class _Outside:
         self, env: Mapping, pairs: Mapping, ours: Sequence, theirs: Sequence, eqn: Eqn | None = None
     ) -> list[_Passed | None]:
         """What is known of the operands of an equation, or of the results of a jaxpr."""
-        is_same = lambda a, b: (
+        if len(ours) != len(theirs) or not all(
             isinstance(b, Literal) if isinstance(a, Literal) else pairs.get(a) is b
-        )
-        if len(ours) != len(theirs) or not all(map(is_same, ours, theirs)):
+            for a, b in zip(ours, theirs, strict=True)
+        ):
             where = f"{Equation(eqn).place()}: " if eqn else ""
             self._suspect(
                 f"{where}outside jax.shard_map, another value is used than on one device\n  "
                 f"remedy: {REMEDY}"
             )
             return [None] * len(ours)
-        of = lambda a, b: self._literal(a, b, eqn) if isinstance(a, Literal) else env.get(a)
-        return list(map(of, ours, theirs))
+        return [
+            self._literal(a, b, eqn) if isinstance(a, Literal) else env.get(a)
+            for a, b in zip(ours, theirs, strict=True)
+        ]
 
     def _literal(self, here: Any, there: Any, eqn: Eqn | None) -> _Passed | None:
         is_same = str(here.val) == str(there.val)
@@ -217,15 +232,12 @@ class _Outside:
         blank = Value((UNIFORM,) * len(shape_of(eqn.outvars[0])) if eqn.outvars else ())
         # With check_vma=False, JAX divides a gradient by the number of devices that take it, and
         # sums it inside.
-        is_number = lambda x: x.spec is None and x.value.is_constant and x.value.ratio > 0
-        # A quotient of inexact numbers is rounded.
-        is_exact = lambda x: not jnp.issubdtype(x.aval.dtype, jnp.inexact)
         if (
             name == "div"
             and ins[0] is None
             and ins[1]
-            and is_number(ins[1])
-            and not is_exact(eqn.outvars[0])
+            and ins[1].is_positive_number
+            and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)  # an integer is truncated
         ):
             made, ratio = Equation(eqn, ins=[blank, ins[1].value]), near(1 / ins[1].value.ratio)
             return [
@@ -256,12 +268,9 @@ class _Outside:
     def _of_scan(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
         first, carry, xs = split_scan(eqn, ins)
         _use(carry)
-        is_cut = lambda x: bool(x and x.spec and x.spec[0])
-        _use(filter(is_cut, xs))
+        _use(x for x in xs if x and x.is_cut)
         xs = [
-            None
-            if x is None or is_cut(x)
-            else _in_turns(x, x.value.dims[1:], x.spec and x.spec[1:])
+            None if x is None or x.is_cut else _in_turns(x, x.value.dims[1:], x.spec and x.spec[1:])
             for x in xs
         ]
         outs = self.run(
@@ -352,12 +361,10 @@ def _in_turns(x: _Passed, dims: tuple, spec: Sharding | None) -> _Passed | None:
 
 def _either(eqn: Eqn, a: _Passed | None, b: _Passed | None) -> _Passed | None:
     """What is known of a result of a conditional from those of two branches."""
-    # Facts about a whole value do not say how its dims are cut, which does not matter for zeros.
-    is_known = lambda x: x.spec is not None or x.value.is_zero
     if (
         a is None
         or b is None
-        or not (is_known(a) and is_known(b))
+        or not (a.has_known_layout and b.has_known_layout)
         or len({a.spec, b.spec} - {None}) != 1
     ):
         _use([a, b])
@@ -370,13 +377,17 @@ def _either(eqn: Eqn, a: _Passed | None, b: _Passed | None) -> _Passed | None:
     )
 
 
+def _names(jaxpr: Any) -> list[str]:
+    return [eqn.primitive.name for eqn in jaxpr.eqns]
+
+
 def _numbers(eqn: Eqn) -> dict:
     """The parameters of an equation that consist of numbers, dtypes and choices."""
-    is_number = lambda x: isinstance(x, int | float | np.dtype | enum.Enum)
+    kinds = int | float | np.dtype | enum.Enum
     return {
         name: value
         for name, value in eqn.params.items()
-        if jax.tree.all(jax.tree.map(is_number, value))
+        if all(isinstance(x, kinds) for x in jax.tree.leaves(value))
     }
 
 

@@ -17,7 +17,7 @@ from shardlib.proof.equation import Equation, Refused, is_integer
 COMPARISONS = kinds("comparison")
 
 
-def of(eq: Equation, ins: list[Value]) -> Value | None:
+def apply_rule(eq: Equation, ins: list[Value]) -> Value | None:
     """The result of an elementwise primitive on positions, offsets or masks.
 
     Returns None if no rule here applies.
@@ -207,9 +207,16 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
             if not found.offset and not found.count:
                 rest = eq.plain(dataclasses.replace(other, offset=()))
                 return Value(eq.joined_dims([found, rest]))
-    is_bound = lambda v: v.known is not None and not (v.count or v.valid or v.is_index)
+    is_bound = not (b.count or b.valid or b.is_index)
     is_signed = all(np.issubdtype(var.aval.dtype, np.signedinteger) for var in eq.eqn.invars)
-    if not is_bound(b) or not is_signed or a.count or a.valid or name in ("eq", "ne"):
+    if (
+        b.known is None
+        or not is_bound
+        or not is_signed
+        or a.count
+        or a.valid
+        or name in ("eq", "ne")
+    ):
         eq.block(a), eq.block(b)
         raise AssertionError(name)
     eq.plain(dataclasses.replace(a, offset=()))

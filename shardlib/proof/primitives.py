@@ -111,17 +111,20 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
         raise Refused(problem, "compute it by other operations, or outside of the program")
     if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
         raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
-    labels = lambda var: [i if i < batch else None for i in range(len(shape_of(var)))]
-    operands, results = list(map(labels, eq.eqn.invars)), list(map(labels, eq.eqn.outvars))
+
+    def label_dims(var: Any) -> list[int | None]:
+        return [i if i < batch else None for i in range(len(shape_of(var)))]
+
+    operands, results = list(map(label_dims, eq.eqn.invars)), list(map(label_dims, eq.eqn.outvars))
     if vectors is None:
-        return alone(eq, operands, results, eq.name)
+        return map_separately(eq, operands, results, eq.name)
     eq.plain(eq.ins[0]), eq.unscaled(eq.ins[1])
     operands[1][vectors] = results[0][vectors] = vectors
-    (found,) = alone(eq, operands, results, eq.name, Equation.term)
+    (found,) = map_separately(eq, operands, results, eq.name, Equation.term)
     return [dataclasses.replace(found, partial=eq.ins[1].partial)]
 
 
-def alone(
+def map_separately(
     eq: Equation,
     operands: list,
     results: list,
@@ -140,7 +143,7 @@ def alone(
         verb: what happens to the entries that are taken together.
         demand: what each operand must be.
     """
-    found: dict[Any, list] = {}
+    dims_of: dict[Any, list] = {}
     for k, labels in enumerate(operands):
         demand(eq, eq.ins[k])
         for i, (label, dim) in enumerate(zip(labels, eq.ins[k].dims, strict=True)):
@@ -148,10 +151,11 @@ def alone(
                 eq.uncut(eq.ins[k], i, verb)
                 eq.same_size(k, i)
             else:
-                found.setdefault(label, []).append(dim)
-    joined = {label: eq.joined_dim(label, dims) for label, dims in found.items()}
-    shapes = map(shape_of, eq.eqn.outvars)
-    dims_of = lambda pairs: tuple(
-        whole(n) if label is None else joined[label] for n, label in pairs
-    )
-    return [Value(dims_of(zip(*pair, strict=True))) for pair in zip(shapes, results, strict=True)]
+                dims_of.setdefault(label, []).append(dim)
+    joined = {label: eq.joined_dim(label, dims) for label, dims in dims_of.items()}
+    found = []
+    for var, labels in zip(eq.eqn.outvars, results, strict=True):
+        pairs = zip(shape_of(var), labels, strict=True)
+        dims = (whole(n) if label is None else joined[label] for n, label in pairs)
+        found.append(Value(tuple(dims)))
+    return found

@@ -158,11 +158,14 @@ class Sums:
         Also returns the last token of the rest.
         """
         low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
-        row = lambda at: at // (self.step * self.size) * self.step + at % self.step
+
+        def row_of(at: np.ndarray) -> np.ndarray:
+            return at // (self.step * self.size) * self.step + at % self.step
+
         left = np.minimum(
             self.before[high], self.after[np.minimum(low + self.step, len(self.after) - 1)]
         )
-        return (low >= 0) & (row(low) == row(high)), self.plus(
+        return (low >= 0) & (row_of(low) == row_of(high)), self.plus(
             np.where(high > low, left, NONE)
         ).plus(other.added).added
 
@@ -176,15 +179,22 @@ def sums_of(
     """
     sums = [x.fact if isinstance(x.fact, Sums) else None for x in values]
     first: Any = next(filter(None, sums), None)
-    fits = lambda s, x: (s.before is first.before and s.sign == first.sign) if s else x.is_known
-    if first is None or not all(map(fits, sums, values)):
+    if first is None or not all(
+        (s.before is first.before and s.sign == first.sign) if s else x.is_known
+        for s, x in zip(sums, values, strict=True)
+    ):
         return None
     none = [np.full((1,) * len(x.shape), -1) for x in values]
-    of = lambda name: [
-        np.maximum(getattr(s, name), other) if s else other
-        for s, other in zip(sums, none, strict=True)
-    ]
-    return dataclasses.replace(first, at=move(of("at")), added=move(of("added")), array=None)
+    at, added = (
+        move(
+            [
+                np.maximum(getattr(s, name), other) if s else other
+                for s, other in zip(sums, none, strict=True)
+            ]
+        )
+        for name in ("at", "added")
+    )
+    return dataclasses.replace(first, at=at, added=added, array=None)
 
 
 def dtype_of(aval: core.ShapedArray) -> np.dtype:
@@ -260,7 +270,10 @@ def made(
     Dims along which all entries are alike have size 1.
     """
     dtype, rank = np.dtype(dtype or np.asarray(number).dtype), len(shape)
-    pad = lambda x: np.reshape(x, (1,) * (rank - np.ndim(x)) + np.shape(x))
+
+    def pad(x: Any) -> np.ndarray:
+        return np.reshape(x, (1,) * (rank - np.ndim(x)) + np.shape(x))
+
     number, known, last = map(pad, (np.asarray(number, dtype), np.asarray(known), last))
     if known.all():
         known, last = np.ones((1,) * rank, bool), pad(NONE)
@@ -370,10 +383,14 @@ def placed(x: np.ndarray, at: dict[int, int], rank: int) -> np.ndarray:
 def cut(value: Reach, parts: Sequence[slice]) -> Reach:
     """Takes a part of each dim; for slots, the choices stay."""
     shape = [len(range(*part.indices(n))) for part, n in zip(parts, value.shape, strict=True)]
-    of = lambda part, n, size: part if n > 1 else slice(min(1, size))
     if isinstance(value.fact, Slots):
         parts = [slice(None) if i == value.fact.dim else part for i, part in enumerate(parts)]
-    return value.moved(lambda x: x[tuple(map(of, parts, x.shape, shape))], shape)
+
+    def take(x: np.ndarray) -> np.ndarray:
+        sizes = zip(parts, x.shape, shape, strict=True)
+        return x[tuple(part if n > 1 else slice(min(1, size)) for part, n, size in sizes)]
+
+    return value.moved(take, shape)
 
 
 def entries_of(x: Reach, axis: int, start: int, limit: int) -> Reach:
@@ -383,10 +400,10 @@ def entries_of(x: Reach, axis: int, start: int, limit: int) -> Reach:
 
 def stacked(values: Sequence[Reach], axis: int, shape: Sequence[int]) -> Reach:
     """Stacks values along a new dim."""
-    together = lambda arrays: np.stack(np.broadcast_arrays(*arrays), axis)
     why = next((value.why for value in values if value.why), None)
-    arrays = zip(*(value.arrays() for value in values), strict=True)
-    return Reach(tuple(shape), *map(together, arrays), why=why).alike()
+    columns = zip(*(value.arrays() for value in values), strict=True)
+    arrays = (np.stack(np.broadcast_arrays(*column), axis) for column in columns)
+    return Reach(tuple(shape), *arrays, why=why).alike()
 
 
 def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> list[Reach]:

@@ -139,8 +139,11 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
         for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)
     }
     parts = [i for i, n in enumerate(x.shape) if sizes[i] != n and i not in d.operand_batching_dims]
-    of_starts = lambda a: reach.placed(a, dict(enumerate(batch)), len(shape))
-    index = of_starts(starts.over([len(starts.shape) - 1]))
+
+    def place_starts(a: np.ndarray) -> np.ndarray:
+        return reach.placed(a, dict(enumerate(batch)), len(shape))
+
+    index = place_starts(starts.over([len(starts.shape) - 1]))
     anywhere = reach.unknown(
         shape, x.number.dtype, np.maximum(reach.placed(x.over(parts), at, len(shape)), index)
     )
@@ -155,7 +158,7 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
         return anywhere
     start = starts.moved(lambda a: a[..., of_dim] if a.shape[-1] > 1 else a, starts.shape)
     (dim,) = parts
-    rows, known = of_starts(start.number), of_starts(start.known)
+    rows, known = place_starts(start.number), place_starts(start.known)
     if dim in windows:
         if not is_clipped:
             return anywhere
@@ -177,23 +180,28 @@ def _rows_at(
     Dim i of others becomes dim at[i].
     """
     rank, size, fill = len(result_shape(eqn)), x.shape[dim], eqn.params["fill_value"]
-    along = lambda a, i: np.arange(a.shape[i]).reshape(
-        [-1 if k == at[i] else 1 for k in range(rank)]
-    )
     if "fill" in str(eqn.params["mode"]).lower():
         inside = (rows >= 0) & (rows < size)
     else:
         inside = np.asarray(True)
     rows = np.clip(rows, 0, size - 1)
-    of = lambda a, i: along(a, i) if i != dim else rows if a.shape[i] > 1 else rows * 0
-    rows_of = lambda a: a[tuple(of(a, i) for i in range(a.ndim))]
-    number, known, last = map(rows_of, x.arrays())
+
+    def take_rows(a: np.ndarray) -> np.ndarray:
+        indices = []
+        for i, n in enumerate(a.shape):
+            if i != dim:
+                indices.append(np.arange(n).reshape([-1 if k == at[i] else 1 for k in range(rank)]))
+            else:
+                indices.append(rows if n > 1 else rows * 0)
+        return a[tuple(indices)]
+
+    number, known, last = map(take_rows, x.arrays())
     other = reach.highest(number.dtype) if fill is None else number.dtype.type(fill)
     number, known = np.where(inside, number, other), np.where(inside, known, fill is not None)
     found = reach.made(
         result_shape(eqn), number, known, np.maximum(np.where(inside, last, NONE), index)
     )
-    fact = reach.sums_of([x], lambda parts: rows_of(parts[0])) if np.all(inside) else None
+    fact = reach.sums_of([x], lambda parts: take_rows(parts[0])) if np.all(inside) else None
     return dataclasses.replace(found, fact=fact)
 
 
@@ -282,9 +290,15 @@ def rows_added(
     rank, count = len(x.shape), len(new.shape)
     of_rows = [i for i in range(count) if i not in at]
     where = at | {i: rank + k for k, i in enumerate(of_rows)}
-    as_x = lambda a: reach.placed(a, where, rank + len(of_rows))
-    rows, of_index = (as_x(reach.placed(a, dims, count)) for a in (index.number, index.last))
-    rows, added = np.broadcast_arrays(rows, np.maximum(as_x(new.last), of_index))
+    rows, of_index, of_new = (
+        reach.placed(a, where, rank + len(of_rows))
+        for a in (
+            reach.placed(index.number, dims, count),
+            reach.placed(index.last, dims, count),
+            new.last,
+        )
+    )
+    rows, added = np.broadcast_arrays(rows, np.maximum(of_new, of_index))
     sizes = [n if i == dim else max(x.last.shape[i], added.shape[i]) for i, n in enumerate(x.shape)]
     whole = [*(1 if i == dim else n for i, n in enumerate(sizes)), *added.shape[rank:]]
     rows, added = np.broadcast_to(rows, whole), np.broadcast_to(added, whole)

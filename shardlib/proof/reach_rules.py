@@ -85,7 +85,10 @@ def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
 
     Unknown numbers are finite, and not 0/0.
     """
-    any_of = lambda arrays: np.logical_or.reduce(np.broadcast_arrays(*arrays))
+
+    def any_of(arrays: Sequence[Any]) -> Any:
+        return np.logical_or.reduce(np.broadcast_arrays(*arrays))
+
     if name == "mul" or (name == "div" and dtype.kind == "f"):
         return any_of([x.known & (x.number == 0) for x in (ins if name == "mul" else ins[:1])]), 0
     if name in ("and", "or") and dtype.kind == "b":
@@ -307,16 +310,20 @@ def _together(eqn: Eqn, *ins: Reach) -> list[Reach]:
 @rule(*kinds("running"))
 def _cumulative(eqn: Eqn, x: Reach) -> Reach:
     name, axis, back = eqn.primitive.name, eqn.params["axis"], eqn.params["reverse"]
-    turned = lambda a: np.flip(a, axis) if back else a
-    run = lambda op, a: turned(op.accumulate(turned(a), axis))
+
+    def accumulate(op: np.ufunc, a: np.ndarray) -> np.ndarray:
+        if back:
+            return np.flip(op.accumulate(np.flip(a, axis), axis), axis)
+        return op.accumulate(a, axis)
+
     known = {"cumsum": np.add, "cummax": np.maximum, "cummin": np.minimum}
     if x.is_known and name in known and x.number.dtype.kind in "biu":
         return reach.made(
             x.shape,
-            run(known[name], reach.full(x.number, x.shape, [axis])).astype(x.number.dtype),
+            accumulate(known[name], reach.full(x.number, x.shape, [axis])).astype(x.number.dtype),
             True,
         )
-    found = reach.unknown(x.shape, dtype_of_result(eqn), run(np.maximum, x.last))
+    found = reach.unknown(x.shape, dtype_of_result(eqn), accumulate(np.maximum, x.last))
     if name == "cumsum" and not back and 0 < math.prod(x.shape) <= MOST:
         # Of all dims: along one where tokens are alike, the sums are others.
         last = reach.full(x.last, x.shape, range(len(x.shape)))
@@ -336,11 +343,13 @@ def _solve(eqn: Eqn, a: Reach, b: Reach) -> Reach:
 
     These rows depend on others in the same way, recursively.
     """
-    p, swap = eqn.params, lambda x: x.swapaxes(-1, -2)
-    a = a.moved(swap, a.shape[:-2] + a.shape[:-3:-1]) if p["transpose_a"] == p["left_side"] else a
-    b = b if p["left_side"] else b.moved(swap, b.shape[:-2] + b.shape[:-3:-1])
+    p = eqn.params
+    if p["transpose_a"] == p["left_side"]:
+        a = a.moved(np.matrix_transpose, a.shape[:-2] + a.shape[:-3:-1])
+    if not p["left_side"]:
+        b = b.moved(np.matrix_transpose, b.shape[:-2] + b.shape[:-3:-1])
     found = _substituted(a, b, p["lower"] == (p["transpose_a"] != p["left_side"]))
-    return found if p["left_side"] else found.moved(swap, result_shape(eqn))
+    return found if p["left_side"] else found.moved(np.matrix_transpose, result_shape(eqn))
 
 
 @rule("custom_linear_solve")
@@ -351,7 +360,6 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
     If `a` is a triangle, rows of its solution depend on rows on one side alone, up to rounding.
     """
     body = eqn.params["jaxprs"].matvec.jaxpr
-    swap = lambda x: x.swapaxes(-1, -2)
     rank = len(a.shape)
     b = ins[-1]
     product, *moves = body.eqns
@@ -371,7 +379,8 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
     if not (is_matrix and is_moved and (is_lower or is_upper) and _is_by_lu(eqn)):
         return None
     shape = (*b.shape[:-2], b.shape[-1], b.shape[-2])
-    return _substituted(a, b.moved(swap, shape), is_lower).moved(swap, b.shape)
+    found = _substituted(a, b.moved(np.matrix_transpose, shape), is_lower)
+    return found.moved(np.matrix_transpose, b.shape)
 
 
 def _is_by_lu(eqn: Eqn) -> bool:
@@ -386,10 +395,12 @@ def _is_by_lu(eqn: Eqn) -> bool:
     ]
     own = equations_in(jax.make_jaxpr(jnp.linalg.solve)(*given))
     solves = [x.params["jaxprs"].solve for x in own if x.primitive.name == eqn.primitive.name]
-    steps = lambda program: [
-        (x.primitive.name, [var.aval.shape for var in x.invars]) for x in equations_in(program)
-    ]
-    return [steps(x) for x in solves] == [steps(eqn.params["jaxprs"].solve)]
+    return [_steps(x) for x in solves] == [_steps(eqn.params["jaxprs"].solve)]
+
+
+def _steps(program: object) -> list[tuple[str, list]]:
+    """The primitives of a program, and the shapes of their operands."""
+    return [(x.primitive.name, [var.aval.shape for var in x.invars]) for x in equations_in(program)]
 
 
 def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
@@ -398,8 +409,10 @@ def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
     It is 0 where all terms are.
     """
     size = a.shape[-1]
-    square = lambda x: np.broadcast_to(x, (*x.shape[:-2], size, size))[..., None]
-    is_live, of_a = square(~(a.known & (a.number == 0))), square(a.last)
+    is_live, of_a = (
+        np.broadcast_to(x, (*x.shape[:-2], size, size))[..., None]
+        for x in (~(a.known & (a.number == 0)), a.last)
+    )
     zeros = b.known & (b.number == 0)
     sizes = np.broadcast_shapes(
         of_a.shape[:-3], is_live.shape[:-3], b.last.shape[:-2], zeros.shape[:-2]
@@ -447,10 +460,15 @@ def _product(eqn: Eqn, *ins: Reach) -> Reach:
             reach.unknown(x.shape, np.float64, x.over(dims))
             for x, dims in zip((a, b), contract, strict=True)
         )
-    both = lambda op, of: op(sized(0, of(a)), sized(1, of(b)))
-    is_live = both(np.logical_and, lambda x: ~(x.known & (x.number == 0)))
+    is_live, last = (
+        combine(*(sized(k, x) for k, x in enumerate(pair)))
+        for combine, pair in (
+            (np.logical_and, [~(x.known & (x.number == 0)) for x in (a, b)]),
+            (np.maximum, [a.last, b.last]),
+        )
+    )
     axes = tuple(range(len(shape), len(shape) + len(contract[0])))
-    last = np.where(is_live, both(np.maximum, lambda x: x.last), NONE).max(axes, initial=NONE)
+    last = np.where(is_live, last, NONE).max(axes, initial=NONE)
     zeros = ~is_live.any(axes)
     return reach.made(shape, np.where(zeros, 0, reach.highest(dtype)), zeros, last, dtype)
 

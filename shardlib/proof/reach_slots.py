@@ -30,21 +30,27 @@ def together(x: Reach) -> Reach:
     return unknown(x.shape, x.number.dtype, of_all([x])) if is_in(x) else x
 
 
+def _with_end(a: np.ndarray, end: np.ndarray, dim: int) -> np.ndarray:
+    """Appends one more entry along `dim`."""
+    shape = [1 if i == dim else n for i, n in enumerate(a.shape)]
+    return np.concatenate([a, np.broadcast_to(end, shape)], dim)
+
+
 def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
     """The choices in slots; None if the sorted values are not choices.
 
     Whether a choice gets a slot depends on those before it, also in other documents. For documents,
     where tokens are numbered from the last one on, this is left out.
     """
-    of = lambda a: full(a, x.shape, [dim])
     numbers = x.fact.numbers if isinstance(x.fact, Among) else ()
     for number, past in (numbers, numbers[::-1]) if len(numbers) == 2 else ():
-        if past.size == 1 and (np.diff(of(number), axis=dim) > 0).all() and (number < past).all():
-            last = np.maximum.accumulate(of(x.last), axis=dim) if is_forward else of(x.last)
-            end = lambda a, b: np.concatenate(
-                [a, np.broadcast_to(b, np.delete(a, slice(1, None), dim).shape)], dim
-            )
-            number, last = end(of(number), past), end(last, last.max(dim, keepdims=True))
+        if past.size != 1:
+            continue
+        number, last = full(number, x.shape, [dim]), full(x.last, x.shape, [dim])
+        if (np.diff(number, axis=dim) > 0).all() and (number < past).all():
+            last = np.maximum.accumulate(last, axis=dim) if is_forward else last
+            number = _with_end(number, past, dim)
+            last = _with_end(last, last.max(dim, keepdims=True), dim)
             return Reach(
                 x.shape,
                 number,
@@ -90,12 +96,15 @@ def _dim_after(eqn: Eqn, ins: list[Reach], x: Reach, rule: Callable[..., Any]) -
     """
     size, rank = x.shape[x.fact.dim], len(x.shape)
     slots = np.arange(size).reshape([size if i == x.fact.dim else 1 for i in range(rank)])
-    others = lambda y: (
-        _blurred(y, NONE) if y.shape else dataclasses.replace(y, last=np.full((), NONE))
-    )
-    result = rule(
-        eqn, *(unknown(x.shape, x.number.dtype, slots) if y is x else others(y) for y in ins)
-    )
+    marked = []
+    for y in ins:
+        if y is x:
+            marked.append(unknown(x.shape, x.number.dtype, slots))
+        elif y.shape:
+            marked.append(_blurred(y, NONE))
+        else:
+            marked.append(dataclasses.replace(y, last=np.full((), NONE)))
+    result = rule(eqn, *marked)
     result = result[0] if isinstance(result, list) and len(result) == 1 else result
     if not isinstance(result, Reach) or size < 2:
         return None

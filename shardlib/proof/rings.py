@@ -83,15 +83,19 @@ def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
                 and eqn.params["length"] <= 64
             ):
                 for _ in range(eqn.params["length"]):
-                    carry = evaluate(eqn.params["jaxpr"], [*first, *carry], put, as_it_is)
+                    carry = evaluate(eqn.params["jaxpr"], [*first, *carry], put, _keep)
                 return carry
         outs = [core.Var(var.aval) for var in eqn.outvars]
         found.append(eqn.replace(invars=ins, outvars=outs))
         return outs
 
-    as_it_is = lambda operand: operand
-    results = evaluate(core.ClosedJaxpr(jaxpr, jaxpr.constvars), jaxpr.invars, put, as_it_is)
+    results = evaluate(core.ClosedJaxpr(jaxpr, jaxpr.constvars), jaxpr.invars, put, _keep)
     return jaxpr.replace(eqns=found, outvars=results)
+
+
+def _keep(operand: Any) -> Any:
+    """The constant rule of `evaluate` where operands are copied."""
+    return operand
 
 
 def _live(jaxpr: Jaxpr) -> Any:
@@ -164,30 +168,32 @@ class _Ring:
             if eqn.primitive.name in ("add", "add_any") and id(eqn) not in self.found:
                 self._close_sums(eqn)
         clones = {var: core.Var(var.aval) for var, mark in self.marks.items() if mark is not None}
-        read = lambda var: clones.get(var, var) if is_variable(var) else var
-        where = {"axis": self.axis, "turns": self.turn_axis}
-        params = lambda mark: where | {"coefficient": None if mark is ENTER else mark}
-        entered = lambda variables: [
-            _equation(
-                self.jaxpr.eqns[0],
-                ENTER if mark is ENTER else INDEX,
-                [var],
-                clones[var],
-                params(mark),
-            )
-            for var in variables
-            if (mark := self.marks.get(var)) is not None and mark is not self
-        ]
+
+        def read(var: Any) -> Any:
+            return clones.get(var, var) if is_variable(var) else var
+
         replaced = {id(last) for last, *_ in self.found.values()}
-        eqns = entered([*self.jaxpr.constvars, *self.jaxpr.invars])
+        eqns = self._entries([*self.jaxpr.constvars, *self.jaxpr.invars], clones)
         for eqn in self.jaxpr.eqns:
             eqns += [eqn] if id(eqn) not in replaced else []
             eqns += self._one_turn(*self.found[id(eqn)], read=read) if id(eqn) in self.found else []
             if any(self.marks.get(out) is self for out in eqn.outvars):
                 outs = [clones.get(out, core.Var(out.aval)) for out in eqn.outvars]
                 eqns.append(eqn.replace(invars=list(map(read, eqn.invars)), outvars=outs))
-            eqns += entered(eqn.outvars)
+            eqns += self._entries(eqn.outvars, clones)
         return self.jaxpr.replace(eqns=eqns)
+
+    def _entries(self, variables: list, clones: Mapping) -> list[Eqn]:
+        """The equations by which variables enter a turn, as `clones`."""
+        eqns = []
+        for var in variables:
+            mark = self.marks.get(var)
+            if mark is None or mark is self:
+                continue
+            primitive, coefficient = (ENTER, None) if mark is ENTER else (INDEX, mark)
+            params = {"axis": self.axis, "turns": self.turn_axis, "coefficient": coefficient}
+            eqns.append(_equation(self.jaxpr.eqns[0], primitive, [var], clones[var], params))
+        return eqns
 
     def _gathered(self, var: object, name: str) -> list[Any]:
         """The equations that accumulate one turn after the other, last first."""
@@ -241,10 +247,13 @@ class _Ring:
         """
         terms, eqn = [], last
         while eqn is not None and eqn.primitive is last.primitive and len(terms) < self.n:
-            # True for what came from another device.
-            came = lambda var: is_variable(var) and var in self.turns and var in self.made
-            passed = [
-                var for var in eqn.invars if came(var) and _permutes(self.made[var], self.axis)
+            passed = [  # what came from another device
+                var
+                for var in eqn.invars
+                if is_variable(var)
+                and var in self.turns
+                and var in self.made
+                and _permutes(self.made[var], self.axis)
             ]
             if len(passed) != 1:
                 break
@@ -311,10 +320,12 @@ class _Ring:
         """The number on each device of the axis, if its index alone determines it."""
         if var not in self.tables:
             eqn = self.made.get(var) if _is_number(var.aval) else None
-            operand = lambda var: self._table(var) if is_variable(var) else _of_literal(var, self.n)
-            found = (
-                _computed(eqn, list(map(operand, eqn.invars)), self.axis, self.n) if eqn else None
-            )
+            found = None
+            if eqn:
+                operands = [
+                    self._table(x) if is_variable(x) else _of_literal(x, self.n) for x in eqn.invars
+                ]
+                found = _computed(eqn, operands, self.axis, self.n)
             self.tables[var] = found[eqn.outvars.index(var)] if eqn and found else None
         return self.tables[var]
 

@@ -136,9 +136,12 @@ class _Numbers:
         env = dict(
             zip([*jaxpr.constvars, *jaxpr.invars], [*map(self._array, consts), *ins], strict=True)
         )
-        read = lambda var: (
-            env[var] if is_variable(var) else self._array(np.asarray(var.val, var.aval.dtype))
-        )
+
+        def read(var: Any) -> int:
+            return (
+                env[var] if is_variable(var) else self._array(np.asarray(var.val, var.aval.dtype))
+            )
+
         needed, live = set(filter(is_variable, jaxpr.outvars)), []
         for eqn in reversed(jaxpr.eqns):
             if not needed.isdisjoint(eqn.outvars):
@@ -198,8 +201,11 @@ class _Numbers:
             if one is None
         }
         order = orders.pop() if len(orders) == 1 else None
-        root = lambda x: x if order is None else self._turned[x][0]
-        return [root(x) if one is None else one for x, one in zip(ins, even, strict=True)], order
+        roots = [
+            one if one is not None else x if order is None else self._turned[x][0]
+            for x, one in zip(ins, even, strict=True)
+        ]
+        return roots, order
 
     def _transposed(self, eq: Equation, x: int, order: tuple[int, ...]) -> int:
         root, old = self._turned.get(x, (x, tuple(range(len(order)))))
@@ -297,13 +303,11 @@ class _Numbers:
             and eq.result_shape
             and not any(n * eq.result_shape[0] % shape[0] for n in (start, end))
         ):
-            scaled = lambda n: n and n * eq.result_shape[0] // shape[0]
-            of_root = (whole, *shape[1:]), (scaled(whole), *eq.result_shape[1:])
-            return [
-                self._some_rows(
-                    eq, self._reshaped(eq, root, *of_root), *map(scaled, (start, end, whole))
-                )
-            ]
+            before = (whole, *shape[1:])
+            start, end = (n * eq.result_shape[0] // shape[0] for n in (start, end))
+            whole = whole and whole * eq.result_shape[0] // shape[0]
+            root = self._reshaped(eq, root, before, (whole, *eq.result_shape[1:]))
+            return [self._some_rows(eq, root, start, end, whole)]
         return None
 
     def _reshaped(self, eq: Equation, x: int, old: tuple, new: tuple) -> int:

@@ -20,7 +20,7 @@ from shardlib.proof.domain import (
     whole,
 )
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
-from shardlib.proof.primitives import alone, rule
+from shardlib.proof.primitives import map_separately, rule
 
 ENDS = ("start_indices", "limit_indices", "strides")
 
@@ -353,10 +353,12 @@ def _pad(eq: Equation) -> Value:
 @rule("select_and_scatter_add")
 def _windows(eq: Equation) -> Value:
     p, shape = eq.params, eq.result_shape
-    slides = lambda i: (
-        p["window_dimensions"][i] != 1 or any(p["padding"][i]) or eq.shape()[i] != shape[i]
-    )
-    labels = [None if slides(i) else i for i in range(len(shape))]
-    return alone(eq, [labels[: len(value.dims)] for value in eq.ins], [labels], "a window slides")[
-        0
+    labels = [
+        None if size != 1 or any(padding) or before != after else i
+        for i, (size, padding, before, after) in enumerate(
+            zip(p["window_dimensions"], p["padding"], eq.shape(), shape, strict=True)
+        )
     ]
+    operands = [labels[: len(value.dims)] for value in eq.ins]
+    (found,) = map_separately(eq, operands, [labels], "a window slides")
+    return found

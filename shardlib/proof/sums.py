@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from shardlib.equations import kinds
+from shardlib.equations import kinds, shape_of
 from shardlib.proof.domain import (
     UNIFORM,
     Dim,
@@ -23,7 +23,7 @@ from shardlib.proof.domain import (
     whole,
 )
 from shardlib.proof.equation import Equation, Refused
-from shardlib.proof.primitives import alone, everything_whole, rule
+from shardlib.proof.primitives import everything_whole, map_separately, rule
 
 _ORDERS = itertools.count()
 
@@ -112,8 +112,8 @@ def _together(eq: Equation) -> list[Value]:
     results = [i for i in labels if i is not None] if gone else labels
     operands, results = [labels] * len(eq.ins), [results] * len(eq.eqn.outvars)
     if eq.name != "cumsum":
-        return alone(eq, operands, results, f"a {eq.name} runs")
-    (found,) = alone(eq, operands, results, "a cumsum runs", Equation.term)
+        return map_separately(eq, operands, results, f"a {eq.name} runs")
+    (found,) = map_separately(eq, operands, results, "a cumsum runs", Equation.term)
     return [dataclasses.replace(found, partial=x.partial, ratio=x.ratio)]
 
 
@@ -162,8 +162,9 @@ def _sorted_block(eq: Equation) -> list[Value] | None:
         firsts = [Value((whole(n),), known=(0, 0), count=(0,), is_local=True)]
     rest = eq.ins[len(firsts) :]
     is_one_block = all([p.size for p in d.parts] == [n] for d in (before, after))
-    is_known = lambda v: v in counts or (v in blocks and v.dims[0] in (before, UNIFORM))
-    if not is_one_block or not all(map(is_known, rest)):
+    if not is_one_block or not all(
+        v in counts or (v in blocks and v.dims[0] in (before, UNIFORM)) for v in rest
+    ):
         return None
     return firsts + [
         Value((after,), is_local=True, places=before) if v in counts else Value((after,))
@@ -260,7 +261,11 @@ def _convolution(eq: Equation) -> Value:
     x, kernel = map(eq.term, eq.ins)
     numbers, pair = eq.params["dimension_numbers"], (eq.eqn, eq.twin)
     (batch, feature, *_), (out, into, *_), (to_batch, to_feature, *_) = numbers
-    holds = lambda f: all(f(e.params, *(var.aval.shape for var in e.invars)) for e in pair)
+
+    def holds(test: Callable[..., bool]) -> bool:
+        """True if a test of parameters and shapes holds here and on one device."""
+        return all(test(e.params, *map(shape_of, e.invars)) for e in pair)
+
     # The gradient of a depthwise kernel: channels are a batch, each with its own group.
     by_channel = holds(lambda p, x, kernel: p["batch_group_count"] == x[batch] == kernel[out])
     by_channel &= eq.params["batch_group_count"] > 1
@@ -274,12 +279,16 @@ def _convolution(eq: Equation) -> Value:
     ):
         eq.same("feature_group_count", "batch_group_count")
         return everything_whole(eq)[0]
-    named = lambda names: [names.get(i) for i in range(len(x.dims))]
+    rank = len(x.dims)
     first = {batch: "out" if by_channel else "batch", feature: "into" if is_one_group else "out"}
     second = {out: "out"} | ({into: "into"} if is_one_group else {})
     result = {to_feature: "out"} | ({} if by_channel else {to_batch: "batch"})
-    (found,) = alone(
-        eq, [named(first), named(second)], [named(result)], "a convolution runs", Equation.term
+    (found,) = map_separately(
+        eq,
+        [[labels.get(i) for i in range(rank)] for labels in (first, second)],
+        [[result.get(i) for i in range(rank)]],
+        "a convolution runs",
+        Equation.term,
     )
     partial, ratio = _contracted(eq, [(feature, into)] if is_one_group else [])
     return dataclasses.replace(found, partial=partial, ratio=ratio)
@@ -330,7 +339,9 @@ def _attention(eq: Equation) -> list[Value]:
             heads.add(() if dim is UNIFORM else dim.axes if not dim.is_merged else None)
     of_forward = [labels["query"], ["sequences", "query", None]]
     results = list(labels.values())[:4] if "grad_output" in names else of_forward
-    found = alone(eq, list(labels.values()), results[: len(eq.eqn.outvars)], "attention runs")
+    found = map_separately(
+        eq, list(labels.values()), results[: len(eq.eqn.outvars)], "attention runs"
+    )
     if len(heads) > 1 or None in heads:
         raise Refused(
             "heads of keys and of queries are sharded differently", "shard both over the same axes"

@@ -95,6 +95,11 @@ def waits(filespec: str) -> list[float]:
     return [BATCH * SEQ_LEN / fastest, waited[0] / step, spent / PACED / step]
 
 
+def _seconds_of_children() -> float:
+    """CPU time of the processes that this one started, user and system."""
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
 def beside_seqax(seqax: Path, place: str, content: bytes, tokenizer: Tokenizer) -> list[float]:
     """Returns tokens/s of CPU time of our tool and of seqax's. Raises ValueError if their tokens differ."""
     text, outs, spent = Path(place, "text"), [f"{place}/ours", f"{place}/theirs"], [[], []]
@@ -111,14 +116,13 @@ def beside_seqax(seqax: Path, place: str, content: bytes, tokenizer: Tokenizer) 
     theirs = [f"{seqax.absolute()}/.venv/bin/python", "huggingface_to_flat_tokens.py", "--config-name=c4_en"]
     theirs += [f"dataset={text}", "variant=null", f"tokenizer={'bytes_utf8' if is_bytes else text}"]
     theirs += ["+max_tokens=1_000_000_000_000", f"+output={outs[1]}"]
-    of_children = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # user and system
     for _ in range(ROUNDS):
         for i, (command, at) in enumerate([(ours, None), (theirs, seqax / "tools")]):
             shutil.rmtree(outs[i], ignore_errors=True)
-            before = of_children()
+            before = _seconds_of_children()
             env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hub"}
             subprocess.run(command, cwd=at, env=env, check=True, stdout=subprocess.DEVNULL)
-            spent[i].append(of_children() - before)
+            spent[i].append(_seconds_of_children() - before)
     written = [Reader(out, "train") for out in outs]
     one, other = (x.read(np.array([0]), np.array([x.num_tokens])).astype(np.int64) for x in written)
     if one.shape != other.shape or np.unique(one - other).tolist() != [4 if is_bytes else 0]:  # 2 × (id + 2) + starts

@@ -175,7 +175,7 @@ def compiled_in(
             continue
         works = works_of(program, computation, instruction, chains, message_of)
         for message in (work for work in works if isinstance(work, Message)):
-            line = (places.of(computation, instruction).line or WITHOUT_LINE).removeprefix("~")
+            line = (places.locate(computation, instruction).line or WITHOUT_LINE).removeprefix("~")
             groups = _canonical(message.groups or [range(program.devices)], message.kind)
             members, sizes = max(map(len, groups)), [math.prod(array.dims) for array in message.arrays]
             if message.kind == "all-to-all" and len(sizes) == members:
@@ -237,13 +237,12 @@ def compare(
             for moves in (moves for moves in have if how == _PADDED and _is_within(moves, shift)):
                 have[moves] -= min(have[moves], taken)  # the parts of a padded array go to where they belong
     # What is sent in larger or smaller pieces, such as a stack of the gradients of all layers: as many bytes.
-    pieces = lambda counts, kind: [what for what in counts if what._replace(entries=0) == kind]
-    total = lambda counts, kind: sum(counts[what] * what.entries for what in pieces(counts, kind))
     for kind in {what._replace(entries=0) for what in most}:
-        if total(most, kind) == total(have, kind):
-            changed["in other pieces"] += sum(most[what] for what in pieces(most, kind))
-            most |= dict.fromkeys(pieces(most, kind), 0.0)
-            have |= dict.fromkeys(pieces(have, kind), 0.0)
+        sent, received = ([what for what in counts if what._replace(entries=0) == kind] for counts in (most, have))
+        if sum(most[what] * what.entries for what in sent) == sum(have[what] * what.entries for what in received):
+            changed["in other pieces"] += sum(most[what] for what in sent)
+            most |= dict.fromkeys(sent, 0.0)
+            have |= dict.fromkeys(received, 0.0)
     for what, left in most.items():
         if left < math.inf:  # each one is moved out of its loop, or equal to another one, or not
             less = min((less for less in fewer[what] if less >= left), default=max(fewer[what]))

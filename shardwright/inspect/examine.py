@@ -66,10 +66,13 @@ def check_as_written(step: Step, hlo: Path | None, source: object) -> None:
     def check(strict: bool) -> None:
         try:
             text = hlo.read_text() if hlo else ""
-            find = lambda: {"found": [*compared(step.jaxpr, step.mesh, text, strict)]}
-            key = lambda: (step.digest, read_by(step), devices_of(step.mesh), text)
-            known, kinds = None if strict else source, {"found": (str, [str])}
-            summary, lines = kept("as_written", known, key, find, kinds)["found"]
+            summary, lines = kept(
+                "as_written",
+                None if strict else source,
+                key=lambda: (step.digest, read_by(step), devices_of(step.mesh), text),
+                make=lambda: {"found": [*compared(step.jaxpr, step.mesh, text, strict)]},
+                kinds={"found": (str, [str])},
+            )["found"]
         except Exception as error:  # another XLA may write its programs differently
             if strict:
                 raise ValueError(

@@ -6,6 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 from shardlib.proof.check import tracing
 from shardwright.optimizers.rates import own_functions
@@ -19,7 +20,7 @@ ONCE = (*PACKAGES, "jax", "jaxlib")
 
 
 @contextlib.contextmanager
-def anew(step: Step) -> Iterator[Step]:
+def reimport(step: Step) -> Iterator[Step]:
     """Context that yields a step of freshly imported modules of its model and of train.py, as when a program starts.
 
     A trace leaves state in a module: a functools.cache, a dict, an attribute of a class. Another trace in the same
@@ -40,25 +41,27 @@ def anew(step: Step) -> Iterator[Step]:
         is_named |= name == step.spec.module or f"{name}.".startswith(f"{MODELS}.")
         return is_named and name != "__main__" and getattr(module, "__spec__", None) is not None
 
-    own = lambda: {name: module for name, module in [*sys.modules.items()] if is_own(name, module)}
-    before = own()
+    def find_own() -> dict[str, ModuleType]:
+        return {name: module for name, module in [*sys.modules.items()] if is_own(name, module)}
+
+    before = find_own()
     _forget(before)
 
-    def again(kind: type) -> type:
+    def reload(kind: type) -> type:
         if kind.__module__ not in before or "<locals>" in kind.__qualname__:
             return kind
         return functools.reduce(getattr, kind.__qualname__.split("."), importlib.import_module(kind.__module__))
 
     try:
         spec = load_spec(step.spec.module) if step.spec.module in before else step.spec
-        Model, Settings = map(again, kinds)
+        Model, Settings = map(reload, kinds)
         settings = Settings(**{f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.init})
         c = dataclasses.replace(step.c, model=settings)
         with tracing(step.mesh):  # the model may read the mesh too
             model = Model(settings)
         yield dataclasses.replace(step, c=c, model=model, spec=spec, _known={})
     finally:
-        _forget(own())
+        _forget(find_own())
         sys.modules.update(before)
         for name, module in before.items():
             package, _, last = name.rpartition(".")

@@ -111,12 +111,6 @@ def beside(c: Config, microbatches: int, p: int) -> Settings:
 def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
     """One change at a time, most often helpful first. The batch stays the same. Some may be rejected."""
     t, of = c.training, "training."
-    moved = lambda *to: (
-        {f"mesh.{a}": sizes[a] // 2, f"mesh.{b}": 2 * sizes[b]}
-        for b in to
-        for a in sizes
-        if a != b and sizes[a] % 2 == 0
-    )
     if t.microbatches % 2 == 0:
         yield {f"{of}microbatches": t.microbatches // 2, **beside(c, t.microbatches // 2, sizes["p"])}
     if t.side_by_side > 1:
@@ -126,11 +120,21 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
     alone = math.prod(sizes.get(axis, 1) for axis in "cde") == 1
     is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and alone)
     yield {f"{of}gather_weights": "layer" if is_once else "step"}
-    yield from moved("d", "r")
+    yield from _move_devices(sizes, "dr")
     yield from ({f"{of}save": save} for save in SAVED if save != t.save)
     yield {f"{of}microbatches": 2 * t.microbatches}
     yield {f"{of}loss_chunk": t.seq_len // 8 if t.loss_chunk is None else None}
-    yield from ({**settings, **beside(c, t.microbatches, settings.get("mesh.p", 1))} for settings in moved("t", "p"))
+    yield from (
+        {**settings, **beside(c, t.microbatches, settings.get("mesh.p", 1))} for settings in _move_devices(sizes, "tp")
+    )
+
+
+def _move_devices(sizes: Mapping[str, int], to: str) -> Iterator[Settings]:
+    """Moves half of the devices along another axis to one of the axes `to`."""
+    for b in to:
+        for a in sizes:
+            if a != b and sizes[a] % 2 == 0:
+                yield {f"mesh.{a}": sizes[a] // 2, f"mesh.{b}": 2 * sizes[b]}
 
 
 def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 30.0) -> list[Change]:
@@ -158,8 +162,11 @@ def advice(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 4.0)
     best = best_changes(c, sizes, now, seconds)
     if best and not now.fits:
         return [f"{best[0]} fits"]
-    gain = lambda plan: f"{plan.seconds / now.seconds - 1:>+7.1%} time {in_bytes(plan.step.peak):>9}"
-    return [f"{gain(change.plan)}  {change}" for change in best[:3]] or ["no single change that was planned"]
+    lines = [
+        f"{change.plan.seconds / now.seconds - 1:>+7.1%} time {in_bytes(change.plan.step.peak):>9}  {change}"
+        for change in best[:3]
+    ]
+    return lines or ["no single change that was planned"]
 
 
 def doubled(c: Config, sizes: Mapping[str, int], now: Plan) -> list[str]:

@@ -73,6 +73,10 @@ def _log_loss(values: Sequence[float], n: np.ndarray, d: np.ndarray) -> np.ndarr
     return np.logaddexp(np.logaddexp(e, a - alpha * n), b - beta * d)
 
 
+def _geometric_mean(x: np.ndarray) -> float:
+    return float(np.exp(np.log(x).mean()))
+
+
 def fit(runs: Runs, near: Law | None = None, drawn: Sequence[float] = (0, 0, 0)) -> Law:
     """Fits the law; from `near` where it is given, otherwise from several starts.
 
@@ -80,8 +84,7 @@ def fit(runs: Runs, near: Law | None = None, drawn: Sequence[float] = (0, 0, 0))
     """
     from scipy import optimize  # reports and runs without a forecast do not wait for it
 
-    middle_of = lambda x: float(np.exp(np.log(x).mean()))
-    units = near.units if near else (middle_of(runs.params), middle_of(runs.tokens))
+    units = near.units if near else (_geometric_mean(runs.params), _geometric_mean(runs.tokens))
     n, d, log_loss = np.log(runs.params / units[0]), np.log(runs.tokens / units[1]), np.log(runs.loss)
     floor = np.log(FLOOR[0] * runs.loss.min())
 

@@ -17,7 +17,7 @@ from shardlib.axes import CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
 from shardlib.equations import digest_of
 from shardlib.places import place
 from shardlib.proof.check import Finding, on_one_device, prove, prove_function, raise_for, tracing
-from shardwright.inspect.fresh import anew
+from shardwright.inspect.fresh import reimport
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.masks import numbers_in
@@ -50,8 +50,10 @@ def check_steps(step: Step, source: object) -> None:
     Raises:
         ShardError: names the lines of the source that are wrong or not proved, with the values there and the remedy.
     """
-    programs = lambda: [step.other(name=name).digest for name in NAMES]
-    key = lambda: (programs(), read_by(step), devices_of(step.mesh))
+
+    def key() -> tuple:
+        return [step.other(name=name).digest for name in NAMES], read_by(step), devices_of(step.mesh)
+
     refuse(lambda: find_unsound(step), source, key)
 
 
@@ -61,8 +63,13 @@ def check_program(program: Any, args: object, source: Any, *settings: Any) -> No
     `settings` are what its source reads besides the arguments.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    trace = lambda: program.trace(*shapes).jaxpr
-    key = lambda: (digest_of(trace()), program.__name__, settings, repr(shapes))
+
+    def trace() -> Any:
+        return program.trace(*shapes).jaxpr
+
+    def key() -> tuple:
+        return digest_of(trace()), program.__name__, settings, repr(shapes)
+
     refuse(lambda: prove_function(trace), source, key)
 
 
@@ -78,8 +85,13 @@ def refuse(find: Callable[[], list[Finding]], source: object, key: Callable[[], 
     `find` may raise Unproved. If several processes call this with the same program, as they all must, the first one
     proves it and keeps the record. `source` and `key` are those of provenance.kept.
     """
-    here = lambda: (key(), tuple(jax.sharding.get_abstract_mesh().shape.items()))
-    prove = lambda: kept("soundness", source, here, lambda: raise_for(find(), SHOWN) or {})
+
+    def key_here() -> tuple:
+        return key(), tuple(jax.sharding.get_abstract_mesh().shape.items())
+
+    def prove() -> dict:
+        return kept("soundness", source, key_here, lambda: raise_for(find(), SHOWN) or {})
+
     agreed(lambda: prove() if jax.process_index() == 0 else {}, Unproved)
 
 
@@ -113,7 +125,7 @@ def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
         is_here = at == mesh
         own = step.mesh if is_here and not t.loss_chunk else at
         asked = step.other(*forms, mesh=own, planned=dict(mesh.shape))
-        with contextlib.nullcontext(asked) if is_here else anew(asked) as asked:
+        with contextlib.nullcontext(asked) if is_here else reimport(asked) as asked:
             found = {name: asked.other(name=name) for name in NAMES}
             return {name: (traced.jaxpr, traced.types) for name, traced in found.items()}
 
@@ -142,7 +154,7 @@ def _check_rules(step: Step) -> tuple[list[Finding], bool]:
 
     here, is_einsum = calls(step.other(mesh=mesh))
     try:
-        with anew(step.other(mesh=one)) as alone:
+        with reimport(step.other(mesh=one)) as alone:
             there, _ = calls(alone)
     except Exception:  # whatever the program does there, the proof of the steps reports it
         return [], is_einsum
@@ -171,17 +183,19 @@ def _of_chunks(finding: Finding, chunk: int) -> Finding:
     return dataclasses.replace(finding, text=f"{text}\n  remedy: {remedy}")
 
 
+def _package(name: str) -> str:
+    return name.partition(".")[0]
+
+
 def _machines(part: Callable[..., Any]) -> Iterator[Finding]:
     """Where `part`, or what it names in its module, asks JAX about the machine, which is the same on all meshes."""
     lines, _ = inspect.findsource(sys.modules[part.__module__])
     defined: dict[str, Any] = {}
     tree = ast.parse("".join(lines))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    is_first = lambda name, names: name.partition(".")[0] in names
     of_modules = [x for node in imports if isinstance(node, ast.Import) for x in node.names]
-    packages = {"jax"} | {x.asname for x in of_modules if x.asname and is_first(x.name, {"jax"})}
-    is_of_jax = lambda name: is_first(name, packages)
-    aliases = [x for node in imports if is_first(getattr(node, "module", None) or "", {"jax"}) for x in node.names]
+    packages = {"jax"} | {x.asname for x in of_modules if x.asname and _package(x.name) == "jax"}
+    aliases = [x for node in imports if _package(getattr(node, "module", None) or "") == "jax" for x in node.names]
     imported = {alias.asname or alias.name for alias in aliases if alias.name in OF_MACHINES}
     node: Any
     for node in tree.body:
@@ -194,7 +208,8 @@ def _machines(part: Callable[..., Any]) -> Iterator[Finding]:
     for node in (node for name in reached for node in ast.walk(defined[name])):
         name = getattr(node, "id", getattr(node, "attr", ""))
         named = isinstance(node, ast.Name) and node.id in imported
-        if named or (isinstance(node, ast.Attribute) and node.attr in OF_MACHINES and is_of_jax(ast.unparse(node))):
+        is_attribute = isinstance(node, ast.Attribute) and node.attr in OF_MACHINES
+        if named or (is_attribute and _package(ast.unparse(node)) in packages):
             where = place(inspect.getsourcefile(sys.modules[part.__module__]) or "?", node.lineno)
             problem = f"{ast.unparse(node)} is the same on all meshes, so the check cannot see what depends on it"
             remedy = "use shardops.axis_size('r d'), the number of devices along axes"

@@ -154,8 +154,11 @@ def keys_at(keys: jax.Array | None, site: int, count: int, axes: str = "c t") ->
         return None
     device = functools.reduce(lambda i, axis: i * shardops.axis_size(axis) + shardops.axis_index(axis), axes.split(), 0)
     index = device * count + jnp.arange(count)
-    at = lambda key: jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, site), i))(index)
-    return jax.vmap(at)(keys)
+
+    def fold_in(key):
+        return jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, site), i))(index)
+
+    return jax.vmap(fold_in)(keys)
 
 
 class Model:
@@ -200,9 +203,12 @@ class Model:
         q: act["B/b L/c K/t D"] = heads(w.w_q, w.b_q)
         k: act["B/b L/c K/t D"] = heads(w.w_k, w.b_k)
         v: act["B/b L/c K/t D"] = heads(w.w_v, w.b_v)
-        drop_weights = lambda weights: dropout(weights, rate, keys_at(keys, 0, weights.shape[1], "t"))
-        drop_weights = None if keys is None else drop_weights
-        attended = attention(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
+
+        def drop(weights):
+            return dropout(weights, rate, keys_at(keys, 0, weights.shape[1], "t"))
+
+        # One query head for each key head.
+        attended = attention(q[..., None, :], k, v, CAUSAL, drop=None if keys is None else drop)
         attended: act["B/b L/c K/t D"] = save_for_backward(attended[..., 0, :])
         w_o = gather("K/t D M/w -> K/t D M", w.w_o)
         out = shardops.matmul("B/b L/c K/t D, K/t D M -> B/b L/c M +t", attended, w_o)

@@ -208,9 +208,9 @@ def route(x: act["B/b L/c/t M"], w: Layer, c: ModelConfig) -> Routing:
         ranked = jnp.where(kept[..., None], of_groups, -jnp.inf).reshape(ranked.shape)
     chosen = among_best(ranked, c.experts_per_token)
     weights = jnp.where(chosen, scores, 0.0)
-    sums = lambda x: jnp.sum(x, axis=-1, keepdims=True)
-    weights = weights / (sums(weights) + 1e-20) if c.normalize else weights
-    return Routing(logits, scores / sums(scores), c.weight_scale * weights, chosen)
+    sum_experts = functools.partial(jnp.sum, axis=-1, keepdims=True)
+    weights = weights / (sum_experts(weights) + 1e-20) if c.normalize else weights
+    return Routing(logits, scores / sum_experts(scores), c.weight_scale * weights, chosen)
 
 
 def among_best(x: jax.Array, k: int) -> jax.Array:
@@ -252,14 +252,16 @@ def in_slots(
     a sequence in a pool have its slots. Each device of c and t sends and receives its own slots of each sequence.
     """
     n, k = c.experts // (c.pools or c.experts), c.experts_per_token
-    # A choice of a pool is its number in L N: of each position, in each of its experts.
-    of_choices = lambda x: shardops.rearrange("B/b L (P N) -> B/b P (L N)", x, N=n)
-    chosen = of_choices(shardops.all_gather("B/b L/c/t E -> B/b L E", routing.chosen, replicated=True))
+
+    def group_by_pool(x):
+        """Moves experts next to positions: a choice of a pool is its number in L N, of a position in an expert."""
+        return shardops.rearrange("B/b L (P N) -> B/b P (L N)", x, N=n)
+
+    chosen = group_by_pool(shardops.all_gather("B/b L/c/t E -> B/b L E", routing.chosen, replicated=True))
     length = shardops.size("L")
-    own = lambda x: shardops.shard("B/b P C -> B/b P C/c/t", x)
     choice = jnp.where(chosen, jnp.arange(length * n, dtype=jnp.int32), length * n)
     # The choice in each slot; past the end, as its position in the sequence, in a slot that stays empty.
-    choice: i32["B/b P C/c/t"] = own(jnp.sort(choice, axis=-1)[..., :slots])
+    choice: i32["B/b P C/c/t"] = shardops.shard("B/b P C -> B/b P C/c/t", jnp.sort(choice, axis=-1)[..., :slots])
     token, expert = choice // n, choice % n + n * jnp.arange(c.experts // n, dtype=jnp.int32)[:, None]
 
     nx = shardops.all_gather("B/b L/c/t M -> B/b L M", x)
@@ -279,7 +281,7 @@ def in_slots(
     out = shardops.rearrange("P G/b C/c/t M -> G/b P C/c/t M", out)
     out = out if bias is None else out + bias
 
-    weights = of_choices(shardops.all_gather("B/b L/c/t E -> B/b L E", routing.weights))
+    weights = group_by_pool(shardops.all_gather("B/b L/c/t E -> B/b L E", routing.weights))
     weights = shardops.take_rows("B/b P [J], B/b P C/c/t -> B/b P C/c/t", weights, choice, repeats=1)
     out = (out * weights[..., None]).astype(x.dtype)
     out = shardops.add_rows("B/b P C/c/t M, B/b P C/c/t -> B/b [L] M +c +t", out, token, repeats=k)
@@ -338,15 +340,18 @@ def aux_of(
     chosen, shares = (mask[..., None] * x for x in (routing.chosen, routing.shares))
     # As floats: an integer would not fit into 32 bits.
     tokens = float(shardops.size("B") * shardops.size("L")) if targets is None else targets
-    of_sequence = lambda x: total("B/b E +c +t -> B/b E", product("B/b L/c/t E -> B/b E +c +t", x))
-    choices = of_sequence(chosen)
+
+    def sum_positions(x):
+        return total("B/b E +c +t -> B/b E", product("B/b L/c/t E -> B/b E +c +t", x))
+
+    choices = sum_positions(chosen)
     load: f32["E"] = total("E +b -> E", product("B/b E -> E +b", choices))
     dropped = jnp.float32(0) if filled is None else 1 - filled / (tokens * c.experts_per_token)
 
     loss = jnp.float32(0)
     if c.balance_loss:
         length = total("B/b +c +t -> B/b", product("B/b L/c/t -> B/b +c +t", mask))
-        scores = of_sequence(shares) / jnp.maximum(length, 1)[:, None]
+        scores = sum_positions(shares) / jnp.maximum(length, 1)[:, None]
         balance = total("+b ->", product("B/b E, B/b E -> +b", choices, scores))
         loss += c.balance_loss * c.experts * balance / tokens
     if c.router_z_loss:

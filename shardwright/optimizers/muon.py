@@ -51,15 +51,17 @@ def muon(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, upd
     matrices [*inputs, *outputs], each orthogonalized as a whole: in w_q, all heads together.
     """
     weights: W = state.weights
-    average = lambda m, g: c.muon_momentum * m + (1 - c.muon_momentum) * g
-    own = lambda update: update.algorithm == "muon"
-    momentum = jax.tree.map(lambda u, m, g: average(m, g) if own(u) else m, updates, state.adam_mu, g)
+
+    def average(m, g):
+        return c.muon_momentum * m + (1 - c.muon_momentum) * g
+
+    momentum = jax.tree.map(lambda u, m, g: average(m, g) if _is_muon(u) else m, updates, state.adam_mu, g)
     # Nesterov's look-ahead: the average after applying the same gradient once more.
-    directions: W = jax.tree.map(lambda u, m, g: average(m, g) if own(u) else g, updates, momentum, g)
+    directions: W = jax.tree.map(lambda u, m, g: average(m, g) if _is_muon(u) else g, updates, momentum, g)
     directions = orthogonalized(directions, updates, c.muon_iterations)
 
-    def updated(update: Update, w, direction):
-        if not own(update):
+    def change_weight(update: Update, w, direction):
+        if not _is_muon(update):
             return w
         weight = update.weight
         sides = weight.shape[-weight.inputs - weight.outputs :]
@@ -68,7 +70,13 @@ def muon(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, upd
         change = c.muon_rms * math.sqrt(longer) * direction + update.decay * w
         return w - rate * update.rate * change
 
-    return dataclasses.replace(state, weights=jax.tree.map(updated, updates, weights, directions), adam_mu=momentum)
+    return dataclasses.replace(
+        state, weights=jax.tree.map(change_weight, updates, weights, directions), adam_mu=momentum
+    )
+
+
+def _is_muon(update: Update) -> bool:
+    return update.algorithm == "muon"
 
 
 class Layout(NamedTuple):
@@ -106,17 +114,16 @@ def orthogonalized(x: W, updates: object, iterations: int) -> W:
     leaves, structure = jax.tree.flatten(x)
     stacks: dict[Layout, list] = {}
     for i, (_, array, update) in enumerate(arrays_in(type(updates), updates)):
-        if update.algorithm == "muon":
+        if _is_muon(update):
             layout, spec = layout_of(update.weight, array)
             stacks.setdefault(layout, []).append((i, str(array.spec), spec))
 
     for layout, members in stacks.items():
         dims = (*layout.rows, *layout.columns)
-        by_rows = lambda i, at_rest, spec: shardops.rearrange(f"{at_rest} -> {spec}", leaves[i].astype(act.dtype))
         new = shardops.per_device(
             ", ".join(spec for _, _, spec in members),
             functools.partial(newton_schulz_stacks, layout, iterations),
-            *(by_rows(*member) for member in members),
+            *(shardops.rearrange(f"{at_rest} -> {spec}", leaves[i].astype(act.dtype)) for i, at_rest, spec in members),
             reason=f"each device takes some of the matrices {' '.join(map(str, dims))} whole, each by itself",
         )
         for (i, at_rest, spec), x in zip(members, jax.tree.leaves(new), strict=True):
@@ -158,17 +165,19 @@ def on_whole_matrices(
     axis, count = ends[-1], len(xs[0])
     without = tuple(tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in side) for side in dims)
     # `group` has one entry on each device.
-    own = Dim("group", done)
-    blocks = [spec_of(own, Dim("stack"), *side) for side in dims]
-    whole = [spec_of(own, Dim("stack", (axis,)), *side) for side in without]
+    group = Dim("group", done)
+    blocks = [spec_of(group, Dim("stack"), *side) for side in dims]
+    whole = [spec_of(group, Dim("stack", (axis,)), *side) for side in without]
 
-    def there(x, blocks, whole):
+    def exchange(x, blocks, whole):
         x = jnp.pad(x, [(0, -count % shardops.axis_size(axis)), *[(0, 0)] * (x.ndim - 1)])
         return shardops.all_to_all(f"{blocks} -> {whole}", x[None])[0]
 
-    back = lambda x, blocks, whole: shardops.all_to_all(f"{whole} -> {blocks}", x[None])[0][:count]
-    results = on_whole_matrices(fn, without, sort_axes((*done, axis)), *each(there, xs, blocks, whole))
-    return each(back, results, blocks, whole)
+    def restore(x, blocks, whole):
+        return shardops.all_to_all(f"{whole} -> {blocks}", x[None])[0][:count]
+
+    results = on_whole_matrices(fn, without, sort_axes((*done, axis)), *each(exchange, xs, blocks, whole))
+    return each(restore, results, blocks, whole)
 
 
 def each(fn: Callable[..., Any], xs: Iterable, *others: Iterable) -> list:

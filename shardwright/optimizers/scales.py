@@ -59,6 +59,11 @@ class Scale:
         return 1 / (self.outputs * self.multiplier * self.depth)
 
 
+def _field(path: str) -> str:
+    """The name of a weight in its class."""
+    return path.rpartition(".")[2]
+
+
 def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
     """The Scale of each weight, in a tree like the model's table.
 
@@ -79,23 +84,26 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
     leaves = jax.tree.leaves(base.table)
     arrays = [(path.removeprefix("."), t.spec.dims, weight) for path, t, weight in arrays_in(type(table), table)]
     embeddings = {dims[0].name for _, dims, weight in arrays if weight.kind == "embedding"}
-    is_tied = lambda dims, weight: weight.kind == "unembedding" and dims[0].name not in embeddings
+
+    def is_tied(dims: Any, weight: Weight) -> bool:
+        return weight.kind == "unembedding" and dims[0].name not in embeddings
+
     pairs = zip(arrays, leaves, strict=True)
     tied = [there.shape[-1] / w.shape[-1] for (_, dims, w), there in pairs if is_tied(dims, w)]
-    depth, field = model.c.layers / base.c.layers, lambda path: path.rpartition(".")[2]
+    depth = model.c.layers / base.c.layers
     wanted = {"scores": math.sqrt(base.c.d_head / model.c.d_head), "residual": 1 / depth, "logits": math.prod(tied)}
-    own, known = getattr(model, "multipliers", {}), {field(path) for path, *_ in arrays_of(type(table), table)}
+    own, known = getattr(model, "multipliers", {}), {_field(path) for path, *_ in arrays_of(type(table), table)}
     if wrong := sorted({*own} - {*wanted}) or sorted({*itertools.chain(*own.values())} - known):
         raise ValueError(
             f"multipliers of model.module {model.c.module!r} has {wrong[0]!r}; it maps {', '.join(wanted)} to weights."
         )
-    multipliers = dict.fromkeys((field(path) for path, *_ in arrays), 1.0)
+    multipliers = dict.fromkeys((_field(path) for path, *_ in arrays), 1.0)
     for what, factor in wanted.items():
         for name in _carriers(model, what, multipliers.keys()) if factor != 1 else ():
             multipliers[name] *= factor
 
     def scale(path: str, dims: Any, weight: Weight, there: Weight) -> Scale:
-        in_layers, a = path.startswith("layers."), multipliers[field(path)]
+        in_layers, a = path.startswith("layers."), multipliers[_field(path)]
         here, of_base = (_sides(each, in_layers, is_tied(dims, weight)) for each in (weight, there))
         inputs, outputs, longer = here[0] / of_base[0], here[1] / of_base[1], max(here) / max(of_base)
         std = a * there.std / (inputs if outputs == 1 else math.sqrt(inputs))
@@ -106,8 +114,11 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
 
 def initial_table(c: OptimizerConfig, model: LanguageModel) -> Any:
     """The model's table with the initial values of optimizer.parametrization. Raises ValueError as scales_of."""
-    begin = lambda weight, scale: dataclasses.replace(weight, std=scale.std, mean=scale.mean)
-    return jax.tree.map(begin, model.table, scales_of(c, model))
+    return jax.tree.map(
+        lambda weight, scale: dataclasses.replace(weight, std=scale.std, mean=scale.mean),
+        model.table,
+        scales_of(c, model),
+    )
 
 
 def _sides(weight: Weight, in_layers: bool, is_tied: bool) -> tuple[int, int]:

@@ -43,8 +43,10 @@ SIDES = {"soap_left": "inputs", "soap_right": "outputs", "soap_left_basis": "inp
 
 def soap_zeros(updates: object) -> dict[str, Any]:
     """Creates the fields of State that only SOAP uses. Under jit."""
-    of = lambda side: zeros(f"{side} {side}", updates, lambda update: update.algorithm == "soap", LONGEST)
-    return {name: of(side) for name, side in SIDES.items()}
+    return {
+        name: zeros(f"{side} {side}", updates, lambda update: update.algorithm == "soap", LONGEST)
+        for name, side in SIDES.items()
+    }
 
 
 @typed
@@ -68,8 +70,15 @@ def soap(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, upd
     names = "weights", "adam_mu", "adam_nu", *SIDES
     trees = [getattr(state, name) for name in names]
     new = jax.tree.map(updated, updates, types_of(updates), trees[0], g, *trees[1:])
-    pick = lambda i: jax.tree.map(lambda _, parts: parts[i], g, new)
+
+    def pick(i: int) -> Any:
+        return jax.tree.map(lambda _, parts: parts[i], g, new)
+
     return dataclasses.replace(state, **{name: pick(i) for i, name in enumerate(names)})
+
+
+def _reshape_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    return x.reshape(like.shape)
 
 
 def on_matrices(fn: Any, update: Update, t: ArrayType, step: jax.Array, arrays: list) -> list:
@@ -78,17 +87,16 @@ def on_matrices(fn: Any, update: Update, t: ArrayType, step: jax.Array, arrays: 
     stack = len(t.spec.dims) - inputs - outputs
     specs = [t.spec] * 3 + [factor_type(t, f"{side} {side}", inputs, outputs).spec for side in SIDES.values()]
     dims = tuple(spec.dims[stack:] for spec in specs)
-    reshaped = lambda x, like: x.reshape(like.shape)
     done = sort_axes(axis for dim in t.spec.dims[:stack] for axis in dim.axes)
 
     def whole(step, *stacks):
         n, m = (math.prod(side) for side in (stacks[0].shape[1 : 1 + inputs], stacks[0].shape[1 + inputs :]))
         matrices = each(lambda x, sides: x.reshape(-1, *sides), stacks, [(n, m)] * 3 + [(n, n), (m, m)] * 2)
-        return each(reshaped, lax.map(lambda xs: fn(step, *xs), matrices), stacks)
+        return each(_reshape_like, lax.map(lambda xs: fn(step, *xs), matrices), stacks)
 
     def per_device(step, arrays):
         stacks = each(lambda x: x.reshape(-1, *x.shape[stack:]), arrays)
-        return each(reshaped, on_whole_matrices(functools.partial(whole, step), dims, done, *stacks), arrays)
+        return each(_reshape_like, on_whole_matrices(functools.partial(whole, step), dims, done, *stacks), arrays)
 
     results = ", ".join(str(spec) for i, spec in enumerate(specs) if i != 1 and arrays[i] is not None)
     reason = f"each device takes some of the matrices {spec_of(*dims[0])} whole, with their state, each by itself"
@@ -105,21 +113,33 @@ def basis_of(columns: jax.Array) -> jax.Array:
     return jnp.linalg.qr(jnp.where(ends > ROUNDING * jnp.max(ends), columns, 0.0), mode="complete")[0]
 
 
+def _multiply(x: jax.Array | None, y: jax.Array | None) -> Any:
+    """The product of two matrices; None is the identity."""
+    if x is None or y is None:
+        return y if x is None else x
+    return jnp.matmul(x, y, precision="highest")
+
+
+def _transpose(x: jax.Array | None) -> jax.Array | None:
+    return None if x is None else x.T
+
+
 def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
     """The change of a matrix, None for M, and V, the factors and the bases after the step. Each is 2-D, or None."""
-    dot = lambda x, y: y if x is None else x if y is None else jnp.matmul(x, y, precision="highest")
-    t = lambda x: x if x is None else x.T
+
+    def average(old, new):
+        return c.adam_b2 * old + (1 - c.adam_b2) * new
+
     is_first, count = step == 0, jnp.float32(jnp.maximum(step, 1))
-    average = lambda old, new: c.adam_b2 * old + (1 - c.adam_b2) * new
-    v = jnp.where(is_first, v, average(v, jnp.square(dot(dot(t(q), g), p))))
+    v = jnp.where(is_first, v, average(v, jnp.square(_multiply(_multiply(_transpose(q), g), p))))
     bias = jnp.sqrt(1 - c.adam_b2**count) / (1 - c.adam_b1**count)
     size = jnp.sqrt(v)
-    change = bias * dot(dot(t(q), m), p) / (size + c.adam_epsilon)
+    change = bias * _multiply(_multiply(_transpose(q), m), p) / (size + c.adam_epsilon)
     # Along a vector on which all gradients were 0, V and M contain only rounding error.
     largest = (jnp.max(size, axis=axis, keepdims=True) > ROUNDING * jnp.max(size) for axis in (0, 1))
     change = jnp.where(functools.reduce(jnp.logical_and, largest), change, 0.0)
-    change = jnp.where(is_first, 0.0, dot(dot(q, change), t(p)))
-    left, right = each(average, (left, right), (dot(g, g.T), dot(g.T, g)))
+    change = jnp.where(is_first, 0.0, _multiply(_multiply(q, change), _transpose(p)))
+    left, right = each(average, (left, right), (_multiply(g, g.T), _multiply(g.T, g)))
 
     def first(v):
         """Returns V, and bases from the singular vectors of G: computing G @ G.T would lose half the digits."""
@@ -131,7 +151,7 @@ def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
         bases = []
         for factor, basis in ((left, q), (right, p)):
             if factor is not None:
-                ahead = dot(factor, basis)
+                ahead = _multiply(factor, basis)
                 order = jnp.argsort(-jnp.sum(basis * ahead, axis=0))
                 v, basis = v[order], basis_of(ahead[:, order])
             v, bases = v.T, [*bases, basis]

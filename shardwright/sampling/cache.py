@@ -132,8 +132,11 @@ def next_logits(
     tokens = Tokens(ids, place)
     attention = NextToken(forward.einsum, forward.training, tokens, cache)
     x, new = forward.hidden(w, tokens, attention)
+
+    def write(old, x):
+        return old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
+
     # Written once after the loop over layers, because inside it each layer would copy its whole cache.
-    write = lambda old, x: old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
     return forward.model.logits(w, x), jax.tree.map(write, cache, new)
 
 
@@ -173,10 +176,10 @@ def check_cache(forward: Forward, context: int) -> None:
     t = mesh.shape["t"]
     exact = dataclasses.replace(forward.training, attention="einsum", compute_dtype="f32")
     forward = dataclasses.replace(forward, training=exact)
-    random = lambda weight: dataclasses.replace(weight, std=weight.std or 0.3)
-    cut = lambda weight: dataclasses.replace(weight, shape=(period_of(model), *weight.shape[1:]))
-    table = jax.tree.map(random, model.table)
-    table = dataclasses.replace(table, layers=jax.tree.map(cut, table.layers))
+    table = jax.tree.map(lambda weight: dataclasses.replace(weight, std=weight.std or 0.3), model.table)
+    period = period_of(model)
+    layers = jax.tree.map(lambda x: dataclasses.replace(x, shape=(period, *x.shape[1:])), table.layers)
+    table = dataclasses.replace(table, layers=layers)
     half = -(-min(context, LENGTH) // (2 * t)) * t
     ids = np.random.default_rng(0).integers(0, model.c.vocab, (mesh.size, 2 * half)).astype(np.uint32)
     positions = np.arange(half, max(half + 1, min(context, 2 * half)), dtype=np.int32)

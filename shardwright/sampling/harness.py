@@ -1,6 +1,6 @@
 """Makes a run usable as a model of lm-evaluation-harness (docs/evaluation.md)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,42 +42,53 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
             return found
 
         def loglikelihood_rolling(self, requests: Any, **_: object) -> list[float]:
-            texts = [request.args[0] for request in requests]
-            windows = lambda ids: get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-            cut = [[*map(make_disjoint_window, windows(tokenizer.ids(text)))] for text in texts]
+            texts = [tokenizer.ids(request.args[0]) for request in requests]
+            windows = [get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1) for ids in texts]
+            cut = [[*map(make_disjoint_window, of_text)] for of_text in windows]
             found = log_likelihoods(scorer, weights, (pair for text in cut for pair in text))
             return [sum(next(found)[0] for _ in text) for text in cut]
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
-            by_settings: dict[Sampling, list[tuple[int, list[str]]]] = {}
-            for i, request in enumerate(requests):
-                # 256 tokens by default, as in lm-eval.
-                options = normalize_gen_kwargs(dict(request.args[1]), 256)
-                settings = Sampling(
-                    max_tokens=options["max_gen_toks"],
-                    temperature=options.get("temperature") or 0.0,
-                    top_k=options.get("top_k") or None,
-                    top_p=options.get("top_p") or 1.0,
-                    stop=() if tokenizer.end is None else (tokenizer.end,),
-                )
-                until = options.get("until") or []
-                by_settings.setdefault(settings, []).append((i, [until] if isinstance(until, str) else until))
+            by_settings: dict[Sampling, list[int]] = {}
+            # 256 tokens by default, as in lm-eval.
+            options = [normalize_gen_kwargs(dict(request.args[1]), 256) for request in requests]
+            for i, of_request in enumerate(options):
+                by_settings.setdefault(_sampling(of_request, tokenizer), []).append(i)
             found = [""] * len(requests)
-            for settings, of in by_settings.items():
+            for settings, numbers in by_settings.items():
                 room = max(1, scorer.length - settings.max_tokens)
-                prompts = [tokenizer.ids(requests[i].args[0])[-room:] for i, _ in of]
-                with jax.set_mesh(scorer.mesh):
-                    context = min(scorer.length, max(map(len, prompts)) + settings.max_tokens)
-                    sampler = Sampler(scorer.step, settings, context, source=scorer.source)
-                    drawn = sampler.generate(weights, prompts)
-                for (i, until), prompt, ids in zip(of, prompts, drawn, strict=True):
+                prompts = [tokenizer.ids(requests[i].args[0])[-room:] for i in numbers]
+                drawn = _generate(scorer, weights, settings, prompts)
+                for i, prompt, ids in zip(numbers, prompts, drawn, strict=True):
                     text = tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)
-                    for end in filter(None, until):
-                        text = text.split(end)[0]
-                    found[i] = text
+                    found[i] = _cut(text, options[i].get("until") or [])
             return found
 
     return LanguageModel()
+
+
+def _sampling(options: Mapping[str, Any], tokenizer: Tokenizer) -> Sampling:
+    """The settings of sampling for the options of a request."""
+    return Sampling(
+        max_tokens=options["max_gen_toks"],
+        temperature=options.get("temperature") or 0.0,
+        top_k=options.get("top_k") or None,
+        top_p=options.get("top_p") or 1.0,
+        stop=() if tokenizer.end is None else (tokenizer.end,),
+    )
+
+
+def _generate(scorer: Scorer, weights: Any, settings: Sampling, prompts: list[list[int]]) -> list[list[int]]:
+    with jax.set_mesh(scorer.mesh):
+        context = min(scorer.length, max(map(len, prompts)) + settings.max_tokens)
+        return Sampler(scorer.step, settings, context, source=scorer.source).generate(weights, prompts)
+
+
+def _cut(text: str, until: str | list[str]) -> str:
+    """The text before the first of `until`."""
+    for end in filter(None, [until] if isinstance(until, str) else until):
+        text = text.split(end)[0]
+    return text
 
 
 def run_harness(model: Any, names: Sequence[str], task_path: str | None = None, **options: Any) -> dict[str, Any]:

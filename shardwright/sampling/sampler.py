@@ -96,8 +96,11 @@ def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Sampling) -
     if s.temperature == 0:
         return jnp.zeros(())
     seed = jax.random.key(s.seed)
-    key_at = lambda number, place: jax.random.fold_in(jax.random.fold_in(seed, number), place)
-    draw = lambda number, place: jax.random.gumbel(key_at(number, place), (vocab,))
+
+    def draw(number, place):
+        key = jax.random.fold_in(jax.random.fold_in(seed, number), place)
+        return jax.random.gumbel(key, (vocab,))
+
     return jax.vmap(draw)(number.reshape(-1), place.reshape(-1)).reshape(*number.shape, vocab)
 
 

@@ -9,6 +9,7 @@ on the others, except for rounding.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -147,10 +148,10 @@ def document_losses(scorer: Scorer, weights: object, documents: Iterable[Sequenc
     Documents are token ids without bos. Those with more than scorer.length are split into pieces.
     """
     documents, again = itertools.tee(documents)
-    cut = lambda ids: pieces(ids, scorer.c.bos_id, scorer.length)
-    found = scorer.losses(weights, (piece for ids in documents for piece in cut(ids)))
+    split = functools.partial(pieces, bos=scorer.c.bos_id, length=scorer.length)
+    found = scorer.losses(weights, (piece for ids in documents for piece in split(ids)))
     for ids in again:
-        yield sum(float(next(found).losses.sum(dtype=np.float64)) for _ in cut(ids))
+        yield sum(float(next(found).losses.sum(dtype=np.float64)) for _ in split(ids))
 
 
 def log_likelihoods(

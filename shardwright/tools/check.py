@@ -197,6 +197,10 @@ def checked(c: Config, settings: CheckConfig) -> dict[str, Any]:
     return found | {"program": program_of(steps[0]), "costs": costs_of(c, sizes), "parameters": parameters_of(model)}
 
 
+def _git(*words: str) -> bytes:
+    return subprocess.run(["git", *words], capture_output=True, check=True).stdout
+
+
 @contextlib.contextmanager
 def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
     """Context with a directory like the working directory, of a commit or as given; and its name.
@@ -206,14 +210,13 @@ def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
     Raises:
         ValueError: it is neither a directory nor a commit.
     """
-    git = lambda *words: subprocess.run(["git", *words], capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as directory:
         try:
             name = f"{against}^{{commit}}"
-            commit = git("rev-parse", "--verify", "--short", name).decode().strip()
-            places = git("rev-parse", "--show-prefix", "--show-toplevel")
+            commit = _git("rev-parse", "--verify", "--short", name).decode().strip()
+            places = _git("rev-parse", "--show-prefix", "--show-toplevel")
             within, root, _ = places.decode().split("\n")
-            subprocess.run(["tar", "-x", "-C", directory], input=git("-C", root, "archive", commit), check=True)
+            subprocess.run(["tar", "-x", "-C", directory], input=_git("-C", root, "archive", commit), check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             if Path(against).is_dir():
                 yield against, Path(against), (os.getcwd(), os.path.abspath(against))

@@ -64,12 +64,12 @@ def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict],
     if bos is None:
         notes.append(f"it has no token of id {bos_id} (model.bos_id): put that id before the text's yourself")
     else:
-        piece = lambda kind, name: {kind: {"id": name, "type_id": 0}}
-        single = [piece("SpecialToken", bos), piece("Sequence", "A")]
+        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B"))
+        single = [{"SpecialToken": {"id": bos, "type_id": 0}}, first]
         processor = {
             "type": "TemplateProcessing",
             "single": single,
-            "pair": [*single, piece("Sequence", "B")],
+            "pair": [*single, second],
             "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
         }
     # Named as such, a token of text would be found in any text and left out where special tokens are skipped.

@@ -9,6 +9,7 @@ Without data or tasks, the loss is that of the run's own validation: its evaluat
 data, each document of a file of texts is counted once. docs/evaluation.md has examples.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -198,7 +199,7 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
             tokenizer.
     """
     console = console or Console()
-    write_line = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
+    write_line = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if config.data is not None and config.tasks:
         raise ValueError("give one of data and tasks; data and tasks is given.")
     run = OpenRun(config, write_line)

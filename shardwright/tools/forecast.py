@@ -51,6 +51,11 @@ def facts_of(run: Run) -> tuple[int, int] | None:
     return (params, tokens) if isinstance(params, int) and isinstance(tokens, int) else None
 
 
+def _bound(forecast: scaling.Forecast) -> dict[str, float]:
+    """The part of a forecast that runs compare themselves with."""
+    return {name: round(getattr(forecast, name), 5) for name in Bound._fields}
+
+
 def forecast_of(runs: list[Run], params: int, tokens: int, seed: int) -> dict[str, Any]:
     """The contents of the file.
 
@@ -74,13 +79,12 @@ def forecast_of(runs: list[Run], params: int, tokens: int, seed: int) -> dict[st
         | {"metrics_sha256": hashlib.sha256((run.directory / "metrics.jsonl").read_bytes()).hexdigest()}
         for run, (n, d) in known
     ]
-    bound = lambda of: {name: round(getattr(of, name), 5) for name in Bound._fields}
     return {
         "params": params,
         "tokens": tokens,
         "metric": metric,
-        "end": bound(end),
-        "curve": [bound(each) for each in curve],
+        "end": _bound(end),
+        "curve": [_bound(each) for each in curve],
         "law": "L(N, D) = E + A/N^a + B/D^b, N without embeddings; of each tenth of the runs for the curve",
         "law_of_the_end": end.law,
         "widened": round(end.widened, 2),

@@ -39,10 +39,15 @@ def edited_files() -> list[str] | None:
     """Files of the installed package that differ from those of its wheel; None for a checkout, which has no list."""
     files = importlib.metadata.files("shardwright") or ()
     hashed = [file for file in files if file.hash and file.parts[0] in ("shardwright", "shardlib")]
-    digest = lambda path: base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
-    is_whole = lambda path, file: path.is_file() and file.hash and digest(path) == file.hash.value
-    edited = [str(file) for file in hashed if not is_whole(Path(str(file.locate())), file)]
+    edited = [str(file) for file in hashed if file.hash and file.hash.value != _digest(Path(str(file.locate())))]
     return sorted(edited) if hashed else None
+
+
+def _digest(path: Path) -> str | None:
+    """The hash of a file, as in the list of a wheel; None if it is missing."""
+    if not path.is_file():
+        return None
+    return base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
 
 
 def show_changes() -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from shardwright.data.checks import check_ranges, within
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import LARGE, parse_object, read_text, shown
 from shardwright.modeling.model import load_model
+from shardwright.run.config import Config
 from shardwright.run.directory import quoted
 from shardwright.run.files import write_whole
-from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
+from shardwright.run.opening import CheckpointChoice, MeshChoice, SavedRun, Write, mesh_for, open_run
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.program import run_program
@@ -81,12 +83,84 @@ def read_prompts(config: Settings) -> list[str]:
     return [] if config.prompt is None else [config.prompt]
 
 
-def before(ends: list[str], text: str) -> str:
-    """The text before the first of `ends` in it."""
-    return text[: min((text.index(end) for end in ends if end in text), default=None)]
+def read_tokenizer(config: Settings, c: Config, say: Write) -> Tokenizer:
+    """The tokenizer of the run; one that shows ids if there is none and the prompt is given as ids."""
+    try:
+        return tokenizer_of_run(c.data, config.tokenizer)
+    except (ValueError, OSError) as error:
+        if config.prompt_ids is None or config.tokenizer is not None:
+            raise
+        say(f"ids are shown, and none ends a text: {error}")
+        return Tokenizer()
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends a text: a token of one of these ids, or one of these strings."""
+
+    tokenizer: Tokenizer
+    ids: tuple[int, ...]
+    strings: list[str]
+
+    @classmethod
+    def read(cls, config: Settings, tokenizer: Tokenizer) -> "Ends":
+        """Reads the settings. Raises ValueError for an empty string."""
+        if "" in config.stop_strings:
+            raise ValueError("stop_strings has an empty text, which every text begins with; leave it out.")
+        default = [] if tokenizer.end is None else [tokenizer.end]
+        return cls(tokenizer, tuple(default if config.stop is None else config.stop), config.stop_strings)
+
+    def decode(self, prompt: Sequence[int], ids: list[int]) -> str:
+        """The text that tokens add to a prompt, without the one that ends it."""
+        return self.tokenizer.continuation(prompt, ids[:-1] if ids[-1] in self.ids else ids)
+
+    def have_string(self, prompt: Sequence[int], ids: list[int]) -> bool:
+        """True if the added text has one of the strings."""
+        return any(end in self.decode(prompt, ids) for end in self.strings)
+
+    def cut(self, prompt: Sequence[int], ids: list[int]) -> tuple[list[int], str, bool]:
+        """The tokens up to the end, the text before it, and True if there is an end.
+
+        More tokens may have been drawn, because the host reads several at once.
+        """
+        if self.have_string(prompt, ids):
+            lengths = range(1, len(ids))
+            ids = ids[: 1 + bisect.bisect(lengths, False, key=lambda n: self.have_string(prompt, ids[:n]))]
+        text = self.decode(prompt, ids)
+        ended = ids[-1] in self.ids or self.have_string(prompt, ids)
+        return ids, text[: min((text.index(end) for end in self.strings if end in text), default=None)], ended
+
+
+def make_sampler(
+    config: Settings, saved: SavedRun, stop: tuple[int, ...], context: int, say: Write
+) -> tuple[Sampler, Any]:
+    """A sampler of texts of at most `context` tokens, on the current mesh, and the weights."""
+    c = saved.c
+    model = load_model(c.model)
+    weights, source = saved.read_weights(model, config.other_source, say, config.average)
+    if config.context and getattr(c.model, "rope_scaling", None):
+        scaling = dataclasses.replace(c.model.rope_scaling, length=config.context)
+        model = load_model(dataclasses.replace(c.model, rope_scaling=scaling))
+    drawing: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling)}
+    settings = Sampling(**{**drawing, "stop": stop})
+    return Sampler(trace_step(c, model), settings, context, config.batch, source), weights
+
+
+def print_text(result: dict[str, Any], sampler: Sampler, console: Console) -> None:
+    """Prints a text after its prompt, and why it ends."""
+    if result["ended"]:
+        how = "ended"
+    elif len(result["ids"]) < sampler.settings.max_tokens:
+        how = f"cut by context={sampler.context}"
+    else:
+        how = "cut by max_tokens"
+    heading = f"sample {result['sample']}: {len(result['ids'])} tokens, {how}"
+    console.rule(heading, align="left", style="dim")
+    parts = (shown(result["prompt"]), "bold"), ("▸", "dim"), shown(result["text"])
+    console.print(Text.assemble(*parts), soft_wrap=True)
 
 
 def generate(config: Settings, console: Console | None = None) -> list[dict[str, Any]]:
@@ -96,61 +170,38 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
         ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint or tokenizer.
     """
     console = console or Console()
+
+    def say(text: str) -> None:
+        console.print(Text(shown(text), style="dim"), soft_wrap=True)
+
     check_ranges("", config)
     texts = read_prompts(config)
     with open_run(config.run, config.step, config.trust) as saved:
         c = saved.c
-        say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
-        try:
-            tokenizer = tokenizer_of_run(c.data, config.tokenizer)
-        except (ValueError, OSError) as error:
-            if config.prompt_ids is None or config.tokenizer is not None:
-                raise
-            say(f"ids are shown, and none ends a text: {error}")
-            tokenizer = Tokenizer()
+        tokenizer = read_tokenizer(config, c, say)
         prompts = [tokenizer.ids(text) for text in texts]
         if config.prompt_ids is not None:
             check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
             prompts, texts = [config.prompt_ids], [tokenizer.decode(config.prompt_ids)]
-        stop = config.stop if config.stop is not None else [] if tokenizer.end is None else [tokenizer.end]
-        if "" in config.stop_strings:
-            raise ValueError("stop_strings has an empty text, which every text begins with; leave it out.")
-        drawing: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling)}
-        settings = Sampling(**{**drawing, "stop": tuple(stop)})
+        ends = Ends.read(config, tokenizer)
         context = config.context or c.training.seq_len
         c.model.check(context)
+        # Of a long context no more is taken than the texts can have.
+        context = min(context, max(map(len, prompts)) + config.max_tokens)
         with jax.set_mesh(mesh_for(config.mesh, c)):
-            model = load_model(c.model)
-            weights, source = saved.read_weights(model, config.other_source, say, config.average)
-            if config.context and getattr(c.model, "rope_scaling", None):
-                scaling = dataclasses.replace(c.model.rope_scaling, length=config.context)
-                model = load_model(dataclasses.replace(c.model, rope_scaling=scaling))
-            # Of a long context no more is taken than the texts can have.
-            context = min(context, max(map(len, prompts)) + config.max_tokens)
-            sampler = Sampler(trace_step(c, model), settings, context, config.batch, source)
+            sampler, weights = make_sampler(config, saved, ends.ids, context, say)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             start = time.perf_counter()
-            added_by = lambda prompt, ids: tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)
-            is_over = lambda prompt, ids: any(end in added_by(prompt, ids) for end in config.stop_strings)
-            drawn = sampler.generate(weights, repeated, is_over)
+            drawn = sampler.generate(weights, repeated, ends.have_string)
             results = []
             for i, (prompt, ids) in enumerate(zip(repeated, drawn, strict=True)):
-                if is_over(prompt, ids):  # some tokens more were drawn
-                    del ids[1 + bisect.bisect(range(1, len(ids)), False, key=lambda n: is_over(prompt, ids[:n])) :]
-                ended = ids[-1] in settings.stop or is_over(prompt, ids)
-                added = before(config.stop_strings, added_by(prompt, ids))
-                text, sample = texts[i // config.samples], i % config.samples
-                about = {"prompt": text, "sample": sample, "text": added, "ended": ended}
-                results.append(about | {"prompt_ids": list(prompt), "ids": ids})
+                ids, added, ended = ends.cut(prompt, ids)
+                about = {"prompt": texts[i // config.samples], "sample": i % config.samples, "text": added}
+                results.append(about | {"ended": ended, "prompt_ids": list(prompt), "ids": ids})
             for result in results:
-                is_full = len(result["ids"]) < config.max_tokens
-                how = "ended" if result["ended"] else f"cut by context={context}" if is_full else "cut by max_tokens"
-                heading = f"sample {result['sample']}: {len(result['ids'])} tokens, {how}"
-                console.rule(heading, align="left", style="dim")
-                parts = (shown(result["prompt"]), "bold"), ("▸", "dim"), shown(result["text"])
-                console.print(Text.assemble(*parts), soft_wrap=True)
-            seconds = time.perf_counter() - start
-            made = f"{sum(map(len, drawn)):,} tokens of {len(drawn)} texts in {seconds:.2f} s, compilation included"
+                print_text(result, sampler, console)
+            seconds, count = time.perf_counter() - start, sum(len(result["ids"]) for result in results)
+            made = f"{count:,} tokens of {len(results)} texts in {seconds:.2f} s, compilation included"
             say(f"{made}; step {saved.step}, mesh {dict(jax.sharding.get_mesh().shape)}, {c.training.compute_dtype}")
     if config.output is not None:
         lines = (json.dumps(result, ensure_ascii=False) + "\n" for result in results)

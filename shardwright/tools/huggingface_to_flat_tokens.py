@@ -312,8 +312,11 @@ def path_of(config: Settings, shard: int | None) -> str:
 
 def identity_of(config: Settings, shard: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the attributes that identify a shard. Lists, which may name all files, are replaced by checksums."""
-    checksum = lambda x: hashlib.sha256(json.dumps(x).encode()).hexdigest()[:16] if isinstance(x, list) else x
-    return {"shard": shard, "of": config.num_shards} | {name: checksum(value) for name, value in settings.items()}
+    found = {"shard": shard, "of": config.num_shards} | settings
+    for name, value in found.items():
+        if isinstance(value, list):
+            found[name] = hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+    return found
 
 
 def check_shards(config: Settings, name: str, num_files: int) -> None:

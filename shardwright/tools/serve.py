@@ -62,7 +62,7 @@ class Model:
         self.sampler = functools.lru_cache(8)(self._sampler)  # each compiles how it draws
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Context of a thread that uses the model."""
         with self._lock, jax.set_mesh(self.mesh):
             yield
@@ -140,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
         asked = {name: value.replace("\r\n", "\n") for name, value in parse_qsl(query, keep_blank_values=True)}
-        with self.model.alone() if "prompt" in asked else contextlib.nullcontext():
+        with self.model.hold() if "prompt" in asked else contextlib.nullcontext():
             self._answer(path, asked)
 
     def _answer(self, path: str, asked: dict[str, str]) -> None:
@@ -174,16 +174,18 @@ class Handler(BaseHTTPRequestHandler):
         run, prompt = self.model.config.run, escape(asked.get("prompt", ""))
         fields = (f'<label>{n} <input name="{n}" value="{escape(v)}" size="6"></label>' for n, v in values.items())
         parts = {"title": escape(run), "prompt": prompt, "fields": " ".join(fields), "about": escape(f"{run}: {about}")}
-        write = lambda text: self.wfile.write(text.encode(errors="replace"))
         with contextlib.suppress(ConnectionError, TimeoutError):  # a reader who has left, or does not read
             self.send_response(status)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.end_headers()
-            write(PAGE.substitute(parts))
+            self._write(PAGE.substitute(parts))
             if ids is not None:
-                write(f"<pre><b>{prompt}</b>")
-                end = self.model.stream(sampler, ids, sampling, lambda text: write(escape(text)))
-                write(f"</pre><p>{escape(end)}</p>")
+                self._write(f"<pre><b>{prompt}</b>")
+                end = self.model.stream(sampler, ids, sampling, lambda text: self._write(escape(text)))
+                self._write(f"</pre><p>{escape(end)}</p>")
+
+    def _write(self, text: str) -> None:
+        self.wfile.write(text.encode(errors="replace"))
 
 
 def serve(config: Settings) -> None:

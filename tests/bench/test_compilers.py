@@ -197,7 +197,7 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
     """The others are compiled one by one, and the command goes on where it was stopped."""
     started = []
 
-    def apart(write, path, lower, chip, name):
+    def run_apart(write, path, lower, chip, name):
         assert (write, lower) == (programs.write, compilers.lowered)
         started.append(f"{chip}.{name}")
         if len(started) == 2:
@@ -206,7 +206,7 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
         path.with_name(f"{path.name}.json").write_text(json.dumps({"chip": chip}))
 
     near = {"h100": 1.009, "v5e": 1.02}
-    monkeypatch.setattr(programs, "apart", apart)
+    monkeypatch.setattr(programs, "run_apart", run_apart)
     monkeypatch.setattr(compilers, "compare", lambda text, facts: ({"state": near[facts["chip"]]}, text, ["a line"]))
     options = ["--out", str(tmp_path), "--chips", "h100", "v5e", "--rows", "gpt2_d8"]
     with pytest.raises(SystemExit, match="not made: 1 rows"):
@@ -296,7 +296,7 @@ def test_schedules_are_compared_by_instructions_in_order(monkeypatch, capsys):
 
     step = types.SimpleNamespace(options=ON_GPUS, compiled=compiled)
     monkeypatch.setattr(schedules, "lowered", lambda chip, row: step)
-    monkeypatch.setattr(schedules, "apart", lambda made, *arguments: made(*arguments))
+    monkeypatch.setattr(schedules, "run_apart", lambda made, *arguments: made(*arguments))
     schedules.main(["--rows", "ring_32k"])
     assert "annotated: same  default: 2 differ" in capsys.readouterr().out
     texts["annotated"] = moved

@@ -65,7 +65,7 @@ SHARED |= {f"shardwright.bench.{name}" for name in ("common", "throughput.peers.
 SHARED.add("shardwright.tools.ladder.scales")
 """Modules of several programs."""
 MAX_FUNCTION = 60
-LONGER = {"language_model", "generate", "search", "read_weights"}
+LONGER = {"read_weights"}
 """Functions of more lines than a reader takes in at once, which wait to be cut."""
 
 

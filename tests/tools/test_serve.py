@@ -134,7 +134,7 @@ class Model:
         self.tokenizer, self.lock = SimpleNamespace(ids=list), threading.Lock()
         self.refresh, self.sampler = (lambda: None), (lambda **settings: SimpleNamespace(check=lambda prompts: None))
 
-    def alone(self):
+    def hold(self):
         return self.lock
 
     def stream(self, sampler, ids, asked, write):

@@ -77,8 +77,11 @@ def program(path: str, pattern: AttentionMask) -> Callable:
 
 def error_of(found: tuple, expected: tuple) -> float:
     """Returns the largest relative difference (in the norm) of arrays from the expected ones."""
-    norm = lambda x: float(jnp.sqrt(jnp.sum(jnp.square(x))))
-    return max(norm(jnp.float32(a) - b) / norm(b) for a, b in zip(found, expected, strict=True))
+    return max(_norm(jnp.float32(a) - b) / _norm(b) for a, b in zip(found, expected, strict=True))
+
+
+def _norm(x: jax.Array) -> float:
+    return float(jnp.sqrt(jnp.sum(jnp.square(x))))
 
 
 def timed(

@@ -44,7 +44,7 @@ class Clock:
         self.attention, self.communicating = attention, table.communicating
         self.kernels, self.lines, self.exposed = (collections.defaultdict[str, float](float) for _ in range(3))
         every = [(of, i) for of in program.computations.values() for i in of.instructions.values()]
-        gathers = ((*x, _told(x[1])) for x in every if x[1].opcode == "all-gather-start")
+        gathers = ((*x, _annotated(x[1])) for x in every if x[1].opcode == "all-gather-start")
         self.gathers = [(*self.message(of, i), told) for of, i, told in gathers if told is not None]
 
     def seconds(self, computation: Computation, times: float = 1.0) -> float:
@@ -86,7 +86,7 @@ class Clock:
         """Returns the seconds of an operation that computes."""
         products = [work for work in works_of(self.program, computation, i) if work.kind == "matmul"]
         made = i.shapes[0].bytes if products and i.opcode == "custom-call" else i.bytes  # without cuBLAS's workspace
-        told, moved = _told(i), (made + _read(computation, i)) / self.chip.memory_bandwidth
+        told, moved = _annotated(i), (made + _read(computation, i)) / self.chip.memory_bandwidth
         if any(": " in product.what or product.dtype != i.shapes[0].dtype for product in products):
             return max(sum(product.size for product in products) / self.chip.peak["bf16"], moved)
         return moved if told is None else told
@@ -100,7 +100,7 @@ class Clock:
 
     def of_collective(self, computation: Computation, i: Instruction) -> float:
         """Returns the seconds of a collective."""
-        told = _told(i)
+        told = _annotated(i)
         if told is not None or not self.gathers:
             return told or 0.0
         axes, size = self.message(computation, i)
@@ -131,7 +131,7 @@ def _read(computation: Computation, i: Instruction) -> int:
     return sum(computation.instructions[name].bytes for name in i.operands if name in computation.instructions)
 
 
-def _told(i: Instruction) -> float | None:
+def _annotated(i: Instruction) -> float | None:
     """Returns the seconds that XLA annotated on an operation."""
     costs = re.search(r'"reification_cost":(\[[^\]]*\])', i.attributes)
     known = json.loads(costs[1]) if costs else []

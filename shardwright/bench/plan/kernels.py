@@ -79,9 +79,15 @@ def rows(run: Path, chip: str) -> list[Row]:
     names = sorted(
         took.keys() | {name for name in told if told[name] > 0}, key=lambda name: -max(took[name], told[name])
     )
-    label = lambda name: f"{name}  {table.line_of.get(name) or ''}".rstrip()
-    row = lambda name: (1e3 * took[name], 1e3 * told[name], label(name))
-    return [(kind.get(name, "not in the text"), *row(name)) for name in names]
+    return [
+        (
+            kind.get(name, "not in the text"),
+            1e3 * took[name],
+            1e3 * told[name],
+            f"{name}  {table.line_of.get(name) or ''}".rstrip(),
+        )
+        for name in names
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:

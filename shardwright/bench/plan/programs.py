@@ -82,7 +82,7 @@ def write(path: Path, lower: Callable[..., Step], chip: str, *row: str) -> None:
     write_json(Path(f"{path}.json"), {"chip": chip, **step.facts, "peak_bytes": peak})
 
 
-def apart(made: Callable[..., T], *arguments: object) -> T:
+def run_apart(made: Callable[..., T], *arguments: object) -> T:
     """Returns `made(*arguments)` of a separate process, on the CPU, with CUDA's libraries if they are installed."""
     nvidia = importlib.util.find_spec("nvidia")
     places = [Path(place, "cu13") for place in nvidia.submodule_search_locations or ()] if nvidia else []
@@ -104,7 +104,7 @@ def show_all(names: Iterable[tuple[str, ...]], out: Path, lower: Callable[..., S
         path = out / ".".join(name)
         try:
             if not Path(f"{path}.json").exists():
-                apart(write, path, lower, *name)
+                run_apart(write, path, lower, *name)
             text = gzip.decompress(Path(f"{path}.txt.gz").read_bytes()).decode()
             show(name, text, json.loads(Path(f"{path}.json").read_text()))
         except Exception as error:  # a compiler may reject a program, or be missing

@@ -20,7 +20,7 @@ import jax
 
 from shardwright.bench.common import first_line, parser_of
 from shardwright.bench.plan import exchanges, trainers
-from shardwright.bench.plan.programs import Step, apart, compiled_by
+from shardwright.bench.plan.programs import Step, compiled_by, run_apart
 from shardwright.cluster.topologies import GPUS, WITHOUT_DEVICE
 from shardwright.inspect.compiled import hlo
 
@@ -58,8 +58,8 @@ def differing(chip: str, row: str) -> tuple[int, dict[str, int]]:
     """Returns the number of instructions of a run's step, and how many are others or elsewhere, for each other way."""
     step = lowered(chip, row)
     run, *others = ((way, schedule(step.compiled(given).as_text())) for way, given in ways(chip, step.options).items())
-    changed = lambda other: sum(mine != its for mine, its in itertools.zip_longest(run[1], other))
-    return len(run[1]), {way: changed(other) for way, other in others}
+    pairs = {way: itertools.zip_longest(run[1], other) for way, other in others}
+    return len(run[1]), {way: sum(mine != its for mine, its in of_way) for way, of_way in pairs.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"jax {jax.__version__}")
     for chip, row in itertools.product(args.chips, args.rows):
         try:
-            count, found = apart(differing, chip, row)
+            count, found = run_apart(differing, chip, row)
             words = [f"{way}: {f'{n} differ' if n else 'same'}" for way, n in found.items()]
             print(f"{chip}.{row:28}{count:7} instructions  {'  '.join(words)}", flush=True)
             failed += found["annotated"] > 0

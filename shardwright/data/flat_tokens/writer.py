@@ -305,7 +305,10 @@ def work_on(
         ValueError: another process writes it, a split exists already, or the work was started with other settings.
     """
     settings, root = json.loads(json.dumps(settings)), open_kvstore(out)
-    clear = lambda: root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()
+
+    def clear() -> None:
+        root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()
+
     finished = json.dumps({name: value for name, value in settings.items() if name not in free}, indent=1).encode()
     with _locked(out):
         before = unfinished_settings(out)

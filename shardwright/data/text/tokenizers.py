@@ -347,11 +347,17 @@ def byte_lengths(known: Tokenizer) -> ByteLengths | None:
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     letters = set(BYTE_LETTERS.values())
-    # In a byte-level tokenizer each letter is a byte.
-    byte_level = lambda piece: len(piece) if letters.issuperset(piece) else 0
-    sentence_piece = lambda piece: _BYTES.get(piece) or len(piece.replace(definitions.SPACE, " ").encode())
+
+    def count_letters(piece: str) -> int:
+        """The bytes of a piece of a byte-level tokenizer, in which each letter is a byte."""
+        return len(piece) if letters.issuperset(piece) else 0
+
+    def count_bytes(piece: str) -> int:
+        """The bytes of a piece of SentencePiece."""
+        return _BYTES.get(piece) or len(piece.replace(definitions.SPACE, " ").encode())
+
     encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES]
-    for size in (byte_level, sentence_piece):
+    for size in (count_letters, count_bytes):
         of_token = np.zeros(max(vocab.values()) + 1, np.int64)
         for piece, i in vocab.items():
             of_token[i] = len(piece.encode()) if piece in added else size(piece)

@@ -177,18 +177,27 @@ def _instruction(found: re.Match[str], stacks: Mapping[str, tuple[Frame, ...]]) 
     )
 
 
+def _read_names(table: str) -> dict[str, str]:
+    """The text of each id."""
+    return dict(re.findall(r'^(\d+) "(.*)"$', table, re.MULTILINE))
+
+
+def _read_rows(table: str) -> dict[str, dict[str, str]]:
+    """The fields of each id; one that is missing is empty."""
+    return {
+        number: collections.defaultdict(str, re.findall(r"(\w+)=(\d+)", fields))
+        for number, fields in re.findall(r"^(\d+) \{(.*)\}$", table, re.MULTILINE)
+    }
+
+
 def _stacks(text: str) -> dict[str, tuple[Frame, ...]]:
     """The frame of each id and those around it, innermost first."""
     tables = {title: table for title, _, table in (part.partition("\n") for part in text.split("\n\n", 5))}
-    names = lambda title: dict(re.findall(r'^(\d+) "(.*)"$', tables.get(title, ""), re.MULTILINE))
-    rows = lambda title: {
-        number: collections.defaultdict(str, re.findall(r"(\w+)=(\d+)", fields))
-        for number, fields in re.findall(r"^(\d+) \{(.*)\}$", tables.get(title, ""), re.MULTILINE)
-    }
-    files, functions, frames = names("FileNames"), names("FunctionNames"), rows("StackFrames")
+    files, functions = (_read_names(tables.get(title, "")) for title in ("FileNames", "FunctionNames"))
+    locations, frames = (_read_rows(tables.get(title, "")) for title in ("FileLocations", "StackFrames"))
     places = {
         number: Frame(files[x["file_name_id"]], int(x["line"] or 0), functions.get(x["function_name_id"], ""))
-        for number, x in rows("FileLocations").items()
+        for number, x in locations.items()
         if x["file_name_id"] in files
     }
     # XLA prints the id of the parent, or one more, so that 1 is no parent.

@@ -74,7 +74,7 @@ class Places:
         line = self.of_frames(instruction.frames) if instruction.op_name else None
         return CallSite(line, phase_of(instruction.op_name))
 
-    def of(self, computation: Computation, instruction: Instruction) -> CallSite:
+    def locate(self, computation: Computation, instruction: Instruction) -> CallSite:
         """Where an instruction comes from; for a fusion, where its main operation comes from.
 
         XLA drops the name of some operations that it rewrites, such as batched matmuls on CPUs, and gives them the line
@@ -82,15 +82,15 @@ class Places:
         """
         if instruction.opcode in ("while", "conditional"):
             return self.of_instruction(instruction)
-        if found := self._own(instruction):
+        if found := self._locate_own(instruction):
             return found
         sources = (computation.instructions.get(name) for name in instruction.operands)
         for neighbour in [*computation.readers.get(instruction.name, ()), *sources]:
-            if neighbour and neighbour.opcode not in _NEVER and (found := self._own(neighbour)):
+            if neighbour and neighbour.opcode not in _NEVER and (found := self._locate_own(neighbour)):
                 return CallSite(f"~{found.line}", found.phase)
         return CallSite(None, "")
 
-    def _own(self, instruction: Instruction) -> CallSite | None:
+    def _locate_own(self, instruction: Instruction) -> CallSite | None:
         inside = self._inside(instruction)
         # A fusion with a matmul is that matmul, though it may end with another operation.
         heavy = [other for other in inside if other.opcode in ("dot", "convolution")]
@@ -119,7 +119,7 @@ class Places:
         """
         found: dict[tuple, tuple | None] = {}
         for reader in computation.instructions.values():
-            phase, made = self.of(computation, reader).phase, []
+            phase, made = self.locate(computation, reader).phase, []
             if reader.opcode == "while" and not phase:
                 made = [(reader, part) for part in range(len(reader.shapes))]
             elif phase in ("backward", "again") and reader.opcode not in NO_WORK | _ALIASES:
@@ -133,7 +133,7 @@ class Places:
         shapes = maker.shapes if part is None else maker.shapes[part : part + 1]
         if len(shapes) != 1 or not shapes[0].dims or maker.opcode in ("parameter", "constant"):
             return None
-        line, phase = self.of(computation, maker)
+        line, phase = self.locate(computation, maker)
         if maker.opcode == "while":
             computation = self._computations[maker.called[-1]]
             stack = self._stack(computation, part)
@@ -180,7 +180,7 @@ class Places:
         """Where the value that is put into a stack comes from."""
         for maker, _ in self._makers(computation, name):
             if maker.opcode != "parameter":
-                return self.of(computation, maker)
+                return self.locate(computation, maker)
             if callers:
                 outer, call = callers[-1]
                 return self._put(outer, call.operands[int(maker.operands[0])], callers[:-1])

@@ -136,12 +136,16 @@ def _overlapped(computation: Computation, start: Instruction) -> bool:
     return False
 
 
+def _arrange(dims: str, order: str | None) -> tuple[list[int], list[int]]:
+    """The sizes of an array of devices, and the order of its dims, in which they are if none is given."""
+    return _numbers(dims), _numbers(order or "") or [*range(dims.count(",") + 1)]
+
+
 def _groups(program: Program, attributes: str) -> list[list[int]]:
     """Ids of the devices that communicate with each other; for a permutation, pairs. Empty if unknown."""
     if listed := re.search(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", attributes):
         return [_numbers(group) for group in re.findall(r"\{([^{}]*)\}", listed[1])]
     array = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [4,2]T(1,0): the numbers of a 4 × 2 array, transposed
-    arranged = lambda dims, order: (_numbers(dims), _numbers(order or "") or [*range(dims.count(",") + 1)])
     named = re.search(rf"\breplica_groups=mesh\[([^\]]*)\](?:, device_ids=\({array}\))? \{{([^{{}}]*)\}}", attributes)
     # mesh['d'=4,'t'=2] {'d'}: the devices of a 4 × 2 mesh, which is that of device_ids, that differ along d alone.
     if named:
@@ -150,11 +154,11 @@ def _groups(program: Program, attributes: str) -> list[list[int]]:
         if [f"'{axis}'" for axis in axes] != named[4].replace(" ", "").split(","):  # a part of an axis
             return []
         order = [[*sizes].index(axis) for axis in [*(axis for axis in sizes if axis not in axes), *axes]]
-        given = [arranged(named[2], named[3])] if named[2] else []
+        given = [_arrange(named[2], named[3])] if named[2] else []
         return _devices(program, [*given, ([*sizes.values()], order)], math.prod(sizes[axis] for axis in axes))
     # [2,4]<=[4,2]T(1,0): in 2 groups of 4.
     if iota := re.search(rf"\breplica_groups=\[([\d,]+)\]<={array}", attributes):
-        return _devices(program, [arranged(iota[2], iota[3])], _numbers(iota[1])[-1])
+        return _devices(program, [_arrange(iota[2], iota[3])], _numbers(iota[1])[-1])
     return [[*range(program.devices)]] if "replica_groups={}" in attributes else []
 
 
@@ -194,10 +198,12 @@ def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
         numbers = json.loads(of_gpus[0])
         found = (numbers.get(f"{key}_dimensions", []) for key in _CONTRACTED)
         left_k, left_b, right_k, right_b = (_numbers(str(dims)) for dims in found)
-    size = lambda shape, chosen: math.prod(shape.dims[i] for i in chosen)
-    rest = lambda shape, used: size(shape, {*range(len(shape.dims))} - {*used})
-    m, n = rest(left, left_k + left_b), rest(right, right_k + right_b)
-    return _product(size(left, left_b), m, size(left, left_k), n, left)
+    b, k = (math.prod(left.dims[i] for i in chosen) for chosen in (left_b, left_k))
+    m, n = (
+        math.prod(size for i, size in enumerate(shape.dims) if i not in used)
+        for shape, used in ((left, left_k + left_b), (right, right_k + right_b))
+    )
+    return _product(b, m, k, n, left)
 
 
 def _convolved(left: Shape, right: Shape, instruction: Instruction) -> tuple[int, int, int, int]:
@@ -209,12 +215,15 @@ def _convolved(left: Shape, right: Shape, instruction: Instruction) -> tuple[int
     )
     window = re.search(r"\bwindow=\{([^}]*)\}", instruction.attributes)
     parts = {key: text.split("x") for key, text in re.findall(r"(\w+)=([\w\-]+)", window[1] if window else "")}
-    part = lambda key, i, default: parts[key][i] if key in parts else default
+
+    def read(key: str, i: int, default: str) -> str:
+        return parts[key][i] if key in parts else default
+
     pairs = places = 1
     for axis in filter(str.isdigit, kernel):
         i = int(axis)
-        before = int(part("pad", i, "0_0").split("_")[0])
-        stride, apart, spread = (int(part(key, i, "1")) for key in ("stride", "rhs_dilate", "lhs_dilate"))
+        before = int(read("pad", i, "0_0").split("_")[0])
+        stride, apart, spread = (int(read(key, i, "1")) for key in ("stride", "rhs_dilate", "lhs_dilate"))
         at = stride * np.arange(made[axis])[:, None] + apart * np.arange(kernel[axis]) - before
         pairs *= int(((at >= 0) & (at % spread == 0) & (at // spread < given[axis])).sum())
         places *= made[axis]

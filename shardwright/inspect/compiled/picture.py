@@ -78,8 +78,8 @@ class _Picture:
     def section(self, rows: Iterable[Row], depth: int) -> None:
         """Draws the lines of a section, and a frame for each section inside it."""
         sections = self.table.sections
-        within = lambda row: next(iter(around(sections, row.section)[depth + 1 :]), None)
-        for number, group in itertools.groupby(rows, within):
+        groups = itertools.groupby(rows, lambda row: next(iter(around(sections, row.section)[depth + 1 :]), None))
+        for number, group in groups:
             if number is None:
                 for _, of_line in itertools.groupby(group, lambda row: (row.line, row.phase)):
                     self.line([*of_line], _MARGIN + _INDENT * depth)

@@ -92,7 +92,7 @@ class _Walk:
 
     def add(self, section: int, computation: Computation, instruction: Instruction) -> None:
         """Adds an operation to the line that it comes from."""
-        origin = self.places.of(computation, instruction)
+        origin = self.places.locate(computation, instruction)
         works = works_of(self.program, computation, instruction, self.chains)
         self.work(section, origin.line, origin.phase).update(works or [Work("other", "", 0)])
         self.line_of[instruction.name] = origin.line or WITHOUT_LINE

@@ -177,6 +177,11 @@ def step_bubble(devices: Mapping[str, Device], steps: int) -> dict[str, Any]:
     }
 
 
+def _line_of(name: str, table: Table) -> str | None:
+    """The source line of an operation; None for one whose parts are other operations."""
+    return table.line_of.get(name, GRAPHS if name.startswith("command_buffer") else WITHOUT_LINE)
+
+
 def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
     """Measures the time that devices spend on the operations of each source line.
 
@@ -197,8 +202,7 @@ def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
     spent: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(3))
     count = 0
     for device in devices.values():
-        rest = lambda name: GRAPHS if name.startswith("command_buffer") else WITHOUT_LINE
-        lines = [(span, name, table.line_of.get(name, rest(name))) for span, name in device.operations]
+        lines = [(span, name, _line_of(name, table)) for span, name in device.operations]
         work = [(span, name in table.communicating, line) for span, name, line in lines if line is not None]
         if not work:
             continue

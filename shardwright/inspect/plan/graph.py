@@ -171,8 +171,12 @@ def _site(eqn: Eqn, scope: _Scope) -> tuple[Site, str]:
 
 def _add(jaxpr: object, ins: Sequence[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
     """Adds the operations of a jaxpr to `nodes`, and returns its results; None for a literal."""
-    array = lambda x: _value(jax.typeof(x), NOWHERE) if is_variable(x) else None
-    return equations.evaluate(jaxpr, ins, lambda eqn, ins: _results(eqn, ins, nodes, scope), array)
+    return equations.evaluate(
+        jaxpr,
+        ins,
+        rule=lambda eqn, ins: _results(eqn, ins, nodes, scope),
+        constant=lambda x: _value(jax.typeof(x), NOWHERE) if is_variable(x) else None,
+    )
 
 
 def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope) -> Sequence[Value | None]:
@@ -186,15 +190,18 @@ def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope
     is_kernel = name.startswith(KERNEL) and len(operands) > 2
     axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
     literals = tuple((i, str(x)) for i, x in enumerate(eqn.invars) if not is_variable(x))
-    renamed = lambda variables, values: [_renamed(var, x, site) for var, x in zip(variables, values, strict=True)]
+
+    def rename(variables: Sequence, values: Sequence) -> list[Any]:
+        return [_renamed(var, x, site) for var, x in zip(variables, values, strict=True)]
+
     # XLA takes a scan of one turn out of its loop.
     if (called(eqn) and not is_kernel) or (op == "scan" and eqn.params["length"] == 1):
         body = called(eqn) or eqn.params["jaxpr"]
-        given = renamed(body_of(body)[0].invars, ins)
+        given = rename(body_of(body)[0].invars, ins)
         _name_literals(given, literals)
-        return renamed(eqn.outvars, _add(body, given, nodes, inner))
+        return rename(eqn.outvars, _add(body, given, nodes, inner))
     if op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes) or _scales_fp8(op, ins):
-        outs = renamed(eqn.outvars, ins[: len(eqn.outvars)])
+        outs = rename(eqn.outvars, ins[: len(eqn.outvars)])
         _name_literals(outs, [x for x in literals if x[0] < len(outs)])
         if op == "name":
             _mark(outs[0].root, name, site)
@@ -227,16 +234,19 @@ def _scales_fp8(op: str, ins: list[Value | None]) -> bool:
 
 def _keeps_size(eqn: Eqn) -> bool:
     """True if an equation only adds dims of size 1."""
-    size = lambda var: math.prod(getattr(var.aval, "shape", ()))
-    return eqn.primitive.name == "broadcast_in_dim" and size(eqn.invars[0]) == size(eqn.outvars[0])
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    before, after = (math.prod(getattr(var.aval, "shape", ())) for var in (eqn.invars[0], eqn.outvars[0]))
+    return before == after
 
 
 def _body(jaxpr: object, operands: list[Value | None], scope: _Scope) -> Graph:
     """The body of a loop or branch, whose operands keep the names that they have outside."""
     variables = body_of(jaxpr)[0].invars
     outside = operands[len(operands) - len(variables) :]
-    named = lambda x: {"name": x.name if x else "", "outer": x}
-    ins = [_value(var.aval, NOWHERE, **named(x)) for var, x in zip(variables, outside, strict=True)]
+    ins = [
+        _value(var.aval, NOWHERE, name=x.name if x else "", outer=x) for var, x in zip(variables, outside, strict=True)
+    ]
     return graph_of(jaxpr, scope.sizes, ins, scope)
 
 

@@ -59,18 +59,22 @@ class Kernel:
 def product_shape(node: Node) -> tuple[int, int, int, int]:
     """Sizes b, m, k, n of a matmul: batch, rows, contracted size, columns."""
     left, right = (node.ins + node.ins)[:2]
-    of = lambda x, dims: math.prod(x.shape[i] for i in dims)
     ragged = node.params.get("ragged_dot_dimension_numbers")  # each row is multiplied by the matrix of its group
     numbers = ragged.dot_dimension_numbers if ragged else node.params["dimension_numbers"]
-    groups = of(right, ragged.rhs_group_dimensions) if ragged else 1
+    groups = _entries(right, ragged.rhs_group_dimensions) if ragged else 1
     (left_k, right_k), (left_b, _) = numbers
-    b, k = of(left, left_b), of(left, left_k)
+    b, k = _entries(left, left_b), _entries(left, left_k)
     return (
         b,
         math.prod(left.shape) // max(1, b * k),
         k,
-        math.prod(right.shape) // max(1, b * groups * of(right, right_k)),
+        math.prod(right.shape) // max(1, b * groups * _entries(right, right_k)),
     )
+
+
+def _entries(x: Value, dims: Iterable[int]) -> int:
+    """Number of entries along some dims."""
+    return math.prod(x.shape[i] for i in dims)
 
 
 def kind_of(node: Node) -> str:
@@ -173,9 +177,11 @@ def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | Non
         stacked: index of the first result that a loop writes into a stack, whose bytes the loop around it counts. None:
             results are not stacked.
     """
-    moments = _moments(graph, donated, platform, stacked)
-    inside = lambda kernel: max(_inside(kernel, platform, peak_of), key=_bytes, default=[])
-    return max(([*alive, *inside(kernel)] for kernel, alive in moments), key=_bytes, default=[])
+    moments = (
+        [*alive, *max(_inside(kernel, platform, peak_of), key=_bytes, default=[])]
+        for kernel, alive in _moments(graph, donated, platform, stacked)
+    )
+    return max(moments, key=_bytes, default=[])
 
 
 def most_of(graph: Graph, donated: set[Value], platform: str, stacked: int | None = None) -> Most:

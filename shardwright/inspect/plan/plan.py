@@ -149,11 +149,15 @@ def _merged(ops: Iterable[Op]) -> dict[Op, float]:
     before or after all loops.
     """
     alike: dict[tuple, float] = collections.defaultdict(float)
-    key = lambda op: (op.loop, op.phase, op.what, op.axes, op.timing)
     joined = [op for op in ops if op.kind == "collective" and (op.timing in HIDDEN or op.loop == 0)]
     for op in joined:
-        alike[key(op)] += op.bytes
-    return {op: max(op.bytes, alike[key(op)] / math.ceil(alike[key(op)] / MESSAGE)) for op in joined if op.bytes}
+        alike[_kind(op)] += op.bytes
+    return {op: max(op.bytes, alike[_kind(op)] / math.ceil(alike[_kind(op)] / MESSAGE)) for op in joined if op.bytes}
+
+
+def _kind(op: Op) -> tuple:
+    """What is equal for collectives that XLA merges."""
+    return op.loop, op.phase, op.what, op.axes, op.timing
 
 
 def _exposed(rows: list[Op], interference: float) -> Iterable[float]:

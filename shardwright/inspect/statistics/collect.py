@@ -27,8 +27,8 @@ class Statistics:
     def __init__(self, program: object, weights: object, measure: Callable[..., Any] = sums):
         self._measure = measure
         self._points, self._gradients = saved_points(program), gradient_paths(program, weights)
-        path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator=".")
-        self._weights = [path(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
+        leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
+        self._weights = [jax.tree_util.keystr(keys, simple=True, separator=".") for keys, _ in leaves]
         self._stacks = [name.startswith("layers.") for name in self._weights]
         paths = [*self._gradients, *(path for point in self._points for path in point.paths)]
         self._replay = Rerun(program, {path: [0] for path in paths}, self._visit, is_same=True)
@@ -100,6 +100,10 @@ def _in_order(point: Point, arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def _plain(values: Mapping[str, np.ndarray], by_layer: bool) -> dict[str, Any]:
     """Each statistic for JSON: a list if by layer; non-finite values become strings, as in all metrics."""
-    plain = lambda x: x if np.isfinite(x) else json.dumps(x)
-    short = lambda x: plain(float(f"{x:.7g}"))  # f32 has no more digits
-    return {k: [short(x) for x in v.tolist()] if by_layer else short(v.item()) for k, v in values.items()}
+    return {k: [_shorten(x) for x in v.tolist()] if by_layer else _shorten(v.item()) for k, v in values.items()}
+
+
+def _shorten(x: float) -> float | str:
+    """Drops the digits that f32 does not have."""
+    x = float(f"{x:.7g}")
+    return x if np.isfinite(x) else json.dumps(x)

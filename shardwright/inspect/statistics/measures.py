@@ -1,5 +1,7 @@
 """Statistics of values: their magnitudes, and which share a narrower format would round to zero."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,16 +26,19 @@ def sums(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Arr
         of_gradient: True for the FP8 format of gradients, e5m2, instead of e4m3.
     """
     over, within = sort_axes(jax.typeof(x).manual_axis_type.varying), tuple(range(int(rows), x.ndim))
-    reduced = lambda collective, x: collective(x, over) if over else x
+
+    def reduce(collective: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        return collective(x, over) if over else x
+
     x32, dtype = x.astype(jnp.float32), fp8.GRADIENTS if of_gradient else fp8.FORWARD
-    peak = reduced(lax.pmax, jnp.max(jnp.abs(x32), axis=within, initial=0.0))
+    peak = reduce(lax.pmax, jnp.max(jnp.abs(x32), axis=within, initial=0.0))
     scaled = x32 / jnp.expand_dims(fp8.scale_of(peak, dtype), within)
     is_zero = x32 == 0
     of_bf16, of_fp8 = (~is_zero & (y == 0) for y in (x32.astype(jnp.bfloat16), scaled.astype(dtype)))
     # Exact on each device as integers, then rounded once.
     counts = [jnp.sum(y, axis=within, dtype=jnp.int32) for y in (is_zero, of_bf16, of_fp8, jnp.ones_like(is_zero))]
     total = jnp.stack([jnp.sum(jnp.square(x32), axis=within), *(count.astype(jnp.float32) for count in counts)])
-    return jnp.concatenate([reduced(lax.psum, total), peak[None]])
+    return jnp.concatenate([reduce(lax.psum, total), peak[None]])
 
 
 def bits(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Array:

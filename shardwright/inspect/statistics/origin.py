@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -136,7 +136,10 @@ class Finder:
     def find(self, *arguments: object) -> tuple[Origin | None, list]:
         """The Origin for these arguments, None if there is none; and the results that count."""
         leaves, below = jax.tree.leaves(arguments), 1
-        is_bad = lambda below, **knobs: not _are_finite(self._run(leaves, below, **knobs)[0])
+
+        def is_bad(below: int, **knobs: int) -> bool:
+            return not _are_finite(self._run(leaves, below, **knobs)[0])
+
         results, levels = self._run(leaves, below, cause=ALL)
         if _are_finite(results):
             return None, results
@@ -152,12 +155,12 @@ class Finder:
         mesh, axes = jax.sharding.get_mesh().shape, sort_axes(kind.varying | kind.unreduced | kind.reduced)
         turns, over = [n for n, _ in note.loops], [mesh[axis] for axis in axes]
         for knob, n in (("turn", math.prod(turns)), ("device", math.prod(over)), ("entry", var.size)):
-            is_found = lambda last, knob=knob: is_bad(below, **knobs, **{knob: last})
-            knobs[knob] = bisect.bisect_left(range(n - 1), True, key=is_found)
-        digits = lambda n, sizes: tuple(map(int, np.unravel_index(n, sizes))) if sizes else ()
-        device = dict(zip(axes, digits(knobs["device"], over), strict=True))
-        where = {"device": device, "index": digits(knobs["entry"], var.shape), "shape": var.shape}
-        return self._described(note, level, digits(knobs["turn"], turns), **where), results
+            knobs[knob] = bisect.bisect_left(
+                range(n - 1), True, key=lambda last, knob=knob: is_bad(below, **knobs, **{knob: last})
+            )
+        device = dict(zip(axes, _unravel(knobs["device"], over), strict=True))
+        where = {"device": device, "index": _unravel(knobs["entry"], var.shape), "shape": var.shape}
+        return self._described(note, level, _unravel(knobs["turn"], turns), **where), results
 
     def _described(self, note: Note, level: int, ran: tuple[int, ...], **where: Any) -> Origin:
         eq = self._equations[note.path]
@@ -189,6 +192,11 @@ def _by_execution(notes: list[Note], levels: list) -> list[tuple[Note, int]]:
     return [(note, level) for _, note, level in sorted(found)]
 
 
+def _unravel(n: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The index of entry n of an array, which may be a scalar."""
+    return tuple(map(int, np.unravel_index(n, sizes))) if sizes else ()
+
+
 def positions(origin: Origin, batch: int, length: int, experts: Collection[int] = ()) -> tuple[int, int | None] | None:
     """Sequence of the microbatch, and position, of the non-finite entry. None if the value is not an activation.
 
@@ -204,8 +212,13 @@ def positions(origin: Origin, batch: int, length: int, experts: Collection[int] 
     mesh, shape = jax.sharding.get_mesh().shape, origin.shape
     if origin.microbatch is None or any(mesh.get(axis, 1) > 1 and axis not in origin.device for axis in "rde"):
         return None
-    count = lambda axes: math.prod(mesh.get(axis, 1) for axis in axes)
-    block = lambda axes: sum(origin.device.get(a, 0) * count(axes[i + 1 :]) for i, a in enumerate(axes))
+
+    def count(axes: str) -> int:
+        return math.prod(mesh.get(axis, 1) for axis in axes)
+
+    def number_of_block(axes: str) -> int:
+        return sum(origin.device.get(a, 0) * count(axes[i + 1 :]) for i, a in enumerate(axes))
+
     rows = batch // count("rde")
     if rows * count("e") in experts:
         return None
@@ -219,7 +232,7 @@ def positions(origin: Origin, batch: int, length: int, experts: Collection[int] 
         row, along = 0, None
     if not shape or shape[row] != rows:
         return None
-    sequence = block("rde") * rows + origin.index[row]
+    sequence = number_of_block("rde") * rows + origin.index[row]
     if along is None:
         return sequence, None
-    return sequence, origin.index[along] + block(shared[shape[along]]) * shape[along]
+    return sequence, origin.index[along] + number_of_block(shared[shape[along]]) * shape[along]

@@ -86,6 +86,11 @@ def function_and_target(file: str, line: int) -> str:
     return " ".join(filter(None, [".".join(owners), *map(ast.unparse, targets[-1:])]))
 
 
+def _region(eq: Equation) -> tuple[bool, list]:
+    """True in the backward pass, and the loops around."""
+    return is_again(eq), [loop.eqn for loop in loops_around(eq)]
+
+
 def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -> list[Point]:
     """The points at which the step marks a value by one of `names`, in program order. A recomputed one counts once."""
     found: dict[tuple, list[tuple[Path, Equation]]] = {}
@@ -96,9 +101,8 @@ def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -
     points, seen = [], collections.Counter()
     for (line, _), places in found.items():
         # Like the first of them: in the same loops, and not in the backward pass unless the first is.
-        kind = lambda eq: (is_again(eq), [loop.eqn for loop in loops_around(eq)])
         first = min(places, key=lambda place: is_again(place[1]))[1]
-        paths = tuple(path for path, eq in places if kind(eq) == kind(first))
+        paths = tuple(path for path, eq in places if _region(eq) == _region(first))
         name = (line and function_and_target(*line)) or "saved"
         seen[name] += 1
         name += f" #{seen[name]}" * (seen[name] > 1)

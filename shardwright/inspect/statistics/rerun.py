@@ -103,7 +103,9 @@ class Rerun:
         return list(map(in_f64, outs)) if self._is_double else outs
 
     def _in_f64(self, eqn: Eqn, ins: list) -> list:
-        run = lambda body: lambda *args: self._run(body, args, (), [], ())
+        def run(body: object) -> Callable[..., list]:
+            return lambda *args: self._run(body, args, (), [], ())
+
         if eqn.primitive.name == "cond":
             return lax.switch(ins[0], list(map(run, eqn.params["branches"])), *ins[1:])
         if eqn.primitive.name == "while":

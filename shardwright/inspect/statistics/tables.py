@@ -59,5 +59,8 @@ def _cell(entry: object, name: str) -> str:
     if not values:
         return ""
     is_share = name.split()[-1] in _SHARES
-    write = lambda x: f"{100 * x:.2g}%" if is_share and math.isfinite(x) else f"{x:.3g}"
-    return "\N{NO-BREAK SPACE}– ".join(dict.fromkeys(write(float(x)) for x in (np.min(values), np.max(values))))
+    texts = [
+        f"{100 * x:.2g}%" if is_share and math.isfinite(x) else f"{x:.3g}"
+        for x in map(float, (np.min(values), np.max(values)))
+    ]
+    return "\N{NO-BREAK SPACE}– ".join(dict.fromkeys(texts))

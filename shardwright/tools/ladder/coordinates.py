@@ -160,8 +160,10 @@ def page(found: Mapping[tuple[str, str], Runs]) -> str:
     for (axis, name), runs in found.items():
         x = sorted({n for n, _ in runs})
         lines = np.transpose([np.mean([numbers for n, numbers in runs if n == at], axis=0) for at in x])
-        style = lambda i: {"type": "scatter", "name": f"step {i}", "line": {"color": colour(i)}}
-        traces = [{**style(i), "x": x, "y": y} for i, y in enumerate(lines, not name.startswith(GRADIENT))]
+        traces = [
+            {"type": "scatter", "name": f"step {i}", "line": {"color": colour(i)}, "x": x, "y": y}
+            for i, y in enumerate(lines, not name.startswith(GRADIENT))
+        ]
         title = "{}: {:+.2f} ± {:.2f} {}".format(name, *slope_of(runs, limit_of(axis, name)))
         ticks = {**LOG, "tickvals": x, "title": {"text": f"{axis}, multiple of the base"}}
         layout = {"xaxis": ticks, "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}}

@@ -102,8 +102,11 @@ def trained(
 
     Exits if a sweep was stopped. Raises ValueError if all candidates failed.
     """
-    name = lambda words: "+".join(sorted(words)).replace("=", "-")  # Hydra's override_dirname
-    read = lambda candidate: [read_run(top / name([*candidate, f"{SEED}={seed}"])) for seed in seeds]
+
+    def read(candidate: Candidate) -> list[Run]:
+        overrides = (sorted([*candidate, f"{SEED}={seed}"]) for seed in seeds)
+        return [read_run(top / "+".join(words).replace("=", "-")) for words in overrides]  # Hydra's override_dirname
+
     todo = [x for x in candidates if any(run.state != "finished" for run in read(x))]
     for columns in sweeps(todo) if todo else ():
         columns = [[word.partition("=") for word in of] for of in (*columns, [f"{SEED}={seed}" for seed in seeds])]
@@ -178,12 +181,13 @@ def numbers(values: Sequence[str]) -> list[float]:
 
 def show(rows: Mapping[Candidate, tuple[int, list[Run]]], grid: Mapping[str, list[str]], title: str) -> None:
     """Prints the candidates with the steps and runs of their last rung, the best first, and how sure that is."""
-    number = lambda x, otherwise: f"{x:.4f}" if math.isfinite(x) else otherwise
     shown = [(x, steps, losses(runs)) for x, (steps, runs) in rows.items()]
-    table = [
-        (*(word.partition("=")[2] for word in x), steps, number(y.mean(), "failed"), number(error(y), "–"))
-        for x, steps, y in shown
-    ]
+    table = []
+    for x, steps, y in shown:
+        values = [word.partition("=")[2] for word in x]
+        mean = f"{y.mean():.4f}" if math.isfinite(y.mean()) else "failed"
+        spread = f"{error(y):.4f}" if math.isfinite(error(y)) else "–"
+        table.append((*values, steps, mean, spread))
     print_table(Console(), [*(key.rpartition(".")[2] for key in grid), "steps", "val", "±"], table, title)
     (best, (_, runs)), *others = rows.items()
     say(f"Best: {shlex.join(best)}")
@@ -211,8 +215,8 @@ def search(words: Sequence[str], grid: Mapping[str, list[str]], c: Config, setti
     for n, of_model in sizes.items():
         model = [f"model.{key}={value}" for key, value in of_model.items()]
         own = {*grid, SEED, *OURS, *(f"model.{key}" for key in of_model)}
-        is_kept = lambda word: word.partition("=")[0] not in own and not word.startswith("ladder.")  # noqa: B023
-        command = [sys.executable, "-m", "shardwright", "train", "--multirun", *filter(is_kept, words), *model]
+        shared = [x for x in words if x.partition("=")[0] not in own and not x.startswith("ladder.")]
+        command = [sys.executable, "-m", "shardwright", "train", "--multirun", *shared, *model]
         candidates: list[Candidate] = [*itertools.product(*([f"{key}={x}" for x in of] for key, of in grid.items()))]
         rows: dict[Candidate, tuple[int, list[Run]]] = {}
         for left in reversed(range(settings.rungs)):

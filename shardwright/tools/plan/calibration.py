@@ -73,10 +73,13 @@ def figures(pairs: Sequence[Pair], constants: Mapping[tuple, Mapping[str, float]
     ranked = [group for group in groups.values() if len(group) > 2]
     taus = [tau for group in ranked if not math.isnan(tau := kendall(*zip(*group, strict=True)))]
     chosen = [min(group)[1] / min(measured for _, measured in group) for group in ranked]
-    mean = lambda numbers: float(np.mean(numbers)) if len(numbers) else math.nan
-    error = mean(np.abs(np.subtract(ratios, 1)))
-    of_range = float(np.median(ratios)), error, mean(inside), float(np.quantile(off, 0.8))
-    return Figures(len(ratios), *of_range, mean(taus), mean(chosen))
+    error = _mean(np.abs(np.subtract(ratios, 1)))
+    of_range = float(np.median(ratios)), error, _mean(inside), float(np.quantile(off, 0.8))
+    return Figures(len(ratios), *of_range, _mean(taus), _mean(chosen))
+
+
+def _mean(numbers: Sequence | np.ndarray) -> float:
+    return float(np.mean(numbers)) if len(numbers) else math.nan
 
 
 def seconds(run: Run, step: PlannedStep, constants: Mapping[str, float]) -> float:
@@ -115,8 +118,8 @@ def fit(pairs: Sequence[Pair], start: Mapping[str, float]) -> dict[str, float]:
     No share grows past 1, or past where it began.
     """
     names, begin = list(start), np.log(list(start.values()))
-    is_share = lambda name: name.endswith("share") or name == "interference"
-    most = [max(1.0, x) * 1.001 if is_share(name) else math.inf for name, x in start.items()]
+    shares = [name for name in names if name.endswith("share") or name == "interference"]
+    most = [max(1.0, x) * 1.001 if name in shares else math.inf for name, x in start.items()]
 
     def residuals(x: np.ndarray) -> np.ndarray:
         constants = dict(zip(names, np.exp(x), strict=True))

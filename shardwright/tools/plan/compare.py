@@ -1,10 +1,12 @@
 """Kinds and numbers of chips beside each other: the cheapest for a deadline, or the fastest for a budget."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 
 from shardwright.cluster.chips import Chip
 from shardwright.inspect.compiled.table import in_bytes, in_seconds
+from shardwright.inspect.plan.plan import Plan
 from shardwright.inspect.planning import Change
 from shardwright.run.config import Config
 from shardwright.tools.plan.search import limit_of, named, search
@@ -18,6 +20,11 @@ def days_of(text: str) -> float:
     if not (found := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([dh])", text.strip())):
         raise ValueError(f"plan.deadline is {text!r}; give days or hours, as 7d or 36h.")
     return float(found[1]) / (1 if found[2] == "d" else 24)
+
+
+def _dollars(plan: Plan) -> float:
+    """The cost of the run; infinite where it is unknown."""
+    return math.inf if plan.dollars is None else plan.dollars
 
 
 def compared(
@@ -43,14 +50,15 @@ def compared(
         raise ValueError("; ".join(left))
     if not found[0].plan.steps:
         raise ValueError("the run's length is given in epochs: give training.steps or training.tokens instead.")
-    dollars = lambda plan: float("inf") if plan.dollars is None else plan.dollars
 
-    def too_much(change: Change) -> bool:
+    def exceeds(change: Change) -> bool:
         late = latest is not None and change.plan.days > latest
-        return late or (budget is not None and dollars(change.plan) > budget)
+        return late or (budget is not None and _dollars(change.plan) > budget)
 
-    by = dollars if latest is not None else lambda plan: plan.days
-    found.sort(key=lambda change: (too_much(change), by(change.plan)))
+    def rank(change: Change) -> tuple[bool, float]:
+        return exceeds(change), change.plan.days if latest is None else _dollars(change.plan)
+
+    found.sort(key=rank)
     lines = ["chips           days  cost       step      MFU  memory    mesh"]
     for change in found:
         plan, mesh = change.plan, " ".join(f"{axis}{n}" for axis, n in change.plan.step.mesh.items() if n > 1)
@@ -61,6 +69,6 @@ def compared(
     given = {"plan.deadline": deadline, "plan.budget": budget}
     limits = " and ".join(f"{limit}={x}" for limit, x in given.items() if x is not None)
     how = "Cheapest" if latest is not None else "Fastest"
-    answer = f"None keeps {limits}. Nearest" if too_much(found[0]) else how + (limits and f" within {limits}")
+    answer = f"None keeps {limits}. Nearest" if exceeds(found[0]) else how + (limits and f" within {limits}")
     lines += ["", f"{answer}: {plan.step.devices} x {plan.chip.name}."]
     return [*lines, f"{limit_of(plan)} With: {named(c, found[0].settings)}", *left]

@@ -73,8 +73,8 @@ class Table(NamedTuple):
             numbers = [x for x in cells if isinstance(x, float)]
             head, scale = in_unit(head, max(numbers, default=1.0))
             decimals = min(places(scale * max(numbers, default=1.0)), 3)
-            text = lambda x, scale=scale, decimals=decimals: f"{scale * x:,.{decimals}f}"
-            found.append(Column(head, bool(numbers), [text(x) if isinstance(x, float) else x or "" for x in cells]))
+            texts = [f"{scale * x:,.{decimals}f}" if isinstance(x, float) else x or "" for x in cells]
+            found.append(Column(head, bool(numbers), texts))
         return found
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import operator
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -48,51 +49,87 @@ def search(
     Raises:
         ValueError: nothing that was planned fits.
     """
-    end, seen, varied, refused = math.inf, {}, set(), ["none divides the sizes"]
-    key = lambda settings: tuple(settings.items())
-    found = lambda: sorted(filter(None, seen.values()), key=lambda change: cost(change.settings))
-
-    def cost(settings: Settings) -> tuple[int, float]:
-        """Sort key of plans: step time if the plan fits, otherwise peak memory."""
-        if key(settings) not in seen and time.process_time() < end:
-            seen[key(settings)] = None
-            try:
-                plan = planned_change(c, dict.fromkeys(AXES, 1), chip, settings)
-                seen[key(settings)] = Change(settings, plan)
-                plans, best = sum(change is not None for change in seen.values()), found()[0]
-                way = f"{in_seconds(best.plan.seconds)} a step with {named(c, best.settings)}"
-                tell(f"{devices} x {chip.name}: {plans} planned, best {way if best.plan.fits else 'does not fit yet'}")
-            except ValueError as error:
-                refused.append(str(error))
-        if (change := seen.get(key(settings))) is None:
-            return 2, 0.0
-        return (0, change.plan.seconds) if change.plan.fits else (1, change.plan.step.peak)
-
+    plans = _Plans(c, devices, chip, tell)
     with contextlib.suppress(ValueError):  # its mesh may be of other devices
-        cost(_own(c, mesh_sizes(c, devices)))
-    end = time.process_time() + seconds
-    best_of_p = []
-    for p in _divisors(devices):
-        of_t = []
-        for settings in _seeds(c, devices, chip, p):
-            of_t.append(cost(settings))
-            if of_t[-1] > min(of_t):
-                break
-        best_of_p += [min(of_t)] if of_t else []
-        if len(best_of_p) > PATIENCE and min(best_of_p[-PATIENCE:]) > min(best_of_p):
-            break
-    while time.process_time() < end and (todo := [x for x in found()[:KEPT] if key(x.settings) not in varied]):
-        varied.add(key(todo[0].settings))
-        for settings in _varied(c, todo[0], chip):
-            cost(settings)
-    if not (best := found()):
-        raise ValueError(f"no mesh of {devices} devices can be planned: {refused[-1]}")
+        plans.cost(_own_settings(c, mesh_sizes(c, devices)))
+    plans.end = time.process_time() + seconds
+    plans.try_meshes()
+    plans.vary()
+    if not (best := plans.ranked()):
+        raise ValueError(f"no mesh of {devices} devices can be planned: {plans.refused}")
     if not best[0].plan.fits:
         raise ValueError(
             f"nothing fits on {devices} devices: {best[0]} needs least, {in_bytes(best[0].plan.step.peak)} of "
             f"{in_bytes(chip.memory_bytes)}. Take more devices, or a smaller training.batch_size."
         )
     return [change for change in best if change.plan.fits]
+
+
+class _Plans:
+    """What a search has planned, each of the settings once.
+
+    Attributes:
+        end: time of the processor after which nothing is planned.
+        refused: why the last settings that cannot be planned are refused.
+    """
+
+    def __init__(self, c: Config, devices: int, chip: Chip, tell: Callable[[str], object]):
+        self.end, self.refused = math.inf, "none divides the sizes"
+        self._c, self._devices, self._chip, self._tell = c, devices, chip, tell
+        self._planned: dict[tuple, Change | None] = {}
+
+    def ranked(self) -> list[Change]:
+        """What was planned, the best first."""
+        return sorted(filter(None, self._planned.values()), key=lambda change: self.cost(change.settings))
+
+    def cost(self, settings: Settings) -> tuple[int, float]:
+        """Sort key of plans: step time if the plan fits, otherwise peak memory."""
+        if _key(settings) not in self._planned and time.process_time() < self.end:
+            self._plan(settings)
+        if (change := self._planned.get(_key(settings))) is None:
+            return 2, 0.0
+        return (0, change.plan.seconds) if change.plan.fits else (1, change.plan.step.peak)
+
+    def _plan(self, settings: Settings) -> None:
+        self._planned[_key(settings)] = None
+        try:
+            plan = planned_change(self._c, dict.fromkeys(AXES, 1), self._chip, settings)
+            self._planned[_key(settings)] = Change(settings, plan)
+            changes = self.ranked()
+            best = changes[0]
+            way = f"{in_seconds(best.plan.seconds)} a step with {named(self._c, best.settings)}"
+            way = way if best.plan.fits else "does not fit yet"
+            self._tell(f"{self._devices} x {self._chip.name}: {len(changes)} planned, best {way}")
+        except ValueError as error:
+            self.refused = str(error)
+
+    def try_meshes(self) -> None:
+        """Plans a mesh for each number of stages and size t, while more of them make the step faster."""
+        best_of_p = []
+        for p in _divisors(self._devices):
+            of_t = []
+            for settings in _seeds(self._c, self._devices, self._chip, p):
+                of_t.append(self.cost(settings))
+                if of_t[-1] > min(of_t):
+                    break
+            best_of_p += [min(of_t)] if of_t else []
+            if len(best_of_p) > PATIENCE and min(best_of_p[-PATIENCE:]) > min(best_of_p):
+                break
+
+    def vary(self) -> None:
+        """Plans all that differs by one setting from the KEPT fastest."""
+        varied = set()
+        while time.process_time() < self.end:
+            todo = [x for x in self.ranked()[:KEPT] if _key(x.settings) not in varied]
+            if not todo:
+                return
+            varied.add(_key(todo[0].settings))
+            for settings in _varied(self._c, todo[0], self._chip):
+                self.cost(settings)
+
+
+def _key(settings: Settings) -> tuple:
+    return tuple(settings.items())
 
 
 @contextlib.contextmanager
@@ -114,8 +151,9 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 def changes_of(c: Config, settings: Settings) -> list[str]:
     """The settings that differ from those of the configuration, as on the command line."""
-    now = lambda name: getattr(getattr(c, name.partition(".")[0]), name.partition(".")[2])
-    return [f"{name}={'null' if x is None else x}" for name, x in settings.items() if now(name) != x]
+    return [
+        f"{name}={'null' if x is None else x}" for name, x in settings.items() if operator.attrgetter(name)(c) != x
+    ]
 
 
 def named(c: Config, settings: Settings) -> str:
@@ -127,7 +165,7 @@ def _divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-def _own(c: Config, sizes: Mapping[str, int]) -> Settings:
+def _own_settings(c: Config, sizes: Mapping[str, int]) -> Settings:
     """The settings of the configuration that a search may change."""
     own = {f"mesh.{axis}": size for axis, size in sizes.items()}
     own |= {"training.microbatches": c.training.microbatches, "training.save": c.training.save}

@@ -142,6 +142,10 @@ def plain(done: Done) -> dict[str, Any]:
     return {"loss": show.for_json(done.loss), "grad_norm": show.for_json(done.grad_norm), "skipped": done.skipped}
 
 
+def _numbers(done: Done) -> str:
+    return f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
+
+
 def bisected(
     session: Session, metric: str, usual: float, documents: list[Document], console: Console, tokenizer: Tokenizer
 ) -> dict[str, Any]:
@@ -149,14 +153,13 @@ def bisected(
     write, step = functools.partial(print_line, console), session.step + 1
     write(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {step}")
     found, before, after = bisect.find(session, session.batch(), documents, metric, usual, write)
-    numbers = lambda done: f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
     if after is None:
-        write(f"step {step}  {numbers(before)}: {metric} did not jump, or no half of the documents explains it")
+        write(f"step {step}  {_numbers(before)}: {metric} did not jump, or no half of the documents explains it")
     else:
         count = len(found)
         which = "document makes" if count == 1 else "documents together make"
         show.documents(console, f"{count} {which} the {metric} of step {step} jump", found, tokenizer)
-        write(f"step {step}  {numbers(before)}; without: {numbers(after)}")
+        write(f"step {step}  {_numbers(before)}; without: {_numbers(after)}")
     both = {"before": plain(before), "after": after and plain(after)}
     return {"step": step, **both, "documents": [show.described(document) for document in found]}
 

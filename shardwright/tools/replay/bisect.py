@@ -61,11 +61,20 @@ def find(
         The smallest set of documents found (all, if no half explains the jump); what the step computes with the whole
         batch; and without the set, None if it is all documents.
     """
-    run = lambda removed: session.try_step(without(batch, removed))[1]
-    value = lambda done: float(x) if math.isfinite(x := getattr(done, metric)) else math.inf
+
+    def run(removed: Sequence[Document]) -> Done:
+        return session.try_step(without(batch, removed))[1]
+
+    def value(done: Done) -> float:
+        found = float(getattr(done, metric))
+        return found if math.isfinite(found) else math.inf
+
     before = run([])
     most = usual + (1 - SHARE) * (value(before) - usual)  # an infinity: no finite value is above it
-    is_gone = lambda done: value(done) <= most and math.isfinite(value(done))
+
+    def is_gone(done: Done) -> bool:
+        return value(done) <= most and math.isfinite(value(done))
+
     suspects, after = documents, None
     while len(suspects) > 1 and value(before) > usual:
         halves = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]

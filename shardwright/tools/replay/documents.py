@@ -51,8 +51,9 @@ def documents_of(session: Session, batch: TokenBatch) -> list[Document]:
         pieces = session.loader.pieces(session.number)
     except ValueError:  # a stream
         return _by_starts(batch)
-    ids_of = lambda piece: batch.targets[piece.sequence, piece.position : piece.position + piece.length]
-    return [Document(**vars(piece), ids=ids_of(piece)) for piece in pieces]
+    return [
+        Document(**vars(x), ids=batch.targets[x.sequence, x.position : x.position + x.length]) for x in pieces
+    ]
 
 
 def _by_starts(batch: TokenBatch) -> list[Document]:

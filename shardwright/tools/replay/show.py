@@ -20,10 +20,11 @@ MOST, CHARACTERS = 10, 160
 
 def documents(console: Console, title: str, documents: Sequence[Document], tokenizer: Tokenizer) -> None:
     """Prints the first documents: their losses and their texts."""
-    # A token is nearly always at least one character.
-    text = lambda x: one_line(tokenizer.decode(x.ids[: CHARACTERS + 8].tolist()), CHARACTERS)
-    where = lambda x: (x.name, f"{x.start:,}", f"{x.sequence}:{x.position}")
-    rows = [(f"{x.loss:.4f}", len(x.ids), *where(x), text(x)) for x in documents[:MOST]]
+    rows = []
+    for x in documents[:MOST]:
+        # A token is nearly always at least one character.
+        text = one_line(tokenizer.decode(x.ids[: CHARACTERS + 8].tolist()), CHARACTERS)
+        rows.append((f"{x.loss:.4f}", len(x.ids), x.name, f"{x.start:,}", f"{x.sequence}:{x.position}", text))
     left = f", {len(documents) - MOST} more are in `out`" * (len(documents) > MOST)
     print_table(console, ("loss", "tokens", "document", "from", "sequence", "text"), rows, title + left)
 

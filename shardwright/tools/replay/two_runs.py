@@ -48,8 +48,11 @@ def of_batch(batch: TokenBatch) -> list[Value]:
     """Returns the fingerprints of a batch, by sequence."""
     host = on_host(batch)
     arrays = {field.name: getattr(host, field.name) for field in dataclasses.fields(host)}
-    rows = lambda x: np.array([zlib.crc32(row.tobytes()) for row in x], np.uint32)
-    return [(f"the batch, {name}", "", rows(x)) for name, x in arrays.items() if x is not None]
+    return [
+        (f"the batch, {name}", "", np.array([zlib.crc32(row.tobytes()) for row in x], np.uint32))
+        for name, x in arrays.items()
+        if x is not None
+    ]
 
 
 def recorded(session: Session, last: int) -> dict[int, list[Value]]:
@@ -185,14 +188,20 @@ def recorded_by(root: Path, **settings: Any) -> dict[int, list[Value]]:
         why = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[-1]
         raise ValueError(f"{settings['run']} cannot be replayed with its own source: {why}")
     recorded = json.loads(Path(settings["out"]).read_text())
-    line = lambda place: place.removeprefix(f"{root}/")
-    values = lambda of: [(name, line(place), np.array(numbers, np.uint32)) for name, place, numbers in of]
-    return {int(step): values(of) for step, of in recorded["steps"].items()}
+    return {
+        int(step): [
+            (name, place.removeprefix(f"{root}/"), np.array(numbers, np.uint32)) for name, place, numbers in values
+        ]
+        for step, values in recorded["steps"].items()
+    }
 
 
 def record(config: Any, write: Write) -> dict[str, Any]:
     """Returns the fingerprints of the steps from config.since to config.step, for JSON."""
     with opened(config.run, config.since, config.mesh, config.trust, config.other_source, write) as session:
         steps = recorded(session, config.step)
-    plain = lambda of: [(name, place, x.reshape(-1).tolist()) for name, place, x in of]
-    return {"steps": {step: plain(of) for step, of in steps.items()}}
+    return {
+        "steps": {
+            step: [(name, place, x.reshape(-1).tolist()) for name, place, x in values] for step, values in steps.items()
+        }
+    }

@@ -64,9 +64,9 @@ class Comparison:
 
     def heading(self, name: str) -> str:
         """Shortens the dotted name of a differing setting to its last part, unless that is a letter or not unique."""
-        last = lambda name: name.rpartition(".")[2]
-        is_clear = len(last(name)) > 1 and [last(x) for x in self.differing].count(last(name)) == 1
-        return last(name) if is_clear else name
+        last = name.rpartition(".")[2]
+        alike = [other for other in self.differing if other.rpartition(".")[2] == last]
+        return last if len(last) > 1 and len(alike) == 1 else name
 
     def link(self, run: Run) -> str:
         """Returns the relative URL of the run's own page; empty if it has none."""
@@ -108,8 +108,9 @@ def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
     """
     known = [run.settings for run in runs if run.settings]
     names = dict.fromkeys(name for settings in known for name in settings if not name.startswith("paths."))
-    values = lambda name: {json.dumps(settings.get(name, "?"), default=str) for settings in known}
-    differing = [name for name in names if len(values(name)) > 1]
+    differing = [
+        name for name in names if len({json.dumps(settings.get(name, "?"), default=str) for settings in known}) > 1
+    ]
     c = Comparison(list(runs), differing, [n for n in METRICS if any(n in run.values for run in runs)])
     if sort not in METRICS and sort != "run":
         raise ValueError(f"sort is {sort!r}; it must be one of {', '.join([*c.metrics, 'run'])}.")

@@ -37,11 +37,12 @@ def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, An
         lstrip_blocks=True,
     )
     environment.filters["json"] = as_json
-    text = lambda name: Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+    texts = {
+        kind: Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+        for kind, name in (("style", "page.css"), ("script", "page.js"), ("plotly", "plotly-basic.min.js"))
+    }
     rendered = [(s, Markup(environment.get_template(name).render(data))) for s, name, data in sections]
-    return environment.get_template("page.html").render(
-        top, sections=rendered, style=text("page.css"), script=text("page.js"), plotly=text("plotly-basic.min.js")
-    )
+    return environment.get_template("page.html").render(top, sections=rendered, **texts)
 
 
 def as_json(data: Any) -> Markup:

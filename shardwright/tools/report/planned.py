@@ -47,13 +47,16 @@ def planned_and_measured(c: Comparison) -> dict[str, Any] | None:
 def _lines(work: list[dict[str, Any]], run: Run) -> list[dict[str, Any]]:
     """Lists predicted and measured milliseconds per line, step and device: each as (all, exposed)."""
     found: dict[str, dict[str, Any]] = {}
-    at = lambda place: found.setdefault(place.removeprefix("~"), {"planned": (0.0, 0.0), "measured": (0.0, 0.0)})
+
+    def row_of(place: str) -> dict[str, Any]:
+        return found.setdefault(place.removeprefix("~"), {"planned": (0.0, 0.0), "measured": (0.0, 0.0)})
+
     for row in work:
-        line, exposed = at(row["line"] or WITHOUT_LINE), number(row["exposed"]) * (row["kind"] == "collective")
+        line, exposed = row_of(row["line"] or WITHOUT_LINE), number(row["exposed"]) * (row["kind"] == "collective")
         line["planned"] = (line["planned"][0] + 1000 * number(row["seconds"]), line["planned"][1] + 1000 * exposed)
     for row in measured_lines(run):
         seconds, waited = row["seconds"], row["exposed"] / (row["share"] or 1)
-        at(row["place"]).update(text=row["text"], measured=(1000 * seconds, 1000 * seconds * waited))
+        row_of(row["place"]).update(text=row["text"], measured=(1000 * seconds, 1000 * seconds * waited))
     rows = [row | {"place": x, "ratio": _ratio(row["planned"][0], row["measured"][0])} for x, row in found.items()]
     return sorted(rows, key=lambda row: (row["measured"], row["planned"]), reverse=True)
 

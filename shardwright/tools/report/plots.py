@@ -103,8 +103,9 @@ def panels_of(c: Comparison) -> list[Panel]:
 
 def axes_of(c: Comparison) -> dict[str, list[Curve]]:
     """Returns the x of the curves of each run, by the name of each axis that the reader may choose."""
-    drawn = lambda curves: [x[_kept(c, run)] for run, x in zip(c.runs, curves, strict=True)]
-    return {name: drawn(curves) for name, curves in _axes(c).items()}
+    return {
+        name: [x[_kept(c, run)] for run, x in zip(c.runs, curves, strict=True)] for name, curves in _axes(c).items()
+    }
 
 
 def _axes(c: Comparison) -> dict[str, list[Curve]]:

@@ -215,9 +215,12 @@ def _read_starts(directory: Path) -> tuple[list[int], dict[str, Any]]:
 
 def _curve(steps: list[dict], name: str) -> Curve:
     """Collects a metric over the steps: the mean over layers, NaN where it is missing."""
-    mean = lambda layers: sum(map(number, layers)) / len(layers) if layers else math.nan
-    values = [record.get(name) for record in steps]
-    return np.array([mean(x) if isinstance(x, list) else number(x) for x in values], float)
+    values = []
+    for record in steps:
+        x = record.get(name)
+        layers = x if isinstance(x, list) else [x]
+        values.append(sum(map(number, layers)) / len(layers) if layers else math.nan)
+    return np.array(values, float)
 
 
 def _state(run: Run, ended: bool) -> tuple[str, str]:
@@ -244,7 +247,7 @@ def _is_locked(directory: Path) -> bool:
 
 def read_samples(directory: Path) -> list[dict[str, Any]]:
     """Reads the lines of samples.jsonl, with step, prompt, text and ended; empty if the file cannot be read."""
-    is_one = lambda x: isinstance(x.get("prompt"), str) and isinstance(x.get("text"), str)
     with contextlib.suppress(OSError, ValueError):
-        return list(filter(is_one, filter(None, read_records(directory / "samples.jsonl"))))
+        records = filter(None, read_records(directory / "samples.jsonl"))
+        return [x for x in records if isinstance(x.get("prompt"), str) and isinstance(x.get("text"), str)]
     return []

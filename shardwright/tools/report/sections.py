@@ -4,6 +4,7 @@ To add a section, write a function and a template and add them to SECTIONS. The 
 escaped, and shows Panels, which are plots, with `plots(panels)` of plots.html.
 """
 
+import functools
 import json
 import math
 import time
@@ -132,9 +133,10 @@ def samples(run: Run) -> dict[str, Any] | None:
 def settings(run: Run) -> dict[str, Any]:
     """Lists the configuration, settings that are not defaults first."""
     defaults: Any = run.about.get("defaults") if isinstance(run.about.get("defaults"), dict) else {}
-    as_json = lambda value: json.dumps(value, ensure_ascii=False, default=str)
-    default_of = lambda name: as_json(defaults[name]) if name in defaults else ""
-    rows = [(name, as_json(value), default_of(name)) for name, value in run.settings.items()]
+    write = functools.partial(json.dumps, ensure_ascii=False, default=str)
+    rows = [
+        (name, write(value), write(defaults[name]) if name in defaults else "") for name, value in run.settings.items()
+    ]
     chosen = [row for row in rows if row[1] != row[2]]
     return {"groups": {"Other than the default": chosen, "Defaults": [row for row in rows if row not in chosen]}}
 

@@ -7,8 +7,8 @@ which global value each device's block belongs to, and both programs run equatio
 import functools
 import linecache
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -105,18 +105,21 @@ def assembled(
     program on a mesh of `sizes`.
     """
     places = {axis: i for i, axis in enumerate(sizes)}
-    of = lambda axes: tuple(places[axis] for axis in axes)
+
+    def positions(axes: Iterable[str]) -> tuple[int, ...]:
+        return tuple(places[axis] for axis in axes)
+
     if value.extreme:
         kind, over = value.extreme
-        blocks = (np.max if kind == "max" else np.min)(blocks, axis=of(over), keepdims=True)
+        blocks = (np.max if kind == "max" else np.min)(blocks, axis=positions(over), keepdims=True)
     if value.partial:
-        blocks = np.sum(blocks, axis=of(value.partial), keepdims=True)
+        blocks = np.sum(blocks, axis=positions(value.partial), keepdims=True)
     lead = len(sizes) + loops
     parts, groups = list(blocks.shape[:lead]), []
     for dim, size in zip(value.dims, blocks.shape[lead:], strict=True):
         groups.append([])
         for n, over in [(size, ())] if dim is UNIFORM else dim.parts:
-            groups[-1] += [*of(over), len(parts)]
+            groups[-1] += [*positions(over), len(parts)]
             parts.append(n * devices(here, over) // devices(sizes, over))
     cut = {i for group in groups for i in group}
     order = [i for i in range(lead) if i not in cut] + [i for group in groups for i in group]
@@ -149,6 +152,16 @@ class First(NamedTuple):
     error: float
 
 
+def _is_number(aval: Any) -> bool:
+    return isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
+
+
+def _is_known(value: Value, sizes: Mapping[str, int]) -> bool:
+    """True if a device holds a block of a known global value, in the global order."""
+    axes = {axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes}
+    return value.unprovable is None and value.is_block and axes <= {*sizes}
+
+
 def first_difference(here: Step, there: Step, arguments: Sequence[list]) -> tuple[list[str], First | None]:
     """Returns what the proof finds in a step on a mesh, and the first value that differs from one device.
 
@@ -163,14 +176,12 @@ def first_difference(here: Step, there: Step, arguments: Sequence[list]) -> tupl
     found, facts = findings(here.jaxpr, there.jaxpr)
     wanted: dict[Path, list[int]] = {}
     twins: dict[Path, Path] = {}
-    is_number = lambda aval: isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
-    # True if a device holds a block of a known global value, in the global order.
-    axes_of = lambda value: {axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes}
-    is_known = lambda value: value.unprovable is None and value.is_block and axes_of(value) <= {*here.mesh.shape}
     for path, (eq, values) in facts.items():
         if eq.name not in CALLS or is_region(eq.eqn):
             pairs = zip(values, eq.eqn.outvars, strict=True)
-            wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_known(value) and is_number(var.aval)]
+            wanted[path] = [
+                i for i, (value, var) in enumerate(pairs) if _is_known(value, here.mesh.shape) and _is_number(var.aval)
+            ]
             twins[path] = tuple(id(each.twin) for each in (*callers(eq), eq))
     replay = Rerun(here.jaxpr, wanted, is_double=True)
     alone = Rerun(there.jaxpr, {twins[path]: which for path, which in wanted.items()}, is_double=True)

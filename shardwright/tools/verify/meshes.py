@@ -73,9 +73,13 @@ def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple
 
 def some_of(meshes: list[Mesh]) -> list[Mesh]:
     """Returns a sample of the meshes, with each set of axes that have several devices, and each size of an axis."""
-    of = lambda mesh: {tuple(axis for axis, n in mesh.items() if n > 1), *mesh.items()}
     chosen, seen = [], set()
-    while missing := set().union(*map(of, meshes)) - seen:
-        chosen.append(max(meshes, key=lambda mesh: len(of(mesh) & missing)))
-        seen |= of(chosen[-1])
+    while missing := set().union(*map(_features, meshes)) - seen:
+        chosen.append(max(meshes, key=lambda mesh: len(_features(mesh) & missing)))
+        seen |= _features(chosen[-1])
     return chosen
+
+
+def _features(mesh: Mesh) -> set[tuple]:
+    """The axes that have several devices, together, and the size of each axis."""
+    return {tuple(axis for axis, n in mesh.items() if n > 1), *mesh.items()}

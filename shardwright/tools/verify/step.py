@@ -12,7 +12,7 @@ import numpy as np
 
 from shardlib.axes import axes_of_mesh
 from shardlib.shardtypes import make_shardings
-from shardwright.inspect.fresh import anew
+from shardwright.inspect.fresh import reimport
 from shardwright.inspect.statistics.points import gradient_paths
 from shardwright.inspect.statistics.rerun import Rerun
 from shardwright.modeling.model import load_model
@@ -53,14 +53,14 @@ def step_on(c: Config, sizes: Mesh, planned: Mesh | None = None) -> Iterator[Ste
 
     It imports train.py and the model again, so nothing traced on another mesh is reused.
     """
-    with mesh_of(sizes, axes_of_mesh(planned or sizes)), anew(trace_step(c, load_model(c.model))) as step:
+    with mesh_of(sizes, axes_of_mesh(planned or sizes)), reimport(trace_step(c, load_model(c.model))) as step:
         yield step.other(planned=planned or sizes)
 
 
 def fresh_state(step: Step) -> Any:
     """Returns the initial state of a run on the current mesh, as host arrays, with layers in order."""
-    init = lambda key: step.spec.init_state(key, step.c, step.model)
-    return in_order(step.c, jax.tree.map(on_host, jax.jit(init)(jax.random.key(step.c.training.seed))))
+    init = jax.jit(lambda key: step.spec.init_state(key, step.c, step.model))
+    return in_order(step.c, jax.tree.map(on_host, init(jax.random.key(step.c.training.seed))))
 
 
 def type_check(c: Config, sizes: Mesh) -> None:
@@ -107,14 +107,20 @@ def by_layer(kind: str, weights: object) -> Found:
 
 def placed(step: Step, inputs: Inputs) -> list[jax.Array]:
     """Places the arguments of the step on the current mesh."""
-    put = lambda kind, tree: jax.device_put(tree, make_shardings(kind, like=tree))
-    # Uses the classes of the modules, which may have been imported again.
-    like = lambda shapes, tree: jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(tree))
-    state = in_order(step.c, like(step.traced.out_info[0], inputs.state), back=True)
-    reference = [like(*pair) for pair in zip(weights_of(step.c, step.spec), inputs.reference, strict=True)]
-    reference = [put(type(weights), weights) for weights in reference]
-    state, batch = put(step.spec.State[type(state.weights)], state), put(step.spec.Batch, inputs.batch)
+    state = in_order(step.c, _as_classes_of(step.traced.out_info[0], inputs.state), back=True)
+    pairs = zip(weights_of(step.c, step.spec), inputs.reference, strict=True)
+    reference = [_put(type(shapes), _as_classes_of(shapes, weights)) for shapes, weights in pairs]
+    state, batch = _put(step.spec.State[type(state.weights)], state), _put(step.spec.Batch, inputs.batch)
     return jax.tree.leaves((state, batch, jnp.int32(inputs.step), reference))
+
+
+def _put(kind: Any, tree: Any) -> Any:
+    return jax.device_put(tree, make_shardings(kind, like=tree))
+
+
+def _as_classes_of(shapes: Any, tree: object) -> Any:
+    """The same arrays in the classes of the current modules, which may have been imported again."""
+    return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(tree))
 
 
 def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:

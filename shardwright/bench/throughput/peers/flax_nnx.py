@@ -38,9 +38,10 @@ class Matrix(nnx.Module):
 
 
 def norm_of(job: Job, weight: jax.Array) -> nnx.RMSNorm:
-    c, given = job.shapes, lambda *_: weight
-    dtype = DTYPES[job.dtype]
-    return nnx.RMSNorm(c.d_model, epsilon=c.norm_epsilon, dtype=dtype, scale_init=given, rngs=nnx.Rngs(0))
+    c, dtype = job.shapes, DTYPES[job.dtype]
+    return nnx.RMSNorm(
+        c.d_model, epsilon=c.norm_epsilon, dtype=dtype, scale_init=lambda *_: weight, rngs=nnx.Rngs(0)
+    )
 
 
 def set_weights(module: nnx.Module, job: Job, weights: dict[str, Any]) -> None:

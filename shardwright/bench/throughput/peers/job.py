@@ -47,9 +47,13 @@ class Shapes:
     def random_weights(self, seed: int) -> dict[str, np.ndarray]:
         """Weights of a run's start, in f32; norms are 1."""
         rng = np.random.default_rng(seed)
-        draw = lambda shape: rng.standard_normal(shape, np.float32) * self.d_model**-0.5
-        of = lambda name, shape: np.ones(shape, np.float32) if "norm" in name else draw(shape)
-        return {name: of(name, shape) for name, shape in self.weights().items()}
+        found = {}
+        for name, shape in self.weights().items():
+            if "norm" in name:
+                found[name] = np.ones(shape, np.float32)
+            else:
+                found[name] = rng.standard_normal(shape, np.float32) * self.d_model**-0.5
+        return found
 
     def products(self, t: int = 1) -> list[tuple[int, int, int]]:
         """(inputs, outputs, count) of each product with a weight in a forward pass, on one of `t` devices."""

@@ -95,5 +95,6 @@ def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:
 
 def placed(weights: dict[str, np.ndarray], like: train.Transformer) -> train.Transformer:
     """`weights` with the shardings of `like`."""
-    named = lambda path, x: jax.device_put(weights[path[-1].name], x.sharding)
-    return jax.tree_util.tree_map_with_path(named, like)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.device_put(weights[path[-1].name], x.sharding), like
+    )

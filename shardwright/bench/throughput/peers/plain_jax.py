@@ -30,8 +30,9 @@ constrained = jax.lax.with_sharding_constraint
 
 def nested(weights: dict, layers: int) -> dict:
     """Weights by name, stacked over layers, as a dict with a list of one dict a layer."""
-    of_layer = lambda i: {name: x[i] for name, x in weights.items() if name not in WHOLE}
-    return {name: weights[name] for name in WHOLE} | {"layers": [of_layer(i) for i in range(layers)]}
+    stacked = {name: x for name, x in weights.items() if name not in WHOLE}
+    of_layers = [{name: x[i] for name, x in stacked.items()} for i in range(layers)]
+    return {name: weights[name] for name in WHOLE} | {"layers": of_layers}
 
 
 def rope_tables(c: Shapes, length: int) -> tuple[jax.Array, jax.Array]:
@@ -186,12 +187,13 @@ class Contestant(Sharded):
 
     def initial(self, weights: dict[str, jax.Array]) -> dict:
         parameters = nested(weights, self.job.shapes.layers)
-        zeros = lambda: jax.tree.map(jnp.zeros_like, parameters)
-        return {"parameters": parameters, "mu": zeros(), "nu": zeros(), "count": jnp.zeros((), jnp.float32)}
+        mu, nu = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
+        return {"parameters": parameters, "mu": mu, "nu": nu, "count": jnp.zeros((), jnp.float32)}
 
     def shardings(self, state: dict) -> dict:
-        of = lambda path, _: NamedSharding(self.mesh, SPECS.get(path[-1].key, P()))
-        return jax.tree_util.tree_map_with_path(of, state)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: NamedSharding(self.mesh, SPECS.get(path[-1].key, P())), state
+        )
 
     def training_step(self, state: dict, ids: jax.Array, targets: jax.Array) -> tuple[dict, jax.Array]:
         job = self.job
@@ -199,7 +201,7 @@ class Contestant(Sharded):
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(g)))
         g = jax.tree.map(lambda x: x * (job.clip_norm / jnp.maximum(norm, job.clip_norm)), g)
         count = state["count"] + 1
-        update = lambda w, g, mu, nu: adamw(job, w, g, mu, nu, count)
+        update = functools.partial(adamw, job, count=count)
         updated = jax.tree.map(update, state["parameters"], g, state["mu"], state["nu"])
-        part = lambda i: jax.tree.map(lambda _, found: found[i], g, updated)
-        return {"parameters": part(0), "mu": part(1), "nu": part(2), "count": count}, loss
+        parameters, mu, nu = (jax.tree.map(lambda _, found, i=i: found[i], g, updated) for i in range(3))
+        return {"parameters": parameters, "mu": mu, "nu": nu, "count": count}, loss

@@ -54,21 +54,26 @@ class Contestant(Trainer):
         devices = mesh_utils.create_device_mesh([job.d, job.t], jax.devices()[: job.devices])
         self.mesh = jax.sharding.Mesh(devices, ("d", "t"))
         with self.mesh:
-            init = lambda key: self.train.State.init(self.h, key)
-            self.state = jax.jit(init)(jax.random.PRNGKey(job.seed))
-            place = lambda x, like: jax.device_put(x.astype(np.float32), like.sharding)
-            self.state.weights = jax.tree.map(place, self.of_seqax(weights, job), self.state.weights)
+            init = jax.jit(lambda key: self.train.State.init(self.h, key))
+            self.state = init(jax.random.PRNGKey(job.seed))
+            self.state.weights = jax.tree.map(
+                lambda x, like: jax.device_put(x.astype(np.float32), like.sharding),
+                self.of_seqax(weights, job),
+                self.state.weights,
+            )
             by_row = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("d"))
-            batch = lambda ids: self.train.TokenBatch(targets=ids, is_seq_start=starts_of(ids))
-            self.batches = [jax.device_put(batch(ids), by_row) for ids in batches(job)]
+            self.batches = [
+                jax.device_put(self.train.TokenBatch(targets=ids, is_seq_start=starts_of(ids)), by_row)
+                for ids in batches(job)
+            ]
 
     def of_seqax(self, weights: dict[str, np.ndarray], job: Job):
         """Weights by the names of Shapes as those of seqax, whose attention does not divide by √d_head."""
         w = weights
-        swapped = lambda x: np.swapaxes(x, -3, -2)  # Q K D
         layers = {"ln1": w["attention_norm"], "ln2": w["mlp_norm"], "w_gate": w["w_gate"], "w_up": w["w_up"]}
-        layers |= {"w_q": swapped(w["w_q"]) * job.shapes.d_head**-0.5, "w_kv": np.stack([w["w_k"], w["w_v"]], axis=1)}
-        layers |= {"w_o": swapped(np.moveaxis(w["w_o"], -1, 1)), "w_down": np.swapaxes(w["w_down"], 1, 2)}  # M Q K D
+        w_q, w_o = (np.swapaxes(x, -3, -2) for x in (w["w_q"], np.moveaxis(w["w_o"], -1, 1)))  # Q K D
+        layers |= {"w_q": w_q * job.shapes.d_head**-0.5, "w_kv": np.stack([w["w_k"], w["w_v"]], axis=1)}
+        layers |= {"w_o": w_o, "w_down": np.swapaxes(w["w_down"], 1, 2)}  # M Q K D
         whole = {"embed": w["embed"], "unembed": w["unembed"], "final_layer_norm": w["final_norm"]}
         return self.train.Model(**whole, transformer=self.train.Transformer(**layers))
 

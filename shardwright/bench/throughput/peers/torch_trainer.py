@@ -45,10 +45,10 @@ WHOLE = {"model.embed_tokens": "embed", "model.norm": "final_norm", "lm_head": "
 def load(model: LlamaForCausalLM, weights: dict[str, np.ndarray]) -> None:
     """Puts weights in train.py's layout into `model`: torch has outputs first, and one dim for all heads."""
     d_model, found = model.config.hidden_size, {f"{module}.weight": weights[name] for module, name in WHOLE.items()}
-    shape = lambda name: (-1, d_model) if name in ("w_o", "w_down") else (d_model, -1)
     for module, name in NAMES.items():
+        shape = (-1, d_model) if name in ("w_o", "w_down") else (d_model, -1)
         for i, x in enumerate(weights[name]):
-            found[f"model.layers.{i}.{module}.weight"] = x if x.ndim == 1 else x.reshape(shape(name)).T
+            found[f"model.layers.{i}.{module}.weight"] = x if x.ndim == 1 else x.reshape(shape).T
     model.load_state_dict({name: torch.tensor(np.ascontiguousarray(x)) for name, x in found.items()})
 
 
@@ -66,8 +66,10 @@ class Contestant(Trainer):
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), job.learning_rate, betas, job.epsilon, decay, fused=True
         )
-        place = lambda x: torch.tensor(x.astype(np.int64), device=self.device)
-        self.batches = [(place(inputs_of(x)), place(x)) for x in batches(job)]
+        self.batches = [
+            tuple(torch.tensor(ids.astype(np.int64), device=self.device) for ids in (inputs_of(x), x))
+            for x in batches(job)
+        ]
         self.loss_of = torch.compile(self.plain_loss) if compiled else self.plain_loss
         if self.device == "cuda":
             # Torch prefers FlashAttention. On Hopper cuDNN's kernels are faster.
