@@ -68,11 +68,11 @@ def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = N
         batch = tiny.place_batch(c, batch)
         nats, targets = train.make_evaluation_step(c, model)(state.weights, batch)
         step, found = train.make_training_step(c, model), Trained([], [], [], float(nats / targets), None)
-        reference = read_reference(c)
+        reference = read_reference(c, train.SPEC)
         for i in range(steps):
             found.before.append(host(state.weights))
             mu = host(state.adam_mu)
-            state, metrics = step(state, batch, np.int32(i), reference)
+            state, metrics = step(state, batch, np.int32(i), *reference)
             found.metrics.append(metrics)
             of_step = lambda new, old: None if new is None else (new - 0.9 * old) / np.float32(0.1)
             is_none = lambda x: x is None

@@ -298,7 +298,7 @@ def test_a_layer_that_differs_between_stages_is_refused():
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("ids", ["jnp.arange(len(layer_ids))", "layer_ids + 1", "layer_ids"])
+@pytest.mark.parametrize("ids", ["jax.numpy.arange(len(layer_ids))", "layer_ids + 1", "layer_ids"])
 def test_stages_that_number_their_layers_otherwise_are_refused(ids):
     """By the number of its layer, each drops entries of its own."""
     old, file = "self.forward.tokens(*microbatch), layer_ids)", "shardwright/run/stages.py"
