@@ -301,7 +301,7 @@ def _nothing() -> Any:
     return jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def alone(eqn: Eqn, operands: Iterable) -> Any:
+def program_of(eqn: Eqn, operands: Iterable) -> Any:
     """Builds a jaxpr of one equation, whose arguments are the variables `operands`."""
     return _nothing().replace(
         invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects
@@ -311,7 +311,7 @@ def alone(eqn: Eqn, operands: Iterable) -> Any:
 def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
     """Evaluates an equation for the operands `ins`. It keeps its source line."""
     operands = {var: value for var, value in zip(eqn.invars, ins, strict=True) if is_variable(var)}
-    return core.jaxpr_as_fun(core.ClosedJaxpr(alone(eqn, operands), []))(*operands.values())
+    return core.jaxpr_as_fun(core.ClosedJaxpr(program_of(eqn, operands), []))(*operands.values())
 
 
 def values_of(variables: Any, env: dict) -> list:

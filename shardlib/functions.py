@@ -175,7 +175,7 @@ def typed(fn: Function) -> Function:
             try:
                 value = body(*args, **kwargs)
             except Exception as error:
-                if told := jax_errors.told(error):
+                if told := jax_errors.explain(error):
                     raise told from error
                 raise
             try:

@@ -50,7 +50,7 @@ _REDUCTION = re.compile(r"reduce_(?!precision)|arg(max|min)|cum|sort|top_k")
 _TYPE = re.compile(r"\b(?P<dtype>[a-z]+\d+)\[(?P<shape>[\d,]*)\](?P<states>\{.*?\})?")
 
 
-def told(error: Exception) -> ShardError | None:
+def explain(error: Exception) -> ShardError | None:
     """Turns an `error` that leaves a typed function into a ShardError for the user.
 
     It says what a user needs to know. Its place is the innermost line of the user's code. It shows

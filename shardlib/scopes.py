@@ -33,7 +33,7 @@ class Scope:
         arguments: the argument types of each typed_shard_map that was traced in it.
         product: the function that shardops.matmul multiplies with, as set by shardops.products.
         apart: axes over which any value may differ, and the dim of results that each shards: see
-            values.apart.
+            values.vary_over.
     """
 
     def __init__(self, parent: "Scope | None" = None, **dtypes):

@@ -85,7 +85,7 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
     return spec.without(absent) if sizes and absent else spec
 
 
-def apart(axis: str, dim: str = "") -> contextlib.AbstractContextManager[None]:
+def vary_over(axis: str, dim: str = "") -> contextlib.AbstractContextManager[None]:
     """Context in which each device of `axis` computes something of its own.
 
     Every value may differ over the axis. Specs need not mention the axis there. On a mesh without
@@ -99,7 +99,7 @@ def apart(axis: str, dim: str = "") -> contextlib.AbstractContextManager[None]:
 
 
 def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
-    """Adds to `spec` the axes that it may leave out within `apart`.
+    """Adds to `spec` the axes that it may leave out within `vary_over`.
 
     They are those that shard one of its dims.
     """
@@ -116,7 +116,7 @@ def _dim_apart(dim: Dim) -> Dim:
 
 def pipeline_stage() -> contextlib.AbstractContextManager[None]:
     """Context for tracing a task of a pipeline."""
-    return apart(PIPELINE_AXIS)
+    return vary_over(PIPELINE_AXIS)
 
 
 def stage_axes() -> tuple[str, ...]:

@@ -46,11 +46,11 @@ class StopRequest:
         Every process must call this once per step. Does not wait for the devices.
         """
         if jax.process_count() == 1:
-            return self.alone
+            return self.signal
         return (self._name or "SIGTERM") if multihost_utils.reached_preemption_sync_point(step) else None
 
     @property
-    def alone(self) -> str | None:
+    def signal(self) -> str | None:
         """Name of the signal to a run of one process; None without one, or if several processes have to agree."""
         return self._name if jax.process_count() == 1 else None
 

@@ -17,11 +17,11 @@ from shardwright.inspect.soundness import check_steps, devices_of
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.run.background import FAILURES, run_at_low_priority
 from shardwright.run.best_effort import in_a_line
-from shardwright.run.provenance import kept, read_by
+from shardwright.run.provenance import keep_result, read_by
 from shardwright.run.reference import check_paths_with_reference
 from shardwright.run.report import log
 from shardwright.run.step import Step
-from shardwright.run.stores import agreed
+from shardwright.run.stores import in_all_processes
 
 __all__ = "RunStatistics", "check_as_written", "check_kernels", "draw_step", "plan_run", "prove", "read_trace"
 
@@ -66,7 +66,7 @@ def check_as_written(step: Step, hlo: Path | None, source: object) -> None:
     def check(strict: bool) -> None:
         try:
             text = hlo.read_text() if hlo else ""
-            summary, lines = kept(
+            summary, lines = keep_result(
                 "as_written",
                 None if strict else source,
                 key=lambda: (step.digest, read_by(step), devices_of(step.mesh), text),
@@ -82,7 +82,7 @@ def check_as_written(step: Step, hlo: Path | None, source: object) -> None:
         log("\n".join([f"compiled   {summary}", *(f"WARNING    {line}" for line in lines)]))
 
     if step.mesh.size > 1:
-        agreed(lambda: check(step.c.hardware.strict) if jax.process_index() == 0 else None)
+        in_all_processes(lambda: check(step.c.hardware.strict) if jax.process_index() == 0 else None)
 
 
 def draw_step(hlo: Path) -> str:

@@ -22,9 +22,9 @@ from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.masks import numbers_in
 from shardwright.optimizers.rates import own_functions
-from shardwright.run.provenance import kept, read_by
+from shardwright.run.provenance import keep_result, read_by
 from shardwright.run.step import NAMES, Step
-from shardwright.run.stores import agreed
+from shardwright.run.stores import in_all_processes
 
 OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
 OF_MACHINES += ("get_mesh",)
@@ -90,9 +90,9 @@ def refuse(find: Callable[[], list[Finding]], source: object, key: Callable[[], 
         return key(), tuple(jax.sharding.get_abstract_mesh().shape.items())
 
     def prove() -> dict:
-        return kept("soundness", source, key_here, lambda: raise_for(find(), SHOWN) or {})
+        return keep_result("soundness", source, key_here, lambda: raise_for(find(), SHOWN) or {})
 
-    agreed(lambda: prove() if jax.process_index() == 0 else {}, Unproved)
+    in_all_processes(lambda: prove() if jax.process_index() == 0 else {}, Unproved)
 
 
 def find_unsound(step: Step) -> list[Finding]:

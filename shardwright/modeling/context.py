@@ -24,12 +24,12 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.shardtypes import typed
-from shardlib.values import apart, is_opaque, mesh_axes, planned, planned_devices, unwrap, varying
+from shardlib.values import is_opaque, mesh_axes, planned, planned_devices, unwrap, vary_over, varying
 from shardwright.modeling.attention_paths import choose
 from shardwright.modeling.blockwise import in_blocks, in_one_state
 from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions
 from shardwright.modeling.model import act
-from shardwright.modeling.planned_attention import noted, planned_kernel
+from shardwright.modeling.planned_attention import note_call, planned_kernel
 
 if TYPE_CHECKING:
     from shardwright.run.config import TrainingConfig
@@ -49,7 +49,7 @@ def own(weights: object) -> Any:
 def gather(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
     """Gathers the keys and values of all positions for each device's own queries."""
     k, v, keys = gathered(k, v, mask.keys)
-    with apart("c", "L"):
+    with vary_over("c", "L"):
         mask = dataclasses.replace(mask, keys=keys, learned=own(mask.learned), sinks=own(mask.sinks))
         return local_attention(q, k, v, mask)
 
@@ -92,7 +92,7 @@ def ulysses(
             sinks = sinks.reshape(b, kv * h, n)
         merged = (x.reshape(b, l, kv * h, *x.shape[4:]) for x in (q, k, v))
         here = Mask(mask.pattern, positions, positions, mask.learned, sinks, heads=heads.astype(jnp.int32))
-        with apart("c"):
+        with vary_over("c"):
             return local_attention(*merged, here).reshape(q.shape)
 
     of_all = functools.partial(shardops.all_gather, "B/b L/c -> B/b L", replicated=True)
@@ -173,7 +173,7 @@ def strategy(training: "TrainingConfig", q: object, learned: tuple, dropout: boo
         found = functools.partial(ulysses, by_einsum=choose(training.attention, CAUSAL, q, keys=keys) == "einsum")
     else:
         found = functools.partial(ring, block=training.attention_block) if how == "ring" else STRATEGIES[how]
-    return found if planned().note is None else functools.partial(noted, found)
+    return found if planned().note is None else functools.partial(note_call, found)
 
 
 def on_device(how: str, q: Any) -> tuple[Any, int]:

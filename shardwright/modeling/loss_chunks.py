@@ -15,7 +15,7 @@ from shardlib.array_types import arrays_in
 from shardlib.axes import CHUNK_AXIS
 from shardlib.op_checks import one_like, varying, zeros_like_traced
 from shardlib.shardtypes import scope
-from shardlib.values import apart, mesh_axes
+from shardlib.values import mesh_axes, vary_over
 from shardwright.modeling.model import Targets
 from shardwright.modeling.weights import gather_ahead
 
@@ -100,7 +100,7 @@ def _each_on_its_device(
         chunk = lax.axis_index(CHUNK_AXIS)
         return tuple(x[chunk] for x in jax.tree.leaves(chunks_of(*arrays)))
 
-    with apart(CHUNK_AXIS, "L"):
+    with vary_over(CHUNK_AXIS, "L"):
         parts = shardops.per_device(", ".join(specs), own_chunk, *arrays, reason=reason)
         total = summed(varying(w, (CHUNK_AXIS,)), *structure.unflatten(parts))
     return jax.tree.map(lambda x: lax.psum(x, CHUNK_AXIS), total)

@@ -28,7 +28,7 @@ def kernels_as_calls() -> Iterator[list[AttentionMask]]:
         yield patterns
 
 
-def noted(
+def note_call(
     strategy: Callable[..., Any],
     local_attention: Callable[..., Any],
     q: jax.Array,

@@ -39,7 +39,7 @@ from shardwright.run.checkpoint_arrays import (
     saved_arrays,
     write_arrays,
 )
-from shardwright.run.stores import MANIFEST, Damaged, Store, agreed, in_parallel
+from shardwright.run.stores import MANIFEST, Damaged, Store, in_all_processes, in_parallel
 from shardwright.settings.differences import config_differences
 from shardwright.settings.words import say
 
@@ -90,7 +90,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Returns the last complete step that is not in `without`, or None. All processes get process 0's answer."""
         several = jax.distributed.is_initialized()
         is_first = not several or jax.process_index() == 0  # listing a URL yields the files of all processes
-        latest = agreed(lambda: max({*self.steps()} - {*without}, default=-1) if is_first else -1)
+        latest = in_all_processes(lambda: max({*self.steps()} - {*without}, default=-1) if is_first else -1)
         if several:
             latest = int(multihost_utils.broadcast_one_to_all(np.int32(latest)))
         return None if latest < 0 else latest
@@ -138,7 +138,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         try:
             # On the main thread, so that every process issues its collectives in the same order. The copies below wait
             # for the running step anyway.
-            agreed(lambda: self._make_room(step, again) if jax.process_index() == 0 else None)
+            in_all_processes(lambda: self._make_room(step, again) if jax.process_index() == 0 else None)
             check()
         except OSError as error:
             self.saving = self._executor.submit(self._fail, step, error)
@@ -181,14 +181,14 @@ class Checkpointer(contextlib.AbstractContextManager):
             Damaged: an array is missing, or differs from what was saved at this step.
             OSError: the store fails.
         """
-        name, manifest = directory_of(step), agreed(lambda: self.manifest(step))
+        name, manifest = directory_of(step), in_all_processes(lambda: self.manifest(step))
         expected = named_leaves(like)
         children = {key.partition("/")[0] for key in expected}
         every = saved_arrays(manifest).items()
         saved = {key: array for key, array in every if key.partition("/")[0] in children}
         if not partly:
             check_same_arrays(f"{self.store.url}/{name}", saved, expected)
-        arrays = agreed(lambda: read_arrays(self.store, name, saved, expected, orders))
+        arrays = in_all_processes(lambda: read_arrays(self.store, name, saved, expected, orders))
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
     def manifest(self, step: int) -> dict:

@@ -22,7 +22,7 @@ import jax
 from shardlib.places import shown_path
 from shardwright.run.best_effort import why
 from shardwright.run.files import LOCK
-from shardwright.run.stores import agreed
+from shardwright.run.stores import in_all_processes
 from shardwright.settings.words import say
 
 TRACE = "trace.tmp"
@@ -84,9 +84,9 @@ def run_directory(root: str, name: str | None, config: str, is_shared: bool = Tr
     """
     name, directory = find_place(root, name, config)
     with contextlib.ExitStack() as cleanup:
-        agreed(lambda: _prepare(directory, cleanup) if jax.process_index() == 0 else None)
+        in_all_processes(lambda: _prepare(directory, cleanup) if jax.process_index() == 0 else None)
         if is_shared:
-            agreed(lambda: _see(directory))
+            in_all_processes(lambda: _see(directory))
         yield name, directory
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwright.cluster.watch import pause
-from shardwright.run.stores import agreed
+from shardwright.run.stores import in_all_processes
 
 
 def evaluate(evaluation_step: Callable[..., Any], weights: object, validation: Any, batches: int) -> dict[str, float]:
@@ -27,7 +27,7 @@ def evaluate(evaluation_step: Callable[..., Any], weights: object, validation: A
     with pause("in the validation"):
         sums, sizes = [], []
         for i in range(max(1, min(batches, once))):
-            batch, size = agreed(lambda i=i: (validation.load(i), validation.utf8_bytes(i)))
+            batch, size = in_all_processes(lambda i=i: (validation.load(i), validation.utf8_bytes(i)))
             sums.append(evaluation_step(weights, batch))
             sizes.append(size)
         nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))

@@ -28,7 +28,7 @@ from shardwright.run.page import Page
 from shardwright.run.profile import StepProfiler
 from shardwright.run.report import facts_of, log, parameters_without_embeddings
 from shardwright.run.skipping import SkippedSteps, described_documents
-from shardwright.run.stores import agreed
+from shardwright.run.stores import in_all_processes
 from shardwright.run.trackers import tracked
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class Journal(contextlib.ExitStack):
 
         After a skipped step older checkpoints are kept, because the cause may be in the newest already.
         """
-        agreed(self.log.sync)
+        in_all_processes(self.log.sync)
         return self.skips.state(), not self.skips.in_a_row
 
     def replay_of(self, step: int) -> str:

@@ -19,7 +19,7 @@ from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_con
 from shardwright.run.skipping import are_finite, check_finite
 from shardwright.run.stages import stack_orders
 from shardwright.run.step import Step
-from shardwright.run.stores import Damaged, agreed
+from shardwright.run.stores import Damaged, in_all_processes
 
 MAX_FAILED = 3
 """Consecutive failed saves after which the run ends."""
@@ -133,7 +133,7 @@ class Keeper:
         """Waits for the last save. Returns True if it succeeded; otherwise prints the error and what happens `then`."""
         try:
             with pause("waiting for a checkpoint to be written"):
-                agreed(self.checkpoints.wait)
+                in_all_processes(self.checkpoints.wait)
         except OSError as error:
             self._failed += 1
             if self._failed == MAX_FAILED:

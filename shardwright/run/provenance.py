@@ -101,7 +101,7 @@ def read_by(step: Step) -> tuple:
     return settings, reference_record(step.c)
 
 
-def kept(
+def keep_result(
     name: str,
     source: object,
     key: Callable[[], object],

@@ -30,7 +30,7 @@ from shardwright.run.changes import check_number, firsts, may_change, settings_a
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.run.files import as_config, literal
-from shardwright.run.stores import Damaged, agreed
+from shardwright.run.stores import Damaged, in_all_processes
 from shardwright.settings.composing import wrong_setting
 from shardwright.settings.differences import config_differences, flat
 from shardwright.settings.settings import is_section, without_null
@@ -242,7 +242,7 @@ def choose_checkpoint(
     """
     while (step := checkpoints.latest_step(without=damaged)) is not None:
         try:
-            metadata = agreed(lambda step=step: checkpoints.metadata(step))
+            metadata = in_all_processes(lambda step=step: checkpoints.metadata(step))
         except Damaged as error:
             damaged[step] = str(error)
             continue
@@ -250,7 +250,7 @@ def choose_checkpoint(
             return step, metadata
         if wanted in damaged:
             break
-        return wanted, agreed(lambda: checkpoints.metadata(wanted))
+        return wanted, in_all_processes(lambda: checkpoints.metadata(wanted))
     if wanted is None and not damaged:
         return None
     # A run that went back may since have deleted the checkpoint it went back to, as its oldest.

@@ -27,7 +27,7 @@ from shardwright.run.resuming import check_processes, deciding_settings
 from shardwright.run.schedule import Schedule
 from shardwright.run.spec import StepSpec
 from shardwright.run.stages import placement_of
-from shardwright.run.stores import agreed
+from shardwright.run.stores import in_all_processes
 
 CHANGES = "changes"
 """What `end` returns if the run continues with changed settings."""
@@ -84,7 +84,7 @@ class Run(Schedule):
         for step, why in keeper.damaged.items():
             log(f"WARNING    the checkpoint of step {step} is not used: {why}")
         self.reference = read_reference(self.c, self.spec)
-        agreed(lambda: keeper.clean(self.start, self.is_over) if jax.process_index() == 0 else None)
+        in_all_processes(lambda: keeper.clean(self.start, self.is_over) if jax.process_index() == 0 else None)
         self.options = introduce(self, planned, keeper.source_differs)
         about = self._journal.begin(skips, keeper.damaged)
         about = {**self.provenance, **about, **keeper.record}
@@ -119,7 +119,7 @@ class Run(Schedule):
         """Plans the next steps, on process 0. Returns the line to print."""
         plan = lambda c: examine.plan_run(self.traced(c), self.total, self.directory)
         plans = lambda: [plan(c) for c in reversed(self.ahead)][-1]  # plan.json is of the next steps
-        return agreed(lambda: plans() if jax.process_index() == 0 and self.start < self.total else None)
+        return in_all_processes(lambda: plans() if jax.process_index() == 0 and self.start < self.total else None)
 
     def prove(self) -> None:
         """Raises if a step does not compute on this mesh what it computes on one device, or is not causal."""
@@ -227,7 +227,7 @@ class Run(Schedule):
         self._keeper.checkpoints.wait()
         exported = self._finish_exports()
         self._journal.wait()
-        self.stopped_by = self.stopped_by or self._stop.alone  # since the last step
+        self.stopped_by = self.stopped_by or self._stop.signal  # since the last step
         if self.done < self.total or not exported:
             return self._journal.stop(self.stopped_by) if self.stopped_by else self._journal.pause() or CHANGES
         self._journal.finish(self._keeper.checkpoints.store.url)
@@ -239,7 +239,7 @@ class Run(Schedule):
         Returns False if a signal stopped the exports.
         """
         journal = self._journal
-        exported = journal.wait_for_exports(lambda: self.stopped_by or self._stop.alone)
+        exported = journal.wait_for_exports(lambda: self.stopped_by or self._stop.signal)
         if exported and journal.has_exported and not journal.skips.in_a_row:
             self._keeper.checkpoints.rotate()
         return exported

@@ -64,7 +64,7 @@ FORMS: dict[str, Mapping[str, Any]] = {
 """Variants of a step, by name, as edits of its settings. No program is traced with any other edits."""
 
 
-def formed(c: Config, *forms: str) -> Config:
+def with_forms(c: Config, *forms: str) -> Config:
     """Applies the edits of these forms to the settings of a step."""
     for name, value in (edit for form in forms for edit in FORMS[form].items()):
         section, _, field = name.partition(".")
@@ -116,9 +116,9 @@ class Step:
 
         `size` is the number of sequences per microbatch and their length; the number of loss chunks stays the same.
         """
-        mesh, forms = mesh or self.mesh, tuple(x for x in forms if not FORMS[x] or formed(self.c, x) != self.c)
+        mesh, forms = mesh or self.mesh, tuple(x for x in forms if not FORMS[x] or with_forms(self.c, x) != self.c)
         planned = self.planned if planned is None else planned
-        c, planned = formed(self.c, *forms), {} if planned == dict(mesh.shape) else planned
+        c, planned = with_forms(self.c, *forms), {} if planned == dict(mesh.shape) else planned
         if size and size != self.size:
             (rows, length), t = size, c.training
             chunk = t.loss_chunk and t.loss_chunk * length // t.seq_len

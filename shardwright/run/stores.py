@@ -131,7 +131,7 @@ def in_parallel(jobs: Iterable[Callable[[], T]]) -> list[T]:
         return list(pool.map(lambda job: job(), jobs))
 
 
-def agreed(action: Callable[[], T], *more: type[Exception]) -> T:
+def in_all_processes(action: Callable[[], T], *more: type[Exception]) -> T:
     """Runs `action` in all processes. Damaged, OSError, ValueError or `more` in one is raised in all."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:  # asked in this order: no devices start
         return action()

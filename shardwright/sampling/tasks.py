@@ -12,7 +12,7 @@ from shardwright.data import synthetic
 from shardwright.data.loader import make_loader
 from shardwright.data.text.tokenizers import tokenizer_of_run
 from shardwright.run.config import Config
-from shardwright.run.stores import agreed
+from shardwright.run.stores import in_all_processes
 from shardwright.sampling.harness import language_model, run_harness
 from shardwright.sampling.scoring import Scorer, log_likelihoods
 
@@ -37,7 +37,7 @@ def held_out(c: Config, count: int) -> list[np.ndarray]:
                 parts = np.split(ids[counts], np.flatnonzero(starts[counts]))
                 yield from (part for part in parts if len(part) >= 2 * ANSWER)
 
-    found = agreed(lambda: [*itertools.islice(pieces(), max(count, CHOICES))])
+    found = in_all_processes(lambda: [*itertools.islice(pieces(), max(count, CHOICES))])
     if len(found) < CHOICES:
         few = f"the validation split has {len(found)} documents of {2 * ANSWER} tokens in training.seq_len"
         raise ValueError(f"{few}; use one with {CHOICES} or more, or leave out the tasks cloze and copying.")

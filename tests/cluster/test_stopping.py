@@ -18,9 +18,9 @@ def test_later_sigterms_change_nothing_and_a_second_sigint_acts_as_usual(first):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with StopRequest() as stop:
-        assert stop.alone is None
+        assert stop.signal is None
         os.kill(os.getpid(), first)
-        assert stop.alone == first.name
+        assert stop.signal == first.name
         os.kill(os.getpid(), signal.SIGTERM)  # as schedulers send at the end of the grace time
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -38,10 +38,10 @@ if child:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 with StopRequest() as stop:
     print("begun", flush=True)
-    while stop.alone is None:
+    while stop.signal is None:
         time.sleep(0.01)
     print("stopped", flush=True)
-    open(sys.argv[1], "w").write(stop.alone)
+    open(sys.argv[1], "w").write(stop.signal)
 """
 
 
@@ -57,7 +57,7 @@ def test_nohup_goes_on_after_a_hangup():
     try:
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.alone is None
+            assert stop.signal is None
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

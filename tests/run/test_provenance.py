@@ -265,7 +265,7 @@ def made(of: str = "a program", source: object = "a source") -> int:
     """How often a start makes a result."""
     makes, result = [], {"programs": {"training": of}}
     make = lambda: makes.append(1) or result
-    assert provenance.kept("found", source, lambda: of, make, {"programs": {str: str}}) == result
+    assert provenance.keep_result("found", source, lambda: of, make, {"programs": {str: str}}) == result
     return len(makes)
 
 
