@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 from shardlib.parsing import did_you_mean
+from shardwright.settings.training import training_module
 
 TOOLS = Path(__file__).parent / "tools"
 OF_PROJECT = ("train", "check", "forecast", "ladder", "plan", "schedule", "verify")
@@ -49,8 +50,6 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv = [f"shardwright {command}", *arguments]
     if command == "train":
-        from shardwright.modeling.model import training_module  # imports jax, which --help need not
-
         importlib.import_module(training_module()).main()
     else:
         runpy.run_module(f"shardwright.tools.{command}", run_name="__main__", alter_sys=True)

@@ -83,7 +83,7 @@ def refuse(find: Callable[[], list[Finding]], source: object, key: Callable[[], 
     """Raises ShardError for what `find` finds, unless all was proved before for `source` and `key`.
 
     `find` may raise Unproved. If several processes call this with the same program, as they all must, the first one
-    proves it and keeps the record. `source` and `key` are those of provenance.kept.
+    proves it and keeps the record. `source` and `key` are those of provenance.keep_result.
     """
 
     def key_here() -> tuple:

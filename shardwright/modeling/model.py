@@ -9,10 +9,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import symtable
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, Self
 
@@ -27,9 +24,9 @@ from shardlib.marks import GIVEN, LOGITS, TARGETS
 from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
 from shardlib.values import devices_along, mesh_axes
-from shardwright.data.untrusted import shown
 from shardwright.modeling.masks import Positions
 from shardwright.modeling.weights import WeightType, act
+from shardwright.settings.training import training_module
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 """The dtype for each value of `training.compute_dtype`."""
@@ -223,33 +220,6 @@ SHIPPED = ("gpt2", "moe", "family")
 def is_shipped(name: str) -> bool:
     """True if `model.module: name` names train.py or a model of SHIPPED, and not a module of the user's own."""
     return name == "train" or _module_name(name) != name
-
-
-RELEASED = "shardwright.train"
-
-
-@functools.cache
-def training_module() -> str:
-    """Name of the module that trains: `train` if Python finds one that defines SPEC, else RELEASED.
-
-    That is the train.py of a checkout, or of the project where a command starts (`shardwright fork`). Prints the file
-    if it is another than the released one. A train.py that is something else is not imported.
-    """
-    found = importlib.util.find_spec("train")
-    file, released = Path(found.origin or "") if found else Path(), Path(__file__).parents[1] / "train.py"
-    if file.suffix != ".py":  # no file, or a folder of that name
-        if Path("train.py").exists():  # which a program that reads a run does not import
-            print(f"train.py: {released}. trust=true runs the train.py of this folder.", file=sys.stderr)
-        return RELEASED
-    if file.samefile(released):
-        return "train"
-    try:
-        trains = "SPEC" in symtable.symtable(file.read_text(encoding="utf-8"), str(file), "exec").get_identifiers()
-    except (SyntaxError, ValueError):
-        trains = True  # importing it shows where the error is
-    text = str(file) if trains else f"{released}. {file} defines no SPEC, so it does not train."
-    print(shown(f"train.py: {text}"), file=sys.stderr)  # stdout may be read by a program
-    return "train" if trains else RELEASED
 
 
 def _module_name(name: str) -> str:
