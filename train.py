@@ -76,8 +76,10 @@ from shardwright.modeling.model import (
 from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.side_by_side import side_by_side
 from shardwright.modeling.weights import (
+    at_rest,
     embedding,
     gain,
+    gather_ahead,
     matrix,
     outside_of_layers,
     table_of,
@@ -363,6 +365,16 @@ def dropout_seeds(batch: Batch, step: i32[""], c: Config) -> u32["m B/b"] | None
     return shardops.shard("m B -> m B/b", seeds)
 
 
+def gatherable(w: W, forward: Forward, adds_up: bool = False) -> W:
+    """The weights as embed, layers and logits gather them; for a step that adds up gradients."""
+    w_at_rest = functools.partial(at_rest, reduce_dtype=forward.training.reduce_dtype)
+    if forward.gathers_ahead:  # all of them now, once for all microbatches
+        return gather_ahead(w_at_rest(w))
+    if adds_up:
+        w = shardops.replicate("... -> ... *r", w)  # the gradients of the copies are summed over r
+    return w_at_rest(w)
+
+
 def zero_sum(w: jax.Array) -> jax.Array:
     """The sum of no gradients of a weight, in f32 at least."""
     return jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32))
@@ -378,19 +390,13 @@ def loss_and_gradients(
     forward = dataclasses.replace(forward, target_count=count / m)
     loss = rates.loss_of(c.optimizer, LOSSES)
     head = functools.partial(head_loss, forward=forward, loss=loss, count=count)
-    adds_up = stages.has_stages() or m > at_once
-
-    def gatherable(w: W) -> W:
-        if adds_up and not forward.gathers_ahead:
-            w = shardops.replicate("... -> ... *r", w)  # its gradient is summed over r
-        return forward.gatherable(w)
-
     # With jax.grad around the sum over microbatches, each layer would reduce its gradients over r
     # for each of them. So `gatherable` is differentiated by itself: the gradients that are added up
     # are those of its result, and `reduce` turns their sum into gradients of `w`, reduced over r
     # (and d) once per step. If no gradient is added up, each gather reduces its own over r instead,
     # beside the backward pass of other layers.
-    gathered, reduce = jax.vjp(gatherable, w)
+    adds_up = stages.has_stages() or m > at_once
+    gathered, reduce = jax.vjp(lambda w: gatherable(w, forward, adds_up), w)
     if stages.has_stages():
         total, g, layers = stages.run(c, forward, head, gathered, (batch, seeds), training=True)
     else:
@@ -558,7 +564,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     @compute_scope(c.training.compute_dtype)
     @typed_shard_map
     def evaluation_step(w: Of[Weights], batch: Batch) -> tuple[f32[""], f32[""]]:
-        gathered = forward.gatherable(w)
+        gathered = gatherable(w, forward)
         head = functools.partial(head_loss, forward=forward, loss=validation_loss, count=1.0)
 
         def add(total: jax.Array, microbatch: TokenBatch) -> tuple[jax.Array, None]:

@@ -108,14 +108,14 @@ def _all_mutants(source: Source) -> Iterator[Mutant]:
 
 
 def _other_counts(source: Source, function: ast.FunctionDef) -> Iterator[Mutant]:
-    """Other divisors of a sum over devices, in a function that reads the loss_mask of a TokenBatch."""
-    masks = [node for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr == "loss_mask"]
+    """Other divisors of a sum over devices, in a function of a TokenBatch `batch`."""
+    batch = "batch" if "batch" in {argument.arg for argument in function.args.args} else ""
     for node in ast.walk(function):
         if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and isinstance(node.left, ast.Call)):
             continue
-        if source.op(node.left) != "psum" or not masks:
+        if source.op(node.left) != "psum" or not batch:
             continue
-        batch, count = source.of(masks[0].value), source.of(node.right)
+        count = source.of(node.right)
         yield source.mutant("loss divided by a size", node.right, f"{batch}.targets.size")
         yield source.mutant("loss divided by a device's count", node.right, f"jnp.sum(jnp.float32({batch}.loss_mask))")
         for axis in AXES:
