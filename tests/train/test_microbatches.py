@@ -54,15 +54,6 @@ class Layers:
     layers: Array["layers/p", f64["L"]]
 
 
-class Replicated(train.Forward):
-    """Weights are not sharded. `loss_and_gradients` makes them copies over r where it adds up gradients."""
-
-    gathers_ahead = False
-
-    def gatherable(self, w):
-        return shardops.replicate("... -> ... *d" if self.in_training else "... -> ... *r *d", w)
-
-
 def sum_of_squares(weights, targets):
     """Σ s² over the microbatches, s the mean of tanh(w₃ … tanh(w₀ x)) over all of one; and its gradients. In numpy."""
     loss, gradients = 0.0, np.zeros_like(weights)
@@ -113,11 +104,15 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together, monkeypa
     def microbatch_loss(w, batch, seeds, *, forward, head, groups):
         return head(w, (None,) * together if together > 1 else None, batch), LayerAux()
 
+    def at_rest(w, reduce_dtype):
+        """The weights are not sharded; `gatherable` makes them copies over r where it adds up gradients."""
+        return shardops.replicate("... -> ... *d" if m > together else "... -> ... *r *d", w)
+
+    monkeypatch.setattr(train, "at_rest", at_rest)
     monkeypatch.setattr(train, "microbatch_loss", microbatch_loss)
     monkeypatch.setattr(train, "head_loss", lambda w, x, batch, **_: one(w, batch))
-    adds_up = m > together
-    forward = Replicated(SimpleNamespace(c=None, Weights=Layers, table=Layers(None)), None, None, adds_up)
-    c = tiny.config(microbatches=m, side_by_side=together)
+    c = tiny.config(microbatches=m, side_by_side=together, gather_weights="layer")
+    forward = train.Forward(SimpleNamespace(c=None, Weights=Layers, table=Layers(None)), c.training, None)
 
     @typed_shard_map
     def step(w: Layers, batch: train.Batch) -> tuple[f64[""], Layers]:
