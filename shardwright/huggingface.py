@@ -60,7 +60,10 @@ class Names:
             yield theirs, ..., {ours: shapes[ours]}, False
         for theirs, names in {**self.layer, **self.stacks}.items():
             stack = theirs in self.stacks
-            shape = lambda weight, stack=stack: weight.shape[1:] if stack else _flat(weight)
+
+            def shape(weight, stack=stack):
+                return weight.shape[1:] if stack else _flat(weight)
+
             parts = {f"layers/{name}": shape(getattr(table.layers, name)) for name in names}
             for i in range(shapes[next(iter(parts))][0]):
                 yield theirs.format(i), i, parts, stack
@@ -93,7 +96,10 @@ class Names:
         """
         self.check(table)
         has_base = any(name.startswith(self.base) for name in tensors)
-        unprefixed = lambda name: name if has_base else name.removeprefix(self.base)
+
+        def unprefixed(name):
+            return name if has_base else name.removeprefix(self.base)
+
         walk = [(unprefixed(name), i, parts, stack) for name, i, parts, stack in self._walk(table)]
         others = set(tensors) ^ {name for name, *_ in walk}
         if others := sorted(name for name in others if not re.search(f"(?:{self.unused})$", name)):

@@ -29,7 +29,11 @@ BAD = {
 }
 """Each makes f32[16 16], but for local positions."""
 
-first = lambda bad: bad.astype(jnp.int32)[0]
+
+def first(bad):
+    return bad.astype(jnp.int32)[0]
+
+
 USES = {
     "sin": lambda bad, x: jnp.sin(bad),
     "sum": lambda bad, x: jnp.sum(bad, axis=0),
@@ -90,7 +94,9 @@ USES = {
 
 
 def _program(use: str, bad: str) -> Program:
-    body = lambda *args: USES[use](BAD[bad](*args), args[0])
+    def body(*args):
+        return USES[use](BAD[bad](*args), args[0])
+
     return Program(f"{use}: {bad}", body, one_device, INS, f32[""], vma=False)
 
 

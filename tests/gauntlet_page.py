@@ -68,7 +68,10 @@ def page() -> str:
     """The text of docs/gauntlet.md."""
     found, version = bugs(), tomllib.loads(FILE.read_text())["spmd_types"]
     lines = [HEAD.format(version=version), "## Counts", ""]
-    count = lambda ours, **having: sum(all(b.get(k) == v for k, v in having.items()) for b in ours)
+
+    def count(ours, **having):
+        return sum(all(b.get(k) == v for k, v in having.items()) for b in ours)
+
     rows = []
     for letter, meaning in CLASSES.items():
         ours = [bug for bug in found if bug["class"] == letter]
@@ -86,7 +89,10 @@ def page() -> str:
         lines += [f"- **{gate_of(b)}**: {b['bug'].rstrip('.')} ({linked(b['upstream'])})." for b in shown] + [""]
         rest = [bug for bug in ours if bug not in shown]
         threads = {gate: [b["upstream"] for b in rest if gate_of(b) == gate] for gate in (*GATES.values(), "no edit")}
-        once = lambda of: dict.fromkeys(linked(re.match(r"[^,;\s]+", upstream)[0]) for upstream in of)
+
+        def once(of):
+            return dict.fromkeys(linked(re.match(r"[^,;\s]+", upstream)[0]) for upstream in of)
+
         rows = ([gate, "; ".join(once(of))] for gate, of in threads.items() if of)
         lines += table(["caught by", "other bugs"], rows)
     return "\n".join(lines) + "\n"

@@ -57,6 +57,8 @@ def with_gradients(path, q, k, v, document, g, dtype="float32", pattern=CAUSAL):
         out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Mask(pattern, positions, positions)), q, k, v)
         return out, *vjp(g)
 
-    cast = lambda x: jnp.asarray(x, dtype)
+    def cast(x):
+        return jnp.asarray(x, dtype)
+
     found = tiny.per_device(everything, act=dtype)(cast(q), cast(k), cast(v), document, cast(g))
     return [np.asarray(x, np.float64) for x in found]

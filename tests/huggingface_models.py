@@ -41,7 +41,10 @@ def model(case: str, **changes) -> train.ModelConfig:
 def weights(c: train.ModelConfig, seed: int = 7) -> train.Transformer:
     """Weights on the mesh in force, drawn without the time to compile that; the norms' differ from one."""
     rng = np.random.default_rng(seed)
-    draw = lambda weight: rng.normal(weight.mean, weight.std or 0.3, weight.shape).astype(np.float32)
+
+    def draw(weight):
+        return rng.normal(weight.mean, weight.std or 0.3, weight.shape).astype(np.float32)
+
     table = load_model(c).table
     return tiny.place(jax.tree.map(draw, table), type(table))
 

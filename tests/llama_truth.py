@@ -17,7 +17,10 @@ transformers = pytest.importorskip("transformers", reason="the Llama oracle need
 
 def to_llama(w: train.Transformer) -> dict:
     """Our weights under the names, and in the layouts, of transformers' Llama, or of its mixtures of experts."""
-    tensor = lambda x: torch.tensor(np.asarray(x))
+
+    def tensor(x):
+        return torch.tensor(np.asarray(x))
+
     state = {
         "model.embed_tokens.weight": tensor(w.embed),
         "model.norm.weight": tensor(w.final_norm),

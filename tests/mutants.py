@@ -51,7 +51,9 @@ class Source:
             self._starts.append(self._starts[-1] + len(line))
 
     def _span(self, node: ast.expr) -> slice:
-        place = lambda line, column: self._starts[line - 1] + column
+        def place(line, column):
+            return self._starts[line - 1] + column
+
         return slice(place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset))
 
     def of(self, node: ast.expr) -> str:
@@ -170,8 +172,13 @@ def _meaning(spec: str):
 
 def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
     words = re.findall(r"->|,|[^\s,]+", spec)
-    text = lambda words: re.sub(r" ,", ",", " ".join(words))
-    changed = lambda i, *new: text([*words[:i], *new, *words[i + 1 :]])
+
+    def text(words):
+        return re.sub(r" ,", ",", " ".join(words))
+
+    def changed(i, *new):
+        return text([*words[:i], *new, *words[i + 1 :]])
+
     for i, word in enumerate(words):
         if word in ("->", ",", "..."):
             continue
@@ -182,7 +189,10 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
                     yield "axis swapped", changed(i, word[0] + axis)
             continue
         name, *axes = word.strip("[]").split("/")
-        made = lambda axes, name=name, word=word: word.replace(word.strip("[]"), "/".join([name, *axes]))
+
+        def made(axes, name=name, word=word):
+            return word.replace(word.strip("[]"), "/".join([name, *axes]))
+
         for axis in AXES:
             if axis in axes:
                 yield "/axis dropped", changed(i, made([a for a in axes if a != axis]))
@@ -207,7 +217,10 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
             if axis in used or other in used:
                 swap = {axis: other, other: axis}
                 new = re.sub(r"(?<=[/+*])([rtdp])\b", lambda m, swap=swap: swap.get(m[1], m[1]), spec)
-                in_order = lambda m: "/".join(["", *sorted(m[0][1:].split("/"), key=AXIS_ORDER.index)])
+
+                def in_order(m):
+                    return "/".join(["", *sorted(m[0][1:].split("/"), key=AXIS_ORDER.index)])
+
                 yield "axes exchanged in a whole spec", re.sub(rf"(/{_AXIS})+\b", in_order, new)
     if sum(bool(re.search(rf"[/+*]{axis}\b", word)) for word in words for axis in used) > 1:
         for axis in used:
@@ -224,7 +237,10 @@ def call_changes(source: Source, node: ast.Call) -> Iterator[tuple[str, str]]:
         return
     fn, operand = source.of(node.func), source.of(node.args[-1])
     before = ", ".join(source.of(arg) for arg in node.args[:-1])
-    call = lambda fn, spec, x: f"{fn}({spec}, {x})" if spec else f"{fn}({x})"
+
+    def call(fn, spec, x):
+        return f"{fn}({spec}, {x})" if spec else f"{fn}({x})"
+
     yield "call removed", operand
     yield "call done twice", call(fn, before, call(fn, before, operand))
     spec = node.args[0]

@@ -66,9 +66,12 @@ def updated_on(mesh: str, update, start, table, act: str = "float32") -> tuple[l
 def same(found: list, expected: list, **tolerance) -> None:
     """Compares weights after each update, and makes sure that there was something to compare."""
     for step, (a, b) in enumerate(zip(found, expected, strict=True)):
-        close = lambda path, a, b, step=step: np.testing.assert_allclose(
-            a, b, **tolerance, err_msg=f"{jax.tree_util.keystr(path)} after {step} updates"
-        )
+
+        def close(path, a, b, step=step):
+            return np.testing.assert_allclose(
+                a, b, **tolerance, err_msg=f"{jax.tree_util.keystr(path)} after {step} updates"
+            )
+
         jax.tree_util.tree_map_with_path(close, a, b)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), expected[0], expected[-1])
     assert min(jax.tree.leaves(moved)) > 1e-2

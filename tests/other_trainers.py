@@ -342,7 +342,9 @@ CASES = [
 
 
 def arguments(case: Case) -> list[Any]:
-    draw = lambda x, i: numbers(*x, seed=i) if isinstance(x, tuple) else x
+    def draw(x, i):
+        return numbers(*x, seed=i) if isinstance(x, tuple) else x
+
     return [draw(x, i) for i, x in enumerate(case.args)]
 
 
@@ -384,7 +386,10 @@ def difference(case: Case) -> float:
         args = [jax.device_put(x, s) for x, s in zip(args, takes, strict=True)] if takes else args
         with jax.set_mesh(mesh), contextlib.redirect_stdout(io.StringIO()):
             found.append([np.asarray(x, np.float64) for x in jax.tree.leaves(jax.jit(run)(*args))])
-    scale = lambda a, b: np.abs(b).max() or np.abs(a).max() or 1.0
+
+    def scale(a, b):
+        return np.abs(b).max() or np.abs(a).max() or 1.0
+
     return float(np.max([np.abs(a - b).max() / scale(a, b) for a, b in zip(*found, strict=True)]))
 
 

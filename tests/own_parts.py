@@ -15,7 +15,10 @@ SGD = "own_parts:sgd"
 
 def sgd(state, g, step, rate, c, updates):
     """Gradient descent of the weights that it updates."""
-    move = lambda update, w, g: w - rate * update.rate * g if update.algorithm == SGD else w
+
+    def move(update, w, g):
+        return w - rate * update.rate * g if update.algorithm == SGD else w
+
     return dataclasses.replace(state, weights=jax.tree.map(move, updates, state.weights, g))
 
 
@@ -47,5 +50,8 @@ def by_first_trace(logits, targets, c):
 def tracker(module, facts):
     """Writes the metrics to a file in the run's directory."""
     file = (facts.directory / f"{module.__name__}.jsonl").open("a")
-    log = lambda values, step: print(json.dumps({"step": step, **values}), file=file)
+
+    def log(values, step):
+        return print(json.dumps({"step": step, **values}), file=file)
+
     return Opened(None, log, file.close)

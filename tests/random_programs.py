@@ -216,7 +216,9 @@ def _rows(xp, x, start, stop, k):
 
 
 def _recurrence(xp, x, k):
-    step = lambda c, x: (xp.tanh(c + x), xp.tanh(c + x))
+    def step(c, x):
+        return (xp.tanh(c + x), xp.tanh(c + x))
+
     items, c = xp.moveaxis(x, k, 0), 0 * xp.moveaxis(x, k, 0)[0]
     if xp is jnp:
         return jnp.moveaxis(lax.scan(step, c, items)[1], 0, k)
@@ -306,14 +308,18 @@ class Generator:
         return True
 
     def value(self, *, finished: bool = True, kind: str = "f", ndim: int = 0) -> int:
-        fits = lambda t: t.kind == kind and len(t.dims) >= ndim and (not (finished and t.partial) or self.errs())
+        def fits(t):
+            return t.kind == kind and len(t.dims) >= ndim and (not (finished and t.partial) or self.errs())
+
         found = [i for i, t in enumerate(self.types) if fits(t)]
         recent = found[-3:] if self.rng.random() < 0.7 else found
         self.skip_if(not found)
         return self.pick(recent)
 
     def program(self) -> Program:
-        dims = lambda: tuple(Dim(self.pick([8, 16]), axes) for axes in self.axes(self.pick([1, 2, 2, 3])))
+        def dims():
+            return tuple(Dim(self.pick([8, 16]), axes) for axes in self.axes(self.pick([1, 2, 2, 3])))
+
         for _ in range(3):
             self.types.append(Type(dims()))
         self.types.append(Type((Dim(16, self.pick([(), ("d",), ("t",)])),), kind="i"))
@@ -358,7 +364,10 @@ class Generator:
     def make_binary(self):
         i, name = self.value(finished=self.rng.random() < 0.7), self.pick(BINARY)
         t = self.types[i]
-        fits = lambda u: u.kind == "f" and u.dims == t.dims and (u.partial == t.partial or self.errs())
+
+        def fits(u):
+            return u.kind == "f" and u.dims == t.dims and (u.partial == t.partial or self.errs())
+
         j = self.pick([k for k, u in enumerate(self.types) if fits(u)] or [i])
         self.skip_if(t.partial and name not in ("add", "sub") and not self.errs())
         return self.add(name, (i, j), t, lambda xp, _, x, y: BINARY[name](xp, x, y))
@@ -368,7 +377,10 @@ class Generator:
         t = self.types[i]
         k, over = self.along(t, is_free=False), self.rng.random() < 0.5
         self.skip_if(t.dims[k].axes and not self.errs())
-        number = lambda x: 1 / x.shape[k] if over else x.shape[k] / 16
+
+        def number(x):
+            return 1 / x.shape[k] if over else x.shape[k] / 16
+
         return self.add("size", (i,), t, lambda xp, _, x: x * number(x))
 
     def make_step_along(self):
@@ -387,9 +399,14 @@ class Generator:
         scale = math.prod
         if name == "mean":
             cut = t.dims[k].axes if not self.errs() else ()
-            local = lambda xp, dev, x: x.sum(axis=k) / (x.shape[k] * scale(dev.size(a) for a in cut))
+
+            def local(xp, dev, x):
+                return x.sum(axis=k) / (x.shape[k] * scale(dev.size(a) for a in cut))
         else:
-            local = lambda xp, dev, x: getattr(xp, name)(x, axis=k) * 1.0
+
+            def local(xp, dev, x):
+                return getattr(xp, name)(x, axis=k) * 1.0
+
         return self.add(name, (i,), Type(rest, partial), local)
 
     def make_product(self):
@@ -417,7 +434,10 @@ class Generator:
         a, b = t.dims[k : k + 2]
         self.skip_if(b.axes and not self.errs() and self.rng.random() < 0.7)
         dims = (*t.dims[:k], Dim(a.size * b.size, a.axes + b.axes), *t.dims[k + 2 :])
-        merge = lambda xp, _, x: x.reshape(*x.shape[:k], x.shape[k] * x.shape[k + 1], *x.shape[k + 2 :])
+
+        def merge(xp, _, x):
+            return x.reshape(*x.shape[:k], x.shape[k] * x.shape[k + 1], *x.shape[k + 2 :])
+
         return self.add("merge", (i,), t._replace(dims=dims), merge)
 
     def make_split(self):
@@ -427,8 +447,13 @@ class Generator:
         dim = t.dims[k]
         self.skip_if(dim.size < 32 or (dim.axes and not major and not self.errs()))
         pair = [Dim(dim.size // 2, dim.axes), Dim(2)]
-        shape = lambda n: (n // 2, 2) if major else (2, n // 2)
-        split = lambda xp, _, x: x.reshape(*x.shape[:k], *shape(x.shape[k]), *x.shape[k + 1 :])
+
+        def shape(n):
+            return (n // 2, 2) if major else (2, n // 2)
+
+        def split(xp, _, x):
+            return x.reshape(*x.shape[:k], *shape(x.shape[k]), *x.shape[k + 1 :])
+
         pair = pair if major else pair[::-1]
         return self.add("split", (i,), t._replace(dims=(*t.dims[:k], *pair, *t.dims[k + 1 :])), split)
 
@@ -438,7 +463,10 @@ class Generator:
         k = self.along(t)
         self.skip_if(t.dims[k].size < 16)
         dims = (*t.dims[:k], t.dims[k]._replace(size=t.dims[k].size // 2), *t.dims[k + 1 :])
-        half = lambda xp, _, x: _rows(xp, x, 0, x.shape[k] // 2, k)
+
+        def half(xp, _, x):
+            return _rows(xp, x, 0, x.shape[k] // 2, k)
+
         return self.add("half", (i,), t._replace(dims=dims), half)
 
     def make_join(self):
@@ -485,7 +513,10 @@ class Generator:
 
     def make_choice(self):
         i, j = self.value(), self.value()
-        go = lambda x: x.sum()
+
+        def go(x):
+            return x.sum()
+
         free = not any(d.axes for d in self.types[j].dims) and not self.types[j].partial
         self.skip_if(not free and not self.errs())
         how = self.pick([_branch, _loop])
@@ -515,7 +546,10 @@ class Generator:
         k = self.rng.randrange(len(t.dims))
         self.skip_if((axis not in t.partial or t.dims[k].size < 16) and not self.errs())
         dims = (*t.dims[:k], Dim(t.dims[k].size, (*t.dims[k].axes, axis)), *t.dims[k + 1 :])
-        scatter = lambda x: lax.psum_scatter(x, axis, scatter_dimension=k, tiled=True)
+
+        def scatter(x):
+            return lax.psum_scatter(x, axis, scatter_dimension=k, tiled=True)
+
         t = Type(dims, t.partial - {axis})
         return self.add("psum_scatter", (i,), t, together=scattered(axis, k), traced=scatter)
 
@@ -528,7 +562,10 @@ class Generator:
         axis = axes[-1] if not self.errs() else axes[0]
         dims = (*t.dims[:k], Dim(t.dims[k].size, tuple(a for a in axes if a != axis)), *t.dims[k + 1 :])
         gathered = reduced(axis, lambda x: np.concatenate(x, axis=k))
-        gather = lambda x: lax.all_gather(x, axis, axis=k, tiled=True)
+
+        def gather(x):
+            return lax.all_gather(x, axis, axis=k, tiled=True)
+
         return self.add("all_gather", (i,), t._replace(dims=dims), together=gathered, traced=gather)
 
     def make_exchange(self):
@@ -541,7 +578,10 @@ class Generator:
         dims = list(t.dims)
         dims[j] = Dim(dims[j].size, dims[j].axes[:-1])
         dims[s] = Dim(dims[s].size, (*dims[s].axes, axis))
-        swap = lambda x: lax.all_to_all(x, axis, split_axis=s, concat_axis=j, tiled=True)
+
+        def swap(x):
+            return lax.all_to_all(x, axis, split_axis=s, concat_axis=j, tiled=True)
+
         return self.add("all_to_all", (i,), t._replace(dims=tuple(dims)), together=exchanged(axis, s, j), traced=swap)
 
     def make_own_block(self):
@@ -593,7 +633,10 @@ def outcome(program: Program, mesh: tuple[int, ...]) -> Outcome | None:
     except (ValueError, IndexError, FloatingPointError, ZeroDivisionError):
         return None
     same = meant.shape == tuple(d.size for d in program.result.dims)
-    close = lambda x, y: x.shape == y.shape and np.allclose(x, y, rtol=1e-6, atol=1e-6 * np.abs(meant).max())
+
+    def close(x, y):
+        return x.shape == y.shape and np.allclose(x, y, rtol=1e-6, atol=1e-6 * np.abs(meant).max())
+
     for x, device in zip(found, devices_of(sizes), strict=True):
         same = same and close(x, block(meant, program.result, device))
     try:

@@ -28,7 +28,10 @@ def hunks(recipe: str) -> list[tuple[str, str]]:
     found = []
     for hunk in re.split(r"^@@.*\n", RECIPES[recipe], flags=re.M)[1:]:
         lines = hunk.splitlines(keepends=True)
-        part = lambda signs, lines=lines: "".join(line[1:] for line in lines if line[0] in signs)
+
+        def part(signs, lines=lines):
+            return "".join(line[1:] for line in lines if line[0] in signs)
+
         found.append((part(" -"), part(" +")))
     return found
 

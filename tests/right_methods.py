@@ -272,8 +272,11 @@ def kronecker_factors_solved_for_sharded_columns(g: f32["M F/t"], x: f32["B/d M"
 
 @program
 def conjugate_gradients_to_convergence(a: f32["M/d"], b: f32["M/d"]) -> f32["M/d"]:
-    dot = lambda x, y: lax.psum(jnp.sum(x * y), "d")
-    apply = lambda v: (1 + a * a) * v + 0.1 * a * dot(a, v)
+    def dot(x, y):
+        return lax.psum(jnp.sum(x * y), "d")
+
+    def apply(v):
+        return (1 + a * a) * v + 0.1 * a * dot(a, v)
 
     def step(state):
         x, r, p, rr, i = state
@@ -375,7 +378,8 @@ def tree_flattened_before_one_reduction(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def equilibrium(f, w, x):
-    far = lambda s: (s[1] > 1e-10) & (s[2] < 50)
+    def far(s):
+        return (s[1] > 1e-10) & (s[2] < 50)
 
     def step(s):
         new = f(w, s[0], x)
@@ -401,7 +405,9 @@ equilibrium.defvjp(equilibrium_forward, equilibrium_backward)
 
 @program
 def implicit_gradient_of_an_equilibrium(w: f32["M M"], x: f32["B/d M"]) -> (f32[""], f32["M M"]):
-    layer = lambda w, z, x: jnp.tanh(0.05 * z @ w + x)
+    def layer(w, z, x):
+        return jnp.tanh(0.05 * z @ w + x)
+
     return jax.value_and_grad(lambda w: lax.pmean(jnp.mean(equilibrium(layer, w, x) ** 2), "d"))(w)
 
 
@@ -486,7 +492,10 @@ def decoding_until_all_rows_end(x: f32["B/d M"], w: f32["M M"], table: f32["M V"
 def scan_over_positions_after_an_exchange(x: f32["B L/context F"], a: f32["F"]) -> f32["B L/context F"]:
     x = lax.all_to_all(x, "context", split_axis=2, concat_axis=1, tiled=True)
     a = own(jax.nn.sigmoid(a), "context", x.shape[2])
-    step = lambda h, x: (a * h + x,) * 2
+
+    def step(h, x):
+        return (a * h + x,) * 2
+
     y = lax.scan(step, 0 * x[:, 0], x.swapaxes(0, 1))[1].swapaxes(0, 1)
     return lax.all_to_all(y, "context", split_axis=1, concat_axis=2, tiled=True)
 

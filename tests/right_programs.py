@@ -51,7 +51,9 @@ def token_shift_of_whole_positions(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
 
 @program
 def linear_recurrence_by_associative_scan(a: f32["B/d L F/t"], x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
-    combine = lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1])
+    def combine(left, right):
+        return (left[0] * right[0], right[0] * left[1] + right[1])
+
     return lax.associative_scan(combine, (jax.nn.sigmoid(a), x), axis=1)[1]
 
 
@@ -62,7 +64,9 @@ def image_convolution_with_sharded_filters(x: f32["B/d C H W"], kernel: f32["R/t
 
 @program
 def advantages_by_a_reversed_scan_over_whole_time(deltas: f32["L B/d"]) -> f32["L B/d"]:
-    step = lambda following, delta: (delta + 0.95 * following,) * 2
+    def step(following, delta):
+        return (delta + 0.95 * following,) * 2
+
     return lax.scan(step, 0 * deltas[0], deltas, reverse=True)[1]
 
 
@@ -201,7 +205,10 @@ def gated_feed_forward_by_typed_ops(
     x: f32["B/d M"], gate: f32["M/d F/t"], up: f32["M/d F/t"], down: f32["F/t M/d"]
 ) -> f32["B/d M"]:
     gate, up = (shardops.all_gather("M/d F/t -> M F/t", w) for w in (gate, up))
-    into = lambda w: shardops.einsum_unreduced("B/d M, M F/t -> B/d F/t", shardops.replicate("B/d M -> B/d M *t", x), w)
+
+    def into(w):
+        return shardops.einsum_unreduced("B/d M, M F/t -> B/d F/t", shardops.replicate("B/d M -> B/d M *t", x), w)
+
     hidden = jax.nn.silu(into(gate)) * into(up)
     down = shardops.all_gather("F/t M/d -> F/t M", down)
     return shardops.psum("B/d M +t -> B/d M", shardops.einsum_unreduced("B/d F/t, F/t M -> B/d M +t", hidden, down))
@@ -576,7 +583,10 @@ def ring_of_sums_in_a_loop(x: f32["B/t M"]) -> f32["M"]:
 def scattered(x: jax.Array, w: jax.Array, first: int = 1):
     """The blocks of x w, as a sum of all devices that passes around: the last to add is the one that keeps it."""
     n, me, rows = lax.axis_size("t"), lax.axis_index("t"), x.shape[0] // lax.axis_size("t")
-    term = lambda turn: lax.dynamic_slice_in_dim(x, (me - turn) % n * rows, rows) @ w
+
+    def term(turn):
+        return lax.dynamic_slice_in_dim(x, (me - turn) % n * rows, rows) @ w
+
     total = term(first)
     for turn in range(2, n + 1):
         total = lax.ppermute(total, "t", ring("t")) + term(turn)
@@ -592,7 +602,10 @@ def matmul_scattered_around_a_ring(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t
 def matmul_scattered_in_a_loop_from_zero(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t F"]:
     n, me = lax.axis_size("t"), lax.axis_index("t")
     blocks = x.reshape(n, -1, x.shape[1])
-    add = lambda turn, total: lax.ppermute(total, "t", ring("t")) + blocks[(me - 1 - turn) % n] @ w
+
+    def add(turn, total):
+        return lax.ppermute(total, "t", ring("t")) + blocks[(me - 1 - turn) % n] @ w
+
     return lax.fori_loop(0, n, add, jnp.zeros((blocks.shape[1], w.shape[1])))
 
 

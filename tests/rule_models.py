@@ -43,7 +43,10 @@ class Ruled(train.Llama):
     def layer(self, x, w, tokens, attention):
         if not self.rules:
             return super().layer(x, w, tokens, attention)
-        of_turn = lambda q, k, v, _: attention(q, k, v, self.rules[tokens.index_in_period])
+
+        def of_turn(q, k, v, _):
+            return attention(q, k, v, self.rules[tokens.index_in_period])
+
         return super().layer(x, w, tokens, of_turn)
 
 
@@ -112,8 +115,11 @@ KINDS = {
 def host_weights(name: str):
     """Weights that are far enough from the first ones for texts that are not uniform and heads that differ."""
     rng, table = np.random.default_rng(3), KINDS[name](SIZES).table
+
     # Norms too differ from 1. The gain of 2 on matrices makes some scores large.
-    value = lambda weight: np.float32(rng.normal(weight.mean, 2 * weight.std or 0.1, weight.shape))
+    def value(weight):
+        return np.float32(rng.normal(weight.mean, 2 * weight.std or 0.1, weight.shape))
+
     return jax.tree.map(value, table)
 
 
@@ -122,9 +128,17 @@ def placed_weights(name: str):
     return tiny.place(host_weights(name), KINDS[name].Weights)
 
 
-in_window = lambda i, j: (i >= j) & (i - j < WINDOW)
+def in_window(i, j):
+    return (i >= j) & (i - j < WINDOW)
+
+
 slopes = 2.0 ** (-8 * (np.arange(HEADS)[:, None, None] + 1) / HEADS)
-in_prefix = lambda position: (position[:, :, None] < PREFIX) & (position[:, None, :] < PREFIX)
+
+
+def in_prefix(position):
+    return (position[:, :, None] < PREFIX) & (position[:, None, :] < PREFIX)
+
+
 DENSE = {  # kind: the arguments of dense.logits for it
     "window": {"sees": lambda layer, i, j, position: in_window(i, j)},
     "alibi": {"score": lambda layer, scores, i, j: scores - slopes * (i - j)},

@@ -113,7 +113,10 @@ def partition_spec(t: ArrayType, axes: tuple[str, ...]) -> PartitionSpec:
 
 def specs(program: Program) -> tuple[Any, Any]:
     """in_specs and out_specs of the program."""
-    spec = lambda t: partition_spec(t, program.axes)
+
+    def spec(t):
+        return partition_spec(t, program.axes)
+
     return jax.tree.map(spec, tuple(program.ins.values())), jax.tree.map(spec, program.outs)
 
 
@@ -147,7 +150,10 @@ def traced(program: Program, sizes: tuple[int, ...]) -> jax.extend.core.ClosedJa
     """The jaxpr of one shard_map on a mesh of these sizes. It needs no devices."""
     mesh = abstract_mesh(program, sizes)
     dtypes = {"f32": np.float32, "i32": np.int32, "bool_": np.bool_, "key": jax.eval_shape(jax.random.key, 0).dtype}
-    argument = lambda t, spec: jax.ShapeDtypeStruct(shape_of(t), dtypes[t.dtype], sharding=NamedSharding(mesh, spec))
+
+    def argument(t, spec):
+        return jax.ShapeDtypeStruct(shape_of(t), dtypes[t.dtype], sharding=NamedSharding(mesh, spec))
+
     with jax.sharding.use_abstract_mesh(mesh):
         arguments = jax.tree.map(argument, tuple(program.ins.values()), specs(program)[0])
         return jax.make_jaxpr(mapped(program, mesh))(*arguments)
@@ -157,7 +163,10 @@ def run(program: Program, sizes: tuple[int, ...], seed: int = 0):
     """The program's result on a mesh of these sizes, as global arrays."""
     mesh = jax.make_mesh(sizes, program.axes, axis_types=(AxisType.Explicit,) * len(sizes))
     with jax.set_mesh(mesh):
-        place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+
+        def place(x, spec):
+            return jax.device_put(x, NamedSharding(mesh, spec))
+
         arguments = jax.tree.map(place, tuple(inputs(program, seed)), specs(program)[0])
         return jax.jit(mapped(program, mesh))(*arguments)
 
@@ -171,7 +180,10 @@ def intended(program: Program, seed: int = 0):
 
 def gradient_of(program: Program) -> Program:
     """The gradient, of its float arguments, of a loss that all float results of a program enter. Right if it is."""
-    is_float = lambda tree: {t.dtype for t in jax.tree.leaves(tree)} == {"f32"}
+
+    def is_float(tree):
+        return {t.dtype for t in jax.tree.leaves(tree)} == {"f32"}
+
     chosen = [i for i, t in enumerate(program.ins.values()) if is_float(t)]
     types = jax.tree.leaves(program.outs)
 

@@ -79,7 +79,10 @@ class _Handler(SilentHandler):
         prefix, after = path + query.get("prefix", ""), path + query.get("continuation-token", "")
         found = sorted(key for key in self.server.objects if key.startswith(prefix) and key > after)
         page, more = found[:PAGE], len(found) > PAGE
-        key = lambda name: f"<Contents><Key>{escape(name[len(path) :])}</Key><Size>1</Size></Contents>"
+
+        def key(name):
+            return f"<Contents><Key>{escape(name[len(path) :])}</Key><Size>1</Size></Contents>"
+
         token = f"<NextContinuationToken>{escape(page[-1][len(path) :])}</NextContinuationToken>" if more else ""
         body = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}" + "".join(map(key, page))
         text = f'<?xml version="1.0"?><ListBucketResult>{body}<KeyCount>{len(page)}</KeyCount></ListBucketResult>'

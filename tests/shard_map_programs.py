@@ -88,7 +88,10 @@ def block(x, i: int, axes: Axes, at: Callable = index):
 
 def normalized(d: Draft) -> tuple:
     i, (axes,) = len(d.dims) - 1, d.dims[-1:]
-    by = lambda total: lambda x: x / jnp.sqrt(1 + total(jnp.sum(x * x, i, keepdims=True)))
+
+    def by(total):
+        return lambda x: x / jnp.sqrt(1 + total(jnp.sum(x * x, i, keepdims=True)))
+
     whole = (lambda x: lax.psum(x, axes)) if axes else lambda x: x
     return "norm", by(whole), {"of a block": by(lambda x: x)} if d.live(axes) else {}
 
@@ -109,13 +112,19 @@ def positions(d: Draft) -> tuple:
     i, axes = len(d.dims) - 1, d.dims[-1][:1] if len(d.dims[-1]) < 2 else ()
     if axes != d.dims[-1]:
         return "sin", jnp.sin, {}
-    by = lambda start: lambda x: x * jnp.cos(jnp.arange(x.shape[i]) + start(x.shape[i]) + 0.0)
+
+    def by(start):
+        return lambda x: x * jnp.cos(jnp.arange(x.shape[i]) + start(x.shape[i]) + 0.0)
+
     return "positions", by(lambda n: index(axes) * n), {"of a block": by(lambda n: 0)} if d.live(axes) else {}
 
 
 def centered(d: Draft) -> tuple:
     i, (axes,) = len(d.dims) - 1, d.dims[-1:]
-    by = lambda mean: lambda x: x - mean(jnp.mean(x, i, keepdims=True))
+
+    def by(mean):
+        return lambda x: x - mean(jnp.mean(x, i, keepdims=True))
+
     if not d.live(axes):
         return "centered", by(lambda x: x), {}
     wrong = {"mean of a block": by(lambda x: x), "sum of means": by(lambda x: lax.psum(x, axes))}
@@ -227,7 +236,10 @@ def reduced(d: Draft, mean: bool = False) -> None:
     if fits and not mean and d.rng.random() < 0.4:
         i = d.rng.choice(fits)
         d.dims = [*d.dims[:i], (*d.dims[i], *axes), *d.dims[i + 1 :]]
-        scatter = lambda x: lax.psum_scatter(x, axes, scatter_dimension=i, tiled=True)
+
+        def scatter(x):
+            return lax.psum_scatter(x, axes, scatter_dimension=i, tiled=True)
+
         wrong = {
             "not summed": on_value(lambda x: block(x, i, axes)),
             "times devices": on_value(lambda x: scatter(x) * lax.axis_size(axes)),
@@ -255,7 +267,10 @@ def gathered(d: Draft) -> None:
     i = d.rng.choice(cut)
     axis, n = d.dims[i][-1:], d.mesh[d.dims[i][-1]]
     d.dims = [*d.dims[:i], d.dims[i][:-1], *d.dims[i + 1 :]]
-    whole = lambda x: lax.all_gather(x, axis, axis=i, tiled=True)
+
+    def whole(x):
+        return lax.all_gather(x, axis, axis=i, tiled=True)
+
     wrong = {
         "copies": lambda x: jnp.concatenate([x] * lax.axis_size(axis), i),
         "turned": lambda x: jnp.roll(whole(x), x.shape[i], i),
@@ -336,7 +351,10 @@ class Program:
     def differs(self, transform: Callable) -> bool:
         """True if it computes something else on its mesh than on one device."""
         ours, theirs = (self.results(transform, is_one) for is_one in (False, True))
-        close = lambda a, b: a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-4 * max(1, np.abs(b).max()))
+
+        def close(a, b):
+            return a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-4 * max(1, np.abs(b).max()))
+
         return len(ours) != len(theirs) or not all(map(close, ours, theirs))
 
 
@@ -370,7 +388,10 @@ def _other_specs(d: Draft) -> list[P]:
         others = [axes[::-1], axes[:-1], axes[1:], (*axes, *d.free()[:1])]
         found += [[*own[:i], other, *own[i + 1 :]] for other in others]
     found += [own[::-1], [own[-1], *own[:-1]]] if own else []
-    live = lambda dims: list(map(d.live, dims))
+
+    def live(dims):
+        return list(map(d.live, dims))
+
     return [P(*(axes or None for axes in dims)) for dims in found if live(dims) != live(own)]
 
 

@@ -140,7 +140,10 @@ def place_batch(c: Config, batch: TokenBatch | None = None) -> TokenBatch:
 def weights(c: ModelConfig) -> train.Transformer:
     """Fresh weights on the mesh in force, with norm weights that differ from one."""
     w = jax.jit(lambda key: initialize(train.Llama(c).table, key))(jax.random.key(7))
-    wobble = lambda x: x * (1 + 0.1 * np.cos(np.arange(x.size).reshape(x.shape)).astype(np.float32))
+
+    def wobble(x):
+        return x * (1 + 0.1 * np.cos(np.arange(x.size).reshape(x.shape)).astype(np.float32))
+
     w.final_norm = jax.device_put(wobble(np.asarray(w.final_norm)), w.final_norm.sharding)
     for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm"):
         norm = getattr(w.layers, name)

@@ -176,32 +176,44 @@ def slice_of_a_gathered_weight(w: f32["M/d N"]) -> f32["R/d N"]:
 
 @program
 def early_exit_when_local_rows_are_sure(x: f32["B/d M"]) -> f32["B/d M"]:
-    unsure = lambda state: (state[0] < 9) & (jnp.max(state[1]) < 4.0)
-    step = lambda state: (state[0] + 1, 1.2 * state[1])
+    def unsure(state):
+        return (state[0] < 9) & (jnp.max(state[1]) < 4.0)
+
+    def step(state):
+        return (state[0] + 1, 1.2 * state[1])
+
     return lax.while_loop(unsure, step, (0, x))[1]
 
 
 @program(hangs=True)
 def collective_beneath_a_local_branch(x: f32["B/d M"]) -> f32["M"]:
-    total = lambda x: lax.psum(jnp.sum(x, axis=0), "d")
+    def total(x):
+        return lax.psum(jnp.sum(x, axis=0), "d")
+
     return lax.cond(jnp.sum(x) > 0, total, lambda x: jnp.zeros(x.shape[1]), x)
 
 
 @program(hangs=True)
 def exchange_on_the_first_device_alone(x: f32["B/d M"]) -> f32["B/d M"]:
-    exchange = lambda x: lax.ppermute(x, "d", [(0, 1), (1, 0)])
+    def exchange(x):
+        return lax.ppermute(x, "d", [(0, 1), (1, 0)])
+
     return lax.cond(lax.axis_index("d") == 0, exchange, lambda x: x, x)
 
 
 @program(hangs=True)
 def gather_in_one_branch_of_a_switch(x: f32["B/d M"]) -> f32["B/d M"]:
-    gathered = lambda x: x + lax.all_gather(x, "d", tiled=True).mean(axis=0)
+    def gathered(x):
+        return x + lax.all_gather(x, "d", tiled=True).mean(axis=0)
+
     return lax.switch(jnp.argmax(x[0]) % 2, [lambda x: x, gathered], x)
 
 
 @program(hangs=True)
 def predicate_with_a_collective_of_a_local_loop(x: f32["B/d M"]) -> f32["B/d M"]:
-    running = lambda x: (lax.pmax(jnp.max(x), "t") > 1.0) & (jnp.max(x) > 1.0)
+    def running(x):
+        return (lax.pmax(jnp.max(x), "t") > 1.0) & (jnp.max(x) > 1.0)
+
     return lax.while_loop(running, lambda x: 0.5 * x, x)
 
 
@@ -246,7 +258,10 @@ def outer_product_summed_over_one_axis(x: f32["L/t"], y: f32["S/t"]) -> f32[""]:
 TABLES = {n: np.linspace(0.0, n, 16, dtype=np.float32) for n in (1, 2, 4)}
 
 
-by_rbg = lambda row: jax.random.uniform(jax.random.fold_in(jax.random.key(0, impl="rbg"), row))
+def by_rbg(row):
+    return jax.random.uniform(jax.random.fold_in(jax.random.key(0, impl="rbg"), row))
+
+
 KEYS = [jax.random.key(i) for i in range(5)]
 
 
@@ -502,7 +517,9 @@ def index_of_a_device_in_either_branch(x: f32["M"], i: i32["4"]) -> f32["M"]:
 
 @program(vma=False)
 def reversed_on_several_devices(x: f32["L M"]) -> f32["L M"]:
-    step = lambda total, x: (total + x, total + x)
+    def step(total, x):
+        return (total + x, total + x)
+
     return lax.scan(step, 0 * x[0], x, reverse=lax.axis_size("t") > 1)[1]
 
 

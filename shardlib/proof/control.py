@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jax import core
 
@@ -16,11 +16,24 @@ from shardlib.equations import (
     split_scan,
     split_while,
 )
+from shardlib.proof.alignment import Aligned
 from shardlib.proof.domain import UNIFORM, Dim, Unprovable, Value, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
 
-if TYPE_CHECKING:
-    from shardlib.proof.interpreter import Interpreter
+
+class _Interpreter(Protocol):
+    """What the rules of this module use of interpreter.Interpreter, which documents it."""
+
+    is_unchecked: bool
+    problems: dict[Any, Unprovable]
+
+    def run(
+        self, jaxpr: object, twin: object, args: list[Value], known: Aligned | None = None
+    ) -> list[Value]: ...
+
+    def explain(self, eq: Equation, refusal: Refused) -> Unprovable: ...
+
+    def unprovable(self, eq: Equation, reason: Unprovable) -> list[Value]: ...
 
 
 def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
@@ -64,7 +77,7 @@ def anonymous(value: Value) -> Value:
 
 
 def _fixed_point(
-    interpreter: "Interpreter", eq: Equation, carry: list[Value], body: Any
+    interpreter: _Interpreter, eq: Equation, carry: list[Value], body: Any
 ) -> list[Value]:
     """The facts about carried values that an iteration of a loop preserves."""
     carry = [anonymous(value) for value in carry]
@@ -104,7 +117,7 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
     return rows if axes and not _collectives(axes, eq.params["jaxpr"]) else None
 
 
-def _total(interpreter: "Interpreter", eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
+def _total(interpreter: _Interpreter, eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
     """The sum of what a loop adds to `start` for each of a device's own rows."""
     if start.unprovable or row.unprovable:
         return start if start.unprovable else row
@@ -120,7 +133,7 @@ def _total(interpreter: "Interpreter", eq: Equation, start: Value, row: Value, r
         return Value(row.dims, unprovable=interpreter.explain(eq, refusal))
 
 
-def _of_turn(interpreter: "Interpreter", eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
+def _of_turn(interpreter: _Interpreter, eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
     """What a loop iterates over, or returns per iteration, with other dims.
 
     It is unprovable if `demand` refuses it.
@@ -134,7 +147,7 @@ def _of_turn(interpreter: "Interpreter", eq: Equation, x: Value, dims: tuple, de
         return Value(dims, unprovable=interpreter.explain(eq, refusal))
 
 
-def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
+def _scan(interpreter: _Interpreter, eq: Equation) -> list[Value]:
     first, carry, xs = split_scan(eq.eqn, eq.ins)
     carried = len(carry)
     twin, rows = eq.twin.params["jaxpr"], _own_rows(eq, xs)
@@ -191,7 +204,7 @@ def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
 
 
 def _under_predicate(
-    interpreter: "Interpreter", eq: Equation, predicate: Value, var: Atom, bodies: Any
+    interpreter: _Interpreter, eq: Equation, predicate: Value, var: Atom, bodies: Any
 ) -> Unprovable | None:
     """Why results that depend on a predicate are unknown; None if they are not.
 
@@ -214,7 +227,7 @@ def _under_predicate(
     return predicate.unprovable or interpreter.explain(eq, Refused(problem, remedy))
 
 
-def _while(interpreter: "Interpreter", eq: Equation) -> list[Value]:
+def _while(interpreter: _Interpreter, eq: Equation) -> list[Value]:
     of_cond, of_body, carry = split_while(eq.eqn, eq.ins)
     test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
     twin_test, twin_body = eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]
@@ -230,7 +243,7 @@ def _while(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     return carry
 
 
-def _cond(interpreter: "Interpreter", eq: Equation) -> list[Value]:
+def _cond(interpreter: _Interpreter, eq: Equation) -> list[Value]:
     which, *args = eq.ins
     branches = eq.params["branches"]
     twins = eq.twin.params["branches"]
@@ -250,7 +263,7 @@ def _cond(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     return result
 
 
-def _linear_solve(interpreter: "Interpreter", eq: Equation) -> list[Value]:
+def _linear_solve(interpreter: _Interpreter, eq: Equation) -> list[Value]:
     """Follows the function that solves; the others are for derivatives, in which JAX calls them."""
     names, counts = zip(*eq.params["const_lengths"]._asdict().items(), strict=True)
     start = sum(counts[: names.index("solve")])

@@ -88,7 +88,10 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
     if not all(pattern.causal for pattern in patterns if isinstance(pattern, AttentionMask)):
         return "the model's attention mask says causal=False"
     settings = step.model.c, checked[0].c.training, step.c.optimizer, context, devices_of(step.mesh)
-    key = lambda: (*(each.digest for each in checked), "causality", settings)
+
+    def key():
+        return (*(each.digest for each in checked), "causality", settings)
+
     try:
         refuse(lambda: list(dict.fromkeys(_findings(checked))), source, key)
     except Unproved as why:
@@ -196,7 +199,10 @@ def _first_problem(program: ClosedJaxpr, runs: list, unknown: Set[int] = frozens
 def _runs(step: Step) -> Iterator[dict[str, Any]]:
     """Arguments of find_later: for later tokens, for tokens of other documents, and for where later documents begin."""
     (rows, length), sampled = step.size, step.name == "logits"
-    is_batch = lambda x: isinstance(x, TokenBatch)
+
+    def is_batch(x):
+        return isinstance(x, TokenBatch)
+
     parts = jax.tree.leaves(step.traced.args_info[0], is_leaf=is_batch)
     (batch,) = filter(is_batch, parts)
     until, place, shape = length // 2, np.arange(length), batch.targets.shape

@@ -17,9 +17,9 @@ from shardwright.inspect.soundness import check_steps, devices_of
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.run.background import FAILURES, run_at_low_priority
 from shardwright.run.best_effort import in_a_line
+from shardwright.run.printing import log
 from shardwright.run.provenance import keep_result, read_by
 from shardwright.run.reference import check_paths_with_reference
-from shardwright.run.report import log
 from shardwright.run.step import Step
 from shardwright.run.stores import in_all_processes
 

@@ -20,7 +20,8 @@ from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import Facts, PlannedStep, mesh_for, step_of
 from shardwright.modeling.model import LanguageModel, load_model
 from shardwright.run.best_effort import best_effort, in_a_line
-from shardwright.run.config import Config, check_config, check_divides
+from shardwright.run.checks import check_config
+from shardwright.run.config import Config, check_divides
 from shardwright.run.files import write_json
 from shardwright.run.flops import attended_keys, flops_of_model
 from shardwright.run.stages import training_table

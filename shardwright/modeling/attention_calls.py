@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,6 @@ from shardwright.modeling.masks import AttentionMask, Positions, same_document
 from shardwright.modeling.model import Tokens, act, compute_scope, inputs_of, period_of
 from shardwright.modeling.splash import LANES
 from shardwright.modeling.weights import shapes_of
-
-if TYPE_CHECKING:
-    from shardwright.run.config import Config
 
 TOLERANCE = {"bf16": 2**-4, "f32": 2**-12}
 """Largest difference of two implementations, over the largest entry: 4x what rounding causes on random tokens."""
@@ -62,7 +59,9 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
         sequences: sequences of a microbatch, over all devices; each device has at least one.
     """
     model, calls = forward.model, []
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def note(place, q, k, v, pattern, *learned, sinks=None, drop=None):
         calls.append(Call(place, pattern, shape(q), *jax.tree.map(shape, (learned, sinks)), dropout=drop is not None))
@@ -108,17 +107,6 @@ def describe_attention(step: Any) -> list[str]:
         layer = f"layer {call.place} of {period}: " if period > 1 else ""
         lines.append(f"{path_of(forward, call)}; {layer}{mask_of(forward, call)}")
     return lines
-
-
-def check_deterministic(c: "Config", described: list[str]) -> None:
-    """Raises ValueError if hardware.deterministic is set and `described`, from describe_attention, rules it out."""
-    copies = c.training.unroll != 1 or c.training.side_by_side > 1 or len(described) > 1 or c.mesh.p != 1
-    if c.hardware.deterministic and copies and any(line.startswith("cudnn") for line in described):
-        raise ValueError(
-            "hardware.deterministic=true with several calls of cuDNN attention in one program, which XLA compiles but "
-            "cannot run (openxla/xla #46500). Set training.attention=triton or blockwise or, with mesh.p=1 and layers "
-            "of one kind, training.unroll=1."
-        )
 
 
 def mask_of(forward: Forward, call: Call) -> AttentionMask:
@@ -228,7 +216,10 @@ def _operands(call: Call, length: int) -> tuple[Any, ...]:
     keys = [jax.random.fold_in(jax.random.key(i), own * shardops.axis_index("c")) for i, own in enumerate(is_own)]
     # Large enough that some weights are near 1: a pair that only one implementation sees is then not lost among others.
     drawn = [2 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
-    dtype = lambda x: act.dtype if x.dtype == call.q.dtype else x.dtype
+
+    def dtype(x):
+        return act.dtype if x.dtype == call.q.dtype else x.dtype
+
     return structure.unflatten([value.astype(dtype(x)) for value, x in zip(drawn, leaves, strict=True)])
 
 

@@ -192,7 +192,10 @@ KERNEL_OF = {"cudnn": cudnn, "triton": triton, "splash": splash}
 
 def _masked(pattern: AttentionMask) -> tuple:
     """Conditions that become a mask for cuDNN, which only knows a window if attention is also causal."""
-    known = lambda condition: condition is causal or (isinstance(condition, Window) and causal in pattern.mask_mod)
+
+    def known(condition):
+        return condition is causal or (isinstance(condition, Window) and causal in pattern.mask_mod)
+
     return tuple(condition for condition in pattern.mask_mod if not known(condition))
 
 

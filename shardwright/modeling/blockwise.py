@@ -101,11 +101,16 @@ def in_blocks(
     largest = block or BLOCKS.get(target_device().platform, BLOCK)
     chunks = 1 + ring  # each with its own blocks: in zigzag order the chunks are not neighbors
     blocks, of_keys = (chunks * -(-x.shape[1] // (largest * chunks)) for x in (q, k))
-    of = lambda positions, blocks: jax.tree.map(lambda x: _padded(x, blocks), positions)
-    keys = _padded(k, of_keys), _padded(v, of_keys), of(k_positions, of_keys)
+
+    def pad_positions(positions: Positions, blocks: int) -> Positions:
+        return jax.tree.map(lambda x: _padded(x, blocks), positions)
+
+    keys = _padded(k, of_keys), _padded(v, of_keys), pad_positions(k_positions, of_keys)
     task = _Task(blocks, of_keys, k.shape[1], pattern, ring, PIPELINE_AXIS in stage_axes())
     attend: Any = _attend  # custom_vjp hides its type
-    return attend(task, _padded(q, blocks), *keys, sinks, learned, of(q_positions, blocks), heads)[:, : q.shape[1]]
+    return attend(task, _padded(q, blocks), *keys, sinks, learned, pad_positions(q_positions, blocks), heads)[
+        :, : q.shape[1]
+    ]
 
 
 def _padded(x: jax.Array, blocks: int) -> jax.Array:
@@ -164,7 +169,10 @@ def _scores(task: _Task, q, keys: _Keys, j, q_positions, heads, learned):
     k_positions = jax.tree.map(lambda x: x[j], keys.positions)
     products = jnp.einsum("bkqld,bksd->bkqls", q, keys.k[j], preferred_element_type=wide)
     positions = q_positions.as_queries(), k_positions.as_keys()
-    change = lambda products, learned: task.pattern.changed(products, q.shape[-1], *positions, heads, learned)
+
+    def change(products, learned):
+        return task.pattern.changed(products, q.shape[-1], *positions, heads, learned)
+
     scores, gradients = jax.vjp(change, products, learned)
     return jnp.where(_sees(task, q_positions, k_positions, j), scores, -jnp.inf), gradients
 
@@ -181,8 +189,12 @@ def _in_turns(
         return step(keys, carry, gradients, is_last=True)
     n = shardops.axis_size("c")
     pairs = [(i, (i + 1) % n) for i in range(n)]
-    onward = lambda tree: jax.tree.map(lambda x: permuted(x, "c", pairs, task.in_stage), tree)
-    next_keys = lambda of: _Keys(onward(of.k), onward(of.v), Positions(*onward(jnp.stack(of.positions))))
+
+    def onward(tree):
+        return jax.tree.map(lambda x: permuted(x, "c", pairs, task.in_stage), tree)
+
+    def next_keys(of):
+        return _Keys(onward(of.k), onward(of.v), Positions(*onward(jnp.stack(of.positions))))
 
     def turn(keys, carry, gradients, is_last):
         carry, own = step(keys, carry, jax.tree.map(jnp.zeros_like, gradients), is_last)
@@ -191,7 +203,10 @@ def _in_turns(
     first = bool(gradients) and n > 1  # a turn in which none arrive
     if first:
         (carry, gradients), keys = step(keys, carry, gradients, is_last=False), next_keys(keys)
-    later = lambda _, state: (next_keys(state[0]), *turn(*state, is_last=False))
+
+    def later(_, state):
+        return (next_keys(state[0]), *turn(*state, is_last=False))
+
     keys, carry, gradients = lax.fori_loop(int(first), n - 1, later, (keys, carry, gradients))
     carry, gradients = turn(keys, carry, gradients, is_last=True)
     return carry, onward(gradients)
@@ -239,7 +254,9 @@ def _attend_backward(task: _Task, saved, g):
     queries, outs, gs = (_cut(x, blocks=task.blocks) for x in (q, out, g))
     per_block = queries, _cut_positions(q_positions, task.blocks), outs, log_normalizer, gs
     einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
-    add = lambda total, j, x: lax.dynamic_update_index_in_dim(total, total[j] + x, j, 0)
+
+    def add(total, j, x):
+        return lax.dynamic_update_index_in_dim(total, total[j] + x, j, 0)
 
     def step(keys: _Keys, carry, gradients, is_last):
         def of_queries(carry, of_block):
@@ -272,11 +289,16 @@ def _attend_backward(task: _Task, saved, g):
         (dk, dv, *rest), dq = lax.scan(of_queries, (*gradients, *rest), (per_block, dq))
         return (dq, *rest), (dk, dv)
 
-    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, wide)), tree)
+    def zeros(tree):
+        return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, wide)), tree)
+
     keys = _cut_keys(task, k, v, k_positions)
     start = zeros(queries) if task.ring else None, *zeros((learned, sinks))
     (dq, d_learned, d_sinks), (dk, dv) = _in_turns(task, keys, start, step, zeros((keys.k, keys.v)))
-    like = lambda gradients, x: jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, x)
+
+    def like(gradients, x):
+        return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, x)
+
     kv = like(_join(dk), k), like(_join(dv), v)
     return _join(dq), *kv, None, like(d_sinks, sinks), like(d_learned, learned), None, None
 

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,13 @@ from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import note_call, planned_kernel
 
-if TYPE_CHECKING:
-    from shardwright.run.config import TrainingConfig
+
+class AttentionSettings(Protocol):
+    """Settings of the section `training` that decide how attention is computed."""
+
+    attention: str
+    attention_block: int | None
+    context: str
 
 
 def whole(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
@@ -159,12 +164,12 @@ STRATEGIES: dict[str, Callable] = {"whole": whole, "gather": gather, "ring": rin
 """Strategies by name: `whole` on a mesh without c, the others of training.context."""
 
 
-def way_of(training: "TrainingConfig") -> str:
+def way_of(training: AttentionSettings) -> str:
     """Name of the strategy of a run on the current mesh."""
     return training.context if planned_devices("c") > 1 or "c" in mesh_axes() else "whole"
 
 
-def strategy(training: "TrainingConfig", q: object, learned: tuple, dropout: bool) -> Callable:
+def strategy(training: AttentionSettings, q: object, learned: tuple, dropout: bool) -> Callable:
     """The strategy of a run on the current mesh. Raises ValueError if it cannot compute this."""
     if (how := way_of(training)) != "whole":
         _check(how, training.attention, q, learned, dropout)

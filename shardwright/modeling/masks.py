@@ -171,7 +171,9 @@ class AttentionMask:
         return found
 
     def __str__(self) -> str:
-        name = lambda function: getattr(function, "__name__", None) or str(function)
+        def name(function):
+            return getattr(function, "__name__", None) or str(function)
+
         parts = [name(condition) for condition in self.mask_mod] or ["all"]
         parts += [f"score {name(self.score_mod)}"] if self.score_mod else []
         parts += [f"scale {self.scale:g}"] if self.scale is not None else []

@@ -129,7 +129,10 @@ class Tokens:
 
     def in_layer(self, index: jax.Array, index_in_period: int) -> Self:
         """The tokens in layer `index`, at `index_in_period` in its period, with the layer's own random keys."""
-        of_layer = lambda key: jax.random.fold_in(key, index)
+
+        def of_layer(key):
+            return jax.random.fold_in(key, index)
+
         keys = None if self.keys is None else jax.vmap(of_layer)(self.keys)
         return dataclasses.replace(self, keys=keys, layer=index, index_in_period=index_in_period)
 

@@ -77,7 +77,10 @@ def _kernel_forward(call: tuple[float, str], q: jax.Array, k: jax.Array, v: jax.
 def _kernel_backward(call: tuple[float, str], kept: tuple, g: object) -> tuple:
     # Before jax 0.12 cuDNN's kernel also writes the mask's gradient. Nothing reads it; the barrier keeps it traced.
     count = 4 if call[1] == "cudnn" and kept[3] is not None and jax.__version_info__ < (0, 12) else 3
-    gradients = lambda *args, all: [x + all.astype(x.dtype) for x in args[:count]]
+
+    def gradients(*args, all):
+        return [x + all.astype(x.dtype) for x in args[:count]]
+
     # blockwise sums these gradients in f32, in its loops.
     sums = [jnp.zeros_like(x, jnp.float32) for x in kept[1:3]] if call[1] == "blockwise" else []
     return *jax.lax.optimization_barrier(_called(call[0], gradients, *kept, g, *alike(*sums)))[:3], None

@@ -43,7 +43,10 @@ def rope_frequencies(c: ModelConfig) -> np.ndarray:
         turns = scaling.original_length * frequencies / (2 * math.pi)  # in the sequences of the original training
         kept = np.clip((turns - low) / (high - low), 0, 1)
     else:
-        pair_of = lambda turns: math.log(scaling.original_length / (2 * math.pi * turns), c.rope_base) * c.d_head / 2
+
+        def pair_of(turns):
+            return math.log(scaling.original_length / (2 * math.pi * turns), c.rope_base) * c.d_head / 2
+
         first, last = pair_of(high), pair_of(low)
         first, last = (math.floor(first), math.ceil(last)) if scaling.truncate else (first, last)
         first, last = max(first, 0), min(last, c.d_head - 1)

@@ -85,8 +85,11 @@ def _unchecked(fn: Callable[..., Any], *args: object) -> Any:
 
     All axes are manual already, so this `shard_map` cuts nothing.
     """
+
     # Results of operations in there vary over no axes, like the kernel's. Its arguments must be such results too.
-    alike = lambda tree: jax.tree.map(lambda x: jnp.squeeze(jnp.expand_dims(x, 0), 0), tree)
+    def alike(tree):
+        return jax.tree.map(lambda x: jnp.squeeze(jnp.expand_dims(x, 0), 0), tree)
+
     within = jax.shard_map(lambda args: fn(*alike(args)), in_specs=(P(),), out_specs=P(), check_vma=False)
     axes = {axis for x in jax.tree.leaves(args) for axis in jax.typeof(x).manual_axis_type.varying}
     return jax.tree.map(lambda x: varying(x, axes), within(args))
@@ -102,7 +105,10 @@ def by_kernel(kernel: Callable[..., Any], marks: bool, *given: jax.Array) -> jax
 def _forward(kernel: Callable[..., Any], marks: bool, *given: jax.Array) -> tuple:
     def run(q, k, v, document):
         out, vjp = jax.vjp(lambda q, k, v: kernel(q, k, v, document), q, k, v)
-        is_given = lambda x: any(x is y for y in (q, k, v, document))
+
+        def is_given(x):
+            return any(x is y for y in (q, k, v, document))
+
         return out, jax.tree.map(lambda x: x if marks or is_given(x) else save_for_backward(x), vjp)
 
     return _unchecked(run, *given)

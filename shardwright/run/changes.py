@@ -9,19 +9,17 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
 from shardwright.data.loader import Loader, batch_of, make_loader, steps_for
+from shardwright.run.config import Config
 from shardwright.run.files import literal
 from shardwright.settings.composing import wrong_setting
 from shardwright.settings.differences import flat
-
-if TYPE_CHECKING:
-    from shardwright.run.config import Config
 
 MAY_CHANGE = (
     *(f"training.{name}" for name in ("seq_len", "batch_size", "microbatches", "side_by_side", "loss_chunk")),
@@ -63,7 +61,7 @@ def settings_at(config: dict, step: int) -> dict:
     return found
 
 
-def config_at(c: "Config", step: int) -> Any:
+def config_at(c: Config, step: int) -> Any:
     """Applies the changes up to `step` to a Config. Raises ValueError for a value of the wrong type."""
     if not c.training.changes:
         return c
@@ -83,7 +81,7 @@ def check_number(changes: Sequence[Any]) -> None:
         raise ValueError(f"training.changes has {len(changes):,} entries; leave at most {MOST_CHANGES}.")
 
 
-def check_changes(c: "Config", check: Callable[[Any], None]) -> None:
+def check_changes(c: Config, check: Callable[[Any], None]) -> None:
     """Raises ValueError for an invalid entry of training.changes, or one whose settings `check` rejects."""
     check_number(c.training.changes)
     for i, (before, change) in enumerate(itertools.pairwise([{"step": 0}, *c.training.changes])):
@@ -105,7 +103,7 @@ def check_changes(c: "Config", check: Callable[[Any], None]) -> None:
             raise ValueError(f"training.changes, after step {first}: {error}") from None
 
 
-def described_change(c: "Config", first: int) -> str:
+def described_change(c: Config, first: int) -> str:
     """Describes the settings that change at step `first`, as `name old -> new`."""
     whole = dataclasses.asdict(c)
     before, now = (flat(settings_at(whole, step)) for step in (first - 1, first))
@@ -113,7 +111,7 @@ def described_change(c: "Config", first: int) -> str:
     return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in differing)
 
 
-def _phases(c: "Config") -> Iterator[tuple[int, Any, int]]:
+def _phases(c: Config) -> Iterator[tuple[int, Any, int]]:
     """Yields (first step, end step, tokens per step) of each phase with constant settings."""
     ends: list[Any] = [*firsts(c), math.inf]
     for first, end in itertools.pairwise(ends):
@@ -121,12 +119,12 @@ def _phases(c: "Config") -> Iterator[tuple[int, Any, int]]:
         yield first, end, t.batch_size * t.seq_len
 
 
-def tokens_before(c: "Config", step: int) -> int:
+def tokens_before(c: Config, step: int) -> int:
     """Counts the tokens of all batches before a step."""
     return sum(max(0, min(end, step) - first) * each for first, end, each in _phases(c))
 
 
-def steps_of(c: "Config", tokens: int) -> int:
+def steps_of(c: Config, tokens: int) -> int:
     """Counts the steps that `tokens` tokens are enough for."""
     steps = 0
     for first, end, each in _phases(c):
@@ -137,7 +135,7 @@ def steps_of(c: "Config", tokens: int) -> int:
     return steps
 
 
-def total_steps(c: "Config", loader: Loader) -> int:
+def total_steps(c: Config, loader: Loader) -> int:
     """Computes the number of steps of a run with this loader. Raises ValueError as steps_for does."""
     t = c.training
     length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
@@ -146,13 +144,16 @@ def total_steps(c: "Config", loader: Loader) -> int:
     return steps_for(loader, **length, skip_steps=c.data.skip_steps)
 
 
-def loader_at(c: "Config", step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None) -> Loader:
+def loader_at(c: Config, step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None) -> Loader:
     """Makes the loader for the training batch of a step. It continues in the data where the phase before ended.
 
     `state` is the loader state in the checkpoint of `step`. Raises ValueError as make_loader does.
     """
     settings = [(first, config_at(c, first)) for first in firsts(c) if first <= step]
-    of_batches = lambda x: (x[1].data, x[1].training.batch_size, x[1].training.seq_len)
+
+    def of_batches(x):
+        return (x[1].data, x[1].training.batch_size, x[1].training.seq_len)
+
     groups = [[*group] for _, group in itertools.groupby(settings, of_batches)]
     phases = [(group[0][0], group[-1][1]) for group in groups]  # microbatches are parts of the same batch
     saved = max(first for first, _ in phases if first < step or first == 0)

@@ -167,8 +167,13 @@ def gather_small(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
     Otherwise even the norms of a model would take one file per device. All processes call this.
     """
-    shard_bytes = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    is_small = lambda x: shard_bytes(x) < SMALL_BYTES and x.nbytes <= MOST_GATHERED and not x.is_fully_replicated
+
+    def shard_bytes(x):
+        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    def is_small(x):
+        return shard_bytes(x) < SMALL_BYTES and x.nbytes <= MOST_GATHERED and not x.is_fully_replicated
+
     small: dict[str, Any] = {k: x for k, x in leaves.items() if is_small(x)}
     return leaves | {k: jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec())) for k, x in small.items()}
 
@@ -262,7 +267,10 @@ def read_arrays(
     in_parallel(jobs)
     arrays = []
     for leaf, of_leaf in zip(like.values(), shards, strict=True):
-        shard = lambda index, of_leaf=of_leaf: of_leaf[str(index)]
+
+        def shard(index, of_leaf=of_leaf):
+            return of_leaf[str(index)]
+
         arrays.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, shard))
     return arrays
 

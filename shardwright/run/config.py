@@ -5,32 +5,21 @@ The configuration of a run must set each field that has no default. The other se
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-from hydra.core.config_store import ConfigStore
 from jax.sharding import AbstractMesh
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.array_types import arrays_in
 from shardlib.axes import PIPELINE_AXIS, axes_of_mesh, mesh_text
-from shardlib.schedules import schedule_of
-from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
-from shardwright.data.checks import above_0, at_least_0, at_least_1, check_choice, check_range, check_ranges, within
+from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig
+from shardwright.data.checks import above_0, at_least_0, at_least_1, within
 from shardwright.data.loader import DataConfig
-from shardwright.jax_extra import KEPT
-from shardwright.modeling.attention_paths import PATHS
-from shardwright.modeling.context import STRATEGIES
-from shardwright.modeling.model import COMPUTE_DTYPES, load_model, module_of
-from shardwright.optimizers.config import OptimizerConfig, check_optimizer
-from shardwright.run.changes import check_changes
-from shardwright.run.trackers import TrackersConfig, check_trackers
-from shardwright.settings.composing import register_shipped, wrong_setting
-from shardwright.settings.differences import flat
+from shardwright.modeling.model import load_model
+from shardwright.optimizers.config import OptimizerConfig
+from shardwright.run.trackers import TrackersConfig
 
 
 @dataclasses.dataclass
@@ -213,120 +202,6 @@ class Config:
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     trackers: TrackersConfig = dataclasses.field(default_factory=TrackersConfig)
-
-
-def register_schema() -> None:
-    """Registers the types of all fields with Hydra. Required fields have no value until overrides set them."""
-    register_shipped()
-    schema = OmegaConf.structured(Config)
-    for section in dataclasses.fields(Config):
-        if section.name != "model":
-            schema[section.name] = OmegaConf.structured(section.type)
-    # The model's fields are known only after Hydra's composition has chosen its module: see to_config.
-    schema.model = OmegaConf.create({"module": "train"}, flags={"struct": False})
-    ConfigStore.instance().store(name="config_schema", node=schema)
-
-
-def to_config(composed: DictConfig) -> Config:
-    """Converts what Hydra composed to a typed and checked Config, with the model's own ModelConfig.
-
-    Raises ValueError for a setting that is missing, unknown, or out of range.
-    """
-    config = composed.copy()
-    name = config.model.module
-    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"model.module is {name!r}; give the name of a Python module, such as train or gpt2.")
-    module = module_of(name)
-    try:
-        config.model = OmegaConf.merge(OmegaConf.structured(module.ModelConfig), config.model)
-    except OmegaConfBaseException as error:
-        raise ValueError(wrong_setting(module.ModelConfig, error, prefix="model.")) from None
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>, or a group that sets it.")
-    c: Any = OmegaConf.to_object(config)
-    if c.optimizer.base is not None:
-        c.optimizer.base = _checked_base(c)
-    check_config(c)
-    return c
-
-
-def _checked_base(c: Config) -> dict[str, Any]:
-    """Converts optimizer.base to the types of the model's settings. Raises ValueError for a wrong or unknown one."""
-    base = c.optimizer.base
-    if not isinstance(base, dict):
-        raise ValueError(f"optimizer.base is {base!r}; give settings of the model: 'optimizer.base={{d_model: 64}}'.")
-    try:
-        model: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(c.model), base))
-    except OmegaConfBaseException as error:
-        raise ValueError(wrong_setting(type(c.model), error, prefix="optimizer.base.")) from None
-    for name in ("module", "vocab", "bos_id", "experts"):
-        if name in base and base[name] != getattr(c.model, name):
-            raise ValueError(f"optimizer.base has {name}, with which nothing is scaled; leave it out.")
-    if c.optimizer.parametrization == "completep" and "layers" not in base:
-        raise ValueError("optimizer.base has no layers, which completep scales with; add them, or use mup.")
-    check_ranges("optimizer.base", model)
-    return {name: getattr(model, name) for name in base}
-
-
-def check_config(c: Config) -> None:
-    """Raises ValueError for a setting that is out of range."""
-    for section in dataclasses.fields(c):
-        check_ranges(section.name, getattr(c, section.name))
-    check_range("model.vocab", c.model.vocab)
-    check_range("model.layers", c.model.layers, 1, 2**16)
-    check_range("model.bos_id", c.model.bos_id, 0, c.model.vocab)
-    c.model.check(c.training.seq_len)
-    check_optimizer(c.optimizer)
-    for name, value in flat(dataclasses.asdict(c)).items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError):
-            raise ValueError(f"{name} is {value!r}, which is not JSON; give a finite number, a text or null.") from None
-    try:
-        schedule_of(c.pipeline.schedule)
-    except ValueError as error:
-        raise ValueError(f"pipeline.schedule: {error}") from error
-    check_distributed(c.distributed)
-    check_trackers(c.trackers)
-    check_choice("training.init_from_missing", c.training.init_from_missing, ("fresh", "refuse"))
-    check_choice("training.init_from_unused", c.training.init_from_unused, ("leave", "refuse"))
-    check_choice("training.gather_weights", c.training.gather_weights, ("auto", "layer", "step"))
-    check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
-    check_choice("training.reduce_dtype", c.training.reduce_dtype, ("compute", "f32"))
-    if c.training.eval_average is not None:
-        check_choice("training.eval_average", c.training.eval_average, ("ema", "uniform"))
-    check_choice("training.attention", c.training.attention, PATHS)
-    check_choice("training.context", c.training.context, tuple(x for x in STRATEGIES if x != "whole"))
-    check_choice("training.save", c.training.save, tuple(KEPT))
-    lengths = {name: getattr(c.training, name) for name in ("steps", "tokens", "epochs")}
-    given = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]
-    if len(given) > 1:
-        other = given[0].partition("=")[0]
-        raise ValueError(f"the run has several lengths: {', '.join(given)}. Keep one: set {other}=null, for example.")
-    if c.training.microbatches % c.training.side_by_side:
-        raise ValueError(
-            f"training.side_by_side is {c.training.side_by_side}; it must divide training.microbatches = "
-            f"{c.training.microbatches}."
-        )
-    if c.training.side_by_side > 1 and c.mesh.p > 1:
-        raise ValueError(
-            f"training.side_by_side is {c.training.side_by_side} with mesh.p={c.mesh.p}, whose schedule orders the "
-            "microbatches. Set training.side_by_side=1."
-        )
-    in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
-    if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):
-        raise ValueError(
-            "training.save is offload, which saves no memory without a loop over layers, or with stages. Set "
-            "training.unroll=1 and mesh.p=1, or choose marked."
-        )
-    if c.training.loss_chunk is not None and c.training.seq_len % c.training.loss_chunk:
-        raise ValueError(
-            f"training.loss_chunk is {c.training.loss_chunk}; it must divide training.seq_len = {c.training.seq_len}."
-        )
-    if not c.distributed.is_single and c.paths.model_name is None:
-        raise ValueError("give paths.model_name, the same in all processes: distributed sets up several.")
-    check_changes(c, check_config)
 
 
 def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True, of_sequences: bool = True) -> None:

@@ -42,7 +42,10 @@ def read_forecast(path: Path) -> Forecast:
     """Reads a forecast. Raises ValueError if it is not a forecast, OSError if it cannot be read."""
     kinds = {"params": int, "tokens": int, "metric": str, "end": dict, "curve": [dict]}
     found = read_object(path, kinds)
-    bound = lambda values: Bound(*(number(values.get(name)) for name in Bound._fields))
+
+    def bound(values):
+        return Bound(*(number(values.get(name)) for name in Bound._fields))
+
     curve = [*map(bound, found["curve"])]
     read = Forecast(found["params"], found["tokens"], found["metric"], bound(found["end"]), curve)
     ordered = all(0 < each.low <= each.loss <= each.high < math.inf for each in (read.end, *read.curve))

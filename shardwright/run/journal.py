@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -25,14 +25,13 @@ from shardwright.run.forecast import PARTS, Bound, Watch
 from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.page import Page
+from shardwright.run.printing import log
 from shardwright.run.profile import StepProfiler
-from shardwright.run.report import facts_of, log, parameters_without_embeddings
+from shardwright.run.report import facts_of, parameters_without_embeddings
+from shardwright.run.schedule import Schedule
 from shardwright.run.skipping import SkippedSteps, described_documents
 from shardwright.run.stores import in_all_processes
 from shardwright.run.trackers import tracked
-
-if TYPE_CHECKING:
-    from shardwright.run.run import Run
 
 EXPORT_S = 4 * 3600.0
 """Seconds until an export is stopped."""
@@ -44,22 +43,24 @@ class Journal(contextlib.ExitStack):
     """Keeps the log, profile, picture and page of a run. A context manager, which closes them.
 
     Args:
-        run: the run.
+        run: the Schedule of the run.
+        directory: of the run.
 
     Attributes, since `begin`:
         log: the RunLog.
         skips: the SkippedSteps.
     """
 
-    def __init__(self, run: "Run"):
+    def __init__(self, run: Schedule, directory: Path):
         super().__init__()
-        self._run, self._directory, t = run, run.directory, run.c.training
+        self._run, self._directory = run, directory
+        t = run.c.training
         if run.step.inputs and t.sample_interval is not None:
             raise ValueError(
                 f"training.sample_interval is {t.sample_interval}, but the model also reads "
                 f"{', '.join(run.step.inputs)}, which generated tokens lack. Set training.sample_interval=null."
             )
-        self._page, self._hlo = Page(run.directory, t.report), None
+        self._page, self._hlo = Page(directory, t.report), None
         self._drawing: concurrent.futures.Future[str] | None = None
         self._exports: dict[int, concurrent.futures.Future[None]] = {}
         self._exporter: subprocess.Popen[bytes] | None = None
@@ -94,13 +95,13 @@ class Journal(contextlib.ExitStack):
             self.log.add_event(run.start, "changed", {"settings": changed})
         return facts_of(run, speed)
 
-    def compile(self) -> jax.stages.Compiled:
-        """Compiles the training step and keeps its HLO text, for the picture and the profile."""
+    def compile(self, options: dict[str, Any]) -> jax.stages.Compiled:
+        """Compiles the training step with compiler `options` and keeps its HLO text for the picture and profile."""
         begin = time.monotonic()
         with seconds_shown("compiling  the training step"):
             lowered = self._run.step.lower()
             check_metrics(lowered.out_info[1])
-            self._program, self._hlo = compile_step(lowered, self._directory, self._run.options)
+            self._program, self._hlo = compile_step(lowered, self._directory, options)
         self._compiled = time.monotonic() - begin
         log(f"compiled   the training step in {self._compiled:.1f} s")
         examine.check_as_written(self._run.step, self._hlo, self._run.provenance["source"])

@@ -13,8 +13,8 @@ from shardwright.run import reference
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config
 from shardwright.run.opening import checkpoints_of, fresh_state, read_state
+from shardwright.run.printing import log
 from shardwright.run.provenance import compare_source
-from shardwright.run.report import log
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
 from shardwright.run.skipping import are_finite, check_finite
 from shardwright.run.stages import stack_orders

@@ -23,7 +23,8 @@ from shardwright.cluster.watch import watched, write_hosts
 from shardwright.data.checks import check_ranges
 from shardwright.modeling.model import LanguageModel, load_model, module_of
 from shardwright.run.changes import config_at, firsts
-from shardwright.run.config import Config, check_divides, register_schema, to_config
+from shardwright.run.checks import register_schema, to_config
+from shardwright.run.config import Config, check_divides
 from shardwright.run.directory import check_place, run_directory
 from shardwright.run.sweeps import Job
 from shardwright.run.trackers import check_or_enqueue, with_edits

@@ -24,8 +24,8 @@ from shardwright.run.changes import config_at
 from shardwright.run.checkpoint import Checkpointer, check_same_arrays, find_checkpoint
 from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders, directory_of, named_leaves, saved_arrays
 from shardwright.run.files import read_config
+from shardwright.run.printing import log
 from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.report import log
 from shardwright.run.resuming import config_of, saved_config, with_defaults
 from shardwright.run.skipping import are_finite
 from shardwright.run.stages import placement_of, stack_orders
@@ -221,41 +221,16 @@ def read_weights(
     checkpoints, step = find_checkpoint(path)
     with checkpoints:
         saved = with_defaults(saved_config(checkpoints.metadata(step)), config["model"].get("module"))
-        # Fine-tuning may change RoPE scaling (for longer sequences), dropout, and the losses of experts.
-        free = ("embed_init_scale", "weight_init_scale", "init_std", "family", "rope_scaling", "dropout")
-        free += ("pools", "capacity_factor", "balance_loss", "router_z_loss", "bias_rate")
-        if fresh or leave:  # settings that decide which weights exist, and those that only this model has
-            free += (*DECIDE_WEIGHTS, *(config["model"].keys() - saved["model"].keys()))
-        # Also compare settings of the checkpoint's model that this one lacks, unless they have their default.
-        of_saved = {"model": {"module": saved["model"].get("module", "train")}}
-        plain = with_defaults(of_saved, config["model"].get("module"))["model"]
-        extra = saved["model"].keys() - config["model"].keys()
-        lost = [name for name in extra if name not in plain or saved["model"][name] != plain[name]]
-        fixed = tuple(f"model.{name}" for name in (*config["model"], *lost) if name not in free)
-        if differences := config_differences(saved, config, fixed):
-            raise ValueError(
-                f"training.init_from is {path}, which has the weights of another model:\n  "
-                + "\n  ".join(differences)
-                + "\nSet these to what the checkpoint has, or start from another one. With "
-                f"training.init_from_missing=fresh or init_from_unused=leave {', '.join(DECIDE_WEIGHTS)} may differ."
-            )
+        _check_same_model(path, saved, config, may_decide_weights=fresh or leave)
         has = {name: x for name, x in saved_arrays(checkpoints.manifest(step)).items() if name.startswith("weights/")}
         wants = named_leaves({"weights": like})
-        fits = lambda old, new: old.shape[1:] == new.shape[1:] and old.dtype == new.dtype
-        longer = lambda old, new: fits(old, new) and old.shape[:1] < new.shape[:1]
-        did = {
-            "taken": [name for name in wants if name in has],
-            "made fresh": [name for name in wants if name not in has],
-            "made longer, with fresh rows": [name for name in wants if name in has and longer(has[name], wants[name])],
-            "left": [name for name in has if name not in wants],
-        }
+        did = _compare_weights(has, wants)
         taken, new, grown, left = did.values()
         allowed = {*(new + grown if fresh else []), *(left if leave else [])}
         compared = ({name: x for name, x in of.items() if name not in allowed} for of in (has, wants))
         check_same_arrays(f"{checkpoints.store.url}/{directory_of(step)}", *compared, remedy=REMEDY)
         read = checkpoints.restore(step, {name: wants[name] for name in taken}, orders, partly=True)
-    rows = jax.jit(lambda n, old, new: jnp.where(jnp.arange(len(new)).reshape(-1, *[1] * (new.ndim - 1)) < n, old, new))
-    read |= {name: rows(has[name].shape[0], read[name], wants[name]) for name in grown}
+    read |= {name: _replace_first_rows(wants[name], read[name], has[name].shape[0]) for name in grown}
     weights = jax.tree.unflatten(jax.tree.structure(like), [read.get(name, x) for name, x in wants.items()])
     log(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
     did = {how: [shown(x.removeprefix("weights/").replace("/", ".")) for x in names] for how, names in did.items()}
@@ -266,6 +241,53 @@ def read_weights(
     for line in config_differences(saved, config, ("model",)):
         log(f"           {line}")
     return weights, did
+
+
+def _check_same_model(path: str | os.PathLike, saved: dict, config: dict, may_decide_weights: bool) -> None:
+    """Raises ValueError if the `saved` settings of a model differ from those of `config` in more than may differ.
+
+    With `may_decide_weights` those may that decide which weights exist, and those that only `config` has.
+    """
+    # Fine-tuning may change RoPE scaling (for longer sequences), dropout, and the losses of experts.
+    free = ("embed_init_scale", "weight_init_scale", "init_std", "family", "rope_scaling", "dropout")
+    free += ("pools", "capacity_factor", "balance_loss", "router_z_loss", "bias_rate")
+    if may_decide_weights:
+        free += (*DECIDE_WEIGHTS, *(config["model"].keys() - saved["model"].keys()))
+    # Also compare settings of the checkpoint's model that this one lacks, unless they have their default.
+    of_saved = {"model": {"module": saved["model"].get("module", "train")}}
+    plain = with_defaults(of_saved, config["model"].get("module"))["model"]
+    extra = saved["model"].keys() - config["model"].keys()
+    lost = [name for name in extra if name not in plain or saved["model"][name] != plain[name]]
+    fixed = tuple(f"model.{name}" for name in (*config["model"], *lost) if name not in free)
+    if differences := config_differences(saved, config, fixed):
+        raise ValueError(
+            f"training.init_from is {path}, which has the weights of another model:\n  "
+            + "\n  ".join(differences)
+            + "\nSet these to what the checkpoint has, or start from another one. With "
+            f"training.init_from_missing=fresh or init_from_unused=leave {', '.join(DECIDE_WEIGHTS)} may differ."
+        )
+
+
+def _compare_weights(has: dict[str, Any], wants: dict[str, Any]) -> dict[str, list[str]]:
+    """What becomes of the weights that a checkpoint `has` and a model `wants`: the names of each kind."""
+
+    def is_longer(name: str) -> bool:
+        old, new = has[name], wants[name]
+        return old.shape[1:] == new.shape[1:] and old.dtype == new.dtype and old.shape[:1] < new.shape[:1]
+
+    return {
+        "taken": [name for name in wants if name in has],
+        "made fresh": [name for name in wants if name not in has],
+        "made longer, with fresh rows": [name for name in wants if name in has and is_longer(name)],
+        "left": [name for name in has if name not in wants],
+    }
+
+
+@jax.jit
+def _replace_first_rows(x: jax.Array, rows: jax.Array, count: int) -> jax.Array:
+    """`x` with the first `count` of its rows from `rows`, which has its shape."""
+    index = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(index < count, rows, x)
 
 
 def fresh_state(step: Step, record: dict[str, Any] | None = None) -> Any:

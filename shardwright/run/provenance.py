@@ -81,9 +81,14 @@ def files_of_source() -> dict[str, list[Path]]:
 
 def source_of() -> dict[str, str]:
     """Hashes each part of the source, by name."""
+
     # Two files of one name may change places: their folders tell them apart.
-    part = lambda path: f"{path.parent.name}/{path.name} {len(bytes_of(path))}\n".encode() + bytes_of(path)
-    digest = lambda paths: hashlib.sha256(b"".join(map(part, paths))).hexdigest()[:20]
+    def part(path):
+        return f"{path.parent.name}/{path.name} {len(bytes_of(path))}\n".encode() + bytes_of(path)
+
+    def digest(paths):
+        return hashlib.sha256(b"".join(map(part, paths))).hexdigest()[:20]
+
     return {name: digest(paths) for name, paths in files_of_source().items()}
 
 

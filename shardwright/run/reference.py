@@ -16,7 +16,7 @@ from shardwright.modeling.model import LanguageModel, inputs_of, load_model
 from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.config import Config, check_divides
-from shardwright.run.report import log
+from shardwright.run.printing import log
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.spec import StepSpec
 from shardwright.run.stores import in_all_processes
@@ -117,7 +117,10 @@ def reference_record(c: Config) -> dict[str, Any] | None:
 def check_reference(saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
     """Raises ValueError if the records of a run's `saved` reference and the one of `now` differ."""
     if (saved or {}).get("manifest") != (now or {}).get("manifest"):
-        shown = lambda record: f"{record['path']} after {record['step']} steps" if record else "none"
+
+        def shown(record):
+            return f"{record['path']} after {record['step']} steps" if record else "none"
+
         raise ValueError(
             f"training.reference is {shown(now)}, and the run was made with {shown(saved)}. Give that one (by the path "
             "of the checkpoint, <run>/checkpoints/<step>, if there are later ones), or start another run with a new "

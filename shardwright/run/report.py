@@ -3,31 +3,24 @@
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from shardwright.cluster.devices import known_options
-from shardwright.modeling.attention_calls import check_deterministic, describe_attention
+from shardwright.modeling.attention_calls import describe_attention
 from shardwright.run.best_effort import best_effort
 from shardwright.run.changes import tokens_before
+from shardwright.run.config import Config
 from shardwright.run.files import write_whole
 from shardwright.run.flops import Speed
+from shardwright.run.printing import log
 from shardwright.run.resuming import with_defaults
+from shardwright.run.schedule import Schedule
 from shardwright.run.stages import describe_stages
 from shardwright.settings.differences import flat
-from shardwright.settings.words import say
-
-if TYPE_CHECKING:
-    from shardwright.run.run import Run
-
-
-def log(text: str) -> None:
-    """Prints a text, on process 0 only."""
-    if jax.process_index() == 0:
-        say(text)
 
 
 def parameters_of(model: Any) -> int:
@@ -37,13 +30,16 @@ def parameters_of(model: Any) -> int:
 
 def parameters_without_embeddings(model: Any) -> int:
     """Counts the parameters of a model but for those of its embedding and unembedding."""
-    is_weight = lambda x: hasattr(x, "kind")
+
+    def is_weight(x):
+        return hasattr(x, "kind")
+
     weights = jax.tree.leaves(model.table, is_leaf=is_weight)
     return sum(math.prod(w.shape) for w in weights if w.kind not in ("embedding", "unembedding"))
 
 
-def introduce(run: "Run", planned: str | None, source_differs: str | None) -> dict[str, Any]:
-    """Prints the directory, devices, model, data, plan, attention, stages and changes of a Run.
+def introduce(run: Schedule, directory: Path, planned: str | None, source_differs: str | None) -> dict[str, Any]:
+    """Prints the directory, devices, model, data, plan, attention, stages and changes of a run.
 
     Returns the compiler options that the installed XLA knows. Raises ValueError for invalid settings.
     """
@@ -52,7 +48,7 @@ def introduce(run: "Run", planned: str | None, source_differs: str | None) -> di
     described = describe_stages(run.c, run.model)
     check_deterministic(run.c, attention)
     options = known_options(run.c.hardware.options, log)
-    _print_start(run)
+    _print_start(run, directory)
     lines = [planned, source_differs and f"source     {source_differs}"]
     lines += [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]
     lines += [f"after step {first}: {changed}" for first, changed in run.changes().items()]
@@ -61,12 +57,23 @@ def introduce(run: "Run", planned: str | None, source_differs: str | None) -> di
     return options
 
 
-def _print_start(run: "Run") -> None:
+def check_deterministic(c: Config, described: list[str]) -> None:
+    """Raises ValueError if hardware.deterministic is set and `described`, from describe_attention, rules it out."""
+    copies = c.training.unroll != 1 or c.training.side_by_side > 1 or len(described) > 1 or c.mesh.p != 1
+    if c.hardware.deterministic and copies and any(line.startswith("cudnn") for line in described):
+        raise ValueError(
+            "hardware.deterministic=true with several calls of cuDNN attention in one program, which XLA compiles but "
+            "cannot run (openxla/xla #46500). Set training.attention=triton or blockwise or, with mesh.p=1 and layers "
+            "of one kind, training.unroll=1."
+        )
+
+
+def _print_start(run: Schedule, directory: Path) -> None:
     mesh, data, t, loader = jax.sharding.get_mesh(), run.c.data, run.c.training, run.loader
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
     fp8 = ", weight matmuls in fp8" * t.fp8
-    log(f"run        {run.directory}" + (f", resumed after {run.start} steps" if run.start else ""))
+    log(f"run        {directory}" + (f", resumed after {run.start} steps" if run.start else ""))
     log(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
     summed = t.compute_dtype if t.reduce_dtype == "compute" else t.reduce_dtype
     over = ", ".join(axis for axis in "cde" if mesh.shape.get(axis, 1) > 1)
@@ -82,8 +89,8 @@ def save_config(directory: Path, config: object) -> None:
             write_whole(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
-def facts_of(run: "Run", speed: Speed) -> dict[str, Any]:
-    """Collects facts of this start of a Run for provenance.json; the page shows them."""
+def facts_of(run: Schedule, speed: Speed) -> dict[str, Any]:
+    """Collects facts of this start of a run for provenance.json; the page shows them."""
     mesh, hydra = jax.sharding.get_mesh(), HydraConfig.get() if HydraConfig.initialized() else None
     module = run.c.model.module
     return {

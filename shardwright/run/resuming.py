@@ -28,7 +28,8 @@ from shardwright.data.untrusted import check_types
 from shardwright.modeling.model import is_shipped, module_of
 from shardwright.run.changes import check_number, firsts, may_change, settings_at
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.config import Config, register_schema, to_config
+from shardwright.run.checks import register_schema, to_config
+from shardwright.run.config import Config
 from shardwright.run.files import as_config, literal
 from shardwright.run.stores import Damaged, in_all_processes
 from shardwright.settings.composing import wrong_setting

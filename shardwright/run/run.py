@@ -20,9 +20,10 @@ from shardwright.run.checkpoint_arrays import directory_of
 from shardwright.run.config import Config
 from shardwright.run.journal import Journal
 from shardwright.run.keeping import Keeper
+from shardwright.run.printing import log
 from shardwright.run.provenance import keep_source
 from shardwright.run.reference import read_reference
-from shardwright.run.report import introduce, log, save_config
+from shardwright.run.report import introduce, save_config
 from shardwright.run.resuming import check_processes, deciding_settings
 from shardwright.run.schedule import Schedule
 from shardwright.run.spec import StepSpec
@@ -63,7 +64,7 @@ class Run(Schedule):
             self.placement = placement_of(self.c, self.model)
             self._keeper = Keeper(self.whole, self.directory, self.model, self.placement)
             self._cleanup.enter_context(self._keeper.checkpoints)
-            self._journal = self._cleanup.enter_context(Journal(self))
+            self._journal = self._cleanup.enter_context(Journal(self, self.directory))
             self._cleanup = self._cleanup.pop_all()
         return self
 
@@ -85,7 +86,7 @@ class Run(Schedule):
             log(f"WARNING    the checkpoint of step {step} is not used: {why}")
         self.reference = read_reference(self.c, self.spec)
         in_all_processes(lambda: keeper.clean(self.start, self.is_over) if jax.process_index() == 0 else None)
-        self.options = introduce(self, planned, keeper.source_differs)
+        self.options = introduce(self, self.directory, planned, keeper.source_differs)
         about = self._journal.begin(skips, keeper.damaged)
         about = {**self.provenance, **about, **keeper.record}
         self._keep_source = functools.partial(keep_source, self.directory, self.start, self.model, about)
@@ -117,9 +118,14 @@ class Run(Schedule):
 
     def _planned(self) -> str | None:
         """Plans the next steps, on process 0. Returns the line to print."""
-        plan = lambda c: examine.plan_run(self.traced(c), self.total, self.directory)
-        plans = lambda: [plan(c) for c in reversed(self.ahead)][-1]  # plan.json is of the next steps
-        return in_all_processes(lambda: plans() if jax.process_index() == 0 and self.start < self.total else None)
+
+        def plan_ahead() -> str | None:
+            if jax.process_index() != 0 or self.start >= self.total:
+                return None
+            plans = [examine.plan_run(self.traced(c), self.total, self.directory) for c in reversed(self.ahead)]
+            return plans[-1]  # plan.json is of the next steps
+
+        return in_all_processes(plan_ahead)
 
     def prove(self) -> None:
         """Raises if a step does not compute on this mesh what it computes on one device, or is not causal."""
@@ -131,7 +137,7 @@ class Run(Schedule):
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the training step. Keeps its HLO text, for a picture."""
-        return self._journal.compile()
+        return self._journal.compile(self.options)
 
     @functools.cached_property
     def _evaluation(self) -> jax.stages.Compiled:
@@ -145,7 +151,10 @@ class Run(Schedule):
 
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
         """Yields the index and batch of each remaining step; prefetches batches. Ends early on a signal."""
-        load = lambda step: self.loader.load(self.batch_of(step))
+
+        def load(step):
+            return self.loader.load(self.batch_of(step))
+
         ahead = self.c.data.prefetch, self.loader.parallel_loads
         batches = self._cleanup.enter_context(prefetch(load, self.start, self.end_step, *ahead))
         profiler = self._cleanup.enter_context(self._journal.profile(batches.settle))
@@ -167,8 +176,11 @@ class Run(Schedule):
         """Logs activation and gradient statistics, the event `microscope`, before a step is dispatched, if due."""
         interval = self.c.training.microscope_interval
         if interval is not None and step % interval == 0:
-            look = lambda: self._microscope.collect(state, batch, np.int32(step), *self.reference)
-            self._journal.log.log_event(step, "microscope", look, before=True)
+
+            def collect():
+                return self._microscope.collect(state, batch, np.int32(step), *self.reference)
+
+            self._journal.log.log_event(step, "microscope", collect, before=True)
 
     @functools.cached_property
     def _microscope(self) -> Any:

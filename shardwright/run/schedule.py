@@ -68,9 +68,15 @@ class Schedule:
         loaders = [self.loader, *(loader_at(whole, first, inputs) for first in later[-1:])]
         self.end_step = min([self.total, *later])
         self.ahead = [self.c, *(config_at(whole, first) for first in later)]
-        sizes = lambda t: {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
+
+        def sizes(t):
+            return {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
+
         options = {"vocab_size": self.c.model.vocab, "inputs": inputs}
-        validation = lambda c: make_loader(c.data, "validation", **sizes(c.training), **options)
+
+        def validation(c):
+            return make_loader(c.data, "validation", **sizes(c.training), **options)
+
         self.validation, *_ = split = [validation(c) if c.training.eval_batches else None for c in self.ahead]
         states = [loader and loader.state(0) for loader in (*loaders, *split)]
         check_processes({"dataset": (self.total, states)})
@@ -104,8 +110,12 @@ class Schedule:
         """Evaluates weights, and their average if kept. Returns the event, which may be a failure, and its values."""
         alone = () if jax.process_count() > 1 else (RuntimeError,)  # only the others are raised in all processes
         try:
-            of = lambda w: evaluate(evaluation_step, w, self.validation, self.c.training.eval_batches)
-            found, of_average = of(weights), {} if average is None else of(average)
+
+            def evaluate_weights(w: Any) -> dict[str, Any]:
+                return evaluate(evaluation_step, w, self.validation, self.c.training.eval_batches)
+
+            found = evaluate_weights(weights)
+            of_average = {} if average is None else evaluate_weights(average)
             losses = {f"average_{name}": of_average[name] for name in ("loss", "bits_per_byte") if name in of_average}
             return "validation", found | losses
         except (OSError, ValueError, *alone) as error:  # keep training, so that the work is saved

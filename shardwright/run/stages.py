@@ -155,7 +155,10 @@ def without_stages(weights: object, placement: LayerPlacement, mesh: jax.shardin
     with jax.set_mesh(mesh):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
         shardings = make_shardings(type(weights), like=shapes)
-    place = lambda x, sharding, stack: jax.device_put(in_order(x) if stack and order is not None else x, sharding)
+
+    def place(x, sharding, stack):
+        return jax.device_put(in_order(x) if stack and order is not None else x, sharding)
+
     return jax.tree.map(place, weights, shardings, stacked)
 
 

@@ -53,8 +53,13 @@ SHIPPED = Path(__file__).parents[1] / "shipped"
 
 def register_shipped() -> None:
     """Lets configurations write ${shipped:name}: `name` where a program starts if it is there, else that of SHIPPED."""
-    found = lambda name: name if Path(name).exists() else os.path.relpath(SHIPPED / name)
-    absolute = lambda path: path if not path.startswith("..") else os.path.abspath(path)
+
+    def found(name):
+        return name if Path(name).exists() else os.path.relpath(SHIPPED / name)
+
+    def absolute(path):
+        return path if not path.startswith("..") else os.path.abspath(path)
+
     OmegaConf.register_new_resolver("shipped", lambda name: absolute(found(name)), replace=True)
 
 

@@ -20,7 +20,10 @@ def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> li
         {key: value for key, value in flat(config).items() if any(key == p or key.startswith(p + ".") for p in fixed)}
         for config in (saved, current)
     )
-    shown = lambda config, key: f"has {config[key]!r}" if key in config else "does not have it"
+
+    def shown(config, key):
+        return f"has {config[key]!r}" if key in config else "does not have it"
+
     return [
         f"{key}: checkpoint {shown(before, key)}, this run {shown(now, key)}"
         for key in sorted(before.keys() | now.keys())

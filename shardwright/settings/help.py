@@ -17,7 +17,10 @@ def help_text(program: Program, sections: dict[str, type] | None = None) -> str:
     """Writes the help of a program. `sections` are dataclasses for sections whose type the schema leaves open."""
     choice = "" if program.config_name else "--config-name=<configuration> "
     lines = [*_wrapped(_sentence(program.doc), 0), "", f"    {program.command} {choice}[<setting>=<value> ...]", ""]
-    says_command = lambda path: f"{program.command} --config-name={path.stem}" in path.read_text(encoding="utf-8")
+
+    def says_command(path):
+        return f"{program.command} --config-name={path.stem}" in path.read_text(encoding="utf-8")
+
     if named := sorted(path.stem for path in program.configs.glob("*.yaml") if says_command(path)):
         lines += _wrapped(f"--config-name=<{', '.join(named)}>", 0)
     for directory in sorted(path for path in program.configs.iterdir() if path.is_dir()):

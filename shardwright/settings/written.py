@@ -30,7 +30,10 @@ def override_as_written(schema: type, argument: str) -> str:
     """Writes an override `name=value` so that Hydra gives the setting what was written."""
     name, equals, value = argument.partition("=")
     kind = _kind(schema, name.lstrip("+~"))
-    changed = lambda text: text if text[0] in "'\"" else _as_written(kind, text.strip())
+
+    def changed(text):
+        return text if text[0] in "'\"" else _as_written(kind, text.strip())
+
     return f"{name}{equals}{_VALUES.sub(lambda found: changed(found[0]), value)}" if kind in (str, int) else argument
 
 

@@ -19,7 +19,8 @@ from shardwright.cluster import watch
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import start_devices
 from shardwright.data.flat_tokens import Writer
-from shardwright.run.config import Config, register_schema, to_config
+from shardwright.run.checks import register_schema, to_config
+from shardwright.run.config import Config
 from shardwright.settings.exits import LOST, STALLED, STOPPED
 
 HOST = socket.gethostname()

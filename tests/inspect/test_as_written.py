@@ -67,7 +67,10 @@ def test_every_collective_is_as_written():
 
 def gathers_again(x):
     """The same gather three times, also from a loop, which XLA merges into one."""
-    again = lambda total, _: (total + jnp.cos(lax.all_gather(x, "d", tiled=True)).sum(), None)
+
+    def again(total, _):
+        return (total + jnp.cos(lax.all_gather(x, "d", tiled=True)).sum(), None)
+
     total = jnp.sin(lax.all_gather(x, "d", tiled=True)) * jnp.tan(lax.all_gather(x, "d", tiled=True)).sum()
     return total + lax.scan(again, 0.0, length=3)[0]
 
@@ -81,20 +84,31 @@ def test_equal_collectives_are_merged():
 
 def counts_again(x):
     """The same count three times, each computed anew from x, as a backward pass that recomputes its layer does."""
-    count = lambda limit: lax.psum(jnp.where(x > limit, 1.0, 0.0).sum(), "d")
-    again = lambda total, _: (total + jnp.cos(count(0.0)), None)
+
+    def count(limit):
+        return lax.psum(jnp.where(x > limit, 1.0, 0.0).sum(), "d")
+
+    def again(total, _):
+        return (total + jnp.cos(count(0.0)), None)
+
     return count(0.0) + count(1.0) + lax.scan(again, jnp.sin(count(0.0)), length=3)[0]
 
 
 def gathers_layers_again(x):
     """Two loops over the same layers, both unrolled."""
-    again = lambda f: lambda total, x: (total + f(lax.all_gather(x, "d", tiled=True)).sum(), None)
+
+    def again(f):
+        return lambda total, x: (total + f(lax.all_gather(x, "d", tiled=True)).sum(), None)
+
     return lax.scan(again(jnp.cos), 0.0, x, unroll=4)[0] + lax.scan(again(jnp.sin), 0.0, x, unroll=4)[0]
 
 
 def gathers_saved_again(x):
     """A loop saves what it gathers, and another one gathers it again; both are unrolled."""
-    again = lambda x: lax.all_gather(x, "d", tiled=True).sum()
+
+    def again(x):
+        return lax.all_gather(x, "d", tiled=True).sum()
+
     total, saved = lax.scan(lambda total, x: (total + again(jnp.sin(x)), jnp.sin(x)), 0.0, x, unroll=4)
     return total * lax.scan(lambda total, x: (total * again(x), None), 1.0, saved, unroll=4)[0]
 
@@ -111,7 +125,10 @@ def test_collectives_of_values_computed_again_are_merged(function, moved):
 
 def sums_zeros(x):
     """As a gradient of what is multiplied by 0, in a loop and out of it."""
-    again = lambda total, _: (total + lax.psum(0.0 * jnp.ones_like(x), "d"), None)
+
+    def again(total, _):
+        return (total + lax.psum(0.0 * jnp.ones_like(x), "d"), None)
+
     return lax.scan(again, x + lax.psum(jnp.zeros_like(x), "d"), length=3)[0]
 
 
@@ -145,7 +162,9 @@ def test_what_compilers_leave_out_or_widen_is_no_difference(function, told):
 
 
 def test_a_value_before_a_loop_and_after_it_differ():
-    sums = lambda x: lax.psum(x, "d") + lax.psum(lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x), x), "d")
+    def sums(x):
+        return lax.psum(x, "d") + lax.psum(lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x), x), "d")
+
     per_mesh = jax.shard_map(sums, mesh=mesh_of(d=4), in_specs=P("d"), out_specs=P(), check_vma=False)
     assert [sent.least for sent in written_in(jax.make_jaxpr(per_mesh)(f32(16)), {"d": 4})] == [1, 1]
 
@@ -289,7 +308,9 @@ Case = collections.namedtuple("Case", "thread function args specs out sizes foun
 
 
 def accumulated(w, x):
-    gradient = lambda total, x: (total + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), None)
+    def gradient(total, x):
+        return (total + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), None)
+
     return lax.scan(gradient, jnp.zeros_like(w), x)[0]
 
 

@@ -100,7 +100,10 @@ def recurrence(x, tokens):
 
 def convolution(x, tokens):
     """A short convolution within documents, as a sum of shifts."""
-    before = lambda n: jnp.pad(x[:, :-n], ((0, 0), (n, 0), (0, 0)))
+
+    def before(n):
+        return jnp.pad(x[:, :-n], ((0, 0), (n, 0), (0, 0)))
+
     return sum(0.5 * jnp.where(tokens.positions[..., None] >= n, before(n), 0) for n in (1, 2, 3))
 
 
@@ -120,7 +123,9 @@ def forgetting(x, tokens):
 
 
 def in_chunks(x, tokens):
-    cut = lambda a: a.reshape(len(a), -1, 8, *a.shape[2:])
+    def cut(a):
+        return a.reshape(len(a), -1, 8, *a.shape[2:])
+
     document = cut(tokens.document)
     return cut(x), document[..., :, None] == document[..., None, :]
 
@@ -238,7 +243,10 @@ def next_block(size):
     def mix(x, tokens):
         n = min(size(x.shape[1]), x.shape[1])
         blocks, numbers = (a.reshape(len(a), -1, n, *a.shape[2:]) for a in (x, tokens.document))
-        after = lambda a: jnp.pad(a[:, 1:], [(0, 0), (0, 1), *[(0, 0)] * (a.ndim - 2)])
+
+        def after(a):
+            return jnp.pad(a[:, 1:], [(0, 0), (0, 1), *[(0, 0)] * (a.ndim - 2)])
+
         return jnp.where((numbers == after(numbers))[..., None], after(blocks), 0).reshape(x.shape)
 
     return mixed(mix)
@@ -280,10 +288,22 @@ def far_window(q, k):
     return by_blocks(q, k) & (q.index - k.index < 400)
 
 
-in_document = lambda mask: lambda q, k: mask(q.index, k.index) & (q.document == k.document)
-of_positions = lambda q, k: (q.position >= k.position) & (q.document == k.document)
-not_causal = lambda s, q, k, _: jnp.where(q.index >= k.index, s, -jnp.inf)
-two_rows_before = lambda x, _: jnp.pad(x[:-2], ((min(2, len(x)), 0), (0, 0), (0, 0)))
+def in_document(mask):
+    return lambda q, k: mask(q.index, k.index) & (q.document == k.document)
+
+
+def of_positions(q, k):
+    return (q.position >= k.position) & (q.document == k.document)
+
+
+def not_causal(s, q, k, _):
+    return jnp.where(q.index >= k.index, s, -jnp.inf)
+
+
+def two_rows_before(x, _):
+    return jnp.pad(x[:-2], ((min(2, len(x)), 0), (0, 0), (0, 0)))
+
+
 RIGHT = {  # name: the model; the length, if it is another than tiny.LENGTH; sequences
     "Llama": (train.Llama,),
     "Llama, a longer text": (train.Llama, causality.LENGTH + 44),
@@ -336,7 +356,12 @@ FAR = {  # that leak beyond the positions that are followed
     "part": mixed(lambda x, _: 0 * x + jnp.sum(x[:, 300:310], 1, keepdims=True)),
     "shift": mixed(lambda x, _: shift(x, -min(300, x.shape[1]))),
 }
-far_ahead = lambda q, k: (q.index >= k.index) | (k.index > q.index + 300)
+
+
+def far_ahead(q, k):
+    return (q.index >= k.index) | (k.index > q.index + 300)
+
+
 LARGER = {  # that are wrong in larger batches, longer documents and masks alone
     "halves": (mixed(of_halves), OTHERS, tiny.LENGTH, 8),
     "halves, longer": (mixed(of_halves), OTHERS, 2048, 8),
@@ -408,7 +433,10 @@ def logits_of(kind: type, in_training: bool = False):
         return of.logits(of.gatherable(w), of.tokens(batch))
 
     key = jax.random.key(3)
-    draw = lambda x: 0.3 * jax.random.normal(jax.random.fold_in(key, sum(x.shape)), x.shape)
+
+    def draw(x):
+        return 0.3 * jax.random.normal(jax.random.fold_in(key, sum(x.shape)), x.shape)
+
     return run, jax.tree.map(draw, of.model.table)
 
 
@@ -431,11 +459,17 @@ def moved_before(kind: type, position: int, length: int, in_training: bool = Fal
 def changes(kind: type) -> float:
     """Largest change of logits, over the largest one, by tokens that their positions must not see."""
     rng = np.random.default_rng(0)
-    draw = lambda: rng.integers(0, C.vocab, STARTS.shape).astype(np.uint32)
+
+    def draw():
+        return rng.integers(0, C.vocab, STARTS.shape).astype(np.uint32)
+
     number, found = np.cumsum(STARTS, 1), 0.0
     with jax.set_mesh(tiny.mesh("one device")):
         run, w = logits_of(kind)
-        of = lambda ids: np.asarray(run(w, TokenBatch(ids, STARTS, STARTS)))
+
+        def of(ids):
+            return np.asarray(run(w, TokenBatch(ids, STARTS, STARTS)))
+
         for _ in range(2):
             ids = draw()
             plain = of(ids)
@@ -497,7 +531,9 @@ def test_blocks_of_a_length_that_is_not_followed_are_not_proved():
 def test_the_loss_in_chunks_and_fp8_are_followed_as_they_run(monkeypatch):
     assert verdict(forward(train.Llama, loss_chunk=100, fp8=True), 300) == ""
     head, product = train.head_loss, fp8.product
-    next_too = lambda x, is_so: x + jnp.roll(x, -1, 1) if is_so else x
+
+    def next_too(x, is_so):
+        return x + jnp.roll(x, -1, 1) if is_so else x
 
     def of_head(w, x, batch, *, forward, **rest):
         return head(w, next_too(x, forward.training.loss_chunk), batch, forward=forward, **rest)
@@ -512,7 +548,10 @@ def test_the_loss_in_chunks_and_fp8_are_followed_as_they_run(monkeypatch):
 
 def test_which_later_targets_count_is_not_known():
     """A model gets the mask of its targets, and their number, for losses and metrics of its layers."""
-    of = lambda mix: forward(mixed(lambda x, t: x if t.counted is None else 0 * x + mix(t.counted, t.target_count)))
+
+    def of(mix):
+        return forward(mixed(lambda x, t: x if t.counted is None else 0 * x + mix(t.counted, t.target_count)))
+
     assert verdict(of(lambda counts, targets: counts[..., None])) == ""
     for mix in (lambda counts, targets: shift(counts[..., None], -1), lambda counts, targets: targets):
         with pytest.raises(ValueError, match="remedy: "):
@@ -563,7 +602,10 @@ def test_a_text_may_be_shorter_than_a_chunk_of_the_loss():
 
 def test_a_start_traces_the_calls_of_attention_once_for_each_program(monkeypatch):
     traced = []
-    of = lambda forward, *sizes: traced.append(forward.in_training) or attention_calls.calls_of(forward, *sizes)
+
+    def of(forward, *sizes):
+        return traced.append(forward.in_training) or attention_calls.calls_of(forward, *sizes)
+
     monkeypatch.setattr(step_module, "calls_of", of)
     with jax.set_mesh(tiny.mesh("one device")):
         step = tiny.step(tiny.config())
@@ -577,8 +619,13 @@ def test_a_start_traces_the_calls_of_attention_once_for_each_program(monkeypatch
 @pytest.mark.parametrize("part", ["first", "last"])
 def test_the_parts_that_stages_run_are_followed(part, monkeypatch):
     of = getattr(stages.Parts, part)
-    after = lambda self, w, *rest: jax.tree.map(lambda x: x + jnp.roll(x, -1, 1), of(self, w, *rest))
-    before = lambda self, w, x, *rest: of(self, w, x + jnp.roll(x, -1, 1), *rest)
+
+    def after(self, w, *rest):
+        return jax.tree.map(lambda x: x + jnp.roll(x, -1, 1), of(self, w, *rest))
+
+    def before(self, w, x, *rest):
+        return of(self, w, x + jnp.roll(x, -1, 1), *rest)
+
     monkeypatch.setattr(stages.Parts, part, after if part == "first" else before)
     with pytest.raises(ValueError, match=r"test_causality.py:\d+: slice: the logits of"):
         verdict(forward(train.Llama), mesh="p=2")
@@ -588,7 +635,10 @@ def test_microbatches_side_by_side_do_not_mix(monkeypatch):
     options = {"microbatches": 2, "side_by_side": 2, "batch_size": 4}
     assert verdict(forward(train.Llama, **options)) == ""
     of = train.Forward.layers
-    mix = lambda self, w, xs, *rest: of(self, w, (xs[0] + xs[-1], *xs[1:]) if type(xs) is tuple else xs, *rest)
+
+    def mix(self, w, xs, *rest):
+        return of(self, w, (xs[0] + xs[-1], *xs[1:]) if type(xs) is tuple else xs, *rest)
+
     monkeypatch.setattr(train.Forward, "layers", mix)
     with pytest.raises(ValueError, match="another sequence of the batch"):
         verdict(forward(train.Llama, **options))
@@ -596,7 +646,10 @@ def test_microbatches_side_by_side_do_not_mix(monkeypatch):
 
 def test_a_position_is_not_to_predict_what_it_has_read(monkeypatch):
     of = train.head_loss
-    shifted = lambda batch: dataclasses.replace(batch, targets=shift(batch.targets, 1))
+
+    def shifted(batch):
+        return dataclasses.replace(batch, targets=shift(batch.targets, 1))
+
     monkeypatch.setattr(train, "head_loss", lambda w, x, batch, **rest: of(w, x, shifted(batch), **rest))
     with pytest.raises(ValueError, match="position 1 is to predict the token of position 0, which it has read"):
         verdict(forward(train.Llama))
@@ -609,7 +662,10 @@ def right_losses(x, y):
     return train.cross_entropy(x, y, 0.1) + of_sequences + train.cross_entropy(shift(x, 1), y)
 
 
-from_500 = lambda x: jnp.where(jnp.arange(x.shape[1])[:, None] < 500, x, jnp.roll(x, -1, 1))
+def from_500(x):
+    return jnp.where(jnp.arange(x.shape[1])[:, None] < 500, x, jnp.roll(x, -1, 1))
+
+
 LOSSES = [  # functions of logits and targets, of so many positions, and what is said of them
     (right_losses, 512, ""),
     (lambda x, y: train.cross_entropy(shift(x, -1), y), 512, "slice: .* 0 meets the logits of position 1"),
@@ -647,7 +703,10 @@ def test_a_loss_may_receive_more(monkeypatch):
     assert verdict(forward(train.Llama)) == ""
     with pytest.raises(ValueError, match="reduce_sum: the logits of position 0 depend on"):
         verdict(forward(WRONG["mean"][0]))
-    of_next = lambda x, y: train.cross_entropy(shift(x, -1), y.ids)
+
+    def of_next(x, y):
+        return train.cross_entropy(shift(x, -1), y.ids)
+
     with_one_more(monkeypatch, of_next)
     with pytest.raises(ValueError, match="0 meets the logits of position 1"):
         verdict(forward(train.Llama))

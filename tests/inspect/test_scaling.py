@@ -48,7 +48,10 @@ def test_a_law_that_holds_is_found():
 def test_the_largest_published_models_are_forecast_from_the_others(dataset):
     """The median error is at most 2.5 %, and below that of a power law of compute fitted to the same models."""
     small, large = published(dataset)
-    error = lambda losses: np.median(np.abs(losses / large.loss - 1))
+
+    def error(losses):
+        return np.median(np.abs(losses / large.loss - 1))
+
     slope, start = np.polyfit(np.log(small.params * small.tokens), np.log(small.loss), 1)
     power_law = np.exp(start + slope * np.log(large.params * large.tokens))
     of_law = error(fit(small)(large.params, large.tokens))
@@ -81,7 +84,10 @@ def test_noisy_ladders_hold_a_four_times_larger_run_in_nine_of_ten():
 @pytest.mark.long
 def test_nine_noisy_runs_of_close_sizes_hold_a_four_times_larger_run():
     """As the ladder in docs/forecast.md. If 90 % of runs were inside, fewer than 16 of 20 happens in 1 of 23 cases."""
-    law = lambda params, tokens: 0.65 + 0.70 * (3e4 / params) ** 0.19 + 0.44 * (7e5 / tokens) ** 0.53
+
+    def law(params, tokens):
+        return 0.65 + 0.70 * (3e4 / params) ** 0.19 + 0.44 * (7e5 / tokens) ** 0.53
+
     params, tokens = (x.ravel() for x in np.meshgrid([6e3, 24e3, 55e3], [4.9e5, 7e5, 9.8e5]))
     rng, target, inside = np.random.default_rng(0), (22e4, 9.8e5), 0
     for seed in range(20):
@@ -142,7 +148,9 @@ def test_means_of_parts_are_those_of_a_loop():
 
 
 def written(path: Path, **changes) -> Path:
-    bound = lambda i: {"loss": 4.0 - i / 10, "low": 3.5 - i / 10, "high": 4.5 - i / 10}
+    def bound(i):
+        return {"loss": 4.0 - i / 10, "low": 3.5 - i / 10, "high": 4.5 - i / 10}
+
     content = {"params": 7, "tokens": 100, "metric": "loss", "end": bound(9), "curve": [*map(bound, range(10))]}
     path.write_text(json.dumps(content | changes))
     return path

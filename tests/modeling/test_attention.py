@@ -23,6 +23,7 @@ from shardwright.modeling.blockwise import blockwise
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.model import Tokens
 from shardwright.models import gpt2
+from shardwright.run import report
 from shardwright.run.config import Config
 from shardwright.run.step import trace_step
 
@@ -84,13 +85,21 @@ def test_the_setting_is_the_size_of_the_blocks(block, size, monkeypatch):
     """And changes nothing else: neither einsum nor numpy has blocks."""
     (q, k, v, g), document, sizes = operands(23, 2), documents(23), set()
     scores = blockwise_module._scores
-    note = lambda task, q, keys, *rest: sizes.add((q.shape[3], keys.k.shape[3])) or scores(task, q, keys, *rest)
+
+    def note(task, q, keys, *rest):
+        return sizes.add((q.shape[3], keys.k.shape[3])) or scores(task, q, keys, *rest)
+
     monkeypatch.setattr(blockwise_module, "_scores", note)
 
     def by(path, block=None):
         forward = tiny.forward(tiny.config(attention=path, attention_block=block))
-        tokens = lambda mask: Tokens(None, mask.keys.position, mask.keys.document)
-        attend = lambda q, k, v, mask: forward.attention(tokens(mask))(q, k, v, mask.pattern)
+
+        def tokens(mask):
+            return Tokens(None, mask.keys.position, mask.keys.document)
+
+        def attend(q, k, v, mask):
+            return forward.attention(tokens(mask))(q, k, v, mask.pattern)
+
         with jax.set_mesh(tiny.mesh("one device")):
             return with_gradients(attend, q, k, v, document, g)
 
@@ -133,7 +142,10 @@ def asked(monkeypatch):
     return asked
 
 
-WINDOW = lambda q, k: q.index - k.index < 5
+def WINDOW(q, k):
+    return q.index - k.index < 5
+
+
 CUDNN = {  # name: pattern, the same for train.softmax_attention, whether there is a mask, window
     "documents": (CAUSAL, CAUSAL, True, None),
     "one document": (AttentionMask((causal,)), AttentionMask((causal,)), False, None),
@@ -368,4 +380,4 @@ def test_deterministic_cudnn_attention_is_refused_where_xla_cannot_run_it(settin
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **settings))
     c.hardware.deterministic = True
     with pytest.raises(ValueError, match=r"Set training\.attention=triton or blockwise") if refused else nullcontext():
-        attention_calls.check_deterministic(c, described)
+        report.check_deterministic(c, described)

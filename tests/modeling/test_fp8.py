@@ -42,7 +42,9 @@ def test_values_are_rounded_within_the_format(dtype, error, size):
 
 @pytest.mark.quick
 def test_zeros_stay_and_what_is_no_number_is_seen():
-    quantized = lambda x: [np.float32(part) for part in jax.jit(lambda x: fp8.quantize(x, fp8.FORWARD))(np.float32(x))]
+    def quantized(x):
+        return [np.float32(part) for part in jax.jit(lambda x: fp8.quantize(x, fp8.FORWARD))(np.float32(x))]
+
     for small in (0, 1e-38, 1e-35):
         values, scale = quantized([0, small])
         assert np.isfinite(values).all()
@@ -94,7 +96,10 @@ def program(c) -> str:
 @pytest.mark.parametrize(("model", "products"), [(tiny.model(), 7), (None, 6)], ids=["llama", "gpt2"])
 def test_the_step_has_its_products_with_weights_in_fp8(model, products):
     model = model or gpt2.ModelConfig(vocab=32, positions=16, d_model=32, layers=2, heads=4, bos_id=0)
-    casts = lambda text, dtype: len(re.findall(rf"stablehlo.convert .*-> tensor<[^>]*{dtype}>", text))
+
+    def casts(text, dtype):
+        return len(re.findall(rf"stablehlo.convert .*-> tensor<[^>]*{dtype}>", text))
+
     plain, with_fp8 = (program(tiny.config(model, compute_dtype="bf16", fp8=on)) for on in (False, True))
     assert casts(plain, "f8E4M3FN") == casts(plain, "f8E5M2") == 0
     # Both operands of each product, forward, and again where the layer is computed again; each gradient once.

@@ -12,7 +12,7 @@ from gradients import assert_same, loss_and_gradients
 
 from shardlib.equations import jaxprs_of
 from shardwright.data.loader import batch_shapes
-from shardwright.run.config import check_config
+from shardwright.run.checks import check_config
 
 LAYERS = 5
 

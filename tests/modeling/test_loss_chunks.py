@@ -16,7 +16,8 @@ from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import Targets
 from shardwright.modeling.weights import act, at_rest, gain
 from shardwright.models import gpt2
-from shardwright.run.config import check_config, check_divides
+from shardwright.run.checks import check_config
+from shardwright.run.config import check_divides
 from shardwright.tools.verify.__main__ import small
 
 

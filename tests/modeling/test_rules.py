@@ -67,7 +67,9 @@ class Alternating(train.Llama):
     rules = AttentionMask((*MASKS, Window(3))), AttentionMask(score_mod=SoftCap(5), scale=0.3)
 
     def layer(self, x, w, tokens, attention):
-        of_turn = lambda q, k, v, _: attention(q, k, v, self.rules[tokens.index_in_period])
+        def of_turn(q, k, v, _):
+            return attention(q, k, v, self.rules[tokens.index_in_period])
+
         return super().layer(x, w, tokens, of_turn)
 
 
@@ -179,7 +181,9 @@ def test_values_of_another_device_of_a_ring_are_found(monkeypatch):
     in_turns = blockwise_module._in_turns
 
     def wrong(task, keys, carry, step, gradients=()):
-        opposite = lambda x: lax.ppermute(x, "c", [(i, (i + 2) % 4) for i in range(4)])
+        def opposite(x):
+            return lax.ppermute(x, "c", [(i, (i + 2) % 4) for i in range(4)])
+
         keys = keys if gradients else keys._replace(v=opposite(keys.v))
         return in_turns(task, keys, carry, step, gradients)
 
@@ -192,7 +196,10 @@ def test_values_of_another_device_of_a_ring_are_found(monkeypatch):
 def test_nan_on_one_device_is_found(monkeypatch):
     """Of queries of later documents that see nothing. They and their keys are on one device."""
     seen = blockwise_module._seen_blocks
-    first = lambda positions: positions._replace(document=jnp.ones_like(positions.document))
+
+    def first(positions):
+        return positions._replace(document=jnp.ones_like(positions.document))
+
     monkeypatch.setattr(blockwise_module, "_seen_blocks", lambda task, q, positions: seen(task, q, first(positions)))
     with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="differs by inf of its largest entry"):
         check_paths(tiny.step_of(forward_of(train.Llama, context="ring"), 256))
@@ -220,7 +227,10 @@ def test_heads_that_ulysses_divides_otherwise_are_found(wrong, path, monkeypatch
         ops = types.SimpleNamespace(
             **vars(shardops) | {"all_to_all": lambda s, x: shardops.all_to_all(s, flipped(s, x))}
         )
-        flipped = lambda spec, x: x[:, :, :, ::-1] if " H Q D -> " in spec else x
+
+        def flipped(spec, x):
+            return x[:, :, :, ::-1] if " H Q D -> " in spec else x
+
         monkeypatch.setattr(context_module, "shardops", ops)
     message = f"attention by ulysses, {path} is not what"
     forward = tiny.forward(tiny.config(tiny.model(n_kv=2, n_q_per_kv=4), context="ulysses", attention=path))

@@ -153,7 +153,10 @@ def test_axes_that_are_written_out_are_those_of_their_group():
 
 def test_the_dtype_in_which_a_weight_is_used_and_its_dims_when_it_is_gathered_ahead():
     found = {path: array for path, array, _ in arrays_in(Weights, placeholders(Weights))}
-    of = lambda name: (found[f"layers.{name}"].used_dtype.name, str(found[f"layers.{name}"].ahead))
+
+    def of(name):
+        return (found[f"layers.{name}"].used_dtype.name, str(found[f"layers.{name}"].ahead))
+
     assert [of(name) for name in ("norm", "w_q", "b_q", "b_o")] == [
         ("f32", "M"), ("act", "M K/t D"), ("act", "K/t D"), ("f32", "M"),
     ]  # fmt: skip
@@ -170,7 +173,10 @@ def test_a_change_of_what_a_weight_has_not_is_refused():
 
 def test_a_weight_depends_on_its_setting():
     names = ("present", "absent", "also_absent", "also_present")
-    has = lambda c: [name for name in names if getattr(table(c).layers, name) is not None]
+
+    def has(c):
+        return [name for name in names if getattr(table(c).layers, name) is not None]
+
     assert has(Sizes()) == ["present", "also_present"]
     assert has(Sizes(on=False, off=2)) == ["absent", "also_absent"]
     for c in (Sizes(), Sizes(on=False, off=2)):

@@ -116,7 +116,10 @@ def plain(x, w, c, slots=None):
 def layer_of(c, seed=3) -> moe.Layer:
     """Random weights of one layer."""
     rng = np.random.default_rng(seed)
-    draw = lambda weight: rng.normal(0, 3 * weight.std or 0.3, weight.shape[1:]).astype(np.float32)
+
+    def draw(weight):
+        return rng.normal(0, 3 * weight.std or 0.3, weight.shape[1:]).astype(np.float32)
+
     return jax.tree.map(draw, load_model(c).table.layers)
 
 
@@ -180,13 +183,19 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
 
     with jax.set_mesh(tiny.mesh(mesh)):
         value, filled, dx, dw = jax.tree.map(np.asarray, tiny.per_device(both)(x, w, out, PADDED))
-    reference = lambda x, w: (lambda y, kept: (jnp.sum(y * out), kept))(*plain(x, w, c, slots))
+
+    def reference(x, w):
+        return (lambda y, kept: (jnp.sum(y * out), kept))(*plain(x, w, c, slots))
+
     (expected, kept), (x_expected, w_expected) = jax.value_and_grad(reference, argnums=(0, 1), has_aux=True)(x, w)
     of_tokens = np.sum(kept, axis=-1)
     are_dropped = of_tokens.sum() < B * L * c.experts_per_token
     assert slots is None or (filled == of_tokens[PADDED].sum() and are_dropped == ((slots, pools) != (48, 1)))
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+
+    def near(a, b):
+        return np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+
     near(dx, x_expected)
     near(dw.router, w_expected.router)
     if bias:
@@ -454,7 +463,8 @@ def test_the_block_of_deepseek_v3():
     expected = (block(tensor(x)) * tensor(out)).sum()
     expected.backward()
 
-    shared = lambda x, w: family.gated_mlp(x, w.shared_gate, w.shared_up, w.shared_down, c.activation)
+    def shared(x, w):
+        return family.gated_mlp(x, w.shared_gate, w.shared_up, w.shared_down, c.activation)
 
     def loss(w: moe.Layer, x: f32["B/b L/c/t M"], out: f32["B/b L/c/t M"]) -> f32[""]:
         w = used(w)
@@ -469,7 +479,10 @@ def test_the_block_of_deepseek_v3():
         value, g = jax.tree.map(np.asarray, tiny.per_device(both)(w, x, out))
     np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
     gradients = {name: parameter.grad.numpy() for name, parameter in block.named_parameters()}
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+    def near(a, b):
+        return np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
     near(g.router.T, gradients["gate.weight"])
     near(g.shared_down.T, gradients["shared_experts.down_proj.weight"])
     near(g.shared_gate.T, gradients["shared_experts.gate_proj.weight"])

@@ -213,7 +213,10 @@ def test_steps_are_proved(name, sizes):
     c = tiny.config(ours(name), microbatches=2, batch_size=16)
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
     with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):
-        prove = lambda: find_unsound(trace_step(c, load_model(c.model)))
+
+        def prove():
+            return find_unsound(trace_step(c, load_model(c.model)))
+
         if "p" in mesh and name == "Gemma3":
             with pytest.raises(ValueError, match=r"4 layers do not divide into 2 equal stages .* each a multiple of 4"):
                 prove()

@@ -15,7 +15,7 @@ import train
 from shardlib.shardtypes import f32, u32
 from shardwright.modeling.weights import initialize
 from shardwright.models import gpt2
-from shardwright.run.config import check_config
+from shardwright.run.checks import check_config
 
 
 def model(**changes) -> gpt2.ModelConfig:
@@ -27,7 +27,10 @@ def weights(c: gpt2.ModelConfig) -> gpt2.GPT2:
     """Fresh weights on the mesh in force, with gains that are not 1 and biases that are not 0."""
     w = jax.jit(lambda key: initialize(gpt2.Model(c).table, key))(jax.random.key(7))
     noise = np.random.default_rng(2)
-    wobble = lambda x: jax.device_put(np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(np.float32), x.sharding)
+
+    def wobble(x):
+        return jax.device_put(np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(np.float32), x.sharding)
+
     return jax.tree.map(lambda x, weight: wobble(x) if weight.kind == "vector" else x, w, gpt2.Model(c).table)
 
 
@@ -70,7 +73,10 @@ def test_each_sequence_position_and_use_of_dropout_has_a_key_of_its_own():
     keys = jax.random.split(jax.random.key(3), 4)
     found = []
     for site in range(3):
-        own = lambda keys, site=site: jax.random.key_data(gpt2.keys_at(keys, site, 5))
+
+        def own(keys, site=site):
+            return jax.random.key_data(gpt2.keys_at(keys, site, 5))
+
         with jax.set_mesh(tiny.mesh("d=4 t=2")):
             found.append(jax.shard_map(own, out_specs=PartitionSpec(None, "t"))(keys))
     found = np.stack(found)

@@ -31,7 +31,7 @@ from shardwright.modeling.settings import RopeScaling
 from shardwright.modeling.weights import shapes_of
 from shardwright.models import family, gpt2
 from shardwright.run import config as run_config
-from shardwright.run.config import register_schema, to_config
+from shardwright.run.checks import register_schema, to_config
 from shardwright.run.opening import fresh_state, read_weights
 from shardwright.run.resuming import fixed_settings, with_defaults
 from shardwright.run.step import trace_step
@@ -51,7 +51,10 @@ def start_weights(source, c, like, **training):
 def shapes(c):
     """The weights of model `c` without their values, on the mesh in force."""
     like = shapes_of(train.Llama(c).table)
-    sharded = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def sharded(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     return jax.tree.map(sharded, like, make_shardings(train.Transformer, like=like))
 
 
@@ -327,7 +330,10 @@ def test_what_does_not_change_the_logits_is_no_hindrance(changes, becomes):
 def test_tensors_must_be_those_of_the_model():
     c = models.model("grouped")
     _, tensors = families.to_huggingface(zeros(c), c)
-    read = lambda tensors, c=c: families.names_of(c).from_tensors(tensors, train.Llama(c).table)
+
+    def read(tensors, c=c):
+        return families.names_of(c).from_tensors(tensors, train.Llama(c).table)
+
     with pytest.raises(ValueError, match=r"1 tensors are only in the files, or only in the model: lm_head.weight"):
         read({k: v for k, v in tensors.items() if k != "lm_head.weight"})
     bias = {f"model.layers.{i}.self_attn.q_proj.bias": None for i in range(5)}
@@ -532,6 +538,9 @@ def test_resuming_may_leave_the_source_out_but_not_change_it():
     saved, other, none = (
         dataclasses.asdict(models.settings(c, init_from=source)) for source in ("runs/a", "runs/b", None)
     )
-    differences = lambda now: config_differences(saved, now, fixed_settings(saved, now))
+
+    def differences(now):
+        return config_differences(saved, now, fixed_settings(saved, now))
+
     assert differences(saved) == differences(none) == []
     assert differences(other) == ["training.init_from: checkpoint has 'runs/a', this run has 'runs/b'"]

@@ -232,7 +232,9 @@ def updated(recipe: str, mesh: str, steps: int = STEPS, **changes) -> list:
         ) -> train.State[train.Transformer]:
             return train.update_state(state, g, step, c, updates)[0]
 
-        place = lambda i: tiny.place(gradients(model.table, i), train.Transformer)
+        def place(i):
+            return tiny.place(gradients(model.table, i), train.Transformer)
+
         traced = tiny.per_device(update).trace(state, place(0), jnp.int32(0))
         structure, leaves = jax.tree.structure(state), jax.tree.leaves(state)
         compiled, found = jax.jit(Rerun(traced.jaxpr, {}, is_double=True)), [jax.tree.map(np.float64, state)]

@@ -182,7 +182,10 @@ def test_five_updates_are_those_of_torch():
     table = train.Llama(tiny.model(layers=1)).table
     found, _ = updated_on("one device", muon_update(c, table), fresh_state(table), table, act="bfloat16")
     for name in ("w_gate", "w_down", "w_q"):
-        as_matrix = lambda x, name=name: getattr(x.layers, name).reshape({"w_down": 48}.get(name, 32), -1)
+
+        def as_matrix(x, name=name):
+            return getattr(x.layers, name).reshape({"w_down": 48}.get(name, 32), -1)
+
         weight = torch.nn.Parameter(torch.tensor(as_matrix(found[0])))
         settings = {"weight_decay": c.weight_decay, "momentum": c.muon_momentum, "adjust_lr_fn": "match_rms_adamw"}
         oracle = torch.optim.Muon([weight], lr=c.learning_rate, **settings)

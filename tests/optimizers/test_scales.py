@@ -70,7 +70,10 @@ def test_powers_are_those_of_tensor_programs(tied):
     ]  # fmt: skip
     for name, (variance, rate) in TENSOR_PROGRAMS[tied].items():
         (small, small_update), (large, large_update) = (each[name] for each in found)
-        power = lambda a, b: math.log(b / a) / math.log(4)
+
+        def power(a, b):
+            return math.log(b / a) / math.log(4)
+
         assert power(small_update.rate, large_update.rate) == pytest.approx(rate), name
         if variance is not None:
             assert 2 * power(small.std, large.std) == pytest.approx(variance), name
@@ -135,13 +138,18 @@ def test_at_the_size_of_the_base_nothing_changes(name, kind, algorithm):
 def test_a_narrower_model_has_the_inverse_scales(name, kind):
     """A base that is twice as wide scales by the inverse of what the opposite does."""
     small, large = (load_model(MODELS[name](n)) for n in (1, 2))
-    of = lambda one, other: [
-        (scale.rate("adamw"), scale.rate("muon"), scale.epsilon, scale.std or scale.mean)
-        for scale in jax.tree.leaves(
-            scales.scales_of(tiny.optimizer(parametrization=kind, base=sizes(other.c)), one)
-        )
-    ]  # fmt: skip
-    sizes = lambda c: {k: v for k, v in vars(c).items() if k in ("d_model", "n_kv", "d_ff")}
+
+    def of(one, other):
+        return [
+            (scale.rate("adamw"), scale.rate("muon"), scale.epsilon, scale.std or scale.mean)
+            for scale in jax.tree.leaves(
+                scales.scales_of(tiny.optimizer(parametrization=kind, base=sizes(other.c)), one)
+            )
+        ]  # fmt: skip
+
+    def sizes(c):
+        return {k: v for k, v in vars(c).items() if k in ("d_model", "n_kv", "d_ff")}
+
     own = [[weight.std or weight.mean for weight in jax.tree.leaves(each.table)] for each in (small, large)]
     for up, down, a, b in zip(of(large, small), of(small, large), *own, strict=True):
         assert np.multiply(up[:3], down[:3]) == pytest.approx([1, 1, 1])

@@ -46,8 +46,12 @@ def by_tril(x):
 
 
 def recurrence(reverse):
-    step = lambda h, x: (0.5 * h + jnp.tanh(x + h), h * x)
-    run = lambda x: lax.scan(step, jnp.zeros((ROWS, WIDTH)), x, reverse=reverse)[1]
+    def step(h, x):
+        return (0.5 * h + jnp.tanh(x + h), h * x)
+
+    def run(x):
+        return lax.scan(step, jnp.zeros((ROWS, WIDTH)), x, reverse=reverse)[1]
+
     return lambda x: jnp.moveaxis(run(jnp.moveaxis(x, 1, 0)), 0, 1)
 
 
@@ -159,8 +163,13 @@ def inverse(mask, of=jnp.linalg.inv):
 
 def windows(begin, low=3):
     """Sums of four positions of a padded array, from `begin` on."""
-    padded = lambda x: jnp.pad(x, ((0, 0), (low, 0), (0, 0)))
-    of = lambda x: lambda i: lax.dynamic_slice_in_dim(padded(x), begin(i), 4, 1).sum(1)
+
+    def padded(x):
+        return jnp.pad(x, ((0, 0), (low, 0), (0, 0)))
+
+    def of(x):
+        return lambda i: lax.dynamic_slice_in_dim(padded(x), begin(i), 4, 1).sum(1)
+
     return lambda x: jax.vmap(of(x), out_axes=1)(jnp.arange(LENGTH))
 
 
@@ -186,7 +195,10 @@ def solved_by(solve):
 
 def first_step(a, b):
     """One step of a solver, which has not converged."""
-    step = lambda b: jax.scipy.sparse.linalg.bicgstab(lambda v: a @ v, b, maxiter=1)[0]
+
+    def step(b):
+        return jax.scipy.sparse.linalg.bicgstab(lambda v: a @ v, b, maxiter=1)[0]
+
     return jax.vmap(step, 1, 1)(b)
 
 
@@ -204,8 +216,14 @@ def first_choices(x, slots=4, rows_of=lambda rows: rows, places_of=lambda place:
 
 STRICT = OWN & ~np.eye(LENGTH, dtype=bool)
 """What a position sees without itself: the first one of a document sees no key."""
-unit = lambda e, least=1e-6: e / (jnp.sum(e, -1, keepdims=True) + least)
-over_peak = lambda s, of=lambda peak: peak: unit(jnp.exp(s - of(jnp.max(s, -1, keepdims=True))))
+
+
+def unit(e, least=1e-06):
+    return e / (jnp.sum(e, -1, keepdims=True) + least)
+
+
+def over_peak(s, of=lambda peak: peak):
+    return unit(jnp.exp(s - of(jnp.max(s, -1, keepdims=True))))
 
 
 def rows_without_keys(weights, low=-1e9, how="added", dtype=jnp.float32, mask=STRICT):
@@ -241,7 +259,10 @@ def online(s):
     return jnp.exp(s - peak) / (total + 1e-6)
 
 
-peak_of = lambda s: jnp.max(s, -1, keepdims=True)
+def peak_of(s):
+    return jnp.max(s, -1, keepdims=True)
+
+
 PEAKS = {  # of a row, computed in other ways, or by something in between
     "minimum": lambda s: jnp.minimum(peak_of(s), 10.0),
     "scaled": lambda s: peak_of(s) * 1.0,
@@ -293,9 +314,20 @@ LEAKS = {  # rows without keys: their largest score is itself a number that mask
     "chosen by tokens": without(over_peak, how=lambda s: jnp.where(STRICT & (s > 0), s, -1e9)),
     "compressed blocks": of_compressed_blocks,
 }  # fmt: skip
-own = lambda weights, *options: without(weights, *options, mask=OWN)
-finite = lambda peak: jnp.where(jnp.isfinite(peak), peak, 0)
-own_or = lambda s: OWN & ((s > 0) | np.eye(LENGTH, dtype=bool))
+
+
+def own(weights, *options):
+    return without(weights, *options, mask=OWN)
+
+
+def finite(peak):
+    return jnp.where(jnp.isfinite(peak), peak, 0)
+
+
+def own_or(s):
+    return OWN & ((s > 0) | np.eye(LENGTH, dtype=bool))
+
+
 RIGHT = {  # that leave out what may come from rows without keys, or have none
     "-1e30, weights set to 0": without(lambda s: softmax(s) * STRICT, -1e30, "put"),
     "-1e9, weights set to 0": without(lambda s: softmax(s) * STRICT, -1e9, "put"),
@@ -481,7 +513,10 @@ def test_rows_that_see_no_key_may_be_left_out(name):
 def test_what_changes_an_entry_of_functions_of_functions_is_among_its_tokens(seed):
     functions = list((EXACT | WIDER).values())
     f, g, h = (functions[i] for i in np.random.default_rng(seed).integers(len(functions), size=3))
-    both = lambda x: h(jnp.tanh(f(x)) + jnp.tanh(g(x)))
+
+    def both(x):
+        return h(jnp.tanh(f(x)) + jnp.tanh(g(x)))
+
     (first, last), (least, most) = reach(both), measured(both)
     assert ((first <= least) & (last >= most)).all(), (first, least, last, most)
 
@@ -501,7 +536,9 @@ OTHER_SLOTS = {  # what is added where the choice of another slot is
 
 @pytest.mark.parametrize("name", OTHER_SLOTS)
 def test_slots_are_those_of_their_own_choices(name):
-    f = lambda x: first_choices(x, **OTHER_SLOTS[name])
+    def f(x):
+        return first_choices(x, **OTHER_SLOTS[name])
+
     (_, last), (_, most) = reach(f), measured(f)
     assert (most > TOKENS).any()
     assert (last >= most).all()

@@ -109,7 +109,10 @@ def drawn(seed):
 def scattered_sum(x, start=1, turns=4):
     """A psum_scatter by hand, whose turns each add a block of their own."""
     x, n, i = x.sum(1), lax.axis_size("t"), lax.axis_index("t")
-    block = lambda k: lax.dynamic_slice_in_dim(x, (i - k) % n * (len(x) // n), len(x) // n)
+
+    def block(k):
+        return lax.dynamic_slice_in_dim(x, (i - k) % n * (len(x) // n), len(x) // n)
+
     total = block(start)
     for turn in range(2, min(turns, n) + 1):
         total = lax.ppermute(total, "t", [(j, (j + 1) % n) for j in range(n)]) + block(turn)
@@ -384,7 +387,10 @@ def test_a_ring_may_draw_by_a_key(is_made):
 def test_activations_of_this_jax_are_proved(name):
     """With their gradients, for which a new jax may have primitives of its own."""
     function = getattr(jax.nn, name)
-    gradient = lambda x: jax.grad(lambda x: function(x).sum())(x)
+
+    def gradient(x):
+        return jax.grad(lambda x: function(x).sum())(x)
+
     mesh = jax.sharding.AbstractMesh((2,), ("d",))
     check(gradient, jnp.ones((4, 8)), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
 

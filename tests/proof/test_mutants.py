@@ -110,7 +110,10 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def install(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges the code of the functions of a module for that of the mutant."""
-    place = lambda code: (code.co_filename, code.co_qualname, code.co_firstlineno)
+
+    def place(code):
+        return (code.co_filename, code.co_qualname, code.co_firstlineno)
+
     file = mutant.module.__file__
     found = {place(code): code for code in codes_in(compile(mutant.tree, file, "exec"))}
     for function in functions_of(mutant.module):

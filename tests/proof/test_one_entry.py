@@ -33,7 +33,10 @@ def verdicts(program: Program, monkeypatch):
     """
     dims, mesh = devices_by_dim(program), (2,) * len(program.axes)
     settings = [{name: n} for name, n in dims.items()] + ([dims] if len(dims) > 1 else [])
-    trace = lambda: traced(program, jax.sharding.get_abstract_mesh().axis_sizes)
+
+    def trace():
+        return traced(program, jax.sharding.get_abstract_mesh().axis_sizes)
+
     for sizes in settings:
         with monkeypatch.context() as patch:
             for name, n in sizes.items():
@@ -51,7 +54,10 @@ def verdicts(program: Program, monkeypatch):
 
 def parts(programs: list[Program]) -> list:
     """Each program is in one of SHARE parts, of which the first is not long."""
-    part = lambda i: pytest.param(programs[i::SHARE], id=str(i), marks=[pytest.mark.long] if i else [])
+
+    def part(i):
+        return pytest.param(programs[i::SHARE], id=str(i), marks=[pytest.mark.long] if i else [])
+
     return [part(i) for i in range(SHARE)]
 
 

@@ -18,7 +18,10 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M
 
 def findings(body):
     p = program(body, vma=False)
-    trace = lambda: traced(p, jax.sharding.get_abstract_mesh().axis_sizes)
+
+    def trace():
+        return traced(p, jax.sharding.get_abstract_mesh().axis_sizes)
+
     return list(map(str, prove_function(trace, abstract_mesh(p, (2, 2)))))
 
 

@@ -52,7 +52,9 @@ def in_parts(step, between=lambda c: c, rows=2):
         c, more = lax.scan(step, between(c), second)
         return c, jnp.concatenate([ys, more])
 
-    gradient = lambda run: jax.grad(lambda x: sum(map(jnp.sum, run(x))))
+    def gradient(run):
+        return jax.grad(lambda x: sum(map(jnp.sum, run(x))))
+
     return gradient(apart), gradient(lambda x: lax.scan(step, start, x))
 
 
@@ -72,13 +74,19 @@ def in_pairs(parts):
 
 def rows_in_turn(turn):
     """The sums that turn(sum, row of x, row of its sine) has before each row."""
-    step = lambda sum, rows: (turn(sum, *rows), sum)
+
+    def step(sum, rows):
+        return (turn(sum, *rows), sum)
+
     return lambda x: lax.scan(step, jnp.zeros(4), (x, jnp.sin(x)))[1]
 
 
 def in_two_loops(inner):
     """inner(row of x in the outer loop, row of its square in the inner one), summed over both loops."""
-    rows = lambda x, outer: lax.scan(lambda sum, row: (sum + inner(outer, row), None), jnp.zeros(4), x)[0]
+
+    def rows(x, outer):
+        return lax.scan(lambda sum, row: (sum + inner(outer, row), None), jnp.zeros(4), x)[0]
+
     return lambda x: lax.scan(lambda sum, row: (sum + rows(x * x, row), None), jnp.zeros(4), x)[0]
 
 
@@ -109,7 +117,10 @@ def summed(c, rows):
 
 def without_a_row(x):
     """A loop over the first and the last row."""
-    step = lambda c, r: (c * r + r, None)
+
+    def step(c, r):
+        return (c * r + r, None)
+
     return lax.scan(step, lax.scan(step, jnp.ones(4), x[:1])[0], x[2:])[0]
 
 

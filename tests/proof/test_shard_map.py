@@ -27,7 +27,9 @@ BLOCKS, STACKED = P("d", "t"), P(("d", "t"))
 
 
 def gradient(function):
-    loss = lambda *args: jnp.sum(jnp.sin(function(*args)))
+    def loss(*args):
+        return jnp.sum(jnp.sin(function(*args)))
+
     return lambda *args: jax.grad(loss, argnums=tuple(range(len(args))))(*args)
 
 
@@ -133,7 +135,9 @@ def through_a_loop(x):
 
 
 def carried(x):
-    step = lambda kept, _: (mapped(sum_of_block, BLOCKS, STACKED)(x) + 0 * kept, mapped(total, STACKED, P())(kept))
+    def step(kept, _):
+        return (mapped(sum_of_block, BLOCKS, STACKED)(x) + 0 * kept, mapped(total, STACKED, P())(kept))
+
     return lax.scan(step, mapped(sum_of_block, BLOCKS, STACKED)(x), None, length=2)[1]
 
 
@@ -279,7 +283,9 @@ def test_a_gradient_that_jax_sums_is_refused_where_it_is_taken(name):
 
 def stream(share, is_looped=False):
     def body(x, up, down):
-        layer = lambda x, _: (x * share() + lax.psum(jnp.tanh(x @ up) @ down, "t"), None)
+        def layer(x, _):
+            return (x * share() + lax.psum(jnp.tanh(x @ up) @ down, "t"), None)
+
         return lax.scan(layer, x, None, length=2)[0] if is_looped else layer(layer(x, None)[0], None)[0]
 
     of = mapped(body, (P("d"), P(None, "t"), P("t")), P("d"), check_vma=False)
@@ -298,7 +304,9 @@ def test_a_gradient_passes_by_a_layer_and_through_it(is_looped):
 
 @pytest.mark.parametrize(("share", "problem"), [(4, None), (2, "combined with"), (1, "combined with")])
 def test_what_all_devices_have_is_added_to_a_partial_sum_as_parts(share, problem):
-    body = lambda x, y: lax.psum(x.sum(1) + y / (share if lax.axis_size("t") > 1 else 1), "t")
+    def body(x, y):
+        return lax.psum(x.sum(1) + y / (share if lax.axis_size("t") > 1 else 1), "t")
+
     function = mapped(body, (BLOCKS, P("d")), P("d"), check_vma=False)
     with pytest.raises(ShardError, match=problem) if problem else contextlib.nullcontext():
         check(function, X, jax.ShapeDtypeStruct((8,), jnp.float32), mesh=MESH)
@@ -370,7 +378,10 @@ def test_a_training_step(mistake, check_vma):
         lambda s: jax.ShapeDtypeStruct(s, jnp.float32), WEIGHTS, is_leaf=lambda x: isinstance(x, tuple)
     )
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-    run = lambda: check(training_step(check_vma, mistake), shapes, tokens, tokens, mesh=MESH)
+
+    def run():
+        return check(training_step(check_vma, mistake), shapes, tokens, tokens, mesh=MESH)
+
     if not mistake:
         return run()
     if mistake == "no psum" and check_vma:
@@ -415,7 +426,10 @@ def test_each_remedy_that_names_our_functions_has_one_in_plain_jax():
     ]
     named = [text for text in texts if OURS.search(text) and text not in of_check.PLAIN]
     assert len(named) > 5
-    plain = lambda text: functools.reduce(lambda text, names: re.sub(*names, text), of_check.PLAIN.items(), text)
+
+    def plain(text):
+        return functools.reduce(lambda text, names: re.sub(*names, text), of_check.PLAIN.items(), text)
+
     left = [
         text for text in named if OURS.search(plain(text)) and text != of_check.OF_AXES
     ]  # that names settings of ours

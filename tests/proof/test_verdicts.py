@@ -17,7 +17,10 @@ from shardlib.proof.check import prove_function
 def refusals(program: Program, mesh: tuple[int, ...] | None = None) -> tuple[str, ...]:
     """What the analysis finds wrong with a program on a mesh; None: of two devices along each axis."""
     mesh = mesh or (2,) * len(program.axes)
-    trace = lambda: traced(program, jax.sharding.get_abstract_mesh().axis_sizes)
+
+    def trace():
+        return traced(program, jax.sharding.get_abstract_mesh().axis_sizes)
+
     return tuple(map(str, prove_function(trace, abstract_mesh(program, mesh))))
 
 
@@ -63,7 +66,9 @@ OTHERS = [program for program in MUTATED if ONE_OF_EACH_KIND[kind_of(program)] i
 @pytest.mark.parametrize("programs", [QUICK, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"])
 def test_wrong_programs_are_refused(programs):
     # A ring of two turns is right on two devices, and wrong on four; an axis for another, where their sizes differ.
-    is_refused = lambda program: refusals(program) or any(refusals(program, mesh) for mesh in program.meshes[1:])
+    def is_refused(program):
+        return refusals(program) or any(refusals(program, mesh) for mesh in program.meshes[1:])
+
     assert [program.name for program in programs if not is_refused(program)] == []
 
 

@@ -30,7 +30,8 @@ from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.models import gpt2, moe
-from shardwright.run.config import Config, register_schema, to_config
+from shardwright.run.checks import register_schema, to_config
+from shardwright.run.config import Config
 from shardwright.run.step import trace_step
 from shardwright.settings.composing import with_brackets
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
@@ -43,7 +44,10 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tes
 YOURS = {"mine.py", "model/mine.yaml", "my_schedules.py", "script.py", "__main__.py"}
 """Files that a page has its reader write, or that many folders have."""
 NOT_OURS = ("pip", "pytest")
-name_of = lambda page: str(page.relative_to(ROOT))
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
@@ -117,7 +121,10 @@ def source_files(module: str) -> list[Path]:
 def first_values(overrides: list[str]) -> list[str]:
     """Overrides with the first value of each that is swept."""
     parsed = OverridesParser.create().parse_overrides(overrides)
-    value = lambda o: next(iter(o.sweep_string_iterator())) if o.is_sweep_override() else None
+
+    def value(o):
+        return next(iter(o.sweep_string_iterator())) if o.is_sweep_override() else None
+
     return [
         text if value(o) is None else f"{o.key_or_group}={value(o)}" for o, text in zip(parsed, overrides, strict=True)
     ]

@@ -142,7 +142,10 @@ def test_bf16_is_kept_bit_for_bit_and_tensorstore_reads_it(tmp_path):
     sharding, other = (NamedSharding(make_mesh(*shape), P("t", "d")) for shape in ((4, 2), (1, 8)))
     state = {"moments": jax.device_put(numbers, sharding), "weights": jax.device_put(np.ones((8, 8)), sharding)}
     path = save(tmp_path, state=state)
-    struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=other)
+
+    def struct(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=other)
+
     assert_bits_equal(Checkpointer(tmp_path).restore(3, jax.tree.map(struct, state))["moments"], numbers)
     at = {"driver": "file", "path": str(path / "moments")}
     assert_bits_equal(tensorstore.open({"driver": "zarr3", "kvstore": at}).result().read().result(), numbers)
@@ -235,7 +238,10 @@ class Failing:
 def state_of(seed):
     """Arrays of several chunks, one of zeros, and a scalar; the same seed gives the same."""
     mesh = make_mesh(4, 2)
-    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
     x = np.random.default_rng(seed).standard_normal((8, 4)).astype(np.float32)
     return {"a": {"x": put(x, "d", "t"), "zeros": put(np.zeros(8, np.int32), "d")}, "n": put(np.int32(seed))}
 
@@ -465,7 +471,10 @@ def test_a_process_syncs_what_it_wrote(tmp_path, monkeypatch, processes):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     for name in ("read", "write"):
         method = getattr(Store, name)
-        counted = lambda self, key, *content, method=method: asked.append(key) or method(self, key, *content)
+
+        def counted(self, key, *content, method=method):
+            return asked.append(key) or method(self, key, *content)
+
         monkeypatch.setattr(Store, name, counted)
     saved = checkpoint_arrays.SavedArray("a/x", (processes, 4), "float32", (1, 4))
     checkpointer = Checkpointer(tmp_path)

@@ -210,8 +210,13 @@ def wait_for(run: Run, text: str, timeout_s: float = 120) -> None:
 def test_a_full_disk_loses_no_step_while_the_run_can_go_on(tmp_path):
     """No file may grow beyond 100 kB, which the metrics do not reach and the embedding exceeds."""
     run = Run(tmp_path, 1, 1, *LONG, "training.checkpoint_interval=40", "training.keep_checkpoints=1")
-    limit = lambda size: resource.prlimit(run.processes[0].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    steps = lambda: {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+
+    def limit(size):
+        return resource.prlimit(run.processes[0].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def steps():
+        return {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+
     try:
         run.wait_for_step(50)
         limit(100_000)

@@ -15,7 +15,10 @@ BYTES = [41, 23, 5, 28]
 
 def split(rounds: dict[str, float], sizes: list | None = None):
     """A loader with so many batches in a pass, that hands out their numbers, and the bytes of each."""
-    utf8_bytes = lambda step: None if sizes is None else sizes[step]
+
+    def utf8_bytes(step):
+        return None if sizes is None else sizes[step]
+
     return types.SimpleNamespace(epoch_steps=lambda: rounds, utf8_bytes=utf8_bytes, load=lambda step: step)
 
 

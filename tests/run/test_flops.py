@@ -69,7 +69,10 @@ def test_windows_leave_pairs_out(c, full, ratio):
     position = np.arange(length)
     seen = [np.minimum(position + 1, size).mean() for size in (length, c.window)]
     pairs = full * seen[0] + (c.layers - full) * seen[1]
-    by_hand = lambda pairs: 6 * (c.layers * layer + c.vocab * c.d_model) + 12 * c.heads * c.d_head * pairs
+
+    def by_hand(pairs):
+        return 6 * (c.layers * layer + c.vocab * c.d_model) + 12 * c.heads * c.d_head * pairs
+
     model = load_model(c)
     rules = [model.mask_at(place) for place in range(model.period)]
     found = flops_of_model(model.table, c, attended_keys(rules * (c.layers // len(rules)), length))

@@ -14,8 +14,8 @@ from simulated import without_cache
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import check_chip, known_options, start_devices
 from shardwright.modeling.model import load_model
+from shardwright.run.checks import register_schema
 from shardwright.run.compiling import compile_step
-from shardwright.run.config import register_schema
 from train import make_evaluation_step
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from shardwright.run.config import Config, register_schema, to_config
+from shardwright.run.checks import register_schema, to_config
+from shardwright.run.config import Config
 from shardwright.settings import exits
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,10 @@ def test_slurm_script_starts_again_as_the_table_says(code, tmp_path):
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
     env |= {"SLURM_PROCID": "0", "PYTHON": str(tmp_path / "python")}
-    ends = lambda: subprocess.run(["bash", str(SLURM)], env=env, capture_output=True, text=True)
+
+    def ends():
+        return subprocess.run(["bash", str(SLURM)], env=env, capture_output=True, text=True)
+
     for _ in range(3):
         done = ends()
         assert ("scontrol requeue 7" in done.stdout) == TABLE[code], done.stdout + done.stderr

@@ -129,7 +129,10 @@ def test_other_source_is_said_or_refused(monkeypatch):
     with jax.set_mesh(tiny.mesh("one device")):
         model = load_model(c.model)
         saved = provenance.provenance_of(trace_step(c, model))
-        compared = lambda old, allow="other_source=true": provenance.compare_source(old, saved, ("evaluation",), allow)
+
+        def compared(old, allow="other_source=true"):
+            return provenance.compare_source(old, saved, ("evaluation",), allow)
+
         assert compared(saved) is None
         assert compared(None) is None, "a checkpoint of before"
         source = saved["source"] | {"train.py": "other"}
@@ -264,7 +267,10 @@ def records(monkeypatch, tmp_path):
 def made(of: str = "a program", source: object = "a source") -> int:
     """How often a start makes a result."""
     makes, result = [], {"programs": {"training": of}}
-    make = lambda: makes.append(1) or result
+
+    def make():
+        return makes.append(1) or result
+
     assert provenance.keep_result("found", source, lambda: of, make, {"programs": {str: str}}) == result
     return len(makes)
 

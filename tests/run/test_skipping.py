@@ -103,7 +103,10 @@ def test_a_spike_is_told_once(resumed):
         if step == 40 and resumed:  # from a checkpoint, whose weights have been damaged since
             steps = SkippedSteps(3, json.loads(json.dumps(steps.state())), lambda *line: told.append(line), 1.5)
         steps.see(step, *numbers, False)
-    lowest = lambda x: min(np.median(x[max(0, end - 20) : end]) for end in range(5, len(x) + 1))
+
+    def lowest(x):
+        return min(np.median(x[max(0, end - 20) : end]) for end in range(5, len(x) + 1))
+
     assert told == [
         (40, f"loss 8.5, before {lowest(losses[:40]):.4g}", "spike"),
         (60, f"gradient norm 3e+30, before {lowest(norms[41:60]):.4g}", "spike"),

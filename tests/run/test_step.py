@@ -15,7 +15,10 @@ from shardwright.run.step import trace_step
 
 def test_the_start_is_traced_once_for_the_state_and_both_steps():
     init, calls = train.init_state, []
-    counted = lambda *args, **given: calls.append(args) or init(*args, **given)
+
+    def counted(*args, **given):
+        return calls.append(args) or init(*args, **given)
+
     spec = dataclasses.replace(train.SPEC, init_state=counted)
     c = tiny.config(tiny.model())
     model = load_model(c.model)

@@ -309,7 +309,10 @@ def test_tokens_before_a_step_of_many_changes():
     c = tiny.config()
     sizes = {0: 64, 7: 32, 9: 128}
     c.training.changes = [{"step": step, "training.seq_len": size} for step, size in sizes.items() if step]
-    size = lambda step: c.training.batch_size * sizes[max(first for first in sizes if first <= step)]
+
+    def size(step):
+        return c.training.batch_size * sizes[max(first for first in sizes if first <= step)]
+
     c.training.seq_len = sizes[0]
     for step in (0, 1, 7, 8, 12):
         tokens = sum(map(size, range(step)))

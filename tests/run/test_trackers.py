@@ -91,7 +91,10 @@ def of_clearml(_, known):
     cache = importlib.import_module("clearml.config").get_offline_dir(known)
     with zipfile.ZipFile(f"{cache}.zip") as archive:
         lines = [json.loads(line) for line in archive.read("metrics.jsonl").decode().splitlines()]
-    join = lambda m: m["metric"] if m["metric"] == m["variant"] else f"{m['metric']}/{m['variant']}"
+
+    def join(m):
+        return m["metric"] if m["metric"] == m["variant"] else f"{m['metric']}/{m['variant']}"
+
     return {(join(m), m["iter"]): m["value"] for line in lines for m in line}
 
 

@@ -121,7 +121,9 @@ class Twice(train.Llama):
     """A layer that attends twice."""
 
     def layer(self, x, w, tokens, attention):
-        both = lambda q, k, v, rule: attention(q, k, v, rule) + attention(q, k, v, AttentionMask(scale=0.5))
+        def both(q, k, v, rule):
+            return attention(q, k, v, rule) + attention(q, k, v, AttentionMask(scale=0.5))
+
         return super().layer(x, w, tokens, both)
 
 
@@ -136,7 +138,9 @@ class OfTheLength(train.Llama):
     """A rule that is made of a shape."""
 
     def layer(self, x, w, tokens, attention):
-        of_length = lambda q, k, v, _: attention(q, k, v, AttentionMask(scale=math.log(q.shape[1] + 1) / 4))
+        def of_length(q, k, v, _):
+            return attention(q, k, v, AttentionMask(scale=math.log(q.shape[1] + 1) / 4))
+
         return super().layer(x, w, tokens, of_length)
 
 

@@ -18,7 +18,7 @@ from shardwright.data import synthetic
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import DataConfig
 from shardwright.modeling.model import load_model
-from shardwright.run.config import check_config
+from shardwright.run.checks import check_config
 from shardwright.sampling import tasks
 from shardwright.sampling.scoring import Scored
 from shardwright.tools.evaluate import Settings, evaluate

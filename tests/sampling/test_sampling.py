@@ -101,9 +101,9 @@ def test_texts_do_not_depend_on_their_batch(texts):
 
 
 def test_noise_is_that_of_seed_text_and_place():
-    noise = lambda seed, number, place: np.asarray(
-        gumbel_noise(np.int32([number]), np.int32([place]), 9, Sampling(seed=seed))
-    )
+    def noise(seed, number, place):
+        return np.asarray(gumbel_noise(np.int32([number]), np.int32([place]), 9, Sampling(seed=seed)))
+
     np.testing.assert_array_equal(noise(1, 2, 3), noise(1, 2, 3))
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2)):
         assert not np.isclose(noise(*other), noise(1, 2, 3)).any()
@@ -127,7 +127,10 @@ def test_another_model_samples_likewise():
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         # Far from uniform: five times its first weights.
         rng = np.random.default_rng(0)
-        value = lambda weight: np.float32(rng.normal(weight.mean, 5 * weight.std, weight.shape))
+
+        def value(weight):
+            return np.float32(rng.normal(weight.mean, 5 * weight.std, weight.shape))
+
         w = tiny.place(jax.tree.map(value, gpt2.Model(model).table), gpt2.GPT2)
         sampler = Sampler(tiny.step(c), NUCLEUS, CONTEXT)
         drawn = sampler.generate(w, PROMPTS)
@@ -249,7 +252,10 @@ def test_the_penalty_of_repetition_is_that_of_transformers(penalty, logits):
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(ids), torch.tensor(logits)).numpy().argmax(-1)
     assert (expected != logits.argmax(-1)).any() or penalty < 1
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        shape = lambda x: x.reshape(8, 6, 40)
+
+        def shape(x):
+            return x.reshape(8, 6, 40)
+
         drawn = tiny.per_device(run)(shape(logits), np.zeros((8, 6), np.int32), shape(seen))
     np.testing.assert_array_equal(np.asarray(drawn).reshape(-1), expected)
 

@@ -96,7 +96,10 @@ def test_pieces_have_each_token_once():
 def test_a_short_text_takes_no_memory_of_a_long_context(monkeypatch):
     with jax.set_mesh(tiny.mesh("one device")):
         scorer, computed = Scorer(tiny.step(tiny.config()), train.cross_entropy, 2**17), []
-        results = lambda weights, part, rows, length: computed.append(rows * length) or np.zeros((2, rows, length))
+
+        def results(weights, part, rows, length):
+            return computed.append(rows * length) or np.zeros((2, rows, length))
+
         monkeypatch.setattr(scorer, "_compute", results)
         assert [len(scored.losses) for scored in scorer.losses(None, [[0, 1, 2]])] == [2]
     assert computed[0] <= POSITIONS

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from shardwright.run.config import Config, register_schema
+from shardwright.run.checks import register_schema
+from shardwright.run.config import Config
 from shardwright.run.launch import CONFIGS
 from shardwright.run.opening import CheckpointChoice
 from shardwright.settings.composing import Program, by_name

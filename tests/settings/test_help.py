@@ -41,7 +41,9 @@ def test_help_lists_configurations_and_settings(program, shown):
 
 
 def test_a_missing_package_names_its_extra():
-    missing = lambda name: refusal(ModuleNotFoundError(f"No module named {name!r}", name=name))
+    def missing(name):
+        return refusal(ModuleNotFoundError(f"No module named {name!r}", name=name))
+
     for name, extra in {"huggingface_hub.errors": "tools", "lm_eval": "eval", "torch": "oracle"}.items():
         assert missing(name).startswith(f"Error: this needs the package {name}, which is not installed: pip install")
         assert missing(name).endswith(f"'.[{extra}]'")

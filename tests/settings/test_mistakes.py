@@ -62,7 +62,10 @@ def _become(arguments: list[str], here: Path, said: Path) -> None:
 def table() -> str:
     """The table with the messages of today."""
     head = [line for line in TABLE.read_text().splitlines() if line.startswith("#")]
-    said = lambda command: "".join(f"    {line}\n" for line in answered(command).splitlines())
+
+    def said(command):
+        return "".join(f"    {line}\n" for line in answered(command).splitlines())
+
     return "\n".join(head) + "\n\n" + "\n".join(f"{command}\n{said(command)}" for command in commands())
 
 

@@ -44,7 +44,10 @@ def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
         "for _ in range(9): say('x → é', flush=True)"
     )
     command, env = [sys.executable, "-c", code], os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
-    run = lambda **files: subprocess.run(command, env=env, text=True, stderr=subprocess.PIPE, timeout=60, **files)
+
+    def run(**files):
+        return subprocess.run(command, env=env, text=True, stderr=subprocess.PIPE, timeout=60, **files)
+
     assert (done := run(stdout=subprocess.PIPE)).stdout == "x ? ?\n" * 9, done.stderr
     with open("/dev/full", "w") as full:
         done = run(stdout=full)

@@ -40,14 +40,20 @@ def test_a_program_that_is_followed_equation_by_equation_computes_the_same():
             return equations.evaluate(inner, ins, run)
         if eqn.primitive.name == "scan":
             consts, carry, xs = equations.split_scan(eqn, ins)
-            body = lambda c, row: (lambda outs: (outs[: len(carry)], outs[len(carry) :]))(
-                equations.evaluate(eqn.params["jaxpr"], [*consts, *c, *row], run)
-            )
+
+            def body(c, row):
+                return (lambda outs: (outs[: len(carry)], outs[len(carry) :]))(
+                    equations.evaluate(eqn.params["jaxpr"], [*consts, *c, *row], run)
+                )
+
             carried, rows = lax.scan(body, list(carry), list(xs))
             return [*carried, *rows]
         if eqn.primitive.name == "while":
             of_test, of_body, carry = equations.split_while(eqn, ins)
-            test = lambda c: equations.evaluate(eqn.params["cond_jaxpr"], [*of_test, *c], run)[0]
+
+            def test(c):
+                return equations.evaluate(eqn.params["cond_jaxpr"], [*of_test, *c], run)[0]
+
             return lax.while_loop(
                 test, lambda c: equations.evaluate(eqn.params["body_jaxpr"], [*of_body, *c], run), list(carry)
             )

@@ -59,7 +59,10 @@ def with_cache(layer):
 @functools.cache
 def inputs():
     rng = np.random.default_rng(0)
-    array = lambda *shape: rng.normal(0, 0.3, shape).astype(np.float32)
+
+    def array(*shape):
+        return rng.normal(0, 0.3, shape).astype(np.float32)
+
     w = {"q": array(ROWS, WIDTH, WIDTH), "k": array(ROWS, WIDTH, WIDTH), "b": array(ROWS, WIDTH)}
     return w, array(4, WIDTH), array(ROWS, 4, WIDTH)
 
@@ -161,7 +164,10 @@ def test_the_residual_stream_may_be_any_pytree(save):
     def in_python(w, x, caches):
         first, found = x, []
         for row in range(ROWS):
-            keep = lambda *args, row=row: (pair := attend(caches[row], *args), found.append(pair[1]))[0][0]
+
+            def keep(*args, row=row):
+                return (pair := attend(caches[row], *args), found.append(pair[1]))[0][0]
+
             x = layer(jax.tree.map(lambda w, row=row: w[row], w), x, row, 0, keep) - 0.1 * first
         return {"x": x, "first": first}, jnp.stack(found)
 
@@ -179,7 +185,10 @@ def test_a_layer_that_changes_what_x_varies_over_is_named_by_its_own_line():
         return x + jnp.zeros_like(x) * jax.lax.axis_index("d"), cache
 
     mesh = jax.sharding.AbstractMesh((2,), ("d",))
-    run = lambda w, x: run_layers(layer, w, x, None)[0]
+
+    def run(w, x):
+        return run_layers(layer, w, x, None)[0]
+
     spec = jax.sharding.PartitionSpec()
     body = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
     with pytest.raises(ShardError, match="varying over d") as raised:

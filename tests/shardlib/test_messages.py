@@ -60,8 +60,13 @@ def total(h) -> Partial:
 def own_gradient(h, wrong: bool) -> Partial:
     """`total` with a gradient of its own, which uses that of the partial sum as a partial sum if `wrong`."""
     own = jax.custom_vjp(total)
-    spread = lambda g: jnp.broadcast_to(lax.pcast(g, "t", to="varying")[..., None], h.shape)
-    reduced = lambda g: psum("B/d L +t -> B/d L", g) if wrong else jax.tree.leaves(g)[0]
+
+    def spread(g):
+        return jnp.broadcast_to(lax.pcast(g, "t", to="varying")[..., None], h.shape)
+
+    def reduced(g):
+        return psum("B/d L +t -> B/d L", g) if wrong else jax.tree.leaves(g)[0]
+
     own.defvjp(lambda h: (total(h), None), lambda _, g: (spread(reduced(g)),))
     return own(h)
 
@@ -193,7 +198,10 @@ def identity(x: f32["B/d M"]) -> f32["B/d M"]:
 @pytest.mark.parametrize("name", golden.read(TYPES))
 def test_a_type(name):
     namespace = names()
-    execute = lambda node: exec(compile(ast.Module([node], []), golden.FILE, "exec"), namespace)
+
+    def execute(node):
+        return exec(compile(ast.Module([node], []), golden.FILE, "exec"), namespace)
+
     golden.check(TYPES, name, lambda program: golden.refused(program, execute))
 
 
@@ -316,7 +324,9 @@ INSIDE = [
 
 @pytest.mark.parametrize("expression", INSIDE)
 def test_the_array_in_a_partial_sum_is_refused_in(expression):
-    inside = lambda h: jax.tree.map(lambda p: of(expression, p), total(h))
+    def inside(h):
+        return jax.tree.map(lambda p: of(expression, p), total(h))
+
     with pytest.raises(ShardError, match=r"the array in (a|this) partial sum(.|\n)*remedy: .*reduce .* with psum"):
         abstract_mesh.on_mesh(lambda h: drop(psum("B/d L +t -> B/d L", inside(h))))
 

@@ -60,14 +60,20 @@ def test_ids_out_of_range_have_no_part_as_on(platform, monkeypatch):
     """Each platform computes the sums in another way."""
     monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform=platform))
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
     x, g, w, ids = draw(2, 40, 3), draw(2, 40, 5), draw(8, 3, 5), rng.integers(-3, 7, (2, 40)).astype(np.int8)
     expected, sums, added = np.zeros_like(g), np.zeros_like(w), np.zeros((2, 4, 3), np.float32)
     for p, i in np.argwhere((ids >= 0) & (ids < 4)):
         matrix = 4 * p + ids[p, i]
         expected[p, i], added[p, ids[p, i]] = x[p, i] @ w[matrix], added[p, ids[p, i]] + x[p, i]
         sums[matrix] += np.outer(x[p, i], g[p, i])
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+
+    def near(a, b):
+        return np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+
     near(grouped.products_of_rows(x, jnp.asarray(ids), w), expected)
     near(grouped.sums_of_products(x, jnp.asarray(ids), jnp.asarray(g), 8), sums)
     near(rows._add(1, 4, 40, "", x, jnp.int32(ids)), added)

@@ -94,14 +94,19 @@ def test_schedules_as_in_torch():
 
 
 def compare_with_torch(pipelining, p, m):
-    halves = lambda name: [name.replace("B", "I"), name.replace("B", "W")] if name[0] == "B" else [name]
+    def halves(name):
+        return [name.replace("B", "I"), name.replace("B", "W")] if name[0] == "B" else [name]
+
     if m >= p:  # else torch refuses them
         assert short(gpipe(p, m)) == torch_lists(pipelining.ScheduleGPipe(torch_stage(p, 1), m))
         theirs = torch_lists(pipelining.Schedule1F1B(torch_stage(p, 1), m))
         # torch's list of the last device counts its forwards from 1.
         theirs[-1] = [f"F{p - 1}.{int(name.split('.')[1]) - 1}" if name[0] == "F" else name for name in theirs[-1]]
         assert short(one_f_one_b(p, m)) == [[half for name in order for half in halves(name)] for order in theirs]
-    in_chunks = lambda v: [torch_stage(p, v, chunk) for chunk in range(v)]
+
+    def in_chunks(v):
+        return [torch_stage(p, v, chunk) for chunk in range(v)]
+
     assert short(zb_v(p, m)) == torch_lists(pipelining.ScheduleZBVZeroBubble(in_chunks(2), m))
     if m % p == 0:
         assert short(zb_h1(p, m)) == torch_lists(pipelining.ScheduleInterleavedZeroBubble(in_chunks(1), m))
@@ -332,7 +337,10 @@ def test_what_is_no_schedule(name):
 def one_after_the_other(p, m, v):
     orders = []
     for stages in in_a_ring(p, v):
-        of_microbatch = lambda k, own=stages: [(F, s, k) for s in own] + [[B, s, k] for s in own[::-1]]
+
+        def of_microbatch(k, own=stages):
+            return [(F, s, k) for s in own] + [[B, s, k] for s in own[::-1]]
+
         orders.append([task for k in range(m) for task in of_microbatch(k)])
     return orders
 

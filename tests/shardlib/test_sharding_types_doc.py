@@ -48,6 +48,9 @@ def test_messages_of_the_table():
     shown = [message for row in rows for message in re.findall("`(.*?)`", row)]
     assert len(shown) > 8
     for message in shown:
-        name = lambda word: r"\S+" if re.fullmatch(r"[A-Z](/\w)?|[dt],?", word) else re.escape(word)
+
+        def name(word):
+            return r"\S+" if re.fullmatch(r"[A-Z](/\w)?|[dt],?", word) else re.escape(word)
+
         pattern = " ".join(name(word) for word in message.replace("…", " … ").split())
         assert re.search(pattern.replace(" … ", ".*").replace("…", ".*"), messages), message

@@ -58,7 +58,9 @@ def mesh(request):
 
 
 def random_array(t, seed: int) -> np.ndarray:
-    whole = lambda name: SIZES.get(name) or math.prod(SIZES[letter] for letter in name)
+    def whole(name):
+        return SIZES.get(name) or math.prod(SIZES[letter] for letter in name)
+
     rng, shape = np.random.default_rng(seed), [whole(dim.name) for dim in t.spec.dims]
     return (
         rng.integers(0, SIZES["V"], shape).astype(np.int32) if t is ids else rng.normal(size=shape).astype(np.float32)
@@ -191,7 +193,10 @@ def case_of(name: str) -> Case:
     operands = dict(operand.split(":") for operand in operands.split(","))
     operands = {name.strip(): ids if name.strip() == "i" else f32[spec] for name, spec in operands.items()}
     known = {**vars(shardops), **globals()}
-    run = lambda text: lambda *args: eval(f"({text})", known | dict(zip(operands, args, strict=True)))
+
+    def run(text):
+        return lambda *args: eval(f"({text})", known | dict(zip(operands, args, strict=True)))
+
     return Case(run(body), tuple(operands.values()), f32[result], run(dense), gradients="pmax" not in name)
 
 
@@ -215,7 +220,10 @@ def test_axis_size_and_index(mesh):
         return x * 0 + block
 
     blocks = np.repeat(np.arange(mesh["d"] * mesh["t"]), 16 // (mesh["d"] * mesh["t"]))
-    dense = lambda x: x * 0 + blocks
+
+    def dense(x):
+        return x * 0 + blocks
+
     assert_same_values_and_gradients({"": Case(body, (f32["M/t/d"],), f32["M/t/d"], dense, gradients=False)})
 
 
@@ -248,7 +256,10 @@ def random_einsum(seed: int):
     used = sorted({name for operand in operands for name in operand})
     result = [name for name in rng.permutation(used) if rng.random() < 0.5]
     varying = {axis for name in used if (axis := shardings[name])}
-    typed_dims = lambda dims: " ".join(name + shardings[name] for name in dims)
+
+    def typed_dims(dims):
+        return " ".join(name + shardings[name] for name in dims)
+
     marks = sorted(f"+{shardings[name][1:]}" for name in used if name not in result and shardings[name])
     spec = f"{', '.join(map(typed_dims, operands))} -> {typed_dims(result)} {' '.join(marks)}"
     formula = f"{','.join(''.join(operand) for operand in operands)}->{''.join(result)}"
@@ -289,8 +300,13 @@ def random_rearrange(seed: int) -> Case:
     names = ["B", "L", "K", "Q", "D"]
     shardings = dict.fromkeys(names, "") | ({"B": "/d", "K": "/t"} if seed % 2 else {"K": "/t/d"})
     sides = [grouped(rng, list(rng.permutation(names)), shardings) for _ in range(2)]
-    dim = lambda name: name + shardings[name]
-    in_groups = lambda side: [f"({' '.join(map(dim, group))})" if len(group) > 1 else dim(group[0]) for group in side]
+
+    def dim(name):
+        return name + shardings[name]
+
+    def in_groups(side):
+        return [f"({' '.join(map(dim, group))})" if len(group) > 1 else dim(group[0]) for group in side]
+
     spec = " -> ".join(" ".join(in_groups(side)) for side in sides)
     flat = [[name for group in side for name in group] for side in sides]
     types = [f32[" ".join("".join(group) + shardings[group[0]] for group in side)] for side in sides]
@@ -376,19 +392,24 @@ def operations(step, *args) -> collections.Counter:
     text = jax.jit(step).lower(*args).compile().as_text()
     opcodes = "dot|all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     found = re.findall(rf"^\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ({opcodes})(?:-start)?\(", text, re.MULTILINE)
-    sizes = lambda shape: tuple(
-        sorted(int(n) for n in re.findall(r"\d+", re.sub(r"\{.*?\}|[a-z]+\d+", "", shape)) if n != "1")
-    )
+
+    def sizes(shape):
+        return tuple(sorted(int(n) for n in re.findall(r"\d+", re.sub(r"\{.*?\}|[a-z]+\d+", "", shape)) if n != "1"))
+
     return collections.Counter((opcode, sizes(shape)) for shape, opcode in found)
 
 
 def test_the_gradient_of_a_copy_is_reduced_where_it_was_made_not_in_the_loop():
     def all_reduces(mark):
         def body(x, w):
-            loss = lambda w: psum("+d ->", einsum_unreduced("B/d M -> +d", scan_over(mark(w), x, product)))
+            def loss(w):
+                return psum("+d ->", einsum_unreduced("B/d M -> +d", scan_over(mark(w), x, product)))
+
             return jax.grad(loss)(w)
 
-        product = lambda x, w: einsum_unreduced("B/d M, M -> B/d M", x, w)
+        def product(x, w):
+            return einsum_unreduced("B/d M, M -> B/d M", x, w)
+
         fn = typed_body(body, (f32["B/d M"], f32["layers M"]), f32["layers M"])
         text = jax.jit(fn).lower(np.ones((8, 16), np.float32), np.ones((3, 16), np.float32)).compile().as_text()
         entry = text[text.index("\nENTRY ") :]
@@ -405,7 +426,10 @@ def test_typed_ops_compile_to_what_plain_jax_does():
     specs = Layer(norm=p(None, ("t", "d")), w_up=p(None, "d", "t"), w_down=p(None, "t", "d"))
     with jax.set_mesh(mesh_of(d=4, t=2)):
         rng = np.random.default_rng(0)
-        array = lambda shape, spec: jax.device_put(rng.normal(size=shape).astype(np.float32), spec)
+
+        def array(shape, spec):
+            return jax.device_put(rng.normal(size=shape).astype(np.float32), spec)
+
         w = Layer(*map(array, ((2, 16), (2, 16, 24), (2, 24, 16)), dataclasses.astuple(specs)))
         x = array((8, 4, 16), p("d", "t"))
         plain = jax.shard_map(plain_step, in_specs=(specs, p("d", "t")), out_specs=(p(), specs))
@@ -421,7 +445,9 @@ def test_gradients_of_a_product_are_products_in_the_operands_dtype():
     """Behind a result that is wider than they are, too: an accelerator multiplies f32 many times slower than bf16."""
 
     def body(x, w):
-        loss = lambda x, w: jnp.sum(einsum_unreduced("L M, M F -> L F", x, w, preferred_element_type=jnp.float32) ** 2)
+        def loss(x, w):
+            return jnp.sum(einsum_unreduced("L M, M F -> L F", x, w, preferred_element_type=jnp.float32) ** 2)
+
         return jax.grad(loss, argnums=(0, 1))(x, w)
 
     types = bf16["L M"], bf16["M F"]
@@ -466,6 +492,9 @@ def test_a_norm_transposes_nothing_on_one_cpu():
 def test_sums_are_of_the_preferred_dtype():
     x = np.random.default_rng(0).normal(size=4096).astype(np.float32)
     with jax.enable_x64(True), jax.set_mesh(mesh_of(d=1, t=1)):
-        body = lambda x: psum("+d ->", einsum_unreduced("B/d, B/d -> +d", x, x, preferred_element_type=jnp.float64))
+
+        def body(x):
+            return psum("+d ->", einsum_unreduced("B/d, B/d -> +d", x, x, preferred_element_type=jnp.float64))
+
         found = jax.jit(typed_body(body, (f32["B/d"],), f64[""]))(x)
     np.testing.assert_allclose(found, np.sum(x.astype(np.float64) ** 2), rtol=1e-14)

@@ -130,7 +130,9 @@ def test_scope_names_dtypes_inwards():
 
 
 def test_partition_specs_of_nested_types(mesh):
-    specs_of = lambda t, like=0: jax.tree.map(lambda s: s.spec, make_shardings(t, like))
+    def specs_of(t, like=0):
+        return jax.tree.map(lambda s: s.spec, make_shardings(t, like))
+
     specs = specs_of(Model, Model(Layer(0, 0), 0, (0, 0)))
     assert specs.layers == Layer(w=P(None, "d", "t"), bias=P(None, "t"))
     assert specs.norm == P(("t", "d"))
@@ -505,7 +507,9 @@ def test_the_example_of_seqax(mesh, typechecked):
         w3 = shardops.all_gather("hidden2/d -> hidden2", w.w3)
         return shardops.einsum_unreduced("batch/d hidden2, hidden2 -> batch/d", z, w3)
 
-    draw = lambda *shape: np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    def draw(*shape):
+        return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
     x, dense = draw(32, 8), Weights(draw(8, 8), draw(8, 16), draw(16))
     w = jax.tree.map(jax.device_put, dense, make_shardings(Weights))
     expected = np.maximum(np.maximum(x @ dense.w1, 0) @ dense.w2, 0) @ dense.w3

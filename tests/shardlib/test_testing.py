@@ -14,8 +14,14 @@ pytestmark = pytest.mark.quick
 X, W = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 32), jnp.float32)
 SPECS = {"in_specs": (P("data", "model"), P("model")), "out_specs": P("data")}
 MESHES = ["data=4", "data=2 model=2"]
-project = lambda x, w: lax.psum(x @ w, "model")
-mean = lambda x, w: project(x, w) / lax.axis_size("model")
+
+
+def project(x, w):
+    return lax.psum(x @ w, "model")
+
+
+def mean(x, w):
+    return project(x, w) / lax.axis_size("model")
 
 
 def test_a_right_program_passes_on_each_mesh():
@@ -23,7 +29,10 @@ def test_a_right_program_passes_on_each_mesh():
     testing.assert_sound(
         jax.grad(lambda x: jnp.sum(jnp.sin(x))), X, meshes=["data=2"], in_specs=P("data"), out_specs=P("data")
     )
-    step = lambda x, w: jnp.sum(jax.shard_map(project, **SPECS)(x, w))
+
+    def step(x, w):
+        return jnp.sum(jax.shard_map(project, **SPECS)(x, w))
+
     testing.assert_sound(step, X, W, meshes=["data=2 model=2"])
 
 

@@ -146,7 +146,10 @@ def test_bad_rows_are_left_out_and_reported(tmp_path, capsys):
 def test_places_count_bad_rows(tmp_path):
     rows = ['{"text": "%s"}' % ("x" * 100) if i % 3 else "{" for i in range(60)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
-    read = lambda place: list(sources.blocks("here", open_files([str(tmp_path / "a.jsonl")]), "text", place, 20))
+
+    def read(place):
+        return list(sources.blocks("here", open_files([str(tmp_path / "a.jsonl")]), "text", place, 20))
+
     whole = read(None)
     assert len(whole) > 5
     for i, (texts, place) in enumerate(whole):
@@ -276,7 +279,10 @@ def test_a_truncated_file_of_a_dataset_is_no_shorter_split(tmp_path, name, frame
         parts = [header + half[0], half[1]] if frames == 2 else [header + "".join(half)]
         content = b"".join(zstandard.compress(part.encode()) for part in parts)
         end = len(content) - 5
-    read = lambda: read_all(sources.open_text("train", str(path.parent), None, "train", [])[1])
+
+    def read():
+        return read_all(sources.open_text("train", str(path.parent), None, "train", [])[1])
+
     path.write_bytes(content)
     assert read() == texts
     path.write_bytes(content[:end])
@@ -336,7 +342,10 @@ def test_a_dataset_of_the_hub(tmp_path):
     for i in range(2):
         path = tmp_path / "hub" / f"train-{i:05}-of-00002.parquet"
         pq.write_table(pa.table({"id": range(20), "text": texts[20 * i : 20 * i + 20]}), path, row_group_size=6)
-    open_data = lambda split="train": sources.open_text("train", str(tmp_path / "hub"), None, split, [])[1]
+
+    def open_data(split="train"):
+        return sources.open_text("train", str(tmp_path / "hub"), None, split, [])[1]
+
     check(open_data, texts)
     with pytest.raises(ValueError, match=r"no column 'body'; set text_field to one of \['id', 'text'\]"):
         read_all(open_data(), "body")

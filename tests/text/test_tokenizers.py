@@ -243,7 +243,10 @@ def test_a_long_run_of_spaces_on_which_tiktoken_overflows(run):
     pattern = r"\p{L}+|[^\s\p{L}]+|\s+(?!\S)|\s"
     encoding = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     tokenizer = Tokenizer(definitions.from_ranks(ranks, pattern, {}), encoding=encoding)
-    expected = lambda count: encoding.encode_ordinary(f"a{run * 1001}b")[:1] + [256] * count + [ord(run), ord("b")]
+
+    def expected(count):
+        return encoding.encode_ordinary(f"a{run * 1001}b")[:1] + [256] * count + [ord(run), ord("b")]
+
     assert encoding.encode_ordinary(f"a{run * 1001}b") == expected(500)
     texts = [f"a{run * n}b" for n in (1_000_001, 1001)]
     with pytest.raises(BaseException, match="StackOverflow"):

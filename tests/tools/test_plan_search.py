@@ -16,7 +16,7 @@ from shardwright.inspect.compiled.table import in_bytes
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.planning import SAVED, Change, advice, doubled, planned_change, planned_step
 from shardwright.modeling.model import load_model
-from shardwright.run.config import register_schema, to_config
+from shardwright.run.checks import register_schema, to_config
 from shardwright.tools.plan import compare
 from shardwright.tools.plan.search import as_config, as_lines, changes_of, search
 from shardwright.tools.verify.meshes import all_meshes

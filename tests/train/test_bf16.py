@@ -20,10 +20,16 @@ def test_gradients_are_those_in_f32_up_to_bf16_rounding():
     rng = np.random.default_rng(5)
     targets = np.where(rng.random((rows, length)) < 0.3, 7, rng.integers(0, c.vocab, (rows, length))).astype(np.uint32)
     batch = TokenBatch(targets, rng.random((rows, length)) < 0.01, np.ones((rows, length), bool))
-    of = lambda dtype: loss_and_gradients(tiny.config(c), tiny.mesh("one device"), batch, dtype)[1]
+
+    def of(dtype):
+        return loss_and_gradients(tiny.config(c), tiny.mesh("one device"), batch, dtype)[1]
+
     (loss, g), (exact, expected) = of("bfloat16"), of("float32")
     assert loss == pytest.approx(exact, rel=2e-3)
-    error = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+    def error(a, b):
+        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
     # bf16 has 8 bits: half a unit in the last place is 2e-3 of a value, and a gradient passes through a few roundings.
     errors = jax.tree.map(error, g, expected)
     assert max(jax.tree.leaves(errors)) < 0.02, errors

@@ -60,7 +60,10 @@ def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = N
     c.optimizer = tiny.optimizer(warmup_steps=0, clip_norm=1e9, **dict(optimizer))
     if mesh.startswith("p"):
         c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
-    host = lambda tree: jax.tree.map(np.asarray, tree)
+
+    def host(tree):
+        return jax.tree.map(np.asarray, tree)
+
     with module_of(recipe if "\n" in recipe else changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
         c.model = train.ModelConfig(**vars(c.model))  # of the recipe
         model = load_model(c.model)
@@ -74,8 +77,13 @@ def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = N
             mu = host(state.adam_mu)
             state, metrics = step(state, batch, np.int32(i), *reference)
             found.metrics.append(metrics)
-            of_step = lambda new, old: None if new is None else (new - 0.9 * old) / np.float32(0.1)
-            is_none = lambda x: x is None
+
+            def of_step(new, old):
+                return None if new is None else (new - 0.9 * old) / np.float32(0.1)
+
+            def is_none(x):
+                return x is None
+
             found.gradients.append(jax.tree.map(of_step, host(state.adam_mu), mu, is_leaf=is_none))
         found.state = host(state)
     return found
@@ -98,9 +106,18 @@ KIND = np.random.default_rng(5).integers(0, 64, BATCH.targets.shape).astype(np.u
 WITH_KIND = dataclasses.replace(BATCH, inputs=KIND[..., None])
 # The second input of the token that is read: of the one before the target, 0 before a document.
 KIND_READ = np.where(BATCH.is_seq_start, 0, np.pad(KIND[:, :-1], ((0, 0), (1, 0))))
-alibi = lambda layer, scores, i, j: scores - (2.0 ** (-(np.arange(16) + 1) / 2))[:, None, None] * (i - j)
-layer_norm = lambda x, epsilon: dense.rms(x - x.mean(-1, keepdims=True), epsilon)
-in_window = lambda i, j: (i >= j) & (i - j < 5)
+
+
+def alibi(layer, scores, i, j):
+    return scores - (2.0 ** (-(np.arange(16) + 1) / 2))[:, None, None] * (i - j)
+
+
+def layer_norm(x, epsilon):
+    return dense.rms(x - x.mean(-1, keepdims=True), epsilon)
+
+
+def in_window(i, j):
+    return (i >= j) & (i - j < 5)
 
 
 def latent_heads(of, h, position, epsilon=1e-5):
@@ -108,7 +125,10 @@ def latent_heads(of, h, position, epsilon=1e-5):
     half = of.w_q.shape[-1] // 2
     project = functools.partial(jnp.einsum, "blm,m...d->bl...d")
     latent = dense.rms(h @ of.w_latent, epsilon) * of.latent_norm
-    turned = lambda x: dense.rotated(x, position, 10_000.0)
+
+    def turned(x):
+        return dense.rotated(x, position, 10_000.0)
+
     q, k, v = (project(x, w) for x, w in ((h, of.w_q), (latent, of.w_k), (latent, of.w_v)))
     shared = jnp.broadcast_to(turned(h @ of.w_turned)[:, :, None], (*k.shape[:3], half))
     return jnp.concatenate([turned(q[..., :half]), q[..., half:]], -1), jnp.concatenate([shared, k], -1), v
@@ -170,7 +190,10 @@ def test_a_model_is_the_dense_one(recipe, mesh):
     c = tiny.model(layers=4)
     batch = WITH_KIND if "second" in recipe else BATCH
     found = trained(recipe, mesh, batch=batch)
-    loss = lambda w, **how: dense.cross_entropy(dense.logits(w, dense.tokens_of(batch), c, **how), batch)
+
+    def loss(w, **how):
+        return dense.cross_entropy(dense.logits(w, dense.tokens_of(batch), c, **how), batch)
+
     assert_gradients(found, functools.partial(loss, **DENSE[recipe]))
     np.testing.assert_allclose(found.validation, found.metrics[0].loss, rtol=1e-5)
     plain = {"gain": True, "sinks": True} | DENSE[recipe]
@@ -259,7 +282,10 @@ def test_latent_attention_is_that_of_deepseek():
         num_mtp_layers=0, attn_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )  # fmt: skip
-    flat = lambda x: torch.tensor(x.reshape(len(x), -1).T.copy())
+
+    def flat(x):
+        return torch.tensor(x.reshape(len(x), -1).T.copy())
+
     state = {"model.embed_tokens.weight": w.embed, "model.norm.weight": w.final_norm, "lm_head.weight": w.unembed}
     state = {name: torch.tensor(x) for name, x in state.items()}
     for i in range(2):
@@ -430,7 +456,10 @@ def test_distillation_is_the_dense_one(teacher, mesh, chunk):
     of_teacher = dense.logits(w, TOKENS, sizes)
     expected = distilled(dense.logits(found.before[0], TOKENS, c), of_teacher)
     np.testing.assert_allclose(found.metrics[0].loss, expected, rtol=1e-5)
-    plain = lambda w: dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH)
+
+    def plain(w):
+        return dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH)
+
     np.testing.assert_allclose(found.validation, plain(found.before[0]), rtol=1e-5)
 
     def loss(w):
@@ -505,7 +534,9 @@ def test_multi_token_prediction_is_the_dense_one(mesh, chunk):
         return dense.logits(dataclasses.replace(w, layers=of_layers), TOKENS, c)
 
     mask, count = BATCH.loss_mask[:, 1:] & ~BATCH.is_seq_start[:, 1:], BATCH.loss_mask.sum()
-    next_token = lambda w: dense.cross_entropy(of(w, 0, 1, 2), BATCH)
+
+    def next_token(w):
+        return dense.cross_entropy(of(w, 0, 1, 2), BATCH)
 
     def loss(w):
         logs = jax.nn.log_softmax(of(w, 0, 1, 3)[:, :-1])
@@ -566,9 +597,10 @@ def test_groups_are_optaxs():
     }
     c, m = tiny.optimizer(**settings), tiny.model(layers=4)
     found = trained("weight_norm", "d=2 t=2", steps=3, optimizer=settings)
-    adamw = lambda factor, decay: optax.adamw(
-        lambda n: factor * schedule(c)(n), c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=decay
-    )
+
+    def adamw(factor, decay):
+        return optax.adamw(lambda n: factor * schedule(c)(n), c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=decay)
+
     kinds = {"norm": adamw(1, 0.0), "matrix": adamw(0.5, 0.1), "rest": adamw(1, 0.1), "embed": optax.set_to_zero()}
 
     def kind(path, _):
@@ -635,8 +667,13 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
     if mesh.startswith("p"):
         c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
     c.model = dataclasses.replace(c.model, module="changed_train")
-    host = lambda tree: jax.tree.map(np.asarray, tree)
-    loss = lambda w: dense.cross_entropy(dense.logits(w, TOKENS, tiny.model(layers=4)), BATCH)
+
+    def host(tree):
+        return jax.tree.map(np.asarray, tree)
+
+    def loss(w):
+        return dense.cross_entropy(dense.logits(w, TOKENS, tiny.model(layers=4)), BATCH)
+
     value_and_grad = jax.jit(jax.value_and_grad(lambda w: loss(with_products(w))))
     with module_of(changed("lora")) as train, jax.set_mesh(tiny.mesh(mesh)):
         model, batch = load_model(c.model), tiny.place_batch(c)

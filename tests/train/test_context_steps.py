@@ -65,7 +65,10 @@ def test_steps_are_proved(way, mesh):
 def test_a_step_by_ulysses_and_a_kernel_is_proved(monkeypatch, path):
     """The kernels, which take whole sequences, are not run; cuDNN's is replaced."""
     real = jax.nn.dot_product_attention
-    plain = lambda *args, implementation, **options: real(*args, implementation="xla", **options)
+
+    def plain(*args, implementation, **options):
+        return real(*args, implementation="xla", **options)
+
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
     for module in (attention_calls, attention_paths, context):
         monkeypatch.setattr(module, "choose", lambda setting, *_, **__: setting)  # this device has no kernels
@@ -138,7 +141,10 @@ def test_a_token_changes_the_later_logits_of_its_document_alone(way, mesh):
 
     with jax.set_mesh(tiny.mesh(mesh)):
         run, w = tiny.per_device(per_device), tiny.weights(c.model)
-        logits = lambda *changed: np.asarray(run(w, tiny.place(batch(*changed), TokenBatch)))
+
+        def logits(*changed):
+            return np.asarray(run(w, tiny.place(batch(*changed), TokenBatch)))
+
         plain = logits()
         for changed in ((0, 0), (0, 11), (2, 12), (4, 23), (0, 30), (0, 46), (1, 3), (1, 23), (1, 24), (3, 46)):
             differs = np.any(logits(changed) != plain, axis=-1)

@@ -222,7 +222,10 @@ def witnessed(directory: Path) -> list[int]:
 def test_killed_on_8_devices_it_goes_on_with_4(unbroken, tmp_path):
     """kill -9 in the seventh step: steps 4 and 5 are done again, from the checkpoint behind the fourth."""
     killed = start(tmp_path, WHOLE, 1, 8, hook="os.environ['PAUSE_AT'] = '6'")
-    complete = lambda: (killed.directory / "checkpoints" / "0000000004" / "zarr.json").is_file()
+
+    def complete():
+        return (killed.directory / "checkpoints" / "0000000004" / "zarr.json").is_file()
+
     while not (complete() and len(witnessed(killed.directory)) == 7) and killed.processes[0].poll() is None:
         time.sleep(0.1)
     killed.kill()

@@ -148,7 +148,10 @@ def test_rows_have_the_values_of_their_tokens(dataset, names, packing, shuffled)
 def test_rows_of_a_mixture(dataset, tmp_path):
     other, ids, _, values = write(tmp_path / "other", seed=1, documents=900)
     sources = {"a": SourceConfig(dataset[0]), "b": SourceConfig(other, weight=2)}
-    load = lambda: make_loader(DataConfig(mixture=sources), "train", 32, SEQ_LEN, inputs=("kind",))
+
+    def load():
+        return make_loader(DataConfig(mixture=sources), "train", 32, SEQ_LEN, inputs=("kind",))
+
     known = {}
     for tokens, given in ((dataset[1], dataset[3]), (ids, values)):
         whole = tokens.size // SEQ_LEN * SEQ_LEN

@@ -44,8 +44,11 @@ def test_gradients_are_those_of_the_whole_batch(n, together, gather):
     whole_loss, whole = found()
     loss, g = found(microbatches=n, side_by_side=together, gather_weights=gather)
     assert loss == pytest.approx(whole_loss, rel=1e-6)
+
     # Rounding, relative to the largest entry: targets are masked unevenly, so the parts do not weigh the same.
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
+    def close(a, b):
+        return np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
+
     jax.tree.map(close, g, whole)
 
 
@@ -97,9 +100,13 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together, monkeypa
         size = y.size * shardops.axis_size("r") * shardops.axis_size("d")
         return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", y)) ** 2 / size**2
 
-    first = lambda w, batch: jnp.float64(batch.targets) / 1280
+    def first(w, batch):
+        return jnp.float64(batch.targets) / 1280
+
     parts = SimpleNamespace(first=first, layers=layers, last=last)
-    one = lambda w, batch: last(w, layers(w.layers, first(w, batch))[0], batch)
+
+    def one(w, batch):
+        return last(w, layers(w.layers, first(w, batch))[0], batch)
 
     def microbatch_loss(w, batch, seeds, *, forward, head, groups):
         return head(w, (None,) * together if together > 1 else None, batch), LayerAux()

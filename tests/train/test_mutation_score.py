@@ -77,7 +77,10 @@ def same_without_p(mutant: Mutant) -> bool:
         before, after = (parse_op(spec) for spec in (before, after))
     except ShardError:
         return False
-    left_out = lambda op: OpSpec(tuple(s.without((PIPELINE_AXIS,)) for s in op.lhs), op.rhs.without((PIPELINE_AXIS,)))
+
+    def left_out(op):
+        return OpSpec(tuple(s.without((PIPELINE_AXIS,)) for s in op.lhs), op.rhs.without((PIPELINE_AXIS,)))
+
     # An operation that does nothing without p is passed over, if p is named: see does_nothing.
     idle = [left_out(op).lhs == (left_out(op).rhs,) and left_out(op) != op for op in (before, after)]
     return left_out(before) == left_out(after) and idle[0] == idle[1]

@@ -21,7 +21,7 @@ from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import SourceConfig, TokenBatch
 from shardwright.modeling.model import load_model
 from shardwright.run.changes import loader_at, steps_of, tokens_before
-from shardwright.run.config import check_config
+from shardwright.run.checks import check_config
 from shardwright.run.opening import StagesChoice
 from shardwright.run.resuming import check_resumes, saved_config
 from shardwright.tools.replay.__main__ import Settings, replay
@@ -90,7 +90,10 @@ def test_tokens_in_order_are_read_once_whatever_changes(data):
 
 def test_another_batch_size_leaves_the_order_and_each_epoch_exact(data):
     grows = [{"step": step, "training.batch_size": 8 * step} for step in (2, 4)]
-    of = lambda c, steps: np.concatenate([targets(c, step) for step in range(steps)])
+
+    def of(c, steps):
+        return np.concatenate([targets(c, step) for step in range(steps)])
+
     plain, grown = of(config(data, []), 31), of(config(data, grows), 9)
     np.testing.assert_array_equal(grown[:248], plain[: len(grown)][:248])
     loader = loader_at(config(data, grows), 8)
@@ -134,7 +137,10 @@ def test_two_sources_of_one_dataset_go_on_each_from_its_own_place(tmp_path):
 
 def test_batches_that_are_left_out_move_no_earlier_one(data):
     c, skips = config(data, shuffle=False), config(data, shuffle=False, skip_steps=[4])
-    numbers = lambda c, batch, step: loader_at(c, step).sequences(batch, np.arange(8)).targets[:8]
+
+    def numbers(c, batch, step):
+        return loader_at(c, step).sequences(batch, np.arange(8)).targets[:8]
+
     np.testing.assert_array_equal(numbers(skips, 3, 3), numbers(c, 3, 3))
     np.testing.assert_array_equal(numbers(skips, 5, 4), numbers(c, 5, 5))
     assert loader_at(skips, 6).state(6).keys() == {"before", "first", "dataset"}
@@ -317,7 +323,10 @@ def test_a_phase_whose_steps_are_skipped_ends_no_run(data, tmp_path):
 
 def test_microbatches_change_no_batch(data):
     mixture = {name: SourceConfig(data, weight) for name, weight in (("a", 1.0), ("b", 2.0))}
-    of = lambda changes: config(None, changes, mixture=mixture)
+
+    def of(changes):
+        return config(None, changes, mixture=mixture)
+
     changed = of([{"step": 3, "training.microbatches": 2}])
     np.testing.assert_array_equal(targets(changed, 5), targets(of([]), 5))
     assert loader_at(changed, 5).microbatches == 2

@@ -248,7 +248,10 @@ SMALL = Case(2, "", "interleaved_1f1b", 1, 4, False, "layer")
 def traced_step(c: Config):
     """The training step, traced on the mesh in force; nothing is compiled."""
     shapes = jax.eval_shape(lambda: tiny.state(c))
-    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+
+    def place(x, s):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+
     state = jax.tree.map(place, shapes, make_shardings(train.State[train.Transformer], like=shapes))
     return tiny.training_step(c).trace(state, in_microbatches(batch(), c.training.microbatches), np.int32(0))
 
@@ -398,7 +401,10 @@ def executor_program(m: int, schedule: str):
 def test_memory_and_program_do_not_grow_with_microbatches(schedule):
     few, many = (executor_program(m, schedule) for m in (8, 32))
     assert many.memory_analysis().temp_size_in_bytes <= 1.05 * few.memory_analysis().temp_size_in_bytes
-    count = lambda compiled: len(re.findall(r"^\s+\S+ = ", compiled.as_text(), re.M))
+
+    def count(compiled):
+        return len(re.findall(r"^\s+\S+ = ", compiled.as_text(), re.M))
+
     assert abs(count(many) - count(few)) <= 2
 
 

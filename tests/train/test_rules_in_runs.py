@@ -50,8 +50,12 @@ def config(length: int, **training):
 def expected(name: str, length: int) -> tuple:
     """The loss and its gradients, densely."""
     given = batch(length)
-    logits = lambda w: dense.logits(w, dense.tokens_of(given), models.SIZES, **models.DENSE[name])
-    loss = lambda w: dense.cross_entropy(logits(w), given)
+
+    def logits(w):
+        return dense.logits(w, dense.tokens_of(given), models.SIZES, **models.DENSE[name])
+
+    def loss(w):
+        return dense.cross_entropy(logits(w), given)
 
     with jax.set_mesh(tiny.mesh("one device")):
         return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(models.host_weights(name)))
@@ -74,7 +78,10 @@ def test_steps_are_dense(name, place, path):
         w, data = models.placed_weights(name), tiny.place_batch(c, batch(length))
         assert all(line.startswith(path) for line in describe_attention(trace_step(c, model)))
         nats, targets = train.make_evaluation_step(c, model)(w, data)
-        zeros = lambda: jax.tree.map(jnp.zeros_like, w)
+
+        def zeros():
+            return jax.tree.map(jnp.zeros_like, w)
+
         state = train.State(w, zeros(), zeros())
         state, metrics = train.make_training_step(c, model)(state, data, np.int32(0))
         clipped = min(1, c.optimizer.clip_norm / float(metrics.grad_norm))

@@ -106,8 +106,13 @@ def test_verify_says_which_meshes_type_check():
 
 def test_few_meshes_have_each_set_of_axes_and_each_size_of_an_axis():
     meshes, _ = all_meshes(load_for("flat_tokens_c4_a100x8_2b", {"r": 1, "d": DEVICES}), DEVICES)
-    axes = lambda meshes: {frozenset(axis for axis, size in mesh.items() if size > 1) for mesh in meshes}
-    sizes = lambda meshes: {pair for mesh in meshes for pair in mesh.items()}
+
+    def axes(meshes):
+        return {frozenset(axis for axis, size in mesh.items() if size > 1) for mesh in meshes}
+
+    def sizes(meshes):
+        return {pair for mesh in meshes for pair in mesh.items()}
+
     chosen = some_of(meshes)
     assert axes(chosen) == axes(meshes)
     assert sizes(chosen) == sizes(meshes)

@@ -38,7 +38,12 @@ PATHS = {  # name: the mesh, and settings of training
     "ulysses": ("d=2 c=2 t=2", {"context": "ulysses"}),
     "ulysses, blockwise": ("d=2 c=2 t=2", {"context": "ulysses", "attention": "blockwise"}),
 }
-score = lambda text: (RULE, f"    mask = masks.AttentionMask(score_mod=lambda scores, q, k, heads: {text})")
+
+
+def score(text):
+    return (RULE, f"    mask = masks.AttentionMask(score_mod=lambda scores, q, k, heads: {text})")
+
+
 WRONG_RULES = {
     "ALiBi by the heads of a device": score("scores - 2.0 ** (-8.0 * (heads + 1) / heads.size) * (q.index - k.index)"),
     "the number of a row": score("scores * (1 + jnp.arange(scores.shape[0])[:, None, None, None, None])"),
@@ -155,7 +160,9 @@ def marks(case) -> list:
 
 
 def cases(rules: dict) -> list:
-    refused = lambda name, path: name.startswith("learned") and path.startswith("ulysses")  # before any proof
+    def refused(name, path):
+        return name.startswith("learned") and path.startswith("ulysses")  # before any proof
+
     pairs = [(name, path) for name in rules for path in PATHS if not refused(name, path)]
     return [pytest.param(*pair, marks=marks(pair)) for pair in pairs]
 

@@ -131,7 +131,10 @@ def test_a_validation_that_fails_costs_no_checkpoint(tmp_path, monkeypatch, caps
 def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
     """Against the weights in the checkpoint, on rows read from the dataset itself."""
     arrays = zarr.open_group(unbroken / "checkpoints" / "0000000008", mode="r")["weights"]
-    leaf = lambda path: np.asarray(arrays["/".join(str(key.name) for key in path)][:])
+
+    def leaf(path):
+        return np.asarray(arrays["/".join(str(key.name) for key in path)][:])
+
     c = tiny.model(vocab=1280)
     with jax.set_mesh(tiny.mesh("one device")):
         shapes = jax.eval_shape(lambda key: initialize(train.Llama(c).table, key), jax.random.key(0))
@@ -204,6 +207,9 @@ def test_a_contradicting_configuration_is_refused(unbroken):
 def test_sizes_that_do_not_fit_the_mesh(settings, message):
     """Other wrong settings are in tests/settings/mistakes.txt."""
     c = load("local_test_synthetic", settings)
-    mesh = lambda: make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))
+
+    def mesh():
+        return make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))
+
     with pytest.raises(ValueError, match=re.escape(message)):
         check_divides(c, dict(mesh().shape))

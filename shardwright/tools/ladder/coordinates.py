@@ -23,7 +23,8 @@ from shardwright.jax_extra import SAVED
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.optimizers.rates import updates_of
 from shardwright.run.changes import loader_at
-from shardwright.run.config import Config, check_config, check_divides
+from shardwright.run.checks import check_config
+from shardwright.run.config import Config, check_divides
 from shardwright.run.files import write_whole
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step

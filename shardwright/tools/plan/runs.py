@@ -28,7 +28,8 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.models import gpt2
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright.run.config import Config, PathsConfig, PipelineConfig, TrainingConfig, check_config
+from shardwright.run.checks import check_config
+from shardwright.run.config import Config, PathsConfig, PipelineConfig, TrainingConfig
 from shardwright.run.flops import flops_of_model
 
 COLUMNS = (

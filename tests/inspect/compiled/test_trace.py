@@ -76,7 +76,10 @@ def test_a_line_of_modules(device):
 
 def test_steps_of_cpu_devices():
     """Operations are on any thread; CPU:1's second step begins before its first has ended, which is no gap."""
-    op = lambda device, run: {"hlo_module": STEP, "hlo_op": "dot", "run_id": run, "device_ordinal": device}
+
+    def op(device, run):
+        return {"hlo_module": STEP, "hlo_op": "dot", "run_id": run, "device_ordinal": device}
+
     threads = {
         "tf_XLAEigen/1": [(80, 90, "dot", op(0, 9)), (0, 40, "dot", op(0, 7)), (0, 50, "dot", op(1, 7))],
         "tf_XLAPjRtCpuClient/2": [
@@ -128,7 +131,10 @@ def test_lines_of_cpu_devices():
     """Device 0: a loop of 100 s around collectives of 30 and 20 s, of which a product beside them covers 10 s; the loop
     itself is no work. Device 1: 50 s of a program's operation without a line."""
     second = 1e6
-    at = lambda start, end, name: (start * second, end * second, name)
+
+    def at(start, end, name):
+        return (start * second, end * second, name)
+
     threads = {
         "a": on_cpu(0, at(0, 100, "loop"), at(10, 40, "half"), at(50, 70, "again")),
         "b": on_cpu(0, at(60, 90, "product"), at(95, 100, "total")) + on_cpu(1, at(0, 50, "unknown")),
@@ -150,7 +156,10 @@ def test_lines_of_cpu_devices():
 
 def test_lines_in_gpu_streams():
     """Two streams compute at the same time; a third communicates for 20 ns longer."""
-    of = lambda name: {"hlo_module": "jit_f", "hlo_op": name}
+
+    def of(name):
+        return {"hlo_module": "jit_f", "hlo_op": name}
+
     lines = {
         "Stream #1(Compute)": [(0, 40, "gemm", of("product")), (40, 45, "memset", {})],
         "Stream #2(NCCL)": [(30, 60, "ncclDevKernel", of("start"))],

@@ -127,7 +127,10 @@ def test_flops_by_hand():
     c, m = wide(attention="blockwise", save=None), wide().model
     step = planned(c, (1, 1, 8, 1), "h100")
     layer = m.d_model * m.d_head * m.n_kv * (2 * m.n_q_per_kv + 2) + 3 * m.d_model * m.d_ff
-    of = lambda kind: sum(op.count * op.flops for op in step.ops if op.kind == kind)
+
+    def of(kind):
+        return sum(op.count * op.flops for op in step.ops if op.kind == kind)
+
     tokens = tiny.BATCH * tiny.LENGTH // 8
     assert of("matmul") == 6 * tokens * (m.layers * layer + m.vocab * m.d_model)
     pairs = tiny.BATCH // 8 * m.n_kv * m.n_q_per_kv * tiny.LENGTH * (tiny.LENGTH + 1) // 2
@@ -182,7 +185,10 @@ def test_each_schedule_computes_the_same(schedule):
     c = tiny.config(tiny.model(layers=4), microbatches=4, attention="blockwise", save=None)
     c.pipeline.schedule, c.pipeline.virtual_stages = schedule, 2 if schedule == "zb_v" else 1
     m, step = c.model, planned(c, (2, 1, 2, 1), "h100")
-    of = lambda kind, phase: sum(op.count * op.flops for op in step.ops if (op.kind, op.phase) == (kind, phase))
+
+    def of(kind, phase):
+        return sum(op.count * op.flops for op in step.ops if (op.kind, op.phase) == (kind, phase))
+
     pairs = tiny.BATCH // 2 * m.n_kv * m.n_q_per_kv * tiny.LENGTH * (tiny.LENGTH + 1) // 2
     for phase, products in {"forward": 2, "backward": 5, "": 0}.items():
         assert of("attention", phase) == 2 * pairs * m.d_head * products * m.layers // 2
@@ -196,7 +202,10 @@ def test_each_schedule_computes_the_same(schedule):
 def test_what_is_offloaded_is_in_no_memory_of_the_device():
     """What a layer marks is in the host's memory then. The device keeps the input of each layer."""
     marked, offload = (planned(wide(save=save), (1, 1, 8, 1), "h100") for save in ("marked", "offload"))
-    saved = lambda step: sum(array.bytes for array in step.held if array.kind == "saved")
+
+    def saved(step):
+        return sum(array.bytes for array in step.held if array.kind == "saved")
+
     assert saved(offload) == 2 * tiny.BATCH // 8 * tiny.LENGTH * 64 * 4 < saved(marked)
     plans = [plan_of(step, chip_of("h100"), 1) for step in (marked, offload)]
     assert [plan.offloads for plan in plans] == [False, True]
@@ -216,7 +225,10 @@ def test_what_a_run_costs_follows_from_a_step():
 def test_messages_slow_what_is_computed_beside_them():
     """And no step is faster than at the chip's peaks, by hand the sum of what each kernel multiplies or moves."""
     step, chip = planned(wide(), (1, 1, 8, 1), "h100"), chip_of("h100")
-    of = lambda interference: plan_of(step, dataclasses.replace(chip, interference=interference), 1)
+
+    def of(interference):
+        return plan_of(step, dataclasses.replace(chip, interference=interference), 1)
+
     alone, half = of(0.0), of(0.5)
     hidden = sum(row.seconds - row.exposed for row in alone.rows if row.kind == "collective")
     assert half.seconds - alone.seconds == pytest.approx(hidden / 2)
@@ -224,7 +236,10 @@ def test_messages_slow_what_is_computed_beside_them():
         row.exposed for row in alone.rows if row.kind == "collective"
     ]
     done = [op for op in step.ops if op.kind != "collective"]
-    peak = lambda op: max(op.flops / chip.peak_of(op.dtype) * (op.kind != "memory"), op.traffic / chip.memory_bandwidth)
+
+    def peak(op):
+        return max(op.flops / chip.peak_of(op.dtype) * (op.kind != "memory"), op.traffic / chip.memory_bandwidth)
+
     assert alone.at_peaks >= sum(op.count * peak(op) for op in done) > 0
     assert alone.at_peaks < alone.range[0] < alone.seconds
 
@@ -311,7 +326,10 @@ def test_each_line_has_a_peak_of_its_own():
         return large + small @ (small @ small)
 
     line = f.__code__.co_firstlineno
-    in_loop = lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), jnp.zeros((256, 256)), length=2)[0]
+
+    def in_loop(x):
+        return jax.lax.scan(lambda c, _: (c + f(x), None), jnp.zeros((256, 256)), length=2)[0]
+
     for function in (f, in_loop):
         graph = graph_of(jax.make_jaxpr(function)(jnp.ones((512, 256))), {})
         most = {place.rpartition(":")[2]: size for place, size in most_of(graph, set(), "cpu").items()}

@@ -148,7 +148,10 @@ def test_gradients_and_updates_are_those_of_the_step():
         name = jax.tree_util.keystr(keys, simple=True, separator=".")
         new = functools.reduce(getattr, name.split("."), after.weights)
         rows = [(w, new)] if "." not in name else list(zip(w, new, strict=True))
-        as_list = lambda x: x if isinstance(x, list) else [x]
+
+        def as_list(x):
+            return x if isinstance(x, list) else [x]
+
         for i, (old_row, new_row) in enumerate(rows):
             of_w = {key: as_list(weights[name][key])[i] for key in ("rms", "max", "zeros", "bf16", "fp8")}
             assert of_w == {key: pytest.approx(value, rel=1e-5) for key, value in of_numpy(old_row).items()}

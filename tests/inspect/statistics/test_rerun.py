@@ -47,7 +47,10 @@ def test_a_program_is_computed_in_f64(function, exact):
 
 def test_random_numbers_are_those_of_the_trace():
     """They are made of bits, which a dtype of twice the size would have others of."""
-    draw = lambda key: jax.random.normal(key, (4,))
+
+    def draw(key):
+        return jax.random.normal(key, (4,))
+
     key = jax.random.key(0)
     program = jax.jit(draw).trace(key).jaxpr
     with jax.enable_x64(True):
