@@ -18,8 +18,8 @@ Axes of the device mesh
   c  context: each device has some positions
   p  pipeline: each device has its own layers
 Groups of axes
-  b  r/d/e, which shard the batch
-  w  c/d/e, over which weights are gathered for use
+  b     r/d/e, which shard the batch
+  fsdp  c/d/e, over which weights are sharded at rest, and gathered for use
 
 `f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum
 over t, which still has to be reduced, `*t` copies of a value on the devices of t. Devices along an
@@ -102,26 +102,26 @@ class TransformerLayer:
     """Weights of one layer: inputs -> outputs, sharded as at rest."""
 
     attention_norm: gain["M"]
-    w_q: matrix["M/w -> K/t Q D"]
-    w_k: matrix["M/w -> K/t D"]
-    w_v: matrix["M/w -> K/t D"]
+    w_q: matrix["M/fsdp -> K/t Q D"]
+    w_k: matrix["M/fsdp -> K/t D"]
+    w_v: matrix["M/fsdp -> K/t D"]
     q_norm: gain["D if qk_norm"]
     k_norm: gain["D if qk_norm"]
-    w_o: matrix["K/t Q D -> M/w"]
+    w_o: matrix["K/t Q D -> M/fsdp"]
     mlp_norm: gain["M"]
-    w_gate: matrix["M/w -> F/t"]
-    w_up: matrix["M/w -> F/t"]
-    w_down: matrix["F/t -> M/w"]
+    w_gate: matrix["M/fsdp -> F/t"]
+    w_up: matrix["M/fsdp -> F/t"]
+    w_down: matrix["F/t -> M/fsdp"]
 
 
 @pytree_dataclass
 class Transformer:
     """Weights of the model."""
 
-    embed: embedding["V/t/p M/w"]
+    embed: embedding["V/t/p M/fsdp"]
     layers: Array["layers/p", TransformerLayer]  # stacked; each stage of p has its own
     final_norm: gain["M/p"]  # all stages compute the logits together, so each has its part
-    unembed: unembedding["V/t/p M/w if not tied_embeddings"]
+    unembed: unembedding["V/t/p M/fsdp if not tied_embeddings"]
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -136,28 +136,31 @@ class Llama:
     Weights = Transformer
     mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document))
 
-    def __init__(self, c: ModelConfig, **changes: dict):
+    def __init__(self, config: ModelConfig, **changes: dict):
         """Matrices begin with variance weight_init_scale²/fan-in, gains at 1.
 
         `changes` are as for table_of.
         """
-        std = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
-        changes["embed"] = {"std": std, "kind": "unembedding" if c.tied_embeddings else "embedding"}
+        std = config.embed_init_scale or (config.d_model**-0.5 if config.tied_embeddings else 1.0)
+        changes["embed"] = {
+            "std": std,
+            "kind": "unembedding" if config.tied_embeddings else "embedding",
+        }
 
         def std_of_matrix(fan_in: int) -> float:
-            return c.weight_init_scale / fan_in**0.5
+            return config.weight_init_scale / fan_in**0.5
 
-        self.c = c
-        self.table = table_of(self.Weights, c, std_of_matrix, changes)
+        self.config = config
+        self.table = table_of(self.Weights, config, std_of_matrix, changes)
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the cosines and sines of RoPE to the tokens, once for all layers."""
-        return dataclasses.replace(tokens, shared=rope.tables(self.c, tokens.row_positions))
+        return dataclasses.replace(tokens, shared=rope.tables(self.config, tokens.row_positions))
 
     @typed
     def embed(self, w: Transformer, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
-        embed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed)
+        embed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed)
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would
         # round.
         embed = embed.astype(jnp.float32)
@@ -171,16 +174,16 @@ class Llama:
     ) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         x = save_for_backward(x + self.attend(x, w, tokens, attention))
-        mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
-        nx = rms_norm(x, mlp_norm, self.c.norm_epsilon)
+        mlp_norm = shardops.all_gather("M/t/fsdp -> M", w.mlp_norm)
+        nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        w_gate = shardops.all_gather("M/w F/t -> M F/t", w.w_gate)
+        w_gate = shardops.all_gather("M/fsdp F/t -> M F/t", w.w_gate)
         gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_gate))
-        w_up = shardops.all_gather("M/w F/t -> M F/t", w.w_up)
+        w_up = shardops.all_gather("M/fsdp F/t -> M F/t", w.w_up)
         up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
         hidden: act["B/b L/c F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
         hidden = save_for_backward(hidden, cheap=True)
-        w_down = shardops.all_gather("F/t M/w -> F/t M", w.w_down)
+        w_down = shardops.all_gather("F/t M/fsdp -> F/t M", w.w_down)
         out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
         return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
@@ -190,19 +193,19 @@ class Llama:
     ) -> act["B/b L/c/t M"]:
         """Output of the attention of a layer, which is added to the residual stream."""
         angles = tokens.shared
-        attention_norm = shardops.all_gather("M/t/w -> M", w.attention_norm)
-        nx = rms_norm(x, attention_norm, self.c.norm_epsilon)
+        attention_norm = shardops.all_gather("M/t/fsdp -> M", w.attention_norm)
+        nx = rms_norm(x, attention_norm, self.config.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        w_q = shardops.all_gather("M/w K/t Q D -> M K/t Q D", w.w_q)
+        w_q = shardops.all_gather("M/fsdp K/t Q D -> M K/t Q D", w.w_q)
         q = shardops.matmul("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w_q)
-        w_k = shardops.all_gather("M/w K/t D -> M K/t D", w.w_k)
+        w_k = shardops.all_gather("M/fsdp K/t D -> M K/t D", w.w_k)
         k = shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w_k)
-        w_v = shardops.all_gather("M/w K/t D -> M K/t D", w.w_v)
+        w_v = shardops.all_gather("M/fsdp K/t D -> M K/t D", w.w_v)
         v = save_for_backward(shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w_v))
         q = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t Q D", q, w.q_norm), angles))
         k = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t D", k, w.k_norm), angles))
         attended = save_for_backward(attention(q, k, v, self.mask))
-        w_o = shardops.all_gather("K/t Q D M/w -> K/t Q D M", w.w_o)
+        w_o = shardops.all_gather("K/t Q D M/fsdp -> K/t Q D M", w.w_o)
         out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
         return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
@@ -210,21 +213,21 @@ class Llama:
         """RMSNorm of each head of queries or keys, of type `heads`; `x` itself without a weight."""
         if weight is None:
             return x
-        weight = shardops.all_gather("D/t/w -> D", weight)
-        normed = unit_rms(x, self.c.norm_epsilon)
+        weight = shardops.all_gather("D/t/fsdp -> D", weight)
+        normed = unit_rms(x, self.config.norm_epsilon)
         return shardops.einsum_unreduced(f"{heads}, D -> {heads}", normed, weight).astype(x.dtype)
 
     @typed
     def logits(self, w: Transformer, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position, from the output `x` of the last layer."""
-        final_norm = shardops.all_gather("M/t/w/p -> M", w.final_norm)
-        nx = rms_norm(x, final_norm, self.c.norm_epsilon)
+        final_norm = shardops.all_gather("M/t/fsdp/p -> M", w.final_norm)
+        nx = rms_norm(x, final_norm, self.config.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
         unembed = shardops.all_gather(
-            "V/t/p M/w -> V/t/p M", w.embed if w.unembed is None else w.unembed
+            "V/t/p M/fsdp -> V/t/p M", w.embed if w.unembed is None else w.unembed
         )
         logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
-        softcap = self.c.logit_softcap
+        softcap = self.config.logit_softcap
         return (
             logits
             if softcap is None
@@ -291,10 +294,10 @@ def cross_entropy(
 
 @typed
 def training_loss(
-    logits: act["B/b L/c V/t/p"], targets: Targets, c: OptimizerConfig
+    logits: act["B/b L/c V/t/p"], targets: Targets, config: OptimizerConfig
 ) -> f32["B/b L/c"]:
     """Loss of each target that training minimizes; validation takes cross_entropy."""
-    return cross_entropy(logits, targets.ids, c.z_loss)
+    return cross_entropy(logits, targets.ids, config.z_loss)
 
 
 def validation_loss(logits: act["B/b L/c V/t/p"], targets: Targets) -> f32["B/b L/c"]:
@@ -356,12 +359,12 @@ def microbatch_loss(
 
 
 @typed
-def dropout_seeds(batch: Batch, step: i32[""], c: Config) -> u32["m B/b"] | None:
+def dropout_seeds(batch: Batch, step: i32[""], config: Config) -> u32["m B/b"] | None:
     """A random number for each sequence of step `step`; None if the model drops nothing."""
-    if not getattr(c.model, "dropout", 0):
+    if not getattr(config.model, "dropout", 0):
         return None
-    key = jax.random.fold_in(jax.random.key(c.training.seed), step)
-    seeds = jax.random.bits(key, (c.training.microbatches, shardops.size("B")))
+    key = jax.random.fold_in(jax.random.key(config.training.seed), step)
+    seeds = jax.random.bits(key, (config.training.microbatches, shardops.size("B")))
     return shardops.shard("m B -> m B/b", seeds)
 
 
@@ -382,13 +385,13 @@ def zero_sum(w: jax.Array) -> jax.Array:
 
 @typed
 def loss_and_gradients(
-    w: W, batch: Batch, seeds: u32["m B/b"] | None, c: Config, forward: Forward
+    w: W, batch: Batch, seeds: u32["m B/b"] | None, config: Config, forward: Forward
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
-    m, at_once = c.training.microbatches, c.training.side_by_side
+    m, at_once = config.training.microbatches, config.training.side_by_side
     count = count_targets(batch)
     forward = dataclasses.replace(forward, target_count=count / m)
-    loss = rates.loss_of(c.optimizer, LOSSES)
+    loss = rates.loss_of(config.optimizer, LOSSES)
     head = functools.partial(head_loss, forward=forward, loss=loss, count=count)
     # With jax.grad around the sum over microbatches, each layer would reduce its gradients over r
     # for each of them. So `gatherable` is differentiated by itself: the gradients that are added up
@@ -398,7 +401,9 @@ def loss_and_gradients(
     adds_up = stages.has_stages() or m > at_once
     gathered, reduce = jax.vjp(lambda w: gatherable(w, forward, adds_up), w)
     if stages.has_stages():
-        total, g, layers = stages.run(c, forward, head, gathered, (batch, seeds), training=True)
+        total, g, layers = stages.run(
+            config, forward, head, gathered, (batch, seeds), training=True
+        )
     else:
         loss_of = functools.partial(microbatch_loss, groups=m // at_once)
         loss_of, groups = side_by_side(loss_of, forward, head, (batch, seeds), at_once)
@@ -409,7 +414,7 @@ def loss_and_gradients(
 
         zeros = jax.tree.map(zero_sum, gathered)
         (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), groups)
-        layers = LayerMetrics.of_microbatches(metrics, c.model.layers)
+        layers = LayerMetrics.of_microbatches(metrics, config.model.layers)
     (g,) = reduce(like_weights(g, gathered))
     return total, g, layers
 
@@ -435,10 +440,10 @@ def global_norm(g: W) -> f32[""]:
     # each entry once. N is another number for each array.
     @shardtypes.scope
     def sum_of_squares(x: jax.Array) -> Any:
-        return shardops.einsum_unreduced("N/t/w/p -> +t +w +p", jnp.square(x.reshape(-1)))
+        return shardops.einsum_unreduced("N/t/fsdp/p -> +t +fsdp +p", jnp.square(x.reshape(-1)))
 
     squares = [sum_of_squares(leaf) for leaf in jax.tree.leaves(g)]
-    return jnp.sqrt(shardops.psum("+t +w +p ->", functools.reduce(lambda a, b: a + b, squares)))
+    return jnp.sqrt(shardops.psum("+t +fsdp +p ->", functools.reduce(lambda a, b: a + b, squares)))
 
 
 @typed
@@ -451,7 +456,7 @@ def clip_by_global_norm(g: W, limit: float) -> tuple[W, f32[""]]:
 
 @typed
 def adamw(
-    state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: object
+    state: State[W], g: W, step: i32[""], rate: f32[""], config: OptimizerConfig, updates: object
 ) -> State[W]:
     """One AdamW update (arXiv 1711.05101, algorithm 2).
 
@@ -463,11 +468,11 @@ def adamw(
     def updated(update: rates.Update, w, g, mu, nu):
         if update.algorithm != "adamw":
             return w, mu, nu
-        mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
-        nu = c.adam_b2 * nu + (1 - c.adam_b2) * jnp.square(g)
-        unbiased_mu = mu / (1 - c.adam_b1**count)
-        unbiased_nu = nu / (1 - c.adam_b2**count)
-        change = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon * update.epsilon)
+        mu = config.adam_b1 * mu + (1 - config.adam_b1) * g
+        nu = config.adam_b2 * nu + (1 - config.adam_b2) * jnp.square(g)
+        unbiased_mu = mu / (1 - config.adam_b1**count)
+        unbiased_nu = nu / (1 - config.adam_b2**count)
+        change = unbiased_mu / (jnp.sqrt(unbiased_nu) + config.adam_epsilon * update.epsilon)
         change = change + update.decay * w
         return w - rate * update.rate * change, mu, nu
 
@@ -484,7 +489,7 @@ LOSSES = {"cross_entropy": training_loss}
 
 @typed
 def update_state(
-    state: State[W], g: W, step: i32[""], c: Config, updates: object
+    state: State[W], g: W, step: i32[""], config: Config, updates: object
 ) -> tuple[State[W], f32[""], f32[""]]:
     """State after an update with the gradients `g`, their norm before clipping, and the rate."""
 
@@ -492,11 +497,11 @@ def update_state(
         return jnp.zeros_like(g) if update.algorithm == rates.FROZEN else g
 
     g = rates.row_major(jax.tree.map(zero_if_frozen, updates, g))
-    g, norm = clip_by_global_norm(g, c.optimizer.clip_norm)
-    rate = rates.learning_rate(step, c.optimizer)
-    for optimizer in rates.algorithms(c.optimizer, OPTIMIZERS).values():
-        state = optimizer(state, g, step, rate, c.optimizer, updates)
-    return rates.averaged(state, step, c.training), norm, rate
+    g, norm = clip_by_global_norm(g, config.optimizer.clip_norm)
+    rate = rates.learning_rate(step, config.optimizer)
+    for optimizer in rates.algorithms(config.optimizer, OPTIMIZERS).values():
+        state = optimizer(state, g, step, rate, config.optimizer, updates)
+    return rates.averaged(state, step, config.training), norm, rate
 
 
 # ---- training step -------------------------------------------------------------------------------
@@ -513,10 +518,10 @@ class Metrics:
     skipped: bool_[""]  # loss or grad_norm is not finite, so that the state stayed as it was
 
 
-def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
+def init_state(key: jax.Array, config: Config, model: LanguageModel) -> State:
     """Fresh weights, and zeros for the optimizer, the same on every mesh. Runs under jit."""
-    weights = stages.fresh_weights(c, model, key)
-    updates = rates.updates_of(c.optimizer, model, OPTIMIZERS)
+    weights = stages.fresh_weights(config, model, key)
+    updates = rates.updates_of(config.optimizer, model, OPTIMIZERS)
 
     def first_mu(update: rates.Update, w: jax.Array) -> jax.Array | None:
         return None if update.algorithm == rates.FROZEN else jnp.zeros_like(w)
@@ -526,28 +531,30 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 
     mu = jax.tree.map(first_mu, updates, weights)
     nu = jax.tree.map(first_nu, updates, weights)
-    average = jax.tree.map(jnp.copy, weights) if c.training.eval_average else None
+    average = jax.tree.map(jnp.copy, weights) if config.training.eval_average else None
     return State(weights, mu, nu, average)
 
 
-def make_training_step(c: Config, model: LanguageModel):
+def make_training_step(config: Config, model: LanguageModel):
     """The jitted training step: (state, batch, step) -> (state, metrics).
 
     It donates the state.
     """
-    forward = Forward(model, c.training, softmax_attention, in_training=True)
-    updates = rates.updates_of(c.optimizer, model, OPTIMIZERS)
+    forward = Forward(model, config.training, softmax_attention, in_training=True)
+    updates = rates.updates_of(config.optimizer, model, OPTIMIZERS)
     Trained = State[model.Weights]
 
     @functools.partial(jax.jit, donate_argnums=0)
-    @compute_scope(c.training.compute_dtype)
+    @compute_scope(config.training.compute_dtype)
     @typed_shard_map
     def training_step(
         state: Of[Trained], batch: Batch, step: i32[""]
     ) -> tuple[Of[Trained], Metrics]:
-        seeds = dropout_seeds(batch, step, c)
-        loss, g, layers = loss_and_gradients(state.weights, batch, seeds, c, forward)
-        new, grad_norm, rate = update_state(state, checkpoint_name(g, "gradient"), step, c, updates)
+        seeds = dropout_seeds(batch, step, config)
+        loss, g, layers = loss_and_gradients(state.weights, batch, seeds, config, forward)
+        new, grad_norm, rate = update_state(
+            state, checkpoint_name(g, "gradient"), step, config, updates
+        )
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped)
@@ -555,13 +562,15 @@ def make_training_step(c: Config, model: LanguageModel):
     return training_step
 
 
-def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any] | None = None):
+def make_evaluation_step(
+    config: Config, model: LanguageModel, options: dict[str, Any] | None = None
+):
     """The jitted evaluation step: (weights, batch) -> (sum of losses in nats, targets)."""
-    forward = Forward(model, c.training, softmax_attention)
+    forward = Forward(model, config.training, softmax_attention)
     Weights = model.Weights
 
     @functools.partial(jax.jit, compiler_options=options)
-    @compute_scope(c.training.compute_dtype)
+    @compute_scope(config.training.compute_dtype)
     @typed_shard_map
     def evaluation_step(w: Of[Weights], batch: Batch) -> tuple[f32[""], f32[""]]:
         gathered = gatherable(w, forward)
@@ -572,7 +581,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
             return total + loss, None
 
         if stages.has_stages():
-            total, _, _ = stages.run(c, forward, head, gathered, (batch, None), training=False)
+            total, _, _ = stages.run(config, forward, head, gathered, (batch, None), training=False)
         else:
             total, _ = lax.scan(add, jnp.zeros(()), batch)
         return total, count_targets(batch)
@@ -596,17 +605,17 @@ SPEC = StepSpec(
 # ---- main ----------------------------------------------------------------------------------------
 
 
-def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
+def train(config: Config, model: LanguageModel, directory: Path) -> str | None:
     """A run on the current mesh to its end, or to the next of training.changes.
 
     Returns what Run.end does.
     """
-    with Run(c, model, directory, SPEC) as run:
+    with Run(config, model, directory, SPEC) as run:
         state = run.begin()  # of the last checkpoint, or of init_state
         if run.is_over:  # resumed after its last step
             return run.end()
-        training = run.c.training  # with the changes until here
-        texts = TrainingTexts(run.c, run)  # samples, and the tasks of training.evals
+        training = run.config.training  # with the changes until here
+        texts = TrainingTexts(run.config, run)  # samples, and the tasks of training.evals
         # Both steps compute on this mesh what they compute on one device, and no token sees a later
         # one; and what has another form on this platform, such as attention, computes the same.
         run.prove()
@@ -629,9 +638,9 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
 
 
 @launch.program
-def main(c: Config, model: LanguageModel, directory: Path) -> str | None:
+def main(config: Config, model: LanguageModel, directory: Path) -> str | None:
     """Runs the configuration that Hydra composed. Returns the signal that stopped it, if any."""
-    return Run.to_the_end(lambda: train(c, model, directory))
+    return Run.to_the_end(lambda: train(config, model, directory))
 
 
 if __name__ == "__main__":

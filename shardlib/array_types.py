@@ -145,13 +145,13 @@ class Factor:
     """Array with some of the dims of a matrix, such as the means of its rows.
 
     Its type follows from the matrix's type. A matrix is `stack inputs outputs`, such as
-    `layers/p M/w K/t Q D`; the fields `inputs` and `outputs` count its dims on each side. A Factor
-    has the stack and the dims that its Subset names, sharded like those of the matrix:
+    `layers/p M/fsdp K/t Q D`; the fields `inputs` and `outputs` count its dims on each side. A
+    Factor has the stack and the dims that its Subset names, sharded like those of the matrix:
 
-        inputs            layers/p M/w
+        inputs            layers/p M/fsdp
         outputs           layers/p K/t Q D
-        inputs inputs     layers/p M/w by_M/t
-        outputs outputs   layers/p K/t Q D by_K_Q_D/w
+        inputs inputs     layers/p M/fsdp by_M/t
+        outputs outputs   layers/p K/t Q D by_K_Q_D/fsdp
 
     A side that is named twice becomes one dim the second time, sharded over the axes of the other
     side.
@@ -361,7 +361,7 @@ def _stacked(dims: str, t: ArrayType) -> ArrayType:
     spec = parse_shape(f"{dims} {t.spec}")
     if t.spread:
         *others, last = spec.dims
-        axes = sort_axes((*last.axes, *({*GROUPS["w"], "t"} - spec.sharded)))
+        axes = sort_axes((*last.axes, *({*GROUPS["fsdp"], "t"} - spec.sharded)))
         spec = dataclasses.replace(spec, dims=(*others, Dim(last.name, axes)))
     return dataclasses.replace(t, spec=on_mesh(spec))
 

@@ -22,9 +22,9 @@ AXIS_ORDER = ("r", "t", "c", "d", "e", "p")
 `L/c/t` each device of t holds part of the positions of its device of c; in `K/t/c` each device of c
 holds part of the heads of its device of t. A dim keeps the order that it was given
 (`checks.check_value`)."""
-GROUPS = {"b": ("r", "d", "e"), "w": ("c", "d", "e")}
+GROUPS = {"b": ("r", "d", "e"), "fsdp": ("c", "d", "e")}
 """Groups of axes, which a spec may name instead of their axes: `B/b` is `B/r/d/e`, and `+b` is
-`+r +d +e`. The axes of b shard the batch. Those of w shard weights at rest; weights are gathered
+`+r +d +e`. The axes of b shard the batch. Those of fsdp shard weights at rest; weights are gathered
 over them before use."""
 EITHER_ORDER = ("t", "c")
 PIPELINE_AXIS = "p"

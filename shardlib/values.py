@@ -148,8 +148,8 @@ def devices_along(axes: Iterable[str]) -> int:
         if axis not in known:
             raise ShardError(
                 f"axis {axis} is not an axis of the mesh (the mesh has {', '.join(sizes)})",
-                f"name one of the mesh's axes, a group (b, w), or give the mesh an axis {axis} of "
-                "one device",
+                "name one of the mesh's axes, a group (b, fsdp), or give the mesh an axis "
+                f"{axis} of one device",
             )
     return math.prod(known[axis] for axis in axes)
 
@@ -429,7 +429,9 @@ class AtRest(_Opaque):
 
     def remedy(self) -> str:
         """Tells how to get the weight."""
-        return "gather it on the line above: w_up = shardops.all_gather('M/w F/t -> M F/t', w.w_up)"
+        return (
+            "gather it on the line above: w_up = shardops.all_gather('M/fsdp F/t -> M F/t', w.w_up)"
+        )
 
 
 def is_opaque(value) -> bool:

@@ -64,7 +64,7 @@ class NoPositions(train.Llama):
 
 @pytree_dataclass
 class SinkLayer(train.TransformerLayer):
-    sinks: bias["K/t/w Q", f32]
+    sinks: bias["K/t/fsdp Q", f32]
 
 
 @pytree_dataclass
@@ -82,16 +82,16 @@ class Sinks(train.Llama):
 
     def layer(self, x, w, tokens, attention):
         def with_sinks(q: train.act["B/b L/c K/t Q D"], k, v, rule):
-            sinks = shardops.all_gather("K/t/w Q -> K/t Q *w", w.sinks)
+            sinks = shardops.all_gather("K/t/fsdp Q -> K/t Q *fsdp", w.sinks)
             return attention(q, k, v, rule, sinks=repeated(q, sinks))
 
         return super().layer(x, w, tokens, with_sinks)
 
 
 @train.typed
-def repeated(q: train.act["B/b L/c K/t Q D"], sinks: f32["K/t Q *w"]) -> f32["B/b K/t Q *c"]:
+def repeated(q: train.act["B/b L/c K/t Q D"], sinks: f32["K/t Q *fsdp"]) -> f32["B/b K/t Q *c"]:
     """The sinks for each sequence of the queries."""
-    return shardops.broadcast("K/t Q *w -> B/b K/t Q *c", sinks)
+    return shardops.broadcast("K/t Q *fsdp -> B/b K/t Q *c", sinks)
 
 
 def of(name: str, **fields) -> type:

@@ -77,7 +77,7 @@ def step_of(of: train.Forward, length: int = LENGTH, rows: int = BATCH) -> Step:
     """The training step of a forward pass, on the mesh in force, for so many sequences of a microbatch."""
     training = dataclasses.replace(of.training, seq_len=length, batch_size=rows * of.training.microbatches)
     spec = dataclasses.replace(train.SPEC, attention=of.einsum)
-    return trace_step(dataclasses.replace(config(of.model.c), training=training), of.model, spec=spec)
+    return trace_step(dataclasses.replace(config(of.model.config), training=training), of.model, spec=spec)
 
 
 def at_rest(w):
@@ -98,7 +98,7 @@ def loss_and_gradients(w, batch: train.Batch, c: Config, seeds=None):
 
 def state(c: Config, seed: int = 0) -> train.State:
     """A fresh state on the mesh in force."""
-    return jax.jit(functools.partial(train.init_state, c=c, model=load_model(c.model)))(jax.random.key(seed))
+    return jax.jit(functools.partial(train.init_state, config=c, model=load_model(c.model)))(jax.random.key(seed))
 
 
 def training_step(c: Config):

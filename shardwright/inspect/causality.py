@@ -87,7 +87,7 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
     patterns = [*(call.pattern for each in checked for call in each.calls), getattr(step.model, "mask", None)]
     if not all(pattern.causal for pattern in patterns if isinstance(pattern, AttentionMask)):
         return "the model's attention mask says causal=False"
-    settings = step.model.c, checked[0].c.training, step.c.optimizer, context, devices_of(step.mesh)
+    settings = step.model.config, checked[0].config.training, step.config.optimizer, context, devices_of(step.mesh)
 
     def key():
         return (*(each.digest for each in checked), "causality", settings)
@@ -130,7 +130,7 @@ def _findings(checked: list[Step]) -> Iterator[Finding]:
 
 
 def _of_program(step: Step) -> Iterator[Finding]:
-    (rows, length), chunk = step.size, step.c.training.loss_chunk
+    (rows, length), chunk = step.size, step.config.training.loss_chunk
     try:
         own = step.jaxpr
     except Exception as error:  # whatever the program does there
@@ -183,7 +183,7 @@ def _of_program(step: Step) -> Iterator[Finding]:
 def _untraced(error: Exception, step: Step, on: str) -> Finding:
     """An error of a program, whatever it is, which is a rejection unless the settings say otherwise."""
     problem = f"the {step.name} does not trace on {on}: {in_a_line(error)}"
-    if step.c.training.unproved_causality:
+    if step.config.training.unproved_causality:
         raise Unproved(problem)
     call = users_call(error)
     where = f"{place_at(call.tb_frame.f_code.co_filename, call.tb_lineno)}: " if call else ""
@@ -215,7 +215,7 @@ def _runs(step: Step) -> Iterator[dict[str, Any]]:
     starts[1::2, 3:4] = not sampled  # a long document that is not the first
     other = starts & (place <= until)
     other[::2, 3 * length // 4] = other[1::2, until + 1 : until + 2] = other[1::2, -1:] = True
-    documents = starts if step.c.training.document_mask else starts & (place == 0)
+    documents = starts if step.config.training.document_mask else starts & (place == 0)
     same = starts == other
     either = made(same.shape, starts, same, np.where(same, NONE, LATER))
     either.ways = constant(starts), constant(other)

@@ -34,7 +34,7 @@ def prove(steps: Sequence[Step], source: object) -> None:
         source: hashes of the source, from provenance.source_of, for which each step is proved once; None: each time.
     """
     mesh = steps[0].mesh
-    if mesh.size > 1 or any(step.c.training.loss_chunk for step in steps):  # chunks are proved as devices are
+    if mesh.size > 1 or any(step.config.training.loss_chunk for step in steps):  # chunks are proved as devices are
         for step in steps:
             check_steps(step, source)
         staged = PIPELINE_AXIS in mesh.shape
@@ -49,7 +49,7 @@ def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
 
     The arguments are those of `prove`, and compiler options. Raises if they differ.
     """
-    for step in {step.c.training.seq_len: step for step in steps}.values():
+    for step in {step.config.training.seq_len: step for step in steps}.values():
         check_paths_with_reference(step, options)
         if check := getattr(step.model, "check_paths", None):
             check(options)
@@ -82,7 +82,7 @@ def check_as_written(step: Step, hlo: Path | None, source: object) -> None:
         log("\n".join([f"compiled   {summary}", *(f"WARNING    {line}" for line in lines)]))
 
     if step.mesh.size > 1:
-        in_all_processes(lambda: check(step.c.hardware.strict) if jax.process_index() == 0 else None)
+        in_all_processes(lambda: check(step.config.hardware.strict) if jax.process_index() == 0 else None)
 
 
 def draw_step(hlo: Path) -> str:

@@ -29,9 +29,9 @@ def reimport(step: Step) -> Iterator[Step]:
     Other modules of their packages are imported again too. Objects that no file defines stay as they are. Trace the
     step within the context.
     """
-    c, kinds = step.c.model, (type(step.model), type(step.c.model))
+    c, kinds = step.config.model, (type(step.model), type(step.config.model))
     files = {str(path) for path in own_modules()}
-    own_parts = own_functions(step.c.optimizer)
+    own_parts = own_functions(step.config.optimizer)
     names = step.spec.module, *(part.__module__ for part in (*kinds, *own_parts))
     packages = {name.partition(".")[0] for name in names} - {"__main__", *ONCE}
 
@@ -56,10 +56,10 @@ def reimport(step: Step) -> Iterator[Step]:
         spec = load_spec(step.spec.module) if step.spec.module in before else step.spec
         Model, Settings = map(reload, kinds)
         settings = Settings(**{f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.init})
-        c = dataclasses.replace(step.c, model=settings)
+        c = dataclasses.replace(step.config, model=settings)
         with tracing(step.mesh):  # the model may read the mesh too
             model = Model(settings)
-        yield dataclasses.replace(step, c=c, model=model, spec=spec, _known={})
+        yield dataclasses.replace(step, config=c, model=model, spec=spec, _known={})
     finally:
         _forget(find_own())
         sys.modules.update(before)

@@ -196,7 +196,7 @@ def plan_run(step: Step, steps: int, directory: Path) -> str | None:
     Raises:
         ValueError: the step needs more memory than a device has, or hardware.chip is not a chip.
     """
-    c, mesh = step.c, step.mesh
+    c, mesh = step.config, step.mesh
     named, found = c.hardware.chip, chip_for(mesh.devices.flat[0].device_kind)
     is_found = found is not None and found.name != NOT_MEASURED and (named is None or named in known())
     chip = chip_of(named) if named and not is_found else found  # a configuration is also taken to other chips

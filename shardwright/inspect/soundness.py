@@ -104,7 +104,7 @@ def find_unsound(step: Step) -> list[Finding]:
     """
     kinds = [kind for kind in type(step.model).__mro__ if kind.__module__ not in ("builtins", "typing")]
     makers = [step.spec.init_state, step.spec.make_training_step, step.spec.make_evaluation_step]
-    makers += own_functions(step.c.optimizer)
+    makers += own_functions(step.config.optimizer)
     if found := list(dict.fromkeys(finding for part in (*makers, *kinds) for finding in _machines(part))):
         return found
     found, is_einsum = _check_rules(step)
@@ -114,7 +114,7 @@ def find_unsound(step: Step) -> list[Finding]:
 
 def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
     """find_unsound for one form of attention. `to_single`: also compare with what a single device runs."""
-    t, mesh = step.c.training, cast(AbstractMesh, getattr(step.mesh, "abstract_mesh", step.mesh))
+    t, mesh = step.config.training, cast(AbstractMesh, getattr(step.mesh, "abstract_mesh", step.mesh))
     if t.loss_chunk:  # each chunk on a device of its own
         sizes, kinds = (*mesh.axis_sizes, t.seq_len // t.loss_chunk), (*mesh.axis_types, AxisType.Explicit)
         names, device = (*mesh.axis_names, CHUNK_AXIS), mesh.abstract_device
@@ -150,7 +150,7 @@ def _check_rules(step: Step) -> tuple[list[Finding], bool]:
         found = [*step.other(name="evaluation").calls, *step.calls]
         with tracing(step.mesh):
             is_einsum = all(path_of(step.forward, call) == "einsum" for call in found)
-            return found, is_einsum and context.way_of(step.c.training) in ("gather", "whole")
+            return found, is_einsum and context.way_of(step.config.training) in ("gather", "whole")
 
     here, is_einsum = calls(step.other(mesh=mesh))
     try:
@@ -171,8 +171,8 @@ def _check_rules(step: Step) -> tuple[list[Finding], bool]:
 
 
 OF_WHOLE = (
-    "let an attention mask use global sizes: shardops.size('L') is the global size of a dim, and self.c has those of "
-    "the model"
+    "let an attention mask use global sizes: shardops.size('L') is the global size of a dim, and self.config "
+    "has those of the model"
 )
 
 

@@ -89,7 +89,7 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
         batch_shapes(rows, length, 1, len(inputs_of(model))),
     )
-    seeds = jax.ShapeDtypeStruct((rows,), jnp.uint32) if getattr(model.c, "dropout", 0) else None
+    seeds = jax.ShapeDtypeStruct((rows,), jnp.uint32) if getattr(model.config, "dropout", 0) else None
     with compute_scope(forward.training.compute_dtype):
         jax.eval_shape(per_device, dataclasses.replace(w, layers=of_a_period), batch, seeds)
     return calls

@@ -175,7 +175,7 @@ class LanguageModel(Protocol):
     dataset (docs/flat-tokens.md), which the model finds in `tokens.inputs`.
     """
 
-    c: Any
+    config: Any
     """The ModelConfig."""
     Weights: type
     """The pytree_dataclass of the weights, with the stack of layers in its field `layers`."""
@@ -279,9 +279,9 @@ def checked_logits(model: LanguageModel, w: object, x: object) -> Any:
     """Runs model.logits(w, x). Raises ValueError unless there are model.vocab token ids. Per-device code."""
     logits = checkpoint_name(model.logits(w, x), LOGITS)
     vocab = logits.shape[-1] * devices_along(("t", "p"))
-    if vocab != model.c.vocab:
+    if vocab != model.config.vocab:
         raise ValueError(
-            f"model.module is {model.c.module!r}, whose logits have {vocab} token ids; they must have model.vocab = "
-            f"{model.c.vocab}, and be act['B/b L/c V/t/p'], sharded over t and p."
+            f"model.module is {model.config.module!r}, whose logits have {vocab} token ids; they must have "
+            f"model.vocab = {model.config.vocab}, and be act['B/b L/c V/t/p'], sharded over t and p."
         )
     return logits

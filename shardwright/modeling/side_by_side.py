@@ -74,7 +74,7 @@ class SideBySide:
 
     def __init__(self, of_each: LanguageModel):
         self.of_each = of_each
-        self.c, self.Weights, self.table = of_each.c, of_each.Weights, of_each.table
+        self.config, self.Weights, self.table = of_each.config, of_each.Weights, of_each.table
         self.period = period_of(of_each)
 
     def embed(self, w: object, tokens: Group) -> tuple:

@@ -3,14 +3,14 @@
     @pytree_dataclass
     class Layer:
         norm: gain["M"]
-        w_q: matrix["M/w -> K/t Q D"]
+        w_q: matrix["M/fsdp -> K/t Q D"]
         b_q: bias["K/t Q D if qkv_bias"]
 
 A matrix has its inputs before the arrow and its outputs after it. Its initial values have a standard deviation of
 scale/√fan-in. The type is that at rest. A layer gathers a weight on the line above its use (shardops.all_gather), which
 also casts it to the compute dtype, or a gain to f32; a second item names another dtype: `bias["M", f32]`. A vector is
 written without the axes that shard its last dim at rest: those of t and w that its other dims lack. Outside a stack of
-layers it names p: `gain["M/p"]` is M/t/w/p at rest. `if` or `if not` names a setting on which the weight depends: it
+layers it names p: `gain["M/p"]` is M/t/fsdp/p at rest. `if` or `if not` names a setting on which the weight depends: it
 is None in a model without it.
 
 `table_of` makes the model's `table`: its dataclass of weights with a `Weight` instead of each array.
@@ -126,14 +126,14 @@ class Declared:
         if kind == "matrix" and not (inputs.split() and outputs.split()):
             raise ShardError(f"{spec!r} has no {'outputs' if inputs.split() else 'inputs'}", "name dims on both sides")
         text = f"{self._stack} {inputs} {outputs}"
-        gathered = "".join(f"/{axis}" for axis in GROUPS["w"] if f"/{axis}" not in self._stack)
+        gathered = "".join(f"/{axis}" for axis in GROUPS["fsdp"] if f"/{axis}" not in self._stack)
         facts: dict[str, Any] = self._facts | {
             "inputs": len(inputs.split()),
             "outputs": len(outputs.split()) if inputs else 0,
         }
-        rest = f32[re.sub(r"/w\b", gathered if self._stack else "/w", text)].spec
+        rest = f32[re.sub(r"/fsdp\b", gathered if self._stack else "/fsdp", text)].spec
         # A vector may be of experts, whose devices keep their own.
-        over = "w|c|d|p" if kind == "vector" else "|".join(("w", *GROUPS["w"]))
+        over = "fsdp|c|d|p" if kind == "vector" else "|".join(("fsdp", *GROUPS["fsdp"]))
         ahead = parse_shape(f"{self._stack} " + re.sub(rf"/({over})\b", "", f"{inputs} {outputs}"))
         facts |= {"used_dtype": (*dtypes, self._dtype)[0], "ahead": ahead}
         t = WeightType("f32", rest, spread=kind == "vector", **facts)
@@ -289,7 +289,7 @@ def check_table(table) -> None:
         if missing := ({*AXES} & {*mesh_axes()} or {"t", "d"}) - {"r"} - array.spec.sharded:
             raise ValueError(
                 f"{what} is not sharded over {' and '.join(sorted(missing))}; weights and optimizer state are "
-                "sharded over every axis but r, like M/t/w/p or a matrix in a stack `layers/p`, and are gathered "
+                "sharded over every axis but r, like M/t/fsdp/p or a matrix in a stack `layers/p`, and are gathered "
                 "where they are used."
             )
         if len(weight.shape) != len(array.spec.dims):

@@ -101,16 +101,16 @@ class Layer:
     """Weights of one layer. Those that the settings do not ask for are None."""
 
     attention_norm: gain["M if norms_before"]
-    w_q: matrix["M/w -> K/t Q D"]
-    w_k: matrix["M/w -> K/t D"]
-    w_v: matrix["M/w -> K/t D"]
+    w_q: matrix["M/fsdp -> K/t Q D"]
+    w_k: matrix["M/fsdp -> K/t D"]
+    w_v: matrix["M/fsdp -> K/t D"]
     q_norm: gain["D if qk_norm"]
     k_norm: gain["D if qk_norm"]
-    w_o: matrix["K/t Q D -> M/w"]
+    w_o: matrix["K/t Q D -> M/fsdp"]
     mlp_norm: gain["M if norms_before"]
-    w_gate: matrix["M/w -> F/t"]
-    w_up: matrix["M/w -> F/t"]
-    w_down: matrix["F/t -> M/w"]
+    w_gate: matrix["M/fsdp -> F/t"]
+    w_up: matrix["M/fsdp -> F/t"]
+    w_down: matrix["F/t -> M/fsdp"]
     attention_out_norm: gain["M if norms_after"]
     mlp_out_norm: gain["M if norms_after"]
     q_norm_all: gain["K/t Q D if qk_norm_all"]
@@ -126,10 +126,10 @@ class Layer:
 class Weights:
     """Weights of the model."""
 
-    embed: embedding["V/t/p M/w"]
+    embed: embedding["V/t/p M/fsdp"]
     layers: Array["layers/p", Layer]
     final_norm: gain["M/p"]
-    unembed: unembedding["V/t/p M/w if not tied_embeddings"]
+    unembed: unembedding["V/t/p M/fsdp if not tied_embeddings"]
 
 
 OFFSET = ["attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm", "final_norm"]
@@ -150,12 +150,16 @@ def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 @typed
 def gated_mlp(
-    x: act["B/b L/c/t M"], w_gate: f32["M/w F/t"], w_up: f32["M/w F/t"], w_down: f32["F/t M/w"], activation: str
+    x: act["B/b L/c/t M"],
+    w_gate: f32["M/fsdp F/t"],
+    w_up: f32["M/fsdp F/t"],
+    w_down: f32["F/t M/fsdp"],
+    activation: str,
 ) -> act["B/b L/c/t M"]:
     """Gated MLP of `x`, with weights at rest."""
-    w_gate = shardops.all_gather("M/w F/t -> M F/t", w_gate)
-    w_up = shardops.all_gather("M/w F/t -> M F/t", w_up)
-    w_down = shardops.all_gather("F/t M/w -> F/t M", w_down)
+    w_gate = shardops.all_gather("M/fsdp F/t -> M F/t", w_gate)
+    w_up = shardops.all_gather("M/fsdp F/t -> M F/t", w_up)
+    w_down = shardops.all_gather("F/t M/fsdp -> F/t M", w_down)
     nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", x)
     gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_gate))
     up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
@@ -169,78 +173,78 @@ class Model:
 
     Weights = Weights
 
-    def __init__(self, c: ModelConfig):
-        std = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
-        changes: dict[str, dict] = {name: {"mean": 0.0} for name in OFFSET if c.norm_offset}
-        changes["embed"] = {"std": std, "kind": "unembedding" if c.tied_embeddings else "embedding"}
-        self.c = c
-        self.table = table_of(self.Weights, c, lambda fan_in: c.weight_init_scale / fan_in**0.5, changes)
-        self.period = c.period
+    def __init__(self, config: ModelConfig):
+        std = config.embed_init_scale or (config.d_model**-0.5 if config.tied_embeddings else 1.0)
+        changes: dict[str, dict] = {name: {"mean": 0.0} for name in OFFSET if config.norm_offset}
+        changes["embed"] = {"std": std, "kind": "unembedding" if config.tied_embeddings else "embedding"}
+        self.config = config
+        self.table = table_of(self.Weights, config, lambda fan_in: config.weight_init_scale / fan_in**0.5, changes)
+        self.period = config.period
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the cosines and sines of RoPE in layers without a window, and with one."""
-        c = dataclasses.replace(self.c, d_head=int(self.c.d_head * self.c.rotary_share))
-        other = {"rope_base": c.window_rope_base, "rope_scaling": None} if c.window_rope_base else {}
-        tables = [rope.tables(x, tokens.row_positions) for x in (c, dataclasses.replace(c, **other))]
+        config = dataclasses.replace(self.config, d_head=int(self.config.d_head * self.config.rotary_share))
+        other = {"rope_base": config.window_rope_base, "rope_scaling": None} if config.window_rope_base else {}
+        tables = [rope.tables(x, tokens.row_positions) for x in (config, dataclasses.replace(config, **other))]
         return dataclasses.replace(tokens, shared=tables)
 
     def window_at(self, place: int) -> int | None:
         """Positions that a query sees in the layer at this place of its period; None: all before it."""
-        full = self.c.full_every and (place + 1) % self.c.full_every == 0
-        return None if full else self.c.window
+        full = self.config.full_every and (place + 1) % self.config.full_every == 0
+        return None if full else self.config.window
 
     def mask_at(self, place: int) -> masks.AttentionMask:
         """Who attends to whom in the layer at this place of its period."""
-        c, window = self.c, self.window_at(place)
+        config, window = self.config, self.window_at(place)
         return masks.AttentionMask(
             mask_mod=(masks.causal, masks.same_document, *([masks.Window(window)] if window else [])),
-            score_mod=masks.SoftCap(c.attention_softcap) if c.attention_softcap else None,
-            scale=c.attention_scalar**-0.5 if c.attention_scalar else None,
+            score_mod=masks.SoftCap(config.attention_softcap) if config.attention_softcap else None,
+            scale=config.attention_scalar**-0.5 if config.attention_scalar else None,
         )
 
     @typed
     def embed(self, w: Weights, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
-        embed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed)
+        embed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed)
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
         embed = embed.astype(jnp.float32)
         x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
         x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
         x = shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
-        return x * math.sqrt(self.c.d_model) if self.c.embedding_scaled else x
+        return x * math.sqrt(self.config.d_model) if self.config.embedding_scaled else x
 
     def normed(
-        self, x: jax.Array, weight: jax.Array | None, dims: str = "B/b L/c/t M", at_rest: str = "M/t/w"
+        self, x: jax.Array, weight: jax.Array | None, dims: str = "B/b L/c/t M", at_rest: str = "M/t/fsdp"
     ) -> jax.Array:
         """RMSNorm over the last dim, in f32; without a weight, `x` itself."""
         if weight is None:
             return x
         weight = shardops.all_gather(f"{at_rest} -> {dims[-1]}", weight)
         x32 = jnp.float32(x)
-        unit = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.c.norm_epsilon)
+        unit = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.config.norm_epsilon)
         scaled = shardops.einsum_unreduced(f"{dims}, {dims[-1]} -> {dims}", unit, weight)
-        return (unit + scaled if self.c.norm_offset else scaled).astype(x.dtype)
+        return (unit + scaled if self.config.norm_offset else scaled).astype(x.dtype)
 
     @typed
     def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         x = save_for_backward(x + self.attend(x, w, tokens, attention))
-        out = gated_mlp(self.normed(x, w.mlp_norm), w.w_gate, w.w_up, w.w_down, self.c.activation)
+        out = gated_mlp(self.normed(x, w.mlp_norm), w.w_gate, w.w_up, w.w_down, self.config.activation)
         return x + self.normed(out, w.mlp_out_norm)
 
     @typed
     def attend(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """Output of the attention of a layer, which is added to the residual stream."""
-        every, at, queries, keys = self.c.no_rope_every, "B/b L/c", "K/t Q D", "K/t D"
+        every, at, queries, keys = self.config.no_rope_every, "B/b L/c", "K/t Q D", "K/t D"
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.attention_norm))
         angles = tokens.shared[self.window_at(tokens.index_in_period) is not None]
 
         def heads(dims, weight, bias):
-            weight = shardops.all_gather(f"M/w {dims} -> M {dims}", weight)
+            weight = shardops.all_gather(f"M/fsdp {dims} -> M {dims}", weight)
             y = shardops.matmul(f"{at} M, M {dims} -> {at} {dims}", nx, weight)
             if bias is None:
                 return y
-            bias = shardops.all_gather(f"{dims}/w -> {dims}", bias)
+            bias = shardops.all_gather(f"{dims}/fsdp -> {dims}", bias)
             return y + shardops.broadcast(f"{dims} -> {at} {dims}", bias)
 
         def turned(dims, y, weight, of_all):
@@ -254,35 +258,35 @@ class Model:
         v = save_for_backward(heads(keys, w.w_v, w.b_v))
         sinks = w.sinks
         if sinks is not None:  # each device of c uses a copy for its own queries
-            sinks = shardops.all_gather("K/t Q/w -> K/t Q *w", sinks)
-            sinks = shardops.broadcast("K/t Q *w -> B/b K/t Q *c", sinks)
+            sinks = shardops.all_gather("K/t Q/fsdp -> K/t Q *fsdp", sinks)
+            sinks = shardops.broadcast("K/t Q *fsdp -> B/b K/t Q *c", sinks)
         attended = save_for_backward(attention(q, k, v, self.mask_at(tokens.index_in_period), sinks=sinks))
-        w_o = shardops.all_gather("K/t Q D M/w -> K/t Q D M", w.w_o)
+        w_o = shardops.all_gather("K/t Q D M/fsdp -> K/t Q D M", w.w_o)
         out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
         if w.b_o is not None:
-            b_o = shardops.all_gather("M/t/w -> M", w.b_o)
+            b_o = shardops.all_gather("M/t/fsdp -> M", w.b_o)
             out = out + shardops.broadcast("M -> B/b L/c/t M", b_o)
         return self.normed(out, w.attention_out_norm)
 
     def head_norm(self, heads: str, x: jax.Array, weight: Any, of_all: Any = None) -> jax.Array:
         """RMSNorm of each head of queries or keys by `weight`, or of all together by `of_all`, if it has the weight."""
         if of_all is None:
-            return self.normed(x, weight, heads, at_rest="D/t/w")
+            return self.normed(x, weight, heads, at_rest="D/t/fsdp")
         product, position, x32 = shardops.einsum_unreduced, "B/b L/c", jnp.float32(x)
         square = shardops.psum(f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32)))
         mean = square / (math.prod(x.shape[2:]) * shardops.axis_size("t"))
-        scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.c.norm_epsilon))
+        scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.config.norm_epsilon))
         scaled = product(f"{heads}, {position} -> {heads}", x32, scale)
         dims = heads.removeprefix(position)
-        of_all = shardops.all_gather(f"{dims}/w -> {dims}", of_all)
+        of_all = shardops.all_gather(f"{dims}/fsdp -> {dims}", of_all)
         return product(f"{heads}, {dims} -> {heads}", scaled, of_all).astype(x.dtype)
 
     @typed
     def logits(self, w: Weights, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position."""
-        softcap = self.c.logit_softcap
-        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm, at_rest="M/t/w/p"))
-        unembed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed if w.unembed is None else w.unembed)
+        softcap = self.config.logit_softcap
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm, at_rest="M/t/fsdp/p"))
+        unembed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed if w.unembed is None else w.unembed)
         logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)

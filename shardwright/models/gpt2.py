@@ -88,19 +88,19 @@ class GPT2Layer:
 
     attention_gain: gain["M"]
     attention_bias: bias["M", f32]
-    w_q: matrix["M/w -> K/t D"]
-    w_k: matrix["M/w -> K/t D"]
-    w_v: matrix["M/w -> K/t D"]
+    w_q: matrix["M/fsdp -> K/t D"]
+    w_k: matrix["M/fsdp -> K/t D"]
+    w_v: matrix["M/fsdp -> K/t D"]
     b_q: bias["K/t D"]
     b_k: bias["K/t D"]
     b_v: bias["K/t D"]
-    w_o: matrix["K/t D -> M/w"]
+    w_o: matrix["K/t D -> M/fsdp"]
     b_o: bias["M"]
     mlp_gain: gain["M"]
     mlp_bias: bias["M", f32]
-    w_up: matrix["M/w -> F/t"]
+    w_up: matrix["M/fsdp -> F/t"]
     b_up: bias["F/t"]
-    w_down: matrix["F/t -> M/w"]
+    w_down: matrix["F/t -> M/fsdp"]
     b_down: bias["M"]
 
 
@@ -108,8 +108,8 @@ class GPT2Layer:
 class GPT2:
     """Weights of the model."""
 
-    embed: unembedding["V/t/p M/w"]
-    positions: embedding["P/t/p M/w", f32]
+    embed: unembedding["V/t/p M/fsdp"]
+    positions: embedding["P/t/p M/fsdp", f32]
     layers: Array["layers/p", GPT2Layer]
     final_gain: gain["M/p"]
     final_bias: bias["M/p", f32]
@@ -166,38 +166,39 @@ class Model:
 
     Weights = GPT2
 
-    def __init__(self, c: ModelConfig):
+    def __init__(self, config: ModelConfig):
         """Weights begin normal with init_std, gains at 1, biases at 0."""
-        into_stream = {"std": c.init_std / math.sqrt(2 * c.layers)}
-        changes = {"positions": {"std": c.init_std}, "w_o": into_stream, "w_down": into_stream}
-        self.c, self.table = c, table_of(GPT2, c, lambda fan_in: c.init_std, changes)
+        into_stream = {"std": config.init_std / math.sqrt(2 * config.layers)}
+        changes = {"positions": {"std": config.init_std}, "w_o": into_stream, "w_down": into_stream}
+        self.config = config
+        self.table = table_of(GPT2, config, lambda fan_in: config.init_std, changes)
 
     @typed
     def embed(self, w: GPT2, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
-        embed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed).astype(jnp.float32)
-        positions = shardops.all_gather("P/t/p M/w -> P/t/p M", w.positions)
+        embed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed).astype(jnp.float32)
+        positions = shardops.all_gather("P/t/p M/fsdp -> P/t/p M", w.positions)
         x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
         x = x + shardops.index_unreduced("[P/t/p] M, B/b L/c -> B/b L/c M +t +p", positions, tokens.positions)
         x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
         x = shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
-        return dropout(x, self.c.dropout, keys_at(tokens.keys, 3, x.shape[1]))
+        return dropout(x, self.config.dropout, keys_at(tokens.keys, 3, x.shape[1]))
 
     @typed
     def layer(self, x: act["B/b L/c/t M"], w: GPT2Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         gather, broadcast = shardops.all_gather, shardops.broadcast
-        rate, epsilon, keys = self.c.dropout, self.c.norm_epsilon, tokens.keys
+        rate, epsilon, keys = self.config.dropout, self.config.norm_epsilon, tokens.keys
 
-        gain = gather("M/t/w -> M", w.attention_gain)
-        bias = gather("M/t/w -> M", w.attention_bias)
+        gain = gather("M/t/fsdp -> M", w.attention_gain)
+        bias = gather("M/t/fsdp -> M", w.attention_bias)
         nx = gather("B/b L/c/t M -> B/b L/c M", layer_norm(x, gain, bias, epsilon))
 
         def heads(weight, bias):
-            weight = gather("M/w K/t D -> M K/t D", weight)
+            weight = gather("M/fsdp K/t D -> M K/t D", weight)
             product = shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, weight)
-            bias = gather("K/t D/w -> K/t D", bias)
+            bias = gather("K/t D/fsdp -> K/t D", bias)
             return save_for_backward(product + broadcast("K/t D -> B/b L/c K/t D", bias))
 
         q: act["B/b L/c K/t D"] = heads(w.w_q, w.b_q)
@@ -210,37 +211,37 @@ class Model:
         # One query head for each key head.
         attended = attention(q[..., None, :], k, v, CAUSAL, drop=None if keys is None else drop)
         attended: act["B/b L/c K/t D"] = save_for_backward(attended[..., 0, :])
-        w_o = gather("K/t D M/w -> K/t D M", w.w_o)
+        w_o = gather("K/t D M/fsdp -> K/t D M", w.w_o)
         out = shardops.matmul("B/b L/c K/t D, K/t D M -> B/b L/c M +t", attended, w_o)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
-        b_o = gather("M/t/w -> M", w.b_o)
+        b_o = gather("M/t/fsdp -> M", w.b_o)
         out = out + broadcast("M -> B/b L/c/t M", b_o)
         x = save_for_backward(x + dropout(out, rate, keys_at(keys, 1, x.shape[1])))
 
-        gain = gather("M/t/w -> M", w.mlp_gain)
-        bias = gather("M/t/w -> M", w.mlp_bias)
+        gain = gather("M/t/fsdp -> M", w.mlp_gain)
+        bias = gather("M/t/fsdp -> M", w.mlp_bias)
         nx = gather("B/b L/c/t M -> B/b L/c M", layer_norm(x, gain, bias, epsilon))
-        w_up = gather("M/w F/t -> M F/t", w.w_up)
+        w_up = gather("M/fsdp F/t -> M F/t", w.w_up)
         up = shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up)
-        b_up = gather("F/t/w -> F/t", w.b_up)
+        b_up = gather("F/t/fsdp -> F/t", w.b_up)
         up = save_for_backward(up + broadcast("F/t -> B/b L/c F/t", b_up))
         hidden: act["B/b L/c F/t"] = jax.nn.gelu(up, approximate=True)
         hidden = save_for_backward(hidden, cheap=True)
-        w_down = gather("F/t M/w -> F/t M", w.w_down)
+        w_down = gather("F/t M/fsdp -> F/t M", w.w_down)
         out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
-        b_down = gather("M/t/w -> M", w.b_down)
+        b_down = gather("M/t/fsdp -> M", w.b_down)
         out = out + broadcast("M -> B/b L/c/t M", b_down)
         return x + dropout(out, rate, keys_at(keys, 2, x.shape[1]))
 
     @typed
     def logits(self, w: GPT2, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position."""
-        final_gain = shardops.all_gather("M/t/w/p -> M", w.final_gain)
-        final_bias = shardops.all_gather("M/t/w/p -> M", w.final_bias)
-        nx = layer_norm(x, final_gain, final_bias, self.c.norm_epsilon)
+        final_gain = shardops.all_gather("M/t/fsdp/p -> M", w.final_gain)
+        final_bias = shardops.all_gather("M/t/fsdp/p -> M", w.final_bias)
+        nx = layer_norm(x, final_gain, final_bias, self.config.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        unembed = shardops.all_gather("V/t/p M/w -> V/t/p M", w.embed)
+        unembed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed)
         return shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
 
 

@@ -150,14 +150,14 @@ class ModelConfig(family.ModelConfig):
 class Layer(family.Layer):
     """Weights of one layer: those of attention, and the experts."""
 
-    w_gate: experts["M/w -> F/t"]
-    w_up: experts["M/w -> F/t"]
-    w_down: experts["F/t -> M/w"]
-    router: matrix["M/t/w -> E", f32]
+    w_gate: experts["M/fsdp -> F/t"]
+    w_up: experts["M/fsdp -> F/t"]
+    w_down: experts["F/t -> M/fsdp"]
+    router: matrix["M/t/fsdp -> E", f32]
     router_bias: bias["E if correction_bias", f32]
-    shared_gate: matrix["M/w -> H/t if shared_experts"]
-    shared_up: matrix["M/w -> H/t if shared_experts"]
-    shared_down: matrix["H/t -> M/w if shared_experts"]
+    shared_gate: matrix["M/fsdp -> H/t if shared_experts"]
+    shared_up: matrix["M/fsdp -> H/t if shared_experts"]
+    shared_down: matrix["H/t -> M/fsdp if shared_experts"]
     b_router: bias["E if expert_bias", f32]
     b_gate: bias["E/e F/t if expert_bias"]
     b_up: bias["E/e F/t if expert_bias"]
@@ -187,30 +187,30 @@ class Routing:
 
 
 @typed
-def route(x: act["B/b L/c/t M"], w: Layer, c: ModelConfig) -> Routing:
+def route(x: act["B/b L/c/t M"], w: Layer, config: ModelConfig) -> Routing:
     """Chooses the experts of each position. Each device routes its own positions."""
     product = functools.partial(jnp.einsum, precision="highest")  # else GPUs and TPUs round the operands
     spec = "B/b L/c/t M, M E -> B/b L/c/t E"
-    router = shardops.all_gather("M/t/w E -> M E", w.router)
+    router = shardops.all_gather("M/t/fsdp E -> M E", w.router)
     logits = shardops.einsum_unreduced(spec, jnp.float32(x), router, product=product)
     if w.b_router is not None:
-        b_router = shardops.all_gather("E/t/w -> E", w.b_router)
+        b_router = shardops.all_gather("E/t/fsdp -> E", w.b_router)
         logits = logits + shardops.broadcast("E -> B/b L/c/t E", b_router)
-    scores = jax.nn.softmax(logits, axis=-1) if c.scores == "softmax" else jax.nn.sigmoid(logits)
+    scores = jax.nn.softmax(logits, axis=-1) if config.scores == "softmax" else jax.nn.sigmoid(logits)
     ranked = lax.stop_gradient(scores)
     if w.router_bias is not None:
-        router_bias = shardops.all_gather("E/t/w -> E", w.router_bias)
+        router_bias = shardops.all_gather("E/t/fsdp -> E", w.router_bias)
         ranked += lax.stop_gradient(shardops.broadcast("E -> B/b L/c/t E", router_bias))
-    if c.groups > 1:
-        of_groups = ranked.reshape(*ranked.shape[:2], c.groups, -1)
+    if config.groups > 1:
+        of_groups = ranked.reshape(*ranked.shape[:2], config.groups, -1)
         best = jnp.sum(lax.top_k(of_groups, min(2, of_groups.shape[-1]))[0], axis=-1)
-        kept = among_best(best, c.groups_per_token)
+        kept = among_best(best, config.groups_per_token)
         ranked = jnp.where(kept[..., None], of_groups, -jnp.inf).reshape(ranked.shape)
-    chosen = among_best(ranked, c.experts_per_token)
+    chosen = among_best(ranked, config.experts_per_token)
     weights = jnp.where(chosen, scores, 0.0)
     sum_experts = functools.partial(jnp.sum, axis=-1, keepdims=True)
-    weights = weights / (sum_experts(weights) + 1e-20) if c.normalize else weights
-    return Routing(logits, scores / sum_experts(scores), c.weight_scale * weights, chosen)
+    weights = weights / (sum_experts(weights) + 1e-20) if config.normalize else weights
+    return Routing(logits, scores / sum_experts(scores), config.weight_scale * weights, chosen)
 
 
 def among_best(x: jax.Array, k: int) -> jax.Array:
@@ -223,9 +223,11 @@ def among_best(x: jax.Array, k: int) -> jax.Array:
 
 
 @typed
-def mlp(x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer, c: ModelConfig) -> act["P/e G/r/d C/c M +t"]:
+def mlp(
+    x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer, config: ModelConfig
+) -> act["P/e G/r/d C/c M +t"]:
     """Gated MLP of the expert that each slot is for, without its last bias."""
-    of_pool = expert % (c.experts // (c.pools or c.experts))
+    of_pool = expert % (config.experts // (config.pools or config.experts))
 
     def entries(matrix, bias):
         up = "P/e G/r/d C/c M, P/e G/r/d C/c, (P/e N) M F/t -> P/e G/r/d C/c F/t"
@@ -236,7 +238,7 @@ def mlp(x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer, c: Mo
         bias = shardops.all_gather("E/e F/t/c/d -> E F/t", bias)
         return y + shardops.index_unreduced("[E] F/t, P/e G/r/d C/c -> P/e G/r/d C/c F/t", bias, expert)
 
-    hidden = family.gated(c.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
+    hidden = family.gated(config.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
     down = "P/e G/r/d C/c F/t, P/e G/r/d C/c, (P/e N) F/t M -> P/e G/r/d C/c M +t"
     w_down = shardops.all_gather("E/e F/t M/c/d -> E/e F/t M", w.w_down)
     return shardops.grouped_product(down, save_for_backward(hidden, cheap=True), of_pool, w_down)
@@ -244,14 +246,14 @@ def mlp(x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer, c: Mo
 
 @typed
 def in_slots(
-    x: act["B/b L/c/t M"], routing: Routing, counts: bool_["B/b L/c/t"], w: Layer, slots: int, c: ModelConfig
+    x: act["B/b L/c/t M"], routing: Routing, counts: bool_["B/b L/c/t"], w: Layer, slots: int, config: ModelConfig
 ) -> tuple[act["B/b L/c/t M"], f32[""]]:
     """Weighted sum of the outputs of each position's experts, whose pools have `slots` slots for each sequence.
 
     Also returns the number of choices that found a slot, on all devices, of positions that count. The first choices of
     a sequence in a pool have its slots. Each device of c and t sends and receives its own slots of each sequence.
     """
-    n, k = c.experts // (c.pools or c.experts), c.experts_per_token
+    n, k = config.experts // (config.pools or config.experts), config.experts_per_token
 
     def group_by_pool(x):
         """Moves experts next to positions: a choice of a pool is its number in L N, of a position in an expert."""
@@ -262,7 +264,7 @@ def in_slots(
     choice = jnp.where(chosen, jnp.arange(length * n, dtype=jnp.int32), length * n)
     # The choice in each slot; past the end, as its position in the sequence, in a slot that stays empty.
     choice: i32["B/b P C/c/t"] = shardops.shard("B/b P C -> B/b P C/c/t", jnp.sort(choice, axis=-1)[..., :slots])
-    token, expert = choice // n, choice % n + n * jnp.arange(c.experts // n, dtype=jnp.int32)[:, None]
+    token, expert = choice // n, choice % n + n * jnp.arange(config.experts // n, dtype=jnp.int32)[:, None]
 
     nx = shardops.all_gather("B/b L/c/t M -> B/b L M", x)
     sent = shardops.take_rows("B/b [L] M, B/b P C/c/t -> B/b P C/c/t M", nx, token, repeats=k)
@@ -276,7 +278,7 @@ def in_slots(
     expert = shardops.rearrange("G/b P C/c/t -> P G/b C/c/t", expert)
     expert = shardops.all_to_all("P G/b C/c/t -> P/e G/r/d C/c/t", expert)
     expert = shardops.all_gather("P/e G/r/d C/c/t -> P/e G/r/d C/c", expert, replicated=True)
-    out = shardops.psum_scatter("P/e G/r/d C/c M +t -> P/e G/r/d C/c/t M", mlp(received, expert, w, c))
+    out = shardops.psum_scatter("P/e G/r/d C/c M +t -> P/e G/r/d C/c/t M", mlp(received, expert, w, config))
     out = save_for_backward(shardops.all_to_all("P/e G/r/d C/c/t M -> P G/b C/c/t M", out))
     out = shardops.rearrange("P G/b C/c/t M -> G/b P C/c/t M", out)
     out = out if bias is None else out + bias
@@ -293,7 +295,7 @@ def in_slots(
 
 
 @typed
-def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Layer, c: ModelConfig) -> act["B/b L/c/t M"]:
+def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Layer, config: ModelConfig) -> act["B/b L/c/t M"]:
     """Weighted sum of the outputs of each position's experts, where each expert computes all positions.
 
     Nothing is dropped, and no position depends on another.
@@ -311,7 +313,7 @@ def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Layer, c: ModelConfig
         bias = shardops.all_gather("E/e F/t/c/d -> E/e F/t", bias)
         return y + shardops.broadcast("E/e F/t -> E/e B/r/d L/c F/t", bias)
 
-    hidden = family.gated(c.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
+    hidden = family.gated(config.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
     hidden = product("E/e B/r/d L/c F/t, B/r/d L/c E/e -> E/e B/r/d L/c F/t", hidden, weights)
     w_down = shardops.all_gather("E/e F/t M/c/d -> E/e F/t M", w.w_down)
     out = product("E/e B/r/d L/c F/t, E/e F/t M -> B/r/d L/c M +t +e", hidden, w_down)
@@ -332,7 +334,7 @@ def aux_of(
     counts: bool_["B/b L/c/t"],
     targets: f32[""] | None,
     w: Layer,
-    c: ModelConfig,
+    config: ModelConfig,
 ) -> LayerAux:
     """Losses and metrics of a layer: means over the tokens that count. No mesh changes them, and no microbatches."""
     total, product = shardops.psum, shardops.einsum_unreduced
@@ -346,24 +348,24 @@ def aux_of(
 
     choices = sum_positions(chosen)
     load: f32["E"] = total("E +b -> E", product("B/b E -> E +b", choices))
-    dropped = jnp.float32(0) if filled is None else 1 - filled / (tokens * c.experts_per_token)
+    dropped = jnp.float32(0) if filled is None else 1 - filled / (tokens * config.experts_per_token)
 
     loss = jnp.float32(0)
-    if c.balance_loss:
+    if config.balance_loss:
         length = total("B/b +c +t -> B/b", product("B/b L/c/t -> B/b +c +t", mask))
         scores = sum_positions(shares) / jnp.maximum(length, 1)[:, None]
         balance = total("+b ->", product("B/b E, B/b E -> +b", choices, scores))
-        loss += c.balance_loss * c.experts * balance / tokens
-    if c.router_z_loss:
+        loss += config.balance_loss * config.experts * balance / tokens
+    if config.router_z_loss:
         square = mask * jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
         square = total("+b +c +t ->", product("B/b L/c/t -> +b +c +t", square))
-        loss += c.router_z_loss * square / tokens
+        loss += config.router_z_loss * square / tokens
     if w.router_bias is not None:  # 0, with the gradient that moves the bias against the load
-        excess = (chosen - mask[..., None] * (c.experts_per_token / c.experts)) / tokens
-        router_bias = shardops.all_gather("E/t/w -> E", w.router_bias)
+        excess = (chosen - mask[..., None] * (config.experts_per_token / config.experts)) / tokens
+        router_bias = shardops.all_gather("E/t/fsdp -> E", w.router_bias)
         push = total("+b +c +t ->", product("B/b L/c/t E, E -> +b +c +t", excess, router_bias))
-        loss += c.bias_rate * (push - lax.stop_gradient(push))
-    loads = c.experts * load / (tokens * c.experts_per_token)
+        loss += config.bias_rate * (push - lax.stop_gradient(push))
+    loads = config.experts * load / (tokens * config.experts_per_token)
     return LayerAux(loss=loss, metrics={"largest_load": loads, "dropped": dropped})
 
 
@@ -371,7 +373,7 @@ class Model(family.Model):
     """The model of family.py, with experts in place of its MLP."""
 
     Weights = Weights
-    c: ModelConfig
+    config: ModelConfig
     in_pools: bool | None = None
     """Whether validation and sampling compute experts in pools. None: where that is faster."""
 
@@ -380,22 +382,25 @@ class Model(family.Model):
         self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
     ) -> tuple[act["B/b L/c/t M"], LayerAux]:
         """One transformer layer. Matmuls of experts are not in FP8."""
-        c = self.c
+        config = self.config
         x = save_for_backward(x + self.attend(x, w, tokens, attention))
         nx = self.normed(x, w.mlp_norm)
-        routing: Routing = route(nx, w, c)
+        routing: Routing = route(nx, w, config)
         counted = jnp.ones_like(tokens.ids, bool) if tokens.counted is None else tokens.counted
         counted = shardops.shard("B/b L/c -> B/b L/c/t", counted)
         rows, length = shardops.size("B"), shardops.size("L")
-        pooled, slots = (c, c.slots(length)) if tokens.training else c.without_drops(rows, length, self.in_pools)
+        if tokens.training:
+            pooled, slots = config, config.slots(length)
+        else:
+            pooled, slots = config.without_drops(rows, length, self.in_pools)
         if slots is None:
-            out, filled = everywhere(nx, routing, w, c), None
+            out, filled = everywhere(nx, routing, w, config), None
         else:
             out, filled = in_slots(nx, routing, counted, w, slots, pooled)
         filled = filled if tokens.training else None
-        if c.shared_experts:
-            out = out + family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, c.activation)
-        return x + self.normed(out, w.mlp_out_norm), aux_of(routing, filled, counted, tokens.target_count, w, c)
+        if config.shared_experts:
+            out = out + family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, config.activation)
+        return x + self.normed(out, w.mlp_out_norm), aux_of(routing, filled, counted, tokens.target_count, w, config)
 
     def check_paths(self, options: dict | None = None) -> None:
         """Compares, on arbitrary values, a layer of validation with experts in pools and with each on all tokens.
@@ -425,10 +430,10 @@ class Model(family.Model):
             with pipeline_stage():
                 layer: Of[Layer] = jax.tree.map(lambda x: x[0], at_rest(w, "f32").layers)
                 x: act["B/b L/c/t M"] = varying(
-                    jax.random.normal(jax.random.key(own), (1, SLOTS, self.c.d_model)), stage_axes()
+                    jax.random.normal(jax.random.key(own), (1, SLOTS, self.config.d_model)), stage_axes()
                 )
                 ids: u32["B/b L"] = varying(jnp.zeros((1, shardops.size("L")), jnp.uint32), {*"rde"} & {*mesh_axes()})
-                tokens = self.prepare(Tokens.before(ids, ids < 0, self.c.bos_id)).in_layer(jnp.int32(0), 0)
+                tokens = self.prepare(Tokens.before(ids, ids < 0, self.config.bos_id)).in_layer(jnp.int32(0), 0)
                 both = copy.copy(self), copy.copy(self)
                 both[0].in_pools, both[1].in_pools = True, False
                 queries = cast(Attention, lambda q, *_, **__: q)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import fnmatch
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -93,8 +92,13 @@ def algorithms(c: OptimizerConfig, known: Mapping[str, T]) -> dict[str, T]:
 
 
 def loss_of(c: OptimizerConfig, known: Mapping[str, Callable]) -> Callable:
-    """The loss that training minimizes, as a function of logits, targets, mask and the reference's logits."""
-    return functools.partial(named("loss", c.loss, known), c=c)
+    """The loss that training minimizes, as a function of logits and Targets."""
+    chosen = named("loss", c.loss, known)
+
+    def loss(logits: Any, targets: Any) -> Any:
+        return chosen(logits, targets, c)
+
+    return loss
 
 
 def own_functions(c: OptimizerConfig) -> list[Callable]:

@@ -72,11 +72,11 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
     """
     base = model  # of optimizer.parametrization=standard
     if c.parametrization != "standard":
-        sizes = c.base if c.parametrization == "completep" else {**c.base, "layers": model.c.layers}
+        sizes = c.base if c.parametrization == "completep" else {**c.base, "layers": model.config.layers}
         kind: Any = type(model)
-        base = kind(dataclasses.replace(model.c, **sizes))
+        base = kind(dataclasses.replace(model.config, **sizes))
         for setting in ("norm_offset", "embedding_scaled", "attention_scalar"):  # of shardwright/models/family.py
-            if getattr(model.c, setting, None):
+            if getattr(model.config, setting, None):
                 raise ValueError(f"model.{setting} multiplies by what no weight holds; leave it out for muP.")
     table, structure = model.table, jax.tree.structure(model.table)
     if jax.tree.structure(base.table) != structure:
@@ -90,12 +90,17 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
 
     pairs = zip(arrays, leaves, strict=True)
     tied = [there.shape[-1] / w.shape[-1] for (_, dims, w), there in pairs if is_tied(dims, w)]
-    depth = model.c.layers / base.c.layers
-    wanted = {"scores": math.sqrt(base.c.d_head / model.c.d_head), "residual": 1 / depth, "logits": math.prod(tied)}
+    depth = model.config.layers / base.config.layers
+    wanted = {
+        "scores": math.sqrt(base.config.d_head / model.config.d_head),
+        "residual": 1 / depth,
+        "logits": math.prod(tied),
+    }
     own, known = getattr(model, "multipliers", {}), {_field(path) for path, *_ in arrays_of(type(table), table)}
     if wrong := sorted({*own} - {*wanted}) or sorted({*itertools.chain(*own.values())} - known):
         raise ValueError(
-            f"multipliers of model.module {model.c.module!r} has {wrong[0]!r}; it maps {', '.join(wanted)} to weights."
+            f"multipliers of model.module {model.config.module!r} has {wrong[0]!r}; it maps {', '.join(wanted)} to "
+            "weights."
         )
     multipliers = dict.fromkeys((_field(path) for path, *_ in arrays), 1.0)
     for what, factor in wanted.items():
@@ -140,7 +145,7 @@ def _carriers(model: LanguageModel, what: str, names: Collection[str]) -> list[s
     found = [next((group for group in choice if group[0] in names), ()) for choice in choices]
     if not all(found):
         raise ValueError(
-            f"model.module is {model.c.module!r}: no weight is known that scales the {what}. Name those to which it is "
-            f'proportional in its Model: multipliers = {{"{what}": ["<weight>"]}}.'
+            f"model.module is {model.config.module!r}: no weight is known that scales the {what}. Name those to which "
+            f'it is proportional in its Model: multipliers = {{"{what}": ["<weight>"]}}.'
         )
     return [name for group in found for name in group if name in names]

@@ -54,7 +54,7 @@ class Journal(contextlib.ExitStack):
     def __init__(self, run: Schedule, directory: Path):
         super().__init__()
         self._run, self._directory = run, directory
-        t = run.c.training
+        t = run.config.training
         if run.step.inputs and t.sample_interval is not None:
             raise ValueError(
                 f"training.sample_interval is {t.sample_interval}, but the model also reads "
@@ -74,7 +74,7 @@ class Journal(contextlib.ExitStack):
         `skips` is the state of SkippedSteps; `damaged` maps the step of each unusable checkpoint to the reason.
         """
         run, c = self._run, self._run.whole
-        t = run.c.training
+        t = run.config.training
         self.skips = SkippedSteps(t.max_skipped, skips, self._tell_step, t.spike_factor)
         trackers = tracked(c.trackers, self._directory, c.paths.model_name or "", run.start, dataclasses.asdict(c))
         self.push(self._end_by_error)
@@ -245,7 +245,7 @@ class Journal(contextlib.ExitStack):
 
     def stop(self, signal: str) -> str:
         """Prints that a signal stopped the run, and how to resume it. Returns the signal."""
-        at, name = self._run, self._run.c.paths.model_name or self._directory.name
+        at, name = self._run, self._run.config.paths.model_name or self._directory.name
         log(f"{signal}: stopped and saved after {at.done} steps of {at.total}.")
         log(f"To resume: the same command, with {override('paths.model_name', name)}")
         self._finish_page("stopped", signal)

@@ -121,7 +121,7 @@ class SavedRun:
     checkpoints: Checkpointer
     step: int
     metadata: dict[str, Any]
-    c: run_config.Config
+    config: run_config.Config
 
     def read_weights(
         self, model: LanguageModel, other_source: bool, write_line: Write, average: bool = False
@@ -131,9 +131,9 @@ class SavedRun:
         Reports with `write_line` how the source differs from that of the checkpoint, and weights that are not finite.
         Raises ValueError if the source computes something else, unless `other_source`, or if no average was kept.
         """
-        if average and not self.c.training.eval_average:
+        if average and not self.config.training.eval_average:
             raise ValueError("average is true, but the run kept none (training.eval_average). Leave out average=true.")
-        now = provenance_of(trace_step(self.c, model), ("evaluation",))
+        now = provenance_of(trace_step(self.config, model), ("evaluation",))
         allow = None if other_source else "other_source=true"
         if differs := compare_source(self.metadata.get("provenance"), now, ("evaluation",), allow):
             write_line(shown(f"source      {differs}"))
@@ -295,7 +295,7 @@ def fresh_state(step: Step, record: dict[str, Any] | None = None) -> Any:
 
     What was done with each weight is added to `record`.
     """
-    c, start = step.c, step.other(name="start").lower().compile()
+    c, start = step.config, step.other(name="start").lower().compile()
     state = start(jax.random.key(c.training.seed))
     if c.training.init_from is not None:
         orders = stack_orders(placement_of(c, step.model), type(state), state)

@@ -102,8 +102,11 @@ def _device() -> Device:
 
 def read_by(step: Step) -> tuple:
     """Returns what determines the programs of a step besides the source: settings, the reference."""
-    settings = [dataclasses.asdict(part) for part in (step.c.model, step.c.optimizer, step.c.training, step.c.pipeline)]
-    return settings, reference_record(step.c)
+    settings = [
+        dataclasses.asdict(part)
+        for part in (step.config.model, step.config.optimizer, step.config.training, step.config.pipeline)
+    ]
+    return settings, reference_record(step.config)
 
 
 def keep_result(

@@ -62,7 +62,7 @@ def model_of(c: Config) -> LanguageModel | None:
 def check_paths_with_reference(step: Any, options: dict[str, Any]) -> None:
     """Runs check_paths for a Step, and for the same step with the model of training.reference."""
     check_paths(step, options)
-    if model := model_of(step.c):
+    if model := model_of(step.config):
         check_paths(dataclasses.replace(step, model=model, _known={}), options)
 
 

@@ -45,9 +45,9 @@ def introduce(run: Schedule, directory: Path, planned: str | None, source_differ
     """
     # Before the first printed line, because these may raise.
     attention = describe_attention(run.step)
-    described = describe_stages(run.c, run.model)
-    check_deterministic(run.c, attention)
-    options = known_options(run.c.hardware.options, log)
+    described = describe_stages(run.config, run.model)
+    check_deterministic(run.config, attention)
+    options = known_options(run.config.hardware.options, log)
     _print_start(run, directory)
     lines = [planned, source_differs and f"source     {source_differs}"]
     lines += [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]
@@ -69,7 +69,7 @@ def check_deterministic(c: Config, described: list[str]) -> None:
 
 
 def _print_start(run: Schedule, directory: Path) -> None:
-    mesh, data, t, loader = jax.sharding.get_mesh(), run.c.data, run.c.training, run.loader
+    mesh, data, t, loader = jax.sharding.get_mesh(), run.config.data, run.config.training, run.loader
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
     fp8 = ", weight matmuls in fp8" * t.fp8
@@ -92,7 +92,7 @@ def save_config(directory: Path, config: object) -> None:
 def facts_of(run: Schedule, speed: Speed) -> dict[str, Any]:
     """Collects facts of this start of a run for provenance.json; the page shows them."""
     mesh, hydra = jax.sharding.get_mesh(), HydraConfig.get() if HydraConfig.initialized() else None
-    module = run.c.model.module
+    module = run.config.model.module
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "overrides": list(hydra.overrides.task) if hydra else None,

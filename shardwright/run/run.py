@@ -61,7 +61,7 @@ class Run(Schedule):
     def __enter__(self) -> "Run":
         with self._cleanup:
             check_processes(deciding_settings(self.whole))
-            self.placement = placement_of(self.c, self.model)
+            self.placement = placement_of(self.config, self.model)
             self._keeper = Keeper(self.whole, self.directory, self.model, self.placement)
             self._cleanup.enter_context(self._keeper.checkpoints)
             self._journal = self._cleanup.enter_context(Journal(self, self.directory))
@@ -84,7 +84,7 @@ class Run(Schedule):
             state = keeper.state(start, self.step, self.spec.State)
         for step, why in keeper.damaged.items():
             log(f"WARNING    the checkpoint of step {step} is not used: {why}")
-        self.reference = read_reference(self.c, self.spec)
+        self.reference = read_reference(self.config, self.spec)
         in_all_processes(lambda: keeper.clean(self.start, self.is_over) if jax.process_index() == 0 else None)
         self.options = introduce(self, self.directory, planned, keeper.source_differs)
         about = self._journal.begin(skips, keeper.damaged)
@@ -155,7 +155,7 @@ class Run(Schedule):
         def load(step):
             return self.loader.load(self.batch_of(step))
 
-        ahead = self.c.data.prefetch, self.loader.parallel_loads
+        ahead = self.config.data.prefetch, self.loader.parallel_loads
         batches = self._cleanup.enter_context(prefetch(load, self.start, self.end_step, *ahead))
         profiler = self._cleanup.enter_context(self._journal.profile(batches.settle))
         self._stop = self._cleanup.enter_context(StopRequest())
@@ -174,7 +174,7 @@ class Run(Schedule):
 
     def log_statistics(self, step: int, state: Any, batch: TokenBatch) -> None:
         """Logs activation and gradient statistics, the event `microscope`, before a step is dispatched, if due."""
-        interval = self.c.training.microscope_interval
+        interval = self.config.training.microscope_interval
         if interval is not None and step % interval == 0:
 
             def collect():
@@ -205,7 +205,7 @@ class Run(Schedule):
         metadata = {"loader": self.loader.state(self.batch_of(done - 1) + 1), "provenance": self.provenance}
         is_last = self.is_over or self.stopped_by is not None
         self._keeper.save(done, state, metadata, journal.settle, journal.replay_of(done), is_last)
-        interval = self.c.training.export_interval
+        interval = self.config.training.export_interval
         if interval is not None and self.due(interval):
             self._export(done)
 

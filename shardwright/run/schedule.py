@@ -38,19 +38,19 @@ class Schedule:
 
     def __init__(self, whole: Config, model: LanguageModel, spec: StepSpec):
         self.whole, self.model, self.spec = whole, model, spec
-        self.c = config_at(whole, 0)
-        self.step = trace_step(self.c, model, spec=spec)
+        self.config = config_at(whole, 0)
+        self.step = trace_step(self.config, model, spec=spec)
 
     def be_at(self, step: int) -> None:
         """Switches to the settings of a step."""
         c = config_at(self.whole, step)
-        if c != self.c:
-            self.c, self.step = c, self.traced(c)
+        if c != self.config:
+            self.config, self.step = c, self.traced(c)
             self.__dict__.pop("provenance", None)
 
     def traced(self, c: Config) -> Step:
         """Returns the training step with these settings."""
-        return self.step if c == self.c else trace_step(c, self.model, spec=self.spec)
+        return self.step if c == self.config else trace_step(c, self.model, spec=self.spec)
 
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
@@ -67,12 +67,12 @@ class Schedule:
         # Also those of the last change, so that missing or differing data is reported now.
         loaders = [self.loader, *(loader_at(whole, first, inputs) for first in later[-1:])]
         self.end_step = min([self.total, *later])
-        self.ahead = [self.c, *(config_at(whole, first) for first in later)]
+        self.ahead = [self.config, *(config_at(whole, first) for first in later)]
 
         def sizes(t):
             return {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
 
-        options = {"vocab_size": self.c.model.vocab, "inputs": inputs}
+        options = {"vocab_size": self.config.model.vocab, "inputs": inputs}
 
         def validation(c):
             return make_loader(c.data, "validation", **sizes(c.training), **options)
@@ -98,7 +98,7 @@ class Schedule:
 
     def batch_of(self, step: int) -> int:
         """Returns the index of the batch of a step."""
-        return batch_of(step, self.c.data.skip_steps)
+        return batch_of(step, self.config.data.skip_steps)
 
     def tokens_before(self) -> int:
         """Computes Speed.tokens_before: tokens of the steps before the start, minus those at the current batch size."""
@@ -112,7 +112,7 @@ class Schedule:
         try:
 
             def evaluate_weights(w: Any) -> dict[str, Any]:
-                return evaluate(evaluation_step, w, self.validation, self.c.training.eval_batches)
+                return evaluate(evaluation_step, w, self.validation, self.config.training.eval_batches)
 
             found = evaluate_weights(weights)
             of_average = {} if average is None else evaluate_weights(average)

@@ -78,7 +78,7 @@ class Step:
     """A program of a run on a mesh, traced once, on first use.
 
     Attributes:
-        c: the settings, with the edits of `forms`.
+        config: the settings, with the edits of `forms`.
         model: the model of c.model.
         mesh: the mesh to trace on, of devices or abstract.
         spec: the parts of the training program.
@@ -87,7 +87,7 @@ class Step:
         planned: sizes of the mesh for which it chooses the fast implementation.
     """
 
-    c: Config
+    config: Config
     model: LanguageModel
     mesh: Mesh | Any
     spec: StepSpec
@@ -116,9 +116,12 @@ class Step:
 
         `size` is the number of sequences per microbatch and their length; the number of loss chunks stays the same.
         """
-        mesh, forms = mesh or self.mesh, tuple(x for x in forms if not FORMS[x] or with_forms(self.c, x) != self.c)
+        mesh, forms = (
+            mesh or self.mesh,
+            tuple(x for x in forms if not FORMS[x] or with_forms(self.config, x) != self.config),
+        )
         planned = self.planned if planned is None else planned
-        c, planned = with_forms(self.c, *forms), {} if planned == dict(mesh.shape) else planned
+        c, planned = with_forms(self.config, *forms), {} if planned == dict(mesh.shape) else planned
         if size and size != self.size:
             (rows, length), t = size, c.training
             chunk = t.loss_chunk and t.loss_chunk * length // t.seq_len
@@ -139,13 +142,13 @@ class Step:
     @property
     def size(self) -> tuple[int, int]:
         """Sequences per microbatch, and positions per sequence."""
-        return self.c.training.batch_size // self.c.training.microbatches, self.c.training.seq_len
+        return self.config.training.batch_size // self.config.training.microbatches, self.config.training.seq_len
 
     @property
     def forward(self) -> Forward:
         """The forward pass of its model."""
         in_training = self.name in ("training", "training loss")
-        return Forward(self.model, self.c.training, self.spec.attention, in_training)
+        return Forward(self.model, self.config.training, self.spec.attention, in_training)
 
     @functools.cached_property
     def calls(self) -> list[Call]:
@@ -155,7 +158,7 @@ class Step:
 
     def batch(self, c: Config | None = None) -> Any:
         """Returns the shapes of its batch, sharded over its mesh, which must be the current one."""
-        t = (c or self.c).training
+        t = (c or self.config).training
         return batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self.inputs))
 
     @property
@@ -166,9 +169,9 @@ class Step:
     @functools.cached_property
     def _trace(self) -> tuple[jax.stages.Traced, list[list[ShapeSpec]], list[AttentionMask]]:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
-        mesh = dataclasses.replace(self.c.mesh, **{axis: sizes[axis] for axis in AXES})
-        unread = {section: _Unread(section) for section in vars(self.c) if section not in READ}
-        c, model, spec = dataclasses.replace(self.c, mesh=mesh, **unread), self.model, self.spec
+        mesh = dataclasses.replace(self.config.mesh, **{axis: sizes[axis] for axis in AXES})
+        unread = {section: _Unread(section) for section in vars(self.config) if section not in READ}
+        c, model, spec = dataclasses.replace(self.config, mesh=mesh, **unread), self.model, self.spec
         name = self.name.removesuffix(" loss")
         c = _of_microbatch(c, name) if self.name in LOSSES else c
         of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
@@ -177,7 +180,7 @@ class Step:
             if name == "logits":
                 return _trace_logits(self), types, rules
             if name == "start":
-                start = jax.jit(functools.partial(spec.init_state, c=c, model=model))
+                start = jax.jit(functools.partial(spec.init_state, config=c, model=model))
                 return start.trace(jax.eval_shape(jax.random.key, 0)), types, rules
             if name == "evaluation":
                 return spec.make_evaluation_step(c, model).trace(state.weights, self.batch(c)), types, rules
@@ -253,7 +256,7 @@ def _trace_logits(step: Step) -> jax.stages.Traced:
         return forward.logits(forward.gatherable(w), forward.tokens(*microbatch))
 
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), step.batch())
-    with compute_scope(step.c.training.compute_dtype):
+    with compute_scope(step.config.training.compute_dtype):
         return jax.jit(logits).trace(shapes_of(model.table), (batch, None))
 
 

@@ -181,7 +181,7 @@ def check_cache(forward: Forward, context: int) -> None:
     layers = jax.tree.map(lambda x: dataclasses.replace(x, shape=(period, *x.shape[1:])), table.layers)
     table = dataclasses.replace(table, layers=layers)
     half = -(-min(context, LENGTH) // (2 * t)) * t
-    ids = np.random.default_rng(0).integers(0, model.c.vocab, (mesh.size, 2 * half)).astype(np.uint32)
+    ids = np.random.default_rng(0).integers(0, model.config.vocab, (mesh.size, 2 * half)).astype(np.uint32)
     positions = np.arange(half, max(half + 1, min(context, 2 * half)), dtype=np.int32)
 
     @typed_shard_map

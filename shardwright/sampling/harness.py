@@ -28,7 +28,7 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
 
     class LanguageModel(TemplateLM):
         eot_token_id = tokenizer.end
-        prefix_token_id = scorer.c.bos_id
+        prefix_token_id = scorer.config.bos_id
         max_length = scorer.length
         tokenizer_name = "shardwright"
 

@@ -149,13 +149,13 @@ class Programs:
     def __init__(self, step: Step, source: Any, settings: tuple = (), *forms: str):
         if inputs := step.inputs:
             raise ValueError(
-                f"model.module {step.model.c.module!r} also reads {', '.join(inputs)}, which texts do not have. "
+                f"model.module {step.model.config.module!r} also reads {', '.join(inputs)}, which texts do not have. "
                 "Evaluate it on the validation data of its run."
             )
         self.step = step.other("for texts", *forms, name="logits")
-        self.forward, self.c = self.step.forward, step.model.c
+        self.forward, self.config = self.step.forward, step.model.config
         self.mesh, self.source = jax.sharding.get_mesh(), source
-        self._settings = (self.c, self.forward.training, *settings)
+        self._settings = (self.config, self.forward.training, *settings)
         self._compiled: dict[Any, Any] = {}
 
     def jit(self, per_device: Any, kept: int, donated: tuple = ()) -> Any:
@@ -204,8 +204,8 @@ class Sampler(Programs):
         self, step: Step, settings: Sampling, context: int, batch: int = 64, source: Any = None, chunk: int = CHUNK
     ):
         check_ranges("sampling", settings)
-        check_ids("stop", settings.stop, step.model.c.vocab)
-        step.model.c.check(context)
+        check_ids("stop", settings.stop, step.model.config.vocab)
+        step.model.config.check(context)
         self.settings, self.context, self._batch = settings, context, batch
         self._chunk = min(chunk, settings.max_tokens)
         super().__init__(step, source, (settings, context, self._chunk))
@@ -215,7 +215,7 @@ class Sampler(Programs):
     def with_settings(self, settings: Sampling) -> "Sampler":
         """The same sampler with other settings, which shares what is compiled to read prompts."""
         check_ranges("sampling", settings)
-        check_ids("stop", settings.stop, self.c.vocab)
+        check_ids("stop", settings.stop, self.config.vocab)
         other = copy.copy(self)
         other.settings, other._settings = settings, (*self._settings[:2], settings, self.context, self._chunk)
         other._decode = other._programs()[1]
@@ -294,7 +294,7 @@ class Sampler(Programs):
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Raises ValueError if `generate` would."""
         for i, prompt in enumerate(prompts):
-            check_ids(f"prompt {i}", prompt, self.c.vocab)
+            check_ids(f"prompt {i}", prompt, self.config.vocab)
             if len(prompt) >= self.context:
                 raise ValueError(f"prompt {i} has {len(prompt)} tokens; it must have fewer than {self.context}.")
         if not self._checked:
@@ -313,11 +313,11 @@ class Sampler(Programs):
         is_over: Callable[..., Any],
     ) -> list[list[int]]:
         texts = [list(prompt) for prompt in prompts] + [[] for _ in range(batch - len(prompts))]
-        read = [[self.c.bos_id, *text] for text in texts]
+        read = [[self.config.bos_id, *text] for text in texts]
         ids = np.zeros((batch, padded(max(map(len, read)), self.context, self._t)), np.uint32)
         for row, tokens in zip(ids, read, strict=True):
             row[: len(tokens)] = tokens
-        seen = np.zeros((batch, self.c.vocab), bool)
+        seen = np.zeros((batch, self.config.vocab), bool)
         for row, tokens in zip(seen, read, strict=True):
             row[tokens] = True
         left = [min(self.settings.max_tokens, self.context - len(prompt)) for prompt in prompts]

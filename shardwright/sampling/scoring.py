@@ -70,7 +70,7 @@ class Scorer(Programs):
         self._rows = self.mesh.size // (sizes["c"] * sizes["t"])
         # Sequence lengths must divide over c and t, and into two chunks per device of a ring.
         self._multiple = math.lcm(sizes["c"] * sizes["t"], 2 * sizes["c"] if sizes["c"] > 1 else 1)
-        self._positions = min(POSITIONS, LOGITS * sizes["t"] // self.c.vocab)
+        self._positions = min(POSITIONS, LOGITS * sizes["t"] // self.config.vocab)
         forward, Weights = self.forward, self.forward.model.Weights
 
         @typed_shard_map
@@ -100,7 +100,7 @@ class Scorer(Programs):
         for ids in block:
             if not 2 <= len(ids) <= self.length + 1:
                 raise ValueError(f"a sequence has {len(ids)} tokens; it must have 2 to {self.length + 1}.")
-            check_ids("a sequence", (ids.min(), ids.max()), self.c.vocab)
+            check_ids("a sequence", (ids.min(), ids.max()), self.config.vocab)
         left, waiting = sorted(range(len(block)), key=lambda i: -len(block[i])), []
         while left:
             length = padded(len(block[left[0]]) - 1, self.length, self._multiple)
@@ -148,7 +148,7 @@ def document_losses(scorer: Scorer, weights: object, documents: Iterable[Sequenc
     Documents are token ids without bos. Those with more than scorer.length are split into pieces.
     """
     documents, again = itertools.tee(documents)
-    split = functools.partial(pieces, bos=scorer.c.bos_id, length=scorer.length)
+    split = functools.partial(pieces, bos=scorer.config.bos_id, length=scorer.length)
     found = scorer.losses(weights, (piece for ids in documents for piece in split(ids)))
     for ids in again:
         yield sum(float(next(found).losses.sum(dtype=np.float64)) for _ in split(ids))

@@ -74,7 +74,7 @@ def demo(scorer: Scorer, weights: object, c: Config, count: int) -> dict[str, fl
 
 def _of_second_half(scorer: Scorer, weights: object, texts: Sequence[Any]) -> dict[str, float]:
     """Accuracy and loss of the second halves but their first token, which comes unannounced or is a separator."""
-    found = scorer.losses(weights, ([scorer.c.bos_id, *ids] for ids in texts))
+    found = scorer.losses(weights, ([scorer.config.bos_id, *ids] for ids in texts))
     ends = [(x.losses[-n:], x.likeliest[-n:]) for ids, x in zip(texts, found, strict=True) if (n := len(ids) // 2 - 1)]
     losses, likeliest = map(np.concatenate, zip(*ends, strict=True))
     return {"accuracy": float(likeliest.mean()), "loss": float(losses.mean())}

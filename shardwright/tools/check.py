@@ -86,7 +86,7 @@ def checks(steps: Sequence[Step], settings: CheckConfig) -> Iterator[tuple[str, 
     programs = [step.other(name=name) for step in steps for name in NAMES]
     yield "types", lambda: None if [program.traced for program in programs] else ""
     source = source_of()
-    if steps[0].mesh.size > 1 or any(step.c.training.loss_chunk for step in steps):
+    if steps[0].mesh.size > 1 or any(step.config.training.loss_chunk for step in steps):
         yield "mesh", lambda: next(filter(None, (check_steps(step, source) for step in steps)), None)
     yield "causality", lambda: next(filter(None, (check_causal(step, source) for step in steps)), None)
     unknown = {"ok": None, "text": "not compiled (check.compile=true)"}
@@ -95,14 +95,14 @@ def checks(steps: Sequence[Step], settings: CheckConfig) -> Iterator[tuple[str, 
 
 def compiled(step: Step) -> dict[str, Any]:
     """Compiles a step for its chip, and compares its collectives with those written. Raises under hardware.strict."""
-    chip, count, hardware = chip_of(step.c.hardware.chip or NOT_MEASURED), step.mesh.size, step.c.hardware
+    chip, count, hardware = chip_of(step.config.hardware.chip or NOT_MEASURED), step.mesh.size, step.config.hardware
     try:
         devices = jax.devices("cpu")[:count] if chip.platform == "cpu" else devices_of(chip.name, count)
         mesh = make_mesh(devices, **step.mesh.shape)
         with jax.set_mesh(mesh):
             options = hardware.options | WITHOUT_DEVICE.get(chip.platform, {})
             options = known_options(options, lambda line: print(line, file=sys.stderr))
-            program = trace_step(step.c, step.model, mesh).lower().compile(compiler_options=options)
+            program = trace_step(step.config, step.model, mesh).lower().compile(compiler_options=options)
     except (KeyError, ValueError, RuntimeError) as error:
         return {"ok": None, "text": f"not for {chip.name} here: {in_a_line(error)}"}
     summary, lines = as_written.compared(step.jaxpr, step.mesh, program.as_text() or "", hardware.strict)

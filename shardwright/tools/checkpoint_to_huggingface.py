@@ -108,7 +108,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     if output.exists():
         raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")
     with one_device(), open_run(config.run, config.step, config.trust) as saved:
-        c, step, model = saved.c, saved.step, load_model(saved.c.model)
+        c, step, model = saved.config, saved.step, load_model(saved.config.model)
         if inputs := inputs_of(model):
             raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
         weights, _ = saved.read_weights(model, config.other_source, log, config.average)

@@ -87,7 +87,7 @@ class OpenRun:
 
     def __init__(self, config: Settings, write_line: Callable[[str], None] = print):
         with opening.open_run(config.run, config.step, config.trust) as saved:
-            self.config, self.c, self.step = config, saved.c, saved.step
+            self.config, self.c, self.step = config, saved.config, saved.step
             self.mesh, self.model = opening.mesh_for(_choice(config), self.c), load_model(self.c.model)
             with jax.set_mesh(self.mesh):
                 found = saved.read_weights(self.model, config.other_source, write_line, config.average)

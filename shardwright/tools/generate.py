@@ -138,7 +138,7 @@ def make_sampler(
     config: Settings, saved: SavedRun, stop: tuple[int, ...], context: int, say: Write
 ) -> tuple[Sampler, Any]:
     """A sampler of texts of at most `context` tokens, on the current mesh, and the weights."""
-    c = saved.c
+    c = saved.config
     model = load_model(c.model)
     weights, source = saved.read_weights(model, config.other_source, say, config.average)
     if config.context and getattr(c.model, "rope_scaling", None):
@@ -177,7 +177,7 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
     check_ranges("", config)
     texts = read_prompts(config)
     with open_run(config.run, config.step, config.trust) as saved:
-        c = saved.c
+        c = saved.config
         tokenizer = read_tokenizer(config, c, say)
         prompts = [tokenizer.ids(text) for text in texts]
         if config.prompt_ids is not None:

@@ -73,11 +73,11 @@ class Model:
             if (saved.step, saved.metadata) == (self.step, self.metadata):
                 return
             self.weights = self.metadata = None  # two may not fit
-            if saved.c != self.c:
+            if saved.config != self.c:
                 self.sampler.cache_clear()  # of another run of this name
                 self._any = None
-            self.c, self.model = saved.c, load_model(saved.c.model)
-            self.tokenizer = tokenizer_of_run(saved.c.data, self.config.tokenizer)
+            self.c, self.model = saved.config, load_model(saved.config.model)
+            self.tokenizer = tokenizer_of_run(saved.config.data, self.config.tokenizer)
             self.weights, self.source = saved.read_weights(self.model, self.config.other_source, print, self.config.average)
             self.step, self.metadata = saved.step, saved.metadata
 
@@ -191,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
 def serve(config: Settings) -> None:
     """Answers until it is interrupted. Raises ValueError if there is no checkpoint, or its tokenizer is missing."""
     with open_run(config.run, config.step, config.trust) as saved:
-        mesh = mesh_for(MeshChoice(), saved.c)
+        mesh = mesh_for(MeshChoice(), saved.config)
     with refused(f"host={config.host} port={config.port} cannot be used", "Give another port."):
         server = ThreadingHTTPServer((config.host, config.port), Handler)
     with jax.set_mesh(mesh), server:

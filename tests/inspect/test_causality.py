@@ -569,7 +569,7 @@ def test_a_refusal_says_in_which_form_the_step_was_traced():
 
 @pytree_dataclass
 class WithPixels(train.Transformer):
-    pixels: matrix["4 -> M/t/w"]
+    pixels: matrix["4 -> M/t/fsdp"]
 
 
 class Pixels(train.Llama):
@@ -580,7 +580,7 @@ class Pixels(train.Llama):
     def embed(self, w, tokens):
         floats = lax.bitcast_convert_type(tokens.inputs, jnp.float32).astype(act.dtype)
         floats = shardops.replicate("... -> ... *t", floats)
-        pixels = shardops.all_gather("P M/t/w -> P M/t", w.pixels)
+        pixels = shardops.all_gather("P M/t/fsdp -> P M/t", w.pixels)
         y = shardops.einsum_unreduced("B/b L/c P, P M/t -> B/b L/c M/t", floats, pixels)
         return super().embed(w, tokens) + shardops.all_to_all("B/b L/c M/t -> B/b L/c/t M", y)
 

@@ -16,7 +16,7 @@ from shardwright.modeling.model import load_model
 from shardwright.run import provenance
 from shardwright.run.step import Step, trace_step
 
-NORM = "nx = rms_norm(x, attention_norm, self.c.norm_epsilon)"
+NORM = "nx = rms_norm(x, attention_norm, self.config.norm_epsilon)"
 DOWN = 'shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)'
 LOSS = "return cross_entropy(logits, targets.ids, c.z_loss)"
 EDITS = {

@@ -83,7 +83,7 @@ def test_gradients_of_weights_are_summed_in_f32():
 
     def gradient(x: act["B/r/d L/t M"], w: OneWeight) -> OneWeight:
         def share(w, x, targets):
-            scale = shardops.all_gather("M/t/w -> M", w.gain)
+            scale = shardops.all_gather("M/t/fsdp -> M", w.gain)
             scaled = shardops.einsum_unreduced("B/r/d P/t M, M -> B/r/d P/t M", x, scale)
             total = shardops.einsum_unreduced("B/r/d P/t M -> +r +d +t", jnp.float32(scaled))
             return shardops.psum("+r +d +t -> +r +d", total)

@@ -17,7 +17,7 @@ SOURCE = (Path(__file__).parents[2] / "shardwright/models/gpt2.py").read_text()
 OF_TWO_DIMS = """
         layers = dataclasses.replace(self.table.layers, w_up=Weight((8, 8), "matrix"))
         self.table = dataclasses.replace(self.table, layers=layers)"""
-TABLE = "self.c, self.table = c, table_of(GPT2, c, lambda fan_in: c.init_std, changes)"
+TABLE = "self.table = table_of(GPT2, config, lambda fan_in: config.init_std, changes)"
 
 pytestmark = pytest.mark.quick
 
@@ -44,7 +44,7 @@ def test_as_it_is(module):
     assert module_of("mine") is mine
     model = load_model(mine.ModelConfig(module="mine"))
     assert type(model) is mine.Model
-    assert model.c.heads == 12
+    assert model.config.heads == 12
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_as_it_is(module):
         ([("ModelConfig", "Settings")], r"no ModelConfig\.module"),
         ([("def logits(", "def output(")], r"no Model\.logits; see docs/models.md"),
         ([("    Weights = GPT2\n", "")], r"no Model\.Weights;"),
-        ([(TABLE, "self.c = c")], "table is a NoneType; it must be a GPT2"),
+        ([(TABLE, "self.table = None")], "table is a NoneType; it must be a GPT2"),
         ([("    Weights = GPT2\n", "    Weights = GPT2Layer\n")], "table is a GPT2; it must be a GPT2Layer"),
         (
-            [(TABLE, TABLE.replace("GPT2, c,", "GPT2, dataclasses.replace(c, layers=2 * c.layers),"))],
+            [(TABLE, TABLE.replace("config,", "dataclasses.replace(config, layers=2 * config.layers),"))],
             r"table has a stack of shape \(24, 768\) in `layers`; its first dim must be model.layers = 12",
         ),
     ],
@@ -104,7 +104,7 @@ def test_a_dim_without_a_size(module, old, new):
             "w_up: .* has 3 dims, but the Weight's shape is .8, 8.",
         ),
         (
-            [('w_up: matrix["M/w -> F/t"]', 'w_up: matrix["M -> F/t"]')],
+            [('w_up: matrix["M/fsdp -> F/t"]', 'w_up: matrix["M -> F/t"]')],
             r"w_up: f32\['layers M F/t'\] is not sharded over d;",
         ),
         ([("return 4 * self.d_model", "return 3 * self.d_model + 1")], "w_up: .*F is 193, which t = 2 devices do not"),

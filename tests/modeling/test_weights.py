@@ -55,53 +55,53 @@ class Sizes:
 @pytree_dataclass
 class Layer:
     norm: gain["M"]
-    w_q: matrix["M/w -> K/t D"]
-    w_kv: matrix["M/w -> 2 K/t D"]
-    w_o: matrix["K/t D -> M/w"]
+    w_q: matrix["M/fsdp -> K/t D"]
+    w_kv: matrix["M/fsdp -> 2 K/t D"]
+    w_o: matrix["K/t D -> M/fsdp"]
     b_q: bias["K/t D"]
     b_o: bias["M", f32]
     at_rest: bias["E/e F/t"]
-    w_up: experts["M/w -> F/t"]
-    w_down: experts["F/t -> M/w"]
-    router: matrix["M/t/w -> E", f32]
+    w_up: experts["M/fsdp -> F/t"]
+    w_down: experts["F/t -> M/fsdp"]
+    router: matrix["M/t/fsdp -> E", f32]
     present: gain["D if on"]
     absent: gain["D if off"]
     also_absent: bias["D if not on"]
-    also_present: matrix["M/w -> D/t if not off"]
+    also_present: matrix["M/fsdp -> D/t if not off"]
 
 
 @pytree_dataclass
 class Weights:
-    embed: embedding["V/t/p M/w"]
+    embed: embedding["V/t/p M/fsdp"]
     layers: Array["layers/p", Layer]
     final: gain["M/p"]
-    unembed: unembedding["V/t/p M/w"]
+    unembed: unembedding["V/t/p M/fsdp"]
 
 
 @pytree_dataclass
 class WrittenLayer:
-    norm: f32["M/t/w"]
-    w_q: f32["M/w K/t D"]
-    w_kv: f32["M/w 2 K/t D"]
-    w_o: f32["K/t D M/w"]
-    b_q: f32["K/t D/w"]
-    b_o: f32["M/t/w"]
+    norm: f32["M/t/fsdp"]
+    w_q: f32["M/fsdp K/t D"]
+    w_kv: f32["M/fsdp 2 K/t D"]
+    w_o: f32["K/t D M/fsdp"]
+    b_q: f32["K/t D/fsdp"]
+    b_o: f32["M/t/fsdp"]
     at_rest: f32["E/e F/t/c/d"]
     w_up: f32["E/e M/c/d F/t"]
     w_down: f32["E/e F/t M/c/d"]
-    router: f32["M/t/w E"]
-    present: f32["D/t/w"] | None
-    absent: f32["D/t/w"] | None
-    also_absent: f32["D/t/w"] | None
-    also_present: f32["M/w D/t"] | None
+    router: f32["M/t/fsdp E"]
+    present: f32["D/t/fsdp"] | None
+    absent: f32["D/t/fsdp"] | None
+    also_absent: f32["D/t/fsdp"] | None
+    also_present: f32["M/fsdp D/t"] | None
 
 
 @pytree_dataclass
 class WrittenWeights:
-    embed: f32["V/t/p M/w"]
+    embed: f32["V/t/p M/fsdp"]
     layers: Array["layers/p", WrittenLayer]
-    final: f32["M/t/w/p"]
-    unembed: f32["V/t/p M/w"]
+    final: f32["M/t/fsdp/p"]
+    unembed: f32["V/t/p M/fsdp"]
 
 
 def table(c: Sizes | None = None, **changes: dict) -> Weights:
@@ -143,9 +143,9 @@ def test_tables_of_ids_and_changes():
 
 def test_axes_that_are_written_out_are_those_of_their_group():
     for kind, group, axes in (
-        (matrix, "M/w -> K/t D", "M/c/d/e -> K/t D"),
-        (experts, "M/w -> F/t", "M/c/d -> F/t"),
-        (embedding, "V/t/p M/w", "V/t/p M/c/d/e"),
+        (matrix, "M/fsdp -> K/t D", "M/c/d/e -> K/t D"),
+        (experts, "M/fsdp -> F/t", "M/c/d -> F/t"),
+        (embedding, "V/t/p M/fsdp", "V/t/p M/c/d/e"),
     ):
         of_group, written = kind[group], kind[axes]
         assert (of_group.spec, of_group.ahead) == (written.spec, written.ahead)
@@ -224,7 +224,7 @@ def test_a_dim_without_a_setting_is_one_line():
         dims: ClassVar[dict[str, str]] = {dim: name for dim, name in Sizes.dims.items() if dim != "D"}
 
     message = (
-        "the model's table: layers.w_q: f32['layers/p M/w K/t D']: dim D has no size; name its setting in "
+        "the model's table: layers.w_q: f32['layers/p M/fsdp K/t D']: dim D has no size; name its setting in "
         "Lacking.dims, or write a number instead."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -234,10 +234,10 @@ def test_a_dim_without_a_setting_is_one_line():
 @pytest.mark.parametrize(
     ("kind", "item", "message"),
     [
-        (matrix, "M/w K/t", "'M/w K/t' is not a matrix"),
+        (matrix, "M/fsdp K/t", "'M/fsdp K/t' is not a matrix"),
         (matrix, "M/v -> F/t", "'M/v -> F/t' shards a dim over v, which is not an axis"),
-        (matrix, "-> M/w", "'-> M/w' has no inputs"),
-        (matrix, "M/w ->", "'M/w ->' has no outputs"),
+        (matrix, "-> M/fsdp", "'-> M/fsdp' has no inputs"),
+        (matrix, "M/fsdp ->", "'M/fsdp ->' has no outputs"),
         (bias, "M -> K/t", "'M -> K/t' is not a vector"),
         (bias, ("M", "M"), "is not the dtype in which a weight is used"),
     ],

@@ -180,7 +180,7 @@ EDITS = {
         OTHER_LOGITS,
     ),
     "logits": (
-        [("softcap = self.c.logit_softcap", "logits = logits / 2\n        softcap = self.c.logit_softcap")],
+        [("softcap = self.config.logit_softcap", "logits = logits / 2\n        softcap = self.config.logit_softcap")],
         OTHER_LOGITS,
     ),
 }

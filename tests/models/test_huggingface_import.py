@@ -481,7 +481,7 @@ def test_a_run_with_other_weights_takes_those_that_it_has(tmp_path, capsys, mesh
         source = models.save(tmp_path / "run", old, c)
     settings = models.settings(other, init_from=source, **ALLOWED)
     model = load_model(other)
-    init = functools.partial(train.init_state, c=settings, model=model)
+    init = functools.partial(train.init_state, config=settings, model=model)
     with jax.set_mesh(tiny.mesh(mesh)):
         fresh = jax.tree.map(np.asarray, jax.jit(init)(jax.random.key(settings.training.seed)).weights)
         state = fresh_state(trace_step(settings, model), record)

@@ -47,7 +47,7 @@ STEPS = 6
 
 # ---- the types --------------------------------------------------------------------------------------------------
 
-W_Q = f32["layers/p M/w K/t Q D"]
+W_Q = f32["layers/p M/fsdp K/t Q D"]
 
 
 @pytest.mark.quick
@@ -55,11 +55,11 @@ W_Q = f32["layers/p M/w K/t Q D"]
     ("dims", "expected"),
     [
         ("", "layers/p"),
-        ("inputs", "layers/p M/w"),
+        ("inputs", "layers/p M/fsdp"),
         ("outputs", "layers/p K/t Q D"),
-        ("inputs outputs", "layers/p M/w K/t Q D"),
-        ("inputs inputs", "layers/p M/w by_M/t"),
-        ("outputs outputs", "layers/p K/t Q D by_K_Q_D/w"),
+        ("inputs outputs", "layers/p M/fsdp K/t Q D"),
+        ("inputs inputs", "layers/p M/fsdp by_M/t"),
+        ("outputs outputs", "layers/p K/t Q D by_K_Q_D/fsdp"),
     ],
 )
 def test_a_factor_has_the_dims_of_its_sides(dims, expected):
@@ -223,7 +223,7 @@ def updated(recipe: str, mesh: str, steps: int = STEPS, **changes) -> list:
     c = config(recipe, **changes)
     with module_of(changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
         model = load_model(c.model)
-        state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
+        state = jax.jit(functools.partial(train.init_state, config=c, model=model))(jax.random.key(0))
         state = dataclasses.replace(state, weights=tiny.place(random_like(model.table, 0), train.Transformer))
         updates = updates_of(c.optimizer, model, train.OPTIMIZERS)
 

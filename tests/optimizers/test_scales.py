@@ -124,7 +124,7 @@ MODELS = {
 @pytest.mark.parametrize("algorithm", ["adamw", "muon"])
 def test_at_the_size_of_the_base_nothing_changes(name, kind, algorithm):
     model = load_model(MODELS[name](2))
-    base = {"d_model": 32, "layers": model.c.layers}
+    base = {"d_model": 32, "layers": model.config.layers}
     plain = updates_of(tiny.optimizer(algorithm=algorithm), model, train.OPTIMIZERS)
     assert (
         updates_of(tiny.optimizer(algorithm=algorithm, parametrization=kind, base=base), model, train.OPTIMIZERS)
@@ -143,7 +143,7 @@ def test_a_narrower_model_has_the_inverse_scales(name, kind):
         return [
             (scale.rate("adamw"), scale.rate("muon"), scale.epsilon, scale.std or scale.mean)
             for scale in jax.tree.leaves(
-                scales.scales_of(tiny.optimizer(parametrization=kind, base=sizes(other.c)), one)
+                scales.scales_of(tiny.optimizer(parametrization=kind, base=sizes(other.config)), one)
             )
         ]  # fmt: skip
 

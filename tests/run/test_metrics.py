@@ -199,7 +199,7 @@ def test_the_loop_times_how_long_it_waits_for_batches():
     journal = SimpleNamespace(log=log, draw=seen.append)
     journal.profile = lambda settle: contextlib.nullcontext(SimpleNamespace(before_step=lambda i: None))
     run = SimpleNamespace(start=3, end_step=5, stopped_by=None, batch_of=lambda step: step, _journal=journal)
-    run.c = SimpleNamespace(data=SimpleNamespace(prefetch=1))
+    run.config = SimpleNamespace(data=SimpleNamespace(prefetch=1))
     run.loader = SimpleNamespace(load=lambda step: time.sleep(0.2) or step, parallel_loads=1)
     with contextlib.ExitStack() as run._cleanup:
         for step, batch in Run.steps(run):

@@ -64,10 +64,10 @@ OTHER = {
     ),
     "a loop within a loop": (
         SOURCE.replace(
-            "        nx = rms_norm(x, mlp_norm, self.c.norm_epsilon)",
+            "        nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)",
             (
                 "        x = lax.scan(lambda h, _: (jnp.tanh(h), None), x, None, length=2)[0]\n"
-                "        nx = rms_norm(x, mlp_norm, self.c.norm_epsilon)"
+                "        nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)"
             ),
         ),
         BOTH,

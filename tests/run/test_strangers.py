@@ -324,13 +324,13 @@ def test_weights_that_are_not_finite_are_told(stranger):
     """A run writes none; a stranger may."""
     run, lines = stranger.write(), []
     with open_run(run, None, False) as saved, jax.set_mesh(tiny.mesh("d=8")):
-        like = shapes_of(load_model(saved.c.model).table)
+        like = shapes_of(load_model(saved.config.model).table)
         state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
         state.embed[3, 1] = np.nan
     with Checkpointer(f"{run}/checkpoints") as checkpoints:
         checkpoints.save(5, {"weights": jax.tree.map(jax.numpy.asarray, state)}, saved.metadata)
     with open_run(run, 5, False) as saved, jax.set_mesh(tiny.mesh("d=8")):
-        saved.read_weights(load_model(saved.c.model), True, lines.append)
+        saved.read_weights(load_model(saved.config.model), True, lines.append)
     assert "embed is not finite: texts and losses of these weights are meaningless" in lines[-1]
 
 
@@ -403,7 +403,7 @@ def test_a_tokenizer_beside_the_user_is_no_address(stranger, tmp_path):
     stream = {"train_files": ["x"], "tokenizer_kind": "huggingface", "tokenizer": "tokenizer.json"}
     run = stranger.write(data__filespec=None, data__stream=stream)
     with open_run(run, None, False) as saved:
-        assert saved.c.data.stream.tokenizer == "tokenizer.json"
+        assert saved.config.data.stream.tokenizer == "tokenizer.json"
 
 
 def test_a_reference_is_not_asked_for_its_data(stranger):

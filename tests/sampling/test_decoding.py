@@ -93,7 +93,7 @@ class HiddenShift(train.Llama):
 
     def layer(self, x, w, tokens, attention):
         before = jnp.float32(shifted(x))
-        mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
+        mlp_norm = shardops.all_gather("M/t/fsdp -> M", w.mlp_norm)
         scaled = shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", before, mlp_norm)
         return super().layer((x + scaled - before).astype(x.dtype), w, tokens, attention)
 

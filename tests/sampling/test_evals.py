@@ -92,7 +92,7 @@ class Knowing:
     length = 64
 
     def __init__(self, guess):
-        self.guess, self.c = guess, tiny.model(vocab=2**20)
+        self.guess, self.config = guess, tiny.model(vocab=2**20)
 
     def losses(self, weights, sequences):
         for ids in sequences:

@@ -1,4 +1,4 @@
-"""Groups of axes in specs: `B/b` is `B/r/d/e`, `+b` is `+r +d +e`, and `*w` is `*c *d *e`."""
+"""Groups of axes in specs: `B/b` is `B/r/d/e`, `+b` is `+r +d +e`, and `*fsdp` is `*c *d *e`."""
 
 import re
 
@@ -19,18 +19,18 @@ pytestmark = pytest.mark.quick
 def in_full(text: str) -> str:
     """A spec with the axes of each group in its place."""
     between = {"/": "", "+": " ", "*": " "}
-    return re.sub(r"([/+*])([bw])\b", lambda m: between[m[1]].join(m[1] + axis for axis in GROUPS[m[2]]), text)
+    return re.sub(r"([/+*])(b|fsdp)\b", lambda m: between[m[1]].join(m[1] + axis for axis in GROUPS[m[2]]), text)
 
 
 @pytest.mark.parametrize(
     ("text", "axes", "printed"),
     [
         ("B/b L/c/t M", "B/r/d/e L/c/t M", "B/b L/c/t M"),
-        ("layers/p M/t/w", "layers/p M/t/c/d/e", "layers/p M/t/w"),
-        ("V/t M/w/p", "V/t M/c/d/e/p", "V/t M/w/p"),
+        ("layers/p M/t/fsdp", "layers/p M/t/c/d/e", "layers/p M/t/fsdp"),
+        ("V/t M/fsdp/p", "V/t M/c/d/e/p", "V/t M/fsdp/p"),
         ("B E +c +b", "B E +c +r +d +e", "B E +r +c +d +e"),
-        ("K/t Q *w", "K/t Q *c *d *e", "K/t Q *c *d *e"),
-        ("+t +w *r", "+t +c +d +e *r", "+t +c +d +e *r"),
+        ("K/t Q *fsdp", "K/t Q *c *d *e", "K/t Q *c *d *e"),
+        ("+t +fsdp *r", "+t +c +d +e *r", "+t +c +d +e *r"),
     ],
 )
 def test_a_group_is_its_axes(text, axes, printed):
@@ -46,10 +46,10 @@ def sums_of_squares(spell):
 
     @jax.jit
     @typed_shard_map
-    def run(w: f32[spell("M/w")], x: f32[spell("B/b L/c M")]) -> tuple[f32[""], f32[spell("M/w")]]:
+    def run(w: f32[spell("M/fsdp")], x: f32[spell("B/b L/c M")]) -> tuple[f32[""], f32[spell("M/fsdp")]]:
         def total(w):
-            whole = shardops.all_gather(spell("M/w -> M *w"), shardops.replicate("... -> ... *r", w))
-            sums = shardops.einsum_unreduced(spell("B/b L/c M, M *w, M *w -> +b +c"), x, whole, whole)
+            whole = shardops.all_gather(spell("M/fsdp -> M *fsdp"), shardops.replicate("... -> ... *r", w))
+            sums = shardops.einsum_unreduced(spell("B/b L/c M, M *fsdp, M *fsdp -> +b +c"), x, whole, whole)
             return shardops.psum(spell("+b +c ->"), sums)
 
         return jax.value_and_grad(total)(w)
@@ -75,10 +75,13 @@ def test_ops_and_gradients_are_those_of_numpy_and_of_the_axes(mesh):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("M/w/t", "dim M/w/t has its axes in the wrong order: .*\n  groups of axes: w = c/d/e\n.*write M/c/t/d/e"),
+        (
+            "M/fsdp/t",
+            "dim M/fsdp/t has its axes in the wrong order: .*\n  groups of axes: fsdp = c/d/e\n.*write M/c/t/d/e",
+        ),
         ("B/p/b", "dim B/p/b has its axes in the wrong order: .*\n  groups of axes: b = r/d/e\n.*write B/r/d/e/p"),
         ("B/e/b", "spec 'B/e/b' names axis e more than once\n  groups of axes: b = r/d/e\n"),
-        ("B/b M/w", "spec 'B/b M/w' names axis d more than once\n  groups of axes: b = r/d/e, w = c/d/e\n"),
+        ("B/b M/fsdp", "spec 'B/b M/fsdp' names axis d more than once\n  groups of axes: b = r/d/e, fsdp = c/d/e\n"),
         ("B/b +b", r"spec 'B/b \+b' names axis r more than once\n  groups of axes: b = r/d/e\n"),
     ],
 )
@@ -97,10 +100,10 @@ WRONG = {  # the body, the type of its result, and parts of the message
         "b = r/d/e",
     ),
     "a mark": (
-        lambda rows: shardops.psum("B M +w -> B M", rows),
+        lambda rows: shardops.psum("B M +fsdp -> B M", rows),
         "B M",
-        ("psum('B M +w -> B M'): operand 1", "operand 1: `B/b M`"),
-        "b = r/d/e, w = c/d/e",
+        ("psum('B M +fsdp -> B M'): operand 1", "operand 1: `B/b M`"),
+        "b = r/d/e, fsdp = c/d/e",
     ),
 }
 

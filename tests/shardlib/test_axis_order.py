@@ -25,7 +25,7 @@ CASES = {
     "op": ("M/t/c", lambda x: shardops.all_gather("M/c/t -> M", x)),
     "another name": ("M/t/c", lambda x: shardops.all_gather("N/c/t -> N", x)),
     "what jnp made": ("M/t/c", lambda x: shardops.all_gather("M/c/t -> M", 2 * x)),
-    "other axes beside": ("M/t/w", lambda x: shardops.all_gather("M/c/t/d/e -> M/c/t", x)),
+    "other axes beside": ("M/t/fsdp", lambda x: shardops.all_gather("M/c/t/d/e -> M/c/t", x)),
     "einsum": ("M/c/t", lambda x: shardops.einsum_unreduced("M/t/c -> +t +c", x)),
     "rearrange": ("M/c/t", lambda x: shardops.rearrange("(M/t/c N) -> M/t/c N", x, N=2)),
     "all_to_all": ("M/t/c N", lambda x: shardops.all_to_all("M/c/t N -> M/c N/t", x)),

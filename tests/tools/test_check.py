@@ -17,7 +17,7 @@ from shardwright.tools.init.__main__ import TEMPLATE
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-NORM = "nx = rms_norm(x, mlp_norm, self.c.norm_epsilon)"
+NORM = "nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)"
 EDITS = {
     "a comment": (NORM, f"{NORM}  # of each position"),
     "an activation": ("jax.nn.relu(up) ** 2", "jax.nn.silu(up)"),

@@ -88,11 +88,11 @@ def test_options_of_xla_that_are_texts_need_trust(run, tmp_path):
     """Such as a directory that XLA writes into, or takes its assembler from."""
     lines = []
     opened = OpenRun(Settings(run=str(run)))
-    opened.c.hardware.compiler_options = {"xla_dump_to": str(tmp_path), "xla_cpu_use_fusion_emitters": False}
-    assert trusted_options(opened.c, opened.config.trust, lines.append) == {"xla_cpu_use_fusion_emitters": False}
+    opened.config.hardware.compiler_options = {"xla_dump_to": str(tmp_path), "xla_cpu_use_fusion_emitters": False}
+    assert trusted_options(opened.config, opened.config.trust, lines.append) == {"xla_cpu_use_fusion_emitters": False}
     assert "the run's option xla_dump_to is ignored; give trust=true to use it" in lines[0]
     opened.config.trust = True
-    assert len(trusted_options(opened.c, opened.config.trust, lines.append)) == 2
+    assert len(trusted_options(opened.config, opened.config.trust, lines.append)) == 2
 
 
 def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):

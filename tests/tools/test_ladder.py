@@ -248,4 +248,4 @@ def test_each_mesh_gives_the_same_numbers():
     for other in found[1:]:
         for name, numbers in found[0].items():
             assert other[name] == pytest.approx(numbers, rel=2e-3), name
-    assert load_model(c.model).c.d_model == 32
+    assert load_model(c.model).config.d_model == 32

@@ -317,7 +317,7 @@ def test_the_losses_of_documents_are_of_the_step_that_trained():
     model = TrainsDifferently(c.model)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         state, batch = tiny.state(c), tiny.place_batch(c)
-        session = SimpleNamespace(c=c, model=model, state=state, placement=placement_of(c, model), options={}, step=0)
+        session = SimpleNamespace(config=c, model=model, state=state, placement=placement_of(c, model), options={}, step=0)
         found = token_losses(session, jax.tree.map(np.asarray, batch))
         _, metrics = train.make_training_step(c, model)(state, batch, np.int32(0))
     counts = tiny.host_batch().loss_mask

@@ -67,7 +67,7 @@ def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = N
     with module_of(recipe if "\n" in recipe else changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
         c.model = train.ModelConfig(**vars(c.model))  # of the recipe
         model = load_model(c.model)
-        state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
+        state = jax.jit(functools.partial(train.init_state, config=c, model=model))(jax.random.key(0))
         batch = tiny.place_batch(c, batch)
         nats, targets = train.make_evaluation_step(c, model)(state.weights, batch)
         step, found = train.make_training_step(c, model), Trained([], [], [], float(nats / targets), None)
@@ -261,7 +261,7 @@ def test_a_step_is_proved_and_a_text_sampled(recipe):
         mesh = AbstractMesh((2, 2, 2), ("d", "c", "t"), axis_types=(AxisType.Explicit,) * 3)
         assert find_unsound(trace_step(c, model, mesh, spec=train.SPEC)) == []
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
-            w = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0)).weights
+            w = jax.jit(functools.partial(train.init_state, config=c, model=model))(jax.random.key(0)).weights
             sampler, prompts = Sampler(trace_step(c, model, spec=train.SPEC), settings, 16), [[5, 9, 2], [7]]
             texts = sampler.generate(w, prompts)
             assert redrawn(sampler.forward, w, prompts, texts, settings, 16) == texts
@@ -346,12 +346,12 @@ class Model(Llama):
     @typed
     def embed(self, w: Transformer, tokens: Tokens) -> Stream:
         x = super().embed(w, tokens)
-        kept = shardops.zeros("B/b L/c/t H M", act.dtype, H=self.c.layers // 2, M=self.c.d_model)
+        kept = shardops.zeros("B/b L/c/t H M", act.dtype, H=self.config.layers // 2, M=self.config.d_model)
         return Stream(x, kept)
 
     @typed
     def layer(self, s: Stream, w: TransformerLayer, tokens: Tokens, attention: Attention) -> Stream:
-        place, half = jnp.arange(self.c.layers // 2), self.c.layers // 2
+        place, half = jnp.arange(self.config.layers // 2), self.config.layers // 2
         taken = (place == 2 * half - 1 - tokens.layer)[:, None] & (tokens.layer >= half)
         x = s.x + jnp.sum(jnp.where(taken, s.kept, 0), axis=-2)
         x = super().layer(x, w, tokens, attention)

@@ -119,7 +119,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together, monkeypa
     monkeypatch.setattr(train, "microbatch_loss", microbatch_loss)
     monkeypatch.setattr(train, "head_loss", lambda w, x, batch, **_: one(w, batch))
     c = tiny.config(microbatches=m, side_by_side=together, gather_weights="layer")
-    forward = train.Forward(SimpleNamespace(c=None, Weights=Layers, table=Layers(None)), c.training, None)
+    forward = train.Forward(SimpleNamespace(config=None, Weights=Layers, table=Layers(None)), c.training, None)
 
     @typed_shard_map
     def step(w: Layers, batch: train.Batch) -> tuple[f64[""], Layers]:

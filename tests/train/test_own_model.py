@@ -70,7 +70,7 @@ from shardlib.shardtypes import f32
 
 @pytree_dataclass
 class Plain:
-    embed: f32["V/t/p M/w"]
+    embed: f32["V/t/p M/fsdp"]
     layers: Array["layers/p", Layer]
 
 
@@ -85,6 +85,8 @@ class Model(Model):
 
 @pytest.mark.quick
 def test_a_weight_that_is_not_declared_as_one_is_refused_in_one_line(tmp_path):
-    refused = r"^model.module is 'plain', whose weight embed has the type f32\['V/t/p M/w'\]; declare it by matrix, .*$"
+    refused = (
+        r"^model.module is 'plain', whose weight embed has the type f32\['V/t/p M/fsdp'\]; declare it by matrix, .*$"
+    )
     with imported("plain", PLAIN, tmp_path) as plain, pytest.raises(ValueError, match=refused):
         load_model(plain.ModelConfig(**SIZES, module="plain"))

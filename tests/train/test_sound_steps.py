@@ -242,7 +242,7 @@ def test_operations_on_the_batch_are_proved_while_a_run_has_its_mesh(change, is_
         assert text.count(old) == 1
         text = text.replace(old, new)
     with train_with({"train.py": text}) as module:
-        c = step_of("the demo", module).c
+        c = step_of("the demo", module).config
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
             step = trace_step(c, load_model(c.model), jax.sharding.get_mesh(), spec=module.SPEC)
             found = [str(finding) for finding in find_unsound(step)]

@@ -20,7 +20,7 @@ from shardwright import train
 class Layer(train.TransformerLayer):
     """Weights of one layer."""
 
-    w_attention_gate: matrix["M/w -> K/t Q D"]
+    w_attention_gate: matrix["M/fsdp -> K/t Q D"]
 
 
 @pytree_dataclass
@@ -40,9 +40,9 @@ class Model(train.Llama):
         self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
     ) -> act["B/b L/c/t M"]:
         """Output of gated attention."""
-        attention_norm = shardops.all_gather("M/t/w -> M", w.attention_norm)
-        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", train.rms_norm(x, attention_norm, self.c.norm_epsilon))
-        w_gate = shardops.all_gather("M/w K/t Q D -> M K/t Q D", w.w_attention_gate)
+        attention_norm = shardops.all_gather("M/t/fsdp -> M", w.attention_norm)
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", train.rms_norm(x, attention_norm, self.config.norm_epsilon))
+        w_gate = shardops.all_gather("M/fsdp K/t Q D -> M K/t Q D", w.w_attention_gate)
         gate = shardops.matmul("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w_gate)
         opened = jax.nn.sigmoid(jnp.float32(gate))
 

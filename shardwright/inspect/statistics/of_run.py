@@ -34,9 +34,9 @@ class StepWithoutStages:
     """
 
     def __init__(self, step: Step, placement: LayerPlacement):
-        step = step.other("one after the other", mesh=folded_mesh(step.c))
+        step = step.other("one after the other", mesh=folded_mesh(step.config))
         self.mesh, self._placement = step.mesh, placement
-        check_divides(step.c, self.mesh.shape)
+        check_divides(step.config, self.mesh.shape)
         self.program = step.jaxpr
 
     @contextlib.contextmanager

@@ -71,7 +71,7 @@ def _by_starts(batch: TokenBatch) -> list[Document]:
 def tokenizer_of(session: Session) -> Tokenizer:
     """Returns the tokenizer of the run's data, or one that shows ids if there is none."""
     try:
-        return tokenizer_of_run(session.c.data)
+        return tokenizer_of_run(session.config.data)
     except ValueError:
         return Tokenizer()
 
@@ -81,7 +81,7 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
 
     With pipeline stages, it runs on the mesh without them.
     """
-    c, model = session.c, session.model
+    c, model = session.config, session.model
     spec, Weights = load_spec(), model.Weights
     forward = Forward(model, c.training, spec.attention, in_training=True)
 

@@ -36,7 +36,7 @@ class Explainer:
         self._session, self._step = session, session.without_stages()
         with jax.set_mesh(self._step.mesh):
             state = jax.tree.leaves(session.traced.state)
-            self._finder = Finder(self._step.program, session.c.model.layers, len(state) + METRICS)
+            self._finder = Finder(self._step.program, session.config.model.layers, len(state) + METRICS)
 
     def explain(self, state: Any, batch: TokenBatch, documents: list[Document]) -> list[str]:
         """Returns lines on why the step from this state, or its new state, is not finite; none if both are finite.
@@ -56,7 +56,7 @@ class Explainer:
             return [*lines, *(f"after the step, {line}" for line in in_state(after))]
 
     def _lines(self, origin: Origin, documents: list[Document]) -> list[str]:
-        t = self._session.c.training
+        t = self._session.config.training
         layers = "" if origin.layers is None else f", layer {origin.layers[0]}"
         if origin.layers is not None and origin.layers[0] != origin.layers[1]:
             layers = f", one of the layers {origin.layers[0]} to {origin.layers[1]}"
@@ -64,7 +64,7 @@ class Explainer:
         where = f"{origin.place}, {origin.name}{layers}{backward} ({origin.operation})"
         lines = [f"{origin.kind} is first computed at {where}"]
         size = t.batch_size // t.microbatches
-        experts = [n for name in ("experts", "pools") if (n := getattr(self._session.c.model, name, None))]
+        experts = [n for name in ("experts", "pools") if (n := getattr(self._session.config.model, name, None))]
         if (found := positions(origin, size, t.seq_len, experts)) is not None:
             sequence, position = origin.microbatch * size + found[0], found[1]
             where = f"sequence {sequence}" + (f", position {position}" if position is not None else "")

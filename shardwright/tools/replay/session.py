@@ -57,8 +57,8 @@ class Session:
         self._settle(metadata.get("loader"))
 
     def _settle(self, state: Any = None) -> None:
-        self.c, self._program = config_at(self._whole, self.step), None
-        self.traced = trace_step(self.c, self.model)
+        self.config, self._program = config_at(self._whole, self.step), None
+        self.traced = trace_step(self.config, self.model)
         self.loader = loader_at(self._whole, self.step, inputs_of(self.model), state)
 
     def without_stages(self) -> StepWithoutStages:
@@ -68,7 +68,7 @@ class Session:
     @property
     def number(self) -> int:
         """Index of the batch of the step."""
-        return batch_of(self.step, self.c.data.skip_steps)
+        return batch_of(self.step, self.config.data.skip_steps)
 
     def batch(self) -> TokenBatch:
         return self.loader.load(self.number)

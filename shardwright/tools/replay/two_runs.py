@@ -67,8 +67,8 @@ def recorded(session: Session, last: int) -> dict[int, list[Value]]:
     found = {session.step: [(f"the state, {name}", "", np.asarray(x)) for name, x in named_leaves(of_state).items()]}
     c = None
     while True:
-        if c is not session.c:  # at first, and whenever settings change
-            c, step = session.c, session.without_stages()
+        if c is not session.config:  # at first, and whenever settings change
+            c, step = session.config, session.without_stages()
             look = Statistics(step.program, session.model.table, bits)
             program = jax.jit(look, compiler_options=session.options)
         batch, values = session.batch(), found.setdefault(session.step, [])

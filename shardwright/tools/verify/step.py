@@ -59,8 +59,8 @@ def step_on(c: Config, sizes: Mesh, planned: Mesh | None = None) -> Iterator[Ste
 
 def fresh_state(step: Step) -> Any:
     """Returns the initial state of a run on the current mesh, as host arrays, with layers in order."""
-    init = jax.jit(lambda key: step.spec.init_state(key, step.c, step.model))
-    return in_order(step.c, jax.tree.map(on_host, init(jax.random.key(step.c.training.seed))))
+    init = jax.jit(lambda key: step.spec.init_state(key, step.config, step.model))
+    return in_order(step.config, jax.tree.map(on_host, init(jax.random.key(step.config.training.seed))))
 
 
 def type_check(c: Config, sizes: Mesh) -> None:
@@ -107,8 +107,8 @@ def by_layer(kind: str, weights: object) -> Found:
 
 def placed(step: Step, inputs: Inputs) -> list[jax.Array]:
     """Places the arguments of the step on the current mesh."""
-    state = in_order(step.c, _as_classes_of(step.traced.out_info[0], inputs.state), back=True)
-    pairs = zip(weights_of(step.c, step.spec), inputs.reference, strict=True)
+    state = in_order(step.config, _as_classes_of(step.traced.out_info[0], inputs.state), back=True)
+    pairs = zip(weights_of(step.config, step.spec), inputs.reference, strict=True)
     reference = [_put(type(shapes), _as_classes_of(shapes, weights)) for shapes, weights in pairs]
     state, batch = _put(step.spec.State[type(state.weights)], state), _put(step.spec.Batch, inputs.batch)
     return jax.tree.leaves((state, batch, jnp.int32(inputs.step), reference))

@@ -50,7 +50,7 @@ class Contestant(OnJax):
         self.mesh = make_mesh(jax.devices()[: job.devices], **dataclasses.asdict(c.mesh))
         with jax.set_mesh(self.mesh):
             config.check_divides(c, self.mesh.shape)
-            init = functools.partial(train.init_state, c=c, model=self.model)
+            init = functools.partial(train.init_state, config=c, model=self.model)
             self.state = jax.jit(init)(jax.random.key(c.training.seed))
             self.state.weights = placed(weights, self.state.weights)
             self.batches = [whole_documents(targets, c.training.microbatches) for targets in batches(job)]

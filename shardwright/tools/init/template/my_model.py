@@ -25,15 +25,15 @@ class Layer:
     """Weights of a layer: inputs -> outputs, sharded as at rest. A layer gathers them over the axes of w."""
 
     attention_norm: gain["M"]
-    w_q: matrix["M/w -> K/t Q D"]
-    w_k: matrix["M/w -> K/t D"]
-    w_v: matrix["M/w -> K/t D"]
+    w_q: matrix["M/fsdp -> K/t Q D"]
+    w_k: matrix["M/fsdp -> K/t D"]
+    w_v: matrix["M/fsdp -> K/t D"]
     q_norm: gain["D if qk_norm"]
     k_norm: gain["D if qk_norm"]
-    w_o: matrix["K/t Q D -> M/w"]
+    w_o: matrix["K/t Q D -> M/fsdp"]
     mlp_norm: gain["M"]
-    w_up: matrix["M/w -> F/t"]
-    w_down: matrix["F/t -> M/w"]
+    w_up: matrix["M/fsdp -> F/t"]
+    w_down: matrix["F/t -> M/fsdp"]
 
 
 @pytree_dataclass
@@ -49,12 +49,12 @@ class Model(Llama):
         self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
     ) -> act["B/b L/c/t M"]:
         x = save_for_backward(x + self.attend(x, w, tokens, attention))
-        mlp_norm = shardops.all_gather("M/t/w -> M", w.mlp_norm)
-        nx = rms_norm(x, mlp_norm, self.c.norm_epsilon)
+        mlp_norm = shardops.all_gather("M/t/fsdp -> M", w.mlp_norm)
+        nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        w_up = shardops.all_gather("M/w F/t -> M F/t", w.w_up)
+        w_up = shardops.all_gather("M/fsdp F/t -> M F/t", w.w_up)
         up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
         hidden = jax.nn.relu(up) ** 2
-        w_down = shardops.all_gather("F/t M/w -> F/t M", w.w_down)
+        w_down = shardops.all_gather("F/t M/fsdp -> F/t M", w.w_down)
         out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
         return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
