@@ -269,7 +269,7 @@ def typed_shard_map(fn: Function) -> Function:
             return results.split(checked(*call.args, **call.kwargs))
 
         out = jax.shard_map(per_device, in_specs=(specs,), out_specs=results.out_specs)(arrays)
-        return results.joined(out)
+        return results.merge(out)
 
     return typing.cast(Function, mapped)
 
@@ -353,7 +353,7 @@ class _Results:
             lists[i].append(x)
         return lists
 
-    def joined(self, lists: list[list]) -> Any:
+    def merge(self, lists: list[list]) -> Any:
         """Puts the lists together again, outside of shard_map."""
         rest = list(map(iter, lists))
         return jax.tree.unflatten(self._structure, [next(rest[i]) for i in self._lists])

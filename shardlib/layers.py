@@ -55,7 +55,7 @@ class LayerAux:
                 )
 
     @classmethod
-    def joined(cls, results: list[Any]) -> tuple[tuple, Self]:
+    def merge(cls, results: list[Any]) -> tuple[tuple, Self]:
         """Joins a layer's results for several microbatches.
 
         Returns a tuple of each x, and the means of their LayerAux.

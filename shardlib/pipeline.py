@@ -68,7 +68,7 @@ class StageBackward:
         _, self.saved_types = jax.eval_shape(self.forward, stack, x, zero, zero)
         self.kept_types: list = []
         if halves:
-            (program, results) = jax.make_jaxpr(self.whole, return_shape=True)(
+            (program, results) = jax.make_jaxpr(self.run_whole, return_shape=True)(
                 stack, self.saved_types, y
             )
             self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
@@ -102,7 +102,7 @@ class StageBackward:
         """Reads the loss and the metrics of the layers from what the forward saved."""
         return jax.tree.unflatten(self._results, saved[: self._results.num_leaves])
 
-    def whole(self, stack: object, saved: list[jax.Array], dy: object) -> tuple[Any, Any]:
+    def run_whole(self, stack: object, saved: list[jax.Array], dy: object) -> tuple[Any, Any]:
         """Computes the gradients of the input and of the weights."""
         weights, others = jax.tree.leaves(stack), iter(saved[self._results.num_leaves :])
         leaves = [next(others) if n is None else weights[n] for n in self._weights]
@@ -303,7 +303,7 @@ class _Executor:
             dx, keep = self._stage_backward.input(stack, saved, dy)
             kept = _put(kept, keep, entry["backward_kept"])
         else:
-            dx, g = self._stage_backward.whole(stack, saved, dy)
+            dx, g = self._stage_backward.run_whole(stack, saved, dy)
             g_stack = self._add_to_chunk(g_stack, g, i)
         total = total if extra is None else total + extra
         metrics = jax.tree.map(lambda x: x / self._count, metrics)

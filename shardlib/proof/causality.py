@@ -204,7 +204,7 @@ class Interpreter:
             bound = reach.bounds(x)
         else:
             bound = reach.sizes(x).max(initial=0)
-        return reach.made(x.shape, bound, False, dtype=x.number.dtype)
+        return reach.make_reach(x.shape, bound, False, dtype=x.number.dtype)
 
     def _results(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
         name = eq.name
@@ -315,7 +315,7 @@ class Interpreter:
         for count in (lambda: x.number.size, lambda: len(np.unique(x.number))):
             if count() ** self.growth <= 2.0**bits:
                 return x
-        return reach.made(
+        return reach.make_reach(
             x.shape, reach.bounds(x) if x.number.dtype.kind == "f" else x.number, False, x.last
         )
 

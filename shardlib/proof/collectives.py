@@ -300,7 +300,7 @@ def _exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined
     return dataclasses.replace(_with_dims(found, dims), token=object())
 
 
-def joined(parts: list[Part]) -> list[Part]:
+def merge_parts(parts: list[Part]) -> list[Part]:
     """Joins factors of a dim where entries that stand for devices meet these devices' blocks."""
     found: list[Part] = []
     for size, axes in parts:

@@ -57,7 +57,7 @@ def join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
         # A finished value is one whose extreme was already taken, so it joins one whose extreme is
         # still to be taken.
         bare = [dataclasses.replace(value, extreme=None) for value in values]
-        found = eq.joined(eq.joined_dims(values), bare)
+        found = eq.join(eq.join_dims(values), bare)
         return dataclasses.replace(
             found, extreme=a.extreme or b.extreme, scaled=a.scaled or b.scaled
         )
@@ -128,7 +128,7 @@ def _total(interpreter: _Interpreter, eq: Equation, start: Value, row: Value, ro
             eq.finished(row)
             eq.uncut(Value((rows,)), 0, "a loop runs")
         values = [start, Value(eq.block(row).dims, row.partial | axes, ratio=row.ratio)]
-        return eq.joined(eq.joined_dims(values), values)
+        return eq.join(eq.join_dims(values), values)
     except Refused as refusal:
         return Value(row.dims, unprovable=interpreter.explain(eq, refusal))
 

@@ -76,7 +76,7 @@ def elementwise(eq: Equation) -> Value:
         return _of_rows(eq, ins)
     for value in ins:
         eq.block(value)
-    dims = eq.joined_dims(ins)
+    dims = eq.join_dims(ins)
     if eq.name == "mul" and any(v.is_zero for v in ins):
         return constant(ndim, 0, 0)
     if any(v.folded for v in ins):

@@ -368,7 +368,7 @@ class Equation:
             )
         return found[0] if found else UNIFORM
 
-    def joined_dims(self, values: list[Value]) -> tuple[Dim | Any, ...]:
+    def join_dims(self, values: list[Value]) -> tuple[Dim | Any, ...]:
         """The dims of operands of one shape."""
         return tuple(
             self.joined_dim(i, dims)
@@ -427,7 +427,7 @@ class Equation:
                 self.unscaled(value)
         return live[0].ratio if live else 1.0
 
-    def joined(self, dims: Iterable[Dim | Any], values: list[Value]) -> Value:
+    def join(self, dims: Iterable[Dim | Any], values: list[Value]) -> Value:
         """Joins several values side by side.
 
         The result is a sum or an extreme, if all of them are terms of one.

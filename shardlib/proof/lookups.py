@@ -271,7 +271,7 @@ class _Scatter:
                 eq.unscaled(value)
         known = x.known if x.is_zero else None
         into = Value(tuple(self.dims), x.partial, ratio=x.ratio, known=known)
-        found = eq.joined(self.dims, [into, Value((), partial, ratio=updates.ratio)])
+        found = eq.join(self.dims, [into, Value((), partial, ratio=updates.ratio)])
         extreme = (kind, pending) if pending else None
         return dataclasses.replace(found, partial=partial, extreme=extreme)
 
@@ -390,4 +390,4 @@ def _dynamic_update_slice(eq: Equation) -> Value:
             eq.uncut(x, i, "a part is written"), eq.uncut(y, i, "a part is written")
             eq.same_size(0, i), eq.same_size(1, i)
             dims.append(whole(a))
-    return eq.joined(dims, [x, dataclasses.replace(y, partial=y.partial | assembled)])
+    return eq.join(dims, [x, dataclasses.replace(y, partial=y.partial | assembled)])

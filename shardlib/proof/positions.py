@@ -127,7 +127,7 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
         if found.count or found.offset or sign < 0:
             return None
         eq.plain(rest)
-        return Value(eq.joined_dims([found, rest]))
+        return Value(eq.join_dims([found, rest]))
     if (
         offset
         and (a.is_constant or b.is_constant)
@@ -146,7 +146,7 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
         return domain.constant(len(a.dims), *both)
     # An index less this device's offset: a lookup by it and a mask of it belong together.
     origin = _labels(a) if not a.offset and b.known == (0, 0) else None
-    return Value(eq.joined_dims([a, b]), offset=offset, known=both, origin=origin)
+    return Value(eq.join_dims([a, b]), offset=offset, known=both, origin=origin)
 
 
 def resolved(eq: Equation, value: Value) -> Value:
@@ -184,7 +184,7 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
     name = eq.name
     offset = domain.add_offsets(a.offset, b.offset, -1)
     if name in ("eq", "ne") and (axes := _axes_of_number(eq, offset, a, b)):
-        return Value(eq.joined_dims([a, b]), mask=Mask(Range(), name == "ne", axes=axes))
+        return Value(eq.join_dims([a, b]), mask=Mask(Range(), name == "ne", axes=axes))
     # Never negative: the start of a block, a count, and an index that was clipped at 0.
     least = -1
     if a.offset and a.known is not None and not a.count and not a.valid:
@@ -206,7 +206,7 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
             found = resolved(eq, dataclasses.replace(this, offset=signed, is_local=False))
             if not found.offset and not found.count:
                 rest = eq.plain(dataclasses.replace(other, offset=()))
-                return Value(eq.joined_dims([found, rest]))
+                return Value(eq.join_dims([found, rest]))
     is_bound = not (b.count or b.valid or b.is_index)
     is_signed = all(np.issubdtype(var.aval.dtype, np.signedinteger) for var in eq.eqn.invars)
     if (
@@ -259,7 +259,7 @@ def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> 
         eq.finished(value)
     if axes & value.sharded or not outside.is_zero:
         eq.block(which)
-    return Value(eq.joined_dims([which, value]), value.partial | axes, ratio=value.ratio)
+    return Value(eq.join_dims([which, value]), value.partial | axes, ratio=value.ratio)
 
 
 def _combined(eq: Equation, a: Value, b: Value) -> Value:
@@ -273,7 +273,7 @@ def _combined(eq: Equation, a: Value, b: Value) -> Value:
         and b.mask.axes
         and not (a.mask.axes & b.mask.axes or is_outside or is_any_outside)
     ):
-        return Value(eq.joined_dims([a, b]), mask=Mask(Range(), axes=a.mask.axes | b.mask.axes))
+        return Value(eq.join_dims([a, b]), mask=Mask(Range(), axes=a.mask.axes | b.mask.axes))
     if (
         {a.mask.is_outside, b.mask.is_outside} != {is_outside}
         or a.mask.source
@@ -283,7 +283,7 @@ def _combined(eq: Equation, a: Value, b: Value) -> Value:
             "two masks are not the two ends of one block", "compare one index with both ends"
         )
     mask = Mask(a.mask.valid & b.mask.valid, is_outside, a.mask.offset)
-    return Value(eq.joined_dims([a, b]), mask=mask, origin=a.origin)
+    return Value(eq.join_dims([a, b]), mask=mask, origin=a.origin)
 
 
 def _is_of(mask: Value, offset: Offset | None, index: Value) -> bool:
@@ -347,7 +347,7 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
     axes = _axes_of_block(eq, which.mask)
     if axes & value.partial:
         eq.finished(value)
-    partial, dims = value.partial | axes, eq.joined_dims([which, value])
+    partial, dims = value.partial | axes, eq.join_dims([which, value])
     return Value(dims, partial, ratio=value.ratio, masked=which.mask.offset, origin=which.origin)
 
 
@@ -359,9 +359,7 @@ def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value
     others = outside.known if outside.is_constant else None
     if others is not None and index.valid and valid != which.mask.valid:
         others = index.others and tuple(map(min, others, index.others))
-    return dataclasses.replace(
-        index, dims=eq.joined_dims([which, index]), valid=valid, others=others
-    )
+    return dataclasses.replace(index, dims=eq.join_dims([which, index]), valid=valid, others=others)
 
 
 # ---- the index of an extreme ---------------------------------------------------------------------
@@ -378,7 +376,7 @@ def _best(eq: Equation, ins: list[Value]) -> Value | None:
         ins[0] is not local or eq.name != {"max": "ge", "min": "le"}[local.source.kind]
     ):
         return None
-    return Value(eq.joined_dims(ins), mask=Mask(Range(), source=local.source))
+    return Value(eq.join_dims(ins), mask=Mask(Range(), source=local.source))
 
 
 def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
@@ -397,7 +395,7 @@ def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
         eq.block(index)
     whole_size = index.known[0] * domain.devices(eq.sizes, axes)
     known = (whole_size, whole_size)
-    return dataclasses.replace(index, dims=eq.joined_dims([a, b]), known=known, is_taken=True)
+    return dataclasses.replace(index, dims=eq.join_dims([a, b]), known=known, is_taken=True)
 
 
 def _best_index(eq: Equation, which: Value, others: Value, index: Value) -> Value:
@@ -415,4 +413,4 @@ def _best_index(eq: Equation, which: Value, others: Value, index: Value) -> Valu
         raise Refused(
             "devices without the extreme give an index that may be the smallest", "give them 2**30"
         )
-    return Value(eq.joined_dims([which, index]), extreme=("min", index.extreme[1]))
+    return Value(eq.join_dims([which, index]), extreme=("min", index.extreme[1]))

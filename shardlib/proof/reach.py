@@ -225,7 +225,7 @@ def bounds(x: "Reach") -> Any:
     return np.where((x.number < 0) & ~(x.known & (x.number >= LOW)), x.number, sizes(x))
 
 
-def joined(a: Any, b: Any) -> Any:
+def union(a: Any, b: Any) -> Any:
     """Bound of an entry that is one of two, or a sum of two that are not LOW."""
     least, most = np.minimum(a, b), np.maximum(a, b)
     return np.where((least >= 0) | (most < LOW), most, np.where(most <= 0, MAYBE_LOW, np.inf))
@@ -262,7 +262,7 @@ def sized(x: "Reach", ins: Iterable["Reach"]) -> "Reach":
     return x
 
 
-def made(
+def make_reach(
     shape: Sequence[int], number: Any, known: Any, last: Any = NONE, dtype: Any = None
 ) -> Reach:
     """Builds a Reach from arrays that broadcast to `shape`.
@@ -302,7 +302,7 @@ def exact(number: Any, aval: object) -> np.ndarray:
 
 def unknown(shape: Sequence[int], dtype: Any, last: Any = NONE) -> Reach:
     """A value without known numbers."""
-    return made(shape, highest(dtype), False, last, dtype)
+    return make_reach(shape, highest(dtype), False, last, dtype)
 
 
 def constant(array: Any) -> Reach:
@@ -315,7 +315,7 @@ def constant(array: Any) -> Reach:
     array = np.asarray(array)
     if array.dtype.kind not in "biu":
         array = array.astype(complex if array.dtype.kind == "c" else float)
-    return made(shape, array, True)
+    return make_reach(shape, array, True)
 
 
 def full(x: np.ndarray, shape: Sequence[int], dims: Iterable[int]) -> np.ndarray:
@@ -428,8 +428,8 @@ def _in_both(x: Reach, a: Reach, b: Reach) -> Reach:
         & ((a.number == b.number) | ((a.number != a.number) & (b.number != b.number)))
     )
     number = np.where(
-        same, a.number, joined(bounds(a), bounds(b)) if a.number.dtype.kind == "f" else 0
+        same, a.number, union(bounds(a), bounds(b)) if a.number.dtype.kind == "f" else 0
     )
-    found = made(x.shape, number, same, x.last, a.number.dtype)
+    found = make_reach(x.shape, number, same, x.last, a.number.dtype)
     differ = ((a.known | b.known) & ~same).any()
     return dataclasses.replace(found, why=x.why, fact=x.fact, ways=(a, b) if differ else None)

@@ -90,7 +90,7 @@ def _pad(eqn: Any, x: Reach, filling: Reach) -> Reach:
             array = reach.taken(array, dim, at, x.shape[dim], fill.reshape(()))
         return array
 
-    found = reach.made(shape, *map(padded, zip(x.arrays(), filling.arrays(), strict=True)))
+    found = reach.make_reach(shape, *map(padded, zip(x.arrays(), filling.arrays(), strict=True)))
     return dataclasses.replace(found, fact=reach.sums_of([x, filling], padded))
 
 
@@ -108,7 +108,7 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
             np.concatenate([np.broadcast_to(x, (len(x), *sizes)) for x in parts]), 0, dim
         )
 
-    found = reach.made(shape, *map(together, *(x.arrays() for x in ins))).alike()
+    found = reach.make_reach(shape, *map(together, *(x.arrays() for x in ins))).alike()
     return dataclasses.replace(found, fact=reach.sums_of(ins, lambda parts: together(*parts)))
 
 
@@ -117,7 +117,7 @@ def _iota(eqn: Any) -> Reach:
     shape, dim = result_shape(eqn), eqn.params["dimension"]
     sizes = [n if i == dim else 1 for i, n in enumerate(shape)]
     number = np.arange(shape[dim]).reshape(sizes).astype(dtype_of_result(eqn))
-    return reach.made(shape, number, reach.exact(number, eqn.outvars[0].aval))
+    return reach.make_reach(shape, number, reach.exact(number, eqn.outvars[0].aval))
 
 
 # ---- entries at indices
@@ -168,7 +168,7 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
         rows = np.clip(rows, 0, x.shape[dim] - sizes[dim]) + steps
     found = _rows_at(eqn, x, rows, index, at, dim)
     arrays = zip(found.arrays(), anywhere.arrays(), strict=True)
-    either = reach.made(shape, *(np.where(known, a, b) for a, b in arrays))
+    either = reach.make_reach(shape, *(np.where(known, a, b) for a, b in arrays))
     return dataclasses.replace(either, fact=found.fact if starts.is_known else None)
 
 
@@ -198,7 +198,7 @@ def _rows_at(
     number, known, last = map(take_rows, x.arrays())
     other = reach.highest(number.dtype) if fill is None else number.dtype.type(fill)
     number, known = np.where(inside, number, other), np.where(inside, known, fill is not None)
-    found = reach.made(
+    found = reach.make_reach(
         result_shape(eqn), number, known, np.maximum(np.where(inside, last, NONE), index)
     )
     fact = reach.sums_of([x], lambda parts: take_rows(parts[0])) if np.all(inside) else None
@@ -232,7 +232,7 @@ def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Rea
         new = reach.unknown(new.shape, x.number.dtype, np.maximum(result[-1][part], new.last))
     for old, update in zip(result, new.arrays(), strict=True):
         old[part] = update
-    return reach.made(x.shape, *result).alike()
+    return reach.make_reach(x.shape, *result).alike()
 
 
 @rule("dynamic_update_slice")

@@ -77,7 +77,7 @@ def _elementwise(eqn: Any, *ins: Reach) -> Reach | Any:
     number, known = np.where(sure & ~known, surely, number), known | sure
     if dtype.kind == "f" and not np.all(known):
         number = np.where(known, number, _bound(name, ins))
-    return reach.made(shape, number, known, last, dtype)
+    return reach.make_reach(shape, number, known, last, dtype)
 
 
 def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
@@ -119,7 +119,7 @@ def _bound(name: str, ins: Sequence[Reach]) -> Any:
         if name in ("max", "min"):
             return most if name == "max" else np.where(least < 0, least, most)
         sums = np.where(most < LOW, least + most, least / 2)
-        return np.where((least < LOW) & (most <= -least / 2), sums, reach.joined(a, b))
+        return np.where((least < LOW) & (most <= -least / 2), sums, reach.union(a, b))
     if name in ("mul", "div"):
         x, scale = ins if name == "div" or ins[1].is_known else ins[::-1]
         bound, factor = reach.bounds(x), scale.number if name == "mul" else 1 / scale.number
@@ -168,7 +168,7 @@ def _converted(eqn: Eqn, x: Reach) -> Reach:
     known = known & reach.exact(number, eqn.outvars[0].aval)
     if dtype.kind == number.dtype.kind == "f":
         number = np.where(known, number, reach.bounds(Reach(x.shape, number, x.known, x.last)))
-    found = reach.made(result_shape(eqn), number, known, x.last, dtype)
+    found = reach.make_reach(result_shape(eqn), number, known, x.last, dtype)
     is_exact = _holds(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
     found.fact = (
         dataclasses.replace(x.fact, array=None) if isinstance(x.fact, Sums) and is_exact else None
@@ -208,20 +208,20 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
     parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
         fact = reach.sums_of(cases, lambda parts: np.choose(pick, np.broadcast_arrays(*parts)))
-        return dataclasses.replace(reach.made(shape, *parts, dtype=dtype), fact=fact)
+        return dataclasses.replace(reach.make_reach(shape, *parts, dtype=dtype), fact=fact)
     numbers, known, last = arrays
     is_first = [
         (number == numbers[0]) | ((number != number) & (numbers[0] != numbers[0]))
         for number in numbers
     ]
     same = functools.reduce(np.logical_and, (*known, *is_first))
-    bound = functools.reduce(reach.joined, map(reach.bounds, cases)) if dtype.kind == "f" else 0
+    bound = functools.reduce(reach.union, map(reach.bounds, cases)) if dtype.kind == "f" else 0
     either = [
         np.where(same, numbers[0], bound),
         same,
         functools.reduce(np.maximum, (*last, which.last)),
     ]
-    found = reach.made(
+    found = reach.make_reach(
         shape,
         *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)),
         dtype=dtype,
@@ -242,7 +242,7 @@ def _larger(eqn: Eqn, *ins: Reach) -> Reach:
         bound = reach.bounds(other)
         at = (x.number < LOW) & (bound >= 0) & (bound <= -x.number / 2)
         parts = [np.where(at, a, b) for a, b in zip(other.arrays(), parts, strict=True)]
-    return reach.made(result.shape, *parts)
+    return reach.make_reach(result.shape, *parts)
 
 
 # ---- entries taken together
@@ -265,7 +265,7 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach:
     number, known, decided = x.number, x.known, np.False_
     bound = reach.highest(dtype)
     if x.is_known and name in ("argmax", "argmin"):
-        return reach.made(
+        return reach.make_reach(
             shape, getattr(np, name)(reach.full(number, x.shape, axes), axes[0]).astype(dtype), True
         )
     if name in ("reduce_max", "reduce_min") and dtype.kind == "f":
@@ -289,7 +289,7 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach:
     elif dtype.kind == "b":
         decided = np.logical_or.reduce(known & (number == (name == "reduce_or")), axes)
     known = decided | np.logical_and.reduce(known, axes)
-    return reach.made(
+    return reach.make_reach(
         shape, np.where(known, REDUCERS[name].reduce(number, axes), bound), known, last, dtype
     )
 
@@ -318,7 +318,7 @@ def _cumulative(eqn: Eqn, x: Reach) -> Reach:
 
     known = {"cumsum": np.add, "cummax": np.maximum, "cummin": np.minimum}
     if x.is_known and name in known and x.number.dtype.kind in "biu":
-        return reach.made(
+        return reach.make_reach(
             x.shape,
             accumulate(known[name], reach.full(x.number, x.shape, [axis])).astype(x.number.dtype),
             True,
@@ -426,7 +426,7 @@ def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
         terms = np.where(is_term, terms, NONE).max(-2, initial=NONE)
         zeros[..., i, :] &= ~is_term.any(-2)
         last[..., i, :] = functools.reduce(np.maximum, (last[..., i, :], of_a[..., i, i, :], terms))
-    return reach.made(
+    return reach.make_reach(
         b.shape, np.where(zeros, 0, reach.highest(b.number.dtype)), zeros, last, b.number.dtype
     )
 
@@ -470,7 +470,7 @@ def _product(eqn: Eqn, *ins: Reach) -> Reach:
     axes = tuple(range(len(shape), len(shape) + len(contract[0])))
     last = np.where(is_live, last, NONE).max(axes, initial=NONE)
     zeros = ~is_live.any(axes)
-    return reach.made(shape, np.where(zeros, 0, reach.highest(dtype)), zeros, last, dtype)
+    return reach.make_reach(shape, np.where(zeros, 0, reach.highest(dtype)), zeros, last, dtype)
 
 
 @rule("conv_general_dilated")

@@ -215,7 +215,7 @@ def _merged(taken: list[_Piece]) -> Dim:
             parts[-1] = Part(parts[-1].size * piece.size, parts[-1].axes)
         else:
             parts.append(Part(piece.size, piece.axes))
-    return Dim(tuple(collectives.joined(parts)), taken[0].name if len(taken) == 1 else "")
+    return Dim(tuple(collectives.merge_parts(parts)), taken[0].name if len(taken) == 1 else "")
 
 
 @rule("concatenate")
@@ -242,14 +242,14 @@ def _concatenate(eq: Equation) -> Value:
         whole(eq.result_shape[k]) if i == k else eq.joined_dim(i, (v.dims[i] for v in eq.ins))
         for i in range(ndim)
     ]
-    return eq.joined(dims, eq.ins)
+    return eq.join(dims, eq.ins)
 
 
 @rule("stack")
 def _stack(eq: Equation) -> Value:
-    dims = list(eq.joined_dims(eq.ins))
+    dims = list(eq.join_dims(eq.ins))
     dims.insert(eq.params["axis"], whole(len(eq.ins)))
-    return eq.joined(dims, eq.ins)
+    return eq.join(dims, eq.ins)
 
 
 @rule("split", "unstack")
@@ -340,7 +340,7 @@ def _pad(eq: Equation) -> Value:
             raise Refused(f"dim {i} is padded by a number that depends on the mesh", WHOLE_SIZES)
     if x.is_zero and fill.is_zero:
         return constant(len(dims), 0, 0)
-    return eq.joined(dims, [x.rearranged(x.dims), fill])
+    return eq.join(dims, [x.rearranged(x.dims), fill])
 
 
 @rule(

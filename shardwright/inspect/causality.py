@@ -17,7 +17,7 @@ from shardlib.places import users_call
 from shardlib.proof.causality import find_later, operations, tokens
 from shardlib.proof.check import Finding, on_one_device
 from shardlib.proof.lengths import compared
-from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, made, reshaped, unknown
+from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, make_reach, reshaped, unknown
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.soundness import Unproved, devices_of, refuse
 from shardwright.modeling import fp8
@@ -217,7 +217,7 @@ def _runs(step: Step) -> Iterator[dict[str, Any]]:
     other[::2, 3 * length // 4] = other[1::2, until + 1 : until + 2] = other[1::2, -1:] = True
     documents = starts if step.config.training.document_mask else starts & (place == 0)
     same = starts == other
-    either = made(same.shape, starts, same, np.where(same, NONE, LATER))
+    either = make_reach(same.shape, starts, same, np.where(same, NONE, LATER))
     either.ways = constant(starts), constant(other)
 
     def run(begin: Reach, seen: np.ndarray, is_forward: bool = True) -> dict[str, Any]:

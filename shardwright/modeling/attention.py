@@ -78,6 +78,6 @@ class Attention:
         of_layer.cache = cache
         return of_layer
 
-    def kept(self) -> Any:
+    def updated_cache(self) -> Any:
         """The cache of the layer after its call."""
         return self.cache

@@ -40,12 +40,14 @@ class AttentionSettings(Protocol):
     context: str
 
 
-def whole(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
+def on_whole_sequences(
+    local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
+) -> jax.Array:
     """Attention if each device has whole sequences."""
     return local_attention(q, k, v, mask)
 
 
-def own(weights: object) -> Any:
+def vary_gradient_over_c(weights: object) -> Any:
     """Sinks or learned weights, used on each device of c independently: their gradient is a partial sum over c."""
     arrays = jax.tree.map(lambda x: unwrap(x) if is_opaque(x) else x, weights, is_leaf=is_opaque)
     return varying(arrays, {"c"} & {*mesh_axes()})
@@ -55,7 +57,9 @@ def gather(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: j
     """Gathers the keys and values of all positions for each device's own queries."""
     k, v, keys = gathered(k, v, mask.keys)
     with vary_over("c", "L"):
-        mask = dataclasses.replace(mask, keys=keys, learned=own(mask.learned), sinks=own(mask.sinks))
+        mask = dataclasses.replace(
+            mask, keys=keys, learned=vary_gradient_over_c(mask.learned), sinks=vary_gradient_over_c(mask.sinks)
+        )
         return local_attention(q, k, v, mask)
 
 
@@ -111,7 +115,7 @@ def ulysses(
         takes="B/b L K/t H/c Q D, B/b L K/t H/c D, B/b L K/t H/c D",
     )
     followed = attend if by_einsum and mask.sinks is None else of_a_kernel  # the proof follows an einsum
-    out = followed(q, of_heads(k), of_heads(v), positions, own(mask.sinks))
+    out = followed(q, of_heads(k), of_heads(v), positions, vary_gradient_over_c(mask.sinks))
     out = shardops.all_to_all("B/b L K/t H/c Q D -> B/b L/c K/t H Q D", out)
     return shardops.rearrange("B/b L/c K/t (G R) Q D -> B/b L/c (K/t G) (R Q) D", out, G=g)
 
@@ -136,7 +140,9 @@ def ring(
     q = shardops.zigzag("B/b L/c K/t Q D -> B/b Z/c K/t Q D", q)
     k, v = (shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", x) for x in (k, v))
     positions = Positions(*(jnp.broadcast_to(x, q.shape[:2]) for x in mask.keys))
-    mask = Mask(mask.pattern, positions, positions, own(mask.learned), own(mask.sinks))
+    mask = Mask(
+        mask.pattern, positions, positions, vary_gradient_over_c(mask.learned), vary_gradient_over_c(mask.sinks)
+    )
     if planned().note:
         out = _planned_ring(mask.pattern, q, k, v)
     else:
@@ -160,7 +166,7 @@ def _planned_ring(pattern: AttentionMask, q: jax.Array, k: jax.Array, v: jax.Arr
     return out
 
 
-STRATEGIES: dict[str, Callable] = {"whole": whole, "gather": gather, "ring": ring, "ulysses": ulysses}
+STRATEGIES: dict[str, Callable] = {"whole": on_whole_sequences, "gather": gather, "ring": ring, "ulysses": ulysses}
 """Strategies by name: `whole` on a mesh without c, the others of training.context."""
 
 

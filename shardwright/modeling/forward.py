@@ -63,7 +63,7 @@ class Forward:
             of_layer = of_all.in_layer(cache)
             with shardops.products(fp8.product if self.training.fp8 else None):
                 y = self.model.layer(x, w, prepared.in_layer(index, index_in_period), of_layer)
-            return y, of_layer.kept()
+            return y, of_layer.updated_cache()
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=self.training.save)
         options = {"checkpoint": checkpoint, "unroll": self.training.unroll, "period": period_of(self.model)}

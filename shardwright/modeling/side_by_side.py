@@ -65,8 +65,8 @@ class Group:
         """As Tokens.in_layer and Attention.in_layer."""
         return dataclasses.replace(self, each=tuple(x.in_layer(*layer) for x in self.each))
 
-    def kept(self) -> None:
-        """As Attention.kept: training keeps no keys and values."""
+    def updated_cache(self) -> None:
+        """As Attention.updated_cache: training keeps no keys and values."""
 
 
 class SideBySide:
@@ -85,7 +85,7 @@ class SideBySide:
         """As LanguageModel.layer."""
         w = gather_ahead(w)  # once for all
         each = zip(x, tokens.each, attention.each, strict=True)
-        return LayerAux.joined([self.of_each.layer(x, w, tokens, attention) for x, tokens, attention in each])
+        return LayerAux.merge([self.of_each.layer(x, w, tokens, attention) for x, tokens, attention in each])
 
 
 @dataclasses.dataclass(frozen=True)

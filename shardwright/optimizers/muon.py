@@ -176,11 +176,11 @@ def on_whole_matrices(
     def restore(x, blocks, whole):
         return shardops.all_to_all(f"{whole} -> {blocks}", x[None])[0][:count]
 
-    results = on_whole_matrices(fn, without, sort_axes((*done, axis)), *each(exchange, xs, blocks, whole))
-    return each(restore, results, blocks, whole)
+    results = on_whole_matrices(fn, without, sort_axes((*done, axis)), *map_arrays(exchange, xs, blocks, whole))
+    return map_arrays(restore, results, blocks, whole)
 
 
-def each(fn: Callable[..., Any], xs: Iterable, *others: Iterable) -> list:
+def map_arrays(fn: Callable[..., Any], xs: Iterable, *others: Iterable) -> list:
     """Calls fn(x, *others of this x) for each x; None where x is None."""
     return [x if x is None else fn(x, *rest) for x, *rest in zip(xs, *others, strict=True)]
 

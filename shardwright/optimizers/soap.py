@@ -28,7 +28,7 @@ from shardlib.parsing import sort_axes
 from shardlib.shardtypes import f32, i32, typed
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.factors import types_of, zeros
-from shardwright.optimizers.muon import each, on_whole_matrices, spec_of
+from shardwright.optimizers.muon import map_arrays, on_whole_matrices, spec_of
 from shardwright.optimizers.rates import Update
 
 W = TypeVar("W")
@@ -64,7 +64,7 @@ def soap(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, upd
         own = dataclasses.replace(c, adam_epsilon=c.adam_epsilon * update.epsilon)
         change, _, nu, *arrays = on_matrices(functools.partial(of_matrix, own), update, t, step, arrays)
         new = w - rate * update.rate * (change + update.decay * w)
-        factors = each(lambda factor, x: dataclasses.replace(factor, array=x), factors, arrays)
+        factors = map_arrays(lambda factor, x: dataclasses.replace(factor, array=x), factors, arrays)
         return jnp.where(step == 0, w, new), mu, nu, *factors
 
     names = "weights", "adam_mu", "adam_nu", *SIDES
@@ -91,12 +91,12 @@ def on_matrices(fn: Any, update: Update, t: ArrayType, step: jax.Array, arrays: 
 
     def whole(step, *stacks):
         n, m = (math.prod(side) for side in (stacks[0].shape[1 : 1 + inputs], stacks[0].shape[1 + inputs :]))
-        matrices = each(lambda x, sides: x.reshape(-1, *sides), stacks, [(n, m)] * 3 + [(n, n), (m, m)] * 2)
-        return each(_reshape_like, lax.map(lambda xs: fn(step, *xs), matrices), stacks)
+        matrices = map_arrays(lambda x, sides: x.reshape(-1, *sides), stacks, [(n, m)] * 3 + [(n, n), (m, m)] * 2)
+        return map_arrays(_reshape_like, lax.map(lambda xs: fn(step, *xs), matrices), stacks)
 
     def per_device(step, arrays):
-        stacks = each(lambda x: x.reshape(-1, *x.shape[stack:]), arrays)
-        return each(_reshape_like, on_whole_matrices(functools.partial(whole, step), dims, done, *stacks), arrays)
+        stacks = map_arrays(lambda x: x.reshape(-1, *x.shape[stack:]), arrays)
+        return map_arrays(_reshape_like, on_whole_matrices(functools.partial(whole, step), dims, done, *stacks), arrays)
 
     results = ", ".join(str(spec) for i, spec in enumerate(specs) if i != 1 and arrays[i] is not None)
     reason = f"each device takes some of the matrices {spec_of(*dims[0])} whole, with their state, each by itself"
@@ -139,12 +139,12 @@ def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
     largest = (jnp.max(size, axis=axis, keepdims=True) > ROUNDING * jnp.max(size) for axis in (0, 1))
     change = jnp.where(functools.reduce(jnp.logical_and, largest), change, 0.0)
     change = jnp.where(is_first, 0.0, _multiply(_multiply(q, change), _transpose(p)))
-    left, right = each(average, (left, right), (_multiply(g, g.T), _multiply(g.T, g)))
+    left, right = map_arrays(average, (left, right), (_multiply(g, g.T), _multiply(g.T, g)))
 
     def first(v):
         """Returns V, and bases from the singular vectors of G: computing G @ G.T would lose half the digits."""
         vectors, sizes, others = jnp.linalg.svd(g, full_matrices=False)
-        return v, *each(lambda _, x: basis_of(x * sizes), (left, right), (vectors, others.T))
+        return v, *map_arrays(lambda _, x: basis_of(x * sizes), (left, right), (vectors, others.T))
 
     def moved(v):
         """Returns V in the new bases, whose vectors are ordered by falling eigenvalues, and these bases."""

@@ -198,7 +198,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; it has {self.steps()}.")
         return manifest
 
-    def own(self) -> None:
+    def take_ownership(self) -> None:
         """Takes ownership of the directory: saves of a run that started before fail. One process calls this."""
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         name = f"process {os.getpid()} on {socket.gethostname()}, since {since} ({secrets.token_hex(8)})"

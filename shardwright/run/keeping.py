@@ -88,7 +88,7 @@ class Keeper:
     def clean(self, start: int, is_over: bool) -> None:
         """Sets damaged and later checkpoints aside, and removes unfinished ones."""
         if self._whole.paths.checkpoints and not is_over:
-            self.checkpoints.own()
+            self.checkpoints.take_ownership()
         if later := [step for step in self.checkpoints.steps() if step > start or step in self.damaged]:
             place = self.checkpoints.set_aside(later)
             log(f"WARNING    resuming from step {start}; the checkpoints {later} are moved to {place}")

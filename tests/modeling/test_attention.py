@@ -297,7 +297,7 @@ def test_the_config_decides_path_and_mask(monkeypatch, masked):
         forward = tiny.forward(tiny.config(attention=path, document_mask=masked))
         wide = (x.astype(jnp.bfloat16).repeat(2, -1) for x in (q, k, v))
         in_layer = forward.attention(tokens).in_layer("its cache")
-        assert (in_layer(*wide, CAUSAL), in_layer.kept()) == (None, "its cache")
+        assert (in_layer(*wide, CAUSAL), in_layer.updated_cache()) == (None, "its cache")
     assert asked == [("blockwise", expected), ("cudnn", expected)]
     monkeypatch.setattr(train, "softmax_attention", lambda q, k, v, mask: asked.append(mask))
     tiny.forward(tiny.config(attention="einsum")).attention(tokens)(q, k, v, CAUSAL, k, sinks=v, drop=len)

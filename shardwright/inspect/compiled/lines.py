@@ -110,7 +110,7 @@ class Places:
                 found += [other, *self._inside(other)]
         return found
 
-    def kept(self, computation: Computation) -> list[tuple[str, str | None, Shape]]:
+    def saved_for_backward(self, computation: Computation) -> list[tuple[str, str | None, Shape]]:
         """What the backward pass in a computation reads of the forward pass, except scalars and weights.
 
         Each as: the name of the computation that makes it, which may be a loop's body; the line that made it, or saved

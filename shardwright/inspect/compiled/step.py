@@ -38,7 +38,7 @@ class _Walk:
         name = program.name.removeprefix("jit_")
         self.fill(self.open(Section("program", name, 1, -1)), program.entry)
         for computation in [*self.section_of]:
-            for maker, line, shape in self.places.kept(program.computations[computation]):
+            for maker, line, shape in self.places.saved_for_backward(program.computations[computation]):
                 work = self.work(self.section_of[maker], line, "forward")
                 work[Work("kept", str(shape), shape.bytes, shape.dtype)] += 1
         rows = [*self.rows(0)]

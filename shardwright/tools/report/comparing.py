@@ -58,7 +58,7 @@ class Comparison:
     """The file that links to the runs' own pages."""
 
     @property
-    def alone(self) -> Run | None:
+    def only_run(self) -> Run | None:
         """The run, if there is only one."""
         return self.runs[0] if len(self.runs) == 1 else None
 

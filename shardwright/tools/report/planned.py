@@ -31,7 +31,7 @@ def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
 
 def planned_and_measured(c: Comparison) -> dict[str, Any] | None:
     """Makes the data of the section; None without a plan. `problems` lists what cannot be read."""
-    run, problems = c.alone, []
+    run, problems = c.only_run, []
     if not run or not (path := newest(run.directory, "plan.json")):
         return None
     plan = read(path, lambda path: read_object(path, _KINDS), problems) or {}

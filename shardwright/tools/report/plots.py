@@ -86,7 +86,7 @@ def line(i: int, y: Curve, name: str, width: float = 2, **others: object) -> dic
 def panels_of(c: Comparison) -> list[Panel]:
     """Makes all plots: losses, other metrics of each step, and the user's own metrics."""
     average = any("average_loss" in event for run in c.runs for event in run.of_event("validation"))
-    circles = "" if c.alone else f" (○ validation{', ◇ of the average' if average else ''})"
+    circles = "" if c.only_run else f" (○ validation{', ◇ of the average' if average else ''})"
     panels = [
         losses(c, Panel(f"Loss, nats a token{circles}", y=LOG, wide=True)),
         metric(c, Panel("Norm of the gradients", y=LOG), "grad_norm"),
@@ -140,8 +140,8 @@ def metric(c: Comparison, panel: Panel, name: str) -> Panel:
 
 def losses(c: Comparison, panel: Panel) -> Panel:
     """Adds training losses, and validation losses as circles: those of the weights and of their average."""
-    if c.alone and (forecast := forecast_in(c.alone)):
-        add_band(c.alone, panel, forecast)
+    if c.only_run and (forecast := forecast_in(c.only_run)):
+        add_band(c.only_run, panel, forecast)
     metric(c, panel, "loss")
     at_events(c, panel, "validation", "loss", "validation", "circle-open")
     return at_events(c, panel, "validation", "average_loss", "validation of the average", "diamond-open")
@@ -156,7 +156,7 @@ def at_events(c: Comparison, panel: Panel, event: str, name: str, what: str, sym
             steps, values = np.array([known[k] for k in evenly(len(known), _POINTS)]).T
             places = np.minimum(np.searchsorted(run.step, steps), len(run.step) - 1)
             own = {"x": {name: curves[i][places] for name, curves in _axes(c).items()}}
-            marker = {"symbol": symbol, "size": 8, "color": colour(1 if c.alone and mode == "markers" else i), "line": {"width": 2}}
+            marker = {"symbol": symbol, "size": 8, "color": colour(1 if c.only_run and mode == "markers" else i), "line": {"width": 2}}
             panel.traces.append(line(i, values, _name(c, i, what), mode=mode, marker=marker, meta=own))
     return panel
 
@@ -176,7 +176,7 @@ def add_band(run: Run, panel: Panel, forecast: Forecast) -> None:
 
 def _name(c: Comparison, i: int, what: str) -> str:
     """Names a trace of run number `i`: by what it is for a single run; otherwise by the run's number and name."""
-    return what if c.alone else shown(f"{i + 1}  {c.name(c.runs[i])}")
+    return what if c.only_run else shown(f"{i + 1}  {c.name(c.runs[i])}")
 
 
 def averaged(values: Curve) -> Curve:

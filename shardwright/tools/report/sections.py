@@ -37,7 +37,7 @@ class Section(NamedTuple):
 
 def head(c: Comparison) -> dict[str, Any]:
     """Makes the top of every page: title, and for a single run its state and key figures."""
-    run = c.alone
+    run = c.only_run
     if run is None:
         return {"title": f"{len(c.runs)} runs in {c.parent}"}
     done, total = int(run.values.get("steps", 0)), run.total_steps
@@ -62,7 +62,7 @@ def head(c: Comparison) -> dict[str, Any]:
 
 
 def runs(c: Comparison) -> dict[str, Any] | None:
-    return None if c.alone else {"c": c, "metrics": METRICS, "colour": colour}
+    return None if c.only_run else {"c": c, "metrics": METRICS, "colour": colour}
 
 
 def pairs(c: Comparison) -> dict[str, Any] | None:
@@ -74,7 +74,7 @@ def pairs(c: Comparison) -> dict[str, Any] | None:
 
 
 def curves(c: Comparison) -> dict[str, Any] | None:
-    panels, runs = panels_of(c), [] if c.alone else c.runs
+    panels, runs = panels_of(c), [] if c.only_run else c.runs
     found = {"panels": panels, "axes": axes_of(c), "averaged": AVERAGED}
     return found | {"runs": runs, "name_of": c.name, "colour": colour} if panels else None
 
@@ -84,7 +84,7 @@ def curves(c: Comparison) -> dict[str, Any] | None:
 
 def of_run(data: Callable[[Run], dict[str, Any] | None]) -> Callable[[Comparison], dict[str, Any] | None]:
     """Makes a section that only pages of a single run have."""
-    return lambda c: data(c.alone) if c.alone else None
+    return lambda c: data(c.only_run) if c.only_run else None
 
 
 def microscope(run: Run) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ the step, and the names of the optimizer's moments. An array is NaN if devices d
 """
 
 
-def whole(blocks: list[tuple[Any, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
+def assemble(blocks: list[tuple[Any, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
     """Assembles an array from the blocks of all devices, each with its index; NaN if copies of a block differ."""
     found, seen = np.empty(shape, blocks[0][1].dtype), {}
     for index, block in blocks:
@@ -43,8 +43,8 @@ def whole(blocks: list[tuple[Any, np.ndarray]], shape: tuple[int, ...]) -> np.nd
 
 
 def on_host(x: jax.Array) -> np.ndarray:
-    """Returns `whole` of an array."""
-    return whole([(shard.index, np.asarray(shard.data)) for shard in x.addressable_shards], x.shape)
+    """Returns `assemble` of an array."""
+    return assemble([(shard.index, np.asarray(shard.data)) for shard in x.addressable_shards], x.shape)
 
 
 @contextlib.contextmanager
@@ -164,4 +164,4 @@ def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
 def _sharded_as(like: jax.Array, blocks: jax.Array) -> np.ndarray:
     """Assembles the array of which devices hold `blocks`[*axes of the mesh, *block], sharded like `like`."""
     index_of = like.sharding.devices_indices_map(like.shape)
-    return whole([(index_of[shard.device], np.asarray(shard.data)) for shard in blocks.addressable_shards], like.shape)
+    return assemble([(index_of[shard.device], np.asarray(shard.data)) for shard in blocks.addressable_shards], like.shape)
