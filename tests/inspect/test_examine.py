@@ -18,9 +18,9 @@ from shardwright.run.step import Step, trace_step
 
 NORM = "nx = rms_norm(x, attention_norm, self.config.norm_epsilon)"
 DOWN = 'shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)'
-LOSS = "return cross_entropy(logits, targets.ids, c.z_loss)"
+LOSS = "return cross_entropy(logits, targets.ids, config.z_loss)"
 EDITS = {
-    "data": ("        loss, g, layers", "        assert c.data.prefetch\n        loss, g, layers"),
+    "data": ("        loss, g, layers", "        assert config.data.prefetch\n        loss, g, layers"),
     "chunk": (LOSS, f"x = {LOSS.removeprefix('return ')}\n    return x / jnp.max(x)"),
     "long": (NORM, f"{NORM}\n        nx = nx + nx[:, -1:] if shardops.size('L') > 16 else nx"),
     "saved": (f"out = {DOWN}", f"out = save_for_backward({DOWN})"),

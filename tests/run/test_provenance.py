@@ -49,14 +49,14 @@ OTHER = {
     "the rule": (changed("sliding_window"), BOTH),
     "label smoothing": (changed("label_smoothing"), TRAINING),
     "Adam's epsilon": (
-        SOURCE.replace("jnp.sqrt(unbiased_nu) + c.adam_epsilon", "jnp.sqrt(unbiased_nu + c.adam_epsilon)"),
+        SOURCE.replace("jnp.sqrt(unbiased_nu) + config.adam_epsilon", "jnp.sqrt(unbiased_nu + config.adam_epsilon)"),
         TRAINING,
     ),
     "what only microbatches have": (
         SOURCE.replace(
             "    return total, g, layers",
             (
-                "    g = jax.tree.map(lambda x: x / 2 if c.training.microbatches > 1 else x, g)\n"
+                "    g = jax.tree.map(lambda x: x / 2 if config.training.microbatches > 1 else x, g)\n"
                 "    return total, g, layers"
             ),
         ),

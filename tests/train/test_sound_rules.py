@@ -86,7 +86,7 @@ LONG = {
 }
 HELPER = "\n@functools.cache\ndef devices():\n    return shardops.axis_size('t')\n"
 SEEN = ("\nSEEN = {}\n", "SEEN.setdefault('t', shardops.axis_size('t'))")
-CLASS = "self.table = table_of(self.Weights, c, std_of_matrix, changes)"
+CLASS = "self.table = table_of(self.Weights, config, std_of_matrix, changes)"
 WRONG_STATE = {  # what is kept of a trace: edits
     "a cache": ((MODEL, MODEL + HELPER), (LOSS, f"{LOSS} / devices()")),
     "a dict": ((MODEL, MODEL + SEEN[0]), (LOSS, f"{LOSS} / {SEEN[1]}")),
@@ -110,7 +110,10 @@ WRONG_PRESENCE = {  # what depends on whether there is an axis: the mesh, and ed
     ),
     "a scale, e": ("d=2 e=2 t=2", (ATTEND, with_rule(f"scale=0.1 if 'e' in {AXES} else 0.2"))),
     "a score, c": ("d=2 c=2 t=2", (ATTEND, with_rule(f"score_mod=lambda s, *_: s * (2 if 'c' in {AXES} else 1)"))),
-    "the optimizer, e": ("d=2 e=2 t=2", ("+ c.adam_epsilon *", f"+ (3 if 'e' in {AXES} else 1) * c.adam_epsilon *")),
+    "the optimizer, e": (
+        "d=2 e=2 t=2",
+        ("+ config.adam_epsilon *", f"+ (3 if 'e' in {AXES} else 1) * config.adam_epsilon *"),
+    ),
     "the embedding, stages": ("p=2 d=2 t=2", (EMBEDDED, f"{EMBEDDED} * (4.0 if stages.has_stages() else 1.0)")),
     "the loss, stages": ("p=2 d=2 t=2", (LOSS, f"{LOSS} * (4.0 if stages.has_stages() else 1.0)")),
 }

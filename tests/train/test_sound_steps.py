@@ -234,9 +234,9 @@ BEFORE_THE_STEP = {  # what an evaluation does with its batch, and whether that 
 def test_operations_on_the_batch_are_proved_while_a_run_has_its_mesh(change, is_wrong):
     text = (ROOT / "train.py").read_text()
     for old, new in {
-        "options)\n    @compute_scope(c.training.compute_dtype)": "options)\n    def evaluation_step(w, batch):\n"
+        "options)\n    @compute_scope(config.training.compute_dtype)": "options)\n    def evaluation_step(w, batch):\n"
         f"        return per_device(w, dataclasses.replace(batch, {change}))\n\n"
-        "    @compute_scope(c.training.compute_dtype)",
+        "    @compute_scope(config.training.compute_dtype)",
         "def evaluation_step(w: Of[Weights]": "def per_device(w: Of[Weights]",
     }.items():
         assert text.count(old) == 1

@@ -223,7 +223,7 @@ def test_each_written_collective_of_a_layer_is_at_its_line():
         text = source[int(row.line.removeprefix("train.py:"))]
         assert ("psum_scatter(" if row.what == "reduce-scatter" else "all_gather(") in text
         spec = text.split('"')[1]
-        spec = spec.replace("/w", "/c/d/e")
+        spec = spec.replace("/fsdp", "/c/d/e")
         assert all(f"/{axis}" in spec or f"+{axis}" in spec for axis in row.axes.split())
     assert {row.turns for row in forward} == {tiny.model().layers}
 
