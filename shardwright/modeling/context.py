@@ -47,7 +47,7 @@ def on_whole_sequences(
     return local_attention(q, k, v, mask)
 
 
-def vary_gradient_over_c(weights: object) -> Any:
+def vary_over_c(weights: object) -> Any:
     """Sinks or learned weights, used on each device of c independently: their gradient is a partial sum over c."""
     arrays = jax.tree.map(lambda x: unwrap(x) if is_opaque(x) else x, weights, is_leaf=is_opaque)
     return varying(arrays, {"c"} & {*mesh_axes()})
@@ -57,9 +57,7 @@ def gather(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: j
     """Gathers the keys and values of all positions for each device's own queries."""
     k, v, keys = gathered(k, v, mask.keys)
     with vary_over("c", "L"):
-        mask = dataclasses.replace(
-            mask, keys=keys, learned=vary_gradient_over_c(mask.learned), sinks=vary_gradient_over_c(mask.sinks)
-        )
+        mask = dataclasses.replace(mask, keys=keys, learned=vary_over_c(mask.learned), sinks=vary_over_c(mask.sinks))
         return local_attention(q, k, v, mask)
 
 
@@ -115,7 +113,7 @@ def ulysses(
         takes="B/b L K/t H/c Q D, B/b L K/t H/c D, B/b L K/t H/c D",
     )
     followed = attend if by_einsum and mask.sinks is None else of_a_kernel  # the proof follows an einsum
-    out = followed(q, of_heads(k), of_heads(v), positions, vary_gradient_over_c(mask.sinks))
+    out = followed(q, of_heads(k), of_heads(v), positions, vary_over_c(mask.sinks))
     out = shardops.all_to_all("B/b L K/t H/c Q D -> B/b L/c K/t H Q D", out)
     return shardops.rearrange("B/b L/c K/t (G R) Q D -> B/b L/c (K/t G) (R Q) D", out, G=g)
 
@@ -140,9 +138,7 @@ def ring(
     q = shardops.zigzag("B/b L/c K/t Q D -> B/b Z/c K/t Q D", q)
     k, v = (shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", x) for x in (k, v))
     positions = Positions(*(jnp.broadcast_to(x, q.shape[:2]) for x in mask.keys))
-    mask = Mask(
-        mask.pattern, positions, positions, vary_gradient_over_c(mask.learned), vary_gradient_over_c(mask.sinks)
-    )
+    mask = Mask(mask.pattern, positions, positions, vary_over_c(mask.learned), vary_over_c(mask.sinks))
     if planned().note:
         out = _planned_ring(mask.pattern, q, k, v)
     else:

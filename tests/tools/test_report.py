@@ -207,7 +207,7 @@ def test_tasks_and_the_loss_of_the_average_are_drawn(tmp_path):
     average = {trace["name"]: trace for trace in traces["Loss, nats a token"]}["validation of the average"]
     assert list(average["y"]) == [1.25]
     assert not {"failed", "unix_time", "evals"} & traces.keys()
-    assert "evaluations of tasks failed: 1, the last: demo: ValueError: no digit" in c.alone.notes
+    assert "evaluations of tasks failed: 1, the last: demo: ValueError: no digit" in c.only_run.notes
 
 
 def test_the_circle_of_a_validation_is_at_the_end_of_its_step(tmp_path):

@@ -130,7 +130,7 @@ class Model:
 
     def __init__(self, seconds):
         self.config, self.step = serve.Settings(run="a run", seconds=seconds), 3
-        self.config = SimpleNamespace(training=SimpleNamespace(seq_len=64))
+        self.c = SimpleNamespace(training=SimpleNamespace(seq_len=64))
         self.tokenizer, self.lock = SimpleNamespace(ids=list), threading.Lock()
         self.refresh, self.sampler = (lambda: None), (lambda **settings: SimpleNamespace(check=lambda prompts: None))
 
