@@ -1,0 +1,472 @@
+"""A traced program as a graph, in which equal computations are one node.
+
+`graph_of` reads a program for one device, with what it calls in place of the calls. What changes
+nothing there has no node: collectives, casts between JAX's types, offsets by axis_index, a reshape
+that is undone, the order of equations, and what is computed twice. So two programs compute the same
+if their results are the same nodes of one `Nodes`.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib import equations
+from shardlib.equations import Eqn, body_of, is_variable, shape_of
+from shardlib.marks import GRADIENT_SUMS, LAYER_NUMBERS
+
+_CASTS = equations.kinds("unreduced") | equations.words(
+    "copy dynamic_slice slice convert_element_type"
+)
+_UNCHANGED = (equations.COLLECTIVES | equations.IDENTITIES | _CASTS) - {"stop_gradient", "ppermute"}
+"""Primitives that return their operands on one device, if the type stays the same."""
+_OF_MESHES = equations.words(
+    "sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear prevent_cse"
+)
+"""Parameters that do not affect values on one device."""
+_WITH_THE_WHOLE = ("transpose", "reshape", "rows", "entry", "stacked")
+"""Operations whose first input is cast where their result is."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    """A value of a program on one device.
+
+    Attributes:
+        op: what computes it: the name of a primitive, or
+            argument  of the program, or of a body that a primitive applies by itself
+            array     a literal, or an array that the program holds
+            part      a further result of inputs[0]
+            rows      some rows of inputs[0], from one to before another
+            scan      a loop: what a turn makes of the carry, and its first carry
+            stacked   what each turn of the loop inputs[1] makes; inputs[0] is that of one turn
+            carried   what the loop inputs[0] carries after a turn
+            carry     what a loop carries into a turn
+            entry     the row of inputs[0] that a turn takes
+        inputs: the values that it is computed from. Those of add and mul are in one order.
+        params: what else decides it.
+        shape: its shape. The first dim is None if it is that of any number of turns.
+        number: its place in the order in which the nodes were made.
+        is_zero: True for an integer 0, or an array of them.
+    """
+
+    op: str
+    inputs: tuple["Node", ...]
+    params: Hashable
+    shape: tuple[int | None, ...]
+    number: int
+    is_zero: bool = False
+
+    @property
+    def is_one(self) -> bool:
+        """True for a literal 1."""
+        return self.op == "array" and self.shape == () and _array_of(self) == 1
+
+
+class Source(NamedTuple):
+    """An equation, and the one that calls what it is in, or None."""
+
+    eqn: Eqn
+    caller: "Source | None"
+
+
+class Nodes:
+    """The nodes of one program or of several. Equal ones are the same object."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, Node] = {}
+
+    def node(
+        self,
+        op: str,
+        *inputs: Node,
+        params: Hashable = (),
+        shape: tuple[int | None, ...] = (),
+        is_zero: bool = False,
+    ) -> Node:
+        """The node of this operation, inputs and parameters."""
+        key = op, inputs, params
+        if key not in self._known:
+            self._known[key] = Node(op, inputs, params, tuple(shape), len(self._known), is_zero)
+        return self._known[key]
+
+
+class Graph:
+    """A program as nodes.
+
+    Attributes:
+        results: those of its results.
+        computed: the first equation that computes a node, for each.
+        rounded: the equation that casts a value to fewer bits; by the whole array that it is a part
+            of, and the dtype.
+    """
+
+    def __init__(self, program: object, nodes: Nodes, rounding: bool = False):
+        """Reads a program: the result of jax.jit(f).trace(...).jaxpr.
+
+        With `rounding`, numbers may be rounded at different points: a cast between float dtypes has
+        no node, and is in `rounded`.
+        """
+        self.computed: dict[Node, Source] = {}
+        self.rounded: dict[tuple[Node, str], Source] = {}
+        self._nodes = nodes
+        self._rounding = rounding
+        # Sums of gradients, which take the dtype that their weight has in the step.
+        self._sums: set[Node] = set()
+        self._depth = 0
+        self.results = self._of_body(program, None)
+
+    def _of_body(
+        self, program: object, caller: Source | None, ins: list[Node] | None = None
+    ) -> list[Node]:
+        """The results of a jaxpr; `ins` are its arguments, None: new ones."""
+        jaxpr, consts = body_of(program)
+        if ins is None:
+            ins = [
+                self._nodes.node("argument", params=i, shape=shape_of(var))
+                for i, var in enumerate(jaxpr.invars)
+            ]
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        env = dict(zip(variables, [*map(self._array, consts), *ins], strict=True))
+
+        def read(var: Any) -> Node:
+            if is_variable(var):
+                return env[var]
+            return self._array(np.asarray(var.val, var.aval.dtype))
+
+        needed, live = set(filter(is_variable, jaxpr.outvars)), []
+        for eqn in reversed(jaxpr.eqns):
+            if not needed.isdisjoint(eqn.outvars):
+                live.append(eqn)
+                needed |= set(filter(is_variable, _operands(eqn)))
+        for eqn in reversed(live):
+            found = self._of_equation(Source(eqn, caller), list(map(read, _operands(eqn))))
+            env.update(zip(eqn.outvars, found, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _array(self, x: object) -> Node:
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        x = np.asarray(x)
+        x = x.astype(np.float64) if self._rounding and jnp.issubdtype(x.dtype, jnp.floating) else x
+        is_zero = _is_integer(x.dtype) and not x.any()
+        params = str(x.dtype), x.shape, x.tobytes()
+        return self._nodes.node("array", params=params, shape=x.shape, is_zero=is_zero)
+
+    def _made(
+        self,
+        at: Source,
+        op: str,
+        *inputs: Node,
+        params: Hashable = (),
+        shape: Sequence[int | None] | None = None,
+        is_zero: bool = False,
+    ) -> Node:
+        """The node of what an equation computes, of the shape of its first result by default."""
+        shape = shape_of(at.eqn.outvars[0]) if shape is None else tuple(shape)
+        node = self._nodes.node(op, *inputs, params=params, shape=shape, is_zero=is_zero)
+        self.computed.setdefault(node, at)
+        return node
+
+    def _of_equation(self, at: Source, ins: list[Node]) -> list[Node]:
+        eqn, name = at.eqn, at.eqn.primitive.name
+        if body := equations.called(eqn):
+            return self._of_body(body, at, ins)
+        if (same := self._unchanged(at, ins)) is not None:
+            return same
+        if name == "cond":
+            branches = [self._of_body(branch, at, ins[1:]) for branch in eqn.params["branches"]]
+            outs = zip(*branches, strict=True)
+            return [
+                self._made(at, "cond", ins[0], *each, shape=shape_of(var))
+                for each, var in zip(outs, eqn.outvars, strict=True)
+            ]
+        if name == "scan":
+            return self._of_scan(at, ins)
+        if name == "while":
+            return self._of_while(at, ins)
+        if (rows := self._of_rows(at, ins)) is not None:
+            return rows
+        if name == "dot_general":
+            return [self._product(at, ins)]
+        if _reshapes(eqn):
+            return [self._reshaped(at, ins[0], shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))]
+        order = None
+        if name in equations.ELEMENTWISE:
+            ins, order = _before_moves(eqn, ins)
+        if name in ("add", "mul"):
+            ins = sorted(ins, key=lambda node: node.number)
+        bodies = [self._of_body(inner, at) for inner in equations.jaxprs_of(eqn)]
+        is_zero = name in ("broadcast_in_dim", "convert_element_type", "mul")
+        is_zero = is_zero and _is_integer(eqn.outvars[0].aval.dtype) and any(x.is_zero for x in ins)
+        params = _in_words(eqn.params), *map(len, bodies)
+        inputs = itertools.chain(*bodies, ins)
+        shape = shape_of(eqn.outvars[0]) if order is None else ins[_whole_operand(eqn, ins)].shape
+        node = self._made(at, name, *inputs, params=params, shape=shape, is_zero=is_zero)
+        if order is not None:
+            return [self._transposed(at, node, order)]
+        further = [
+            self._nodes.node("part", node, params=i, shape=shape_of(var))
+            for i, var in enumerate(eqn.outvars)
+        ]
+        return [node, *further[1:]]
+
+    def _transposed(self, at: Source, x: Node, order: tuple[int, ...]) -> Node:
+        root, old = _moved(x)
+        order = tuple(old[i] for i in order) if old else order
+        if order == tuple(sorted(order)):
+            return root
+        return self._made(at, "transpose", root, params=order)
+
+    def _product(self, at: Source, ins: list[Node]) -> Node:
+        """A matmul; either operand may come first."""
+        eqn = at.eqn
+        contracted, batch = eqn.params["dimension_numbers"]
+        ranks = [len(shape_of(var)) for var in eqn.invars]
+        free = [ranks[k] - len(contracted[k]) - len(batch[k]) for k in (0, 1)]
+        order = tuple(range(len(batch[0]) + sum(free)))
+        if ins[0].number > ins[1].number:
+            ins, contracted, batch = ins[::-1], contracted[::-1], batch[::-1]
+            n, m = len(batch[0]), len(batch[0]) + free[1]
+            order = (*order[:n], *order[m:], *order[n:m])
+        others = {name: value for name, value in eqn.params.items() if name != "dimension_numbers"}
+        pairs = str((sorted(zip(*contracted, strict=True)), batch))
+        out = shape_of(eqn.outvars[0])
+        shape = [0] * len(order)
+        for i, n in zip(order, out, strict=True):
+            shape[i] = n
+        node = self._made(at, "dot_general", *ins, params=(_in_words(others), pairs), shape=shape)
+        return self._transposed(at, node, order)
+
+    def _of_while(self, at: Source, ins: list[Node]) -> list[Node]:
+        """The results of a loop. The order in which it reads operands does not count."""
+        params = at.eqn.params
+        self._depth += 1
+        of_test, of_body, inits = equations.split_while(at.eqn, ins)
+        carry = self._carry(at.eqn.outvars)
+        outs = self._of_body(params["body_jaxpr"], at, [*of_body, *carry])
+        test = self._of_body(params["cond_jaxpr"], at, [*of_test, *carry])
+        loop = self._made(at, "while", *test, *inits, *outs, params=len(inits), shape=())
+        self._depth -= 1
+        return [
+            self._nodes.node("carried", loop, params=i, shape=shape_of(var))
+            for i, var in enumerate(at.eqn.outvars)
+        ]
+
+    def _carry(self, variables: Sequence) -> list[Node]:
+        return [
+            self._nodes.node("carry", params=(self._depth, i), shape=shape_of(var))
+            for i, var in enumerate(variables)
+        ]
+
+    def _of_scan(self, at: Source, ins: list[Node]) -> list[Node]:
+        """The results of a scan.
+
+        Two scans count as one if the second continues where the first ends.
+        """
+        consts, inits, xs = equations.split_scan(at.eqn, ins)
+        length, is_back = at.eqn.params["length"], at.eqn.params["reverse"]
+        rows = [(x.inputs[0], x.params[0]) if x.op == "rows" else (x, 0) for x in xs]
+        start = rows[0][1] if rows else 0
+        end = start + length
+        carried, stacks = at.eqn.outvars[: len(inits)], at.eqn.outvars[len(inits) :]
+        self._depth += 1
+        carry = self._carry(carried)
+        entries = [
+            self._nodes.node("entry", root, params=(self._depth, row - start), shape=root.shape[1:])
+            for root, row in rows
+        ]
+        outs = self._of_body(at.eqn.params["jaxpr"], at, [*consts, *carry, *entries])
+        self._depth -= 1
+        first, last = (end, start) if is_back else (start, end)
+        step = outs[: len(inits)]
+        loop = _continued(inits, step, is_back, first)
+        if loop is None:
+            params = is_back, first if inits else None
+            loop = self._made(at, "scan", *step, *inits, params=params, shape=())
+        found = [
+            self._nodes.node("carried", loop, params=(last, i), shape=shape_of(var))
+            for i, var in enumerate(carried)
+        ]
+        for y, var in zip(outs[len(inits) :], stacks, strict=True):
+            shape = None, *shape_of(var)[1:]
+            stacked = self._made(at, "stacked", y, loop, shape=shape)
+            found.append(self._some_rows(at, stacked, start, end, shape_of(var)))
+        return found
+
+    def _of_rows(self, at: Source, ins: list[Node]) -> list[Node] | None:
+        """Rows of an array, their reshape, or concatenated rows; None for other equations."""
+        eqn, name, params = at.eqn, at.eqn.primitive.name, at.eqn.params
+        shape = shape_of(eqn.invars[0]) if ins else ()
+        if not shape or not (ins[0].op == "rows" or name in ("split", "slice")):
+            return None
+        root, start, end = ins[0], 0, shape[0]
+        if root.op == "rows":
+            (start, end), root = root.params, root.inputs[0]
+        new = shape_of(eqn.outvars[0])
+        if name == "split" and params["axis"] == 0:
+            ends = itertools.accumulate(params["sizes"], initial=start)
+            return [
+                self._some_rows(at, root, *span, shape_of(var))
+                for span, var in zip(itertools.pairwise(ends), eqn.outvars, strict=True)
+            ]
+        if name == "slice" and not params["strides"] and shape[1:] == new[1:]:
+            span = (start + params[name][0] for name in ("start_indices", "limit_indices"))
+            return [self._some_rows(at, root, *span, new)]
+        if name == "concatenate" and params["dimension"] == 0 and _follow(ins):
+            return [self._some_rows(at, root, start, ins[-1].params[1], new)]
+        if _reshapes(eqn) and new and not any(n * new[0] % shape[0] for n in (start, end)):
+            start, end = (n * new[0] // shape[0] for n in (start, end))
+            count = root.shape[0] and root.shape[0] * new[0] // shape[0]
+            root = self._reshaped(at, root, (root.shape[0], *shape[1:]), (count, *new[1:]))
+            return [self._some_rows(at, root, start, end, new)]
+        return None
+
+    def _reshaped(self, at: Source, x: Node, old: tuple, new: tuple) -> Node:
+        """`x`, of shape `old`, in the shape `new`. Either may begin with None, as Node.shape."""
+        root, shape = (x.inputs[0], x.inputs[0].shape) if x.op == "reshape" else (x, old)
+        return root if shape == new else self._made(at, "reshape", root, params=new, shape=new)
+
+    def _some_rows(
+        self, at: Source, root: Node, start: int, end: int, shape: tuple[int, ...]
+    ) -> Node:
+        if (start, end) == (0, root.shape[0]):
+            return root
+        return self._made(at, "rows", root, params=(start, end), shape=shape)
+
+    def _unchanged(self, at: Source, ins: list[Node]) -> list[Node] | None:
+        """The operands that an equation returns unchanged; None if it computes."""
+        eqn, name, params = at.eqn, at.eqn.primitive.name, at.eqn.params
+        if name == "axis_index":
+            return [self._array(np.int32(0))]
+        if params.get("name") == GRADIENT_SUMS:
+            self._sums.add(ins[0])
+        outs = eqn.outvars
+        keeps = _types(eqn.invars[: len(outs)]) == _types(outs)
+        if name in _UNCHANGED and keeps and params.get("name") != LAYER_NUMBERS:
+            return ins[: len(outs)]
+        if name == "transpose":
+            return [self._transposed(at, ins[0], tuple(params["permutation"]))]
+        if self._rounding and name == "convert_element_type":
+            dtypes = [var.aval.dtype for var in (eqn.invars[0], outs[0])]
+            if all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+                self._round(at, ins[0])
+                return ins[:1]
+        if name == "pad" and not any(map(any, params["padding_config"])):
+            return ins[:1]
+        if name in ("add", "sub") and ins[1].is_zero:
+            return ins[:1]
+        if name == "div" and ins[1].is_one:
+            return ins[:1]
+        return ins[1:] if name == "add" and ins[0].is_zero else None
+
+    def _round(self, at: Source, x: Node) -> None:
+        """Notes a cast to fewer bits."""
+        old, new = (jnp.finfo(var.aval.dtype) for var in (at.eqn.invars[0], at.eqn.outvars[0]))
+        while x.op in _WITH_THE_WHOLE:
+            x = x.inputs[0]
+        if x not in self._sums and (new.nmant < old.nmant or new.nexp < old.nexp):
+            self.rounded.setdefault((x, str(new.dtype)), at)
+
+
+def _continued(inits: list[Node], step: list[Node], is_back: bool, first: int) -> Node | None:
+    """The loop whose last carry is `inits`, if it does the same and ends at turn `first`."""
+    if not inits or inits[0].op != "carried" or inits[0].inputs[0].op != "scan":
+        return None
+    loop = inits[0].inputs[0]
+    is_last = all(
+        x.op == "carried" and x.inputs[0] is loop and x.params == (first, i)
+        for i, x in enumerate(inits)
+    )
+    is_same = len(loop.inputs) == 2 * len(inits) and loop.inputs[: len(step)] == tuple(step)
+    return loop if is_last and is_same and loop.params[0] == is_back else None
+
+
+def _follow(nodes: list[Node]) -> bool:
+    """True if all are rows of one array, each from where the one before ends."""
+    is_one = all(x.op == "rows" and x.inputs == nodes[0].inputs for x in nodes)
+    return is_one and all(a.params[1] == b.params[0] for a, b in itertools.pairwise(nodes))
+
+
+def _array_of(node: Node) -> np.ndarray:
+    dtype, shape, content = node.params
+    return np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
+
+
+def _moved(x: Node) -> tuple[Node, tuple[int, ...] | None]:
+    """The value whose dims a transpose moved, and their order; the value itself and None."""
+    return (x.inputs[0], x.params) if x.op == "transpose" else (x, None)
+
+
+def _entry_of(x: Node) -> Node | None:
+    """A scalar that all entries of a value are; None if they may differ."""
+    if not x.shape:
+        return x
+    is_even = x.op == "broadcast_in_dim" and not x.inputs[0].shape
+    return x.inputs[0] if is_even else None
+
+
+def _before_moves(eqn: Eqn, ins: list[Node]) -> tuple[list[Node], tuple[int, ...] | None]:
+    """Operands of an elementwise equation before their dims are moved.
+
+    Also how they are moved, if they are. An operand with equal entries is replaced by one of them,
+    as long as another operand has the shape.
+    """
+    even = [_entry_of(x) for x in ins]
+    if None not in even:
+        return ins, None
+    orders = {_moved(x)[1] for x, one in zip(ins, even, strict=True) if one is None}
+    order = orders.pop() if len(orders) == 1 else None
+    roots = [x if order is None else _moved(x)[0] for x in ins]
+    return [root if one is None else one for root, one in zip(roots, even, strict=True)], order
+
+
+def _whole_operand(eqn: Eqn, ins: list[Node]) -> int:
+    """The index of an operand that has the shape of the result, up to the order of its dims."""
+    rank = len(shape_of(eqn.outvars[0]))
+    return next(i for i, x in enumerate(ins) if len(x.shape) == rank)
+
+
+def _operands(eqn: Eqn) -> Any:
+    """What an equation reads. For a slice of everything, the start does not count."""
+    is_all = eqn.primitive.name == "dynamic_slice" and _types(eqn.invars[:1]) == _types(eqn.outvars)
+    return eqn.invars[:1] if is_all else eqn.invars
+
+
+def _reshapes(eqn: Eqn) -> bool:
+    """True if the result has the entries of the operand in the same order."""
+    name = eqn.primitive.name
+    if name in ("reshape", "squeeze"):
+        return eqn.params.get("dimensions") is None or name == "squeeze"
+    if name != "broadcast_in_dim" or shape_of(eqn.invars[0]) == ():
+        return False
+    return math.prod(shape_of(eqn.invars[0])) == math.prod(shape_of(eqn.outvars[0]))
+
+
+def _types(variables: Any) -> list:
+    return [(var.aval.shape, var.aval.dtype) for var in variables]
+
+
+def _is_integer(dtype: object) -> bool:
+    return isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
+
+
+def _in_words(params: Any) -> str:
+    """Formats the parameters of an equation.
+
+    Those of the mesh, programs, and Python functions are left out.
+    """
+    found = {}
+    for name, value in params.items():
+        parts = value if isinstance(value, tuple | list) else (value,)
+        is_function = callable(value) and not isinstance(value, type)
+        is_program = any(map(equations.is_program, parts))
+        if name not in _OF_MESHES and not is_function and not is_program:
+            is_array = isinstance(value, np.ndarray | jax.Array)
+            found[name] = f"{value.dtype}{value.tolist()}" if is_array else str(value)
+    return str(sorted(found.items()))
