@@ -368,14 +368,10 @@ def dropout_seeds(batch: Batch, step: i32[""], config: Config) -> u32["m B/b"] |
     return shardops.shard("m B -> m B/b", seeds)
 
 
-def gatherable(w: W, forward: Forward, adds_up: bool = False) -> W:
-    """The weights as embed, layers and logits gather them; for a step that adds up gradients."""
-    w_at_rest = functools.partial(at_rest, reduce_dtype=forward.training.reduce_dtype)
-    if forward.gathers_ahead:  # all of them now, once for all microbatches
-        return gather_ahead(w_at_rest(w))
-    if adds_up:
-        w = shardops.replicate("... -> ... *r", w)  # the gradients of the copies are summed over r
-    return w_at_rest(w)
+def gatherable(w: W, forward: Forward) -> W:
+    """The weights as embed, layers and logits gather them."""
+    w = at_rest(w, forward.training.reduce_dtype)
+    return gather_ahead(w) if forward.gathers_ahead else w  # once for all microbatches
 
 
 def zero_sum(w: jax.Array) -> jax.Array:
@@ -388,18 +384,25 @@ def loss_and_gradients(
     w: W, batch: Batch, seeds: u32["m B/b"] | None, config: Config, forward: Forward
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
-    m, at_once = config.training.microbatches, config.training.side_by_side
+    m = config.training.microbatches
+    at_once = config.training.side_by_side
     count = count_targets(batch)
     forward = dataclasses.replace(forward, target_count=count / m)
     loss = rates.loss_of(config.optimizer, LOSSES)
     head = functools.partial(head_loss, forward=forward, loss=loss, count=count)
+    adds_up = stages.has_stages() or m > at_once
+
     # With jax.grad around the sum over microbatches, each layer would reduce its gradients over r
-    # for each of them. So `gatherable` is differentiated by itself: the gradients that are added up
+    # for each of them. So this part is differentiated by itself: the gradients that are added up
     # are those of its result, and `reduce` turns their sum into gradients of `w`, reduced over r
     # (and d) once per step. If no gradient is added up, each gather reduces its own over r instead,
     # beside the backward pass of other layers.
-    adds_up = stages.has_stages() or m > at_once
-    gathered, reduce = jax.vjp(lambda w: gatherable(w, forward, adds_up), w)
+    def prepare(w: W) -> W:
+        if adds_up and not forward.gathers_ahead:
+            w = shardops.replicate("... -> ... *r", w)  # its transpose sums gradients over r
+        return gatherable(w, forward)
+
+    gathered, reduce = jax.vjp(prepare, w)
     if stages.has_stages():
         total, g, layers = stages.run(
             config, forward, head, gathered, (batch, seeds), training=True

@@ -176,7 +176,8 @@ def arranged(
     """
     ends = len(whole) - outputs
     sides = {"inputs": whole[ends - inputs : ends], "outputs": whole[ends:]}
-    found, named = whole[: ends - inputs], set()
+    found = whole[: ends - inputs]
+    named = set()
     for side in dims.split():
         (other,) = sides.keys() - {side}
         found += (merged(sides[side], sides[other]),) if side in named else sides[side]
@@ -190,7 +191,8 @@ def factor_type(t: ArrayType, dims: str, inputs: int, outputs: int) -> ArrayType
     def merged(own: tuple[Dim, ...], other: tuple[Dim, ...]) -> Dim:
         # Ordered so that the matrix and the Factor can be gathered over the same axis, one after
         # the other.
-        axes, left = (), [dim.axes for dim in other]
+        axes = ()
+        left = [dim.axes for dim in other]
         while any(left):
             last = sort_axes(of_dim[-1] for of_dim in left if of_dim)[-1]
             axes = (last, *axes)

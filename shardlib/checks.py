@@ -316,7 +316,8 @@ def check_sharding(spec: ShapeSpec, value: object) -> None:
 
     Raises ShardError.
     """
-    found, wanted = sharding_of(value), tuple(dim.axes for dim in spec.dims)
+    found = sharding_of(value)
+    wanted = tuple(dim.axes for dim in spec.dims)
     if found is not None and without_trivial(found) != without_trivial(wanted):
         raise ShardError(
             f"the array is sharded as ({sharding_text(found)}), but `{spec}` says "

@@ -159,7 +159,8 @@ def split_while(eqn: Eqn, values: list) -> tuple[list, list, list]:
 
     There are constants of its condition and constants of its body.
     """
-    test, body = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    test = eqn.params["cond_nconsts"]
+    body = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     return values[:test], values[test:body], values[body:]
 
 
@@ -207,7 +208,8 @@ def source_dims(eqn: Eqn) -> list[int | None]:
 
     None stands for a new dim.
     """
-    name, p = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    p = eqn.params
     if name == "broadcast_in_dim":
         at = p["broadcast_dimensions"]
         return [at.index(j) if j in at else None for j in range(len(p["shape"]))]
@@ -271,7 +273,8 @@ def _digest_of(jaxpr: Any, known: dict[int, str]) -> str:
     if found := known.get(id(jaxpr)):
         return found
     body, consts = body_of(jaxpr)
-    digest, numbers = hashlib.sha256(), {}
+    digest = hashlib.sha256()
+    numbers = {}
     for array in consts:
         is_key = jnp.issubdtype(jax.typeof(array).dtype, jax.dtypes.prng_key)
         digest.update(np.asarray(jax.random.key_data(array) if is_key else array).tobytes())

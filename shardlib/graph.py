@@ -9,7 +9,7 @@ if their results are the same nodes of one `Nodes`.
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +57,7 @@ class Node:
 
     op: str
     inputs: tuple["Node", ...]
-    params: Hashable
+    params: Any
     shape: tuple[int | None, ...]
     number: int
     is_zero: bool = False
@@ -85,7 +85,7 @@ class Nodes:
         self,
         op: str,
         *inputs: Node,
-        params: Hashable = (),
+        params: Any = (),
         shape: tuple[int | None, ...] = (),
         is_zero: bool = False,
     ) -> Node:
@@ -139,7 +139,8 @@ class Graph:
                 return env[var]
             return self._array(np.asarray(var.val, var.aval.dtype))
 
-        needed, live = set(filter(is_variable, jaxpr.outvars)), []
+        needed = set(filter(is_variable, jaxpr.outvars))
+        live = []
         for eqn in reversed(jaxpr.eqns):
             if not needed.isdisjoint(eqn.outvars):
                 live.append(eqn)
@@ -163,7 +164,7 @@ class Graph:
         at: Source,
         op: str,
         *inputs: Node,
-        params: Hashable = (),
+        params: Any = (),
         shape: Sequence[int | None] | None = None,
         is_zero: bool = False,
     ) -> Node:
@@ -174,7 +175,8 @@ class Graph:
         return node
 
     def _of_equation(self, at: Source, ins: list[Node]) -> list[Node]:
-        eqn, name = at.eqn, at.eqn.primitive.name
+        eqn = at.eqn
+        name = at.eqn.primitive.name
         if body := equations.called(eqn):
             return self._of_body(body, at, ins)
         if (same := self._unchanged(at, ins)) is not None:
@@ -232,7 +234,8 @@ class Graph:
         order = tuple(range(len(batch[0]) + sum(free)))
         if ins[0].number > ins[1].number:
             ins, contracted, batch = ins[::-1], contracted[::-1], batch[::-1]
-            n, m = len(batch[0]), len(batch[0]) + free[1]
+            n = len(batch[0])
+            m = len(batch[0]) + free[1]
             order = (*order[:n], *order[m:], *order[n:m])
         others = {name: value for name, value in eqn.params.items() if name != "dimension_numbers"}
         pairs = str((sorted(zip(*contracted, strict=True)), batch))
@@ -301,13 +304,18 @@ class Graph:
 
     def _of_rows(self, at: Source, ins: list[Node]) -> list[Node] | None:
         """Rows of an array, their reshape, or concatenated rows; None for other equations."""
-        eqn, name, params = at.eqn, at.eqn.primitive.name, at.eqn.params
+        eqn = at.eqn
+        name = at.eqn.primitive.name
+        params = at.eqn.params
         shape = shape_of(eqn.invars[0]) if ins else ()
         if not shape or not (ins[0].op == "rows" or name in ("split", "slice")):
             return None
-        root, start, end = ins[0], 0, shape[0]
+        root = ins[0]
+        start = 0
+        end = shape[0]
         if root.op == "rows":
-            (start, end), root = root.params, root.inputs[0]
+            start, end = root.params
+            root = root.inputs[0]
         new = shape_of(eqn.outvars[0])
         if name == "split" and params["axis"] == 0:
             ends = itertools.accumulate(params["sizes"], initial=start)
@@ -316,8 +324,8 @@ class Graph:
                 for span, var in zip(itertools.pairwise(ends), eqn.outvars, strict=True)
             ]
         if name == "slice" and not params["strides"] and shape[1:] == new[1:]:
-            span = (start + params[name][0] for name in ("start_indices", "limit_indices"))
-            return [self._some_rows(at, root, *span, new)]
+            first, end = (start + params[which][0] for which in ("start_indices", "limit_indices"))
+            return [self._some_rows(at, root, first, end, new)]
         if name == "concatenate" and params["dimension"] == 0 and _follow(ins):
             return [self._some_rows(at, root, start, ins[-1].params[1], new)]
         if _reshapes(eqn) and new and not any(n * new[0] % shape[0] for n in (start, end)):
@@ -341,7 +349,9 @@ class Graph:
 
     def _unchanged(self, at: Source, ins: list[Node]) -> list[Node] | None:
         """The operands that an equation returns unchanged; None if it computes."""
-        eqn, name, params = at.eqn, at.eqn.primitive.name, at.eqn.params
+        eqn = at.eqn
+        name = at.eqn.primitive.name
+        params = at.eqn.params
         if name == "axis_index":
             return [self._array(np.int32(0))]
         if params.get("name") == GRADIENT_SUMS:

@@ -53,7 +53,8 @@ def grouped_product(spec: str, rows: object, ids: object, matrices: object) -> A
             values[1] if i == 2 else refuse_repeated_gradient(i, v, op)
             for i, v in enumerate(values, 1)
         ]
-    (x, ids, w), every = values, op.rhs.sharded | set(op.rhs.partial)
+    (x, ids, w) = values
+    every = op.rhs.sharded | set(op.rhs.partial)
     if len(w) == len(x):
         letters = "abcdefgh"[: x.ndim - 1]
         narrow, wide = (
@@ -101,7 +102,8 @@ def _ungrouped(shape: ShapeSpec) -> list[Dim]:
 
 def _check(op: OpSpec, values: list[jax.Array]) -> None:
     """Raises ShardError for a spec that does not describe what the op does."""
-    (rows, ids, matrices), (x, index, w) = op.lhs, values
+    (rows, ids, matrices) = op.lhs
+    (x, index, w) = values
     group = matrices.dims[0].group if len(matrices.dims) == 3 else ()
     if (
         len(group) != 2
@@ -138,7 +140,8 @@ def _product(types: _Types, rows: jax.Array, ids: jax.Array, matrices: jax.Array
 
 
 def _backward(types: _Types, kept, g):
-    (rows, ids, matrices), of_result = kept, (g, types.of_result)
+    (rows, ids, matrices) = kept
+    of_result = (g, types.of_result)
     of_ids, of_matrices = (ids, types.ids), (matrices, types.matrices)
 
     def gradient_of_rows(g, ids, matrices):
@@ -174,7 +177,8 @@ def _region(
 
 def products_of_rows(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> jax.Array:
     """Multiplies rows[P, …, M] by matrices[P·N, M, F], selected by ids[P, …]: [P, …, F]."""
-    x, of_rows = rows.reshape(-1, rows.shape[-1]), _matrix_of_each(ids, len(matrices))
+    x = rows.reshape(-1, rows.shape[-1])
+    of_rows = _matrix_of_each(ids, len(matrices))
     if products.target_device().platform == "tpu":
         order, sizes = _sorted(of_rows, len(matrices))
         found = lax.ragged_dot(x[order], matrices, sizes)[jnp.argsort(order)]
@@ -194,7 +198,8 @@ def sums_of_products(rows: jax.Array, ids: jax.Array, g: jax.Array, count: int) 
 
     An id that no row has gets 0.
     """
-    x, of_rows = rows.reshape(-1, rows.shape[-1]), _matrix_of_each(ids, count)
+    x = rows.reshape(-1, rows.shape[-1])
+    of_rows = _matrix_of_each(ids, count)
     g = g.reshape(-1, g.shape[-1]).astype(x.dtype)
     if products.target_device().platform == "tpu":
         order, sizes = _sorted(of_rows, count)
@@ -221,7 +226,8 @@ def _matrix_of_each(ids: jax.Array, count: int) -> jax.Array:
 
     A row without one gets `count`.
     """
-    each, ids = count // len(ids), ids.astype(jnp.int32)
+    each = count // len(ids)
+    ids = ids.astype(jnp.int32)
     first = jnp.arange(len(ids), dtype=jnp.int32) * each
     of_rows = ids + first.reshape(-1, *[1] * (ids.ndim - 1))
     return jnp.where((ids >= 0) & (ids < each), of_rows, count).reshape(-1)
@@ -246,7 +252,8 @@ def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, ja
     b = max(LEAST_ROWS, math.ceil(n / (blocks * count)))
     order, sizes = _sorted(of_rows, count)
     # The first row in `order`, and the first block, of each matrix.
-    first, start = _running_sums(sizes), _running_sums(-(-sizes // b))
+    first = _running_sums(sizes)
+    start = _running_sums(-(-sizes // b))
     block = jnp.arange(n // b + count, dtype=jnp.int32)
     of_blocks = jnp.minimum(
         jnp.searchsorted(start, block, side="right", method="compare_all") - 1, count - 1

@@ -60,7 +60,8 @@ def explain(error: Exception) -> ShardError | None:
     call = users_call(error)
     if call is None or not _is_of_jax(error):
         return None
-    frame, text = call.tb_frame, _expression(call)
+    frame = call.tb_frame
+    text = _expression(call)
     values = _values(text, frame.f_locals)
     short = " ".join(text.split())
     where = f"`{short}`" if 0 < len(short) <= 60 else ""
@@ -85,7 +86,8 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
     """
     if error.about is None:
         return
-    (_, axes), error.about = error.about, None
+    _, axes = error.about
+    error.about = None
 
     def until() -> Any:
         try:
@@ -182,11 +184,13 @@ def _values(expression: str, variables: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name in re.findall(r"(?<![\w.'\"])[A-Za-z_]\w*(?:\.\w+)*", expression):
         first, *attributes = name.split(".")
-        value, shown = variables.get(first), first
+        value = variables.get(first)
+        shown = first
         for attribute in attributes:
             if hasattr(value, "shape") or is_opaque(value):
                 break
-            value, shown = getattr(value, "__dict__", {}).get(attribute), f"{shown}.{attribute}"
+            value = getattr(value, "__dict__", {}).get(attribute)
+            shown = f"{shown}.{attribute}"
         parts = enumerate(value or ()) if type(value) in (list, tuple) else ()
         found |= {shown: value} | {f"{shown}[{i}]": part for i, part in parts}
     return {

@@ -152,7 +152,8 @@ def axes_moved(op: OpSpec) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]
     than its last ones: a block would then not be contiguous in the block that it comes from or goes
     to.
     """
-    lhs, rhs = op.lhs[0], op.rhs
+    lhs = op.lhs[0]
+    rhs = op.rhs
     if lhs.names != rhs.names:
         problem = f"the dims change from `{lhs}` to `{rhs}`"
         raise ShardError(problem, "keep the names and the order of the dims on both sides")
@@ -311,13 +312,8 @@ def refuse_gradient(x: jax.Array, error: ShardError) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=4096)
-def einsum_formula(op: OpSpec) -> str:
-    """Formula for jnp.einsum of a spec.
-
-    Raises ShardError if the dims and axes of the spec do not agree.
-    """
-    dims: dict[str, Dim] = {}
-    sharded_by: dict[str, str] = {}
+def _check_operands(op: OpSpec) -> None:
+    """Raises ShardError for a dim that is named twice, or an operand that is a partial sum."""
     for i, shape in enumerate((*op.lhs, op.rhs), 1):
         if len(set(shape.names)) < len(shape.dims):
             raise ShardError(f"`{shape}` names a dim twice", "use two names")
@@ -327,6 +323,16 @@ def einsum_formula(op: OpSpec) -> str:
                 "of products",
                 "reduce it first, with psum_scatter or psum",
             )
+
+
+def einsum_formula(op: OpSpec) -> str:
+    """Formula for jnp.einsum of a spec.
+
+    Raises ShardError if the dims and axes of the spec do not agree.
+    """
+    _check_operands(op)
+    dims: dict[str, Dim] = {}
+    sharded_by: dict[str, str] = {}
     for dim in (dim for operand in op.lhs for dim in operand.dims):
         known = dims.setdefault(dim.name, dim)
         if known.axes != dim.axes:
@@ -355,7 +361,8 @@ def einsum_formula(op: OpSpec) -> str:
         axis: dim for name, dim in dims.items() if name not in op.rhs.names for axis in dim.axes
     }
     if missing := sort_axes(summed.keys() - set(op.rhs.partial)):
-        axis, dim = missing[0], summed[missing[0]]
+        axis = missing[0]
+        dim = summed[missing[0]]
         raise ShardError(
             f"contracting {dim} sums only this device's block: the result is a partial sum over "
             f"{axis}",

@@ -254,7 +254,10 @@ def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
     Raises ShardError for anything outside the grammar.
     """
     text = spec_text(spec)
-    dims, marks, index, open_ = [], {"+": [], "*": []}, None, False
+    dims = []
+    marks = {"+": [], "*": []}
+    index = None
+    open_ = False
     for word in _WORD.findall(text) if groups else text.split():
         mark = _MARK.fullmatch(word)
         if mark:
@@ -270,7 +273,8 @@ def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
         if word.startswith("[") and word.endswith("]"):
             if index is not None:
                 raise ShardError(f"spec {text!r} has two [dims]", "look up one dim at a time")
-            index, word = len(dims), word[1:-1]
+            index = len(dims)
+            word = word[1:-1]
         is_group = groups and word[0] == "(" and word[-1] == ")"
         dims.append(_parse_group(word) if is_group else _parse_dim(word))
     if open_ and dims:

@@ -68,7 +68,7 @@ class StageBackward:
         _, self.saved_types = jax.eval_shape(self.forward, stack, x, zero, zero)
         self.kept_types: list = []
         if halves:
-            (program, results) = jax.make_jaxpr(self.run_whole, return_shape=True)(
+            program, results = jax.make_jaxpr(self.run_whole, return_shape=True)(
                 stack, self.saved_types, y
             )
             self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
@@ -104,7 +104,8 @@ class StageBackward:
 
     def run_whole(self, stack: object, saved: list[jax.Array], dy: object) -> tuple[Any, Any]:
         """Computes the gradients of the input and of the weights."""
-        weights, others = jax.tree.leaves(stack), iter(saved[self._results.num_leaves :])
+        weights = jax.tree.leaves(stack)
+        others = iter(saved[self._results.num_leaves :])
         leaves = [next(others) if n is None else weights[n] for n in self._weights]
         extra, _ = self.results(saved)
         g, dx = jax.tree.unflatten(self._structure, leaves)((dy, jax.tree.map(one_like, extra)))
@@ -364,7 +365,8 @@ class _Executor:
 
         Their new values are fn(carry, k, own, *args).
         """
-        own, k = row[which], row[which.split("_")[0] + "_microbatch"]
+        own = row[which]
+        k = row[which.split("_")[0] + "_microbatch"]
         new = jax.named_scope(f"task_{which}")(
             lambda: fn(carry, jnp.sum(own * k), own[self._device] == 1, *args)
         )
@@ -445,7 +447,8 @@ class _Executor:
 
     def _send(self, carry: Carry, y: object, dx: object) -> Carry:
         """Sends `y` to the right and `dx` to the left, along the ways that the table uses."""
-        p, sent = self._placement.p, {}
+        p = self._placement.p
+        sent = {}
         for way in carry["sent"]:
             if way == "from_left":
                 sent[way] = _shift(y, p, +1)

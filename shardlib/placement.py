@@ -65,7 +65,8 @@ def place_layers(layers: int, stages: Stages, period: int = 1) -> LayerPlacement
     Raises:
         ValueError: the layers do not divide into such stages.
     """
-    p, v = len(stages), len(stages[0])
+    p = len(stages)
+    v = len(stages[0])
     if layers % (p * v * period):
         multiple = (
             f", each a multiple of {period}, after which the pattern of the layers repeats"

@@ -104,7 +104,8 @@ def users_call(error: BaseException) -> TracebackType | None:
 
     Returns None if there is none.
     """
-    found, entry = None, error.__traceback__
+    found = None
+    entry = error.__traceback__
     while entry is not None:
         found = entry if is_users(entry.tb_frame.f_code.co_filename) else found
         entry = entry.tb_next

@@ -164,7 +164,8 @@ def check_sums() -> None:
         return
     ids, rows = jax.random.randint(jax.random.key(0), (2, 4096), 0, 999)
     rows = jnp.float32(jnp.stack([rows, ids], axis=1))
-    found, expected = sums_by_id(rows, ids, 1000), jnp.zeros((1000, 2)).at[ids].add(rows)
+    found = sums_by_id(rows, ids, 1000)
+    expected = jnp.zeros((1000, 2)).at[ids].add(rows)
     if not (found == expected).all():
         raise ArithmeticError(
             "shardlib.products.sums_by_id, the gradient of an embedding on this platform, is not "

@@ -40,7 +40,8 @@ def rearrange(spec: str, x: object, /, **sizes: int) -> Any:
     """
     with checked_op("rearrange", spec, x) as known:
         op = parse(spec, 1, "*", "( )")
-        lhs, rhs = op.lhs[0], op.rhs
+        lhs = op.lhs[0]
+        rhs = op.rhs
         # Even on a mesh without p, p stays in its position.
         pattern, names = _pattern(parse_op(spec, groups=True))
         require_shard_map()
@@ -64,7 +65,8 @@ def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
 
     Raises ShardError for a wrong spec.
     """
-    lhs, rhs = _members("operand", op.lhs[0]), _members("result", op.rhs)
+    lhs = _members("operand", op.lhs[0])
+    rhs = _members("result", op.rhs)
     for name in [*lhs, *rhs]:
         before, after = (str(side.get(name, "nothing")) for side in (lhs, rhs))
         if before != after:
@@ -135,7 +137,8 @@ def bind_groups(shape: ShapeSpec, sizes: Sizes) -> None:
     Raises ShardError if they do not match.
     """
     for group in (dim for dim in shape.dims if dim.group):
-        whole, names = sizes.pop(group.name), [dim.name for dim in group.group]
+        whole = sizes.pop(group.name)
+        names = [dim.name for dim in group.group]
         unknown = [name for name in names if name not in sizes]
         product = math.prod(sizes.get(name, 1) for name in names)
         if len(unknown) > 1 or whole % product or (not unknown and product != whole):

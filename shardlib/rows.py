@@ -160,7 +160,8 @@ def sums_in_turns(rows: jax.Array, ids: jax.Array, count: int, repeats: int) -> 
 
     The rows with an id are looked up one after the other, in their order.
     """
-    wanted, order = jnp.arange(count, dtype=ids.dtype), jnp.argsort(ids, stable=True)
+    wanted = jnp.arange(count, dtype=ids.dtype)
+    order = jnp.argsort(ids, stable=True)
     ids = ids[order]
     first = jnp.searchsorted(ids, wanted, method="scan")
     total = jnp.zeros((count, *rows.shape[1:]), jnp.promote_types(rows.dtype, jnp.float32))

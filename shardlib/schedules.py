@@ -164,7 +164,8 @@ def _whole_backwards(p: int, m: int, v: int, ahead: Callable[[int], int]) -> lis
     """A schedule with stages in a ring, whose devices run `ahead(device)` forwards ahead."""
     # p microbatches pass through one chunk, then through the next.
     chunks = [i // p % v for i in range(m * v)]
-    forwards, backwards = [f"F{i}" for i in chunks], [[f"B{v - 1 - i}"] for i in chunks]
+    forwards = [f"F{i}" for i in chunks]
+    backwards = [[f"B{v - 1 - i}"] for i in chunks]
     rings = enumerate(in_a_ring(p, v))
     return [
         _tasks(_in_turn(forwards, backwards, ahead(device)), stages, m) for device, stages in rings
@@ -202,7 +203,8 @@ def _tasks(names: list[str], stages: Sequence[int], m: int) -> list[Task]:
     F0 and I1 mean its chunk 0 or 1, each time for the next microbatch. Microbatches from m on are
     dropped.
     """
-    counts, order = collections.Counter(), []
+    counts = collections.Counter()
+    order = []
     for name in names:
         if counts[name] < m:
             order.append(Task(_KIND_OF[name[0]], stages[int(name[1:])], counts[name]))
@@ -303,7 +305,8 @@ def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
             )
     device_of = {stage: device for device, own in enumerate(stages) for stage in own}
     for stage in range(1, p * v):
-        here, there = device_of[stage - 1], device_of[stage]
+        here = device_of[stage - 1]
+        there = device_of[stage]
         if (there - here) % p not in (0, 1, p - 1):
             raise ValueError(
                 f"stage {stage - 1} is on device {here} and stage {stage} on device {there}. Place "
@@ -334,7 +337,9 @@ def place_in_ticks(orders: Orders) -> dict[Task, int]:
         task.kind == "backward_weights" or task.stage % len(orders) != device
         for device, task in tasks
     )
-    reached, at, tick = [0] * len(orders), {}, 0
+    reached = [0] * len(orders)
+    at = {}
+    tick = 0
     done: set[Task] = set()
     while any(i < len(order) for i, order in zip(reached, orders, strict=True)):
         new: dict[Task, Task] = {}

@@ -298,7 +298,8 @@ def all_to_all(spec, x):
         )
         if len(lost) != 1 or [*lost.values()] != [*gained.values()] or lhs.partial or rhs.partial:
             raise wrong_spec(op, "move the last axis of one dim to another: `L/t K -> L K/t`")
-        ((source, axes),), (target,) = lost.items(), gained
+        ((source, axes),) = lost.items()
+        (target,) = gained
         check_result_divisible(rhs, sizes)
         value = cast(1, lhs, value, (), lhs.sharded)
     return note_type(
@@ -364,7 +365,8 @@ def replicate(spec, x):
     """
     with checked_op("replicate", spec, *([x] if hasattr(x, "shape") else [])) as sizes:
         op = parse(spec, 1, "...", "*")
-        lhs, rhs = op.lhs[0], op.rhs
+        lhs = op.lhs[0]
+        rhs = op.rhs
         require_shard_map()
         new = sort_axes(set(rhs.copies) - set(lhs.copies))
         if does_nothing(spec, op):
@@ -457,7 +459,8 @@ def broadcast(spec, x):
     must have been gathered over these axes, or be a Copy.
     """
     with checked_operands("broadcast", spec, x) as (op, values, sizes):
-        lhs, rhs = op.lhs[0], op.rhs
+        lhs = op.lhs[0]
+        rhs = op.rhs
         new = [dim for dim in rhs.dims if dim not in lhs.dims]
         if (
             tuple(dim for dim in rhs.dims if dim not in new) != lhs.dims

@@ -200,7 +200,8 @@ class _Branches:
         late: Sequence[bool],
         over: tuple[str, ...],
     ):
-        self.eqn, self._index = eqn, int(eqn.primitive.name == "cond")
+        self.eqn = eqn
+        self._index = int(eqn.primitive.name == "cond")
         given = [True] * (len(eqn.invars) - self._index)
         self._halves = [
             SplitBackward(body, wanted, given, late[self._index :], over) for body in bodies
@@ -249,7 +250,9 @@ class _Loop:
     def __init__(
         self, eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]
     ):
-        self.eqn, (self._consts, self._carried), self._over = eqn, equations.scan_counts(eqn), over
+        self.eqn = eqn
+        (self._consts, self._carried) = equations.scan_counts(eqn)
+        self._over = over
         n, carried = self._consts, self._carried
         is_carry = slice(n, n + carried)
         wanted = _wanted_in_loop(eqn, wanted)
@@ -278,7 +281,8 @@ class _Loop:
         self, ins: list, which: list[bool], half: Callable[..., Any], *kept: object
     ) -> tuple[list, Any]:
         """Runs the loop over one half, with only its own carried values, as marked by `which`."""
-        n, end = self._consts, self._consts + self._carried
+        n = self._consts
+        end = self._consts + self._carried
         carry = [
             varying(x, self._over) if is_own else None
             for x, is_own in zip(ins[n:end], which, strict=False)

@@ -96,7 +96,9 @@ def tick_table(orders: Orders) -> TickTable:
     kept_slots, kept = _give_slots(lifetimes.kept, device_of)
     slots = _Buffers(arrival_slots, residual_slots, kept_slots)
 
-    ticks, p, last = 1 + max(at.values()), len(by_device), len(device_of) - 1
+    ticks = 1 + max(at.values())
+    p = len(by_device)
+    last = len(device_of) - 1
     columns = {name: np.zeros((ticks, p), np.int32) for name in COLUMNS}
     for name in ("forward_output", *WAYS.values()):
         columns[name][:] = arrivals
@@ -140,7 +142,8 @@ def _lifetimes(at: dict[Task, int]) -> _Buffers:
     def ticks_of(*kinds: str) -> dict[tuple[int, int], int]:
         return {(task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds}
 
-    f, b = ticks_of("forward"), ticks_of("backward", "backward_input")
+    f = ticks_of("forward")
+    b = ticks_of("backward", "backward_input")
     w = ticks_of("backward_weights")
     last = max(stage for stage, _ in f)
     found = _Buffers({}, {}, {})
@@ -177,7 +180,8 @@ def _entries_of(task: Task, slots: _Buffers, last: int, nowhere: int) -> dict[st
 
 def _way(stage: int, to: int, by_device: Stages, device_of: dict[int, int]) -> str:
     """The column by which the result of `stage` arrives at the stage `to`."""
-    p, v = len(by_device), len(by_device[0])
+    p = len(by_device)
+    v = len(by_device[0])
     # With one or two devices, both ways lead to the same one: in a ring, forwards go right and
     # backwards left.
     step = to - stage if by_device == in_a_ring(p, v) else device_of[to] - device_of[stage]
@@ -255,7 +259,8 @@ class Timeline:
         both halves.
         """
         columns = self.table.columns
-        first, last = columns["forward"], columns["weights" if self.table.halves else "backward"]
+        first = columns["forward"]
+        last = columns["weights" if self.table.halves else "backward"]
         # In a tick the forward comes first.
         return (np.cumsum(first, axis=0) - np.cumsum(last, axis=0) + last).max(axis=0).tolist()
 
@@ -276,7 +281,8 @@ def simulate(table: TickTable, costs: Costs) -> Timeline:
         "weights": costs.weights * costs.backward,
     }
     spans: list[list[Span]] = [[] for _ in range(p)]
-    starts, now = [], 0.0
+    starts = []
+    now = 0.0
     for t in range(ticks):
         starts.append(now)
         free_at = [now] * p

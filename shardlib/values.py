@@ -140,7 +140,8 @@ def devices_along(axes: Iterable[str]) -> int:
     Raises:
         ShardError: the mesh lacks an axis outside AXIS_ORDER, or no mesh is set.
     """
-    axes, sizes = list(axes), mesh_axes()
+    axes = list(axes)
+    sizes = mesh_axes()
     if axes and not sizes:
         raise ShardError("no mesh is set", "run this under `with jax.set_mesh(mesh):`")
     known = {**dict.fromkeys(AXIS_ORDER, 1), **sizes}
@@ -363,7 +364,8 @@ class Partial(_Opaque):
 
     def _check_factor(self, operator: str, factor) -> None:
         if isinstance(factor, int | float | complex | np.ndarray | np.generic | jax.Array):
-            kind, shape = jax.typeof(factor).manual_axis_type, np.shape(factor)
+            kind = jax.typeof(factor).manual_axis_type
+            shape = np.shape(factor)
             fits = all(n in (1, own) for n, own in zip(shape[::-1], self.shape[::-1], strict=False))
             if (
                 len(shape) <= self.ndim

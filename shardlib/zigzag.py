@@ -33,7 +33,9 @@ def zigzag(spec, x):
         )
         if len(lhs.dims) != len(rhs.dims) or len(changed) != 1 or lhs.partial or rhs.partial:
             raise wrong_spec(op, rule)
-        (dim,), before, after = changed, lhs.dims[changed[0]], rhs.dims[changed[0]]
+        (dim,) = changed
+        before = lhs.dims[changed[0]]
+        after = rhs.dims[changed[0]]
         if (
             before.axes != after.axes
             or len(before.axes) > 1
@@ -60,7 +62,8 @@ def exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
 
     In either order, one of its two chunks has an even number.
     """
-    n, i = devices_along(axis), lax.axis_index(axis)
+    n = devices_along(axis)
+    i = lax.axis_index(axis)
     first, second = jnp.split(x, 2, axis=dim)
 
     def device_of(chunk: int) -> int:

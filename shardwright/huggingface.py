@@ -81,7 +81,8 @@ class Names:
             table: the model's table of Weights.
         """
         self.check(weights)
-        arrays, found = named_leaves(weights), {}
+        arrays = named_leaves(weights)
+        found = {}
         for theirs, i, parts, stack in self._walk(table):
             values = [arrays[name][i].reshape(shape) for name, shape in parts.items()]
             tensor = np.stack(values, -1).reshape(*values[0].shape[:-1], -1) if stack else np.concatenate(values, -1)

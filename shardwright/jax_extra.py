@@ -14,7 +14,7 @@ SAVED, CHEAP = "saved_for_backward", "cheap_for_backward"
 
 
 def save_for_backward(x, cheap: bool = False):
-    """Marks `x`, an array or a pytree of arrays, to be saved from the forward pass for the backward pass.
+    """Marks `x`, an array or a pytree of arrays, to be saved for the backward pass.
 
     What is `cheap` to recompute is saved only if training.save is `more` or `everything`.
     """
@@ -22,7 +22,8 @@ def save_for_backward(x, cheap: bool = False):
 
 
 _FUSED = "dot_product_attention_fwd_wrapper"
-"""JAX's name for cuDNN's attention in a traced program; what it saves for the backward pass cannot be marked."""
+"""JAX's name for cuDNN's attention in a traced program. What it saves for the backward pass cannot
+be marked."""
 
 
 def _is_marked(primitive, *_, **params) -> bool:
@@ -38,16 +39,25 @@ _FUSED_BY_XLA = ELEMENTWISE | kinds("view", "cast", "identity", "unreduced")
 
 
 def _is_in_memory(primitive, *_, **params) -> bool:
-    """True for results that XLA does not compute again where they are read; of what devices exchange, for marked ones.
+    """True for results that XLA does not compute again where they are read.
 
-    Otherwise JAX would save other values on a mesh than on one device, and could not stack up gathered ones in a loop.
+    Of what devices exchange, only for marked ones. Otherwise JAX would save other values on a mesh
+    than on one device, and could not stack up gathered ones in a loop.
     """
-    return _is_marked_or_cheap(primitive, **params) or primitive.name not in _FUSED_BY_XLA | COLLECTIVES
+    is_computed = primitive.name not in _FUSED_BY_XLA | COLLECTIVES
+    return is_computed or _is_marked_or_cheap(primitive, **params)
+
+
+def _offload_marked(primitive, *_, **params) -> Any:
+    """The policy `offload`: what is marked is saved in the memory of the host."""
+    if _is_marked(primitive, **params):
+        return Offloadable(src="device", dst="pinned_host")
+    return False
 
 
 KEPT = {
     "marked": _is_marked,
-    "offload": lambda *args, **params: _is_marked(*args, **params) and Offloadable(src="device", dst="pinned_host"),
+    "offload": _offload_marked,
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "more": _is_marked_or_cheap,
@@ -59,15 +69,15 @@ KEPT = {
 def explicit_activation_checkpointing(
     fn: Callable[..., Any], *, save: str | None = "marked", prevent_cse: bool = True
 ) -> Callable:
-    """Makes the forward pass of `fn` save only its arguments and what it marks with `save_for_backward`.
+    """Makes the forward pass of `fn` save only its arguments and what `save_for_backward` marks.
 
     The backward pass recomputes everything else.
 
     Args:
         fn: function of arrays.
         save: what to save, one of KEPT; None: `fn` itself.
-        prevent_cse: keep XLA from replacing recomputed values by those of the forward pass, as jax.checkpoint does. Not
-            needed in the body of a `lax.scan`.
+        prevent_cse: keep XLA from replacing recomputed values by those of the forward pass, as
+            jax.checkpoint does. Not needed in the body of a `lax.scan`.
     """
     if save is None:
         return fn
@@ -80,4 +90,5 @@ def fold_in_str(key: jax.Array, name: str) -> jax.Array:
 
 
 TRUNCATED_NORMAL_STD = 0.87962566103423978
-"""Standard deviation of a unit normal cut off at ±2: divide by it to give `jax.random.truncated_normal` variance 1."""
+"""Standard deviation of a unit normal cut off at ±2: divide by it to give
+`jax.random.truncated_normal` variance 1."""

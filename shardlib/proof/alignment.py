@@ -164,7 +164,9 @@ class Alignment:
         there = {b: here[a] for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
         for a, b, shape in zip(ours.invars, theirs.invars, shapes, strict=True):
             here[a], there[b] = laid_out(b, shape_of(a)), laid_out(b, shape)
-        rest, views, pairs = list(reversed(ours.eqns)), [], []
+        rest = list(reversed(ours.eqns))
+        views = []
+        pairs = []
         for eqn in theirs.eqns:
             views += _views(rest, here)
             x = _operand(eqn, there)
@@ -390,7 +392,8 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
             *(shapes[0][i] for i in batch[0]),
             *free,
         )
-    numbers, (whole, index, *updates) = params["dimension_numbers"], shapes
+    numbers = params["dimension_numbers"]
+    (whole, index, *updates) = shapes
     if name == "gather":
         windows = numbers.offset_dims
         gone = numbers.collapsed_slice_dims
@@ -405,7 +408,8 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
     if name != "gather":
         window = dict(zip(kept, (updates[0][j] for j in windows), strict=True))
         sizes = [window.get(i, 1) for i in range(len(whole))]
-    of_window, of_index = iter(kept), iter(range(len(index) - 1))
+    of_window = iter(kept)
+    of_index = iter(range(len(index) - 1))
     dims = [
         (0, next(of_window)) if j in windows else (1, next(of_index))
         for j in range(len(kept) + len(index) - 1)
@@ -425,7 +429,8 @@ def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
         shape: shape of the result on a device; None: of an equation on one device that JAX left out
             here.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     if name in AS_IS:
         return x if eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype else None
     there, one = shape_of(eqn.outvars[0]), shape_of(eqn.invars[0])
@@ -521,7 +526,8 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
             not is_variable(a) or pairs.get(a) is b for a, b in operands
         )
 
-    found, rest = [], list(twin.eqns)
+    found = []
+    rest = list(twin.eqns)
     for eqn in jaxpr.eqns:
         other = rest[0] if rest and rest[0].primitive is eqn.primitive else None
         if other is not None:
@@ -541,7 +547,8 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
 
 def _left_out(eqn: Eqn, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
     """The equation on one device, if it changes nothing there; else None."""
-    name, (first, *others) = eqn.primitive.name, eqn.invars or (None,)
+    name = eqn.primitive.name
+    (first, *others) = eqn.invars or (None,)
     if name in ("div", "mul"):
         if len(others) != 1 or is_variable(others[0]):
             return None

@@ -85,13 +85,15 @@ def find_later(
     if named[LOGITS] and not named[TARGETS]:
         return "the loss: it receives no targets"
     for name, found in {**named, LOGITS: named[LOGITS] or [result]}.items():
-        parts, row = [], 0
+        parts = []
+        row = 0
         for x in found:
             parts.append(x)
             if sum(math.prod(part.shape[1:2]) for part in parts) == seen.shape[1]:
                 if problem := _problem_of(name, parts, seen, row, is_forward):
                     return problem
-                parts, row = [], (row + rows) % len(seen)
+                parts = []
+                row = (row + rows) % len(seen)
         if parts:
             return (
                 f"the loss: {parts[-1].shape}: its {name} are not those of the {seen.shape[1]} "
@@ -110,11 +112,14 @@ def _problem_of(
     last = [
         np.broadcast_to(x.last.reshape(*x.last.shape[:2], -1).max(-1), x.shape[:2]) for x in parts
     ]
-    last, size, length = np.concatenate(last, 1), seen.size, seen.shape[1]
+    last = np.concatenate(last, 1)
+    size = seen.size
+    length = seen.shape[1]
     most = np.full(seen.shape, LATER) if is_forward else tokens(*seen.shape, is_forward=False)
     most = seen if name == LOGITS else most
     for at in np.argwhere(last > most[row : row + len(last)])[:1]:
-        (own, position), token = map(int, at), int(last[tuple(at)])
+        own, position = map(int, at)
+        token = int(last[tuple(at)])
         of, read = divmod(token if is_forward else size - 1 - token, length)
         if name == TARGETS:
             return (
@@ -174,7 +179,9 @@ class Interpreter:
                 alone, no position that has a key in the program is then taken to have none in
                 longer sequences.
         """
-        self.seen, self.rows, self.is_forward = seen, rows or len(seen), is_forward
+        self.seen = seen
+        self.rows = rows or len(seen)
+        self.is_forward = is_forward
         self.unknown, self.growth, self.free, self.is_shown = unknown, growth, free, is_shown
         self.named: dict[str, list[Reach]] = {LOGITS: [], TARGETS: []}
         self._entered = ""
@@ -261,7 +268,8 @@ class Interpreter:
         Targets have numbers past those of logits, counted from the last one, because the first
         target is looked for.
         """
-        (rows, count), (size, length) = x.shape[:2], (self.seen.size, self.seen.shape[1])
+        rows, count = x.shape[:2]
+        size, length = (self.seen.size, self.seen.shape[1])
         row, at = divmod(sum(part.shape[1] for part in self.named[name]), length)
         self.named[name].append(x)
         if not self.is_forward:
@@ -277,7 +285,8 @@ class Interpreter:
         self, eq: Equation, ins: list[Reach], found: list[Reach], how: Callable[..., Any]
     ) -> None:
         """Notes where a target first meets logits that may know it."""
-        size, length = self.seen.size, self.seen.shape[1]
+        size = self.seen.size
+        length = self.seen.shape[1]
         parts = (0, size), (size, 2 * size)
         if self.problem or not all(any(_reads(x, *part).any() for x in ins) for part in parts):
             return
@@ -367,7 +376,8 @@ class Interpreter:
         return self._worked(eq, ins, anything)
 
     def _cond(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
-        (which, *args), branches = ins, eq.params["branches"]
+        (which, *args) = ins
+        branches = eq.params["branches"]
         if which.ways:
             return reach.in_each_way(lambda ins: self._cond(eq, ins), ins)
         if which.is_known:
@@ -443,7 +453,9 @@ def _products_of_rows(eqn: Eqn, rows: Reach, ids: Reach, matrices: Reach) -> Rea
 
 
 def _sums_of_rows(eqn: Eqn, rows: Reach, ids: Reach) -> Reach | None:
-    shape, count, of_ids = eqn.outvars[0].aval.shape, len(rows.shape), len(ids.shape)
+    shape = eqn.outvars[0].aval.shape
+    count = len(rows.shape)
+    of_ids = len(ids.shape)
     dim = len(shape) - 1 - (count - of_ids)
     at = {i: i for i in range(dim)} | {of_ids + i: dim + 1 + i for i in range(count - of_ids)}
     if not ids.is_known or (is_in(rows) and (not is_in(ids) or rows.fact != ids.fact)):

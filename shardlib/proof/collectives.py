@@ -90,7 +90,8 @@ def _with_dims(x: Value, dims: dict[int, Dim | Any]) -> Value:
 
 @_collective(*kinds("gather"))
 def _all_gather(eq: Equation, axes: tuple[str, ...]) -> Value:
-    (x,), k = eq.ins, eq.params["all_gather_dimension"]
+    (x,) = eq.ins
+    k = eq.params["all_gather_dimension"]
     if not eq.params["tiled"]:
         return _gathered(eq, x, axes, k)
     if _is_pending(x, axes):
@@ -106,7 +107,8 @@ def _add_axes(dim: Dim | Any, size: int, axes: tuple[str, ...]) -> Dim:
 
 @_collective(*kinds("scatter"))
 def _reduce_scatter(eq: Equation, axes: tuple[str, ...]) -> Value:
-    (x,), k = eq.ins, eq.params["scatter_dimension"]
+    (x,) = eq.ins
+    k = eq.params["scatter_dimension"]
     eq.unfolded(dataclasses.replace(eq.term(x), folded=x.sharded & set(axes)))
     total = summed(eq, x, axes)
     if are_devices(x, k) or not eq.params["tiled"]:
@@ -125,7 +127,8 @@ def summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> Value:
 
 @_collective(*kinds("sum"))
 def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
-    found, (here, there) = [], (devices(sizes, axes) for sizes in (eq.sizes, eq.twin_sizes))
+    found = []
+    here, there = (devices(sizes, axes) for sizes in (eq.sizes, eq.twin_sizes))
     for x in map(eq.settled, eq.ins):
         is_common = x.is_scale and all(source.kind == "any" for source, _ in x.shift)
         if not is_common or x.sharded & {*axes}:
@@ -169,7 +172,9 @@ def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Va
 
 @_collective("all_to_all")
 def _all_to_all(eq: Equation, axes: tuple[str, ...]) -> Value:
-    (x,), split, joined = eq.ins, eq.params["split_axis"], eq.params["concat_axis"]
+    (x,) = eq.ins
+    split = eq.params["split_axis"]
+    joined = eq.params["concat_axis"]
     if _is_pending(x, axes):
         eq.finished(x)
     if axes and (are_devices(x, split) or not eq.params.get("tiled", True)):
@@ -184,7 +189,8 @@ def _all_to_all(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 @_collective(*kinds("permutation"))
 def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
-    (x,), sources = eq.ins, {a for a, _ in eq.params.get("perm", ())}
+    (x,) = eq.ins
+    sources = {a for a, _ in eq.params.get("perm", ())}
     if x.sharded & set(axes) or _is_pending(x, axes) or len(sources) != devices(eq.sizes, axes):
         raise Refused(
             f"blocks move between the devices of {', '.join(axes)}: what a device holds then "
@@ -210,7 +216,8 @@ def _renamed(dim: Dim | Any, changes: Names) -> Dim | Any:
         return dim
     parts = []
     for size, axes in dim.parts:
-        left, found = axes, []
+        left = axes
+        found = []
         while left:
             old = next((old for old in changes if left[: len(old)] == old), left[:1])
             if old not in changes and any(old[0] in names for names in changes):
@@ -249,7 +256,8 @@ def names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -
     Also returns the name of their blocks.
     """
     n = devices(eq.sizes, axes)
-    entries, blocks = cut(n, (f"{ENTRIES}{n}",)), f"{BLOCKS}{n}"
+    entries = cut(n, (f"{ENTRIES}{n}",))
+    blocks = f"{BLOCKS}{n}"
     along = UNIFORM if k is None else x.dims[k]
     is_known = blocks not in x.sharded | x.partial if along is UNIFORM else along == entries
     if devices(eq.twin_sizes, axes) != 1 or not is_known:
@@ -320,9 +328,13 @@ def combined(value: Value) -> Value:
 
     It means the same as a collective.
     """
-    partial, ratio, extreme, source = set(), value.ratio, value.extreme, value.source
+    partial = set()
+    ratio = value.ratio
+    extreme = value.extreme
+    source = value.source
     for axis in sorted(value.partial, key=lambda axis: not axis.startswith(BLOCKS)):
-        name, blocks = real(axis), axis.replace(ENTRIES, BLOCKS)
+        name = real(axis)
+        blocks = axis.replace(ENTRIES, BLOCKS)
         if name in partial:
             raise Refused(
                 f"a partial sum over {name} is summed over {name} again", "reduce it first"
@@ -344,7 +356,8 @@ def combined(value: Value) -> Value:
             problem = "entries that stand for devices are compared, of different blocks"
             raise Refused(problem, "take the extreme along the dim first")
         left = frozenset(map(real, extreme[1] - taken - blocks))
-        extreme, source = (extreme[0], left) if left else None, None if taken else source
+        extreme = (extreme[0], left) if left else None
+        source = None if taken else source
     is_taken = value.is_taken and source is value.source
     return dataclasses.replace(
         value,

@@ -150,7 +150,8 @@ def _of_turn(interpreter: _Interpreter, eq: Equation, x: Value, dims: tuple, dem
 def _scan(interpreter: _Interpreter, eq: Equation) -> list[Value]:
     first, carry, xs = split_scan(eq.eqn, eq.ins)
     carried = len(carry)
-    twin, rows = eq.twin.params["jaxpr"], _own_rows(eq, xs)
+    twin = eq.twin.params["jaxpr"]
+    rows = _own_rows(eq, xs)
 
     def demand_rows(x: Value) -> None:
         if eq.block(x).dims[0] != rows:
@@ -182,7 +183,8 @@ def _scan(interpreter: _Interpreter, eq: Equation) -> list[Value]:
         results = [
             _total(interpreter, eq, *pair, rows) for pair in zip(carry, outs[:carried], strict=True)
         ]
-    n, axes = eq.params["length"], {*map(real, rows.axes)} if rows else set()
+    n = eq.params["length"]
+    axes = {*map(real, rows.axes)} if rows else set()
     of_loop = rows or (whole(n) if n > 1 else UNIFORM)
 
     def demand_finished(out: Value) -> None:

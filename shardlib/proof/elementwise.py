@@ -98,7 +98,8 @@ def _shifted(eq: Equation, ins: list[Value]) -> Value:
     They are followed until a factor undoes that. exp(x - m) * exp(m - maximum) is exp(x - maximum)
     for any m, so each device may use its own.
     """
-    is_scale, inexact = any(v.is_scale for v in ins), jnp.issubdtype(eq.result_type(), jnp.inexact)
+    is_scale = any(v.is_scale for v in ins)
+    inexact = jnp.issubdtype(eq.result_type(), jnp.inexact)
     terms: Any = [frozenset({(v.source, 1)}) if _is_untaken(v) else v.shift for v in ins]
     is_mixed = any(found and v.is_scale != is_scale for v, found in zip(ins, terms, strict=True))
     if (
@@ -172,7 +173,8 @@ def _of_rows(eq: Equation, ins: list[Value]) -> Value:
     ):
         eq.block(rows[0])
     bare = [dataclasses.replace(v, looked_up=None, drops=False) for v in ins]
-    found, drops = elementwise(dataclasses.replace(eq, ins=bare)), any(v.drops for v in rows)
+    found = elementwise(dataclasses.replace(eq, ins=bare))
+    drops = any(v.drops for v in rows)
     eq.block(found)
     return dataclasses.replace(
         found, looked_up=rows[0].looked_up, drops=drops, origin=rows[0].origin, known=None
@@ -193,7 +195,8 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
         np.dtype(float) if jnp.issubdtype(d, jnp.floating) and d != np.float32 else d
         for d in dtypes
     ]
-    fold, to = FOLDS.get(eq.name, _CASTS.get(eq.name)), dtypes[-1]
+    fold = FOLDS.get(eq.name, _CASTS.get(eq.name))
+    to = dtypes[-1]
     if fold is None:
         return None
     found = []
@@ -214,10 +217,12 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
 
 def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], float]:
     """The axes over which the result is a partial sum, and its ratio."""
-    name, kind = eq.name, eq.result_type()
+    name = eq.name
+    kind = eq.result_type()
     is_quotient = name == "div" and not is_integer(kind)
     ins = eq.parts(ins) if name in ADDITIONS else ins
-    partial, ratios = frozenset(), [v.ratio for v in ins]
+    partial = frozenset()
+    ratios = [v.ratio for v in ins]
     if (name == "mul" and not (ins[0].partial and ins[1].partial)) or (
         is_quotient and not ins[1].partial
     ):
@@ -265,7 +270,8 @@ def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | Non
     """
     if not (found := {v.extreme for v in ins if v.extreme}):
         return None
-    before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
+    before = eq.eqn.invars[0].aval.dtype
+    after = eq.result_type()
     # True if the conversion keeps the order of numbers.
     is_rising = jnp.issubdtype(after, jnp.inexact) or np.can_cast(before, after)
     is_same = eq.name in ("copy", "convert_element_type") and is_rising
@@ -281,7 +287,8 @@ def _is_linear(eq: Equation) -> bool:
 
     Integers count modulo 2^n. Signed 32-bit integers are assumed not to overflow.
     """
-    before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
+    before = eq.eqn.invars[0].aval.dtype
+    after = eq.result_type()
     integers = [jnp.issubdtype(d, jnp.integer) for d in (before, after)]
     if eq.name != "convert_element_type":
         return True

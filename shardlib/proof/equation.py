@@ -171,7 +171,8 @@ class Equation:
     def same(self, *names: str) -> None:
         """Raises Refused if parameters depend on the mesh."""
         for name in names:
-            here, there = self.params.get(name), self.twin.params.get(name)
+            here = self.params.get(name)
+            there = self.twin.params.get(name)
             if not equal_parameters(here, there):
                 values = (
                     f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
@@ -265,7 +266,8 @@ class Equation:
         own = [term for term in value.shift if term[0].kind != "any"]
         if not value.is_scale or len(own) != 1 or own[0][0].kind != "sum" or own[0][1] != 1:
             return value
-        axes, shift = {*own[0][0].axes}, value.shift - {*own}
+        axes = {*own[0][0].axes}
+        shift = value.shift - {*own}
         if not axes.isdisjoint(value.partial | value.sharded):
             return value
         return dataclasses.replace(
@@ -489,7 +491,8 @@ class Equation:
         Also where a size on which it depends may come from.
         """
         # Of a conditional outside jax.shard_map, the facts about its operands are not known.
-        pairs, found = zip(self.ins, self.eqn.invars, strict=bool(self.ins)), self.line()
+        pairs = zip(self.ins, self.eqn.invars, strict=bool(self.ins))
+        found = self.line()
         # Code that a model calls did not change, so the line to change is one that calls it. In the
         # model's own file it may be either.
         callers = callers_text(self.eqn, found[0] if found and not is_helper(found[0]) else None)

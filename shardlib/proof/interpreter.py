@@ -193,7 +193,8 @@ class Interpreter:
 
     def explain(self, eq: Equation, refusal: Refused) -> Unprovable:
         """Adds the place and the operands' types to a refusal."""
-        own, eq = None if refusal.at else eq, refusal.at or eq
+        own = None if refusal.at else eq
+        eq = refusal.at or eq
         operands = eq.operand_texts("size" in refusal.remedy)
         problem = f"{eq.shown}: {refusal.problem}"
         return Unprovable(eq.place(), problem, refusal.remedy, operands, refusal.differs, own)
@@ -203,7 +204,8 @@ class Interpreter:
 
         The function is right where other lines call it.
         """
-        own, shared = reason.eq.calls() if reason.eq else [], 0
+        own = reason.eq.calls() if reason.eq else []
+        shared = 0
         for eq in self._proved.values():
             if own and eq.name == reason.eq.name:
                 pairs = zip(own[::-1], eq.calls()[::-1], strict=False)
@@ -230,7 +232,8 @@ class Interpreter:
 
         Otherwise it raises Refused.
         """
-        aval, shape = eq.eqn.outvars[i].aval, shape_of(eq.eqn.outvars[i])
+        aval = eq.eqn.outvars[i].aval
+        shape = shape_of(eq.eqn.outvars[i])
         if value.unprovable:
             return value
         assert len(value.dims) == len(shape), (eq.name, value, shape)
@@ -265,7 +268,8 @@ class Interpreter:
         if math.isnan(value.ratio) and not value.is_constant:
             raise Refused("a number is zero, or of another sign, on some meshes alone", WHOLE_SIZES)
         for k, (dim, n, there) in enumerate(zip(value.dims, shape, twin.shape, strict=True)):
-            here, is_counted = eq.whole_size(dim, n), k in value.count and value.is_local
+            here = eq.whole_size(dim, n)
+            is_counted = k in value.count and value.is_local
             if dim is not UNIFORM and not is_counted and here != there:
                 problem = f"dim {k} of the result has {here} entries here and {there} on one device"
                 raise Refused(problem, ONE_SEED if eq.name.startswith("random") else WHOLE_SIZES)
@@ -286,7 +290,8 @@ class Interpreter:
     def _marked(self, eq: Equation, mark: Mark) -> Value:
         """Facts about a value that enters or leaves code that is per-device on purpose."""
         (x,) = eq.ins
-        shape, aval = eq.result_shape, eq.eqn.outvars[0].aval
+        shape = eq.result_shape
+        aval = eq.eqn.outvars[0].aval
         # Between these marks lies the pipeline executor.
         if of_stages := mark.label.startswith(STAGES):
             self._in_stages = False

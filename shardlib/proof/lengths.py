@@ -30,7 +30,8 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
             only positions beyond the shorter sequences reach: their content counts as unknown.
         True if arrays with a dim of positions are among them.
     """
-    unknown, arrays = set(), False
+    unknown = set()
+    arrays = False
     if length == at:
         return "", unknown, arrays
     for a, b in itertools.zip_longest(equations_in(long), equations_in(short)):
@@ -67,7 +68,8 @@ def _follows(long: float, short: float, length: int, at: int) -> bool:
     """
     if abs(short) < 2:  # such as one block, which no other block sees
         return False
-    left, (grown, rest) = short - long * at / length, divmod((long - short) * at, length - at)
+    left = short - long * at / length
+    grown, rest = divmod((long - short) * at, length - at)
     if not left or (abs(left) < ROUNDED <= short / 2 and long % ROUNDED == short % ROUNDED == 0):
         return True
     return (

@@ -54,19 +54,30 @@ def _counts_along(index: Value) -> int | None:
     return None
 
 
+def _batch_dims(eq: Equation) -> list:
+    """Dims of the indices of a gather, joined with those of the operand that go along with them."""
+    x, ids = eq.ins
+    batch = list(ids.dims[:-1])
+    numbers = eq.params["dimension_numbers"]
+    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    for i, j in pairs:
+        batch[j] = eq.joined_dim(i, [x.dims[i], batch[j]])
+    return batch
+
+
 @rule("gather")
 def _gather(eq: Equation) -> Value:
     x, ids = eq.ins
     eq.term(eq.block(x))
-    numbers, sizes, shape = eq.params["dimension_numbers"], eq.params["slice_sizes"], eq.shape()
-    batch = list(ids.dims[:-1])
-    for i, j in zip(
-        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
-    ):
-        batch[j] = eq.joined_dim(i, [x.dims[i], batch[j]])
+    numbers = eq.params["dimension_numbers"]
+    sizes = eq.params["slice_sizes"]
+    shape = eq.shape()
+    batch = _batch_dims(eq)
     twin_sizes = eq.twin.params["slice_sizes"]
     fills = eq.params["fill_value"] if _has_mode(eq, "FILL_OR_DROP") else None
-    looked_up, origin, own = None, None, frozenset()
+    looked_up = None
+    origin = None
+    own = frozenset()
     for i, index in zip(
         numbers.start_index_map, _indices(ids, len(numbers.start_index_map)), strict=True
     ):
@@ -120,7 +131,9 @@ def _dims_of_gather(eq: Equation, batch: list, origin: Subtracted | None) -> tup
 
     Also returns, for each of them, the dim of the index that the origin of the indices has.
     """
-    x, shape, sizes = eq.ins[0], eq.shape(), eq.params["slice_sizes"]
+    x = eq.ins[0]
+    shape = eq.shape()
+    sizes = eq.params["slice_sizes"]
     numbers = eq.params["dimension_numbers"]
     collapsed, batching = numbers.collapsed_slice_dims, numbers.operand_batching_dims
     windows: list[tuple] = []
@@ -144,7 +157,8 @@ def _scatter(eq: Equation) -> Value:
     if ids.places is not None and updates.count and len(eq.shape()) == 1 and eq.name == "scatter":
         return _inverse(eq, ids, updates)
     eq.block(updates)
-    numbers, scatter = eq.params["dimension_numbers"], _Scatter(eq)
+    numbers = eq.params["dimension_numbers"]
+    scatter = _Scatter(eq)
     scatter.write_windows()
     scatter.write_batches()
     indices = _indices(ids, len(numbers.scatter_dims_to_operand_dims))
@@ -168,7 +182,8 @@ class _Scatter:
     """
 
     def __init__(self, eq: Equation):
-        self.eq, self.numbers = eq, eq.params["dimension_numbers"]
+        self.eq = eq
+        self.numbers = eq.params["dimension_numbers"]
         self.x, self.ids, self.updates = eq.ins
         self.adds = eq.name == "scatter-add"
         self.dims: list[Any] = list(self.x.dims)
@@ -181,7 +196,10 @@ class _Scatter:
 
     def write_windows(self) -> None:
         """Joins the dims of windows with those of the operand."""
-        eq, numbers, shape, update_shape = self.eq, self.numbers, self.eq.shape(), self.eq.shape(2)
+        eq = self.eq
+        numbers = self.numbers
+        shape = self.eq.shape()
+        update_shape = self.eq.shape(2)
         inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
         in_window = (i for i in range(len(shape)) if i not in inserted)
         for i, j in zip(in_window, numbers.update_window_dims, strict=True):
@@ -231,7 +249,8 @@ class _Scatter:
 
         UNIFORM if there is none.
         """
-        eq, along = self.eq, _counts_along(index)
+        eq = self.eq
+        along = _counts_along(index)
         if index.places is not None:
             dims = enumerate(self.batch)
             ways = [k for k, d in dims if d == index.dims[k] and self.places[k] is not None]
@@ -280,7 +299,9 @@ class _Scatter:
 
         `kind` is that of the extreme, max or min; None if the scatter takes none.
         """
-        eq, partial, pending = self.eq, self.updates.partial - self.own, frozenset()
+        eq = self.eq
+        partial = self.updates.partial - self.own
+        pending = frozenset()
         for place, dim in zip(self.places, self.batch, strict=True):
             if dim is UNIFORM and place is not None:
                 eq.same_size(2, place)  # as many equal entries are written as there are
@@ -338,7 +359,8 @@ def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tu
 
 @rule("dynamic_slice")
 def _dynamic_slice(eq: Equation) -> Value:
-    (x, *starts), dims = eq.ins, []
+    (x, *starts) = eq.ins
+    dims = []
     eq.block(x)
     for i, (a, b, start) in enumerate(zip(eq.shape(), eq.result_shape, starts, strict=True)):
         dim = x.dims[i]
@@ -368,12 +390,14 @@ def _dynamic_slice(eq: Equation) -> Value:
 
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(eq: Equation) -> Value:
-    (x, y, *starts), dims = eq.ins, []
+    (x, y, *starts) = eq.ins
+    dims = []
     eq.block(x), eq.block(y)
     assembled: frozenset[str] = frozenset()
     for i, (a, b, start) in enumerate(zip(eq.shape(), eq.shape(1), starts, strict=True)):
         if start.offset:
-            axes, dim = _axes_of_start(eq, start, b, a), y.dims[i]
+            axes = _axes_of_start(eq, start, b, a)
+            dim = y.dims[i]
             is_own = dim is not UNIFORM and not dim.is_merged and dim.axes[-len(axes) :] == axes
             if (
                 not x.is_zero

@@ -239,7 +239,8 @@ class _Outside:
             and ins[1].is_positive_number
             and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)  # an integer is truncated
         ):
-            made, ratio = Equation(eqn, ins=[blank, ins[1].value]), near(1 / ins[1].value.ratio)
+            made = Equation(eqn, ins=[blank, ins[1].value])
+            ratio = near(1 / ins[1].value.ratio)
             return [
                 _Passed(
                     dataclasses.replace(blank, ratio=ratio, scaled=made), suspects=ins[1].suspects
@@ -313,7 +314,8 @@ class _Outside:
         for i, (spec, value, there) in enumerate(
             zip(eqn.params["out_specs"], values, other.outvars, strict=True)
         ):
-            axes, var = axes_of_spec(spec, len(there.aval.shape)), body.outvars[i]
+            axes = axes_of_spec(spec, len(there.aval.shape))
+            var = body.outvars[i]
             suspects = ()
             if finding := _finding(
                 interpreter, i, value, axes, body, _whole_shape(there.aval, axes, twin_sizes)
@@ -424,8 +426,10 @@ def _finding(
         except Refused as refusal:
             return Finding(str(interpreter.explain(origin, refusal)), is_wrong=True)
         return None
-    aval, sizes = body.outvars[i].aval, interpreter.sizes
-    declared, here = block_of(axes, aval.shape, sizes), _whole_shape(aval, axes, sizes)
+    aval = body.outvars[i].aval
+    sizes = interpreter.sizes
+    declared = block_of(axes, aval.shape, sizes)
+    here = _whole_shape(aval, axes, sizes)
     fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
     if not (value.is_block and fits and value.ratio == 1.0) or value.partial or value.extreme:
         types = [describe(x, aval.shape, aval.dtype, sizes) for x in (value, declared)]

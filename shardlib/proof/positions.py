@@ -22,7 +22,8 @@ def apply_rule(eq: Equation, ins: list[Value]) -> Value | None:
 
     Returns None if no rule here applies.
     """
-    name, is_own = eq.name, any(v.places is not None for v in ins)
+    name = eq.name
+    is_own = any(v.places is not None for v in ins)
     if name in ("convert_element_type", "copy") and (is_own or ins[0].offset or ins[0].count):
         return ins[0] if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
     if is_own:
@@ -75,7 +76,8 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
             offset: Any = tuple((axis, c * b.known[0]) for axis, c in a.offset)
             return Value(a.dims, offset=offset, known=known)
     if name in ("max", "min", "clamp") and sum(bool(v.offset) for v in ins) == 1:
-        (index,), bounds = [v for v in ins if v.offset], [v for v in ins if not v.offset]
+        (index,) = [v for v in ins if v.offset]
+        bounds = [v for v in ins if not v.offset]
         if (
             index.count
             or not all(v.is_constant for v in bounds)
@@ -113,7 +115,8 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
     )
     if sign < 0 and is_whole and not a.offset and not b.count and b.offset and b.known == (0, 0):
         # Whole indices, less the offset of a block.
-        a, both = dataclasses.replace(a, count=(), known=None), None
+        a = dataclasses.replace(a, count=(), known=None)
+        both = None
     if a.count or b.count:
         if b.count and (a.count or sign < 0):
             return None
@@ -123,7 +126,8 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
             if both[0] != both[1]:
                 return dataclasses.replace(moved, known=None, is_local=True)
             return resolved(eq, dataclasses.replace(moved, known=both))
-        found, rest = resolved(eq, moved), dataclasses.replace(other, offset=())
+        found = resolved(eq, moved)
+        rest = dataclasses.replace(other, offset=())
         if found.count or found.offset or sign < 0:
             return None
         eq.plain(rest)
@@ -254,7 +258,8 @@ def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> 
 
     It is a term of a sum over them.
     """
-    axes, _ = which.mask.axes, eq.term(eq.block(value))
+    axes = which.mask.axes
+    _ = eq.term(eq.block(value))
     if axes & value.partial:
         eq.finished(value)
     if axes & value.sharded or not outside.is_zero:
@@ -267,7 +272,8 @@ def _combined(eq: Equation, a: Value, b: Value) -> Value:
 
     The result holds within both ends of a block (and), or outside one of them (or).
     """
-    is_outside, is_any_outside = eq.name == "or", a.mask.is_outside or b.mask.is_outside
+    is_outside = eq.name == "or"
+    is_any_outside = a.mask.is_outside or b.mask.is_outside
     if (
         a.mask.axes
         and b.mask.axes
@@ -347,7 +353,8 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
     axes = _axes_of_block(eq, which.mask)
     if axes & value.partial:
         eq.finished(value)
-    partial, dims = value.partial | axes, eq.join_dims([which, value])
+    partial = value.partial | axes
+    dims = eq.join_dims([which, value])
     return Value(dims, partial, ratio=value.ratio, masked=which.mask.offset, origin=which.origin)
 
 

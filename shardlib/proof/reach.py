@@ -252,7 +252,8 @@ def ordinary(x: "Reach") -> "Reach":
 
 def sized(x: "Reach", ins: Iterable["Reach"]) -> "Reach":
     """Bounds those entries of a result of which nothing is known, by the sizes of all operands."""
-    size, dtype = max((sizes(y).max(initial=0) for y in ins), default=0), x.number.dtype
+    size = max((sizes(y).max(initial=0) for y in ins), default=0)
+    dtype = x.number.dtype
     if dtype.kind in "fc":
         return dataclasses.replace(
             x, number=np.where(x.known | (x.number < np.inf), x.number, dtype.type(size))
@@ -269,14 +270,16 @@ def make_reach(
 
     Dims along which all entries are alike have size 1.
     """
-    dtype, rank = np.dtype(dtype or np.asarray(number).dtype), len(shape)
+    dtype = np.dtype(dtype or np.asarray(number).dtype)
+    rank = len(shape)
 
     def pad(x: Any) -> np.ndarray:
         return np.reshape(x, (1,) * (rank - np.ndim(x)) + np.shape(x))
 
     number, known, last = map(pad, (np.asarray(number, dtype), np.asarray(known), last))
     if known.all():
-        known, last = np.ones((1,) * rank, bool), pad(NONE)
+        known = np.ones((1,) * rank, bool)
+        last = pad(NONE)
     elif not known.any():
         known = np.zeros((1,) * rank, bool)
         if dtype.kind not in "fc":
@@ -336,17 +339,26 @@ def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarra
 
     Dims are expanded only where they are cut.
     """
-    sizes, result, i, j = [], [], 0, 0
+    sizes = []
+    result = []
+    i = 0
+    j = 0
     while i < len(old) or j < len(new):
-        a, b, m, n = i, j, 1, 1
+        a = i
+        b = j
+        m = 1
+        n = 1
         while m != n or (i == a and j == b):
             if (m <= n or j == len(new)) and i < len(old):
-                m, i = m * old[i], i + 1
+                m = m * old[i]
+                i = i + 1
             else:
-                n, j = n * new[j], j + 1
+                n = n * new[j]
+                j = j + 1
         # A dim of slots may have another size.
         if i - a == 1 and j > b and all(size == 1 for size in new[b : j - 1]):
-            sizes, result = [*sizes, x.shape[a]], [*result, *new[b : j - 1], x.shape[a]]
+            sizes = [*sizes, x.shape[a]]
+            result = [*result, *new[b : j - 1], x.shape[a]]
             continue
         is_alike = all(size == 1 for size in x.shape[a:i])
         sizes += x.shape[a:i] if is_alike else old[a:i]

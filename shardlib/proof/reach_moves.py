@@ -96,7 +96,8 @@ def _pad(eqn: Any, x: Reach, filling: Reach) -> Reach:
 
 @rule("concatenate")
 def _concatenate(eqn: Any, *ins: Reach) -> Reach:
-    dim, shape = eqn.params["dimension"], result_shape(eqn)
+    dim = eqn.params["dimension"]
+    shape = result_shape(eqn)
 
     def together(*arrays: np.ndarray) -> np.ndarray:
         parts = [
@@ -114,7 +115,8 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
 
 @rule("iota")
 def _iota(eqn: Any) -> Reach:
-    shape, dim = result_shape(eqn), eqn.params["dimension"]
+    shape = result_shape(eqn)
+    dim = eqn.params["dimension"]
     sizes = [n if i == dim else 1 for i, n in enumerate(shape)]
     number = np.arange(shape[dim]).reshape(sizes).astype(dtype_of_result(eqn))
     return reach.make_reach(shape, number, reach.exact(number, eqn.outvars[0].aval))
@@ -126,7 +128,9 @@ def _iota(eqn: Any) -> Reach:
 @rule("gather")
 def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
     """Where a part of a dim is read at an unknown index, it may be any part."""
-    shape, d, sizes = result_shape(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape = result_shape(eqn)
+    d = eqn.params["dimension_numbers"]
+    sizes = eqn.params["slice_sizes"]
     batch = [i for i in range(len(shape)) if i not in d.offset_dims]
     windows = [
         i
@@ -179,7 +183,9 @@ def _rows_at(
 
     Dim i of others becomes dim at[i].
     """
-    rank, size, fill = len(result_shape(eqn)), x.shape[dim], eqn.params["fill_value"]
+    rank = len(result_shape(eqn))
+    size = x.shape[dim]
+    fill = eqn.params["fill_value"]
     if "fill" in str(eqn.params["mode"]).lower():
         inside = (rows >= 0) & (rows < size)
     else:
@@ -197,7 +203,8 @@ def _rows_at(
 
     number, known, last = map(take_rows, x.arrays())
     other = reach.highest(number.dtype) if fill is None else number.dtype.type(fill)
-    number, known = np.where(inside, number, other), np.where(inside, known, fill is not None)
+    number = np.where(inside, number, other)
+    known = np.where(inside, known, fill is not None)
     found = reach.make_reach(
         result_shape(eqn), number, known, np.maximum(np.where(inside, last, NONE), index)
     )
@@ -302,7 +309,8 @@ def rows_added(
     sizes = [n if i == dim else max(x.last.shape[i], added.shape[i]) for i, n in enumerate(x.shape)]
     whole = [*(1 if i == dim else n for i, n in enumerate(sizes)), *added.shape[rank:]]
     rows, added = np.broadcast_to(rows, whole), np.broadcast_to(added, whole)
-    inside, last = (rows >= 0) & (rows < x.shape[dim]), np.array(np.broadcast_to(x.last, sizes))
+    inside = (rows >= 0) & (rows < x.shape[dim])
+    last = np.array(np.broadcast_to(x.last, sizes))
     to = list(np.nonzero(inside)[:rank])
     to[dim] = rows[inside]
     np.maximum.at(last, tuple(to), added[inside])

@@ -44,7 +44,8 @@ def _rule_of(eqn: Eqn, ins: list[Reach]) -> Callable:
 
 def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
     """Results whose entries may each depend on all entries of all operands."""
-    last, types = reach.of_all(ins), [reach.dtype_of(var.aval) for var in eqn.outvars]
+    last = reach.of_all(ins)
+    types = [reach.dtype_of(var.aval) for var in eqn.outvars]
     found = [reach.unknown(result_shape(eqn, i), dtype, last) for i, dtype in enumerate(types)]
     return [dataclasses.replace(x, blurred=True) for x in found]
 
@@ -60,21 +61,27 @@ SMALL = words("cos erf exp exp2 logistic sign sin tanh")
 
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach | Any:
-    name, shape, dtype = eqn.primitive.name, result_shape(eqn), dtype_of_result(eqn)
-    known, last = True, NONE
+    name = eqn.primitive.name
+    shape = result_shape(eqn)
+    dtype = dtype_of_result(eqn)
+    known = True
+    last = NONE
     for x in ins:
-        known, last = known & x.known, np.maximum(last, x.last)
+        known = known & x.known
+        last = np.maximum(last, x.last)
     if len(eqn.outvars) > 1:
         return None
     is_followed = name in FOLDS.keys() - UNFOLLOWED and (name != "rem" or dtype.kind in "iu")
-    known, number = np.asarray(known) & is_followed, reach.highest(dtype)
+    known = np.asarray(known) & is_followed
+    number = reach.highest(dtype)
     if name in ("div", "rem") and dtype.kind in "iu":
         known = known & (ins[1].number != 0)
     if known.any():
         number = np.where(known, FOLDS[name](*(x.number for x in ins)), number)
         known = known & reach.exact(number, eqn.outvars[0].aval)
     sure, surely = _sure(name, dtype, ins)
-    number, known = np.where(sure & ~known, surely, number), known | sure
+    number = np.where(sure & ~known, surely, number)
+    known = known | sure
     if dtype.kind == "f" and not np.all(known):
         number = np.where(known, number, _bound(name, ins))
     return reach.make_reach(shape, number, known, last, dtype)
@@ -114,7 +121,8 @@ def _bound(name: str, ins: Sequence[Reach]) -> Any:
     if name in SMALL:
         return 0.0
     if name in ("add", "add_any", "sub", "max", "min"):
-        a, b = reach.bounds(ins[0]), reach.bounds(ins[1] if name != "sub" else _negative(ins[1]))
+        a = reach.bounds(ins[0])
+        b = reach.bounds(ins[1] if name != "sub" else _negative(ins[1]))
         least, most = np.minimum(a, b), np.maximum(a, b)
         if name in ("max", "min"):
             return most if name == "max" else np.where(least < 0, least, most)
@@ -122,7 +130,8 @@ def _bound(name: str, ins: Sequence[Reach]) -> Any:
         return np.where((least < LOW) & (most <= -least / 2), sums, reach.union(a, b))
     if name in ("mul", "div"):
         x, scale = ins if name == "div" or ins[1].is_known else ins[::-1]
-        bound, factor = reach.bounds(x), scale.number if name == "mul" else 1 / scale.number
+        bound = reach.bounds(x)
+        factor = scale.number if name == "mul" else 1 / scale.number
         bound = np.where(
             bound < LOW,
             bound * factor,
@@ -139,7 +148,8 @@ def _negative(x: Reach) -> Reach:
 @rule("add", "add_any", "sub")
 def _added(eqn: Eqn, a: Reach, b: Reach) -> Reach:
     """For a difference of two running sums along a dim, only what lies between them remains."""
-    found, sign = _elementwise(eqn, a, b), -1 if eqn.primitive.name == "sub" else 1
+    found = _elementwise(eqn, a, b)
+    sign = -1 if eqn.primitive.name == "sub" else 1
     x, y = (z.fact if isinstance(z.fact, Sums) else None for z in (a, b))
     if y:
         y = dataclasses.replace(y, sign=y.sign * sign)
@@ -158,7 +168,9 @@ def _added(eqn: Eqn, a: Reach, b: Reach) -> Reach:
 
 @rule("convert_element_type")
 def _converted(eqn: Eqn, x: Reach) -> Reach:
-    number, known, dtype = x.number, x.known, dtype_of_result(eqn)
+    number = x.number
+    known = x.known
+    dtype = dtype_of_result(eqn)
     if {number.dtype.kind, dtype.kind} != {"f"}:
         whole = np.where(known, number, 0)
         number = whole.astype(dtype)
@@ -270,7 +282,8 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach:
         )
     if name in ("reduce_max", "reduce_min") and dtype.kind == "f":
         of_each = reach.bounds(x)
-        least, bound = of_each.min(axes, initial=np.inf), of_each.max(axes, initial=-np.inf)
+        least = of_each.min(axes, initial=np.inf)
+        bound = of_each.max(axes, initial=-np.inf)
         if name == "reduce_max":
             size = np.where(of_each >= 0, of_each, np.inf).min(axes, keepdims=True, initial=np.inf)
             x = Reach(
@@ -297,7 +310,8 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach:
 @rule("sort", "top_k")
 def _together(eqn: Eqn, *ins: Reach) -> list[Reach]:
     """Takes the entries along one dim together, and those along other dims separately."""
-    rank, p = len(ins[0].shape), eqn.params
+    rank = len(ins[0].shape)
+    p = eqn.params
     last = functools.reduce(
         np.maximum, (x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins)
     )
@@ -309,7 +323,9 @@ def _together(eqn: Eqn, *ins: Reach) -> list[Reach]:
 
 @rule(*kinds("running"))
 def _cumulative(eqn: Eqn, x: Reach) -> Reach:
-    name, axis, back = eqn.primitive.name, eqn.params["axis"], eqn.params["reverse"]
+    name = eqn.primitive.name
+    axis = eqn.params["axis"]
+    back = eqn.params["reverse"]
 
     def accumulate(op: np.ufunc, a: np.ndarray) -> np.ndarray:
         if back:
@@ -375,7 +391,8 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
     nonzero = np.broadcast_to(
         ~(a.known & (a.number == 0)), (*np.shape(a.known)[:-2], *a.shape[-2:])
     )
-    is_lower, is_upper = not np.triu(nonzero, 1).any(), not np.tril(nonzero, -1).any()
+    is_lower = not np.triu(nonzero, 1).any()
+    is_upper = not np.tril(nonzero, -1).any()
     if not (is_matrix and is_moved and (is_lower or is_upper) and _is_by_lu(eqn)):
         return None
     shape = (*b.shape[:-2], b.shape[-1], b.shape[-2])
@@ -476,7 +493,9 @@ def _product(eqn: Eqn, *ins: Reach) -> Reach:
 @rule("conv_general_dilated")
 def _convolution(eqn: Eqn, x: Reach, w: Reach) -> Reach | None:
     """Each position of the kernel moves the entries; features are taken together."""
-    p, shape, numbers = eqn.params, result_shape(eqn), eqn.params["dimension_numbers"]
+    p = eqn.params
+    shape = result_shape(eqn)
+    numbers = eqn.params["dimension_numbers"]
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     if p["batch_group_count"] != 1:
         return None

@@ -46,7 +46,8 @@ def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
     for number, past in (numbers, numbers[::-1]) if len(numbers) == 2 else ():
         if past.size != 1:
             continue
-        number, last = full(number, x.shape, [dim]), full(x.last, x.shape, [dim])
+        number = full(number, x.shape, [dim])
+        last = full(x.last, x.shape, [dim])
         if (np.diff(number, axis=dim) > 0).all() and (number < past).all():
             last = np.maximum.accumulate(last, axis=dim) if is_forward else last
             number = _with_end(number, past, dim)
@@ -78,7 +79,8 @@ def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
         _aligned(y, x.fact, x.fact.dim) if by_entry else y if y is x or not y.shape else _blurred(y)
         for y in ins
     ]
-    result, bare = rule(eqn, *ins), rule(eqn, *(_blurred(y, y.last) if y.shape else y for y in ins))
+    result = rule(eqn, *ins)
+    bare = rule(eqn, *(_blurred(y, y.last) if y.shape else y for y in ins))
     result, bare = (y[0] if isinstance(y, list) else y for y in (result, bare))
     return dataclasses.replace(result, last=bare.last, fact=Slots(dim, x.fact.source))
 
@@ -94,7 +96,8 @@ def _dim_after(eqn: Eqn, ins: list[Reach], x: Reach, rule: Callable[..., Any]) -
 
     It is the first of them; None if there is none.
     """
-    size, rank = x.shape[x.fact.dim], len(x.shape)
+    size = x.shape[x.fact.dim]
+    rank = len(x.shape)
     slots = np.arange(size).reshape([size if i == x.fact.dim else 1 for i in range(rank)])
     marked = []
     for y in ins:
@@ -138,7 +141,8 @@ def _looked_up(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | 
     x, starts = ins
     if is_in(x) or not starts.is_known:
         return None
-    d, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
+    d = eqn.params["dimension_numbers"]
+    shape = eqn.outvars[0].aval.shape
     batch = [i for i in range(len(shape)) if i not in d.offset_dims]
     for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True):
         x = _aligned(x, Slots(i, None), i) if j == starts.fact.dim else x

@@ -100,7 +100,8 @@ def _keep(operand: Any) -> Any:
 
 def _live(jaxpr: Jaxpr) -> Any:
     """Removes equations whose results are not used."""
-    used, found = set(filter(is_variable, jaxpr.outvars)), []
+    used = set(filter(is_variable, jaxpr.outvars))
+    found = []
     for eqn in reversed(jaxpr.eqns):
         # Loops and branches stay: they may hold collectives that not all devices reach, even if
         # results are unused.
@@ -210,7 +211,8 @@ class _Ring:
 
     def _close(self, last: Eqn) -> None:
         """Records the ring that ends with `last`, if the turns before it do the same."""
-        chain, n = self._gathered(last.outvars[0], last.primitive.name), self.n
+        chain = self._gathered(last.outvars[0], last.primitive.name)
+        n = self.n
         terms = [eqn.invars[1:] for eqn in chain[: n - 1]][::-1]
         if len(terms) < n - 1:
             return
@@ -245,7 +247,8 @@ class _Ring:
 
         It is one if all devices add the same to it.
         """
-        terms, eqn = [], last
+        terms = []
+        eqn = last
         while eqn is not None and eqn.primitive is last.primitive and len(terms) < self.n:
             passed = [  # what came from another device
                 var
@@ -264,7 +267,8 @@ class _Ring:
             return
         # After n steps, what was there before is at the device that had it.
         start, terms = (before, terms) if len(terms) == self.n else (None, [*terms, before])
-        marks, self.start = dict(self.marks), 1 - self.n
+        marks = dict(self.marks)
+        self.start = 1 - self.n
         # What was added k turns before the end was added k steps before the device where the sum is
         # now.
         if all(self._match(term, terms[-1], -k, marks, {}) for k, term in enumerate(terms[:-1])):
@@ -332,7 +336,9 @@ class _Ring:
     def _one_turn(self, last: Eqn, start: Any, first: list, read: Any) -> list[Any]:
         """The equations that accumulate one turn, over an axis that stands for the turns."""
         close, first = (SCATTER, first[1:]) if first[0] is SCATTER else (CLOSE, first)
-        turn, (out,), inner = list(map(read, first)), last.outvars, core.Var(last.outvars[0].aval)
+        turn = list(map(read, first))
+        (out,) = last.outvars
+        inner = core.Var(last.outvars[0].aval)
         params = {"turns": self.turn_axis, "kind": last.primitive.name, "passed": self.axis}
         if start is None:
             return [_equation(last, close, turn, out, params)]
@@ -388,7 +394,8 @@ def _computed(eqn: Eqn, ins: list[list | None], axis: str, n: int) -> list[list 
 @rule("ring_enter", "ring_index", "ring_close", "ring_scatter")
 def _ring(eq: Equation) -> Value:
     """Facts about what enters a ring, an index of it, and the result of all turns together."""
-    (x,), turns = eq.ins, eq.params["turns"]
+    (x,) = eq.ins
+    turns = eq.params["turns"]
     if eq.name == "ring_index":
         return Value((), offset=((turns, eq.params["coefficient"]),), known=(0, 0))
     if eq.name == "ring_enter":

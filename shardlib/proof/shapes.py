@@ -27,7 +27,8 @@ ENDS = ("start_indices", "limit_indices", "strides")
 
 @rule("iota")
 def _iota(eq: Equation) -> Value:
-    k, shape = eq.params["dimension"], eq.result_shape
+    k = eq.params["dimension"]
+    shape = eq.result_shape
     dims = tuple(whole(n) if i == k else UNIFORM for i, n in enumerate(shape))
     is_local = eq.twin.outvars[0].aval.shape[k] != shape[k]
     return Value(dims, known=(0, 0), count=(k,), is_local=is_local, counted=eq)
@@ -63,7 +64,8 @@ def _with(x: Value, result: Value) -> Value:
 
 @rule("broadcast_in_dim", "transpose", "squeeze")
 def _moved(eq: Equation) -> Value:
-    x, source = eq.ins[0], source_dims(eq.eqn)
+    x = eq.ins[0]
+    source = source_dims(eq.eqn)
     source = [
         i if i is not None and eq.shape()[i] == n else None
         for i, n in zip(source, eq.result_shape, strict=True)
@@ -94,7 +96,8 @@ def _pieces(
     """The factors of the entries of `x`, of these shapes here and on one device."""
     pieces: list[_Piece] = []
     for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
-        name, counted = dim.name if dim else "", i in x.count
+        name = dim.name if dim else ""
+        counted = i in x.count
         if dim is UNIFORM or (counted and x.is_local):
             is_loose = dim is UNIFORM and here != there
             pieces.append(_Piece(here, there, (), dim is UNIFORM, is_loose, name, counted))
@@ -117,7 +120,9 @@ def _reshape(eq: Equation) -> Value:
         )
     pieces = _pieces(eq, x, shape, twin_shape)
     twins = eq.twin.outvars[0].aval.shape
-    dims, count, mixed = [], [], False
+    dims = []
+    count = []
+    mixed = False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
         if (
             there == 1 < size
@@ -178,9 +183,13 @@ def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piec
 
     Splits the last one if needed.
     """
-    taken, product, product_there = [], 1, 1
+    taken = []
+    product = 1
+    product_there = 1
     while pieces:
-        piece, need, rest = pieces[0], size // product, there // product_there
+        piece = pieces[0]
+        need = size // product
+        rest = there // product_there
         is_last = last and piece.size == 1 == piece.whole
         if need == 1 == rest and not is_last:
             break
@@ -196,7 +205,8 @@ def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piec
             uncut = piece.size // need
             taken.append(dataclasses.replace(piece, size=need, whole=piece.whole // uncut, name=""))
             pieces[0] = dataclasses.replace(piece, size=uncut, whole=uncut, axes=(), name="")
-            product, product_there = size, product_there * taken[-1].whole
+            product = size
+            product_there = product_there * taken[-1].whole
         else:
             break
     if product != size:
@@ -220,7 +230,8 @@ def _merged(taken: list[_Piece]) -> Dim:
 
 @rule("concatenate")
 def _concatenate(eq: Equation) -> Value:
-    k, ndim = eq.params["dimension"], len(eq.result_shape)
+    k = eq.params["dimension"]
+    ndim = len(eq.result_shape)
     if (
         k == ndim - 1
         and all(shape[k] == 1 for shape in map(eq.shape, range(len(eq.ins))))
@@ -254,7 +265,8 @@ def _stack(eq: Equation) -> Value:
 
 @rule("split", "unstack")
 def _split(eq: Equation) -> list[Value]:
-    (x,), k = eq.ins, eq.params["axis"]
+    (x,) = eq.ins
+    k = eq.params["axis"]
     eq.uncut(x, k, "an array is split")
     if eq.name == "unstack":
         return [x.rearranged((*x.dims[:k], *x.dims[k + 1 :])) for _ in eq.eqn.outvars]
@@ -269,7 +281,9 @@ def _piece_of(eq: Equation, x: Value, shape: tuple[int, ...]) -> Value:
 
 @rule("slice")
 def _slice(eq: Equation) -> Value:
-    (x,), p, twin = eq.ins, eq.params, eq.twin.params
+    (x,) = eq.ins
+    p = eq.params
+    twin = eq.twin.params
     strided: dict[int, Dim] = {}
     for i, (a, b) in enumerate(zip(eq.shape(), eq.result_shape, strict=True)):
         if a == b and twin["limit_indices"][i] - twin["start_indices"][i] == eq.twin_shape()[i]:

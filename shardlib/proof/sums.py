@@ -51,7 +51,8 @@ def _summable(eq: Equation, x: Value, gone: Iterable[int]) -> None:
 
 @rule("reduce_sum")
 def _sum(eq: Equation) -> Value:
-    (x,), gone = eq.ins, eq.params["axes"]
+    (x,) = eq.ins
+    gone = eq.params["axes"]
     _summable(eq, x, gone)
     shift = frozenset(
         (source._replace(dims=_without(source.dims, gone)), c) for source, c in x.shift
@@ -63,7 +64,8 @@ def _sum(eq: Equation) -> Value:
     here, there = (math.prod(shape[i] for i in uniform) for shape in (eq.shape(), eq.twin_shape()))
     if x.is_constant and not x.partial:
         return constant(len(eq.result_shape), x.known[0] * here, x.known[1] * there)
-    dims, ratio = _without(x.dims, gone), near(x.ratio * there / here) if here else x.ratio
+    dims = _without(x.dims, gone)
+    ratio = near(x.ratio * there / here) if here else x.ratio
     found = Value(
         dims, x.partial | axes - x.folded, None, ratio, folded=x.folded - axes, folding=x.folding
     )
@@ -86,7 +88,8 @@ def _source(x: Value, kind: str, gone: Any) -> Source:
 
 @rule("reduce_max", "reduce_min", "reduce_or", "reduce_and")
 def _extreme(eq: Equation) -> Value:
-    (x,), gone = eq.ins, eq.params["axes"]
+    (x,) = eq.ins
+    gone = eq.params["axes"]
     if eq.name in ("reduce_or", "reduce_and") and eq.result_type() != np.bool_:  # bit by bit
         return _together(eq)[0]
     kind = "max" if eq.name in ("reduce_max", "reduce_or") else "min"
@@ -101,7 +104,9 @@ def _extreme(eq: Equation) -> Value:
 @rule(*kinds("running"), "reduce_prod", "reduce_xor", "sort", "top_k", "approx_top_k")
 def _together(eq: Equation) -> list[Value]:
     """Handles primitives that take the entries along some dims together."""
-    p, x, ndim = eq.params, eq.ins[0], len(eq.shape())
+    p = eq.params
+    x = eq.ins[0]
+    ndim = len(eq.shape())
     along = [p[name] for name in ("dimension", "axis", "reduction_dimension") if name in p] or [
         ndim - 1
     ]
@@ -110,7 +115,8 @@ def _together(eq: Equation) -> list[Value]:
         return found
     labels = [None if i in gone or (not gone and i == along[0] % ndim) else i for i in range(ndim)]
     results = [i for i in labels if i is not None] if gone else labels
-    operands, results = [labels] * len(eq.ins), [results] * len(eq.eqn.outvars)
+    operands = [labels] * len(eq.ins)
+    results = [results] * len(eq.eqn.outvars)
     if eq.name != "cumsum":
         return map_separately(eq, operands, results, f"a {eq.name} runs")
     (found,) = map_separately(eq, operands, results, "a cumsum runs", Equation.term)
@@ -119,14 +125,16 @@ def _together(eq: Equation) -> list[Value]:
 
 @rule("argmax", "argmin")
 def _argmax(eq: Equation) -> Value:
-    (x,), gone = eq.ins, eq.params["axes"]
+    (x,) = eq.ins
+    gone = eq.params["axes"]
     eq.finished(x)
     if not (axes := frozenset(_cut_axes(x, gone))):
         return Value(_without(x.dims, gone))
     if len(gone) > 1 or x.dims[gone[0]].is_merged:
         eq.uncut(x, gone[0], f"an {eq.name} is taken")
     # Not yet an index in the whole dim: it may only be added to this device's offset.
-    size, kind = eq.shape()[gone[0]], eq.name[3:]
+    size = eq.shape()[gone[0]]
+    kind = eq.name[3:]
     source = _source(x, kind, gone)
     return Value(
         _without(x.dims, gone),
@@ -142,7 +150,9 @@ def _sorted_block(eq: Equation) -> list[Value] | None:
 
     A second sort, of that order, undoes it. None if the equation is not such a sort.
     """
-    (key, *_), n, blocks = eq.ins, eq.shape()[0], [v for v in eq.ins if not v.is_local]
+    (key, *_) = eq.ins
+    n = eq.shape()[0]
+    blocks = [v for v in eq.ins if not v.is_local]
     if not (cut := [v.dims[0] for v in eq.ins if v.dims[0] and v.dims[0].axes]):
         return None
     counts = [v for v in eq.ins if v.count and v.is_local and v.known == (0, 0) and not v.offset]
@@ -158,7 +168,8 @@ def _sorted_block(eq: Equation) -> list[Value] | None:
     else:
         # An order of the whole block: sorting it gives 0, 1, …, and what goes with it its position
         # before.
-        before, after = key.dims[0], key.places
+        before = key.dims[0]
+        after = key.places
         firsts = [Value((whole(n),), known=(0, 0), count=(0,), is_local=True)]
     rest = eq.ins[len(firsts) :]
     is_one_block = all([p.size for p in d.parts] == [n] for d in (before, after))
@@ -217,7 +228,8 @@ def _contracted(eq: Equation, pairs: Iterable[tuple[int, int]]) -> tuple[frozens
     `pairs` are dims that are contracted.
     """
     a, b = eq.ins
-    partial, ratio = a.partial | b.partial, a.ratio * b.ratio
+    partial = a.partial | b.partial
+    ratio = a.ratio * b.ratio
     for i, j in pairs:
         dim = eq.joined_dim(i, [a.dims[i], b.dims[j]])
         if dim is UNIFORM:
@@ -239,8 +251,9 @@ def _dot_of_rows(eq: Equation) -> Value:
     Rows out of range still have to be masked.
     """
     k = 0 if eq.ins[0].looked_up is not None else 1
-    rows, other = eq.ins[k], eq.ins[1 - k]
-    (contracted, batch) = (sides[k] for sides in eq.params["dimension_numbers"])
+    rows = eq.ins[k]
+    other = eq.ins[1 - k]
+    contracted, batch = (sides[k] for sides in eq.params["dimension_numbers"])
     if (
         other.looked_up is not None
         or not rows.origin
@@ -259,7 +272,8 @@ def _dot_of_rows(eq: Equation) -> Value:
 @rule("conv_general_dilated")
 def _convolution(eq: Equation) -> Value:
     x, kernel = map(eq.term, eq.ins)
-    numbers, pair = eq.params["dimension_numbers"], (eq.eqn, eq.twin)
+    numbers = eq.params["dimension_numbers"]
+    pair = (eq.eqn, eq.twin)
     (batch, feature, *_), (out, into, *_), (to_batch, to_feature, *_) = numbers
 
     def holds(test: Callable[..., bool]) -> bool:
@@ -320,9 +334,11 @@ def _attention(eq: Equation) -> list[Value]:
     These may be sharded, but not positions and entries of heads. q, k and v are [B, T, N, H], or
     [B, N, T, H] with layout 1; a bias is [B or 1, N or 1, T, S].
     """
-    names, at_head = (*OPERANDS, *GIVEN)[: len(eq.ins)], 1 if eq.params["layout"] else 2
+    names = (*OPERANDS, *GIVEN)[: len(eq.ins)]
+    at_head = 1 if eq.params["layout"] else 2
     place = {name: 1 if name in ("bias", "activation") else at_head for name in names}
-    labels, heads = {}, set()
+    labels = {}
+    heads = set()
     for k, name in enumerate(names):
         shape = eq.shape(k)
         # An operand that the call leaves out has no entries.

@@ -41,9 +41,11 @@ def main(gib: float = 2.0, place: str | None = None) -> None:
         actions = {"save": save, "restore": lambda: restore(at_rest), "restore to another mesh": lambda: restore(other)}
         for name, action in actions.items():
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            began, before = time.monotonic(), host_peak()
+            began = time.monotonic()
+            before = host_peak()
             action()
-            rate, grown = x.nbytes / (time.monotonic() - began), (host_peak() - before) / x.nbytes
+            rate = x.nbytes / (time.monotonic() - began)
+            grown = (host_peak() - before) / x.nbytes
             figures = f"{rate / 1e9:5.2f} GB/s: {STATE_BYTES / PROCESSES / rate:5.1f} s for 70B"
             print(f"{name:24} {figures}; memory grew by {grown:.2f}x the state")
 

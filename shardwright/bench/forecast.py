@@ -77,7 +77,8 @@ def ladders(runs: scaling.Runs, rng: np.random.Generator) -> Iterator[Ladder]:
 
     The small ones are at most 30 of the first half and of two thirds, and ten times nine of the half.
     """
-    count, compute = len(runs.loss), runs.params * runs.tokens
+    count = len(runs.loss)
+    compute = runs.params * runs.tokens
     many = [("many", count // 2, 30), ("many", count * 2 // 3, 30)]
     for kind, among, most in many + [("nine", count // 2, 9)] * 10:
         small = np.sort(rng.choice(among, min(most, among), replace=False))
@@ -99,7 +100,8 @@ def published(paths: Sequence[Path]) -> None:
                 except ValueError:  # nine of too few sizes
                     continue
                 for f, loss in zip(said, runs.loss[large], strict=True):
-                    width, error = (f.high - f.low) / f.loss, abs(f.loss / loss - 1)
+                    width = (f.high - f.low) / f.loss
+                    error = abs(f.loss / loss - 1)
                     is_open = f.high >= runs.loss[small].min()
                     found[kind].append((f.low <= loss <= f.high, width, is_open, error))
             for kind, cases in found.items():

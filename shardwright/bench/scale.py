@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-import train
 from shardlib.schedules import in_a_ring
 from shardlib.shardtypes import make_shardings
 from shardwright.bench.common import cpu_seconds
@@ -36,6 +35,7 @@ from shardwright.run.config import Config
 from shardwright.run.flops import PeakFlops, Speed
 from shardwright.run.launch import composed
 from shardwright.run.metrics import RunLog
+from shardwright.run.spec import load_spec
 from shardwright.run.stages import place_layers
 from shardwright.run.step import trace_step
 from shardwright.run.stores import Store
@@ -48,8 +48,9 @@ COLUMNS = "devices start proof stages batches files manifest reading log report 
 def arrays_of(c: Config) -> list[saved.SavedArray]:
     """Returns the arrays of a checkpoint, with a number instead of each chunk."""
     model = load_model(c.model)
-    state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
-    shardings, arrays = saved.named_leaves(make_shardings(train.State[model.Weights], like=state)), []
+    state = jax.eval_shape(lambda: load_spec().init_state(jax.random.key(0), c, model))
+    shardings = saved.named_leaves(make_shardings(load_spec().State[model.Weights], like=state))
+    arrays = []
     for name, x in saved.named_leaves(state).items():
         shard = shardings[name].shard_shape(x.shape)
         is_gathered = math.prod(shard) * 4 < saved.SMALL_BYTES and x.size * 4 <= saved.MOST_GATHERED
@@ -61,11 +62,13 @@ def arrays_of(c: Config) -> list[saved.SavedArray]:
 def row(devices: int) -> list[str]:
     sizes = "mesh.t=8", f"mesh.d={devices // 8}", "mesh.r=1", f"training.batch_size={devices}"
     c = composed("flat_tokens_c4_a100x8_2b", *sizes)
-    model, sizes = load_model(c.model), (c.mesh.r, c.mesh.d, c.mesh.t)
+    model = load_model(c.model)
+    sizes = (c.mesh.r, c.mesh.d, c.mesh.t)
     found = [time.process_time()]
     with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)):
         found.append(cpu_seconds(lambda: find_unsound(trace_step(c, model))))
-        step, arrays = trace_step(c, model).traced, arrays_of(c)
+        step = trace_step(c, model).traced
+        arrays = arrays_of(c)
     found.append(cpu_seconds(lambda: place_layers(devices, in_a_ring(devices // 8, 1), 1)))
     c.data.filespec = str(Path(__file__).parents[1] / "shipped/synthetic_dataset.zarr")
     loader = make_loader(c.data, "train", devices, 64)
@@ -74,7 +77,8 @@ def row(devices: int) -> list[str]:
     written = {array.key(i): 0 for array in arrays for i in np.ndindex(array.grid)}
     metrics = vars(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), step.out_info[1]))
     with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(None):
-        store, speed = Store(f"{place}/checkpoints"), Speed(1, 1.0, PeakFlops(1.0, ""))
+        store = Store(f"{place}/checkpoints")
+        speed = Speed(1, 1.0, PeakFlops(1.0, ""))
         found.append(cpu_seconds(lambda: saved.commit(store, 1, arrays, written, {})))
         found.append(cpu_seconds(lambda: saved.read_manifest(store, 1)))
         with RunLog(place, total_steps=STEPS, start_step=0, speed=speed) as log:

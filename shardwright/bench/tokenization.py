@@ -7,8 +7,9 @@ all threads, so other programs hardly change them. They leave out slow disks and
 
 The loader feeds a loop as a run does, once as fast as it can and once at 10⁶ tokens/s, and the loop's waits are timed.
 
-With --seqax, the tokenization tool and that of a checkout of https://github.com/MatX-inc/seqax tokenize the same file in
-turns, each from its start to its end. Its .venv needs datasets hydra-core numcodecs==0.15.2 transformers zarr==2.18.7.
+With --seqax, the tokenization tool and that of a checkout of https://github.com/MatX-inc/seqax tokenize the same
+file in turns, each from its start to its end. Its .venv needs datasets hydra-core numcodecs==0.15.2 transformers
+zarr==2.18.7.
 """
 
 import json
@@ -64,10 +65,8 @@ def measured(path: str, place: str, tokenizer: Tokenizer) -> list[float]:
     merging = cpu_seconds(lambda: merge(shards, f"{place}/whole"))
     loader = make_loader(DataConfig(filespec=f"{place}/whole"), "train", BATCH, SEQ_LEN)
     reading = cpu_seconds(lambda: [loader.sequences(step, np.arange(BATCH)) for step in range(BATCHES)])
-    tokens, on_disk = (
-        loader.num_tokens or 0,
-        sum(x.stat().st_size for x in Path(place, "whole").rglob("*") if x.is_file()),
-    )
+    tokens = loader.num_tokens or 0
+    on_disk = sum(x.stat().st_size for x in Path(place, "whole").rglob("*") if x.is_file())
     tokenizing = np.median(spent[1:]) * SHARDS  # the first one imports
     rates = [tokens / tokenizing, tokens / merging, BATCHES * BATCH * SEQ_LEN / reading]
     return [*rates, Path(path).stat().st_size * SHARDS / tokens, on_disk / tokens]
@@ -90,7 +89,9 @@ def waits(filespec: str) -> list[float]:
                 waited += time.perf_counter() - before
         return waited / PACED
 
-    fastest, step, waited = wait(0.0), BATCH * SEQ_LEN / PACE, []
+    fastest = wait(0.0)
+    step = BATCH * SEQ_LEN / PACE
+    waited = []
     spent = cpu_seconds(lambda: waited.append(wait(step)))
     return [BATCH * SEQ_LEN / fastest, waited[0] / step, spent / PACED / step]
 
@@ -102,7 +103,9 @@ def _seconds_of_children() -> float:
 
 def beside_seqax(seqax: Path, place: str, content: bytes, tokenizer: Tokenizer) -> list[float]:
     """Returns tokens/s of CPU time of our tool and of seqax's. Raises ValueError if their tokens differ."""
-    text, outs, spent = Path(place, "text"), [f"{place}/ours", f"{place}/theirs"], [[], []]
+    text = Path(place, "text")
+    outs = [f"{place}/ours", f"{place}/theirs"]
+    spent = [[], []]
     text.mkdir(exist_ok=True)
     for split, copies in (("train", COPIES), ("validation", 1)):
         (text / f"{split}.jsonl").write_bytes(content * copies)
@@ -141,7 +144,8 @@ def main() -> None:
     parser.add_argument("--seqax", type=Path, help="a checkout of seqax, to compare with its tool")
     seqax = parser.parse_args().seqax
     with tempfile.TemporaryDirectory() as place:
-        path, content = f"{place}/text.jsonl", lzma.decompress(TEXT.read_bytes())
+        path = f"{place}/text.jsonl"
+        content = lzma.decompress(TEXT.read_bytes())
         Path(path).write_bytes(content)
         trained = definitions.train_bpe((json.loads(line)["text"] for line in content.splitlines()), 2**15)
         tokenizers = {"bytes": Tokenizer(definitions.byte_definition()), "BPE": Tokenizer(trained)}

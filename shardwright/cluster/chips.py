@@ -159,7 +159,8 @@ class Chip:
             # In an all_to_all each device sends different bytes. In the others, devices of a group send the same, and
             # all groups form one ring.
             shared, ring = (1, far) if op == "all_to_all" else (near, n)
-            near_bytes, far_bytes = times * size * (near - 1) / near, times * size * (ring - 1) / ring / shared
+            near_bytes = times * size * (near - 1) / near
+            far_bytes = times * size * (ring - 1) / ring / shared
             hops = times * (n - 1 if self.platform == "tpu" else math.ceil(math.log2(n)))
             far_hops = far - 1 if op in ("all_gather", "psum_scatter") else times * math.ceil(math.log2(far))
         if table := self.collectives.get(op):
@@ -189,7 +190,8 @@ def chip_of(name: str) -> Chip:
             f"{name} is not a known chip: choose one of {', '.join(known())}, or give the path of a YAML file."
             f"{did_you_mean(name, known())}"
         )
-    data, tables = _fields_of(path), ("products", "collectives")
+    data = _fields_of(path)
+    tables = ("products", "collectives")
     needed = {field.name for field in dataclasses.fields(Chip)} - {"name", "sources", *tables}
     if wrong := needed - set(data):
         raise ValueError(f"{path} has no {min(wrong)}. Add it as {{value, source}}, or say which chip it is like.")
@@ -248,7 +250,8 @@ def _value(path: Path, key: str, x: object) -> Any:
         number = math.nan if isinstance(x, bool) else float(str(x))  # YAML reads 1e9 as a text
     except (TypeError, ValueError):
         number = math.nan
-    most, least = _MOST.get(key, math.inf), 1 if key == "near" else 0
+    most = _MOST.get(key, math.inf)
+    least = 1 if key == "near" else 0
     if not (least <= number < math.inf and number <= most) or (number == 0 and key not in _MAY_BE_0):
         limit = f"; it must be at most {most}" if most <= number < math.inf else ", which is not a positive number"
         raise ValueError(f"{path}: {key} is {x}{limit}.")

@@ -30,7 +30,8 @@ def make_mesh(devices: Sequence[Device], **given: int) -> jax.sharding.Mesh:
 
     One size may be -1, for the remaining devices. Raises ValueError for sizes that do not fit.
     """
-    sizes, wanted = axes_of_mesh(given), math.prod(map(abs, given.values()))
+    sizes = axes_of_mesh(given)
+    wanted = math.prod(map(abs, given.values()))
     if list(given.values()).count(-1) == 1:
         sizes |= {axis: len(devices) // max(1, wanted) for axis, size in given.items() if size == -1}
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):

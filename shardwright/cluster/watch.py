@@ -81,7 +81,8 @@ def watched(c: DistributedConfig) -> Iterator[None]:
     if count == 1:
         yield
         return
-    _place, over = _Place(), threading.Event()
+    _place = _Place()
+    over = threading.Event()
     who = f"process {jax.process_index()} on {socket.gethostname()}"
     threading.Thread(target=_watch, args=(c, who, over), name="watch", daemon=True).start()
     try:
@@ -111,7 +112,8 @@ def write_hosts(path: Path) -> None:
 
 
 def _watch(c: DistributedConfig, who: str, over: threading.Event) -> None:
-    place, seconds = _place, 0.0
+    place = _place
+    seconds = 0.0
     while not over.wait(_INTERVAL_S):
         # Counts only seconds in which this process ran: one that was suspended has not stalled.
         seconds = seconds + _INTERVAL_S if _place is place else 0.0

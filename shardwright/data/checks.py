@@ -25,7 +25,8 @@ at_least_1 = functools.partial(within, 1, 2**31)
 def check_ranges(section: str, settings: Any) -> None:
     """Checks the fields made by `within`, in `settings` and in nested dataclasses."""
     for field in dataclasses.fields(settings):
-        name, value = f"{section}.{field.name}" if section else field.name, getattr(settings, field.name)
+        name = f"{section}.{field.name}" if section else field.name
+        value = getattr(settings, field.name)
         if "range" in field.metadata:
             check_range(name, value, *field.metadata["range"], or_null=field.default is None)
         if dataclasses.is_dataclass(value):

@@ -46,7 +46,9 @@ class Damaged(OSError, ValueError):
 
 def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
     """Raises what `read_file` raises, without reading the file."""
-    kind, status, why = Damaged, None, None
+    kind = Damaged
+    status = None
+    why = None
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte in the name
@@ -54,13 +56,15 @@ def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
             raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
         why = "it is a link to a file that is missing"
     except OSError as error:  # a link to itself is damage; for other errors the file may be intact
-        kind, why = Damaged if error.errno == errno.ELOOP else ValueError, error.strerror
+        kind = Damaged if error.errno == errno.ELOOP else ValueError
+        why = error.strerror
     if status and not stat.S_ISREG(status.st_mode):
         why = "it is a directory, a pipe or a device"
     elif status and status.st_size > most:
         why = f"it has {status.st_size:,} bytes, more than the limit of {most:,}"
     elif status and not os.access(path, os.R_OK):
-        kind, why = ValueError, "its permissions forbid it"
+        kind = ValueError
+        why = "its permissions forbid it"
     if why is not None:
         raise kind(f"{path} cannot be read: {why}. {COPY_AGAIN}")
 

@@ -76,7 +76,8 @@ def compared(jaxpr: object, mesh: Any, text: str, strict: bool = False) -> tuple
     summary += [f"{count:,.0f} {how}" for how, count in changed.items() if count and how != _AS_WRITTEN]
     lines = []
     for line, what, times, verdict in differences:
-        axes, size = " ".join(axes_of(what.groups, program)), in_bytes(Shape(what.dtype, (what.entries,)).bytes)
+        axes = " ".join(axes_of(what.groups, program))
+        size = in_bytes(Shape(what.dtype, (what.entries,)).bytes)
         kind = what.kind + f" ({what.reduction})" * (what.reduction in _EXTREMES.values())
         lines.append(f"{line}: {kind} over {axes or '?'}, {what.dtype} {size}, {times:g} × a step, {verdict}")
     lines[MOST:] = [f"… and {len(lines) - MOST} more"] if lines[MOST:] else []
@@ -177,13 +178,15 @@ def compiled_in(
         for message in (work for work in works if isinstance(work, Message)):
             line = (places.locate(computation, instruction).line or WITHOUT_LINE).removeprefix("~")
             groups = _canonical(message.groups or [range(program.devices)], message.kind)
-            members, sizes = max(map(len, groups)), [math.prod(array.dims) for array in message.arrays]
+            members = max(map(len, groups))
+            sizes = [math.prod(array.dims) for array in message.arrays]
             if message.kind == "all-to-all" and len(sizes) == members:
                 sizes = [sum(sizes)]  # it has an operand for each device of a group
             sizes = [size * members if message.kind == "all-gather" else size for size in sizes]
             kinds = [(message.kind, message.reduction, groups, array.dtype) for array in message.arrays]
             whats = [Collective(*kind, size) for kind, size in zip(kinds, sizes, strict=False)]
-            read, is_alone = instruction.operands, instruction.opcode.startswith(message.kind)
+            read = instruction.operands
+            is_alone = instruction.opcode.startswith(message.kind)
             if not is_alone or len(read) != len(whats):  # what a fusion sends is not what it reads
                 read = [f"{instruction.name} {i}" for i in range(len(whats))]
             arrays = [*zip(whats, read, strict=True)]
@@ -218,7 +221,8 @@ def compare(
     """
     changed: dict[str, float] = collections.defaultdict(float)
     most, have = _totals(written, lambda sent: sent.what), _totals(compiled, lambda sent: sent.what)
-    known, fewer = {sent.what for sent in compiled}, collections.defaultdict[Collective, set[float]](lambda: {0.0})
+    known = {sent.what for sent in compiled}
+    fewer = collections.defaultdict[Collective, set[float]](lambda: {0.0})
     for sent in written:
         fewer[sent.what] |= {less + sent.times - sent.least for less in fewer[sent.what]}
     # An array that is sent again is no counterpart of another array.

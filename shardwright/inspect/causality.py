@@ -130,14 +130,16 @@ def _findings(checked: list[Step]) -> Iterator[Finding]:
 
 
 def _of_program(step: Step) -> Iterator[Finding]:
-    (rows, length), chunk = step.size, step.config.training.loss_chunk
+    rows, length = step.size
+    chunk = step.config.training.loss_chunk
     try:
         own = step.jaxpr
     except Exception as error:  # whatever the program does there
         yield _untraced(error, step, "one device")
         return
     failed: list[Finding] = []
-    why, doubt = f"its operations on {rows} × {length} tokens are others than on fewer", ""
+    why = f"its operations on {rows} × {length} tokens are others than on fewer"
+    doubt = ""
     is_made_for_length = False
     chunks = length // (chunk or length)  # as many, so that each has its part of the positions
     lengths = (math.ceil((LENGTH << i) / chunks) * chunks for i in range(length.bit_length()))
@@ -146,7 +148,8 @@ def _of_program(step: Step) -> Iterator[Finding]:
         if math.prod(at) > max(AT_MOST, ROWS * LENGTH) or (is_made_for_length and at[1] < length):
             continue
         try:
-            fewer, longer = step.other(size=at), step.other(size=(at[0], length)).jaxpr
+            fewer = step.other(size=at)
+            longer = step.other(size=(at[0], length)).jaxpr
             program = fewer.jaxpr
         except Exception as error:  # whatever the program does at this length; others are tried
             failed = failed or [_untraced(error, step, f"{at[0]} × {at[1]} tokens")]
@@ -171,7 +174,8 @@ def _of_program(step: Step) -> Iterator[Finding]:
             return
         if not doubted:
             return
-        doubt, form = f"{doubted}, as far as {at[1]} positions show", fewer.form
+        doubt = f"{doubted}, as far as {at[1]} positions show"
+        form = fewer.form
     if doubt and not is_made_for_length:
         yield remedied(doubt, form)
     elif failed and not doubt:
@@ -198,14 +202,17 @@ def _first_problem(program: ClosedJaxpr, runs: list, unknown: Set[int] = frozens
 
 def _runs(step: Step) -> Iterator[dict[str, Any]]:
     """Arguments of find_later: for later tokens, for tokens of other documents, and for where later documents begin."""
-    (rows, length), sampled = step.size, step.name == "logits"
+    rows, length = step.size
+    sampled = step.name == "logits"
 
     def is_batch(x):
         return isinstance(x, TokenBatch)
 
     parts = jax.tree.leaves(step.traced.args_info[0], is_leaf=is_batch)
     (batch,) = filter(is_batch, parts)
-    until, place, shape = length // 2, np.arange(length), batch.targets.shape
+    until = length // 2
+    place = np.arange(length)
+    shape = batch.targets.shape
     count = math.prod(shape[:-1]) // rows
     starts = np.broadcast_to(place == 0, (count * rows, length)).copy()
     if not sampled:  # more documents than positions before `until`, and of other rows one
@@ -223,7 +230,8 @@ def _runs(step: Step) -> Iterator[dict[str, Any]]:
     def run(begin: Reach, seen: np.ndarray, is_forward: bool = True) -> dict[str, Any]:
         number = tokens(*same.shape, is_forward=is_forward)
         before = np.where(documents, NONE, number - 1 if is_forward else number + 1)
-        targets, mask = unknown(same.shape, np.uint32, number), unknown(same.shape, bool, before)
+        targets = unknown(same.shape, np.uint32, number)
+        mask = unknown(same.shape, bool, before)
         own = [x.moved(lambda a, x=x: reshaped(a, x.shape, shape), shape) for x in (targets, begin, mask)]
         if batch.inputs is not None:
             own.append(own[0].moved(lambda a: a[..., None], batch.inputs.shape))

@@ -78,7 +78,8 @@ def check_as_written(step: Step, hlo: Path | None, source: object) -> None:
                 raise ValueError(
                     f"hardware.strict is true, but the step is not compiled as written:\n{error}"
                 ) from error
-            summary, lines = f"its collectives are not known: {in_a_line(error)}", []
+            summary = f"its collectives are not known: {in_a_line(error)}"
+            lines = []
         log("\n".join([f"compiled   {summary}", *(f"WARNING    {line}" for line in lines)]))
 
     if step.mesh.size > 1:

@@ -29,7 +29,8 @@ def reimport(step: Step) -> Iterator[Step]:
     Other modules of their packages are imported again too. Objects that no file defines stay as they are. Trace the
     step within the context.
     """
-    c, kinds = step.config.model, (type(step.model), type(step.config.model))
+    c = step.config.model
+    kinds = (type(step.model), type(step.config.model))
     files = {str(path) for path in own_modules()}
     own_parts = own_functions(step.config.optimizer)
     names = step.spec.module, *(part.__module__ for part in (*kinds, *own_parts))

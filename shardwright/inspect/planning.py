@@ -70,7 +70,8 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
     Raises:
         ValueError: the mesh does not divide the sizes of the model or batch, or the step is rejected.
     """
-    t, mesh = c.training, mesh_for(sizes, chip.platform, chip.kinds[0])
+    t = c.training
+    mesh = mesh_for(sizes, chip.platform, chip.kinds[0])
     check_divides(c, sizes)
     with tracing(mesh):
         table = training_table(c, model) if sizes[PIPELINE_AXIS] > 1 else None
@@ -94,7 +95,8 @@ class Change(NamedTuple):
 
 def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, settings: Settings) -> Plan:
     """The plan with these settings. Raises ValueError if they contradict each other."""
-    c, sizes = copy.deepcopy(c), {axis: settings.get(f"mesh.{axis}", size) for axis, size in sizes.items()}
+    c = copy.deepcopy(c)
+    sizes = {axis: settings.get(f"mesh.{axis}", size) for axis, size in sizes.items()}
     for name, value in settings.items():
         section, field = name.split(".")
         setattr(getattr(c, section), field, value)
@@ -111,7 +113,8 @@ def beside(c: Config, microbatches: int, p: int) -> Settings:
 
 def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
     """One change at a time, most often helpful first. The batch stays the same. Some may be rejected."""
-    t, of = c.training, "training."
+    t = c.training
+    of = "training."
     if t.microbatches % 2 == 0:
         yield {f"{of}microbatches": t.microbatches // 2, **beside(c, t.microbatches // 2, sizes["p"])}
     if t.side_by_side > 1:
@@ -144,7 +147,8 @@ def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float 
     Changes that are rejected, or not planned after this many `seconds` of CPU time, which other programs hardly affect,
     are left out.
     """
-    end, found = time.process_time() + seconds, []
+    end = time.process_time() + seconds
+    found = []
     # Saved values change memory most, and the time of a step bound by compute; messages, that of one that waits.
     waits = sum(op.exposed for op in now.rows if op.kind == "collective") > now.seconds / 2
     for settings in sorted(
@@ -183,7 +187,8 @@ def doubled(c: Config, sizes: Mapping[str, int], now: Plan) -> list[str]:
                 own = plan.step.most.get(line, 0.0) - now.step.most.get(line, 0.0)
                 by_line[line, kind] = min(by_line[line, kind], own)
         ((line, kind), grows), *_ = by_line.most_common(1)
-        need, fits = in_bytes(plan.step.peak), "fits" if plan.fits else "does not fit"
+        need = in_bytes(plan.step.peak)
+        fits = "fits" if plan.fits else "does not fit"
         return [f"twice the batch: {need}, {fits}; {kind}{line and f', {line}'} grows most, by {in_bytes(grows)}"]
     return []
 
@@ -197,7 +202,8 @@ def plan_run(step: Step, steps: int, directory: Path) -> str | None:
         ValueError: the step needs more memory than a device has, or hardware.chip is not a chip.
     """
     c, mesh = step.config, step.mesh
-    named, found = c.hardware.chip, chip_for(mesh.devices.flat[0].device_kind)
+    named = c.hardware.chip
+    found = chip_for(mesh.devices.flat[0].device_kind)
     is_found = found is not None and found.name != NOT_MEASURED and (named is None or named in known())
     chip = chip_of(named) if named and not is_found else found  # a configuration is also taken to other chips
     if chip is None or chip.name == NOT_MEASURED:
@@ -210,7 +216,8 @@ def plan_run(step: Step, steps: int, directory: Path) -> str | None:
     with best_effort(str(directory / FILE)):
         write_json(directory / FILE, plan.as_data())
     each, low, high = map(in_seconds, (plan.seconds, *plan.range))
-    need, has = in_bytes(plan.step.peak), in_bytes(chip.memory_bytes)
+    need = in_bytes(plan.step.peak)
+    has = in_bytes(chip.memory_bytes)
     line = f"plan       {each} a step ({low} to {high}), MFU {plan.mfu:.0%}, {need} of {has} on {chip.title}"
     if plan.fits:
         return line

@@ -85,7 +85,9 @@ def fit(runs: Runs, near: Law | None = None, drawn: Sequence[float] = (0, 0, 0))
     from scipy import optimize  # reports and runs without a forecast do not wait for it
 
     units = near.units if near else (_geometric_mean(runs.params), _geometric_mean(runs.tokens))
-    n, d, log_loss = np.log(runs.params / units[0]), np.log(runs.tokens / units[1]), np.log(runs.loss)
+    n = np.log(runs.params / units[0])
+    d = np.log(runs.tokens / units[1])
+    log_loss = np.log(runs.loss)
     floor = np.log(FLOOR[0] * runs.loss.min())
 
     def residuals(values: Sequence[float]) -> np.ndarray:
@@ -99,7 +101,9 @@ def fit(runs: Runs, near: Law | None = None, drawn: Sequence[float] = (0, 0, 0))
         of_prior = np.diag([1 / FLOOR[1], 0, 1 / EXPONENT[1], 0, 1 / EXPONENT[1]])[[0, 2, 4]]
         return np.concatenate([of_runs, of_prior])
 
-    middle, shares, exponents = log_loss.mean(), (0.1, 0.4), (0.2, 0.5)
+    middle = log_loss.mean()
+    shares = (0.1, 0.4)
+    exponents = (0.2, 0.5)
     grid = itertools.product(shares, exponents, exponents)
     starts = [(floor, middle + np.log(x), alpha, middle + np.log(0.5 - x), beta) for x, alpha, beta in grid]
     starts = [near.values] if near else starts
@@ -165,14 +169,17 @@ def forecasts(runs: Runs, sizes: Sequence[tuple[float, float]], seed: int = 0) -
         if (count := len({*known.tolist()})) < 3 and not {*wanted} <= {*known.tolist()}:
             raise ValueError(f"a forecast for another {what} takes runs of three different {what}s; there are {count}.")
     rng = np.random.default_rng(seed)
-    third, freedom = len(runs.loss) // 3, len(runs.loss) - PARAMETERS
+    third = len(runs.loss) // 3
+    freedom = len(runs.loss) - PARAMETERS
     small, large = runs[runs.by_compute[:-third]], runs[runs.by_compute[-third:]]
-    of_small, widened = sampled(small, rng), float(np.sqrt(len(runs.loss) / freedom))
+    of_small = sampled(small, rng)
+    widened = float(np.sqrt(len(runs.loss) / freedom))
     for n, d, loss in zip(large.params, large.tokens, large.loss, strict=True):
         middle, below, above = _interval(of_small, n, d)
         off = float(np.log(loss)) - middle
         widened = max(widened, off / max(above, 1e-6), -off / max(below, 1e-6))
-    of_all, found = sampled(runs, rng), []
+    of_all = sampled(runs, rng)
+    found = []
     for params, tokens in sizes:
         middle, below, above = _interval(of_all, params, tokens)
         loss, low, high = map(float, np.exp([middle, middle - widened * below, middle + widened * above]))

@@ -114,10 +114,13 @@ def find_unsound(step: Step) -> list[Finding]:
 
 def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
     """find_unsound for one form of attention. `to_single`: also compare with what a single device runs."""
-    t, mesh = step.config.training, cast(AbstractMesh, getattr(step.mesh, "abstract_mesh", step.mesh))
+    t = step.config.training
+    mesh = cast(AbstractMesh, getattr(step.mesh, "abstract_mesh", step.mesh))
     if t.loss_chunk:  # each chunk on a device of its own
-        sizes, kinds = (*mesh.axis_sizes, t.seq_len // t.loss_chunk), (*mesh.axis_types, AxisType.Explicit)
-        names, device = (*mesh.axis_names, CHUNK_AXIS), mesh.abstract_device
+        sizes = (*mesh.axis_sizes, t.seq_len // t.loss_chunk)
+        kinds = (*mesh.axis_types, AxisType.Explicit)
+        names = (*mesh.axis_names, CHUNK_AXIS)
+        device = mesh.abstract_device
         mesh = AbstractMesh(sizes, names, axis_types=kinds, abstract_device=device)
     in_order = ["layers in order"] * (mesh.shape.get(PIPELINE_AXIS, 1) > 1)
 

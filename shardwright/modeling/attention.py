@@ -9,6 +9,7 @@ import jax
 from shardwright.modeling import attention_paths, context
 from shardwright.modeling.masks import AttentionMask, Mask, same_document
 from shardwright.modeling.model import Tokens
+from shardwright.modeling.planned_attention import note_mask
 
 
 class Attention:
@@ -60,9 +61,13 @@ class Attention:
         """
         if not self.settings.document_mask:
             mask = mask.without(same_document)  # each sequence is one document
+        note_mask(mask)
         strategy = context.strategy(self.settings, q, learned, bool(drop))
         positions = self.tokens.mask_positions
-        return strategy(self.on_device, q, k, v, Mask(mask, positions, positions, learned, sinks, drop))
+        of_pairs = Mask(mask, positions, positions, learned, sinks, drop)
+        if strategy is None:
+            return self.on_device(q, k, v, of_pairs)
+        return strategy(self.on_device, q, k, v, of_pairs)
 
     def on_device(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
         """Attention of the queries and keys that a device has after its messages over c, by one implementation."""

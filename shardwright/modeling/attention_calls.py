@@ -58,7 +58,8 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
         length: positions of a sequence.
         sequences: sequences of a microbatch, over all devices; each device has at least one.
     """
-    model, calls = forward.model, []
+    model = forward.model
+    calls = []
 
     def shape(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -82,7 +83,8 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
             x, _ = split_aux(model.layer(x, w_layer, of_layer, functools.partial(note, place)))
 
     # One period of layers in each stage; the number of layers does not matter.
-    w, count = shapes_of(model.table), period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
+    w = shapes_of(model.table)
+    count = period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
     of_a_period = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), w.layers)
     rows = max(sequences, shardops.axis_size("r d e"))
     batch = jax.tree.map(
@@ -102,7 +104,9 @@ def distinct(calls: list[Call]) -> list[Call]:
 
 def describe_attention(step: Any) -> list[str]:
     """Lists the implementation in each layer of a period. Raises ValueError if training.attention cannot compute it."""
-    forward, period, lines = step.forward, period_of(step.model), []
+    forward = step.forward
+    period = period_of(step.model)
+    lines = []
     for call in step.calls:
         layer = f"layer {call.place} of {period}: " if period > 1 else ""
         lines.append(f"{path_of(forward, call)}; {layer}{mask_of(forward, call)}")
@@ -116,7 +120,8 @@ def mask_of(forward: Forward, call: Call) -> AttentionMask:
 
 def path_of(forward: Forward, call: Call) -> str:
     """Implementation of a call: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
-    setting, how = forward.training.attention, context.way_of(forward.training)
+    setting = forward.training.attention
+    how = context.way_of(forward.training)
     context.strategy(forward.training, call.q, call.learned, call.dropout)
     q, keys = context.on_device(how, call.q)
     if how == "ring":
@@ -150,15 +155,18 @@ def check_paths(step: Any, options: dict[str, Any] | None = None) -> None:
     """
     forward, (_, length) = step.forward, step.size
     for call in distinct([*step.other(name="evaluation").calls, *step.calls]):
-        path, how = path_of(forward, call), context.way_of(forward.training)
+        path = path_of(forward, call)
+        how = context.way_of(forward.training)
         if path == "einsum" and how != "ulysses":
             continue
-        heads, devices = math.prod(call.q.shape[2:4]), shardops.axis_size("c")
+        heads = math.prod(call.q.shape[2:4])
+        devices = shardops.axis_size("c")
         compared = max(LANES, int((PAIRS / heads) ** 0.5) // LANES * LANES)
         compared = min(length, -(-compared // (2 * devices)) * 2 * devices)
         # By name, since `auto` might choose another implementation for a shorter sequence.
         block = -(-compared // devices // LEAST_BLOCKS)
-        own, reference = with_path(forward, path, how, block), with_path(forward, "einsum", "gather")
+        own = with_path(forward, path, how, block)
+        reference = with_path(forward, "einsum", "gather")
         dtype = forward.training.compute_dtype if path in KERNELS else "f32"
         exactly = jax.default_matmul_precision("highest")  # some devices round f32 operands otherwise
         with compute_scope(dtype), exactly:
@@ -194,7 +202,8 @@ def sees_later(pattern: AttentionMask, call: Call, length: int) -> bool:
         return jnp.any(later & ~jnp.isneginf(pattern.changed(products, call.q.shape[-1], q, k, heads, learned)))
 
     pairs = PAIRS // heads.size if pattern.score_mod else 4 * PAIRS
-    queries, index = min(length, max(1, pairs // length)), np.arange(length, dtype=np.int32)[None]
+    queries = min(length, max(1, pairs // length))
+    index = np.arange(length, dtype=np.int32)[None]
     positions = Positions.in_one_document
     return any(bool(sees(positions(index[:, i : i + queries]), positions(index))) for i in range(0, length, queries))
 

@@ -59,7 +59,8 @@ def choose(
     Raises:
         ValueError: `path` cannot compute this.
     """
-    device, length = target_device(), keys or q.shape[1]
+    device = target_device()
+    length = keys or q.shape[1]
     refusals = _refusals(pattern, q, dropout, sinks, device, length)
     if path != "auto":
         if refusals[path]:
@@ -80,7 +81,8 @@ def _refusals(
     pattern: AttentionMask, q: jax.Array, dropout: bool, sinks: bool, device: Device, length: int
 ) -> dict[str, str | None]:
     """Why each implementation cannot compute this; None if it can. For cuDNN see jax.nn.dot_product_attention."""
-    d_head, dtype = q.shape[-1], jnp.dtype(q.dtype)
+    d_head = q.shape[-1]
+    dtype = jnp.dtype(q.dtype)
     # From Hopper on, cuDNN takes larger heads. Abstract devices do not say what they are, so JAX assumes older ones.
     capability = float(getattr(device, "compute_capability", 8))
     largest = 256 if capability >= 9 else 128

@@ -202,7 +202,8 @@ def _in_turns(
 
     first = bool(gradients) and n > 1  # a turn in which none arrive
     if first:
-        (carry, gradients), keys = step(keys, carry, gradients, is_last=False), next_keys(keys)
+        carry, gradients = step(keys, carry, gradients, is_last=False)
+        keys = next_keys(keys)
 
     def later(_, state):
         return (next_keys(state[0]), *turn(*state, is_last=False))
@@ -215,14 +216,16 @@ def _in_turns(
 def _forward(task: _Task, q, k, v, k_positions, sinks, learned, q_positions, heads) -> tuple[jax.Array, jax.Array]:
     """Result [B, L, K, Q, D], and log of the softmax's normalizer [blocks, B, K, Q, L / blocks]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    queries, positions = _cut(q, blocks=task.blocks), _cut_positions(q_positions, task.blocks)
+    queries = _cut(q, blocks=task.blocks)
+    positions = _cut_positions(q_positions, task.blocks)
 
     def begin(q):
         # Finite: a query that sees no key of a block has scores of -inf there, which must become weights of 0, not NaN.
         peak = jnp.full_like(q[..., 0], jnp.finfo(wide).min, wide)
         total = jnp.zeros_like(peak)
         if sinks is not None:
-            peak, total = peak * 0 + sinks[..., None].astype(wide), total + 1
+            peak = peak * 0 + sinks[..., None].astype(wide)
+            total = total + 1
         return jnp.zeros_like(q, wide), peak, total
 
     def step(keys: _Keys, carry, gradients, is_last):
@@ -233,7 +236,8 @@ def _forward(task: _Task, q, k, v, k_positions, sinks, learned, q_positions, hea
                 out, peak, total = carry
                 scores, _ = _scores(task, q, keys, j, q_positions, heads, learned)
                 new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-                weights, scale = jnp.exp(scores - new_peak[..., None]), jnp.exp(peak - new_peak)
+                weights = jnp.exp(scores - new_peak[..., None])
+                scale = jnp.exp(peak - new_peak)
                 more = jnp.einsum("bkqls,bksd->bkqld", weights.astype(v.dtype), keys.v[j], preferred_element_type=wide)
                 return out * scale[..., None] + more, new_peak, total * scale + jnp.sum(weights, axis=-1)
 

@@ -29,7 +29,7 @@ from shardwright.modeling.attention_paths import choose
 from shardwright.modeling.blockwise import in_blocks, in_one_state
 from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions
 from shardwright.modeling.model import act
-from shardwright.modeling.planned_attention import note_call, planned_kernel
+from shardwright.modeling.planned_attention import planned_kernel
 
 
 class AttentionSettings(Protocol):
@@ -38,13 +38,6 @@ class AttentionSettings(Protocol):
     attention: str
     attention_block: int | None
     context: str
-
-
-def on_whole_sequences(
-    local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
-) -> jax.Array:
-    """Attention if each device has whole sequences."""
-    return local_attention(q, k, v, mask)
 
 
 def vary_over_c(weights: object) -> Any:
@@ -162,25 +155,31 @@ def _planned_ring(pattern: AttentionMask, q: jax.Array, k: jax.Array, v: jax.Arr
     return out
 
 
-STRATEGIES: dict[str, Callable] = {"whole": on_whole_sequences, "gather": gather, "ring": ring, "ulysses": ulysses}
-"""Strategies by name: `whole` on a mesh without c, the others of training.context."""
+STRATEGIES: dict[str, Callable] = {"gather": gather, "ring": ring, "ulysses": ulysses}
+"""Strategies by name, as in training.context."""
 
 
 def way_of(training: AttentionSettings) -> str:
-    """Name of the strategy of a run on the current mesh."""
+    """Name of the strategy of a run on the current mesh: `whole` if each device has whole sequences."""
     return training.context if planned_devices("c") > 1 or "c" in mesh_axes() else "whole"
 
 
-def strategy(training: AttentionSettings, q: object, learned: tuple, dropout: bool) -> Callable:
-    """The strategy of a run on the current mesh. Raises ValueError if it cannot compute this."""
-    if (how := way_of(training)) != "whole":
-        _check(how, training.attention, q, learned, dropout)
+def strategy(training: AttentionSettings, q: object, learned: tuple, dropout: bool) -> Callable | None:
+    """The strategy of a run on the current mesh; None if each device has whole sequences.
+
+    Raises ValueError if it cannot compute this.
+    """
+    how = way_of(training)
+    if how == "whole":
+        return None
+    _check(how, training.attention, q, learned, dropout)
     if how == "ulysses":
         q, keys = on_device(how, q)
-        found = functools.partial(ulysses, by_einsum=choose(training.attention, CAUSAL, q, keys=keys) == "einsum")
-    else:
-        found = functools.partial(ring, block=training.attention_block) if how == "ring" else STRATEGIES[how]
-    return found if planned().note is None else functools.partial(note_call, found)
+        by_einsum = choose(training.attention, CAUSAL, q, keys=keys) == "einsum"
+        return functools.partial(ulysses, by_einsum=by_einsum)
+    if how == "ring":
+        return functools.partial(ring, block=training.attention_block)
+    return STRATEGIES[how]
 
 
 def on_device(how: str, q: Any) -> tuple[Any, int]:
@@ -189,7 +188,9 @@ def on_device(how: str, q: Any) -> tuple[Any, int]:
     keys = length * (1 if how == "whole" else shardops.axis_size("c"))
     if how == "ulysses":
         g, r = shares(kv * shardops.axis_size("t"))
-        length, kv, queries = keys, kv // g, max(queries // r, 1)
+        length = keys
+        kv = kv // g
+        queries = max(queries // r, 1)
     return jax.ShapeDtypeStruct((b, length, kv, queries, d), q.dtype), keys
 
 

@@ -16,6 +16,7 @@ def pools_without_drops(experts: int, per_token: int, tokens: int, asked: bool |
     pools = planned_devices("e")
     if asked is not None:
         return pools if asked else None
-    ours, on_device = experts // pools, tokens // planned_devices("rdc")
+    ours = experts // pools
+    on_device = tokens // planned_devices("rdc")
     few = on_device < FEWEST.get(target_device().platform, LEAST_ROWS * ours // per_token)
     return None if few or 4 * per_token > ours else pools

@@ -36,7 +36,8 @@ class Forward:
 
     def tokens(self, batch: Any, seeds: jax.Array | None = None) -> Tokens:
         """Tokens that the model reads to predict a TokenBatch. `seeds`: a random number for each sequence, or None."""
-        mask, bos_id = self.training.document_mask, self.model.config.bos_id
+        mask = self.training.document_mask
+        bos_id = self.model.config.bos_id
         tokens = Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
         counted = None
         if self.target_count is not None:

@@ -45,7 +45,8 @@ def sum_in_chunks(
     if chunk is None:
         return summed(w, x, targets)
     w = gather_ahead(w, read)
-    is_proof, positions = CHUNK_AXIS in mesh_axes(), chunk
+    is_proof = CHUNK_AXIS in mesh_axes()
+    positions = chunk
     if is_proof:
         positions = targets.ids.shape[1] * shardops.axis_size("c") // shardops.axis_size(CHUNK_AXIS)
     # Of the c·t blocks of positions (T), each device's own and as many in a chunk, chunk i has the i-th part (P) of

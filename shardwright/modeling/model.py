@@ -167,7 +167,7 @@ class Targets:
 
 
 class LanguageModel(Protocol):
-    """The parts of a model. `Model(c)` creates one from its ModelConfig. The methods are per-device code.
+    """The parts of a model. `Model(config)` creates one from its ModelConfig. The methods are per-device code.
 
     A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared` for
     all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike;
@@ -192,7 +192,7 @@ class LanguageModel(Protocol):
 
         Args:
             x: residual stream before the layer.
-            w: weights of the layer, gathered; shardops.matmul multiplies by them.
+            w: weights of the layer at rest; shardops.all_gather gathers each.
             tokens: the tokens, with their positions in documents.
             attention: a modeling.attention.Attention: call attention(q, k, v, mask). Everything that a position learns
                 from others must pass through it, or the model cannot be sampled.
@@ -215,7 +215,7 @@ def inputs_of(model: LanguageModel) -> tuple[str, ...]:
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "check")
 """Settings that train.py and the tools read from any ModelConfig."""
 PARTS = ("Weights", "embed", "layer", "logits")
-"""Parts that each Model has besides `c` and `table`."""
+"""Parts that each Model has besides `config` and `table`."""
 SHIPPED = ("gpt2", "moe", "family")
 """The modules of the package `shardwright.models`."""
 

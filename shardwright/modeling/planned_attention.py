@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from shardlib.op_checks import varying
 from shardlib.values import planned, planned_for, stage_axes
 from shardwright.jax_extra import save_for_backward
-from shardwright.modeling.masks import AttentionMask, Mask
+from shardwright.modeling.masks import AttentionMask
 
 KERNEL = "attention_kernel"
 """Name of the call that stands for an attention kernel, or for its gradient, in a program that is only planned."""
@@ -28,18 +28,10 @@ def kernels_as_calls() -> Iterator[list[AttentionMask]]:
         yield patterns
 
 
-def note_call(
-    strategy: Callable[..., Any],
-    local_attention: Callable[..., Any],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: Mask,
-) -> jax.Array:
-    """Calls strategy(local_attention, …), and passes its mask to `kernels_as_calls`."""
+def note_mask(pattern: AttentionMask) -> None:
+    """Passes the mask of a call of attention to `kernels_as_calls`."""
     if note := planned().note:
-        note(mask.pattern)
-    return strategy(local_attention, q, k, v, mask)
+        note(pattern)
 
 
 def planned_kernel(

@@ -19,7 +19,8 @@ def rope_frequencies(c: ModelConfig) -> np.ndarray:
     Raises:
         ValueError: the two factors of llama3 or yarn leave no room between them, or longrope lacks some factors.
     """
-    pairs, scaling = np.arange(c.d_head // 2), c.rope_scaling
+    pairs = np.arange(c.d_head // 2)
+    scaling = c.rope_scaling
     frequencies = c.rope_base ** (-2 * pairs / c.d_head)
     if scaling is None:
         return np.asarray(frequencies, np.float32)
@@ -49,7 +50,8 @@ def rope_frequencies(c: ModelConfig) -> np.ndarray:
 
         first, last = pair_of(high), pair_of(low)
         first, last = (math.floor(first), math.ceil(last)) if scaling.truncate else (first, last)
-        first, last = max(first, 0), min(last, c.d_head - 1)
+        first = max(first, 0)
+        last = min(last, c.d_head - 1)
         kept = 1 - np.clip((pairs - first) / (last - first or 0.001), 0, 1)
     return np.asarray(frequencies * (kept + (1 - kept) / scaling.factor), np.float32)
 

@@ -144,7 +144,8 @@ class Declared:
 
     def __call__(self, layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...], scale: float = 1.0) -> Weight:
         """The Weight of a matrix in each layer, [layers, *inputs, *outputs], with std scale/√fan-in, for a table."""
-        shape, std = (layers, *inputs, *outputs), scale / math.sqrt(math.prod(inputs))
+        shape = (layers, *inputs, *outputs)
+        std = scale / math.sqrt(math.prod(inputs))
         return Weight(shape, self._facts["kind"], std, inputs=len(inputs), outputs=len(outputs))
 
 
@@ -161,7 +162,8 @@ else:
     matrix, embedding, unembedding = map(Declared, ("matrix", "embedding", "unembedding"))
     experts = Declared("matrix", stack="E/e", share="expert_share")
     """A matrix per expert. `expert_share` of a ModelConfig is the share of the experts that a token uses."""
-    gain, bias = Declared("vector", f32, mean=1.0), Declared("vector")
+    gain = Declared("vector", f32, mean=1.0)
+    bias = Declared("vector")
 
 
 def vector(*shape: int, value: float) -> Weight:
@@ -182,7 +184,8 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         changes: attributes of a Weight to replace, by the weight's field name.
     """
     sizes: dict[str, Any] = {dim: getattr(c, setting, None) for dim, setting in c.dims.items()} | {"layers": c.layers}
-    changes, attributes = changes or {}, {field.name for field in dataclasses.fields(Weight)}
+    changes = changes or {}
+    attributes = {field.name for field in dataclasses.fields(Weight)}
     if unknown := {name for change in changes.values() for name in change} - attributes:
         raise ValueError(f"the model's table: `changes` sets {', '.join(sorted(unknown))}, not attributes of a Weight.")
     left = {*changes}
@@ -255,7 +258,7 @@ def gathers_ahead(how: str) -> bool:
 
 
 def gather_ahead(w: T, names: Collection[str] | None = None) -> T:
-    """Gathers weights over the axes of w before they are used, a vector over all axes. Per-device code.
+    """Gathers weights over the axes of fsdp before they are used, a vector over all axes. Per-device code.
 
     `all_gather` then returns what is here. The gradient is reduced here, once for all uses. `names`, such as
     `layers.w_q`, are those of the weights that are gathered; None: all.
@@ -329,7 +332,8 @@ def initialize(table, key: jax.Array, order: np.ndarray | None = None):
     check_table(table)
 
     def array(path, weight: Weight, sharding, is_stack: bool) -> jax.Array:
-        reorder, shape = is_stack and order is not None, weight.shape
+        reorder = is_stack and order is not None
+        shape = weight.shape
         generated = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])) if reorder else sharding
         if weight.std:
             name_key = fold_in_str(key, jax.tree_util.keystr(path))

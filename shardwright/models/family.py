@@ -195,7 +195,8 @@ class Model:
 
     def mask_at(self, place: int) -> masks.AttentionMask:
         """Who attends to whom in the layer at this place of its period."""
-        config, window = self.config, self.window_at(place)
+        config = self.config
+        window = self.window_at(place)
         return masks.AttentionMask(
             mask_mod=(masks.causal, masks.same_document, *([masks.Window(window)] if window else [])),
             score_mod=masks.SoftCap(config.attention_softcap) if config.attention_softcap else None,
@@ -235,7 +236,10 @@ class Model:
     @typed
     def attend(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """Output of the attention of a layer, which is added to the residual stream."""
-        every, at, queries, keys = self.config.no_rope_every, "B/b L/c", "K/t Q D", "K/t D"
+        every = self.config.no_rope_every
+        at = "B/b L/c"
+        queries = "K/t Q D"
+        keys = "K/t D"
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.attention_norm))
         angles = tokens.shared[self.window_at(tokens.index_in_period) is not None]
 
@@ -273,7 +277,9 @@ class Model:
         """RMSNorm of each head of queries or keys by `weight`, or of all together by `of_all`, if it has the weight."""
         if of_all is None:
             return self.normed(x, weight, heads, at_rest="D/t/fsdp")
-        product, position, x32 = shardops.einsum_unreduced, "B/b L/c", jnp.float32(x)
+        product = shardops.einsum_unreduced
+        position = "B/b L/c"
+        x32 = jnp.float32(x)
         square = shardops.psum(f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32)))
         mean = square / (math.prod(x.shape[2:]) * shardops.axis_size("t"))
         scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.config.norm_epsilon))

@@ -189,7 +189,9 @@ class Model:
     def layer(self, x: act["B/b L/c/t M"], w: GPT2Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         gather, broadcast = shardops.all_gather, shardops.broadcast
-        rate, epsilon, keys = self.config.dropout, self.config.norm_epsilon, tokens.keys
+        rate = self.config.dropout
+        epsilon = self.config.norm_epsilon
+        keys = tokens.keys
 
         gain = gather("M/t/fsdp -> M", w.attention_gain)
         bias = gather("M/t/fsdp -> M", w.attention_bias)

@@ -253,7 +253,8 @@ def in_slots(
     Also returns the number of choices that found a slot, on all devices, of positions that count. The first choices of
     a sequence in a pool have its slots. Each device of c and t sends and receives its own slots of each sequence.
     """
-    n, k = config.experts // (config.pools or config.experts), config.experts_per_token
+    n = config.experts // (config.pools or config.experts)
+    k = config.experts_per_token
 
     def group_by_pool(x):
         """Moves experts next to positions: a choice of a pool is its number in L N, of a position in an expert."""
@@ -264,7 +265,8 @@ def in_slots(
     choice = jnp.where(chosen, jnp.arange(length * n, dtype=jnp.int32), length * n)
     # The choice in each slot; past the end, as its position in the sequence, in a slot that stays empty.
     choice: i32["B/b P C/c/t"] = shardops.shard("B/b P C -> B/b P C/c/t", jnp.sort(choice, axis=-1)[..., :slots])
-    token, expert = choice // n, choice % n + n * jnp.arange(config.experts // n, dtype=jnp.int32)[:, None]
+    token = choice // n
+    expert = choice % n + n * jnp.arange(config.experts // n, dtype=jnp.int32)[:, None]
 
     nx = shardops.all_gather("B/b L/c/t M -> B/b L M", x)
     sent = shardops.take_rows("B/b [L] M, B/b P C/c/t -> B/b P C/c/t M", nx, token, repeats=k)
@@ -390,11 +392,13 @@ class Model(family.Model):
         counted = shardops.shard("B/b L/c -> B/b L/c/t", counted)
         rows, length = shardops.size("B"), shardops.size("L")
         if tokens.training:
-            pooled, slots = config, config.slots(length)
+            pooled = config
+            slots = config.slots(length)
         else:
             pooled, slots = config.without_drops(rows, length, self.in_pools)
         if slots is None:
-            out, filled = everywhere(nx, routing, w, config), None
+            out = everywhere(nx, routing, w, config)
+            filled = None
         else:
             out, filled = in_slots(nx, routing, counted, w, slots, pooled)
         filled = filled if tokens.training else None

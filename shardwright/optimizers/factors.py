@@ -28,7 +28,8 @@ def zeros(dims: str, updates: object, wanted: Callable[[Update], Any], longest: 
     def factor(name: str, array: ArrayType, update: Update) -> Factor | None:
         if not wanted(update):
             return None
-        sides, algorithm = update.weight.sides, update.algorithm
+        sides = update.weight.sides
+        algorithm = update.algorithm
         remedy = f"choose another algorithm than {algorithm} for it by optimizer.groups."
         if sides is None:
             raise ValueError(f"{name} has no inputs and outputs, which the state of {algorithm} needs; {remedy}")

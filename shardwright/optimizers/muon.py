@@ -93,8 +93,11 @@ def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, str]:
     Transposing commutes with orthogonalizing, so w_down (`F/t M/d`) counts as a matrix like w_up (`M/d F/t`), and w_o
     as one like w_q: the side whose dims come first in the alphabet becomes the rows.
     """
-    dims, count = array.spec.dims, weight.inputs + weight.outputs
-    stack, inputs, outputs = dims[:-count], dims[-count : -weight.outputs], dims[-weight.outputs :]
+    dims = array.spec.dims
+    count = weight.inputs + weight.outputs
+    stack = dims[:-count]
+    inputs = dims[-count : -weight.outputs]
+    outputs = dims[-weight.outputs :]
     rows, columns = sorted((inputs, outputs), key=lambda side: [dim.name for dim in side])
     stack_axes = sort_axes(axis for dim in stack for axis in dim.axes)
     return Layout(rows, columns, stack_axes), spec_of(*stack, *rows, *columns)
@@ -133,7 +136,8 @@ def orthogonalized(x: W, updates: object, iterations: int) -> W:
 
 def newton_schulz_stacks(layout: Layout, iterations: int, *arrays: jax.Array) -> list[jax.Array]:
     """Applies newton_schulz to each matrix of arrays[…, *rows, *columns], which are joined to one stack for it."""
-    dims, end = (*layout.rows, *layout.columns), 1 + len(layout.rows)
+    dims = (*layout.rows, *layout.columns)
+    end = 1 + len(layout.rows)
 
     def each_matrix(x):
         matrices = x.reshape(len(x), math.prod(x.shape[1:end]), -1)
@@ -162,7 +166,8 @@ def on_whole_matrices(
         return fn(*xs)
     # Only the last axis of a dim can be removed. d goes before t, which has faster links: padding to a multiple of t·d
     # is then exchanged over t alone.
-    axis, count = ends[-1], len(xs[0])
+    axis = ends[-1]
+    count = len(xs[0])
     without = tuple(tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in side) for side in dims)
     # `group` has one entry on each device.
     group = Dim("group", done)

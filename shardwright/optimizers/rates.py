@@ -21,7 +21,8 @@ from shardwright.optimizers.scales import Scale, scales_of
 
 def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
     """Learning rate of a step: linear warmup to the peak at warmup_steps, then c.schedule to the floor."""
-    step, end = jnp.float32(step), c.schedule_steps
+    step = jnp.float32(step)
+    end = c.schedule_steps
     height = 1.0  # above the floor, as a fraction
     if c.schedule != "constant" and end is not None:
         begin = end - (c.cooldown_steps or 0) if c.schedule == "wsd" else c.warmup_steps

@@ -78,7 +78,8 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
         for setting in ("norm_offset", "embedding_scaled", "attention_scalar"):  # of shardwright/models/family.py
             if getattr(model.config, setting, None):
                 raise ValueError(f"model.{setting} multiplies by what no weight holds; leave it out for muP.")
-    table, structure = model.table, jax.tree.structure(model.table)
+    table = model.table
+    structure = jax.tree.structure(model.table)
     if jax.tree.structure(base.table) != structure:
         raise ValueError("optimizer.base changes which weights the model has; give only its sizes, such as d_model.")
     leaves = jax.tree.leaves(base.table)
@@ -96,7 +97,8 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
         "residual": 1 / depth,
         "logits": math.prod(tied),
     }
-    own, known = getattr(model, "multipliers", {}), {_field(path) for path, *_ in arrays_of(type(table), table)}
+    own = getattr(model, "multipliers", {})
+    known = {_field(path) for path, *_ in arrays_of(type(table), table)}
     if wrong := sorted({*own} - {*wanted}) or sorted({*itertools.chain(*own.values())} - known):
         raise ValueError(
             f"multipliers of model.module {model.config.module!r} has {wrong[0]!r}; it maps {', '.join(wanted)} to "
@@ -108,9 +110,12 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
             multipliers[name] *= factor
 
     def scale(path: str, dims: Any, weight: Weight, there: Weight) -> Scale:
-        in_layers, a = path.startswith("layers."), multipliers[_field(path)]
+        in_layers = path.startswith("layers.")
+        a = multipliers[_field(path)]
         here, of_base = (_sides(each, in_layers, is_tied(dims, weight)) for each in (weight, there))
-        inputs, outputs, longer = here[0] / of_base[0], here[1] / of_base[1], max(here) / max(of_base)
+        inputs = here[0] / of_base[0]
+        outputs = here[1] / of_base[1]
+        longer = max(here) / max(of_base)
         std = a * there.std / (inputs if outputs == 1 else math.sqrt(inputs))
         return Scale(std, a * there.mean, inputs, outputs, longer, depth if in_layers else 1.0, a)
 

@@ -130,7 +130,8 @@ def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
     def average(old, new):
         return c.adam_b2 * old + (1 - c.adam_b2) * new
 
-    is_first, count = step == 0, jnp.float32(jnp.maximum(step, 1))
+    is_first = step == 0
+    count = jnp.float32(jnp.maximum(step, 1))
     v = jnp.where(is_first, v, average(v, jnp.square(_multiply(_multiply(_transpose(q), g), p))))
     bias = jnp.sqrt(1 - c.adam_b2**count) / (1 - c.adam_b1**count)
     size = jnp.sqrt(v)
@@ -153,8 +154,10 @@ def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
             if factor is not None:
                 ahead = _multiply(factor, basis)
                 order = jnp.argsort(-jnp.sum(basis * ahead, axis=0))
-                v, basis = v[order], basis_of(ahead[:, order])
-            v, bases = v.T, [*bases, basis]
+                v = v[order]
+                basis = basis_of(ahead[:, order])
+            v = v.T
+            bases = [*bases, basis]
         return v, *bases
 
     way = jnp.where(is_first, 0, jnp.where(step % FREQUENCY == 0, 1, 2))

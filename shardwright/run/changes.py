@@ -65,7 +65,8 @@ def config_at(c: Config, step: int) -> Any:
     """Applies the changes up to `step` to a Config. Raises ValueError for a value of the wrong type."""
     if not c.training.changes:
         return c
-    found, sections = settings_at(dataclasses.asdict(c), step), {}
+    found = settings_at(dataclasses.asdict(c), step)
+    sections = {}
     for name in ("data", "optimizer", "training"):
         kind = type(getattr(c, name))
         try:
@@ -85,7 +86,8 @@ def check_changes(c: Config, check: Callable[[Any], None]) -> None:
     """Raises ValueError for an invalid entry of training.changes, or one whose settings `check` rejects."""
     check_number(c.training.changes)
     for i, (before, change) in enumerate(itertools.pairwise([{"step": 0}, *c.training.changes])):
-        name, step = f"training.changes[{i}]", change.get("step")
+        name = f"training.changes[{i}]"
+        step = change.get("step")
         if type(step) is not int or step <= before["step"]:
             raise ValueError(f"{name}.step is {step!r}; it must be a whole number above {before['step']}: steps rise.")
         for setting in change.keys() - {"step"}:
@@ -129,7 +131,8 @@ def steps_of(c: Config, tokens: int) -> int:
     steps = 0
     for first, end, each in _phases(c):
         taken = min(end - first, tokens // each)
-        steps, tokens = steps + taken, tokens - taken * each
+        steps = steps + taken
+        tokens = tokens - taken * each
         if taken < end - first:
             break
     return steps
@@ -159,7 +162,8 @@ def loader_at(c: Config, step: int, inputs: Sequence[str] = (), state: Mapping[s
     saved = max(first for first, _ in phases if first < step or first == 0)
     loader: Loader | Any = None
     for first, now in phases:
-        t, begin = now.training, batch_of(first, c.data.skip_steps)
+        t = now.training
+        begin = batch_of(first, c.data.skip_steps)
         options = {"inputs": inputs, "microbatches": t.microbatches, "state": state if first == saved else None}
         if loader:
             options |= {"after": loader, "first": begin}

@@ -150,7 +150,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     def wait(self) -> None:
         """Waits for the save in progress. Raises OSError if it failed."""
         if self.saving is not None:
-            saving, self.saving = self.saving, None
+            saving = self.saving
+            self.saving = None
             saving.result()
 
     def close(self) -> None:
@@ -181,7 +182,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             Damaged: an array is missing, or differs from what was saved at this step.
             OSError: the store fails.
         """
-        name, manifest = directory_of(step), in_all_processes(lambda: self.manifest(step))
+        name = directory_of(step)
+        manifest = in_all_processes(lambda: self.manifest(step))
         expected = named_leaves(like)
         children = {key.partition("/")[0] for key in expected}
         every = saved_arrays(manifest).items()
@@ -269,7 +271,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         return f"{self.store.url}/{place}"
 
     def _write(self, step: int, arrays: list[Part], metadata: dict) -> None:
-        directory, is_first = directory_of(step), jax.process_index() == 0
+        directory = directory_of(step)
+        is_first = jax.process_index() == 0
         told = f"{directory}/.written-{jax.process_index()}"
         try:
             written = write_arrays(self.store, directory, arrays)
@@ -309,7 +312,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         The barrier is made of files, because a collective on this background thread could interleave differently with
         those of the training step on each host, and hang them all.
         """
-        deadline, written = time.monotonic() + COMMIT_TIMEOUT_S, {}
+        deadline = time.monotonic() + COMMIT_TIMEOUT_S
+        written = {}
         others = range(1, jax.process_count())
         for found in in_parallel(functools.partial(self._await, directory, process, deadline) for process in others):
             written |= found

@@ -190,7 +190,8 @@ def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
             # donates it.
             values = np.asarray(shard.data)
             if order is not None and leaf.is_fully_replicated:
-                values, order = values[np.argsort(order)], None
+                values = values[np.argsort(order)]
+                order = None
             for box, rows in _stored_regions(shard.index, leaf.shape, order):
                 chunks |= {i: values[rows][_within(saved.box(i), box)] for i in saved.overlapping(box)}
         arrays.append((saved, chunks))
@@ -214,7 +215,8 @@ def write_arrays(store: Store, directory: str, arrays: list[Part]) -> Checksums:
 
 def _write_chunk(store: Store, directory: str, saved: SavedArray, index: Index, values: np.ndarray) -> tuple[str, int]:
     """Writes the values of a chunk followed by their checksum. Returns the key of the file and the checksum."""
-    content, key = np.ascontiguousarray(values).reshape(-1).view(np.uint8), saved.key(index)
+    content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    key = saved.key(index)
     checksum = google_crc32c.value(content)
     try:
         store.write(f"{directory}/{key}", b"".join([content.data, checksum.to_bytes(CHECKSUM_BYTES, "little")]))
@@ -225,8 +227,10 @@ def _write_chunk(store: Store, directory: str, saved: SavedArray, index: Index, 
 
 def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) -> np.ndarray:
     """Reads the values of a chunk. Raises Damaged if they differ from what was written, or OSError."""
-    key, checksum = saved.key(index), saved.checksums[index]
-    content, problem = None, f"is not a file of {saved.chunk_bytes} bytes"
+    key = saved.key(index)
+    checksum = saved.checksums[index]
+    content = None
+    problem = f"is not a file of {saved.chunk_bytes} bytes"
     try:
         content = store.read(f"{directory}/{key}", saved.chunk_bytes)
     except Damaged as error:
@@ -256,7 +260,8 @@ def read_arrays(
     """
     jobs, shards = [], []
     for name, leaf in like.items():
-        of_leaf, targets = {}, []
+        of_leaf = {}
+        targets = []
         for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
             if str(index) not in of_leaf:
                 values = of_leaf[str(index)] = np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
@@ -283,7 +288,8 @@ def _reads(read_chunk: Callable[..., Any], saved: SavedArray, targets: list[tupl
             by_chunk[index].append((box, values))
 
     def read(index: Index) -> None:
-        chunk, region = read_chunk(saved, index), saved.box(index)
+        chunk = read_chunk(saved, index)
+        region = saved.box(index)
         for box, values in by_chunk[index]:
             both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, region, strict=True))
             values[_within(both, box)] = chunk[_within(both, region)]
@@ -310,7 +316,9 @@ def commit(store: Store, step: int, arrays: list[SavedArray], written: Checksums
     `written` joins what write_arrays returned in all processes; `metadata` goes into the manifest.
     Raises OSError if the store fails, or if a chunk was not written.
     """
-    directory, files, entries = directory_of(step), {}, {}
+    directory = directory_of(step)
+    files = {}
+    entries = {}
     for array in arrays:
         keys = [array.key(index) for index in np.ndindex(array.grid)]
         if lost := [key for key in keys if key not in written]:
@@ -355,7 +363,8 @@ def read_manifest(store: Store, step: int) -> dict | None:
         ValueError: this program cannot read its version.
     """
     key = f"{directory_of(step)}/{MANIFEST}"
-    content, where = store.read(key), f"{store.url}/{key}"
+    content = store.read(key)
+    where = f"{store.url}/{key}"
     if content is None:
         return None
     try:

@@ -105,7 +105,7 @@ def check_config(c: Config) -> None:
     if c.training.eval_average is not None:
         check_choice("training.eval_average", c.training.eval_average, ("ema", "uniform"))
     check_choice("training.attention", c.training.attention, PATHS)
-    check_choice("training.context", c.training.context, tuple(x for x in STRATEGIES if x != "whole"))
+    check_choice("training.context", c.training.context, tuple(STRATEGIES))
     check_choice("training.save", c.training.save, tuple(KEPT))
     lengths = {name: getattr(c.training, name) for name in ("steps", "tokens", "epochs")}
     given = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]

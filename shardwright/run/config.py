@@ -215,7 +215,8 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True, of_
     sized = [(path, zip(array.spec.dims, weight.shape, strict=False)) for path, array, weight in weights]
     sizes = [(settings.get(dim.name, f"{dim.name} of {path}"), n, dim.axes) for path, dims in sized for dim, n in dims]
     sizes = [size for size in sizes if PIPELINE_AXIS not in size[2][:1]]  # stages may have other numbers of layers
-    t, in_ring = c.training, c.training.context == "ring" and mesh.get("c", 1) > 1
+    t = c.training
+    in_ring = c.training.context == "ring" and mesh.get("c", 1) > 1
     if of_batch:
         sizes.append(("training.batch_size", t.batch_size, ("r", "d", "e", "training.microbatches")))
     if of_sequences:

@@ -73,7 +73,8 @@ def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
 
 def speed_of(step: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:
     """Makes the Speed of a Step with `tokens` tokens. `before` is Speed.tokens_before."""
-    model, length = step.model, step.config.training.seq_len
+    model = step.model
+    length = step.config.training.seq_len
     lengths = attended_keys((call.pattern for call in step.calls), length), length
     attended, of_all_pairs = (flops_of_model(model.table, model.config, keys) for keys in lengths)
     return Speed(tokens, attended, peak, before, of_all_pairs)

@@ -100,7 +100,9 @@ class Watch:
                 "or set training.forecast=null."
             )
         self.of_run, self._tell = known, tell
-        self._step, self._part, self._losses = 0, 0, []
+        self._step = 0
+        self._part = 0
+        self._losses = []
         write_whole(directory / FILE, source.read_text())
 
     def see(self, step: int, tokens: int, loss: Any) -> None:

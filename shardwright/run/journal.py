@@ -60,7 +60,8 @@ class Journal(contextlib.ExitStack):
                 f"training.sample_interval is {t.sample_interval}, but the model also reads "
                 f"{', '.join(run.step.inputs)}, which generated tokens lack. Set training.sample_interval=null."
             )
-        self._page, self._hlo = Page(directory, t.report), None
+        self._page = Page(directory, t.report)
+        self._hlo = None
         self._drawing: concurrent.futures.Future[str] | None = None
         self._exports: dict[int, concurrent.futures.Future[None]] = {}
         self._exporter: subprocess.Popen[bytes] | None = None
@@ -73,7 +74,8 @@ class Journal(contextlib.ExitStack):
 
         `skips` is the state of SkippedSteps; `damaged` maps the step of each unusable checkpoint to the reason.
         """
-        run, c = self._run, self._run.whole
+        run = self._run
+        c = self._run.whole
         t = run.config.training
         self.skips = SkippedSteps(t.max_skipped, skips, self._tell_step, t.spike_factor)
         trackers = tracked(c.trackers, self._directory, c.paths.model_name or "", run.start, dataclasses.asdict(c))
@@ -245,7 +247,8 @@ class Journal(contextlib.ExitStack):
 
     def stop(self, signal: str) -> str:
         """Prints that a signal stopped the run, and how to resume it. Returns the signal."""
-        at, name = self._run, self._run.config.paths.model_name or self._directory.name
+        at = self._run
+        name = self._run.config.paths.model_name or self._directory.name
         log(f"{signal}: stopped and saved after {at.done} steps of {at.total}.")
         log(f"To resume: the same command, with {override('paths.model_name', name)}")
         self._finish_page("stopped", signal)

@@ -66,7 +66,8 @@ class Keeper:
         check_skips(config["data"].get("skip_steps", []), skips, done)
         reference.check_reference(metadata.get("reference"), self.record["reference"])
         allow = None if self._whole.training.other_source else "training.other_source=true"
-        saved, which = metadata.get("provenance"), ("training", "evaluation")
+        saved = metadata.get("provenance")
+        which = ("training", "evaluation")
         # With the settings of the step that saved it.
         self.source_differs = compare_source(saved, provenance_at(done - 1), which, allow)
         if "loader" not in metadata:

@@ -68,7 +68,8 @@ class RunLog(contextlib.AbstractContextManager):
         see: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
         send: Callable[[dict[str, Any]], Any] = lambda record: None,
     ):
-        self.directory, self.speed = Path(directory), speed
+        self.directory = Path(directory)
+        self.speed = speed
         self.start_step, self.total_steps, self._print_every = start_step, total_steps, print_every
         self._see, self._send = see, send
         self.events: list[tuple[int, str]] = []
@@ -80,7 +81,8 @@ class RunLog(contextlib.AbstractContextManager):
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._waits: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._path: Path | Any = None
-        self._lock, self._closed = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._closed = False
         # Lines since the last fsync, how many of their bytes are written, and the size of the file without them.
         self._lines, self._written, self._synced = b"", 0, 0
         self._torn = False
@@ -120,14 +122,17 @@ class RunLog(contextlib.AbstractContextManager):
         """Writes the metrics of the last step, which waits for the devices and ends the timing of that step."""
         if self._pending is None:
             return
-        (step, metrics), self._pending = self._pending, None
+        step, metrics = self._pending
+        self._pending = None
         values = _fetch(metrics)
         if not values.get("skipped"):  # only lines of skipped steps have it
             values.pop("skipped", None)
         now = time.perf_counter()
-        seconds, self._last_end = None if self._last_end is None else now - self._last_end, now
+        seconds = None if self._last_end is None else now - self._last_end
+        self._last_end = now
         record = {"step": step, **values, "tokens": self.speed.tokens_after(step)}
-        waited, self.waited = self.waited, 0.0
+        waited = self.waited
+        self.waited = 0.0
         if seconds is not None:
             self._durations.append(seconds)
             self._waits.append(waited)
@@ -212,7 +217,8 @@ class RunLog(contextlib.AbstractContextManager):
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
             if self._torn:
-                self._written, self._synced = 0, min(self._synced, os.fstat(file).st_size)
+                self._written = 0
+                self._synced = min(self._synced, os.fstat(file).st_size)
                 os.ftruncate(file, self._synced)
             self._torn = True  # until all of this succeeds
             while self._written < len(self._lines):
@@ -261,7 +267,8 @@ def move_later_lines(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     check_file(path)  # opening a pipe would block
-    later, temporary = [], path.with_name(f"{path.name}.tmp")
+    later = []
+    temporary = path.with_name(f"{path.name}.tmp")
     with open(path, errors="replace") as lines, open(temporary, "w") as file:
         for line in lines:
             line = line.removesuffix("\n") + "\n"

@@ -190,7 +190,8 @@ def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:
         was = read_config(directory / "config.yaml")["paths"]
     except (KeyError, ValueError):  # a new run has none, and a killed one may have a partial file
         was = dataclasses.asdict(paths)
-    had, name = was.get("checkpoints"), was.get("model_name") or paths.model_name
+    had = was.get("checkpoints")
+    name = was.get("model_name") or paths.model_name
     if had != paths.checkpoints:
         raise ValueError(
             f"the run in {directory} was made with paths.checkpoints={had}, not {paths.checkpoints}. Restore that "
@@ -295,7 +296,8 @@ def fresh_state(step: Step, record: dict[str, Any] | None = None) -> Any:
 
     What was done with each weight is added to `record`.
     """
-    c, start = step.config, step.other(name="start").lower().compile()
+    c = step.config
+    start = step.other(name="start").lower().compile()
     state = start(jax.random.key(c.training.seed))
     if c.training.init_from is not None:
         orders = stack_orders(placement_of(c, step.model), type(state), state)

@@ -31,7 +31,8 @@ class Page:
     """
 
     def __init__(self, directory: Path, wanted: bool):
-        self._directory, self._wanted = directory, wanted and jax.process_index() == 0
+        self._directory = directory
+        self._wanted = wanted and jax.process_index() == 0
         self._made: concurrent.futures.Future[bool] | None = None
         self._next: float | None = None  # not before this time
         self._told = False
@@ -56,7 +57,8 @@ class Page:
             self._made.result()
 
     def _make(self) -> bool:
-        begin, reason = time.monotonic(), None
+        begin = time.monotonic()
+        reason = None
         try:
             # In the run's directory, so that its name need not be quoted for Hydra.
             run_at_low_priority("shardwright.tools.report", "run=.", directory=self._directory)

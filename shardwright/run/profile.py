@@ -104,7 +104,8 @@ class StepProfiler:
                 jax.profiler.stop_trace()
             shutil.rmtree(self._log.directory / TRACE, ignore_errors=True)
             say("profile: the run ended within the profiled steps, so there is no measurement")
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         if task is not None:
             task.result()
 

@@ -63,7 +63,8 @@ def bytes_of(path: Path) -> bytes:
 @functools.cache
 def files_of_project() -> dict[str, list[Path]]:
     """Lists the files of each of PARTS."""
-    files, seen = {}, [ROOT / name for name in PROGRAMS]
+    files = {}
+    seen = [ROOT / name for name in PROGRAMS]
     for name, path in {name: ROOT / part for name, part in PARTS.items()}.items():
         found = [path] if path.is_file() else sorted(path.rglob("*.py"))
         files[name] = [file for file in found if not any(file.is_relative_to(other) for other in seen)]
@@ -160,7 +161,8 @@ def provenance_of(step: Step, which: tuple[str, ...] = ("training", "evaluation"
     has no hash, and `untraced` is the reason.
     """
     # They are traced at each start: no program on this mesh says what the source computes in its plain form.
-    found, traced_by = _hashed(step, which), f"jax {jax.__version__}, lowered for {_device().platform}"
+    found = _hashed(step, which)
+    traced_by = f"jax {jax.__version__}, lowered for {_device().platform}"
     return {**found, "source": source_of(), "traced_by": traced_by}
 
 

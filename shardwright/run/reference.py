@@ -47,7 +47,8 @@ def model_of(c: Config) -> LanguageModel | None:
         saved |= {"pipeline": {}, "data": {}, "trackers": {}, "training": saved["training"] | {"changes": []}}
         saved["optimizer"] = saved.get("optimizer", {}) | {"algorithm": "adamw", "loss": "cross_entropy", "groups": []}
         sizes = config_of(saved, trust=saved["model"].get("module") == c.model.module).model
-        model, inputs = load_model(sizes), inputs_of(load_model(c.model))
+        model = load_model(sizes)
+        inputs = inputs_of(load_model(c.model))
         if sizes.vocab != c.model.vocab:
             raise ValueError(f"it has {sizes.vocab} token ids. Choose one with model.vocab = {c.model.vocab}.")
         if inputs_of(model) not in ((), inputs):
@@ -96,7 +97,8 @@ def logits_of(forward: Forward, w: object) -> Callable[[Any], Any]:
 
 def read_reference(c: Config, spec: StepSpec) -> tuple:
     """Reads what `weights_of` describes, sharded as at rest on the current mesh."""
-    path, weights = str(c.training.reference), []
+    path = str(c.training.reference)
+    weights = []
     for shapes in weights_of(c, spec):
         checkpoints, step = find_checkpoint(path, _manifest(path)[0])
         log(f"reference  {path}, after {step} steps; it is not trained")

@@ -69,7 +69,10 @@ def check_deterministic(c: Config, described: list[str]) -> None:
 
 
 def _print_start(run: Schedule, directory: Path) -> None:
-    mesh, data, t, loader = jax.sharding.get_mesh(), run.config.data, run.config.training, run.loader
+    mesh = jax.sharding.get_mesh()
+    data = run.config.data
+    t = run.config.training
+    loader = run.loader
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
     fp8 = ", weight matmuls in fp8" * t.fp8
@@ -91,7 +94,8 @@ def save_config(directory: Path, config: object) -> None:
 
 def facts_of(run: Schedule, speed: Speed) -> dict[str, Any]:
     """Collects facts of this start of a run for provenance.json; the page shows them."""
-    mesh, hydra = jax.sharding.get_mesh(), HydraConfig.get() if HydraConfig.initialized() else None
+    mesh = jax.sharding.get_mesh()
+    hydra = HydraConfig.get() if HydraConfig.initialized() else None
     module = run.config.model.module
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -180,7 +180,8 @@ def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
 
     Both must have the same settings in each of the first `done` steps; later ones are those of `c`.
     """
-    saved, current = with_defaults(saved, c.model.module), dataclasses.asdict(c)
+    saved = with_defaults(saved, c.model.module)
+    current = dataclasses.asdict(c)
     for first in sorted({*firsts(saved), *firsts(current)}):
         before, now = settings_at(saved, first), settings_at(current, first)
         differences = config_differences(before, now, fixed_settings(before, now)) if first < done else []

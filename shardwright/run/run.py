@@ -55,8 +55,10 @@ class Run(Schedule):
 
     def __init__(self, c: Config, model: LanguageModel, directory: Path, spec: StepSpec):
         super().__init__(c, model, spec)
-        self.directory, self.stopped_by = directory, None
-        self._cleanup, self._stop = contextlib.ExitStack(), StopRequest()
+        self.directory = directory
+        self.stopped_by = None
+        self._cleanup = contextlib.ExitStack()
+        self._stop = StopRequest()
 
     def __enter__(self) -> "Run":
         with self._cleanup:
@@ -75,7 +77,8 @@ class Run(Schedule):
 
     def begin(self) -> Any:
         """Restores the state of the last checkpoint, or initializes it. Describes the run and opens its log."""
-        state, keeper = None, self._keeper
+        state = None
+        keeper = self._keeper
         while state is None:
             start, loader_state, skips = keeper.last(self._provenance_at)
             self.resume(start, loader_state)

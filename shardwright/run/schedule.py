@@ -45,7 +45,8 @@ class Schedule:
         """Switches to the settings of a step."""
         c = config_at(self.whole, step)
         if c != self.config:
-            self.config, self.step = c, self.traced(c)
+            self.step = self.traced(c)
+            self.config = c
             self.__dict__.pop("provenance", None)
 
     def traced(self, c: Config) -> Step:
@@ -60,7 +61,10 @@ class Schedule:
     def resume(self, start: int, loader_state: dict[str, Any]) -> None:
         """Makes the loaders and step counts for a run resumed at `start`. Raises ValueError for missing data."""
         self.be_at(start)
-        whole, inputs, self.start, self.done = self.whole, inputs_of(self.model), start, start
+        whole = self.whole
+        inputs = inputs_of(self.model)
+        self.start = start
+        self.done = start
         self.loader: Loader = loader_at(whole, start, inputs, loader_state)
         self.total = total_steps(whole, self.loader)
         later = [first for first in firsts(whole) if start < first < self.total]

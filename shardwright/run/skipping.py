@@ -79,7 +79,8 @@ class SkippedSteps:
             both = [*zip(*self._recent, strict=True)]
             medians = [statistics.median(recent) for recent in both]
             self._lowest = [*map(min, self._lowest or medians, medians)]
-            times, least = (1, OF_NORM), (LEAST, 0)
+            times = (1, OF_NORM)
+            least = (LEAST, 0)
             for i, (name, value, low) in enumerate(zip(("loss", "gradient norm"), values, self._lowest, strict=True)):
                 rise = max(later - earlier for earlier, later in itertools.pairwise(both[i]))
                 if value - low > max((times[i] * self._spike_factor - 1) * abs(low), least[i], RISES * rise):

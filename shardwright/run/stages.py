@@ -39,7 +39,8 @@ def has_stages() -> bool:
 
 def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
     """Places the layers of a run on the stages of the current mesh. Raises ValueError if they cannot be."""
-    p, v = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages
+    p = mesh_axes().get(PIPELINE_AXIS, 1)
+    v = c.pipeline.virtual_stages
     if p == 1 or c.pipeline.schedule == IN_ORDER:
         return place_layers(c.model.layers, in_a_ring(p, 1), period_of(model))
     try:
@@ -103,7 +104,8 @@ def run(
         The sum of the losses, its gradients, and the LayerMetrics. Without `training` the loss leaves out the losses of
         layers, and the others are None.
     """
-    placement, table = placement_of(c, forward.model), None
+    placement = placement_of(c, forward.model)
+    table = None
     if c.pipeline.schedule != IN_ORDER:
         orders = _orders(c, placement)
         table = tick_table(orders if training else forwards(orders))
@@ -146,7 +148,8 @@ def without_stages(weights: object, placement: LayerPlacement, mesh: jax.shardin
     """Moves weights to a `folded_mesh`, with layers in layer order, one array at a time."""
     if mesh == jax.sharding.get_mesh():
         return weights
-    order, stacked = placement.order, are_stacks(weights)
+    order = placement.order
+    stacked = are_stacks(weights)
 
     @jax.jit
     def in_order(x):
@@ -166,6 +169,7 @@ def describe_stages(c: Config, model: LanguageModel) -> list[str]:
     """Describes the schedule and its stages in one line; empty without stages."""
     if not has_stages():
         return []
-    placement, ticks = placement_of(c, model), len(training_table(c, model).columns["forward"])
+    placement = placement_of(c, model)
+    ticks = len(training_table(c, model).columns["forward"])
     schedule = f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks"
     return [f"{schedule}; {placement.p * placement.v} stages of {placement.chunk_rows} layers"]

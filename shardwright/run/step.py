@@ -116,17 +116,18 @@ class Step:
 
         `size` is the number of sequences per microbatch and their length; the number of loss chunks stays the same.
         """
-        mesh, forms = (
-            mesh or self.mesh,
-            tuple(x for x in forms if not FORMS[x] or with_forms(self.config, x) != self.config),
-        )
+        mesh = mesh or self.mesh
+        forms = tuple(x for x in forms if not FORMS[x] or with_forms(self.config, x) != self.config)
         planned = self.planned if planned is None else planned
-        c, planned = with_forms(self.config, *forms), {} if planned == dict(mesh.shape) else planned
+        c = with_forms(self.config, *forms)
+        planned = {} if planned == dict(mesh.shape) else planned
         if size and size != self.size:
-            (rows, length), t = size, c.training
+            rows, length = size
+            t = c.training
             chunk = t.loss_chunk and t.loss_chunk * length // t.seq_len
             t = dataclasses.replace(t, batch_size=rows * t.microbatches, seq_len=length, loss_chunk=chunk)
-            c, forms = dataclasses.replace(c, training=t), (*forms, f"{rows} × {length} tokens")
+            c = dataclasses.replace(c, training=t)
+            forms = (*forms, f"{rows} × {length} tokens")
         other = Step(c, self.model, mesh, self.spec, name or self.name, (*self.forms, *forms), planned, self._known)
         return self._known[other._key]
 
@@ -171,7 +172,9 @@ class Step:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
         mesh = dataclasses.replace(self.config.mesh, **{axis: sizes[axis] for axis in AXES})
         unread = {section: _Unread(section) for section in vars(self.config) if section not in READ}
-        c, model, spec = dataclasses.replace(self.config, mesh=mesh, **unread), self.model, self.spec
+        c = dataclasses.replace(self.config, mesh=mesh, **unread)
+        model = self.model
+        spec = self.spec
         name = self.name.removesuffix(" loss")
         c = _of_microbatch(c, name) if self.name in LOSSES else c
         of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
@@ -203,7 +206,8 @@ class Step:
         """The equations of the traced program on which its loss depends."""
         info = self.traced.out_info
         loss = info[1].loss if self.name == "training loss" else info[0]
-        program, used = self.traced.jaxpr, [x is loss for x in jax.tree.leaves(info)]
+        program = self.traced.jaxpr
+        used = [x is loss for x in jax.tree.leaves(info)]
         with tracing(self.mesh, self.planned or self.mesh.shape):
             return ClosedJaxpr(dce_jaxpr(program.jaxpr, used, instantiate=True)[0], program.consts)
 

@@ -61,7 +61,8 @@ class Store:
         except _ERRORS as error:
             # The reason first: `No space left on device` is at the end of what tensorstore says.
             code = re.search("os_error_code='([0-9]+)'", str(error))
-            reason, place = os.strerror(int(code[1])) if code else "", f"{self.url}/{key}"
+            reason = os.strerror(int(code[1])) if code else ""
+            place = f"{self.url}/{key}"
             raise OSError(f"{reason}: {place}" if reason else f"{place}: {error}") from error
 
     def read(self, key: str, most: int = LARGE) -> bytes | None:
@@ -135,7 +136,9 @@ def in_all_processes(action: Callable[[], T], *more: type[Exception]) -> T:
     """Runs `action` in all processes. Damaged, OSError, ValueError or `more` in one is raised in all."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:  # asked in this order: no devices start
         return action()
-    kinds, raised, sent = (*more, Damaged, OSError, ValueError), None, b""
+    kinds = (*more, Damaged, OSError, ValueError)
+    raised = None
+    sent = b""
     result: T | Any = None
     try:
         result = action()

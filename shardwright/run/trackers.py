@@ -284,7 +284,8 @@ class _Followed:
     """Opens a tracker and sends it lines, in its own thread, until a line is None."""
 
     def __init__(self, name: str, facts: Facts):
-        self.id, self.opened = None, threading.Event()
+        self.id = None
+        self.opened = threading.Event()
         self.lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, args=[name, facts], name=name, daemon=True)
         self.thread.start()

@@ -96,7 +96,7 @@ class Prefill(Attention):
         self.cache = KeyValues(k, v)
         return super().__call__(q, k, v, mask, *learned, **options)
 
-    def kept(self) -> KeyValues:
+    def updated_cache(self) -> KeyValues:
         """The keys and values. Raises ShardError unless the layer called this once."""
         if self.calls != 1:
             raise ShardError(
@@ -111,7 +111,8 @@ class NextToken(Prefill):
 
     def __call__(self, q, k, v, mask, *learned, sinks=None, drop=None):
         """As Attention, for `drop` None."""
-        past, place = self.cache, self.tokens.positions
+        past = self.cache
+        place = self.tokens.positions
         self.calls += 1
         self.cache = KeyValues(k[0], v[0])
         return cached_attention(q, k, v, past.k[None], past.v[None], place, mask, learned, sinks)
@@ -172,7 +173,8 @@ def check_cache(forward: Forward, context: int) -> None:
     Raises:
         ValueError: the logits differ from those of the forward pass without a cache.
     """
-    model, mesh = forward.model, jax.sharding.get_mesh()
+    model = forward.model
+    mesh = jax.sharding.get_mesh()
     t = mesh.shape["t"]
     exact = dataclasses.replace(forward.training, attention="einsum", compute_dtype="f32")
     forward = dataclasses.replace(forward, training=exact)
@@ -186,7 +188,8 @@ def check_cache(forward: Forward, context: int) -> None:
 
     @typed_shard_map
     def differences(w: Of[model.Weights], ids: u32["_N/r/d _L"]) -> f32["_T"]:
-        w, zero = forward.gatherable(w), jnp.int32(0 * ids)
+        w = forward.gatherable(w)
+        zero = jnp.int32(0 * ids)
         text = Tokens(ids, zero + jnp.arange(2 * half, dtype=jnp.int32), zero)
         expected = forward.logits(w, text)
 

@@ -154,7 +154,8 @@ class Programs:
             )
         self.step = step.other("for texts", *forms, name="logits")
         self.forward, self.config = self.step.forward, step.model.config
-        self.mesh, self.source = jax.sharding.get_mesh(), source
+        self.mesh = jax.sharding.get_mesh()
+        self.source = source
         self._settings = (self.config, self.forward.training, *settings)
         self._compiled: dict[Any, Any] = {}
 
@@ -209,7 +210,8 @@ class Sampler(Programs):
         self.settings, self.context, self._batch = settings, context, batch
         self._chunk = min(chunk, settings.max_tokens)
         super().__init__(step, source, (settings, context, self._chunk))
-        self._t, self._checked = self.mesh.shape["t"], False
+        self._t = self.mesh.shape["t"]
+        self._checked = False
         self._prefill, self._decode = self._programs()
 
     def with_settings(self, settings: Sampling) -> "Sampler":
@@ -217,7 +219,8 @@ class Sampler(Programs):
         check_ranges("sampling", settings)
         check_ids("stop", settings.stop, self.config.vocab)
         other = copy.copy(self)
-        other.settings, other._settings = settings, (*self._settings[:2], settings, self.context, self._chunk)
+        other.settings = settings
+        other._settings = (*self._settings[:2], settings, self.context, self._chunk)
         other._decode = other._programs()[1]
         return other
 
@@ -230,7 +233,8 @@ class Sampler(Programs):
     def _programs(self):
         forward, s, chunk = self.forward, self.settings, self._chunk
         cache_size = padded(self.context, self.context, self._t)
-        Weights, Cache = forward.model.Weights, Array["layers", KeyValues]
+        Weights = forward.model.Weights
+        Cache = Array["layers", KeyValues]
 
         @typed_shard_map
         def prefill(w: Of[Weights], ids: u32["_N/r/d _L"]) -> Of[Cache]:
@@ -286,7 +290,8 @@ class Sampler(Programs):
                 decoded with a cache.
         """
         self.check(prompts)
-        batch, result = -(-min(len(prompts), self._batch) // self.mesh.size) * self.mesh.size, []
+        batch = -(-min(len(prompts), self._batch) // self.mesh.size) * self.mesh.size
+        result = []
         for i in range(0, len(prompts), batch):
             result += self._generate(weights, prompts[i : i + batch], first + i, batch, is_over)
         return result

@@ -37,7 +37,8 @@ class TrainingSamples:
     """
 
     def __init__(self, c: Config, run: Run):
-        t, self._run = c.training, run
+        t = c.training
+        self._run = run
         self._texts = list(t.sample_prompts)
         try:
             self._tokenizer = tokenizer_of_run(c.data)
@@ -52,7 +53,9 @@ class TrainingSamples:
         self._mesh = folded_mesh(c)
         with jax.set_mesh(self._mesh):
             self._sampler = Sampler(run.step, settings, context=t.seq_len, source=run.provenance["source"])
-        self._path, self._wrote, self._failed = run.directory / "samples.jsonl", False, False
+        self._path = run.directory / "samples.jsonl"
+        self._wrote = False
+        self._failed = False
 
     def write(self, weights: object) -> None:
         """Samples with these weights, after the steps done so far.
@@ -94,9 +97,12 @@ class TrainingTasks:
 
     def __init__(self, c: Config, run: Run):
         check_tasks(c.training.evals)
-        self._c, self._run, self._mesh = c, run, folded_mesh(c)
+        self._c = c
+        self._run = run
+        self._mesh = folded_mesh(c)
         with jax.set_mesh(self._mesh):
-            loss, source = run.spec.cross_entropy, run.provenance["source"]
+            loss = run.spec.cross_entropy
+            source = run.provenance["source"]
             self._scorer = Scorer(run.step, loss, c.training.seq_len, source)
 
     def write(self, weights: object) -> None:
@@ -105,7 +111,9 @@ class TrainingTasks:
         self._run.log_event("evals", lambda: self._metrics(weights))
 
     def _metrics(self, weights: object) -> dict[str, Any]:
-        c, metrics, failed = self._c, {}, []
+        c = self._c
+        metrics = {}
+        failed = []
         for name in c.training.evals:
             try:
                 with pause("evaluating tasks"), jax.set_mesh(self._mesh):
@@ -122,7 +130,8 @@ class TrainingTexts:
     """The TrainingSamples and TrainingTasks of a run, as far as its settings ask for them."""
 
     def __init__(self, c: Config, run: Run):
-        self._run, self._t = run, c.training
+        self._run = run
+        self._t = c.training
         self._samples = TrainingSamples(c, run) if c.training.sample_interval else None
         self._tasks = TrainingTasks(c, run) if c.training.evals else None
 

@@ -66,12 +66,14 @@ class Scorer(Programs):
     def __init__(self, step: Step, loss: Callable, length: int, source: Any = None):
         # document_mask must be on: the padding is another document, which non-causal masks must not see.
         super().__init__(step, source, (), "document mask")
-        sizes, self.length = dict.fromkeys("ct", 1) | dict(self.mesh.shape), length
+        sizes = dict.fromkeys("ct", 1) | dict(self.mesh.shape)
+        self.length = length
         self._rows = self.mesh.size // (sizes["c"] * sizes["t"])
         # Sequence lengths must divide over c and t, and into two chunks per device of a ring.
         self._multiple = math.lcm(sizes["c"] * sizes["t"], 2 * sizes["c"] if sizes["c"] > 1 else 1)
         self._positions = min(POSITIONS, LOGITS * sizes["t"] // self.config.vocab)
-        forward, Weights = self.forward, self.forward.model.Weights
+        forward = self.forward
+        Weights = self.forward.model.Weights
 
         @typed_shard_map
         def losses(w: Of[Weights], batch: TokenBatch, ids: u32["B/b L"]) -> tuple[f32["B/b L/c"], bool_["B/b L/c"]]:
@@ -101,7 +103,8 @@ class Scorer(Programs):
             if not 2 <= len(ids) <= self.length + 1:
                 raise ValueError(f"a sequence has {len(ids)} tokens; it must have 2 to {self.length + 1}.")
             check_ids("a sequence", (ids.min(), ids.max()), self.config.vocab)
-        left, waiting = sorted(range(len(block)), key=lambda i: -len(block[i])), []
+        left = sorted(range(len(block)), key=lambda i: -len(block[i]))
+        waiting = []
         while left:
             length = padded(len(block[left[0]]) - 1, self.length, self._multiple)
             rows = self._rows * max(1, self._positions // length)

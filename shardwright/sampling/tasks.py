@@ -47,7 +47,8 @@ def held_out(c: Config, count: int) -> list[np.ndarray]:
 def cloze(scorer: Scorer, weights: object, c: Config, count: int) -> dict[str, float]:
     """Which of CHOICES endings, of ANSWER tokens, does a held-out text have? The others end other texts."""
     texts = held_out(c, count)
-    ends, begins = [text[-ANSWER:].tolist() for text in texts], [[c.model.bos_id, *text[:-ANSWER]] for text in texts]
+    ends = [text[-ANSWER:].tolist() for text in texts]
+    begins = [[c.model.bos_id, *text[:-ANSWER]] for text in texts]
     asked = enumerate(begins[:count])
     pairs = ((begin, ends[(i + k) % len(ends)]) for i, begin in asked for k in range(CHOICES))
     scores = np.array([score for score, _ in log_likelihoods(scorer, weights, pairs)]).reshape(-1, CHOICES)
@@ -57,14 +58,16 @@ def cloze(scorer: Scorer, weights: object, c: Config, count: int) -> dict[str, f
 
 def copying(scorer: Scorer, weights: object, c: Config, count: int) -> dict[str, float]:
     """Repeats held-out tokens, in random order."""
-    words, rng = np.concatenate(held_out(c, count)), np.random.RandomState(0)
+    words = np.concatenate(held_out(c, count))
+    rng = np.random.RandomState(0)
     drawn = rng.choice(words, (count, min(COPIED, scorer.length // 2)))
     return _of_second_half(scorer, weights, [[*text, *text] for text in drawn])
 
 
 def demo(scorer: Scorer, weights: object, c: Config, count: int) -> dict[str, float]:
     """Copies and reverses digits, in documents as those that the demo trains on."""
-    rng, found = np.random.RandomState(0), {}
+    rng = np.random.RandomState(0)
+    found = {}
     for name, task, step in (("copy", synthetic.COPY, 1), ("reverse", synthetic.REVERSE, -1)):
         documents = (synthetic.copied(rng, task, step) for _ in itertools.count())
         fitting = itertools.islice((ids for ids in documents if len(ids) <= scorer.length), count)

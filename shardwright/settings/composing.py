@@ -211,7 +211,8 @@ def _missing_config(program: Program, error: MissingConfigException) -> str:
 
 def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequence[str] = (), prefix: str = "") -> str:
     """Writes the message for a setting that OmegaConf rejects. `prefix` is the section of `schema`, with a dot."""
-    name, reason = f"{prefix}{error.full_key}", first_line(error)
+    name = f"{prefix}{error.full_key}"
+    reason = first_line(error)
     try:
         kind = kind_of(schema, re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).strip("."), prefix)
     except ValueError as unknown:
@@ -220,5 +221,6 @@ def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequen
         return f"{name}: {reason}. Correct its value, or add an entry with a plus: +{name}=<value>."
     given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2].strip("'") for text in overrides}
     match = re.match(r"Value '(.*?)'(?: of type| is not|\()", reason)
-    value, allowed = match[1] if match else given.get(name), words_for(kind)
+    value = match[1] if match else given.get(name)
+    allowed = words_for(kind)
     return f"{name} is {value}; it must be {allowed}." if value else f"{name}: {reason}; it must be {allowed}."

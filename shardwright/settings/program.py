@@ -89,7 +89,8 @@ def message_of(error: Exception) -> str:
         )
     if not isinstance(error, OmegaConfBaseException):
         return str(error)
-    name, first = error.full_key or "a setting", first_line(error)
+    name = error.full_key or "a setting"
+    first = first_line(error)
     return f"{name}: {first}. Correct the value of {name}."
 
 

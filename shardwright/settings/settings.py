@@ -72,11 +72,13 @@ class Setting:
 
 def settings_of(schema: type, prefix: str = "") -> Iterator[Setting]:
     """Yields the settings of a dataclass in order. A section comes before its settings."""
-    kinds, docs = typing.get_type_hints(schema), _docstrings(schema)
+    kinds = typing.get_type_hints(schema)
+    docs = _docstrings(schema)
     for field in dataclasses.fields(schema):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = MISSING if default is dataclasses.MISSING else default
-        name, kind = f"{prefix}{field.name}", kinds[field.name]
+        name = f"{prefix}{field.name}"
+        kind = kinds[field.name]
         yield Setting(name, kind, default, docs.get(field.name, ""))
         if is_section(kind):
             yield from settings_of(without_null(kind), f"{name}.")

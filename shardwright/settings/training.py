@@ -19,7 +19,8 @@ def training_module() -> str:
     if it is another than the released one. A train.py that is something else is not imported.
     """
     found = importlib.util.find_spec("train")
-    file, released = Path(found.origin or "") if found else Path(), Path(__file__).parents[1] / "train.py"
+    file = Path(found.origin or "") if found else Path()
+    released = Path(__file__).parents[1] / "train.py"
     if file.suffix != ".py":  # no file, or a folder of that name
         if Path("train.py").exists():  # which a program that reads a run does not import
             print(f"train.py: {released}. trust=true runs the train.py of this folder.", file=sys.stderr)

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from shardlib.axes import AXES
-from shardlib.equations import arrays_in, equations_in, frames_of
+from shardlib.equations import equations_in, frames_of
 from shardlib.parsing import MAY_BE_RIGHT
 from shardlib.places import is_users, shown_path, users_call
 from shardlib.places import place as place_at
@@ -95,7 +95,9 @@ def checks(steps: Sequence[Step], settings: CheckConfig) -> Iterator[tuple[str, 
 
 def compiled(step: Step) -> dict[str, Any]:
     """Compiles a step for its chip, and compares its collectives with those written. Raises under hardware.strict."""
-    chip, count, hardware = chip_of(step.config.hardware.chip or NOT_MEASURED), step.mesh.size, step.config.hardware
+    chip = chip_of(step.config.hardware.chip or NOT_MEASURED)
+    count = step.mesh.size
+    hardware = step.config.hardware
     try:
         devices = jax.devices("cpu")[:count] if chip.platform == "cpu" else devices_of(chip.name, count)
         mesh = make_mesh(devices, **step.mesh.shape)
@@ -121,7 +123,8 @@ def rejection(error: Exception) -> dict[str, Any]:
     text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     place = getattr(error, "place", "") or (re.match(r"\S+\.py:\d+", text) or [""])[0]
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        place, text = place_at(error.filename, error.lineno), f"{type(error).__name__}: {error.msg}"
+        place = place_at(error.filename, error.lineno)
+        text = f"{type(error).__name__}: {error.msg}"
     if not place and (call := users_call(error)):
         place = place_at(call.tb_frame.f_code.co_filename, call.tb_lineno)
     remedy = getattr(error, "remedy", "") or text.partition("remedy: ")[2].partition("\n")[0]
@@ -224,7 +227,8 @@ def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
             why = getattr(error, "stderr", None) or str(error).encode()
             reason = why.decode().strip().partition("\n")[0]
             raise ValueError(
-                f"check.against is {against!r}, neither a directory nor a commit ({reason}); null compares with nothing."
+                f"check.against is {against!r}, neither a directory nor a commit ({reason}); null compares with "
+                "nothing."
             ) from None
         yield f"{against} ({commit})", Path(directory) / within, (root, directory)
 
@@ -272,7 +276,8 @@ def compared_in_numbers(c: Config, stack: contextlib.ExitStack) -> dict[str, Any
     Raises:
         ValueError: it compared nothing.
     """
-    meshes, begin = small_meshes(c), time.perf_counter()
+    meshes = small_meshes(c)
+    begin = time.perf_counter()
     process = started("verify", "verify.small=true", f"verify.meshes=[{','.join(meshes)}]")
     stack.callback(process.kill)
     out, err = process.communicate()
@@ -311,7 +316,8 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Whether the program is the same, the lines that changed, and for each cost the line that changed it most."""
     there, here = ([tuple(line) for line in of["program"]["lines"]] for of in (before, now))
     texts = ([(file, text) for file, _, text in lines] for lines in (there, here))
-    same, lines = {}, []
+    same = {}
+    lines = []
     for kind, a, a_end, b, b_end in difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes():
         pairs = zip(there[a:a_end], here[b:b_end], strict=False)
         same |= {f"{x[0]}:{x[1]}": f"{y[0]}:{y[1]}" for x, y in pairs}
@@ -324,6 +330,7 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         return same.get(place, f"{place} (before)" if place in left else place) + gap + more
 
     found: dict[str, Any] = {"same_program": now["program"]["hash"] == before["program"]["hash"], "lines": lines}
+
     def changes(i: int) -> Mapping[str, float]:
         """How much amount i of each line changed."""
         of_line = collections.Counter[str]()
@@ -338,7 +345,8 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         if name not in now["costs"] or name not in before["costs"]:
             continue
         old, new = before["costs"][name], now["costs"][name]
-        sign, found_by = 1 if new >= old else -1, [*map(changes, amounts)]
+        sign = 1 if new >= old else -1
+        found_by = [*map(changes, amounts)]
         by = {line: min(sign * of_line[line] for of_line in found_by) for line in found_by[0]}
         line = max(by, key=by.__getitem__, default="")
         most = max(0.0, by.get(line, 0.0))
@@ -393,7 +401,8 @@ def job(c: Config, settings: CheckConfig) -> None:
         jax.config.update("jax_platforms", "cpu")  # the compilers of other chips need no device
     start_devices(DistributedConfig(), c.hardware)
     with contextlib.ExitStack() as stack:
-        other, against = None, {}
+        other = None
+        against = {}
         try:
             if settings.against:
                 name, directory, roots = stack.enter_context(source_at(settings.against))

@@ -59,7 +59,8 @@ def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict],
     content = json.loads(tokenizer.definition)
     special = {token["content"]: token["id"] for token in content.get("added_tokens", []) if token["special"]}
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    notes, processor = [], None
+    notes = []
+    processor = None
     bos = load_definition(tokenizer.definition).id_to_token(bos_id)
     if bos is None:
         notes.append(f"it has no token of id {bos_id} (model.bos_id): put that id before the text's yourself")
@@ -108,7 +109,9 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     if output.exists():
         raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")
     with one_device(), open_run(config.run, config.step, config.trust) as saved:
-        c, step, model = saved.config, saved.step, load_model(saved.config.model)
+        c = saved.config
+        step = saved.step
+        model = load_model(saved.config.model)
         if inputs := inputs_of(model):
             raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
         weights, _ = saved.read_weights(model, config.other_source, log, config.average)
@@ -119,11 +122,13 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     if content.get("max_position_embeddings", 0) is None:
         content["max_position_embeddings"] = c.training.seq_len
 
-    files, end = {}, None
+    files = {}
+    end = None
     try:
         tokenizer = tokenizer_of_run(c.data, config.tokenizer)
         files, notes = tokenizer_files(tokenizer, c.model.bos_id)
-        end, about = tokenizer.end, "; ".join(("tokenizer.json", *notes))
+        end = tokenizer.end
+        about = "; ".join(("tokenizer.json", *notes))
     except (ValueError, OSError) as error:
         about = f"none: {error}"
     ids = {"bos_token_id": c.model.bos_id, "eos_token_id": end}

@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import jax
 
 from shardwright.cluster.chips import chip_for
+from shardwright.data.checks import above_0, check_choice
+from shardwright.data.untrusted import one_line, read_object
 from shardwright.run.files import write_json, write_whole
 from shardwright.settings.program import run_program
 from shardwright.settings.words import say
-from shardwright.data.checks import above_0, check_choice
-from shardwright.data.untrusted import one_line, read_object
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
 LEAST, GRACE = 15, 10  # seconds that must be left to start a part; seconds that an interrupted part gets to exit
@@ -131,7 +131,8 @@ def command_of(part: Part, out: Path) -> list[str]:
 
 def measured(part: Part, out: Path, seconds: float) -> dict[str, Any]:
     """Runs a part for at most `seconds`. Returns its rows, and if it failed, with the reason in the last row."""
-    command, logs = [sys.executable, "-m", *command_of(part, out)], [out / f"{part.name}.{x}" for x in ("out", "err")]
+    command = [sys.executable, "-m", *command_of(part, out)]
+    logs = [out / f"{part.name}.{x}" for x in ("out", "err")]
     shutil.rmtree(out / part.name, ignore_errors=True)  # left by a failed run
     with logs[0].open("w") as stdout, logs[1].open("w") as stderr:
         # In a new session, so that signals also reach its children.
@@ -174,10 +175,13 @@ def run(config: Settings) -> None:
         return print_settings()
     for name in config.parts or ():
         check_choice("parts", name, [part.name for part in PARTS])
-    out, deadline, results = Path(config.out).absolute(), time.monotonic() + 60 * config.minutes, {}
+    out = Path(config.out).absolute()
+    deadline = time.monotonic() + 60 * config.minutes
+    results = {}
     out.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
-        file, left = out / f"{part.name}.json", deadline - time.monotonic()
+        file = out / f"{part.name}.json"
+        left = deadline - time.monotonic()
         result = {"rows": [("not run", "call again")], "failed": True}
         with contextlib.suppress(OSError, ValueError):
             result = read_object(file, {"rows": [[str]], "failed": bool})

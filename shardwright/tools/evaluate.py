@@ -21,7 +21,6 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from shardwright.run.spec import load_spec
 from shardwright.cluster.devices import known_options
 from shardwright.data.checks import at_least_0, at_least_1
 from shardwright.data.loader import make_loader
@@ -35,6 +34,7 @@ from shardwright.run.evaluation import evaluate as evaluate_batches
 from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, StepChoice
 from shardwright.run.provenance import source_of
+from shardwright.run.spec import load_spec
 from shardwright.run.step import trace_step
 from shardwright.sampling.harness import language_model
 from shardwright.sampling.scoring import Scorer, document_losses
@@ -87,8 +87,11 @@ class OpenRun:
 
     def __init__(self, config: Settings, write_line: Callable[[str], None] = print):
         with opening.open_run(config.run, config.step, config.trust) as saved:
-            self.config, self.c, self.step = config, saved.config, saved.step
-            self.mesh, self.model = opening.mesh_for(_choice(config), self.c), load_model(self.c.model)
+            self.config = config
+            self.c = saved.config
+            self.step = saved.step
+            self.mesh = opening.mesh_for(_choice(config), self.c)
+            self.model = load_model(self.c.model)
             with jax.set_mesh(self.mesh):
                 found = saved.read_weights(self.model, config.other_source, write_line, config.average)
                 self.weights, self.source = found
@@ -98,7 +101,9 @@ class OpenRun:
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
         with jax.set_mesh(self.mesh):
-            return Scorer(trace_step(self.c, self.model), load_spec().cross_entropy, self.c.training.seq_len, self.source)
+            return Scorer(
+                trace_step(self.c, self.model), load_spec().cross_entropy, self.c.training.seq_len, self.source
+            )
 
     def tokenizer(self) -> Tokenizer:
         """That of the settings, or else of the run's data. Raises ValueError if it is missing."""
@@ -114,7 +119,9 @@ class OpenRun:
 
 def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
     """The loss that the run logs on its validation split."""
-    c, t, inputs = run.c, run.c.training, inputs_of(run.model)
+    c = run.c
+    t = run.c.training
+    inputs = inputs_of(run.model)
     batches = run.config.batches or t.eval_batches
     if not batches:
         raise ValueError("the run has no validation (training.eval_batches is 0). Give batches=<number>, or data=….")

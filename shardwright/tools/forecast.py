@@ -94,8 +94,11 @@ def forecast_of(runs: list[Run], params: int, tokens: int, seed: int) -> dict[st
 
 def summary_of(found: dict[str, Any]) -> list[str]:
     """The lines to print of a forecast."""
-    end, best = found["end"], min(run["loss"] for run in found["runs"])
-    low, high, width = end["low"], end["high"], (end["high"] - end["low"]) / end["loss"]
+    end = found["end"]
+    best = min(run["loss"] for run in found["runs"])
+    low = end["low"]
+    high = end["high"]
+    width = (end["high"] - end["low"]) / end["loss"]
     of = f"{found['params']:,} parameters without embeddings and {found['tokens']:,} tokens"
     lines = [
         f"{found['metric']:5} {end['loss']:.3f} nats, interval {low:.3f} to {high:.3f}, {width:.0%} wide",
@@ -117,7 +120,8 @@ def job(c: Config, settings: ForecastConfig) -> None:
     steps = t.steps if t.tokens is None else steps_of(c, t.tokens)
     if steps is None:
         raise ValueError("the length of the run is given in epochs; give training.steps or training.tokens.")
-    params, tokens = parameters_without_embeddings(load_model(c.model)), tokens_before(c, steps)
+    params = parameters_without_embeddings(load_model(c.model))
+    tokens = tokens_before(c, steps)
     found = forecast_of([read_run(path) for path in find_runs(patterns)], params, tokens, settings.seed)
     write_whole(Path(settings.output), json.dumps(found, indent=1) + "\n")
     for line in summary_of(found):

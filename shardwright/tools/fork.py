@@ -23,7 +23,7 @@ RELEASED, FORK = Path(__file__).parents[1] / "train.py", Path("train.py")
 
 
 def definitions(source: str) -> dict[str, str]:
-    """Code of each function and method of a module, without comments, by name; of other statements, by the statement."""
+    """Code of each function and method of a module, without comments, by name; of other statements, by themselves."""
     found = {}
     for node in ast.parse(source).body:
         is_named = isinstance(node, ast.FunctionDef | ast.ClassDef)

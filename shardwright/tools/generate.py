@@ -182,7 +182,8 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
         prompts = [tokenizer.ids(text) for text in texts]
         if config.prompt_ids is not None:
             check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
-            prompts, texts = [config.prompt_ids], [tokenizer.decode(config.prompt_ids)]
+            prompts = [config.prompt_ids]
+            texts = [tokenizer.decode(config.prompt_ids)]
         ends = Ends.read(config, tokenizer)
         context = config.context or c.training.seq_len
         c.model.check(context)
@@ -200,7 +201,8 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
                 results.append(about | {"ended": ended, "prompt_ids": list(prompt), "ids": ids})
             for result in results:
                 print_text(result, sampler, console)
-            seconds, count = time.perf_counter() - start, sum(len(result["ids"]) for result in results)
+            seconds = time.perf_counter() - start
+            count = sum(len(result["ids"]) for result in results)
             made = f"{count:,} tokens of {len(results)} texts in {seconds:.2f} s, compilation included"
             say(f"{made}; step {saved.step}, mesh {dict(jax.sharding.get_mesh().shape)}, {c.training.compute_dtype}")
     if config.output is not None:

@@ -27,8 +27,8 @@ from shardwright.data.checks import check_choice, within
 from shardwright.data.text import definitions, sources, tokenizers
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.data.text.worker_pool import map_in_order
-from shardwright.settings.differences import flat
 from shardwright.settings.composing import command_of
+from shardwright.settings.differences import flat
 from shardwright.settings.program import run_program
 
 SPLITS = ("train", "validation")
@@ -126,7 +126,8 @@ def run(config: Settings) -> None:
     opened = {name: open_source(config, name) for name in names}
     config = dataclasses.replace(config, out=path_of(config, config.shard))
     root = flat_tokens.open_kvstore(config.out)
-    begun, chosen = flat_tokens.unfinished_settings(config.out), result_settings(config, names)
+    begun = flat_tokens.unfinished_settings(config.out)
+    chosen = result_settings(config, names)
     goes_on = begun is not None and all(begun.get(name) == value for name, value in chosen.items())
     content = flat_tokens.read_file(root, "tokenizer.json")
     before = None if content is None else content.decode()
@@ -162,7 +163,8 @@ def next_steps(config: Settings, tokenizer: Tokenizer, has_validation: bool) -> 
     values = {"data.filespec": config.out, "model.vocab": vocab, "model.bos_id": str(tokenizer.end or 0)}
     values |= {} if has_validation else {"training.eval_batches": "0"}
     settings = [f"{name}={value}" for name, value in values.items()]
-    lines, command = OmegaConf.to_yaml(OmegaConf.from_dotlist(settings)), " ".join(map(shlex.quote, settings))
+    lines = OmegaConf.to_yaml(OmegaConf.from_dotlist(settings))
+    command = " ".join(map(shlex.quote, settings))
     return (
         f"vocabulary: {tokenizer.vocab_size:,}, rounded up below. In a configuration:\n\n{lines}\n"
         f"Try it: {command_of('train')} --config-name=local_text {command}"
@@ -272,7 +274,9 @@ def write_split(
                 print(f"{name}: {writer.num_tokens:,}{of} tokens", file=sys.stderr, flush=True)
                 saved = time.monotonic()
         results.close()
-        tokens, documents, empty = writer.num_tokens, writer.num_documents, done["num_empty"]
+        tokens = writer.num_tokens
+        documents = writer.num_documents
+        empty = done["num_empty"]
         if tokens == 0 and config.shard is None:  # others may have some
             raise ValueError(
                 f"{name}: the source has no text; {empty} empty documents. Check text_field and the source."
@@ -349,14 +353,17 @@ def merge_split(config: Settings, name: str, _: tuple[str, Any], tokenizer: Toke
     Raises:
         ValueError: a shard is missing, damaged, or has another number, settings or files; or none has tokens.
     """
-    paths, bad, faults = [path_of(config, shard) for shard in range(config.num_shards)], 0, []
+    paths = [path_of(config, shard) for shard in range(config.num_shards)]
+    bad = 0
+    faults = []
     for shard, path in enumerate(paths):
         try:
             found = flat_tokens.Reader(path, name).attributes
         except ValueError as error:
             faults.append(str(error))
             continue
-        expected, had = identity_of(config, shard, settings), found.get("shard", {})
+        expected = identity_of(config, shard, settings)
+        had = found.get("shard", {})
         faults += [
             f"{path}/{name} was made with {x} {had.get(x)}, not {expected[x]}."
             for x in expected

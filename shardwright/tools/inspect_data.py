@@ -83,7 +83,8 @@ def run(config: Settings, console: Console | None = None) -> None:
     console = console or Console()
     check_ranges("", config)
     reader = Reader(config.filespec, config.split)
-    tokenizer, last = tokenizer_of_dataset(reader), reader.num_documents - 1
+    tokenizer = tokenizer_of_dataset(reader)
+    last = reader.num_documents - 1
     if config.document is None:
         show_overview(console, reader)
         which = np.unique(np.linspace(0, last, min(SHOWN, last + 1)).astype(np.int64))

@@ -55,8 +55,12 @@ class Model:
     """The newest checkpoint of a run, or that of `config.step`, on the mesh in force. One thread at a time uses it."""
 
     def __init__(self, config: Settings):
-        self.mesh, self._lock = jax.sharding.get_mesh(), threading.Lock()
-        self.config, self.step, self.metadata, self.texts = config, None, None, 0
+        self.mesh = jax.sharding.get_mesh()
+        self._lock = threading.Lock()
+        self.config = config
+        self.step = None
+        self.metadata = None
+        self.texts = 0
         self.c: Config | Any = None
         self._any: Sampler | None = None
         self.sampler = functools.lru_cache(8)(self._sampler)  # each compiles how it draws
@@ -76,14 +80,18 @@ class Model:
             if saved.config != self.c:
                 self.sampler.cache_clear()  # of another run of this name
                 self._any = None
-            self.c, self.model = saved.config, load_model(saved.config.model)
+            self.c = saved.config
+            self.model = load_model(saved.config.model)
             self.tokenizer = tokenizer_of_run(saved.config.data, self.config.tokenizer)
-            self.weights, self.source = saved.read_weights(self.model, self.config.other_source, print, self.config.average)
+            self.weights, self.source = saved.read_weights(
+                self.model, self.config.other_source, print, self.config.average
+            )
             self.step, self.metadata = saved.step, saved.metadata
 
     def _sampler(self, temperature: float, min_p: float) -> Sampler:
         """What draws tokens one by one, with memory for all that the model sees."""
-        end, context = self.tokenizer.end, self.c.training.seq_len
+        end = self.tokenizer.end
+        context = self.c.training.seq_len
         settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
         if self._any is not None:
             return self._any.with_settings(settings)
@@ -100,7 +108,8 @@ class Model:
 
         Returns how many tokens there are, and why there are no more.
         """
-        end, done = self.tokenizer.end, ""
+        end = self.tokenizer.end
+        done = ""
 
         def is_over(prompt: list[int], added: list[int], whole: bool = False) -> bool:
             nonlocal done
@@ -151,7 +160,8 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if path != "/":
                 raise ValueError(f"there is no page {path}, only /.")
-            host, local = urlsplit(f"//{self.headers['Host']}").hostname, ("localhost", "127.0.0.1")
+            host = urlsplit(f"//{self.headers['Host']}").hostname
+            local = ("localhost", "127.0.0.1")
             is_own = host in local or self.model.config.host not in local  # any other name leads here by a trick
             if not is_own or self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
                 raise ValueError("a page of another site asks. Open this one by its address.")
@@ -168,10 +178,14 @@ class Handler(BaseHTTPRequestHandler):
                 ids = self.model.tokenizer.ids(asked["prompt"])
                 sampler = self.model.sampler(temperature=sampling.temperature, min_p=sampling.min_p)
                 sampler.check([ids])
-            status, about = 200, f"step {self.model.step}"
+            status = 200
+            about = f"step {self.model.step}"
         except (ValueError, OSError) as error:
-            ids, status, about = None, 400, f"Error: {error}"
-        run, prompt = self.model.config.run, escape(asked.get("prompt", ""))
+            ids = None
+            status = 400
+            about = f"Error: {error}"
+        run = self.model.config.run
+        prompt = escape(asked.get("prompt", ""))
         fields = (f'<label>{n} <input name="{n}" value="{escape(v)}" size="6"></label>' for n, v in values.items())
         parts = {"title": escape(run), "prompt": prompt, "fields": " ".join(fields), "about": escape(f"{run}: {about}")}
         with contextlib.suppress(ConnectionError, TimeoutError):  # a reader who has left, or does not read

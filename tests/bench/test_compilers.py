@@ -94,7 +94,8 @@ def test_xlas_prediction_of_a_program_by_hand():
 
 def test_figures_of_a_row():
     found, exposed = trainers.figures(with_mesh(TEXT, {"d": 4}), FACTS | {"peak_bytes": 2**30})
-    assert found["GiB"] == 1 and found["GB sent"] > 0
+    assert found["GiB"] == 1
+    assert found["GB sent"] > 0
     assert found["exposed"] == pytest.approx(1e3 * sum(exposed.values()) / found["time"])
 
 
@@ -121,7 +122,10 @@ def test_attention_by_its_flops():
     text = f"{HEAD}ENTRY %main (q: bf16[2,8,3,16], k: bf16[2,8,3,16]) -> bf16[2,8,3,16] {{\n{lines}}}\n"
     program = parse(text.replace("  %f", "  %k = bf16[2,8,3,16]{3,2,1,0} parameter(1)\n  %f"))
     chip = dataclasses.replace(chip_of("h100"), peak={"bf16": 1e9})
-    seconds = lambda rate: Clock(program, describe(program), chip, FACTS, rate).seconds(program.entry)
+
+    def seconds(rate):
+        return Clock(program, describe(program), chip, FACTS, rate).seconds(program.entry)
+
     forward = 2 * 2 * 2 * 3 * 8**2 / 2 * 16
     assert (seconds(0.5), seconds(0.0)) == (pytest.approx(3.5 * forward / 0.5e9), 0)
 
@@ -133,7 +137,10 @@ def run_on_a_gpu(tmp_path, text=TEXT):
     at.mkdir(parents=True)
     (at / "profile_by_line.json").write_text(json.dumps({"steps": 2}))
     step = [(0, 30, "gemm", "early"), (30, 90, "add", "step"), (90, 97, "k", "other")]
-    event = lambda start, end, name, op: (start, end, name, {"hlo_module": "jit_training_step", "hlo_op": op})
+
+    def event(start, end, name, op):
+        return (start, end, name, {"hlo_module": "jit_training_step", "hlo_op": op})
+
     compute = [event(begin + start, begin + end, *names) for begin in (0, 300, 600) for start, end, *names in step]
     streams = {"Stream #1": compute[:-2], "Stream #2": [event(5, 205, "ncclDevKernel_AllGather", "g")]}
     (at / "vm.xplane.pb").write_bytes(written({"/device:GPU:0": streams}))
@@ -143,7 +150,10 @@ def run_on_a_gpu(tmp_path, text=TEXT):
 @pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
 def test_each_kernel_beside_its_prediction(tmp_path, capsys):
     run = run_on_a_gpu(tmp_path)
-    near = lambda *ms: [pytest.approx(x) for x in ms]
+
+    def near(*ms):
+        return [pytest.approx(x) for x in ms]
+
     found = {label.split()[0]: [kind, took, told] for kind, took, told, label in kernels.rows(run, "h100")}
     assert found["early"] == ["products", *near(0.03, 0.04)]
     assert found["step"] == ["the rest", *near(0.06, 3 * 0.01)]  # three turns

@@ -133,7 +133,10 @@ def test_the_floor_runs_all_of_the_products_of_a_step(mesh):
     for (x, w, dy), (y, dx, dw) in zip(floor.batches[0], floor.results, strict=True):
         np.testing.assert_allclose(y[-1], np.asarray(x[-1]) @ np.asarray(w[-1]), rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(dx[-1], np.asarray(dy[-1]) @ np.asarray(w[-1]).T, rtol=1e-3, atol=1e-4)
-        rows = lambda block: np.asarray(block).reshape(-1, block.shape[-1])
+
+        def rows(block):
+            return np.asarray(block).reshape(-1, block.shape[-1])
+
         np.testing.assert_allclose(dw[-1], rows(x[-1]).T @ rows(dy[-1]), rtol=1e-3, atol=1e-4)
     # None was moved out of a loop, or computed once for several: what the compiler counts is all of them.
     counted = floor.jitted.lower(floor.batches[0], floor.results).compile().cost_analysis()["flops"] * job.devices
@@ -142,9 +145,9 @@ def test_the_floor_runs_all_of_the_products_of_a_step(mesh):
 
 
 def test_shares_and_lines():
-    measured = lambda name, step_s: SimpleNamespace(
-        name=name, job=JOB, ready={"compile_s": 1.0}, step_s=step_s, peak=2**30, error=None
-    )
+    def measured(name, step_s):
+        return SimpleNamespace(name=name, job=JOB, ready={"compile_s": 1.0}, step_s=step_s, peak=2**30, error=None)
+
     floor = measured("floor", [0.5, 0.6])
     ours = measured("ours", [2.0, 1.0, 6.0])
     of_floor = f"{0.5 * (1 + 3 * 4 * 16 * 16 / SHAPES.matmul_parameters):.1%}"

@@ -396,8 +396,8 @@ LAST_CHOICES = {  # an edit that gives slots to the last choices of a sequence
     "choice = jnp.where(chosen, jnp.arange(length * n, dtype=jnp.int32), length * n)": (
         "choice = jnp.where(chosen, length * n - 1 - jnp.arange(length * n, dtype=jnp.int32), length * n)"
     ),
-    "    token, expert = ": (
-        "    choice = jnp.where(choice < length * n, length * n - 1 - choice, choice)\n    token, expert = "
+    "    token = choice": (
+        "    choice = jnp.where(choice < length * n, length * n - 1 - choice, choice)\n    token = choice"
     ),
 }
 

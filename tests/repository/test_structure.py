@@ -12,12 +12,12 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 FLOORS = [
+    ("train",),
     ("shardwright.__main__",),
     ("shardwright.tools", "shardwright.bench", "shardwright.testing"),
     ("shardwright.models.moe",),
     ("shardwright.models.family", "shardwright.models.gpt2"),
     ("shardwright.models",),
-    ("train",),
     ("shardwright.sampling", "shardwright.huggingface"),
     ("shardwright.run.run",),
     ("shardwright.run.journal",),

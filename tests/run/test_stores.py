@@ -99,10 +99,10 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 
 def test_the_run_that_started_last_saves(place):
     first, second = Checkpointer(place), Checkpointer(place)
-    first.own()
+    first.take_ownership()
     first.save(1, state(), {})
     first.wait()
-    second.own()
+    second.take_ownership()
     second.save(2, state(), {})
     second.wait()
     first.save(3, state(), {})

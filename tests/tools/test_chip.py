@@ -97,7 +97,10 @@ def programs(tmp_path, monkeypatch):
         "print('begins', flush=True)\nsubprocess.run(['sleep', '99'])\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{place}:{ROOT}")
-    printed = lambda part, out: ["printed", PRINTED[part.figures][0], str(out / part.name)]
+
+    def printed(part, out):
+        return ["printed", PRINTED[part.figures][0], str(out / part.name)]
+
     monkeypatch.setattr(chip, "command_of", printed)
     return tmp_path / "out"
 

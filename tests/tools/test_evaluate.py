@@ -302,7 +302,10 @@ def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
                     assert found["results"][name][metric] == pytest.approx(value, rel=1e-5), (name, metric)
             for ours, theirs_ in zip(found["samples"][name], expected["samples"][name], strict=True):
                 assert ours["arguments"] == theirs_["arguments"]
-                flat = lambda x: np.ravel(np.array(x["resps"], dtype=object)).tolist()
+
+                def flat(x):
+                    return np.ravel(np.array(x["resps"], dtype=object)).tolist()
+
                 for a, b in zip(flat(ours), flat(theirs_), strict=True):
                     assert a == (pytest.approx(b, rel=1e-4) if isinstance(b, float) else b)
     command = evaluated(run, tasks=names[:1], task_path=str(tasks))

@@ -201,10 +201,13 @@ def test_a_stop_string_ends_a_text_before_it(run):
 
 def test_a_file_of_prompts(tmp_path):
     """Lines are taken as they are; of .jsonl a prompt may have line breaks, and a wrong line is named."""
-    read = lambda name, text: (
-        (tmp_path / name).write_text(text, newline=""),
-        read_prompts(Settings("x", prompts_file=str(tmp_path / name))),
-    )[1]
+
+    def read(name, text):
+        return (
+            (tmp_path / name).write_text(text, newline=""),
+            read_prompts(Settings("x", prompts_file=str(tmp_path / name))),
+        )[1]
+
     prompts = ["one", "", " two\n\u2028 ", 'say "so"']
     lines = [json.dumps({"prompt": prompt, "text": "left out"}, ensure_ascii=False) for prompt in prompts]
     assert read("a.jsonl", "\n".join(lines) + "\n") == prompts

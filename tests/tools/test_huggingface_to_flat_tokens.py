@@ -302,7 +302,9 @@ def test_keeps_what_is_there(tmp_path, bpe):
 def test_overwriting_trains_its_own_tokenizer(tmp_path, monkeypatch):
     """Also over work that was begun with another size, and not over a split that would stay."""
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 9)
-    trained = lambda size: TokenizerConfig(kind="train_bpe", vocab_size=size)
+
+    def trained(size):
+        return TokenizerConfig(kind="train_bpe", vocab_size=size)
 
     class Killed(BaseException):
         pass

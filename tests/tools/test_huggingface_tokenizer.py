@@ -108,7 +108,10 @@ def test_where_it_is_found(tmp_path, bpe):
     by_bpe = write(tmp_path / "bpe", attributes={"tokenizer": {"kind": "train_bpe", "end_token": "<|end|>"}})
     (tmp_path / "bpe" / "tokenizer.json").write_text(bpe.definition)
     nothing = write(tmp_path / "nothing", attributes={})
-    mixture = lambda *names: DataConfig(mixture={f"{i}": SourceConfig(name) for i, name in enumerate(names)})
+
+    def mixture(*names):
+        return DataConfig(mixture={f"{i}": SourceConfig(name) for i, name in enumerate(names)})
+
     file = StreamConfig(tokenizer_kind="huggingface", tokenizer=f"{by_bpe}/tokenizer.json", end_token="<|end|>")
     assert tokenizer_of_run(DataConfig(filespec=by_bytes)) == BYTES
     for data, named in [

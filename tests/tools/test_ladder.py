@@ -201,7 +201,9 @@ def test_each_missing_scale_of_a_single_weight_is_found(change, weight, kwargs, 
     real = scales.scales_of
 
     def planted(c, model):
-        of = lambda path, scale: CHANGES[change](scale) if path[-1].name == weight else scale
+        def of(path, scale):
+            return CHANGES[change](scale) if path[-1].name == weight else scale
+
         return jax.tree_util.tree_map_with_path(of, real(c, model))
 
     for module in (scales, rates):

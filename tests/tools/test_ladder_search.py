@@ -129,7 +129,9 @@ def test_a_best_value_at_the_edge_is_a_warning(searched, best, warns):
 
 @pytest.mark.parametrize("bad", [float("nan"), (None, "failed"), (None, None)])
 def test_what_fails_or_diverges_is_worst_and_stops_nothing(searched, bad):
-    loss = lambda rate, seed, **_: bad if rate == 8 and seed == 1 else bowl(rate, seed)
+    def loss(rate, seed, **_):
+        return bad if rate == 8 and seed == 1 else bowl(rate, seed)
+
     trained = Trained(loss)
     trained.status = 1
     rungs, said = searched(trained, rates([2, 4, 8, 16]), "training.seed=0,1", rungs=2)
@@ -185,7 +187,9 @@ def test_values_without_a_logarithm_of_their_own_are_not_drawn(searched, tmp_pat
 
 
 def test_several_settings_are_searched_together(searched):
-    loss = lambda rate, ecay, **_: bowl(rate) + abs(ecay - rate / 16) / 100
+    def loss(rate, ecay, **_):
+        return bowl(rate) + abs(ecay - rate / 16) / 100
+
     trained, said = searched(loss, rates([4, 8, 16]), "optimizer.weight_decay=0.25,0.5,1", rungs=2)
     assert "Best: optimizer.learning_rate=8 optimizer.weight_decay=0.5" in said
     assert len(trained[0][2][RATE]) * len(trained[0][2]["optimizer.weight_decay"]) == 9
@@ -218,7 +222,10 @@ def test_the_minimum_is_that_of_the_parabola_through_three_points():
 
 def test_between_widths_the_minimum_moves_by_a_factor_with_an_error(searched, tmp_path):
     at = {(1, 0): 3.0, (1, 1): 3.2, (4, 0): 1.9, (4, 1): 1.5}
-    loss = lambda rate, seed, width: 2 + (np.log2(rate) - at[width // 96, seed]) ** 2
+
+    def loss(rate, seed, width):
+        return 2 + (np.log2(rate) - at[width // 96, seed]) ** 2
+
     base = "optimizer.base={d_model: 96}"
     trained, said = searched(loss, rates(), "training.seed=0,1", base, rungs=1, widths=[1, 4])
     assert [width for _, width, _ in trained] == [96, 384]

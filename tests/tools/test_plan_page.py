@@ -148,10 +148,12 @@ def test_the_page_draws_memory_up_to_the_peak(tmp_path, width):
 
 @pytest.mark.long
 def test_a_plan_of_a_configuration_as_json(tmp_path):
-    run = lambda name: subprocess.run(
-        [sys.executable, "-m", "tools.plan", "--config-name=c4_h100x64_7b", f"plan.output={tmp_path / name}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    def run(name):
+        return subprocess.run(
+            [sys.executable, "-m", "tools.plan", "--config-name=c4_h100x64_7b", f"plan.output={tmp_path / name}"],
+            cwd=ROOT, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+
     done = run("plan.json")
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "plan.json").read_text())

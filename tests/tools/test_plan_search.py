@@ -141,7 +141,10 @@ def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch, plan):
 
     monkeypatch.setattr(compare, "search", searched)
     kinds = [(chip_of(name), n) for name, n in (("h100", 8), ("h100", 64), ("a100", 8), ("v5e", 8))]
-    of = lambda **limits: compare.compared(c, kinds, limits.get("deadline"), limits.get("budget"), print)
+
+    def of(**limits):
+        return compare.compared(c, kinds, limits.get("deadline"), limits.get("budget"), print)
+
     # Days 4, 0.6 and 9; dollars 24 · 3 · 8 · 4 = 2304, 24 · 3 · 64 · 0.6 = 2765, and 24 · 2 · 8 · 9 = 3456.
     rows = of(deadline="5d")
     assert [line.split()[:4] for line in rows[1:4]] == [

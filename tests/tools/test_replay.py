@@ -193,7 +193,10 @@ def of_spike(tmp_path_factory):
     data = written(tmp_path_factory.mktemp("data") / "spike.zarr", 400, GARBAGE, 3 * tiny.LENGTH)
     config = dataclasses.replace(tiny.config().data, filespec=data, shuffle=False)
     loader = make_loader(config, "train", tiny.BATCH, tiny.LENGTH)
-    has_it = lambda step: any(a <= GARBAGE <= b for a, b in loader.documents(step)[None])
+
+    def has_it(step):
+        return any(a <= GARBAGE <= b for a, b in loader.documents(step)[None])
+
     step = next(step for step in range(30) if has_it(step))
     options = {"checkpoint_interval": 10, "schedule_steps": 60, "microbatches": 1, "shuffle": False}
     return run(tmp_path_factory.mktemp("runs") / "spike", data, steps=step + 1, **options), step + 1
@@ -259,8 +262,12 @@ def test_the_first_value_that_differs_is_named(of_demo, tmp_path, dataset, chang
 
 @pytest.mark.long
 def test_the_source_that_a_run_kept_is_written_again(tmp_path):
-    keep = lambda **other: keep_source(tmp_path, 4, load_model(tiny.model()), {"source": source_of() | other})
-    again = lambda trust: rebuilt(str(tmp_path), 7, tmp_path / "again", trust)
+    def keep(**other):
+        return keep_source(tmp_path, 4, load_model(tiny.model()), {"source": source_of() | other})
+
+    def again(trust):
+        return rebuilt(str(tmp_path), 7, tmp_path / "again", trust)
+
     keep()
     assert again(trust=False) == ROOT
     keep(**{"train.py": "another hash"})
@@ -317,7 +324,9 @@ def test_the_losses_of_documents_are_of_the_step_that_trained():
     model = TrainsDifferently(c.model)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         state, batch = tiny.state(c), tiny.place_batch(c)
-        session = SimpleNamespace(config=c, model=model, state=state, placement=placement_of(c, model), options={}, step=0)
+        session = SimpleNamespace(
+            config=c, model=model, state=state, placement=placement_of(c, model), options={}, step=0
+        )
         found = token_losses(session, jax.tree.map(np.asarray, batch))
         _, metrics = train.make_training_step(c, model)(state, batch, np.int32(0))
     counts = tiny.host_batch().loss_mask

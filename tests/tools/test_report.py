@@ -101,8 +101,13 @@ def test_time_on_the_clock_is_that_of_all_starts_with_compiling(tmp_path):
 
 def test_runs_of_before_the_clock_count_steps_from_0(tmp_path):
     """A run of version 0.2, one of today, and one that today's program resumed."""
-    lines = lambda numbers, **clock: [{"step": n, "loss": 9.0 - n, "tokens": 8} | clock for n in numbers]
-    new = lambda numbers: lines(numbers, unix_time=1.5e9)
+
+    def lines(numbers, **clock):
+        return [{"step": n, "loss": 9.0 - n, "tokens": 8} | clock for n in numbers]
+
+    def new(numbers):
+        return lines(numbers, unix_time=1.5e9)
+
     found = []
     for i, written in enumerate((lines(range(4)), new(range(1, 5)), lines([0, 1]) + new([3, 4]))):
         (tmp_path / str(i)).mkdir()
@@ -175,7 +180,10 @@ def test_runs_by_directory_pattern_and_sweep(tmp_path):
     (tmp_path / "sweep" / "multirun.yaml").touch()
     for name, target in {"l1": "..", "l2": ".", "latest": "a"}.items():  # links to directories are not followed
         (tmp_path / "sweep" / name).symlink_to(target)
-    names = lambda *patterns: [str(d.relative_to(tmp_path)) for d in find_runs([str(tmp_path / p) for p in patterns])]
+
+    def names(*patterns):
+        return [str(d.relative_to(tmp_path)) for d in find_runs([str(tmp_path / p) for p in patterns])]
+
     assert names("sweep", "single", "sweep/b") == ["sweep/a", "sweep/b", "single"]
     assert names("s*") == ["single", "sweep/a", "sweep/b"]
     with pytest.raises(ValueError, match="non\\*', which matches no run"):
@@ -223,7 +231,10 @@ def test_the_circle_of_a_validation_is_at_the_end_of_its_step(tmp_path):
 def test_metrics_of_the_users_own_are_plotted(tmp_path):
     for name, layers in (("a", 2), ("b", 3)):
         (tmp_path / name).mkdir()
-        own = lambda i, layers=layers: {"noise": 0.5 * i, "stream": [i + 2 * j for j in range(layers)]}
+
+        def own(i, layers=layers):
+            return {"noise": 0.5 * i, "stream": [i + 2 * j for j in range(layers)]}
+
         write_lines(tmp_path / name, [{"step": i, "loss": 3 - i} | own(i) for i in range(4)])
     *_, noise, stream = panels_of(compared(tmp_path))
     assert [panel.title for panel in (noise, stream)] == ["noise", "stream"]

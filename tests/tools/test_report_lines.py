@@ -41,10 +41,16 @@ def test_lines_have_their_time_and_what_they_do(run):
     assert [total for _, total in found["facts"]] == ["38.0 KiB", "24.0 MFLOP", "64 B"]
     matmul, gather = found["first"]
     assert (matmul["place"], matmul["text"]) == ("~train.py:20", "y = x @ w")
+
     # (1.2 + 0.08) s of 8 devices and 2 steps
-    of_time = lambda line: [line[name] for name in ("seconds", "share", "collective", "exposed")]
+    def of_time(line):
+        return [line[name] for name in ("seconds", "share", "collective", "exposed")]
+
     assert of_time(matmul) == pytest.approx([0.08, 0.8, 0, 0])
-    of = lambda part: (part["size"], part["what"], part["where"])
+
+    def of(part):
+        return (part["size"], part["what"], part["where"])
+
     product, kept = matmul["parts"]
     assert of(product) == ("24.0 MFLOP", "100×100×100 bf16", "layers, forward × 1 × 12")
     assert of(kept) == ("64 B", "kept f32[8]", "outside of loops × 2")

@@ -238,7 +238,10 @@ def test_a_strangers_run_is_text(tmp_path):
     for others in ([], plain[:1]):
         page = write_page(run, *others, output=tmp_path / "evil.html")
         read, expected = Reader(page), Reader(write_page(plain[1], *others, output=tmp_path / "plain.html"))
-        kinds = lambda reader: {(tag, name) for tag, attributes in reader.elements for name in attributes}
+
+        def kinds(reader):
+            return {(tag, name) for tag, attributes in reader.elements for name in attributes}
+
         assert kinds(read) - kinds(expected) <= {("td", "class"), ("th", "title"), ("details", "open")}
         assert {tag for tag, _ in read.elements} - {tag for tag, _ in expected.elements} <= {"ul", "li", "thead", "th"}
         assert not set("\x1b\x07\u202e") & set(page.read_text())
@@ -266,7 +269,9 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path):
     assert not [tag for tag, attributes in read.elements if "src" in attributes]
     links = [attributes["href"] for tag, attributes in read.elements if tag == "a"]
     assert {link for link in links if ":" in link or link.startswith("/")} == set()
-    assert {f"#{section.name}" for section in SECTIONS if section.name not in ("runs", "pairs", "forecast")} <= set(links)
+    assert {f"#{section.name}" for section in SECTIONS if section.name not in ("runs", "pairs", "forecast")} <= set(
+        links
+    )
     assert "default-src 'none'" in page.read_text()[:1000]
     assert not [*page.parent.glob("*.tmp")]
     assert page.stat().st_size < 1.5e6
@@ -326,7 +331,10 @@ def test_plots_follow_each_other(pages):
 @pytest.mark.long
 def test_the_reader_chooses_the_x_axis_of_all_plots(pages):
     ends = "plots.map(x => [x.layout.xaxis.title.text, ...x.data.map(t => [...t.x].pop())])"
-    click = lambda axis: f"document.querySelector('[data-axis^=\"{axis}\"]').click(); await pause(); found.push({ends})"
+
+    def click(axis):
+        return f"document.querySelector('[data-axis^=\"{axis}\"]').click(); await pause(); found.push({ends})"
+
     steps, tokens, minutes = seen(
         pages["several"],
         f"""const pause = () => new Promise(done => setTimeout(done, 500)), found = [];

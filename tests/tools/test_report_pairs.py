@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from scipy import stats
 from rich.console import Console
+from scipy import stats
 
 from shardwright.tools.report.__main__ import Settings, show_report
 from shardwright.tools.report.pairs import CONFIDENCE, POWER, Pairs, interval, needed, pairs_of, power

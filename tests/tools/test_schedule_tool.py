@@ -5,7 +5,6 @@ import doctest
 import io
 import re
 import shlex
-import sys
 import textwrap
 from pathlib import Path
 

@@ -213,7 +213,10 @@ def test_a_finished_split_is_not_written_again(tmp_path, small, monkeypatch, cap
         patch.setattr(Writer, "close", killed)
         with pytest.raises(Killed):
             tool.run(config(tmp_path / "d", [source]))
-    times = lambda split: {path: path.stat().st_mtime_ns for path in (tmp_path / "d" / split).rglob("*")}
+
+    def times(split):
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "d" / split).rglob("*")}
+
     begun = (tmp_path / "d/unfinished.json").read_bytes()
     before = times(last)
     tool.run(config(tmp_path / "d", [source]))

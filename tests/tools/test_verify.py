@@ -30,10 +30,15 @@ def test_copies_of_an_array_must_be_equal():
     with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
         sharding = jax.NamedSharding(tiny.mesh("r=2 d=2 t=2"), P("d"))
         at = sharding.addressable_devices_indices_map((4,))
-        block = lambda i, index, extra: jax.device_put(np.arange(4.0)[index] + extra * (i == 7), list(at)[i])
-        made = lambda extra: jax.make_array_from_single_device_arrays(
-            (4,), sharding, [block(i, index, extra) for i, index in enumerate(at.values())]
-        )
+
+        def block(i, index, extra):
+            return jax.device_put(np.arange(4.0)[index] + extra * (i == 7), list(at)[i])
+
+        def made(extra):
+            return jax.make_array_from_single_device_arrays(
+                (4,), sharding, [block(i, index, extra) for i, index in enumerate(at.values())]
+            )
+
         np.testing.assert_array_equal(on_host(made(0)), np.arange(4.0))
         assert np.all(np.isnan(on_host(made(1))))
 
@@ -79,7 +84,10 @@ def test_every_mesh_divides_the_small_sizes():
     c.model.check(c.training.seq_len)
     meshes, others = all_meshes(c, 8)
     assert [mesh["p"] for mesh in meshes] == [1] * 10 + [2] * 6 + [4] * 3
-    sizes = lambda **several: ONE_DEVICE | several
+
+    def sizes(**several):
+        return ONE_DEVICE | several
+
     assert [mesh for mesh, _ in others] == [sizes(p=8)]
     assert "4 layers do not divide into 8 equal stages" in others[0][1]
     expected = [sizes(p=2, d=4), sizes(r=2, d=2, t=2), sizes(d=8), sizes(d=2, e=2, c=2)]

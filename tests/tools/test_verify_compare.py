@@ -57,7 +57,10 @@ def traced(change, name: str) -> tuple[types.SimpleNamespace, list]:
     """What is read of a Step, and its arguments."""
     rng, mesh = np.random.default_rng(0), tiny.mesh(name)
     x, w = rng.standard_normal((8, 6)), rng.standard_normal((6, 10)) / 3
-    place = lambda a, *spec: jax.device_put(jnp.float32(a), NamedSharding(mesh, P(*spec)))
+
+    def place(a, *spec):
+        return jax.device_put(jnp.float32(a), NamedSharding(mesh, P(*spec)))
+
     arguments = [place(x, "d"), place(w, None, "t")]
     with jax.set_mesh(mesh):
         jaxpr = jax.jit(program(change)).trace(*arguments).jaxpr

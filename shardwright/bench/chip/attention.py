@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import train
 from shardlib.shardtypes import i32, typed_shard_map
 from shardwright.bench.common import first_line, parser_of
 from shardwright.cluster.config import HardwareConfig
@@ -27,6 +26,7 @@ from shardwright.modeling import attention_paths
 from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions, same_document
 from shardwright.modeling.model import compute_scope
 from shardwright.modeling.weights import act
+from shardwright.run.spec import load_spec
 
 RULES = {"documents": CAUSAL, "one document": CAUSAL.without(same_document)}
 DETERMINISTIC = HardwareConfig(deterministic=True).options
@@ -48,7 +48,8 @@ def best_seconds(call: Callable[..., Any], *arguments: jax.Array) -> float:
 
 def operands(length: int, tokens: int, heads: int, width: int) -> tuple[list[jax.Array], jax.Array]:
     """Draws q, k, v and a gradient in bf16, and document ids, with four documents per sequence on average."""
-    rng, rows = np.random.default_rng(0), max(1, tokens // length)
+    rng = np.random.default_rng(0)
+    rows = max(1, tokens // length)
     shapes = (heads, 1, width), (heads, width), (heads, width), (heads, 1, width)
     drawn = [jnp.asarray(rng.standard_normal((rows, length, *shape), np.float32), jnp.bfloat16) for shape in shapes]
     starts = rng.random((rows, length)) < 4 / length
@@ -68,7 +69,7 @@ def program(path: str, pattern: AttentionMask) -> Callable:
     ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
         index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
         positions = Positions(index, index, document)
-        attend = train.softmax_attention if path == "einsum" else functools.partial(attention_paths.run, path, block=None)
+        attend = load_spec().attention if path == "einsum" else functools.partial(attention_paths.run, path, block=None)
         out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, Mask(pattern, positions, positions)), q, k, v)
         return out, *vjp(g)
 
@@ -110,10 +111,13 @@ def main() -> None:
 def show(length: int, documents: str, pattern: AttentionMask, tokens: int, heads: int, width: int) -> None:
     """Prints a line for each implementation."""
     here = jax.devices()[0].platform
-    paths = [path for path in attention_paths.PATHS if attention_paths.KERNELS.get(path, here) == here and path != "auto"]
+    paths = [
+        path for path in attention_paths.PATHS if attention_paths.KERNELS.get(path, here) == here and path != "auto"
+    ]
     kernels = [(path, {}) for path in paths]
     kernels += [(path, DETERMINISTIC) for path in paths if here == "gpu" and path in attention_paths.KERNELS]
-    (drawn, document), expected = operands(length, tokens, heads, width), None
+    drawn, document = operands(length, tokens, heads, width)
+    expected = None
     if 4 * length * max(tokens, length) * heads <= LARGEST:
         with compute_scope("f32"), jax.default_matmul_precision("highest"):
             expected = jax.jit(program("einsum", pattern))(*map(jnp.float32, drawn), document)

@@ -44,7 +44,8 @@ def measured(chip: Chip, size: int) -> dict[str, float]:
     x = jnp.zeros((size, size), jnp.float32)
     moved = 2 * x.nbytes / best_seconds(jax.jit(lambda x: x + 1), x)
     small = jnp.zeros((8, 8), jnp.float32)
-    chain, kernels = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda _, x: jnp.sin(x), x)), 1000
+    chain = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda _, x: jnp.sin(x), x))
+    kernels = 1000
     found = {"matmul_share": chip.matmul_share * chip.matmul_s(1, *shape, "bf16") / product_s(*shape)}
     found |= {"memory_share": moved / chip.memory_bandwidth, "launch_s": best_seconds(chain, small) / kernels}
     with jax.set_mesh(make_mesh(jax.devices()[:1], d=1)):
@@ -57,11 +58,13 @@ def measured(chip: Chip, size: int) -> dict[str, float]:
 def described(size: int) -> dict[str, Any]:
     """Returns the content of the chip file for this device."""
     device = jax.devices()[0]
-    known, source = chip_for(device.device_kind), f"{SOURCE} {jax.__version__}"
+    known = chip_for(device.device_kind)
+    source = f"{SOURCE} {jax.__version__}"
     chip = known or dataclasses.replace(chip_of("h100"), products=None)
     found: dict[str, Any] = dict(measured(chip, size))
     if known is None or known.platform == "cpu":  # whose peak is unknown: take the rate of its matmuls
-        rate, moved = chip.peak["bf16"] * found["matmul_share"], chip.memory_bandwidth * found["memory_share"]
+        rate = chip.peak["bf16"] * found["matmul_share"]
+        moved = chip.memory_bandwidth * found["memory_share"]
         limit = (device.memory_stats() or {}).get("bytes_limit")
         found |= {"title": device.device_kind, "platform": device.platform, "kinds": [device.device_kind]}
         found |= {"peak": {"bf16": rate}, "memory_bandwidth": moved} | ({"memory_bytes": float(limit)} if limit else {})
@@ -85,7 +88,9 @@ def main() -> None:
         shown = [f"{name} {value:.3g}" for name, value in own.items() if isinstance(value, float)]
         print(f"{args.chip.name}, like {fields['like']}: {', '.join(shown)}")
         return
-    m, k, n = args.size, args.size // 2, args.size * 7 // 4
+    m = args.size
+    k = args.size // 2
+    n = args.size * 7 // 4
     for name, options in OPTIONS.items():
         try:
             rate = f"{2 * m * k * n / product_s(m, k, n, options) / 1e12:.3g} TFLOP/s"

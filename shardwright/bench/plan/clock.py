@@ -40,8 +40,12 @@ class Clock:
     """
 
     def __init__(self, program: Program, table: Table, chip: Chip, facts: Mapping[str, Any], attention: float = 0.0):
-        self.program, self.line_of, self.chip, self.facts = program, table.line_of, chip, facts
-        self.attention, self.communicating = attention, table.communicating
+        self.program = program
+        self.line_of = table.line_of
+        self.chip = chip
+        self.facts = facts
+        self.attention = attention
+        self.communicating = table.communicating
         self.kernels, self.lines, self.exposed = (collections.defaultdict[str, float](float) for _ in range(3))
         every = [(of, i) for of in program.computations.values() for i in of.instructions.values()]
         gathers = ((*x, _annotated(x[1])) for x in every if x[1].opcode == "all-gather-start")
@@ -49,9 +53,12 @@ class Clock:
 
     def seconds(self, computation: Computation, times: float = 1.0) -> float:
         """Returns the seconds of a computation that runs this many times in a step."""
-        now, sent, ready = 0.0, 0.0, {}
+        now = 0.0
+        sent = 0.0
+        ready = {}
         for i in computation.instructions.values():
-            called, cost = [self.program.computations[name] for name in i.called], 0.0
+            called = [self.program.computations[name] for name in i.called]
+            cost = 0.0
             if i.opcode in ("while", "conditional", "call"):
                 body = max(called, key=lambda part: len(part.instructions))
                 unknown = self.facts.get("unknown_turns", 1)
@@ -86,7 +93,8 @@ class Clock:
         """Returns the seconds of an operation that computes."""
         products = [work for work in works_of(self.program, computation, i) if work.kind == "matmul"]
         made = i.shapes[0].bytes if products and i.opcode == "custom-call" else i.bytes  # without cuBLAS's workspace
-        told, moved = _annotated(i), (made + _read(computation, i)) / self.chip.memory_bandwidth
+        told = _annotated(i)
+        moved = (made + _read(computation, i)) / self.chip.memory_bandwidth
         if any(": " in product.what or product.dtype != i.shapes[0].dtype for product in products):
             return max(sum(product.size for product in products) / self.chip.peak["bf16"], moved)
         return moved if told is None else told
@@ -115,7 +123,8 @@ class Clock:
         axes = [axis for work in works_of(self.program, computation, i) for axis in work.axes.split()]
         if not axes:
             raise ValueError(f"the devices of {i.name} are not known: {i.attributes[:200]}")
-        members, given = math.prod(self.program.mesh[axis] for axis in axes), _read(computation, i)
+        members = math.prod(self.program.mesh[axis] for axis in axes)
+        given = _read(computation, i)
         return axes, given * (members if i.opcode.startswith("all-gather") else 1)
 
 

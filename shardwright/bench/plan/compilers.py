@@ -60,7 +60,8 @@ def lowered(chip: str, name: str) -> Step:
     """Returns the step of a row, and facts that its program doesn't tell."""
     base, sizes, overrides = CASES[name]
     overrides = [*(["hardware=tpu"] if chip in TPUS else ["hardware=gpu", "training.attention=cudnn"]), *overrides]
-    axes, c = dict(zip("prdt", sizes, strict=True)), launch.composed(base, *overrides)
+    axes = dict(zip("prdt", sizes, strict=True))
+    c = launch.composed(base, *overrides)
     facts = {"config": base, "overrides": overrides, "mesh": axes}
     mesh = make_mesh(devices_of(chip, math.prod(sizes)), **axes)
     config.check_divides(c, mesh.shape)
@@ -87,11 +88,9 @@ def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str,
     c = launch.composed(facts["config"], *facts["overrides"])
     chip = dataclasses.replace(chip_of(facts["chip"]), **OF_XLA)
     step = planned_step(c, load_model(c.model), facts["mesh"], chip)
-    theirs, sent, spent = (
-        reading(text, facts),
-        collections.defaultdict[Any, float](float),
-        collections.defaultdict[str, float](float),
-    )
+    theirs = reading(text, facts)
+    sent = collections.defaultdict[Any, float](float)
+    spent = collections.defaultdict[str, float](float)
     for op in plan_of(step, chip, 1).rows:
         line = op.line
         if op.kind == "collective":

@@ -68,7 +68,8 @@ def rows(run: Path, chip: str) -> list[Row]:
         found.append(files[-1])
     text, profile = found
     program = hlo.parse(content := text.read_text())
-    table, told = describe(program), collections.defaultdict[str, float](float)
+    table = describe(program)
+    told = collections.defaultdict[str, float](float)
     if "reification_cost" in content:
         clock = Clock(program, table, chip_of(chip), {}, ATTENTION)
         clock.seconds(program.entry)

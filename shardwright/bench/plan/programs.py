@@ -116,7 +116,9 @@ def show_all(names: Iterable[tuple[str, ...]], out: Path, lower: Callable[..., S
 def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict[str, Any]:
     """Reads from a program: bytes of state, FLOPs, bytes sent by line, operation and axes, and on GPUs its clock."""
     program = hlo.parse(text)
-    table, flops, sent = describe(program), 0.0, collections.defaultdict[Any, float](float)
+    table = describe(program)
+    flops = 0.0
+    sent = collections.defaultdict[Any, float](float)
     state = (i for i in program.entry.instructions.values() if i.opcode == "parameter" and i.op_name[:6] == "state.")
     share = facts.get("local_attention", 1) / facts.get("ticks", 1)  # fraction of ticks in which a device runs a task
     for row in table.rows:

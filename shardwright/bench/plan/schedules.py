@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--chips", nargs="+", choices=[*GPUS], default=["h100"])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=SOME)
-    args, failed = parser.parse_args(arguments), 0
+    args = parser.parse_args(arguments)
+    failed = 0
     print(f"jax {jax.__version__}")
     for chip, row in itertools.product(args.chips, args.rows):
         try:

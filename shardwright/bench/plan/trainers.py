@@ -75,7 +75,8 @@ def figures(text: str, facts: dict[str, Any]) -> tuple[dict[str, float], dict[st
     found = {"GiB": facts["peak_bytes"] / 2**30, "GB sent": sum(read["sent"].values()) / 1e9}
     if facts["chip"] in TPUS:
         return {"time": cycles(read["program"], read["program"].entry) / 1e6} | found, {}
-    seconds, exposed = read["seconds"], read["clock"].exposed
+    seconds = read["seconds"]
+    exposed = read["clock"].exposed
     return {"time": 1e3 * seconds, "exposed": sum(exposed.values()) / seconds} | found, exposed
 
 
@@ -96,8 +97,11 @@ def main(arguments: list[str] | None = None) -> None:
     ours: dict[tuple[str, ...], dict[str, float]] = {}
 
     def show(name: tuple[str, str, str], text: str, facts: dict[str, Any]) -> None:
-        (*at, trainer), (found, waits) = name, figures(text, facts)
-        time, unit, ratios = found["time"], "Mcycles" if at[0] in TPUS else f"ms  {found['exposed']:6.1%} exposed", ""
+        (*at, trainer) = name
+        found, waits = figures(text, facts)
+        time = found["time"]
+        unit = "Mcycles" if at[0] in TPUS else f"ms  {found['exposed']:6.1%} exposed"
+        ratios = ""
         if trainer == "ours":
             ours[tuple(at)] = found
         elif first := ours.get(tuple(at)):

@@ -73,7 +73,9 @@ def line_of(measured: Contestant, floor: Contestant, ours: Contestant | None) ->
     name = f"{measured.name:<12}"
     if measured.error:
         return f"{name}  failed: {measured.error}"
-    best, median, job = min(measured.step_s), statistics.median(measured.step_s), measured.job
+    best = min(measured.step_s)
+    median = statistics.median(measured.step_s)
+    job = measured.job
     ratio = ""
     if ours is not None and ours.error is None and measured not in (ours, floor):
         ratio = f"{best / min(ours.step_s):>7.2f}"
@@ -101,7 +103,8 @@ def main() -> None:
         parser.error("--lines is for a CPU; a run on a GPU prints its slowest lines (docs/performance.md)")
     if options.lines:
         os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"  # for the processes
-    platform, seqax = options.platform, options.seqax and options.seqax.resolve()
+    platform = options.platform
+    seqax = options.seqax and options.seqax.resolve()
     sizes = (options.sizes or ("2m,10m,demo" if platform == "cpu" else ",".join(GPU_SIZES))).split(",")
     names = str(options.only or "ours,plain-jax,torch" + ",seqax" * bool(seqax)).split(",")
     if wrong := [*({*sizes} - {*SIZES}), *({*names} - {*MODULES})]:
@@ -112,7 +115,8 @@ def main() -> None:
         parser.error(f"--seqax is {seqax}, not a checkout with an environment: make one as in docs/performance.md")
     timing = options.rounds, options.seconds, platform == "cpu", options.limit
     for size in sizes:
-        s, dtype = SIZES[size], dtype_of(size, platform)
+        s = SIZES[size]
+        dtype = dtype_of(size, platform)
         devices = ", 8 simulated devices" if size == "demo" else ""
         batch = f"{s.sequences} sequences of {s.length} tokens"
         title = f"{size}: {s.shapes.parameters:,} parameters, {batch}, {dtype}, {platform}{devices}"

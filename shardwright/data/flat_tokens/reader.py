@@ -60,8 +60,10 @@ class Reader:
     """All attributes of the split's group, including what the tokenization tool records."""
 
     def __init__(self, filespec: str, split: str, *, cache_bytes: int = CACHE_BYTES, inputs: Sequence[str] = ()):
-        self.filespec, self.path = filespec, f"{filespec.rstrip('/')}/{split}"
-        self._root, self._split = open_kvstore(filespec, opening_context()), split
+        self.filespec = filespec
+        self.path = f"{filespec.rstrip('/')}/{split}"
+        self._root = open_kvstore(filespec, opening_context())
+        self._split = split
         self._opened = stamps(self._root, split)
         # Send all requests of a batch at once, because a store may respond slowly.
         stores = {f"{name}_request_concurrency": {"limit": STORE_REQUESTS} for name in ("http", "gcs", "s3")}
@@ -72,7 +74,8 @@ class Reader:
         self.max_token_id = self.attributes["max_token_id"]
         self._tokens = self._open_array(f"{split}/encoded_tokens", np.uint32)
         self._starts = self._open_array(f"{split}/seq_starts", np.uint64)
-        self.num_tokens, self.num_documents = self._tokens.shape[0], self._starts.shape[0] - 1
+        self.num_tokens = self._tokens.shape[0]
+        self.num_documents = self._starts.shape[0] - 1
         add = "Add it with flat_tokens.add_input (docs/flat-tokens.md), or choose a dataset that has it."
         self.inputs = {name: self._open_array(self.input_key(name), np.uint32, add) for name in inputs}
         self._check_extent()
@@ -88,9 +91,11 @@ class Reader:
         split = self._split
         attributes: Any
         if group := self._read_json(f"{split}/zarr.json"):
-            zarr_format, attributes = 3, group.get("attributes")
+            zarr_format = 3
+            attributes = group.get("attributes")
         elif self._read_json(f"{split}/.zgroup"):
-            zarr_format, attributes = 2, self._read_json(f"{split}/.zattrs")
+            zarr_format = 2
+            attributes = self._read_json(f"{split}/.zattrs")
         elif any(self._read_json(f"{split}/encoded_tokens/{name}") for name in ("zarr.json", ".zarray")):
             raise ValueError(
                 f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
@@ -256,7 +261,8 @@ class Reader:
 
     def documents_at(self, places: Places) -> Places:
         """Finds the index of the document of each token, given by its position in the split."""
-        low, high = np.zeros_like(places), np.full_like(places, self.num_documents)
+        low = np.zeros_like(places)
+        high = np.full_like(places, self.num_documents)
         # All positions at once: at most about sixty requests to a remote dataset.
         while (high - low > 1).any():
             middle = (low + high) // 2

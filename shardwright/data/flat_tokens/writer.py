@@ -80,7 +80,8 @@ class GrowingArray:
     def __init__(self, kvstore: ts.KvStore, dtype: type, written: int = 0):
         self._kvstore, self._dtype = kvstore, dtype
         self._shard = TOKENS_SHARD if dtype == np.uint32 else STARTS_SHARD
-        self._buffer, self._num_pending = np.empty(self._shard, dtype), 0
+        self._buffer = np.empty(self._shard, dtype)
+        self._num_pending = 0
         self.written = written
         """Number of elements in whole files."""
         self._array: ts.TensorStore | None = None
@@ -133,7 +134,8 @@ class GrowingArray:
         self._array = self._array.resize(exclusive_max=[end], expand_only=True).result()
         self._write = self._array[self.written :].write(values)
         self._buffer = np.empty(self._shard, self._dtype)
-        self.written, self._num_pending = end, 0
+        self.written = end
+        self._num_pending = 0
 
     def _open(self, shard: int, **how: Any) -> ts.TensorStore:
         sharding = {
@@ -177,7 +179,8 @@ class Writer(contextlib.AbstractContextManager):
     def __init__(self, filespec: str, split: str, *, resume: bool = False):
         self.path = f"{filespec.rstrip('/')}/{split}"
         self._root = open_kvstore(filespec)
-        self._split, self._state = split, state_of(split)
+        self._split = split
+        self._state = state_of(split)
         clear_split(filespec, split, overwrite=False)
         content = read_file(self._root, self._state, STATE_BYTES) if resume else None
         saved = {} if content is None else np.load(io.BytesIO(content))
@@ -304,7 +307,8 @@ def work_on(
     Raises:
         ValueError: another process writes it, a split exists already, or the work was started with other settings.
     """
-    settings, root = json.loads(json.dumps(settings)), open_kvstore(out)
+    settings = json.loads(json.dumps(settings))
+    root = open_kvstore(out)
 
     def clear() -> None:
         root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()

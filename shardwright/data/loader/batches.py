@@ -125,7 +125,8 @@ class Loader:
                 f"{dict(mesh.shape)}. Choose a multiple of {multiple} for the batch size."
             )
         self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
-        self.inputs, self.microbatches = tuple(inputs), microbatches
+        self.inputs = tuple(inputs)
+        self.microbatches = microbatches
         self._shape = microbatches, size // microbatches, seq_len
         """(microbatches, sequences per microbatch, tokens per sequence)."""
         self.shardings: TokenBatch | None = None

@@ -78,7 +78,8 @@ class Source:
                 f"{self.dataset.path} holds the token id {targets.max()}, but its attribute max_token_id is "
                 f"{self.dataset.max_token_id}. Write or copy the dataset again."
             )
-        inputs, loss_mask = np.zeros((*is_token.shape, len(self._inputs)), np.uint32), is_token.copy()
+        inputs = np.zeros((*is_token.shape, len(self._inputs)), np.uint32)
+        loss_mask = is_token.copy()
         for i, name in enumerate(self._inputs):
             inputs[is_token, i] = self.dataset.read(starts, lengths, name)
         if self._data.loss_mask is not None:
@@ -184,7 +185,8 @@ class FlatTokensLoader(Loader):
             documents = np.concatenate([np.arange(a, b + 1) for a, b in zip(firsts, lasts, strict=True)])
             indices, starts, ends = (np.repeat(x, lasts - firsts + 1) for x in (indices, starts, starts + lengths))
             begins, sizes = source.dataset.document_spans(documents)
-            low, high = np.maximum(starts, begins), np.minimum(ends, begins + sizes)
+            low = np.maximum(starts, begins)
+            high = np.minimum(ends, begins + sizes)
             columns = indices, low - starts, documents, low - begins, high - low
             pieces += [Piece(*row, source=name) for row in zip(*(column.tolist() for column in columns), strict=True)]
         return sorted(pieces, key=lambda piece: (piece.sequence, piece.position))

@@ -54,7 +54,8 @@ def permute(index: Indices, size: int, seed: int, epoch: Indices) -> Indices:
     keys = [_mix(key + offset) for offset in np.arange(8, dtype=_U64) * golden]
 
     def walk(x: np.ndarray, where: np.ndarray) -> np.ndarray:
-        high, low = x // _U64(width), x % _U64(width)
+        high = x // _U64(width)
+        low = x % _U64(width)
         for i, k in enumerate(keys):
             if i % 2 == 0:
                 high = (high + _mix(low ^ k[where]) % _U64(height)) % _U64(height)

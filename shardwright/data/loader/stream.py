@@ -74,7 +74,8 @@ class StreamLoader(Loader):
                 f"{self.vocab_size}. Set the vocabulary to {size}, or choose another tokenizer."
             )
         self._beginning = self._data.state_dict()
-        place, found = dict(state or {}), [path for path in sources.match(files) if "://" not in path]
+        place = dict(state or {})
+        found = [path for path in sources.match(files) if "://" not in path]
         found = [(os.path.basename(path), os.path.getsize(path)) for path in found]
         self._files = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:20]
         if place.pop("files", self._files) != self._files:
@@ -93,7 +94,9 @@ class StreamLoader(Loader):
         """Reads sequences of the batch of `step`, as Loader.sequences describes."""
         at, batch = self._last
         if step < at:
-            self._steps, at, batch = self._read_from(self.state(step)["step"]), step, None
+            self._steps = self._read_from(self.state(step)["step"])
+            at = step
+            batch = None
         while batch is None or at < step:  # also reads skipped batches
             try:
                 at, batch = next(self._steps)
@@ -120,7 +123,9 @@ class StreamLoader(Loader):
     def _read_from(self, first: int) -> Iterator[tuple[int, TokenBatch]]:
         """Yields each step and its batch, from a step whose position is known. Records the position after it."""
         documents = self._tokenize(self._places[first])
-        ids, offset, shape = np.zeros(0, np.uint32), 0, (self.batch_size, self.seq_len)
+        ids = np.zeros(0, np.uint32)
+        offset = 0
+        shape = (self.batch_size, self.seq_len)
         # Packed: a batch is one run of consecutive documents. Otherwise each sequence is the start of a document.
         packed = self._config.sequence_packing
         stretch = self.batch_size * self.seq_len if packed else self.seq_len
@@ -139,7 +144,8 @@ class StreamLoader(Loader):
                     done, offset = done + count, offset + count
                     place = here._replace(tokens=offset)
                     if not packed:
-                        offset, place = ids.size, after
+                        offset = ids.size
+                        place = after
                         break
             self._places[step + 1] = place
             yield step, batch
@@ -174,7 +180,8 @@ class StreamLoader(Loader):
                 if len(texts) == self._stream.shuffle_block:
                     after = _Place(place.epoch, place.block + 1, self._data.state_dict())
                     yield place, texts, after
-                    place, texts = after, []
+                    place = after
+                    texts = []
             after = _Place(place.epoch + 1)
             if texts:
                 yield place, texts, after

@@ -134,7 +134,8 @@ def blocks(
         data.load_state_dict(place["data"])
         num_bad = place["bad_rows"]
     texts: list[str] = []
-    size, before = 0, num_bad
+    size = 0
+    before = num_bad
     for row in readable(name, data):
         if row.get(BAD) is not None and num_bad < max_bad_rows:
             num_bad += 1
@@ -144,7 +145,9 @@ def blocks(
             size += len(texts[-1])
         if size >= BLOCK_BYTES:
             yield texts, {"data": data.state_dict(), "bad_rows": num_bad}
-            texts, size, before = [], 0, num_bad
+            texts = []
+            size = 0
+            before = num_bad
     if texts or num_bad > before:
         yield texts, {"data": data.state_dict(), "bad_rows": num_bad}
 
@@ -161,7 +164,8 @@ def text_of(row: Mapping[str, Any], text_field: str, where: str) -> str:
 
 def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
     """Yields `values`. Raises ValueError, which names `where`, if one of them cannot be read."""
-    values, end = iter(values), object()
+    values = iter(values)
+    end = object()
     while True:
         with refused(f"{where} is corrupt or cannot be read", "Download or write it again."):
             value = next(values, end)
@@ -227,7 +231,8 @@ def _rows(path: str, text_field: str, separator: str | None) -> Iterator[dict[st
     """Yields the rows of a file: each with its document, or under BAD its file, its position and what is wrong."""
     import fsspec
 
-    kind, place = str(kind_of(path)), "the beginning"
+    kind = str(kind_of(path))
+    place = "the beginning"
     try:
         opened: Any = fsspec.open(path, "rb", compression="infer")
         with opened as file:
@@ -254,7 +259,10 @@ class _Zstd(io.RawIOBase):
         from zstandard import ZstdDecompressor
 
         self._new = ZstdDecompressor(max_window_size=2**31).decompressobj
-        self._file, self._frame, self._packed, self._content = file, self._new(), b"", memoryview(b"")
+        self._file = file
+        self._frame = self._new()
+        self._packed = b""
+        self._content = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -382,7 +390,8 @@ def _text(file: IO, text_field: str, separator: str | None) -> Iterator[tuple[st
     if separator is None:
         yield "document 0", {text_field: file.read()}
         return
-    number, rest = itertools.count(), ""
+    number = itertools.count()
+    rest = ""
     while content := file.read(BLOCK_BYTES):
         *whole, rest = (rest + content).split(separator)
         yield from ((f"document {next(number)}", {text_field: document.strip("\r\n")}) for document in whole)

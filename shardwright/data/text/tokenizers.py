@@ -120,7 +120,8 @@ class Tokenizer:
         sample = texts[len(texts) // 2][:CHECKED]
         try:
             with refused("gigatoken"):
-                parts, found = [encode(text) for text in texts], encode(sample)
+                parts = [encode(text) for text in texts]
+                found = encode(sample)
         except ValueError:
             return None  # `tokenizers` reports it
         if not np.array_equal(found, self._by_definition([sample])[0]):
@@ -171,7 +172,8 @@ class Tokenizer:
 
     def continuation(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
         """Decodes the text that `ids` add to the text of `prompt`."""
-        before, whole = self.decode(prompt), self.decode([*prompt, *ids])
+        before = self.decode(prompt)
+        whole = self.decode([*prompt, *ids])
         # A character may be split between the two.
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 

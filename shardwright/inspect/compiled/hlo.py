@@ -143,7 +143,9 @@ def parse(text: str) -> Program:
     comment = re.match(r"// mesh ((?:\w+=\d+ ?)*)\n", text)
     mesh = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", comment[1])} if comment else {}
     text = re.sub(r'\n(?="|\}[^\n,])', " ", text)  # kernels of TPUs have line breaks in their attributes
-    stacks, computations, entry = _stacks(text), {}, None
+    stacks = _stacks(text)
+    computations = {}
+    entry = None
     for is_entry, name, body in _COMPUTATION.findall(text):
         parsed = [_instruction(found, stacks) for found in _INSTRUCTION.finditer(body)]
         computations[name] = Computation(name, {instruction.name: instruction for instruction in parsed})

@@ -119,7 +119,8 @@ class Places:
         """
         found: dict[tuple, tuple | None] = {}
         for reader in computation.instructions.values():
-            phase, made = self.locate(computation, reader).phase, []
+            phase = self.locate(computation, reader).phase
+            made = []
             if reader.opcode == "while" and not phase:
                 made = [(reader, part) for part in range(len(reader.shapes))]
             elif phase in ("backward", "again") and reader.opcode not in NO_WORK | _ALIASES:
@@ -129,7 +130,10 @@ class Places:
         return [array for array in found.values() if array]
 
     def _array(self, computation: Computation, maker: Instruction, part: int | None) -> tuple | None:
-        """What an instruction makes, or a part of it, as in `kept`; None if it is not of the forward pass."""
+        """What an instruction makes, or a part of it, as in `saved_for_backward`.
+
+        None if it is not of the forward pass.
+        """
         shapes = maker.shapes if part is None else maker.shapes[part : part + 1]
         if len(shapes) != 1 or not shapes[0].dims or maker.opcode in ("parameter", "constant"):
             return None

@@ -69,7 +69,8 @@ def works_of(
     TPUs do part of a collective in each of the fusions that follow its start; all have the number of its chain. Only
     the first one counts, and its number is added to `chains`. `collective` makes a Work, or what it makes instead.
     """
-    chains, collective = set() if chains is None else chains, collective or _collective
+    chains = set() if chains is None else chains
+    collective = collective or _collective
     if communicated := collective(program, computation, instruction):
         return [communicated]
     parts = [(computation, instruction)]
@@ -78,7 +79,8 @@ def works_of(
         parts += [(called, part) for called in inside for part in called.instructions.values()]
     found = []
     for part in parts:
-        communicated, chain = collective(program, *part), re.search(r'\bchain_id="(\w+)"', part[1].attributes)
+        communicated = collective(program, *part)
+        chain = re.search(r'\bchain_id="(\w+)"', part[1].attributes)
         if communicated and chain:
             communicated = None if chain[1] in chains else communicated
             chains.add(chain[1])
@@ -115,7 +117,8 @@ def _collective(program: Program, computation: Computation, instruction: Instruc
     if (message := message_of(program, computation, instruction)) is None:
         return None
     op, _, groups, arrays = message
-    members, sent = max(map(len, groups), default=program.devices), sum(array.bytes for array in arrays)
+    members = max(map(len, groups), default=program.devices)
+    sent = sum(array.bytes for array in arrays)
     if op == "all-gather":
         sent *= members - 1
     elif op in ("reduce-scatter", "all-to-all", "ragged-all-to-all", "all-reduce"):
@@ -227,7 +230,8 @@ def _convolved(left: Shape, right: Shape, instruction: Instruction) -> tuple[int
         at = stride * np.arange(made[axis])[:, None] + apart * np.arange(kernel[axis]) - before
         pairs *= int(((at >= 0) & (at % spread == 0) & (at // spread < given[axis])).sum())
         places *= made[axis]
-    b, whole = made["b"], pairs % places == 0
+    b = made["b"]
+    whole = pairs % places == 0
     m, k = (b * places, kernel["i"] * pairs // places) if whole else (b * pairs, kernel["i"])
     return 1, m, k, made["f"]
 

@@ -33,7 +33,9 @@ class _Picture:
     """Stacks parts from top to bottom; `y` is where the next one begins."""
 
     def __init__(self, table: Table):
-        self.table, self.parts, self.y = table, [], 0.0
+        self.table = table
+        self.parts = []
+        self.y = 0.0
 
     def svg(self) -> str:
         self.title()
@@ -63,7 +65,8 @@ class _Picture:
         return x + _width(colours, words)
 
     def title(self) -> None:
-        table, x = self.table, _MARGIN
+        table = self.table
+        x = _MARGIN
         mesh = "".join(f", {axis}={size}" for axis, size in table.mesh.items())
         self.text(x, 30, f"{table.name}: the compiled step, by source line", 18, bold=True)
         facts = "; ".join(f"{title.split(': ')[-1].lower()} {table.total(kind)}" for kind, title in KINDS.items())
@@ -84,7 +87,9 @@ class _Picture:
                 for _, of_line in itertools.groupby(group, lambda row: (row.line, row.phase)):
                     self.line([*of_line], _MARGIN + _INDENT * depth)
                 continue
-            x, top, inner = _MARGIN + _INDENT * (depth + 0.5), self.y, sections[number]
+            x = _MARGIN + _INDENT * (depth + 0.5)
+            top = self.y
+            inner = sections[number]
             count = "" if inner.kind == "branch" else f" × {inner.turns or '?'}"
             self.text(x + _INDENT / 2, top + 17, inner.title + count, 13, "#1f3b73", bold=True)
             self.y += 24
@@ -94,15 +99,20 @@ class _Picture:
 
     def line(self, rows: list[Row], left: float) -> None:
         """Draws a source line, and below it what it communicates, multiplies and keeps."""
-        first, right, place = rows[0], _WIDTH - left, len(self.parts)
+        first = rows[0]
+        right = _WIDTH - left
+        place = len(self.parts)
         chips = [(colours_of(row), _words(row)) for row in rows if row.kind != "other"]
-        top, x, colour = self.y, left + 14, _DARK if chips else _QUIET
+        top = self.y
+        x = left + 14
+        colour = _DARK if chips else _QUIET
         self.text(left + 12, top + 16, first.line, fill=colour, bold=bool(chips))
         self.text(x + max(24, len(first.line) + 1) * _LETTER, top + 16, self.table.text_of(first.line), fill=colour)
         self.y += 22
         for chip in chips:
             if x + _width(*chip) > right and x > left + 14:
-                x, self.y = left + 14, self.y + 20
+                x = left + 14
+                self.y = self.y + 20
             x = self.marked(x, self.y, *chip)
         self.y += 20 if chips else 0
         words, self.parts[place:] = self.parts[place:], []

@@ -24,7 +24,8 @@ def describe(program: Program, newest: float = 0) -> Table:
 
 class _Walk:
     def __init__(self, program: Program):
-        self.program, self.places = program, Places(program)
+        self.program = program
+        self.places = Places(program)
         self.sections: list[Section] = []
         # For each section, in program order: the work of a line in a phase, and the sections inside it.
         self.items: list[dict[Any, collections.Counter[Work] | Any]] = []
@@ -63,7 +64,8 @@ class _Walk:
         """Puts the operations of a computation into a section, by line."""
         self.section_of[computation.name] = section
         for instruction in computation.instructions.values():
-            opcode, called = instruction.opcode, [self.program.computations[name] for name in instruction.called]
+            opcode = instruction.opcode
+            called = [self.program.computations[name] for name in instruction.called]
             if opcode.endswith(("-done", "-update")) and (begun := instruction.operands[0]) in self.line_of:
                 self.line_of[instruction.name] = self.line_of[begun]
                 if begun in self.communicating:

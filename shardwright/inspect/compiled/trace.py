@@ -265,7 +265,8 @@ def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[s
     """
     from jax.profiler import ProfileData
 
-    devices, found = devices_of(ProfileData.from_file(str(trace)), module, steps), {}
+    devices = devices_of(ProfileData.from_file(str(trace)), module, steps)
+    found = {}
     try:
         found["bubble"] = step_bubble(devices, steps)
     except ValueError as reason:

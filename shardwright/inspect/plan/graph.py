@@ -147,7 +147,8 @@ def graph_of(jaxpr: object, sizes: Mapping[str, int], ins: Sequence[Value] | Non
     """
     body, consts = body_of(jaxpr)
     if scope is None:  # a compiler drops what no result needs, also inside loops
-        body, scope = dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0], _Scope("", "", sizes)
+        body = dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]
+        scope = _Scope("", "", sizes)
     ins = [_value(var.aval, NOWHERE) for var in body.invars] if ins is None else list(ins)
     nodes: list[Node] = []
     outs = zip(body.outvars, _add(core.ClosedJaxpr(body, consts), ins, nodes, scope), strict=True)
@@ -183,8 +184,10 @@ def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope
     """The results of an equation, which is added to `nodes` unless it is an alias."""
     if not eqn.outvars:
         return []
-    op, (site, stack) = eqn.primitive.name, _site(eqn, scope)
-    inner, operands = _Scope(stack, site.line, scope.sizes), [x for x in ins if x is not None]
+    op = eqn.primitive.name
+    site, stack = _site(eqn, scope)
+    inner = _Scope(stack, site.line, scope.sizes)
+    operands = [x for x in ins if x is not None]
     name = str(eqn.params.get("name", ""))
     # JAX moves part of a kernel's call out ahead of it; that part does not have queries, keys and values.
     is_kernel = name.startswith(KERNEL) and len(operands) > 2
@@ -261,7 +264,8 @@ def _renamed(var: Atom, of: Value | None, site: Site) -> Value:
 def _mark(value: Value, name: str, site: Site) -> None:
     """Records what a name says of a value: that it is a gradient, or saved at this line."""
     if name == SAVED:
-        value.kind, value.site = value.kind or "saved", site
+        value.kind = value.kind or "saved"
+        value.site = site
     elif name == "gradient":
         value.kind = value.kind or "gradients"
 

@@ -131,7 +131,8 @@ def _roots(values: Iterable[Value]) -> set[Value]:
 
 def _read_once(kernels: list[Kernel]) -> None:
     """Records what fusions read that an earlier fusion, on which they do not depend, reads too."""
-    made_by, before = {}, []
+    made_by = {}
+    before = []
     for i, kernel in enumerate(kernels):
         ancestors = 0
         for source in kernel.reads:

@@ -113,13 +113,15 @@ def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
     spent: dict[str, float] = collections.defaultdict(float)
     for row in rows:
         spent["transfer" if row.what == "ppermute" and not row.task else row.task] += row.exposed
-    facts, bubble = step.facts, 0.0
+    facts = step.facts
+    bubble = 0.0
     host = chip.layer_s * facts.layers / step.mesh.get("p", 1) * facts.microbatches
     for task, share in {"": 1.0}.items() if step.table is None else {"forward": 1 / 3, "backward": 2 / 3}.items():
         spent[task] = math.hypot(spent[task], share * host)  # about the slower of the two
     total = sum(spent.values())
     if step.table is not None and alone:
-        ticks, m = len(step.table.columns["forward"]), facts.microbatches
+        ticks = len(step.table.columns["forward"])
+        m = facts.microbatches
         backward = spent["backward"] + spent["weights"]
         costs = Costs(spent["forward"] / m, backward / m, spent["transfer"] / ticks, spent["weights"] / (backward or 1))
         run = simulate(step.table, costs).total

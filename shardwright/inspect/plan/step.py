@@ -101,7 +101,8 @@ def step_of(
     (eqn,) = (eqn for eqn in equations_in(traced.jaxpr) if eqn.primitive.name == "shard_map")
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
     outer = dict(zip(traced.jaxpr.jaxpr.invars, paths, strict=True))
-    inside, given = eqn.params["jaxpr"], []
+    inside = eqn.params["jaxpr"]
+    given = []
     for var, inner in zip(eqn.invars, inside.invars, strict=True):
         path = outer.get(var, ()) if is_variable(var) else ()
         name = jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("0.")
@@ -109,11 +110,13 @@ def step_of(
             str(getattr(path[0], "idx", "")) if path else "", ""
         )
         kind = "weights" if name.startswith("weights.") else kind
-        shape, dtype = inner.aval.shape, np.dtype(inner.aval.dtype)
+        shape = inner.aval.shape
+        dtype = np.dtype(inner.aval.dtype)
         given.append(Value(shape, dtype, NOWHERE, kind, name.removeprefix("weights.")))
     graph = graph_of(inside, sizes, given)
     chunks = 1 if table is None else len(table.stages[0])
-    ops, times = work_of(graph, facts.microbatches, chunks), facts.microbatches // facts.side_by_side * chunks
+    ops = work_of(graph, facts.microbatches, chunks)
+    times = facts.microbatches // facts.side_by_side * chunks
     if platform != "gpu":  # the compiler for TPUs writes the results of matmuls into stacks
         ops = [op for op in ops if not op.what.startswith(STACK)]
     donated = {value for value in given if value.kind in ("weights", "optimizer")}
@@ -154,7 +157,8 @@ def _again(graph: Graph) -> dict[Value, float]:
 
 def _flops(value: Value, made: dict, known: set[Value]) -> float:
     """FLOPs to compute a value from known ones, counting each kernel once."""
-    left, found = [value], {}
+    left = [value]
+    found = {}
     while left:
         at = left.pop()
         kernel = None if at in known else made.get(at)

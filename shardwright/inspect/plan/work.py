@@ -95,24 +95,29 @@ def _stacked(node: Node, count: float, loop: int) -> Iterator[Op]:
         before = len(node.ins) - len(node.bodies[0].ins) + sum(node.carried)  # constants may be literals
         stacks = node.ins[before:] + node.outs[node.carried[1] :]
         for x in dict.fromkeys(x.root for x in stacks if x.root.kind == "saved" and x.bytes):
-            site, size = node.site._replace(line=x.site.line), 2.0 * x.bytes / node.params["length"]
+            site = node.site._replace(line=x.site.line)
+            size = 2.0 * x.bytes / node.params["length"]
             yield Op(*site, "memory", f"{STACK} {x}", count, 0.0, size, loop=loop)
 
 
 def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
-    node, made = kernel.node, max(kernel.node.outs, key=lambda x: x.bytes)
+    node = kernel.node
+    made = max(kernel.node.outs, key=lambda x: x.bytes)
     operand = max(node.ins, key=lambda x: x.bytes, default=made)
-    what, flops = str(made), 0.0
+    what = str(made)
+    flops = 0.0
     more: dict[str, Any] = {"dtype": str(operand).partition("[")[0]}
     if kernel.kind == "matmul":
         b, m, k, n = more["shape"] = product_shape(node)
         more["dtype"] = str(max((x.root for x in node.ins), key=lambda x: x.dtype.itemsize)).partition("[")[0]
-        what, flops = f"{b}: {m}×{k}×{n}" if b > 1 else f"{m}×{k}×{n}", 2.0 * b * m * k * n
+        what = f"{b}: {m}×{k}×{n}" if b > 1 else f"{m}×{k}×{n}"
+        flops = 2.0 * b * m * k * n
     elif kernel.kind == "attention":
         q, k = node.ins[:2]
         pairs = math.prod(q.shape) * k.shape[1] * share_of(node.params["name"])
         # Scores and sums; the backward pass computes the scores again, and four gradients (arXiv 2307.08691).
-        what, flops = str(q), 2 * pairs * (5 if node.site.phase == "backward" else 2)
+        what = str(q)
+        flops = 2 * pairs * (5 if node.site.phase == "backward" else 2)
     elif kernel.kind == "collective":
         whole = made if node.op == "all_gather" else operand
         what = node.op

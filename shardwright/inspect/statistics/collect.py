@@ -26,7 +26,8 @@ class Statistics:
 
     def __init__(self, program: object, weights: object, measure: Callable[..., Any] = sums):
         self._measure = measure
-        self._points, self._gradients = saved_points(program), gradient_paths(program, weights)
+        self._points = saved_points(program)
+        self._gradients = gradient_paths(program, weights)
         leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
         self._weights = [jax.tree_util.keystr(keys, simple=True, separator=".") for keys, _ in leaves]
         self._stacks = [name.startswith("layers.") for name in self._weights]
@@ -75,7 +76,8 @@ class Statistics:
     def fingerprints(self, found: Mapping[str, Sequence]) -> list[tuple[str, str, np.ndarray]]:
         """Returns name, place and `bits` of each value, in the order in which a step computes them."""
         found = jax.tree.map(np.asarray, found)
-        values, first = [], next((i for i, point in enumerate(self._points) if any(point.of_layers)), 0)
+        values = []
+        first = next((i for i, point in enumerate(self._points) if any(point.of_layers)), 0)
         for i, point in enumerate(self._points):
             found_there = _in_order(point, found["points"][i])[0]
             for layer, x in enumerate(found_there.T):  # one layer after the other

@@ -25,12 +25,14 @@ def sums(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Arr
         rows: True if each row of the first dim is a separate value.
         of_gradient: True for the FP8 format of gradients, e5m2, instead of e4m3.
     """
-    over, within = sort_axes(jax.typeof(x).manual_axis_type.varying), tuple(range(int(rows), x.ndim))
+    over = sort_axes(jax.typeof(x).manual_axis_type.varying)
+    within = tuple(range(int(rows), x.ndim))
 
     def reduce(collective: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
         return collective(x, over) if over else x
 
-    x32, dtype = x.astype(jnp.float32), fp8.GRADIENTS if of_gradient else fp8.FORWARD
+    x32 = x.astype(jnp.float32)
+    dtype = fp8.GRADIENTS if of_gradient else fp8.FORWARD
     peak = reduce(lax.pmax, jnp.max(jnp.abs(x32), axis=within, initial=0.0))
     scaled = x32 / jnp.expand_dims(fp8.scale_of(peak, dtype), within)
     is_zero = x32 == 0

@@ -35,14 +35,16 @@ class StepWithoutStages:
 
     def __init__(self, step: Step, placement: LayerPlacement):
         step = step.other("one after the other", mesh=folded_mesh(step.config))
-        self.mesh, self._placement = step.mesh, placement
+        self.mesh = step.mesh
+        self._placement = placement
         check_divides(step.config, self.mesh.shape)
         self.program = step.jaxpr
 
     @contextlib.contextmanager
     def arguments(self, state: Any, batch: TokenBatch, step: object, *reference: object) -> Iterator[tuple[Any, ...]]:
         """Converts arguments of the step to the mesh without stages, which is the current mesh inside this context."""
-        state, reference = self.state(state), tuple(map(self.state, reference))
+        state = self.state(state)
+        reference = tuple(map(self.state, reference))
         with jax.set_mesh(self.mesh):
             batch = jax.tree.map(jax.device_put, batch, make_shardings(Array["m", TokenBatch], like=batch))
             yield state, batch, step, *reference

@@ -107,8 +107,12 @@ class Finder:
 
         The cause that the knobs name is left alone up to a turn, a device and an entry.
         """
-        mesh, axes, name = jax.sharding.get_abstract_mesh(), _axes(x), self._equations[path].name
-        given, device, key = jnp.int32(0), 0, self._keys[path, result]
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = _axes(x)
+        name = self._equations[path].name
+        given = jnp.int32(0)
+        device = 0
+        key = self._keys[path, result]
         for y in (jnp.asarray(y) for y in operands if is_float(y)):
             level = _level(y)
             if name not in ELEMENTWISE or y.shape != x.shape:
@@ -135,7 +139,8 @@ class Finder:
 
     def find(self, *arguments: object) -> tuple[Origin | None, list]:
         """The Origin for these arguments, None if there is none; and the results that count."""
-        leaves, below = jax.tree.leaves(arguments), 1
+        leaves = jax.tree.leaves(arguments)
+        below = 1
 
         def is_bad(below: int, **knobs: int) -> bool:
             return not _are_finite(self._run(leaves, below, **knobs)[0])
@@ -144,16 +149,20 @@ class Finder:
         if _are_finite(results):
             return None, results
         if is_bad(1):  # because of infinities that no operation made, such as constants
-            below, (_, levels) = 2, self._run(leaves, 2, cause=ALL)
+            below = 2
+            _, levels = self._run(leaves, 2, cause=ALL)
         causes = _by_execution(self._replay.notes, levels)
         reach = (cause for cause in causes if is_bad(below, cause=self._keys[cause[0].path, cause[0].result]))
         note, level = next(reach, (None, 0))
         if note is None:
             return None, results
         var = self._equations[note.path].eqn.outvars[note.result].aval
-        knobs, kind = {"cause": self._keys[note.path, note.result]}, var.manual_axis_type
-        mesh, axes = jax.sharding.get_mesh().shape, sort_axes(kind.varying | kind.unreduced | kind.reduced)
-        turns, over = [n for n, _ in note.loops], [mesh[axis] for axis in axes]
+        knobs = {"cause": self._keys[note.path, note.result]}
+        kind = var.manual_axis_type
+        mesh = jax.sharding.get_mesh().shape
+        axes = sort_axes(kind.varying | kind.unreduced | kind.reduced)
+        turns = [n for n, _ in note.loops]
+        over = [mesh[axis] for axis in axes]
         for knob, n in (("turn", math.prod(turns)), ("device", math.prod(over)), ("entry", var.size)):
             knobs[knob] = bisect.bisect_left(
                 range(n - 1), True, key=lambda last, knob=knob: is_bad(below, **knobs, **{knob: last})
@@ -209,7 +218,8 @@ def positions(origin: Origin, batch: int, length: int, experts: Collection[int] 
         length: tokens of a sequence.
         experts: numbers of experts and of pools. None is returned if a device has as many of them as sequences.
     """
-    mesh, shape = jax.sharding.get_mesh().shape, origin.shape
+    mesh = jax.sharding.get_mesh().shape
+    shape = origin.shape
     if origin.microbatch is None or any(mesh.get(axis, 1) > 1 and axis not in origin.device for axis in "rde"):
         return None
 

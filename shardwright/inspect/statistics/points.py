@@ -42,7 +42,8 @@ class Point:
 def equations(jaxpr: Any, path: Path = (), caller: Equation | None = None) -> Iterator[tuple[Path, Equation]]:
     """Iterates over the equations that a Rerun runs separately, in program order, with their paths."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        equation, name = Equation(eqn, caller=caller), eqn.primitive.name
+        equation = Equation(eqn, caller=caller)
+        name = eqn.primitive.name
         if name == "shard_map":
             yield from equations(eqn.params["jaxpr"])
         elif name == "scan" or name in CALLS:
@@ -98,7 +99,8 @@ def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -
         is_saved = eq.name == "name" and eq.params["name"] in names
         if is_saved and not eq.eqn.outvars[0].aval.manual_axis_type.unreduced:  # a partial sum has no statistics
             found.setdefault((eq.line(), eq.result_type()), []).append((path, eq))
-    points, seen = [], collections.Counter()
+    points = []
+    seen = collections.Counter()
     for (line, _), places in found.items():
         # Like the first of them: in the same loops, and not in the backward pass unless the first is.
         first = min(places, key=lambda place: is_again(place[1]))[1]

@@ -80,7 +80,8 @@ class Rerun:
 
     def _run(self, jaxpr: Any, args: Any, path: Path, values: list, knobs: object, turns: tuple = ()) -> list:
         def run(eqn: Eqn, ins: list) -> list:
-            name, here = eqn.primitive.name, (*path, id(eqn))
+            name = eqn.primitive.name
+            here = (*path, id(eqn))
             ins = list(map(in_f64, ins)) if self._is_double else ins
             if name == "shard_map":
                 outs = self._on_devices(eqn, ins, values, knobs)
@@ -134,12 +135,15 @@ class Rerun:
 
     def _loop(self, eqn: Eqn, ins: list, here: Path, values: list, knobs: object, around: tuple) -> list:
         consts, carry, xs = split_scan(eqn, ins)
-        turns, at, inner = (eqn.params["length"], eqn.params["reverse"]), len(values), []
+        turns = (eqn.params["length"], eqn.params["reverse"])
+        at = len(values)
+        inner = []
 
         def body(carry, of_turn):
             inner.clear()  # JAX may trace it again
             turn, *xs = of_turn
-            args, within = [*consts, *carry, *xs], (*around, (turn, turns[0]))
+            args = [*consts, *carry, *xs]
+            within = (*around, (turn, turns[0]))
             outs = self._run(eqn.params["jaxpr"], args, here, inner, knobs, within)
             return outs[: len(carry)], (outs[len(carry) :], [value for _, value in inner])
 
@@ -172,7 +176,8 @@ def in_f64(x: jax.Array) -> Any:
 
 def run_in_f64(eqn: Eqn, ins: list) -> list[jax.Array]:
     """Evaluates an equation without bodies, for operands `in_f64`. Does not round floats to other dtypes."""
-    name, params = eqn.primitive.name, dict(eqn.params)
+    name = eqn.primitive.name
+    params = dict(eqn.params)
     if not any(is_float(var.aval) for var in (*eqn.invars, *eqn.outvars)):
         return run_again(eqn, ins)
     if name in OF_BITS:
@@ -197,7 +202,8 @@ def run_in_f64(eqn: Eqn, ins: list) -> list[jax.Array]:
 
 def _varying(eqn: Eqn, ins: list) -> list[jax.Array]:
     """Evaluates an equation with copies, and terms of partial sums, as values that vary."""
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     types = [getattr(var.aval, "manual_axis_type", None) for var in (*eqn.invars, *eqn.outvars)]
     if not (axes := frozenset().union(*(kind.reduced | kind.unreduced for kind in types if kind is not None))):
         return run_again(eqn, ins)

@@ -8,16 +8,16 @@ import jax
 import numpy as np
 
 from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map
-from shardwright.run.spec import load_spec
 from shardwright.cluster.devices import make_mesh
-from shardwright.modeling.forward import Forward
+from shardwright.data.loader import TokenBatch
+from shardwright.data.untrusted import refused
 from shardwright.modeling.attention_calls import calls_of
+from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
 from shardwright.modeling.model import compute_scope, load_model, module_of
 from shardwright.modeling.settings import ModelConfig
 from shardwright.run.config import TrainingConfig
-from shardwright.data.loader import TokenBatch
-from shardwright.data.untrusted import refused
+from shardwright.run.spec import load_spec
 from shardwright.tools.huggingface import families
 
 LENGTH = 32

@@ -231,8 +231,12 @@ def kind_of(c: ModelConfig) -> str:
 
 def names_of(c: ModelConfig) -> Names:
     """Returns the table of names for a model with these settings. In both layouts, heads are in the order K, Q."""
-    found, layers = kind_of(c), load_model(c).table.layers
-    kind, layer, stacks, at = KINDS[found], {}, {}, "model.layers.{}."
+    found = kind_of(c)
+    layers = load_model(c).table.layers
+    kind = KINDS[found]
+    layer = {}
+    stacks = {}
+    at = "model.layers.{}."
     absent = {*kind.experts, *kind.stacks, *(() if c.qk_norm else ("q_norm", "k_norm"))}
     for ours, theirs in {**_LAYER, **kind.names}.items():
         if ours not in absent and getattr(layers, ours, True) is not None:
@@ -258,7 +262,8 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     Raises:
         ValueError: none of them supports a weight or setting.
     """
-    found, scaling = kind_of(c), c.rope_scaling
+    found = kind_of(c)
+    scaling = c.rope_scaling
     kind = KINDS[found]
     config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": found, "pad_token_id": None}
     config |= {**_FIXED, **kind.fixed}
@@ -304,16 +309,20 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     """
     if (found := kind_in(config)) not in KINDS:
         raise ValueError(f"config.json: model_type is {found!r}; it can be {', '.join(KINDS)}.")
-    kind, names = KINDS[found], {**_SETTINGS, **KINDS[found].settings}
+    kind = KINDS[found]
+    names = {**_SETTINGS, **KINDS[found].settings}
     check_fixed(config, {name: value for name, value in {**_FIXED, **kind.fixed}.items() if name not in names.values()})
-    rope, experts = config["rope_parameters"], config.get("num_local_experts")
+    rope = config["rope_parameters"]
+    experts = config.get("num_local_experts")
     if local := rope.get("sliding_attention"):
         check_fixed(local, {"rope_type": "default"})
-        rope, config = rope["full_attention"], config | {"rope_local_base_freq": local["rope_theta"]}
+        rope = rope["full_attention"]
+        config = config | {"rope_local_base_freq": local["rope_theta"]}
     config = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), "num_experts": experts} | config
     check_fixed(config, {} if "rotary_share" in names else {"partial_rotary_factor": 1.0})
     settings = {**kind.ours, **{ours: config.get(theirs) for ours, theirs in names.items()}}
-    heads, n_kv = config["num_attention_heads"], config["num_key_value_heads"] or config["num_attention_heads"]
+    heads = config["num_attention_heads"]
+    n_kv = config["num_key_value_heads"] or config["num_attention_heads"]
     d_head = config.get("head_dim") or config["hidden_size"] // heads
     settings |= {"n_kv": n_kv, "n_q_per_kv": heads // n_kv, "d_head": d_head, "bos_id": config["bos_token_id"]}
     settings |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": _scaling(rope, config)}

@@ -87,7 +87,8 @@ def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tu
     """
     model = load_model(c.model)
     step = trace_step(c, model)
-    bare, start = StepWithoutStages(step, placement_of(c, model)), step.other(name="start").lower().compile()
+    bare = StepWithoutStages(step, placement_of(c, model))
+    start = step.other(name="start").lower().compile()
     points = saved_points(bare.program, (SAVED, marks.LOGITS))
     names = [point.name for point in points]
     names = [*names[: names.index("checked_logits logits")], LOGITS]  # without those of the loss, which follow
@@ -115,7 +116,9 @@ def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tu
         return [jnp.sqrt(sum(jnp.mean(jnp.square(x)) for x in xs) / len(xs)) for xs in now]
 
     for seed in range(c.training.seed, c.training.seed + seeds):
-        state, first, found = bare.state(start(jax.random.key(seed))), None, []
+        state = bare.state(start(jax.random.key(seed)))
+        first = None
+        found = []
         for i in range(steps + 1):
             with bare.arguments(state, batch, np.int32(i)) as arguments:
                 state, values = run(*arguments)
@@ -141,7 +144,8 @@ def slope_of(runs: Runs, grows: float = GROWS) -> tuple[float, float, str]:
     """
     if not np.isfinite([numbers for _, numbers in runs]).all():
         return math.nan, math.nan, "NOT FINITE"
-    x, found = np.log2([n for n, _ in runs]), []
+    x = np.log2([n for n, _ in runs])
+    found = []
     x = x - np.mean(x)
     for numbers in np.array([numbers for _, numbers in runs]).T:
         if np.all(numbers > 0):  # where a weight begins at 0, others may have no gradient at first
@@ -174,10 +178,15 @@ def page(found: Mapping[tuple[str, str], Runs]) -> str:
 
 
 def check_coordinates(c: Config, settings: LadderConfig) -> None:
-    """Trains the models, writes the plots, and prints the slopes. Exits with status 1 if a value depends on the size."""
+    """Trains the models, writes the plots, and prints the slopes.
+
+    Exits with status 1 if a value depends on the size.
+    """
     sizes = [len(set(x)) for x in (settings.widths, settings.depths) if x]
     if settings.seeds * min(sizes, default=0) < 3 or 1 in sizes:
-        raise ValueError("ladder has too few runs for a slope with an error; give three widths or depths, or two seeds.")
+        raise ValueError(
+            "ladder has too few runs for a slope with an error; give three widths or depths, or two seeds."
+        )
     start_devices(c.distributed, c.hardware)
     found: dict[tuple[str, str], list] = {}
     with jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):

@@ -3,11 +3,11 @@
 import jax
 from rich.console import Console
 
-from shardwright.run.spec import load_spec
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.rates import updates_of
 from shardwright.optimizers.scales import initial_table
 from shardwright.run.config import Config
+from shardwright.run.spec import load_spec
 from shardwright.settings.screen import print_table
 
 

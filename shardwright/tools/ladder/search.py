@@ -60,7 +60,8 @@ class SearchConfig:
 
 def swept(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """The words of a command line with the first value of each setting that has several, and the values of these."""
-    first, grid = [*words], {}
+    first = [*words]
+    grid = {}
     for i, word in enumerate(words):
         with contextlib.suppress(HydraException):  # explained when `first` is composed
             if is_setting(word) and (found := OverridesParser.create().parse_override(word)).is_sweep_override():
@@ -160,7 +161,8 @@ def page(curves: Mapping[str, Curve], setting: str) -> str:
 
 def check_start(c: Config, directory: Path, searched: Sequence[str]) -> None:
     """Keeps the settings of a search. Raises ValueError if it began with others: finished runs are not made again."""
-    file, now = directory / "search.yaml", dataclasses.asdict(c)
+    file = directory / "search.yaml"
+    now = dataclasses.asdict(c)
     before = read_config(file) if file.exists() else now
     differing = config_differences(before, now, (*fixed_settings(before, now), "training.eval_batches"))
     differing = [line.replace("checkpoint has", "the search has", 1) for line in differing]
@@ -204,9 +206,12 @@ def search(words: Sequence[str], grid: Mapping[str, list[str]], c: Config, setti
 
     `words` is the command line, and `grid` has the values of its settings with several.
     """
-    seeds, grid = grid.get(SEED, [str(c.training.seed)]), {key: grid[key] for key in grid if key != SEED}
+    seeds = grid.get(SEED, [str(c.training.seed)])
+    grid = {key: grid[key] for key in grid if key != SEED}
     if not grid or {*OURS} & {*grid} or c.training.steps is None:
-        raise ValueError("give one value of training.steps, and several of a setting: optimizer.learning_rate=1e-3,2e-3.")
+        raise ValueError(
+            "give one value of training.steps, and several of a setting: optimizer.learning_rate=1e-3,2e-3."
+        )
     if not c.training.eval_batches:
         raise ValueError("training.eval_batches is 0, but candidates are ranked by their validation loss.")
     sizes = {n: sizes_at(c, "width", n) for n in settings.widths} or {0: {}}
@@ -230,7 +235,9 @@ def search(words: Sequence[str], grid: Mapping[str, list[str]], c: Config, setti
             kept = ranked[: max(math.ceil(len(ranked) / 2), LEAST)]
             candidates = [x for x, runs in kept if np.isfinite(losses(runs)).all()]
         show(rows, grid, title := f"width × {n}" if n else c.paths.model_name or "")
-        if len(grid) == 1 and min(numbers(*grid.values()), default=0) > 0:  # the plot and the parabola are of logarithms
+        if (
+            len(grid) == 1 and min(numbers(*grid.values()), default=0) > 0
+        ):  # the plot and the parabola are of logarithms
             known = [(float(x[0].partition("=")[2]), losses(runs)) for x, runs in ranked]
             known = sorted((np.log2(x), [*y]) for x, y in known if np.isfinite(y).all())
             curves[title] = np.array([x for x, _ in known]), np.array([y for _, y in known])

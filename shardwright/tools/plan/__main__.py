@@ -92,7 +92,8 @@ def job(c: Config, settings: PlanConfig) -> None:
         with progress() as tell:
             found = search(c, stated, chip, tell=tell)
         own = [override for override in hydra.overrides.task if not override.startswith("plan.")]
-        chosen, before = dict(found[0].settings), math.prod(getattr(c.mesh, axis) for axis in AXES)
+        chosen = dict(found[0].settings)
+        before = math.prod(getattr(c.mesh, axis) for axis in AXES)
         if c.distributed.count and before > 0:  # as many devices to a host as before
             chosen["distributed.count"] = max(1, c.distributed.count * stated // before)
         if output is None:

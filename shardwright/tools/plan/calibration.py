@@ -117,7 +117,8 @@ def fit(pairs: Sequence[Pair], start: Mapping[str, float]) -> dict[str, float]:
 
     No share grows past 1, or past where it began.
     """
-    names, begin = list(start), np.log(list(start.values()))
+    names = list(start)
+    begin = np.log(list(start.values()))
     shares = [name for name in names if name.endswith("share") or name == "interference"]
     most = [max(1.0, x) * 1.001 if name in shares else math.inf for name, x in start.items()]
 
@@ -170,7 +171,8 @@ def _traced(runs: Sequence[Run]) -> Generator[str, None, list[Pair]]:
 
 def _fitted(name: str, pairs: list[Pair], most: int, start: Mapping[str, float], folds: int) -> Iterator[str]:
     """What a fit found, and how near plans are to the rows that were fitted and to those that were held out."""
-    used, turns = picked(pairs, most), held_out(pairs, most, start, folds)
+    used = picked(pairs, most)
+    turns = held_out(pairs, most, start, folds)
     found = fit(used, start)
     yield f"{name}: {{{', '.join(f'{name}: {x:.3g}' for name, x in found.items())}}}"
     yield f"#   fitted: {figures(used, dict.fromkeys({run.group for run, _ in used}, found))}"

@@ -61,7 +61,8 @@ def compared(
     found.sort(key=rank)
     lines = ["chips           days  cost       step      MFU  memory    mesh"]
     for change in found:
-        plan, mesh = change.plan, " ".join(f"{axis}{n}" for axis, n in change.plan.step.mesh.items() if n > 1)
+        plan = change.plan
+        mesh = " ".join(f"{axis}{n}" for axis, n in change.plan.step.mesh.items() if n > 1)
         cost = "unknown" if plan.dollars is None else f"${plan.dollars:,.0f}"
         figures = f"{plan.days:>6.3g}  {cost:<9}  {in_seconds(plan.seconds):<8} {plan.mfu:>4.0%}"
         lines.append(f"{plan.step.devices:>5} {plan.chip.name:<9} {figures}  {in_bytes(plan.step.peak):<9} {mesh or 1}")

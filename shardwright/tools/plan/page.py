@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from shardwright.inspect.plan.plan import Plan
-from shardwright.tools.plan.screen import GIB, Table, answer, communication, digits, in_unit, memory, text_of, title_of, work
+from shardwright.tools.plan.screen import (
+    GIB,
+    Table,
+    answer,
+    communication,
+    digits,
+    in_unit,
+    memory,
+    text_of,
+    title_of,
+    work,
+)
 from shardwright.tools.report.page import TEMPLATES, page_of
 from shardwright.tools.report.plots import LOG, Panel, colour
 
@@ -45,7 +56,9 @@ def _text(head: str, line: str) -> str:
 
 def memory_panel(table: Table, limit: float) -> Panel:
     """Each line's memory begins where that of the line above ends. The chip's limit is a line, unless it is far."""
-    bars, names, total = collections.defaultdict(list), [], 0.0
+    bars = collections.defaultdict(list)
+    names = []
+    total = 0.0
     peak = sum(row[0] for row in table.rows)
     unit, scale = in_unit("GiB", peak)
     for gib, _, kind, _, line, _ in table.cut(BARS - 1):
@@ -73,7 +86,8 @@ def memory_panel(table: Table, limit: float) -> Panel:
 
 def roofline(plan: Plan) -> Panel:
     """Products and attention: FLOP/s by FLOPs a byte, beneath what the chip computes and moves at most."""
-    chip, rows = plan.chip, [op for op in plan.rows if op.flops and op.traffic and op.seconds]
+    chip = plan.chip
+    rows = [op for op in plan.rows if op.flops and op.traffic and op.seconds]
     peak = max(map(chip.peak_of, [plan.step.facts.dtype, *(op.dtype for op in rows)]))
     each_byte = [op.flops / op.traffic for op in rows]
     ridge = peak / chip.memory_bandwidth

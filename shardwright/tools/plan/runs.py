@@ -125,7 +125,8 @@ def read(path: str) -> Table:
         lines = [row for row in csv.reader(io.StringIO(read_text(path)), strict=True) if row]
     except csv.Error as error:
         raise ValueError(f"{path} is not a table: {error}. Give a CSV file.") from None
-    header, rows = [name.strip() for name in (lines or [[]])[0]], lines[1:]
+    header = [name.strip() for name in (lines or [[]])[0]]
+    rows = lines[1:]
     is_vtrain = bool({VTRAIN["chips"], VTRAIN["width"]} & set(header))
     needed = list(VTRAIN.values()) if is_vtrain else list(COLUMNS)
     if missing := [name for name in needed if header.count(name) != 1]:
@@ -251,10 +252,12 @@ def _run(name: str, values: Mapping[str, str]) -> Run:
     found = re.fullmatch(r"([0-9]{1,7}) ([A-Za-z0-9-]+)", values["chips"])
     if not found or not int(found[1]):
         raise ValueError(f"chips is {values['chips']!r}; give their number and kind, as in 8 H100")
-    chips, kind = int(found[1]), found[2].lower().removesuffix("-80").replace("-40", "_40gb")
+    chips = int(found[1])
+    kind = found[2].lower().removesuffix("-80").replace("-40", "_40gb")
     sizes = _sizes(values["mesh"], c["data"])
     sequences, count = _whole(values, "sequences_per_data_shard", 2**16), _whole(values, "accumulation", 2**16)
-    length, flops = _whole(values, "seq_len"), values["flops"] or "F"
+    length = _whole(values, "seq_len")
+    flops = values["flops"] or "F"
     model = _model(values["model"], length, sizes)
     if math.prod(sizes.values()) != chips:
         shown = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1"
@@ -319,7 +322,8 @@ def _traced(run: Run, save: str) -> PlannedStep:
 
 def plan(run: Run, step: PlannedStep) -> Plan:
     """The plan of a run, on its chip with the constants of its trainer."""
-    c, ops = trainers()[run.trainer], step.ops
+    c = trainers()[run.trainer]
+    ops = step.ops
     if not c.get("overlaps", True):
         # Its collectives are waited for, and none is of all stages: they are ours, since we share the vocabulary.
         ops = [op for op in ops if op.kind != "collective" or op.what == "ppermute" or "p" not in op.axes]
@@ -334,7 +338,9 @@ def memory(run: Run, step: PlannedStep) -> float | None:
     if kept is None:
         return None
     held = {kind: sum(x.bytes for x in step.held if x.kind == kind) for kind in ("weights", "optimizer", "saved")}
-    model, t, (d, split) = run.config.model, run.config.training, (run.sizes["d"], run.sizes["t"])
+    model = run.config.model
+    t = run.config.training
+    d, split = (run.sizes["d"], run.sizes["t"])
     tokens = run.tokens / t.microbatches / run.sizes["r"] / d
     whole = kept["gradients_whole"] and t.microbatches > 1
     gradients = held["weights"] / 4 * kept["gradients"] * (d if whole else 1)

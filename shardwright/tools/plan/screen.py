@@ -114,7 +114,8 @@ def _rows(items: Iterable[Any], key: Callable[..., Any], row: Callable[..., Any]
 
 def memory(plan: Plan) -> Table:
     """What is in memory at the peak, by line and kind."""
-    products, peak = [op for op in plan.rows if op.kind == "matmul"], plan.step.peak
+    products = [op for op in plan.rows if op.kind == "matmul"]
+    peak = plan.step.peak
     ms_of_flop = 1e3 * sum(op.seconds for op in products) / (sum(op.flops * op.count for op in products) or 1)
 
     def row(arrays: list, kind: str, line: str) -> tuple[Any, ...]:
@@ -153,10 +154,12 @@ def communication(plan: Plan) -> Table:
 
 def work(plan: Plan) -> Table:
     """What is computed, by line and phase."""
-    chip, done = plan.chip, [op for op in plan.rows if op.kind != "collective"]
+    chip = plan.chip
+    done = [op for op in plan.rows if op.kind != "collective"]
 
     def row(same: list[Op], line: str, phase: str) -> tuple[Any, ...]:
-        seconds, flops = sum(op.exposed for op in same), sum(op.flops * op.count for op in same)
+        seconds = sum(op.exposed for op in same)
+        flops = sum(op.flops * op.count for op in same)
         spent = {"compute": 0.0, "memory": 0.0, "launch": chip.launch_s * sum(op.count for op in same)}
         for op in same:
             computes = op.flops / chip.peak_of(op.dtype) > op.traffic / chip.memory_bandwidth

@@ -74,7 +74,8 @@ class _Plans:
     """
 
     def __init__(self, c: Config, devices: int, chip: Chip, tell: Callable[[str], object]):
-        self.end, self.refused = math.inf, "none divides the sizes"
+        self.end = math.inf
+        self.refused = "none divides the sizes"
         self._c, self._devices, self._chip, self._tell = c, devices, chip, tell
         self._planned: dict[tuple, Change | None] = {}
 
@@ -135,7 +136,8 @@ def _key(settings: Settings) -> tuple:
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """Context of searches that shows on stderr what they tell: a terminal's last line, or a line every 10 seconds."""
-    console, last = Console(stderr=True, highlight=False, markup=False), time.monotonic()
+    console = Console(stderr=True, highlight=False, markup=False)
+    last = time.monotonic()
     with console.status("planning") as status:
 
         def tell(text: str) -> None:
@@ -151,9 +153,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 def changes_of(c: Config, settings: Settings) -> list[str]:
     """The settings that differ from those of the configuration, as on the command line."""
-    return [
-        f"{name}={'null' if x is None else x}" for name, x in settings.items() if operator.attrgetter(name)(c) != x
-    ]
+    return [f"{name}={'null' if x is None else x}" for name, x in settings.items() if operator.attrgetter(name)(c) != x]
 
 
 def named(c: Config, settings: Settings) -> str:
@@ -176,7 +176,8 @@ def _own_settings(c: Config, sizes: Mapping[str, int]) -> Settings:
 def _seeds(c: Config, devices: int, chip: Chip, p: int) -> Iterator[Settings]:
     """For each size of t a mesh of p stages, whose d is of near devices where they are enough."""
     for t in (t for t in _divisors(devices // p) if t <= chip.near):
-        rest, batch = devices // (p * t), c.training.batch_size
+        rest = devices // (p * t)
+        batch = c.training.batch_size
         d = max(d for d in _divisors(rest) if d * t <= chip.near)
         if parts := [m for m in _divisors(batch) if batch % (rest * m) == 0]:
             wanted = c.training.microbatches if p == 1 else 4 * p
@@ -197,7 +198,9 @@ def _with(c: Config, mesh: Mapping[str, int], m: int, save: str, schedule: tuple
 def _varied(c: Config, change: Change, chip: Chip) -> Iterator[Settings]:
     """Settings that differ in one thing. More is kept only where memory is left, and less only where it is not."""
     settings, plan = change
-    mesh, m, save = plan.step.mesh, settings["training.microbatches"], settings["training.save"]
+    mesh = plan.step.mesh
+    m = settings["training.microbatches"]
+    save = settings["training.save"]
     schedule = tuple(settings.get(key, value) for key, value in zip(_OF_STAGES, SCHEDULES[0], strict=True))
     for n in (2, 3, 5):
         yield from _with(c, mesh, m * n, save, schedule)

@@ -64,7 +64,8 @@ class Settings:
 
 def compare_with_log(done: Done, record: dict[str, Any] | None) -> str | None:
     """Describes how a replayed step differs from the log; "" if it is bit-identical; None if it was not logged."""
-    found, is_logged = [], False
+    found = []
+    is_logged = False
     for name, x in (("loss", done.loss), ("grad_norm", done.grad_norm)):
         y = logged(record or {}, name)
         is_logged |= y is not None
@@ -89,7 +90,8 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
         if config.bisect is not None or config.step is not None:
             raise ValueError("drop step= and bisect=, which are for one run: against= compares two.")
         return two_runs.compare_runs(config, write)
-    number, logs = config.step or 0, metrics_of(config.run)
+    number = config.step or 0
+    logs = metrics_of(config.run)
     last = max(logs, default=2**31)
     if not 1 <= number <= last:
         raise ValueError(f"step is {number}; {config.run} has steps 1 to {last}. Choose one of these.")
@@ -103,7 +105,8 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
 
 def step_of(session: Session, config: Settings, logs: dict[int, dict], console: Console) -> dict[str, Any]:
     """Shows the documents and statistics of the step, and the origin of a NaN or infinity, if there is one."""
-    step, batch = session.step + 1, session.batch()
+    step = session.step + 1
+    batch = session.batch()
     host, tokenizer = on_host(batch), tokenizer_of(session)
     every = documents_of(session, host)
     documents = with_losses(every, token_losses(session, batch), host.loss_mask)
@@ -150,7 +153,8 @@ def bisected(
     session: Session, metric: str, usual: float, documents: list[Document], console: Console, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Shows the documents that make the step's metric jump from its usual value."""
-    write, step = functools.partial(print_line, console), session.step + 1
+    write = functools.partial(print_line, console)
+    step = session.step + 1
     write(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {step}")
     found, before, after = bisect.find(session, session.batch(), documents, metric, usual, write)
     if after is None:

@@ -75,7 +75,8 @@ def find(
     def is_gone(done: Done) -> bool:
         return value(done) <= most and math.isfinite(value(done))
 
-    suspects, after = documents, None
+    suspects = documents
+    after = None
     while len(suspects) > 1 and value(before) > usual:
         halves = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
         results = [run(half) for half in halves]

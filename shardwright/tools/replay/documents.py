@@ -11,11 +11,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map, u32
-from shardwright.run.spec import load_spec
 from shardwright.data.loader import Piece, TokenBatch
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import compute_scope
+from shardwright.run.spec import load_spec
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.tools.replay.session import Session
 
@@ -51,9 +51,7 @@ def documents_of(session: Session, batch: TokenBatch) -> list[Document]:
         pieces = session.loader.pieces(session.number)
     except ValueError:  # a stream
         return _by_starts(batch)
-    return [
-        Document(**vars(x), ids=batch.targets[x.sequence, x.position : x.position + x.length]) for x in pieces
-    ]
+    return [Document(**vars(x), ids=batch.targets[x.sequence, x.position : x.position + x.length]) for x in pieces]
 
 
 def _by_starts(batch: TokenBatch) -> list[Document]:
@@ -82,7 +80,8 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
     With pipeline stages, it runs on the mesh without them.
     """
     c, model = session.config, session.model
-    spec, Weights = load_spec(), model.Weights
+    spec = load_spec()
+    Weights = model.Weights
     forward = Forward(model, c.training, spec.attention, in_training=True)
 
     @typed_shard_map

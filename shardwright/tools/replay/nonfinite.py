@@ -33,7 +33,8 @@ class Explainer:
     """Explains why steps of a session are not finite. With pipeline stages, it runs on the mesh without them."""
 
     def __init__(self, session: Session):
-        self._session, self._step = session, session.without_stages()
+        self._session = session
+        self._step = session.without_stages()
         with jax.set_mesh(self._step.mesh):
             state = jax.tree.leaves(session.traced.state)
             self._finder = Finder(self._step.program, session.config.model.layers, len(state) + METRICS)
@@ -66,7 +67,8 @@ class Explainer:
         size = t.batch_size // t.microbatches
         experts = [n for name in ("experts", "pools") if (n := getattr(self._session.config.model, name, None))]
         if (found := positions(origin, size, t.seq_len, experts)) is not None:
-            sequence, position = origin.microbatch * size + found[0], found[1]
+            sequence = origin.microbatch * size + found[0]
+            position = found[1]
             where = f"sequence {sequence}" + (f", position {position}" if position is not None else "")
             among = [x for x in documents if x.sequence == sequence]
             if position is not None:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.run.spec import load_spec
 from shardwright.cluster.devices import known_options
 from shardwright.data.loader import TokenBatch, batch_of, check_skips
 from shardwright.data.untrusted import number, read_object, shown
@@ -25,6 +24,7 @@ from shardwright.run.opening import StagesChoice, fresh_state, mesh_for, read_st
 from shardwright.run.provenance import compare_source, provenance_of, source_of
 from shardwright.run.reference import check_reference, read_reference, reference_record
 from shardwright.run.resuming import config_of, saved_config
+from shardwright.run.spec import load_spec
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright.settings.differences import flat
@@ -50,14 +50,18 @@ class Session:
     """
 
     def __init__(self, c: RunConfig, metadata: dict[str, Any], step: int, options: dict[str, Any]):
-        self.step, self.model, self.options, self._whole = step, load_model(c.model), options, c
+        self.step = step
+        self.model = load_model(c.model)
+        self.options = options
+        self._whole = c
         self.placement = placement_of(c, self.model)
         self.state: Any = None
         self.reference = read_reference(c, load_spec())
         self._settle(metadata.get("loader"))
 
     def _settle(self, state: Any = None) -> None:
-        self.config, self._program = config_at(self._whole, self.step), None
+        self.config = config_at(self._whole, self.step)
+        self._program = None
         self.traced = trace_step(self.config, self.model)
         self.loader = loader_at(self._whole, self.step, inputs_of(self.model), state)
 
@@ -133,7 +137,8 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
     """
     with checkpoints_of(run) as checkpoints:
         done, metadata = before(run, checkpoints, step)
-        config, last = saved_config(metadata), Path(run) / "config.yaml"
+        config = saved_config(metadata)
+        last = Path(run) / "config.yaml"
         if last.exists():  # it has changes and skipped batches that a later start added
             later = read_config(last)
             config["training"]["changes"] = later.get("training", {}).get("changes", [])
@@ -160,7 +165,9 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 write(shown(f"source      {differs}"))
             if done:
                 shapes = session.traced.state
-                session.state = read_state(checkpoints, done, load_spec().State, shapes, session.model, session.placement)
+                session.state = read_state(
+                    checkpoints, done, load_spec().State, shapes, session.model, session.placement
+                )
             else:
                 session.state = fresh_state(session.traced)
             yield session

@@ -18,13 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardwright.data.loader import TokenBatch
+from shardwright.data.untrusted import refused
 from shardwright.inspect.statistics.collect import Statistics
 from shardwright.inspect.statistics.measures import bits
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.files import read_config
 from shardwright.run.provenance import ROOT, source_of
-from shardwright.data.loader import TokenBatch
-from shardwright.data.untrusted import refused
 from shardwright.tools.replay.documents import on_host
 from shardwright.tools.replay.session import Session, Write, checkpoints_of, kept_by, logged, metrics_of, opened
 
@@ -68,10 +68,12 @@ def recorded(session: Session, last: int) -> dict[int, list[Value]]:
     c = None
     while True:
         if c is not session.config:  # at first, and whenever settings change
-            c, step = session.config, session.without_stages()
+            c = session.config
+            step = session.without_stages()
             look = Statistics(step.program, session.model.table, bits)
             program = jax.jit(look, compiler_options=session.options)
-        batch, values = session.batch(), found.setdefault(session.step, [])
+        batch = session.batch()
+        values = found.setdefault(session.step, [])
         values += of_batch(batch)
         with step.arguments(session.state, batch, np.int32(session.step), *session.reference) as arguments:
             values += look.fingerprints(program(*arguments))
@@ -147,7 +149,8 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
     settings = {"trust": config.trust, "other_source": config.other_source}
     settings |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     # Before the step at which the metrics differ, because the update of an earlier step may have caused it.
-    start, found = max(done for done in _saved(runs[0]) & _saved(runs[1]) if done <= max(step - 2, 0)), []
+    start = max(done for done in _saved(runs[0]) & _saved(runs[1]) if done <= max(step - 2, 0))
+    found = []
     with tempfile.TemporaryDirectory() as directory:
         for i, run in enumerate(runs):
             root = rebuilt(run, step - 1, Path(directory) / f"source of {i}", config.trust)

@@ -45,11 +45,13 @@ class Settings:
 
 def side_by_side(columns: list[list[str]], width: int) -> list[list[list[str]]]:
     """Groups columns of cells into tables of at most `width` letters, with two before each column."""
-    tables, used = [[]], 0
+    tables = [[]]
+    used = 0
     for cells in columns:
         wide = 2 + max(map(cell_len, cells))
         if tables[-1] and used + wide > width:
-            tables, used = [*tables, []], 0
+            tables = [*tables, []]
+            used = 0
         tables[-1].append(cells)
         used += wide
     return tables

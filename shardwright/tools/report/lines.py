@@ -24,7 +24,8 @@ FIRST = 15
 def step_by_line(run: Run) -> dict[str, Any] | None:
     """Makes the data of the section; None if the run wrote nothing. `problems` lists what cannot be read."""
     problems: list[str] = []
-    table_path, times = newest(run.directory, f"{_STEP}.json"), _times(run, problems)
+    table_path = newest(run.directory, f"{_STEP}.json")
+    times = _times(run, problems)
     links = [(path, words) for name, words in _LINKS.items() if (path := newest(run.directory, name))]
     if not (table_path or times or links or problems):
         return None

@@ -79,7 +79,9 @@ class Pairs:
 
     def lines(self) -> list[str]:
         """The verdict for a terminal of 80 columns."""
-        pairs, mean, deviation = len(self.runs), self.differences.mean(), self.differences.std(ddof=1)
+        pairs = len(self.runs)
+        mean = self.differences.mean()
+        deviation = self.differences.std(ddof=1)
         low, high = interval(self.differences)
         verdict = "lower" if high < 0 else "higher" if low > 0 else "no difference seen"
         found = [

@@ -20,7 +20,8 @@ _KINDS = {"work?": [{"line": str, "kind": str, "seconds": float, "exposed": floa
 
 def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
     """Returns the predicted value of a metric, NaN if unknown, and the same as text, for speeds with the range."""
-    planned, show = number(plan.get(_PLANNED.get(name, ""))), METRICS[name].show
+    planned = number(plan.get(_PLANNED.get(name, "")))
+    show = METRICS[name].show
     if not math.isfinite(planned):
         return math.nan, ""
     seconds, low, high = (number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
@@ -31,12 +32,14 @@ def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
 
 def planned_and_measured(c: Comparison) -> dict[str, Any] | None:
     """Makes the data of the section; None without a plan. `problems` lists what cannot be read."""
-    run, problems = c.only_run, []
+    run = c.only_run
+    problems = []
     if not run or not (path := newest(run.directory, "plan.json")):
         return None
     plan = read(path, lambda path: read_object(path, _KINDS), problems) or {}
     planned, low, high = (1000 * number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
-    now, ms = run.values.get("ms/step", math.nan), "{:,.2f} ms".format
+    now = run.values.get("ms/step", math.nan)
+    ms = "{:,.2f} ms".format
     rows = [("time of a step", planned, f"{ms(planned)} ({ms(low)} to {ms(high)})", ms(now) if now > 0 else "–", now)]
     rows += [(name, *expected(plan, name), c.metric(run, name), run.values.get(name, math.nan)) for name in _PLANNED]
     figures = [(name, text, measured, _ratio(value, known)) for name, value, text, measured, known in rows if plan]
@@ -52,10 +55,12 @@ def _lines(work: list[dict[str, Any]], run: Run) -> list[dict[str, Any]]:
         return found.setdefault(place.removeprefix("~"), {"planned": (0.0, 0.0), "measured": (0.0, 0.0)})
 
     for row in work:
-        line, exposed = row_of(row["line"] or WITHOUT_LINE), number(row["exposed"]) * (row["kind"] == "collective")
+        line = row_of(row["line"] or WITHOUT_LINE)
+        exposed = number(row["exposed"]) * (row["kind"] == "collective")
         line["planned"] = (line["planned"][0] + 1000 * number(row["seconds"]), line["planned"][1] + 1000 * exposed)
     for row in measured_lines(run):
-        seconds, waited = row["seconds"], row["exposed"] / (row["share"] or 1)
+        seconds = row["seconds"]
+        waited = row["exposed"] / (row["share"] or 1)
         row_of(row["place"]).update(text=row["text"], measured=(1000 * seconds, 1000 * seconds * waited))
     rows = [row | {"place": x, "ratio": _ratio(row["planned"][0], row["measured"][0])} for x, row in found.items()]
     return sorted(rows, key=lambda row: (row["measured"], row["planned"]), reverse=True)

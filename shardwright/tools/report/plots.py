@@ -125,7 +125,8 @@ def _kept(c: Comparison, run: Run) -> np.ndarray:
 def metric(c: Comparison, panel: Panel, name: str) -> Panel:
     """Adds the curve of a metric: a schedule as it is; others smoothed, with the raw values behind if runs are few."""
     for i, run in enumerate(c.runs):
-        values, kept = run.metrics.get(name, np.full(len(run.step), np.nan)), _kept(c, run)
+        values = run.metrics.get(name, np.full(len(run.step), np.nan))
+        kept = _kept(c, run)
         known = np.flatnonzero(np.isfinite(values))
         if not known.size:
             continue
@@ -156,7 +157,12 @@ def at_events(c: Comparison, panel: Panel, event: str, name: str, what: str, sym
             steps, values = np.array([known[k] for k in evenly(len(known), _POINTS)]).T
             places = np.minimum(np.searchsorted(run.step, steps), len(run.step) - 1)
             own = {"x": {name: curves[i][places] for name, curves in _axes(c).items()}}
-            marker = {"symbol": symbol, "size": 8, "color": colour(1 if c.only_run and mode == "markers" else i), "line": {"width": 2}}
+            marker = {
+                "symbol": symbol,
+                "size": 8,
+                "color": colour(1 if c.only_run and mode == "markers" else i),
+                "line": {"width": 2},
+            }
             panel.traces.append(line(i, values, _name(c, i, what), mode=mode, marker=marker, meta=own))
     return panel
 
@@ -182,7 +188,8 @@ def _name(c: Comparison, i: int, what: str) -> str:
 def averaged(values: Curve) -> Curve:
     """Smooths values by the mean of AVERAGED neighbors, at most a tenth of all; of fewer at the steep start."""
     half = max(1, min(AVERAGED, len(values) // 10)) // 2
-    sums, places = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
     starts = np.maximum(places - half, 0)
     ends = np.minimum(places + np.minimum(places, half) + 1, len(values))
     return (sums[ends] - sums[starts]) / (ends - starts)

@@ -173,7 +173,9 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
 def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], bool, float]:
     """Returns the lines of steps, in order, those of events, whether the run ended after them, and Run.wall_seconds."""
     steps: dict[int, dict] = {}
-    events, unreadable, ended = [], 0, False
+    events = []
+    unreadable = 0
+    ended = False
     try:
         records = list(read_metrics(directory / "metrics.jsonl"))
     except FileNotFoundError:

@@ -40,7 +40,8 @@ def head(c: Comparison) -> dict[str, Any]:
     run = c.only_run
     if run is None:
         return {"title": f"{len(c.runs)} runs in {c.parent}"}
-    done, total = int(run.values.get("steps", 0)), run.total_steps
+    done = int(run.values.get("steps", 0))
+    total = run.total_steps
     meanings = {name: METRICS[name].meaning for name in c.metrics if name not in ("wall", "compile")}
     if {"time", "wall"} <= run.values.keys():
         wall, compiling = (c.metric(run, name) for name in ("wall", "compile"))
@@ -74,7 +75,8 @@ def pairs(c: Comparison) -> dict[str, Any] | None:
 
 
 def curves(c: Comparison) -> dict[str, Any] | None:
-    panels, runs = panels_of(c), [] if c.only_run else c.runs
+    panels = panels_of(c)
+    runs = [] if c.only_run else c.runs
     found = {"panels": panels, "axes": axes_of(c), "averaged": AVERAGED}
     return found | {"runs": runs, "name_of": c.name, "colour": colour} if panels else None
 
@@ -113,7 +115,9 @@ def forecast(run: Run) -> dict[str, Any] | None:
     rows = [(f"{i} of {PARTS}", loss, b) for i, (loss, b) in enumerate(zip(losses, known.curve, strict=True), 1)]
     ended = run.values.get(known.metric) if run.state == "finished" else None
     end = [(f"end, {known.metric}", math.nan if ended is None else ended, known.end)]
-    found = [(name, loss, b, None if math.isnan(loss) else bool(b.low <= loss <= b.high)) for name, loss, b in end + rows]
+    found = [
+        (name, loss, b, None if math.isnan(loss) else bool(b.low <= loss <= b.high)) for name, loss, b in end + rows
+    ]
     return {"rows": found, "left": [name for name, _, _, inside in found if inside is False], "over": ended is not None}
 
 

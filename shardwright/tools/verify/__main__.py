@@ -48,7 +48,8 @@ def small(c: Config, devices: int) -> None:
     Layers and microbatches suit the stages of the configuration, or, if it has none, up to 4 stages; there are at least
     two microbatches. Sizes of a model that are not listed below stay the same.
     """
-    n, t = devices, c.training
+    n = devices
+    t = c.training
     p = c.mesh.p if c.mesh.p > 1 else next(p for p in (4, 3, 2, 1) if n % p == 0)
     fields = {f.name for f in dataclasses.fields(c.model)}
     sizes = {"layers": max(2, p * c.pipeline.virtual_stages), "d_ff": 10 * n, "vocab": 14 * n, "positions": 4 * n}
@@ -59,7 +60,8 @@ def small(c: Config, devices: int) -> None:
     groups = 1 if t.microbatches == t.side_by_side > 1 else 2
     t.microbatches = max(p, groups) if t.side_by_side == 1 else math.lcm(p, groups * t.side_by_side)
     t.side_by_side = t.microbatches if groups == 1 else t.side_by_side
-    t.batch_size, t.seq_len = n * t.microbatches, 4 * n
+    t.batch_size = n * t.microbatches
+    t.seq_len = 4 * n
     t.loss_chunk = None if t.loss_chunk is None else n
 
 

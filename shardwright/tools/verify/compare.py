@@ -72,7 +72,10 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
     with step_on(c, ONE_DEVICE) as step:
         inputs = make_inputs(c, fresh_state(step))
         inputs.reference = jax.tree.map(np.asarray, read_reference(c, step.spec))
-    oracle, largest, lines, wrong = tensors_of_step(c, inputs, ONE_DEVICE), (-1.0, ""), [], []
+    oracle = tensors_of_step(c, inputs, ONE_DEVICE)
+    largest = (-1.0, "")
+    lines = []
+    wrong = []
     if bad := [tensor for tensor, value in oracle.items() if not np.all(np.isfinite(value))]:
         raise ValueError(f"the {bad[0]} is not finite on one device. Correct the step there first.")
     for sizes in meshes:
@@ -115,7 +118,8 @@ def assembled(
     if value.partial:
         blocks = np.sum(blocks, axis=positions(value.partial), keepdims=True)
     lead = len(sizes) + loops
-    parts, groups = list(blocks.shape[:lead]), []
+    parts = list(blocks.shape[:lead])
+    groups = []
     for dim, size in zip(value.dims, blocks.shape[lead:], strict=True):
         groups.append([])
         for n, over in [(size, ())] if dim is UNIFORM else dim.parts:
@@ -186,11 +190,14 @@ def first_difference(here: Step, there: Step, arguments: Sequence[list]) -> tupl
     replay = Rerun(here.jaxpr, wanted, is_double=True)
     alone = Rerun(there.jaxpr, {twins[path]: which for path, which in wanted.items()}, is_double=True)
     ours, theirs = map(_values, (here, there), (replay, alone), arguments)
-    sizes, axes, first = here.mesh.shape, len(here.mesh.shape), None
+    sizes = here.mesh.shape
+    axes = len(here.mesh.shape)
+    first = None
     for note, twin, x, exact in zip(replay.notes, alone.notes, ours, theirs, strict=True):
         assert (twins[note.path], note.order) == (twin.path, twin.order)
         eq, values = facts[note.path]
-        value, loops = values[note.result], len(note.loops)
+        value = values[note.result]
+        loops = len(note.loops)
         x = assembled(x, value, loops, sizes, sizes) * (value.ratio if value.ratio != 1 else 1)
         exact = assembled(exact, value, loops, sizes, there.mesh.shape)
         others = tuple(i for i in range(x.ndim) if not axes <= i < axes + loops)
@@ -219,7 +226,8 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
     alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
     with abstract_mesh_of(sizes):
         proved = find_unsound(trace_step(c, load_model(c.model)))
-    found, first = list(map(str, proved)), None
+    found = list(map(str, proved))
+    first = None
     try:
         steps, arguments = [], []
         for each in (sizes, alone):
@@ -231,7 +239,8 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
     except Different as different:
         found = found or [f"{different.place}: {different}"]
     if first is not None:
-        turns, (file, _, line) = "".join(f", turn {i}" for i in first.turns), first.place.rpartition(":")
+        turns = "".join(f", turn {i}" for i in first.turns)
+        (file, _, line) = first.place.rpartition(":")
         found.append(
             f"the first value that differs is made by {first.operation} at {first.place}{turns}, by {first.error:.1e}"
             f"\n    {linecache.getline(file, int(line)).strip() if line.isdecimal() else ''}"

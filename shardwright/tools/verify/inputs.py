@@ -13,6 +13,7 @@ from shardwright.data.loader import TokenBatch, in_microbatches
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.config import Config
 
+
 @dataclasses.dataclass
 class Inputs:
     """Inputs of the step on every mesh, as host arrays."""
@@ -27,7 +28,8 @@ class Inputs:
 
 def random_batch(c: Config) -> TokenBatch:
     """Draws random tokens, with about four documents per sequence and a tenth of the targets masked."""
-    rng, shape = np.random.default_rng(0), (c.training.batch_size, c.training.seq_len)
+    rng = np.random.default_rng(0)
+    shape = (c.training.batch_size, c.training.seq_len)
     batch = TokenBatch(
         targets=rng.integers(0, c.model.vocab, shape).astype(np.uint32),
         is_seq_start=rng.random(shape) < 4 / c.training.seq_len,
@@ -43,10 +45,12 @@ def make_inputs(c: Config, state: Any) -> Inputs:
 
     The step is one with the highest learning rate.
     """
-    rng, count = np.random.default_rng(1), sum(x.size for x in jax.tree.leaves(state.weights))
+    rng = np.random.default_rng(1)
+    count = sum(x.size for x in jax.tree.leaves(state.weights))
 
     def noisy(path, x):
-        name, noise = jax.tree_util.keystr(path), rng.standard_normal(x.shape)
+        name = jax.tree_util.keystr(path)
+        noise = rng.standard_normal(x.shape)
         if name.startswith(".weights"):
             x = x + 0.1 * (math.sqrt(np.mean(np.square(x))) or 1.0) * noise
         else:  # the size of gradients with norm 1
@@ -67,7 +71,8 @@ def with_planted(inputs: Inputs, vocab: int) -> Iterator[tuple[str, Inputs]]:
     whether the step was skipped.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(inputs.state.weights)
-    lacking, targets = vocab // 2, inputs.batch.targets  # on an even number of devices, the first id of a block
+    lacking = vocab // 2
+    targets = inputs.batch.targets  # on an even number of devices, the first id of a block
     other = dataclasses.replace(inputs.batch, targets=np.where(targets == lacking, targets - 1, targets))
     tables = [i for i, (_, x) in enumerate(leaves) if x.shape[0] == vocab]
     places = [(0, -1, inputs.batch), (-1, -1, inputs.batch), *((i, lacking, other) for i in tables[:1])]

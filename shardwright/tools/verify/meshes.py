@@ -22,7 +22,8 @@ Mesh = Mapping[str, int]
 @contextlib.contextmanager
 def mesh_of(sizes: Mesh, axes: Iterable[str] = ()) -> Iterator[jax.sharding.Mesh]:
     """Enters a mesh of these sizes on the first devices. It keeps axes of size 1."""
-    names, devices = {*axes_of_mesh(sizes), *axes}, jax.devices()[: math.prod(sizes.values())]
+    names = {*axes_of_mesh(sizes), *axes}
+    devices = jax.devices()[: math.prod(sizes.values())]
     shape = {axis: sizes.get(axis, 1) for axis in AXES if axis in names}
     kinds = (AxisType.Explicit,) * len(shape)
     mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=devices)
@@ -73,7 +74,8 @@ def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple
 
 def some_of(meshes: list[Mesh]) -> list[Mesh]:
     """Returns a sample of the meshes, with each set of axes that have several devices, and each size of an axis."""
-    chosen, seen = [], set()
+    chosen = []
+    seen = set()
     while missing := set().union(*map(_features, meshes)) - seen:
         chosen.append(max(meshes, key=lambda mesh: len(_features(mesh) & missing)))
         seen |= _features(chosen[-1])

@@ -34,7 +34,8 @@ the step, and the names of the optimizer's moments. An array is NaN if devices d
 
 def assemble(blocks: list[tuple[Any, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
     """Assembles an array from the blocks of all devices, each with its index; NaN if copies of a block differ."""
-    found, seen = np.empty(shape, blocks[0][1].dtype), {}
+    found = np.empty(shape, blocks[0][1].dtype)
+    seen = {}
     for index, block in blocks:
         if seen.setdefault(str(index), block).tobytes() != block.tobytes():
             return np.full(shape, np.nan)
@@ -110,7 +111,8 @@ def placed(step: Step, inputs: Inputs) -> list[jax.Array]:
     state = in_order(step.config, _as_classes_of(step.traced.out_info[0], inputs.state), back=True)
     pairs = zip(weights_of(step.config, step.spec), inputs.reference, strict=True)
     reference = [_put(type(shapes), _as_classes_of(shapes, weights)) for shapes, weights in pairs]
-    state, batch = _put(step.spec.State[type(state.weights)], state), _put(step.spec.Batch, inputs.batch)
+    state = _put(step.spec.State[type(state.weights)], state)
+    batch = _put(step.spec.Batch, inputs.batch)
     return jax.tree.leaves((state, batch, jnp.int32(inputs.step), reference))
 
 
@@ -142,8 +144,10 @@ def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
             return jax.tree.unflatten(tree, gradients), state, metrics
 
         gradients, state, metrics = run(inputs)
-        gradients, new = in_order(c, gradients), in_order(c, jax.tree.map(on_host, state))
-        found, start = {}, fresh_state(step)
+        gradients = in_order(c, gradients)
+        new = in_order(c, jax.tree.map(on_host, state))
+        found = {}
+        start = fresh_state(step)
         for name in (field.name for field in dataclasses.fields(start)):
             found |= by_layer("initial" if name == "weights" else f"initial {name}", getattr(start, name))
         found["metric loss"] = on_host(metrics.loss)
@@ -164,4 +168,6 @@ def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
 def _sharded_as(like: jax.Array, blocks: jax.Array) -> np.ndarray:
     """Assembles the array of which devices hold `blocks`[*axes of the mesh, *block], sharded like `like`."""
     index_of = like.sharding.devices_indices_map(like.shape)
-    return assemble([(index_of[shard.device], np.asarray(shard.data)) for shard in blocks.addressable_shards], like.shape)
+    return assemble(
+        [(index_of[shard.device], np.asarray(shard.data)) for shard in blocks.addressable_shards], like.shape
+    )

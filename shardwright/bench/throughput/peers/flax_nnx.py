@@ -27,7 +27,8 @@ class Matrix(nnx.Module):
 
     def __init__(self, job: Job, name: str, weight: jax.Array):
         self.weight = nnx.Param(weight, sharding_names=tuple(SPECS[name]))
-        self.dims, self.dtype = 3 if name == "w_o" else 1, DTYPES[job.dtype]
+        self.dims = 3 if name == "w_o" else 1
+        self.dtype = DTYPES[job.dtype]
 
     @property
     def used(self) -> jax.Array:
@@ -38,10 +39,9 @@ class Matrix(nnx.Module):
 
 
 def norm_of(job: Job, weight: jax.Array) -> nnx.RMSNorm:
-    c, dtype = job.shapes, DTYPES[job.dtype]
-    return nnx.RMSNorm(
-        c.d_model, epsilon=c.norm_epsilon, dtype=dtype, scale_init=lambda *_: weight, rngs=nnx.Rngs(0)
-    )
+    c = job.shapes
+    dtype = DTYPES[job.dtype]
+    return nnx.RMSNorm(c.d_model, epsilon=c.norm_epsilon, dtype=dtype, scale_init=lambda *_: weight, rngs=nnx.Rngs(0))
 
 
 def set_weights(module: nnx.Module, job: Job, weights: dict[str, Any]) -> None:
@@ -58,8 +58,11 @@ class Layer(nnx.Module):
         set_weights(self, job, weights)
 
     def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-        nx, c = self.attention_norm(x), self.job.shapes
-        q, k, v = self.w_q(nx).reshape(*x.shape[:2], c.heads, c.d_head), self.w_k(nx), self.w_v(nx)
+        nx = self.attention_norm(x)
+        c = self.job.shapes
+        q = self.w_q(nx).reshape(*x.shape[:2], c.heads, c.d_head)
+        k = self.w_k(nx)
+        v = self.w_v(nx)
         attended = attend(rotate(q, rope), rotate(k, rope), v, self.job.platform)
         attended = constrained(attended.reshape(*x.shape[:2], c.n_kv, c.n_q_per_kv, c.d_head), WITHIN)
         x = constrained(x + self.w_o(attended), BETWEEN)
@@ -73,7 +76,8 @@ class Transformer(nnx.Module):
 
     def __init__(self, job: Job, weights: dict[str, jax.Array]):
         weights = nested(weights, job.shapes.layers)
-        self.job, self.layers = job, nnx.List([Layer(job, of_layer) for of_layer in weights.pop("layers")])
+        self.job = job
+        self.layers = nnx.List([Layer(job, of_layer) for of_layer in weights.pop("layers")])
         set_weights(self, job, weights)
 
     def __call__(self, ids: jax.Array) -> jax.Array:

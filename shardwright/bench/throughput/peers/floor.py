@@ -28,9 +28,11 @@ class Contestant(OnJax):
     """The products of a step."""
 
     def __init__(self, job: Job, _: object = None):
-        dtype, devices = DTYPES[job.dtype], jax.devices()[: job.devices]
+        dtype = DTYPES[job.dtype]
+        devices = jax.devices()[: job.devices]
         self.mesh = jax.make_mesh((len(devices),), ("device",), axis_types=(AxisType.Auto,), devices=devices)
-        of_each, rows = P("device"), (job.sequences // job.d, job.length)
+        of_each = P("device")
+        rows = (job.sequences // job.d, job.length)
         on_each = NamedSharding(self.mesh, of_each)
         # Each layer has its own operands, and there is no loop: XLA would move constant products out of a loop, and
         # compute equal products only once.

@@ -37,7 +37,10 @@ class Shapes:
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name, as in train.py: stacked over layers, the dims that a product sums over first."""
-        n, model, hidden, kv = self.layers, self.d_model, self.d_ff, (self.n_kv, self.d_head)
+        n = self.layers
+        model = self.d_model
+        hidden = self.d_ff
+        kv = (self.n_kv, self.d_head)
         q = self.n_kv, self.n_q_per_kv, self.d_head
         found = {"embed": (self.vocab, model), "attention_norm": (n, model), "w_q": (n, model, *q)}
         found |= {"w_k": (n, model, *kv), "w_v": (n, model, *kv), "w_o": (n, *q, model), "mlp_norm": (n, model)}
@@ -57,7 +60,8 @@ class Shapes:
 
     def products(self, t: int = 1) -> list[tuple[int, int, int]]:
         """(inputs, outputs, count) of each product with a weight in a forward pass, on one of `t` devices."""
-        model, hidden = self.d_model, self.d_ff // t
+        model = self.d_model
+        hidden = self.d_ff // t
         q, kv = self.heads * self.d_head // t, self.n_kv * self.d_head // t
         of_layer = [(model, q), (model, kv), (model, kv), (q, model)]
         of_layer += [(model, hidden), (model, hidden), (hidden, model)]

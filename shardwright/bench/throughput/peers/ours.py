@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import train
 from shardlib.shardtypes import make_shardings
 from shardwright.bench.throughput.peers.job import BOS_ID, Job, batches, starts_of
 from shardwright.bench.throughput.peers.plain_jax import OnJax
@@ -18,6 +17,7 @@ from shardwright.data.loader import TokenBatch, in_microbatches
 from shardwright.inspect.compiled import hlo, step, trace
 from shardwright.modeling.model import load_model
 from shardwright.run import compiling, config, launch, profile
+from shardwright.run.spec import load_spec
 from shardwright.run.step import trace_step
 
 
@@ -50,7 +50,7 @@ class Contestant(OnJax):
         self.mesh = make_mesh(jax.devices()[: job.devices], **dataclasses.asdict(c.mesh))
         with jax.set_mesh(self.mesh):
             config.check_divides(c, self.mesh.shape)
-            init = functools.partial(train.init_state, config=c, model=self.model)
+            init = functools.partial(load_spec().init_state, config=c, model=self.model)
             self.state = jax.jit(init)(jax.random.key(c.training.seed))
             self.state.weights = placed(weights, self.state.weights)
             self.batches = [whole_documents(targets, c.training.microbatches) for targets in batches(job)]
@@ -64,7 +64,9 @@ class Contestant(OnJax):
 
     @functools.cached_property
     def training_step(self) -> jax.stages.Compiled:
-        lowered = train.make_training_step(self.config, self.model).lower(self.state, self.batches[0], np.int32(0))
+        lowered = (
+            load_spec().make_training_step(self.config, self.model).lower(self.state, self.batches[0], np.int32(0))
+        )
         compiling.free_kept_memory()
         compiled = lowered.compile(compiler_options=known_options(self.config.hardware.options, print))
         compiling.free_kept_memory()
@@ -90,11 +92,9 @@ def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:
     starts = starts_of(targets)
     batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=np.ones_like(starts))
     batch = in_microbatches(batch, microbatches)
-    return jax.device_put(batch, make_shardings(train.Batch, like=batch))
+    return jax.device_put(batch, make_shardings(load_spec().Batch, like=batch))
 
 
-def placed(weights: dict[str, np.ndarray], like: train.Transformer) -> train.Transformer:
+def placed(weights: dict[str, np.ndarray], like: Any) -> Any:
     """`weights` with the shardings of `like`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.device_put(weights[path[-1].name], x.sharding), like
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, x: jax.device_put(weights[path[-1].name], x.sharding), like)

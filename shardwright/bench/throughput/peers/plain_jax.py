@@ -44,7 +44,8 @@ def rope_tables(c: Shapes, length: int) -> tuple[jax.Array, jax.Array]:
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     """RoPE on x[batch, length, heads, d_head], by halves, in f32."""
-    (cos, sin), (a, b) = rope, jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = rope
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
@@ -62,7 +63,8 @@ def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     length, heads = q.shape[1:3]
-    mask, block = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads), min(length, 1024)
+    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+    block = min(length, 1024)
     sizes = kernels.BlockSizes(block, block, block // 2, block, block, block // 2, block, block)
     kernel: Any = jax.vmap(kernels.make_splash_mha_single_device(mask, block_sizes=sizes))
     heads_first = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
@@ -77,7 +79,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 def run_layer(job: Job, rope: tuple[jax.Array, jax.Array], x: jax.Array, layer: dict) -> jax.Array:
     """The residual stream after a layer. What ours marks is marked here too."""
-    c, dtype, (b, l) = job.shapes, DTYPES[job.dtype], x.shape[:2]
+    c = job.shapes
+    dtype = DTYPES[job.dtype]
+    b, l = x.shape[:2]
     w = {name: value if "norm" in name else value.astype(dtype) for name, value in layer.items()}
     nx = rms_norm(x, w["attention_norm"], c.norm_epsilon)
     q = jnp.einsum("blm,mkqd->blkqd", nx, w["w_q"]).reshape(b, l, c.heads, c.d_head)
@@ -95,7 +99,9 @@ def run_layer(job: Job, rope: tuple[jax.Array, jax.Array], x: jax.Array, layer: 
 
 def logits_of(parameters: dict, ids: jax.Array, job: Job) -> jax.Array:
     """Logits [batch, length, vocab], as ours in the dtype of the products."""
-    c, dtype, rope = job.shapes, DTYPES[job.dtype], rope_tables(job.shapes, ids.shape[1])
+    c = job.shapes
+    dtype = DTYPES[job.dtype]
+    rope = rope_tables(job.shapes, ids.shape[1])
     # Without this constraint XLA reshards the rows by way of whole arrays where r and d are used.
     embed = constrained(parameters["embed"].astype(dtype), P("t"))
     x = constrained(embed[ids], BETWEEN)
@@ -156,10 +162,12 @@ class Sharded(OnJax):
     training_step: Callable[..., Any]
 
     def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None, devices: Any = None):
-        self.job, self.mesh = job, mesh_of(job, jax.devices()[: job.devices] if devices is None else devices)
+        self.job = job
+        self.mesh = mesh_of(job, jax.devices()[: job.devices] if devices is None else devices)
         shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in job.shapes.weights().items()}
         with jax.set_mesh(self.mesh):
-            abstract, by_row = jax.eval_shape(self.initial, shapes), NamedSharding(self.mesh, BY_ROW)
+            abstract = jax.eval_shape(self.initial, shapes)
+            by_row = NamedSharding(self.mesh, BY_ROW)
             out = self.shardings(abstract)
             self.abstract = jax.tree.map(lambda x, s: x.update(sharding=s), abstract, out)
             self.ids = jax.ShapeDtypeStruct((job.sequences, job.length), np.uint32, sharding=by_row)

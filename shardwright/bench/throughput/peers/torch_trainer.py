@@ -44,7 +44,8 @@ WHOLE = {"model.embed_tokens": "embed", "model.norm": "final_norm", "lm_head": "
 
 def load(model: LlamaForCausalLM, weights: dict[str, np.ndarray]) -> None:
     """Puts weights in train.py's layout into `model`: torch has outputs first, and one dim for all heads."""
-    d_model, found = model.config.hidden_size, {f"{module}.weight": weights[name] for module, name in WHOLE.items()}
+    d_model = model.config.hidden_size
+    found = {f"{module}.weight": weights[name] for module, name in WHOLE.items()}
     for module, name in NAMES.items():
         shape = (-1, d_model) if name in ("w_o", "w_down") else (d_model, -1)
         for i, x in enumerate(weights[name]):
@@ -56,13 +57,15 @@ class Contestant(Trainer):
     """The trainer in PyTorch."""
 
     def __init__(self, job: Job, weights: dict[str, np.ndarray], compiled: bool = True):
-        self.job, self.device = job, "cuda" if job.platform == "gpu" else "cpu"
+        self.job = job
+        self.device = "cuda" if job.platform == "gpu" else "cpu"
         if self.device == "cpu":
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         torch.set_float32_matmul_precision("high" if job.dtype == "bf16" else "highest")
         self.model = model_of(job.shapes, self.device)
         load(self.model, weights)
-        betas, decay = (job.b1, job.b2), job.weight_decay
+        betas = (job.b1, job.b2)
+        decay = job.weight_decay
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), job.learning_rate, betas, job.epsilon, decay, fused=True
         )

@@ -1,15 +1,14 @@
 """The Llama of shardwright's train.py, with an MLP of squared ReLU (arXiv 2109.08668) in place of SwiGLU."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, pytree_dataclass, typed
-from shardwright.modeling.attention import Attention
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import settings
+from shardwright.modeling.attention import Attention
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.weights import gain, matrix
 from shardwright.train import Llama, Transformer, rms_norm
@@ -17,12 +16,14 @@ from shardwright.train import Llama, Transformer, rms_norm
 
 @dataclasses.dataclass
 class ModelConfig(settings.ModelConfig):
+    """Settings of the model."""
+
     module: str = "my_model"
 
 
 @pytree_dataclass
 class Layer:
-    """Weights of a layer: inputs -> outputs, sharded as at rest. A layer gathers them over the axes of w."""
+    """Weights of a layer: inputs -> outputs, sharded as at rest. A layer gathers them over the axes of fsdp."""
 
     attention_norm: gain["M"]
     w_q: matrix["M/fsdp -> K/t Q D"]
@@ -38,16 +39,18 @@ class Layer:
 
 @pytree_dataclass
 class Weights(Transformer):
+    """Weights of the model."""
+
     layers: Array["layers/p", Layer]
 
 
 class Model(Llama):
+    """The model, whose layers have no gate."""
+
     Weights = Weights
 
     @typed
-    def layer(
-        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
-    ) -> act["B/b L/c/t M"]:
+    def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         x = save_for_backward(x + self.attend(x, w, tokens, attention))
         mlp_norm = shardops.all_gather("M/t/fsdp -> M", w.mlp_norm)
         nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)
