@@ -50,7 +50,11 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv = [f"shardwright {command}", *arguments]
     if command == "train":
-        importlib.import_module(training_module()).main()
+        try:
+            name = training_module()
+        except ValueError as error:
+            sys.exit(f"Error: {error}")
+        importlib.import_module(name).main()
     else:
         runpy.run_module(f"shardwright.tools.{command}", run_name="__main__", alter_sys=True)
 

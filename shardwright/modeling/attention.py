@@ -1,7 +1,9 @@
 """Attention as a layer calls it: `attention(q, k, v, mask)`."""
 
+import contextlib
+import contextvars
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax
@@ -10,6 +12,18 @@ from shardwright.modeling import attention_paths, context
 from shardwright.modeling.masks import AttentionMask, Mask, same_document
 from shardwright.modeling.model import Tokens
 from shardwright.modeling.planned_attention import note_mask
+
+_REFERENCE: contextvars.ContextVar[Callable[..., jax.Array] | None] = contextvars.ContextVar("reference", default=None)
+
+
+@contextlib.contextmanager
+def expect_einsum(einsum: Callable[..., jax.Array]) -> Iterator[None]:
+    """Context in which each Attention must have this `einsum`, with which its implementations are compared."""
+    token = _REFERENCE.set(einsum)
+    try:
+        yield
+    finally:
+        _REFERENCE.reset(token)
 
 
 class Attention:
@@ -27,6 +41,12 @@ class Attention:
     """
 
     def __init__(self, einsum: Callable[..., jax.Array], settings: Any, tokens: Tokens, cache: Any = None):
+        expected = _REFERENCE.get()
+        if expected is not None and einsum is not expected:
+            raise ValueError(
+                f"the step computes attention by {einsum.__name__}, but SPEC.attention, with which masks and kernels "
+                f"are compared, is {expected.__name__}: name one function in both."
+            )
         self.einsum = einsum
         self.settings = settings
         self.tokens = tokens

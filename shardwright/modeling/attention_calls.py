@@ -64,23 +64,28 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
     def shape(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    def note(place, q, k, v, pattern, *learned, sinks=None, drop=None):
-        calls.append(Call(place, pattern, shape(q), *jax.tree.map(shape, (learned, sinks)), dropout=drop is not None))
-        return q
+    class Noted(Attention):
+        """Notes its calls, and computes nothing. Its cache is the layer's place in the period."""
+
+        def __call__(self, q, k, v, pattern, *learned, sinks=None, drop=None):
+            shapes = jax.tree.map(shape, (learned, sinks))
+            calls.append(Call(self.cache, pattern, shape(q), *shapes, dropout=drop is not None))
+            return q
 
     # Tokens are an argument, since a constant would have another type than what a run computes from its batch.
     @typed_shard_map
     def per_device(w: Of[model.Weights], batch: TokenBatch, seeds: u32["B/b"] | None) -> f32[""]:
         with pipeline_stage():
-            layers(forward.gatherable(w), forward.tokens(batch, seeds).prepared(model))
+            tokens = forward.tokens(batch, seeds)
+            layers(forward.gatherable(w), tokens.prepared(model), Noted(forward.einsum, forward.training, tokens))
         return jnp.zeros(())
 
-    def layers(w: Any, tokens: Tokens) -> None:
+    def layers(w: Any, tokens: Tokens, attention: Noted) -> None:
         x = varying(model.embed(w, tokens), stage_axes())
         for place in range(period_of(model)):
             w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)
             of_layer = tokens.in_layer(jnp.int32(place), place)
-            x, _ = split_aux(model.layer(x, w_layer, of_layer, functools.partial(note, place)))
+            x, _ = split_aux(model.layer(x, w_layer, of_layer, attention.in_layer(place)))
 
     # One period of layers in each stage; the number of layers does not matter.
     w = shapes_of(model.table)

@@ -264,6 +264,8 @@ def load_model(c: Any) -> LanguageModel:
         raise _refusal(c.module, f"whose Model has inputs {inputs!r}; it must be a tuple of names: ('kind',)")
     if not isinstance(table := getattr(model, "table", None), kind.Weights):
         raise _refusal(c.module, f"whose table is a {type(table).__name__}; it must be a {kind.Weights.__name__}")
+    if getattr(model, "config", None) is not c:
+        raise _refusal(c.module, "whose Model does not keep its ModelConfig: set self.config = config in __init__")
     for path, t, _ in arrays_in(type(table), table):
         if not isinstance(t, WeightType):
             problem = f"whose weight {path} has the type {t!r}"

@@ -26,7 +26,7 @@ from shardwright.run.reference import read_reference
 from shardwright.run.report import introduce, save_config
 from shardwright.run.resuming import check_processes, deciding_settings
 from shardwright.run.schedule import Schedule
-from shardwright.run.spec import StepSpec
+from shardwright.run.spec import StepSpec, load_spec
 from shardwright.run.stages import placement_of
 from shardwright.run.stores import in_all_processes
 
@@ -50,10 +50,15 @@ class Run(Schedule):
         stopped_by: name of the signal that requested a stop; None without one.
 
     Raises:
-        ValueError: the data is too short for the run, or a checkpoint has other settings.
+        ValueError: tools would take another SPEC, the data is too short, or a checkpoint has other settings.
     """
 
     def __init__(self, c: Config, model: LanguageModel, directory: Path, spec: StepSpec):
+        if spec is not load_spec():
+            raise ValueError(
+                f"this program trains by the SPEC of {spec.module}, and tools take that of {load_spec().module}: "
+                "define SPEC, train and main in one file, as the released train.py does."
+            )
         super().__init__(c, model, spec)
         self.directory = directory
         self.stopped_by = None

@@ -54,4 +54,8 @@ def load_spec(name: str | None = None) -> StepSpec:
             f"{module.__file__} has no SPEC, which tools and runs take its step from: define one as the released "
             "train.py does (`shardwright fork` shows it)."
         )
+    for field in dataclasses.fields(spec):
+        own = vars(module).get(field.name)
+        if own is not None and own is not getattr(spec, field.name):
+            raise ValueError(f"{module.__file__} has {field.name}, and its SPEC another one: name its own in SPEC.")
     return spec

@@ -20,6 +20,7 @@ from shardlib.proof.check import tracing
 from shardlib.proof.outside import AS_RUN
 from shardlib.shardtypes import Of, typed_shard_map, u32
 from shardwright.data.loader import TokenBatch, batch_shapes
+from shardwright.modeling.attention import expect_einsum
 from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask
@@ -179,7 +180,8 @@ class Step:
         c = _of_microbatch(c, name) if self.name in LOSSES else c
         of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
         state: Any = self.state if name in ("training", "evaluation") else None
-        with tracing(self.mesh, self.planned or self.mesh.shape) as types, of_kernels as rules:
+        traced = tracing(self.mesh, self.planned or self.mesh.shape)
+        with traced as types, of_kernels as rules, expect_einsum(spec.attention):
             if name == "logits":
                 return _trace_logits(self), types, rules
             if name == "start":
