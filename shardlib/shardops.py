@@ -166,8 +166,10 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
     gathers only over d.
     """
     if isinstance(x, AtRest):
-        with checked_collective("all_gather", spec, x, copies=True):
+        with checked_collective("all_gather", spec, x, copies=True) as (op, _, rhs, _, _):
             block = unwrap(x)
+            if not rhs.sharded.isdisjoint(copy_axes(block)):
+                raise wrong_spec(op, "the weight is gathered ahead: leave out all axes that it was")
         block = replicate("... -> ... *r", block.astype(x.reduced_dtype))
         return all_gather(spec, block, replicated=replicated, dtype=dtype or x.used_dtype)
     with checked_collective("all_gather", spec, x, copies=True) as (op, lhs, rhs, value, _):

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
+from recipes import SOURCE, module_of
 
 from shardlib.op_checks import varying
+from shardlib.shardtypes import ShardError
 from shardlib.values import is_opaque, unwrap
 from shardwright.modeling.model import compute_scope, load_model
 from shardwright.modeling.weights import gather_ahead, initialize
 from shardwright.models import gpt2
+from shardwright.run.step import trace_step
 
 AXES = ("p", "r", "d", "t")
 NORMS, MATRICES = "f32 layers/p M", "act layers/p M K/t D"
@@ -107,3 +110,13 @@ def test_auto_gathers_once_where_there_is_nothing_to_gather():
             found[mesh] = [tiny.forward(c).gathers_ahead for c in settings]
     alone, sharded = [False, True, True], [False, False, True]
     assert found == {"one device": alone, "t=8": alone, "d=8": sharded, "r=2 d=2 t=2": sharded}
+
+
+@pytest.mark.parametrize(("how", "refused"), [("layer", "matmul"), ("step", "all_gather")])
+def test_a_layer_that_does_not_gather_a_weight_is_refused_where_all_are_gathered_ahead_too(how, refused):
+    old = '"M/fsdp F/t -> M F/t", w.w_up'
+    assert SOURCE.count(old) == 1
+    with module_of(SOURCE.replace(old, '"M/fsdp F/t -> M/fsdp F/t", w.w_up')) as changed_train:
+        c = tiny.config(tiny.model(module="changed_train"), gather_weights=how)
+        with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ShardError, match=refused):
+            trace_step(c, load_model(c.model), spec=changed_train.SPEC).lower()
