@@ -118,7 +118,7 @@ class TransformerLayer:
 class Transformer:
     """Weights of the model."""
 
-    embed: embedding["V/t/p M/fsdp"]
+    embed: embedding["V/t/p M/fsdp"]  # all stages look tokens up together, each in its rows
     layers: Array["layers/p", TransformerLayer]  # stacked; each stage of p has its own
     final_norm: gain["M/p"]  # all stages compute the logits together, so each has its part
     unembed: unembedding["V/t/p M/fsdp if not tied_embeddings"]
@@ -226,6 +226,7 @@ class Llama:
         unembed = shardops.all_gather(
             "V/t/p M/fsdp -> V/t/p M", w.embed if w.unembed is None else w.unembed
         )
+        # Not shardops.matmul, whose product training.fp8 replaces: only layers compute in FP8.
         logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
         softcap = self.config.logit_softcap
         return (
@@ -502,6 +503,7 @@ def update_state(
     g = rates.row_major(jax.tree.map(zero_if_frozen, updates, g))
     g, norm = clip_by_global_norm(g, config.optimizer.clip_norm)
     rate = rates.learning_rate(step, config.optimizer)
+    # Each changes the weights that `updates` assigns to it, and leaves the others.
     for optimizer in rates.algorithms(config.optimizer, OPTIMIZERS).values():
         state = optimizer(state, g, step, rate, config.optimizer, updates)
     return rates.averaged(state, step, config.training), norm, rate
@@ -555,9 +557,8 @@ def make_training_step(config: Config, model: LanguageModel):
     ) -> tuple[Of[Trained], Metrics]:
         seeds = dropout_seeds(batch, step, config)
         loss, g, layers = loss_and_gradients(state.weights, batch, seeds, config, forward)
-        new, grad_norm, rate = update_state(
-            state, checkpoint_name(g, "gradient"), step, config, updates
-        )
+        g = checkpoint_name(g, "gradient")  # the name by which statistics find them
+        new, grad_norm, rate = update_state(state, g, step, config, updates)
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped)
