@@ -214,6 +214,40 @@ class Value:
         components: for index vectors, the facts about each component along the last dim.
         unprovable: why nothing is known; None if facts are.
         token: equal for two values that are certainly equal.
+
+    A value that has each, in code of each device for x: f32['B/d M'], table: f32['V/d M'] and
+    ids: i32['L'], with n = len(table), at = ids - n * axis_index('d'), and
+    inside = (0 <= at) & (at < n):
+
+        dims        x
+        partial     jnp.sum(x, axis=0)
+        extreme     jnp.max(x, axis=0)
+        ratio       x / lax.axis_size('d')
+        scaled      x / lax.axis_size('d')
+        folded      lax.psum(x, 'd')
+        folding     lax.psum(x, 'd')
+        known       jnp.full(3, 2.0)
+        offset      at
+        count       jnp.arange(n)
+        is_local    jnp.arange(n)
+        counted     jnp.arange(n)
+        valid       jnp.clip(at, 0, n - 1)
+        others      jnp.where(inside, at, n)
+        drops       table.at[at].get(mode='fill')
+        looked_up   table[jnp.clip(at, 0, n - 1)]
+        mask        inside
+        masked      jnp.where(inside[:, None], table[jnp.clip(at, 0, n - 1)], 0)
+        origin      at
+        source      jnp.max(x, axis=0)
+        shift       x - jnp.max(x, axis=0)
+        is_scale    jnp.exp(x - jnp.max(x, axis=0))
+        shifting    x - jnp.max(x, axis=0)
+        total       jnp.sum(jnp.exp(x - jnp.max(x, axis=0)), axis=0)
+        is_taken    lax.pmax(jnp.max(x, axis=0), 'd')
+        is_index    jnp.argmax(x, axis=0)
+        places      jnp.argsort(x[:, 0])
+        components  jnp.concatenate([ids[:, None], at[:, None]], axis=1)
+        unprovable  jnp.cumsum(x, axis=0)
     """
 
     dims: tuple[Dim | Any, ...]
