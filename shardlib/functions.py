@@ -175,8 +175,8 @@ def typed(fn: Function) -> Function:
             try:
                 value = body(*args, **kwargs)
             except Exception as error:
-                if told := jax_errors.explain(error):
-                    raise told from error
+                if explained := jax_errors.explain(error):
+                    raise explained from error
                 raise
             try:
                 value = value if result is None else _check(result, value, f"{fn.__name__}, result")

@@ -135,8 +135,8 @@ def sums_by_id(rows: jax.Array, ids: jax.Array, count: int) -> jax.Array:
 
     def add(left, right):
         (left, left_is_first), (right, is_first) = left, right
-        alone = is_first.reshape(-1, *[1] * (right.ndim - 1))
-        return jnp.where(alone, right, left + right), left_is_first | is_first
+        starts = is_first.reshape(-1, *[1] * (right.ndim - 1))
+        return jnp.where(starts, right, left + right), left_is_first | is_first
 
     sums, _ = lax.associative_scan(
         add, (rows.astype(jnp.promote_types(rows.dtype, jnp.float32)), is_first)

@@ -333,7 +333,7 @@ def place_in_ticks(orders: Orders) -> dict[Task, int]:
     """
     stages = sum(map(len, stages_of_devices(orders)))
     tasks = ((device, task) for device, order in enumerate(orders) for task in order)
-    alone = any(
+    takes_any_slot = any(
         task.kind == "backward_weights" or task.stage % len(orders) != device
         for device, task in tasks
     )
@@ -347,7 +347,7 @@ def place_in_ticks(orders: Orders) -> dict[Task, int]:
             used = set()
             while reached[device] < len(order):
                 task = order[reached[device]]
-                slot = "any" if alone else task.kind
+                slot = "any" if takes_any_slot else task.kind
                 if slot in used:
                     break
                 # Results of other stages arrive in the next tick; a forward is one slot before its

@@ -400,6 +400,6 @@ def _wanted_in_loop(eqn: Eqn, wanted: Sequence[bool]) -> list[bool]:
     ins, outs = (
         [core.Var(var.aval) for var in variables] for variables in (eqn.invars, eqn.outvars)
     )
-    alone = equations.program_of(eqn.replace(invars=ins, outvars=outs), ins)
-    _, carry, _ = equations.split_scan(eqn, dce_jaxpr(alone, list(wanted))[1])
+    program = equations.program_of(eqn.replace(invars=ins, outvars=outs), ins)
+    _, carry, _ = equations.split_scan(eqn, dce_jaxpr(program, list(wanted))[1])
     return [*carry, *wanted[len(carry) :]]

@@ -75,8 +75,8 @@ def choice_between(here: Eqn | None, there: Eqn | None) -> str:
     )
     pairs = itertools.zip_longest(ours, theirs)
     parted = [*itertools.dropwhile(lambda pair: pair[0] == pair[1], pairs)]
-    alone = [pair for a, b in parted[1:] for pair in ((a, None), (None, b))]
-    return next(filter(None, (_choice(*pair) for pair in [*parted[:1], *alone])), "")
+    one_sided = [pair for a, b in parted[1:] for pair in ((a, None), (None, b))]
+    return next(filter(None, (_choice(*pair) for pair in [*parted[:1], *one_sided])), "")
 
 
 def _holds(branch: Sequence[ast.stmt | ast.expr], line: int | None) -> bool:

@@ -39,7 +39,7 @@ def differences(
                 )
                 yield f"{problem}\n  remedy: {remedy}"
         return
-    alone = [
+    only_in_one = [
         [
             _equation(source)
             for node, source in x.computed.items()
@@ -47,7 +47,7 @@ def differences(
         ]
         for x, y in ((a, b), (b, a))
     ]
-    firsts = _firsts(alone)
+    firsts = _firsts(only_in_one)
     found = [
         f"{eq.place()}: {eq.name}: {name} runs this"
         for eqs, name in zip(firsts, names, strict=True)
@@ -62,16 +62,16 @@ def _equation(source: Source) -> Equation:
     return Equation(source.eqn, caller=source.caller and _equation(source.caller))
 
 
-def _firsts(alone: list[list[Equation]]) -> list[list[Equation]]:
+def _firsts(only_in_one: list[list[Equation]]) -> list[list[Equation]]:
     """The first equation that one program has and the other lacks.
 
     It is the first of each if they have different ones. What follows from it is another value in
     each, from the same operations.
     """
-    names = [[eq.name for eq in equations] for equations in alone]
+    names = [[eq.name for eq in equations] for equations in only_in_one]
     if names[0][:ALIKE] != names[1][:ALIKE]:
         for more, i in itertools.product(range(1, AT_MOST), (0, 1)):
             rest = names[i][more : more + ALIKE]
             if rest and rest == names[1 - i][: len(rest)]:
-                return [alone[k][:1] if k == i else [] for k in (0, 1)]
-    return [equations[:1] for equations in alone]
+                return [only_in_one[k][:1] if k == i else [] for k in (0, 1)]
+    return [equations[:1] for equations in only_in_one]

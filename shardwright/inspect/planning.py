@@ -121,8 +121,8 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
         yield {f"{of}side_by_side": 1}
     elif sizes["t"] > 1 and sizes["p"] == 1 and t.microbatches % 2 == 0:
         yield {f"{of}side_by_side": 2}
-    alone = math.prod(sizes.get(axis, 1) for axis in "cde") == 1
-    is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and alone)
+    has_nothing_to_gather = math.prod(sizes.get(axis, 1) for axis in "cde") == 1
+    is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and has_nothing_to_gather)
     yield {f"{of}gather_weights": "layer" if is_once else "step"}
     yield from _move_devices(sizes, "dr")
     yield from ({f"{of}save": save} for save in SAVED if save != t.save)

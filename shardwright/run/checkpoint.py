@@ -273,7 +273,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _write(self, step: int, arrays: list[Part], metadata: dict) -> None:
         directory = directory_of(step)
         is_first = jax.process_index() == 0
-        told = f"{directory}/.written-{jax.process_index()}"
+        marker = f"{directory}/.written-{jax.process_index()}"
         try:
             written = write_arrays(self.store, directory, arrays)
             if is_first:
@@ -281,14 +281,14 @@ class Checkpointer(contextlib.AbstractContextManager):
                 self._check_owner()
                 commit(self.store, step, [saved for saved, _ in arrays], written, metadata)
             else:
-                self.store.write(told, json.dumps({"written": written}).encode())
+                self.store.write(marker, json.dumps({"written": written}).encode())
         except OSError as error:
             with contextlib.suppress(OSError):
                 if is_first:
                     self._check_owner()  # the directory may be another run's
                     self.store.remove(directory)  # it may have filled the disk, and the metrics need room
                 else:
-                    self.store.write(told, json.dumps({"failed": str(error)}).encode())
+                    self.store.write(marker, json.dumps({"failed": str(error)}).encode())
             self._fail(step, error)
         if is_first:
             self.rotate()

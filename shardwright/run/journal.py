@@ -215,8 +215,8 @@ class Journal(contextlib.ExitStack):
     def _tell_step(self, step: int, why: str, event: str) -> None:
         batch = self._run.batch_of(step)
         words, documents = described_documents(self._run.loader, batch)
-        told = f"{event} {'at ' * (event == 'spike')}step {step + 1}: {why}; batch {batch}, {words}; "
-        log(f"{told}{self.replay_of(step + 1)} shows them" + ", and names what is not finite" * (event == "skipped"))
+        text = f"{event} {'at ' * (event == 'spike')}step {step + 1}: {why}; batch {batch}, {words}; "
+        log(f"{text}{self.replay_of(step + 1)} shows them" + ", and names what is not finite" * (event == "skipped"))
         self.log.add_event(step, event, {"why": why, "batch": batch, "documents": documents})
 
     def _see(self, step: int, x: Mapping[str, Any]) -> None:

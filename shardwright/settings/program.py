@@ -178,10 +178,10 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        told = isinstance(error, OSError) and refusal(error)  # such as of the directory of a sweep
-        if os.environ[FULL_ERROR] == "1" or not (told or is_of_composing(error)):
+        reason = isinstance(error, OSError) and refusal(error)  # such as of the directory of a sweep
+        if os.environ[FULL_ERROR] == "1" or not (reason or is_of_composing(error)):
             raise
-        sys.exit(told or f"Error: {shown(as_installed(explained(program, error, sys.argv[1:])))}")
+        sys.exit(reason or f"Error: {shown(as_installed(explained(program, error, sys.argv[1:])))}")
 
 
 def _ignore_shared_cache() -> None:

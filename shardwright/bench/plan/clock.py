@@ -49,7 +49,7 @@ class Clock:
         self.kernels, self.lines, self.exposed = (collections.defaultdict[str, float](float) for _ in range(3))
         every = [(of, i) for of in program.computations.values() for i in of.instructions.values()]
         gathers = ((*x, _annotated(x[1])) for x in every if x[1].opcode == "all-gather-start")
-        self.gathers = [(*self.message(of, i), told) for of, i, told in gathers if told is not None]
+        self.gathers = [(*self.message(of, i), given) for of, i, given in gathers if given is not None]
 
     def seconds(self, computation: Computation, times: float = 1.0) -> float:
         """Returns the seconds of a computation that runs this many times in a step."""
@@ -93,11 +93,11 @@ class Clock:
         """Returns the seconds of an operation that computes."""
         products = [work for work in works_of(self.program, computation, i) if work.kind == "matmul"]
         made = i.shapes[0].bytes if products and i.opcode == "custom-call" else i.bytes  # without cuBLAS's workspace
-        told = _annotated(i)
+        given = _annotated(i)
         moved = (made + _read(computation, i)) / self.chip.memory_bandwidth
         if any(": " in product.what or product.dtype != i.shapes[0].dtype for product in products):
             return max(sum(product.size for product in products) / self.chip.peak["bf16"], moved)
-        return moved if told is None else told
+        return moved if given is None else given
 
     def of_attention(self, computation: Computation, i: Instruction) -> float:
         """Returns the seconds of causal attention (half of the pairs) for q and k [B, L, heads, D]."""
@@ -108,9 +108,9 @@ class Clock:
 
     def of_collective(self, computation: Computation, i: Instruction) -> float:
         """Returns the seconds of a collective."""
-        told = _annotated(i)
-        if told is not None or not self.gathers:
-            return told or 0.0
+        given = _annotated(i)
+        if given is not None or not self.gathers:
+            return given or 0.0
         axes, size = self.message(computation, i)
         if alike := [x for x in self.gathers if x[0] == axes]:
             _, known, cost = min(alike, key=lambda gather: abs(math.log(gather[1] / size)))

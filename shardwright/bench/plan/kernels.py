@@ -69,22 +69,23 @@ def rows(run: Path, chip: str) -> list[Row]:
     text, profile = found
     program = hlo.parse(content := text.read_text())
     table = describe(program)
-    told = collections.defaultdict[str, float](float)
+    predicted = collections.defaultdict[str, float](float)
     if "reification_cost" in content:
         clock = Clock(program, table, chip_of(chip), {}, ATTENTION)
         clock.seconds(program.entry)
-        told = clock.kernels
+        predicted = clock.kernels
     else:
         print(f"{text} has no predictions of XLA: train on a GPU, with +{OPTION}.", file=sys.stderr)
     took, kind = measured(profile, table), kinds(program, table)
     names = sorted(
-        took.keys() | {name for name in told if told[name] > 0}, key=lambda name: -max(took[name], told[name])
+        took.keys() | {name for name in predicted if predicted[name] > 0},
+        key=lambda name: -max(took[name], predicted[name]),
     )
     return [
         (
             kind.get(name, "not in the text"),
             1e3 * took[name],
-            1e3 * told[name],
+            1e3 * predicted[name],
             f"{name}  {table.line_of.get(name) or ''}".rstrip(),
         )
         for name in names
@@ -100,12 +101,15 @@ def main(arguments: list[str] | None = None) -> None:
         found = rows(args.run, args.chip)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    took, told = (collections.defaultdict[str, float](float) for _ in range(2))
+    took, predicted = (collections.defaultdict[str, float](float) for _ in range(2))
     for kind, *ms, _ in found:
         took[kind] += ms[0]
-        told[kind] += ms[1]
+        predicted[kind] += ms[1]
     print(f"{'measured':>9} {'predicted':>10} {'ratio':>8}  ms of a device in a step")
-    for kind, measured_ms, told_ms, label in [*((kind, took[kind], told[kind], "all") for kind in took), *found[:ROWS]]:
+    for kind, measured_ms, told_ms, label in [
+        *((kind, took[kind], predicted[kind], "all") for kind in took),
+        *found[:ROWS],
+    ]:
         ratio = f"{measured_ms / told_ms:8.2f}" if told_ms else f"{'-':>8}"
         print(f"{measured_ms:9.3f} {told_ms:10.3f} {ratio}  {kind}: {label}")
 

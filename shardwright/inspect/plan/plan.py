@@ -105,10 +105,10 @@ class Plan(NamedTuple):
 def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
     """Plans a run of this many steps."""
     # Simulated devices share cores, so nothing overlaps, and none waits while others compute.
-    alone = chip.platform != "cpu"
-    merged = _merged(step.ops) if alone else {}
+    overlaps = chip.platform != "cpu"
+    merged = _merged(step.ops) if overlaps else {}
     timed = [op._replace(seconds=op.count * seconds_of(op, step, chip, merged.get(op))) for op in step.ops]
-    shares = _exposed(timed, chip.interference) if alone else [1.0] * len(timed)
+    shares = _exposed(timed, chip.interference) if overlaps else [1.0] * len(timed)
     rows = [row._replace(exposed=row.seconds * share) for row, share in zip(timed, shares, strict=True)]
     spent: dict[str, float] = collections.defaultdict(float)
     for row in rows:
@@ -119,7 +119,7 @@ def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
     for task, share in {"": 1.0}.items() if step.table is None else {"forward": 1 / 3, "backward": 2 / 3}.items():
         spent[task] = math.hypot(spent[task], share * host)  # about the slower of the two
     total = sum(spent.values())
-    if step.table is not None and alone:
+    if step.table is not None and overlaps:
         ticks = len(step.table.columns["forward"])
         m = facts.microbatches
         backward = spent["backward"] + spent["weights"]
