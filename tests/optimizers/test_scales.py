@@ -5,6 +5,7 @@ import math
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny

@@ -13,7 +13,7 @@ from shardwright.inspect.compiled.lines import WITHOUT_LINE, Places, phase_of
 from shardwright.inspect.compiled.operations import NO_WORK, Work, works_of
 from shardwright.inspect.compiled.table import Row, Section, Table, around
 
-_LOOPS = {"run_layers": "layers", "gradients": "groups of microbatches", "_run": "ticks"}
+_LOOPS = {"run_layers": "layers", "loss_and_gradients": "groups of microbatches", "run_schedule": "ticks"}
 """What the loop of a function iterates over."""
 
 
