@@ -43,9 +43,10 @@ class Attention:
     def __init__(self, einsum: Callable[..., jax.Array], settings: Any, tokens: Tokens, cache: Any = None):
         expected = _REFERENCE.get()
         if expected is not None and einsum is not expected:
+            name, other = (getattr(function, "__name__", function) for function in (einsum, expected))
             raise ValueError(
-                f"the step computes attention by {einsum.__name__}, but SPEC.attention, with which masks and kernels "
-                f"are compared, is {expected.__name__}: name one function in both."
+                f"the step computes attention by {name}, but SPEC.attention, with which masks and kernels are "
+                f"compared, is {other}: name one function in both."
             )
         self.einsum = einsum
         self.settings = settings
