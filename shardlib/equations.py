@@ -1,18 +1,13 @@
-"""Equations of a traced program: kinds of primitives, what an equation calls, walking, rerunning.
+"""Equations of a traced program: kinds of primitives, and the parts of an equation.
 
-Uses public JAX only. All code that reads a program, or runs one again, goes through this module.
+Uses public JAX only. shardlib/interpret.py goes through the equations of a program.
 """
 
 import functools
-import hashlib
-import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 _KINDS = {
@@ -73,9 +68,6 @@ ELEMENTWISE = kinds(
     "linear", "addition", "product", "comparison", "selection", "nonlinear", "random"
 )
 REDUCTIONS, SCATTERS = kinds("reduction"), kinds("scattering")
-
-_NOT_COMPUTED = words("ctx_mesh")
-"""Parameters that say where a function was traced."""
 
 
 class Eqn(Protocol):
@@ -170,39 +162,6 @@ def called(eqn: Eqn) -> Any:
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if is_call else None
 
 
-def evaluate(
-    jaxpr: object,
-    args: Sequence,
-    rule: Callable[..., Any],
-    constant: Callable[..., Any] | None = None,
-) -> list:
-    """Evaluates a jaxpr, closed or open, on what is known of its arguments.
-
-    Returns what is known of its results.
-
-    Args:
-        jaxpr: the program.
-        args: what is known of its arguments.
-        rule: (equation, what is known of its operands) -> what is known of its results.
-        constant: what is known of a literal, or of an array that the jaxpr holds; None: its value.
-    """
-    body, consts = body_of(jaxpr)
-    constant = constant or _constant_value
-    env = dict(zip([*body.constvars, *body.invars], [*map(constant, consts), *args], strict=True))
-
-    def read(var: Any) -> Any:
-        return env[var] if is_variable(var) else constant(var)
-
-    for eqn in body.eqns:
-        env.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, body.outvars))
-
-
-def _constant_value(x: Any) -> Any:
-    """The number of a literal; an array that a jaxpr holds is its own value."""
-    return x if is_variable(x) else np.asarray(x.val, x.aval.dtype)
-
-
 def source_dims(eqn: Eqn) -> list[int | None]:
     """For each dim of the result of a reduction or move of dims: which dim of the operand it is.
 
@@ -239,84 +198,5 @@ def _frames_of(trace: Any) -> list[tuple[str, int]]:
 def jaxprs_of(eqn: Eqn) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in eqn.params.values():
-        yield from _programs_in(value)
-
-
-def _programs_in(value: Any) -> list[Any]:
-    parts = value if isinstance(value, tuple | list) else (value,)
-    return [part for part in parts if is_program(part)]
-
-
-def equations_in(jaxpr: object) -> Iterator[Any]:
-    """Iterates over the equations of a jaxpr, closed or open.
-
-    Each comes before those of the jaxprs in its parameters.
-    """
-    for eqn in body_of(jaxpr)[0].eqns:
-        yield eqn
-        for inner in jaxprs_of(eqn):
-            yield from equations_in(inner)
-
-
-def arrays_in(jaxpr: object) -> list[Any]:
-    """The arrays that a jaxpr, and the jaxprs inside it, hold as constants."""
-    inner = (inner for eqn in equations_in(jaxpr) for inner in jaxprs_of(eqn))
-    return [array for part in (jaxpr, *inner) for array in body_of(part)[1]]
-
-
-def digest_of(jaxpr: object) -> str:
-    """Hash of a program: operations, their parameters, constants; not lines and names of values."""
-    return _digest_of(jaxpr, {})
-
-
-def _digest_of(jaxpr: Any, known: dict[int, str]) -> str:
-    if found := known.get(id(jaxpr)):
-        return found
-    body, consts = body_of(jaxpr)
-    digest = hashlib.sha256()
-    numbers = {}
-    for array in consts:
-        is_key = jnp.issubdtype(jax.typeof(array).dtype, jax.dtypes.prng_key)
-        digest.update(np.asarray(jax.random.key_data(array) if is_key else array).tobytes())
-
-    def named(atom: Any) -> str:
-        own = numbers.setdefault(atom, len(numbers)) if is_variable(atom) else repr(atom.val)
-        return f"{own}:{atom.aval}"
-
-    def write(*parts: Any) -> None:
-        digest.update(repr(parts).encode())
-
-    write(*map(named, (*body.constvars, *body.invars)))
-    for eqn in body.eqns:
-        own = {}
-        for name, value in sorted(eqn.params.items()):
-            if name not in _NOT_COMPUTED and not _programs_in(value):
-                own[name] = sorted(value) if isinstance(value, frozenset) else value
-        shown = re.sub(r"0x[0-9a-f]{6,}", "", repr(own))  # without addresses of functions
-        inner = [_digest_of(x, known) for x in jaxprs_of(eqn)]
-        write(eqn.primitive.name, shown, inner, *map(named, (*eqn.invars, *eqn.outvars)))
-    write(*map(named, body.outvars))
-    return known.setdefault(id(jaxpr), digest.hexdigest()[:20])
-
-
-@functools.cache
-def _nothing() -> Any:
-    return jax.make_jaxpr(lambda: ())().jaxpr
-
-
-def program_of(eqn: Eqn, operands: Iterable) -> Any:
-    """Builds a jaxpr of one equation, whose arguments are the variables `operands`."""
-    return _nothing().replace(
-        invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects
-    )
-
-
-def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
-    """Evaluates an equation for the operands `ins`. It keeps its source line."""
-    operands = {var: value for var, value in zip(eqn.invars, ins, strict=True) if is_variable(var)}
-    return core.jaxpr_as_fun(core.ClosedJaxpr(program_of(eqn, operands), []))(*operands.values())
-
-
-def values_of(variables: Any, env: dict) -> list:
-    """Looks up variables and literals in `env`; None for variables that it lacks."""
-    return [env.get(var) if is_variable(var) else _constant_value(var) for var in variables]
+        parts = value if isinstance(value, tuple | list) else (value,)
+        yield from filter(is_program, parts)

@@ -10,14 +10,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardlib import equations
-from shardlib.equations import Eqn, body_of, is_variable, shape_of
+from shardlib.equations import Eqn, body_of, shape_of
+from shardlib.interpret import Domain, Operation, interpret, literal_of
 from shardlib.marks import GRADIENT_SUMS, LAYER_NUMBERS
 
 _CASTS = equations.kinds("unreduced") | equations.words(
@@ -68,13 +69,6 @@ class Node:
         return self.op == "array" and self.shape == () and _array_of(self) == 1
 
 
-class Source(NamedTuple):
-    """An equation, and the one that calls what it is in, or None."""
-
-    eqn: Eqn
-    caller: "Source | None"
-
-
 class Nodes:
     """The nodes of one program or of several. Equal ones are the same object."""
 
@@ -96,12 +90,12 @@ class Nodes:
         return self._known[key]
 
 
-class Graph:
+class Graph(Domain[Node]):
     """A program as nodes.
 
     Attributes:
         results: those of its results.
-        computed: the first equation that computes a node, for each.
+        computed: the first equation that computes a node, for each on which a result depends.
         rounded: the equation that casts a value to fewer bits; by the whole array that it is a part
             of, and the dtype.
     """
@@ -112,43 +106,26 @@ class Graph:
         With `rounding`, numbers may be rounded at different points: a cast between float dtypes has
         no node, and is in `rounded`.
         """
-        self.computed: dict[Node, Source] = {}
-        self.rounded: dict[tuple[Node, str], Source] = {}
+        self.computed: dict[Node, Operation] = {}
+        self.rounded: dict[tuple[Node, str], Operation] = {}
         self._nodes = nodes
         self._rounding = rounding
         # Sums of gradients, which take the dtype that their weight has in the step.
         self._sums: set[Node] = set()
         self._depth = 0
-        self.results = self._of_body(program, None)
+        self.results = interpret(program, self, self._arguments(program))
+        needed = _inputs_of(self.results)
+        self.computed = {node: at for node, at in self.computed.items() if node in needed}
+        self.rounded = {key: at for key, at in self.rounded.items() if key[0] in needed}
 
-    def _of_body(
-        self, program: object, caller: Source | None, ins: list[Node] | None = None
-    ) -> list[Node]:
-        """The results of a jaxpr; `ins` are its arguments, None: new ones."""
-        jaxpr, consts = body_of(program)
-        if ins is None:
-            ins = [
-                self._nodes.node("argument", params=i, shape=shape_of(var))
-                for i, var in enumerate(jaxpr.invars)
-            ]
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        env = dict(zip(variables, [*map(self._array, consts), *ins], strict=True))
+    def _arguments(self, program: object) -> list[Node]:
+        """New nodes for the arguments of a program, or of a body that a primitive applies."""
+        variables = enumerate(body_of(program)[0].invars)
+        return [self._nodes.node("argument", params=i, shape=shape_of(x)) for i, x in variables]
 
-        def read(var: Any) -> Node:
-            if is_variable(var):
-                return env[var]
-            return self._array(np.asarray(var.val, var.aval.dtype))
-
-        needed = set(filter(is_variable, jaxpr.outvars))
-        live = []
-        for eqn in reversed(jaxpr.eqns):
-            if not needed.isdisjoint(eqn.outvars):
-                live.append(eqn)
-                needed |= set(filter(is_variable, _operands(eqn)))
-        for eqn in reversed(live):
-            found = self._of_equation(Source(eqn, caller), list(map(read, _operands(eqn))))
-            env.update(zip(eqn.outvars, found, strict=True))
-        return list(map(read, jaxpr.outvars))
+    def constant(self, x: Any) -> Node:
+        """The node of an array, or of a literal."""
+        return self._array(literal_of(x))
 
     def _array(self, x: object) -> Node:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -161,7 +138,7 @@ class Graph:
 
     def _made(
         self,
-        at: Source,
+        at: Operation,
         op: str,
         *inputs: Node,
         params: Any = (),
@@ -174,24 +151,26 @@ class Graph:
         self.computed.setdefault(node, at)
         return node
 
-    def _of_equation(self, at: Source, ins: list[Node]) -> list[Node]:
+    def follow(self, at: Operation, ins: list[Node]) -> list[Node]:
+        """The nodes of the results of an equation."""
+        if not at.eqn.outvars:
+            return []
+        is_call = equations.called(at.eqn) is not None
+        same = None if is_call else self._unchanged(at, ins)
+        return super().follow(at, ins) if same is None else same
+
+    def branch(self, at: Operation, which: Node, args: list[Node]) -> list[Node]:
+        """The results of a conditional."""
+        branches = [interpret(branch, self, args, at) for branch in at.params["branches"]]
+        return [
+            self._made(at, "cond", which, *each, shape=shape_of(var))
+            for *each, var in zip(*branches, at.eqn.outvars, strict=True)
+        ]
+
+    def apply(self, at: Operation, ins: list[Node]) -> list[Node]:
+        """The results of an equation that runs no body, or applies one by itself."""
         eqn = at.eqn
-        name = at.eqn.primitive.name
-        if body := equations.called(eqn):
-            return self._of_body(body, at, ins)
-        if (same := self._unchanged(at, ins)) is not None:
-            return same
-        if name == "cond":
-            branches = [self._of_body(branch, at, ins[1:]) for branch in eqn.params["branches"]]
-            outs = zip(*branches, strict=True)
-            return [
-                self._made(at, "cond", ins[0], *each, shape=shape_of(var))
-                for each, var in zip(outs, eqn.outvars, strict=True)
-            ]
-        if name == "scan":
-            return self._of_scan(at, ins)
-        if name == "while":
-            return self._of_while(at, ins)
+        name = at.name
         if (rows := self._of_rows(at, ins)) is not None:
             return rows
         if name == "dot_general":
@@ -203,7 +182,9 @@ class Graph:
             ins, order = _before_moves(eqn, ins)
         if name in ("add", "mul"):
             ins = sorted(ins, key=lambda node: node.number)
-        bodies = [self._of_body(inner, at) for inner in equations.jaxprs_of(eqn)]
+        bodies = [
+            interpret(inner, self, self._arguments(inner), at) for inner in equations.jaxprs_of(eqn)
+        ]
         is_zero = name in ("broadcast_in_dim", "convert_element_type", "mul")
         is_zero = is_zero and _is_integer(eqn.outvars[0].aval.dtype) and any(x.is_zero for x in ins)
         params = _in_words(eqn.params), *map(len, bodies)
@@ -218,14 +199,14 @@ class Graph:
         ]
         return [node, *further[1:]]
 
-    def _transposed(self, at: Source, x: Node, order: tuple[int, ...]) -> Node:
+    def _transposed(self, at: Operation, x: Node, order: tuple[int, ...]) -> Node:
         root, old = _moved(x)
         order = tuple(old[i] for i in order) if old else order
         if order == tuple(sorted(order)):
             return root
         return self._made(at, "transpose", root, params=order)
 
-    def _product(self, at: Source, ins: list[Node]) -> Node:
+    def _product(self, at: Operation, ins: list[Node]) -> Node:
         """A matmul; either operand may come first."""
         eqn = at.eqn
         contracted, batch = eqn.params["dimension_numbers"]
@@ -246,14 +227,14 @@ class Graph:
         node = self._made(at, "dot_general", *ins, params=(_in_words(others), pairs), shape=shape)
         return self._transposed(at, node, order)
 
-    def _of_while(self, at: Source, ins: list[Node]) -> list[Node]:
-        """The results of a loop. The order in which it reads operands does not count."""
-        params = at.eqn.params
+    def loop(
+        self, at: Operation, of_test: list[Node], of_body: list[Node], inits: list[Node]
+    ) -> list[Node]:
+        """The results of a while loop. The order in which it reads operands does not count."""
         self._depth += 1
-        of_test, of_body, inits = equations.split_while(at.eqn, ins)
         carry = self._carry(at.eqn.outvars)
-        outs = self._of_body(params["body_jaxpr"], at, [*of_body, *carry])
-        test = self._of_body(params["cond_jaxpr"], at, [*of_test, *carry])
+        outs = interpret(at.params["body_jaxpr"], self, [*of_body, *carry], at)
+        test = interpret(at.params["cond_jaxpr"], self, [*of_test, *carry], at)
         loop = self._made(at, "while", *test, *inits, *outs, params=len(inits), shape=())
         self._depth -= 1
         return [
@@ -267,13 +248,14 @@ class Graph:
             for i, var in enumerate(variables)
         ]
 
-    def _of_scan(self, at: Source, ins: list[Node]) -> list[Node]:
+    def scan(
+        self, at: Operation, consts: list[Node], inits: list[Node], xs: list[Node]
+    ) -> list[Node]:
         """The results of a scan.
 
         Two scans count as one if the second continues where the first ends.
         """
-        consts, inits, xs = equations.split_scan(at.eqn, ins)
-        length, is_back = at.eqn.params["length"], at.eqn.params["reverse"]
+        length, is_back = at.params["length"], at.params["reverse"]
         rows = [(x.inputs[0], x.params[0]) if x.op == "rows" else (x, 0) for x in xs]
         start = rows[0][1] if rows else 0
         end = start + length
@@ -284,7 +266,7 @@ class Graph:
             self._nodes.node("entry", root, params=(self._depth, row - start), shape=root.shape[1:])
             for root, row in rows
         ]
-        outs = self._of_body(at.eqn.params["jaxpr"], at, [*consts, *carry, *entries])
+        outs = interpret(at.params["jaxpr"], self, [*consts, *carry, *entries], at)
         self._depth -= 1
         first, last = (end, start) if is_back else (start, end)
         step = outs[: len(inits)]
@@ -302,11 +284,11 @@ class Graph:
             found.append(self._some_rows(at, stacked, start, end, shape_of(var)))
         return found
 
-    def _of_rows(self, at: Source, ins: list[Node]) -> list[Node] | None:
+    def _of_rows(self, at: Operation, ins: list[Node]) -> list[Node] | None:
         """Rows of an array, their reshape, or concatenated rows; None for other equations."""
         eqn = at.eqn
-        name = at.eqn.primitive.name
-        params = at.eqn.params
+        name = at.name
+        params = at.params
         shape = shape_of(eqn.invars[0]) if ins else ()
         if not shape or not (ins[0].op == "rows" or name in ("split", "slice")):
             return None
@@ -335,23 +317,23 @@ class Graph:
             return [self._some_rows(at, root, start, end, new)]
         return None
 
-    def _reshaped(self, at: Source, x: Node, old: tuple, new: tuple) -> Node:
+    def _reshaped(self, at: Operation, x: Node, old: tuple, new: tuple) -> Node:
         """`x`, of shape `old`, in the shape `new`. Either may begin with None, as Node.shape."""
         root, shape = (x.inputs[0], x.inputs[0].shape) if x.op == "reshape" else (x, old)
         return root if shape == new else self._made(at, "reshape", root, params=new, shape=new)
 
     def _some_rows(
-        self, at: Source, root: Node, start: int, end: int, shape: tuple[int, ...]
+        self, at: Operation, root: Node, start: int, end: int, shape: tuple[int, ...]
     ) -> Node:
         if (start, end) == (0, root.shape[0]):
             return root
         return self._made(at, "rows", root, params=(start, end), shape=shape)
 
-    def _unchanged(self, at: Source, ins: list[Node]) -> list[Node] | None:
+    def _unchanged(self, at: Operation, ins: list[Node]) -> list[Node] | None:
         """The operands that an equation returns unchanged; None if it computes."""
         eqn = at.eqn
-        name = at.eqn.primitive.name
-        params = at.eqn.params
+        name = at.name
+        params = at.params
         if name == "axis_index":
             return [self._array(np.int32(0))]
         if params.get("name") == GRADIENT_SUMS:
@@ -375,7 +357,7 @@ class Graph:
             return ins[:1]
         return ins[1:] if name == "add" and ins[0].is_zero else None
 
-    def _round(self, at: Source, x: Node) -> None:
+    def _round(self, at: Operation, x: Node) -> None:
         """Notes a cast to fewer bits."""
         old, new = (jnp.finfo(var.aval.dtype) for var in (at.eqn.invars[0], at.eqn.outvars[0]))
         while x.op in _WITH_THE_WHOLE:
@@ -442,10 +424,15 @@ def _whole_operand(eqn: Eqn, ins: list[Node]) -> int:
     return next(i for i, x in enumerate(ins) if len(x.shape) == rank)
 
 
-def _operands(eqn: Eqn) -> Any:
-    """What an equation reads. For a slice of everything, the start does not count."""
-    is_all = eqn.primitive.name == "dynamic_slice" and _types(eqn.invars[:1]) == _types(eqn.outvars)
-    return eqn.invars[:1] if is_all else eqn.invars
+def _inputs_of(nodes: list[Node]) -> set[Node]:
+    """All nodes on which some depend, and these."""
+    found = set(nodes)
+    rest = list(nodes)
+    while rest:
+        new = set(rest.pop().inputs) - found
+        found |= new
+        rest += new
+    return found
 
 
 def _reshapes(eqn: Eqn) -> bool:

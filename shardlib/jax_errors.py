@@ -7,15 +7,17 @@ import itertools
 import linecache
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from shardlib.checks import error_context, noted_type
-from shardlib.equations import axes_of, equations_in, frames_of, is_variable, jaxprs_of, kinds
+from shardlib.equations import axes_of, frames_of, is_variable, jaxprs_of, kinds
+from shardlib.interpret import Domain, Operation, equations_in, interpret, needed_for
 from shardlib.parsing import MAY_BE_RIGHT, Dim, ShapeSpec, ShardError
 from shardlib.places import is_installed, is_raised_on_purpose, is_users, place, users_call
 from shardlib.scopes import current_scope
@@ -99,18 +101,14 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
         jaxpr = jax.make_jaxpr(until)().jaxpr
     except Exception:  # the value is inside a loop or a branch
         return
-    used = {*jaxpr.outvars}
-    if axes and used.isdisjoint(_differing(jaxpr, axes)):
+    differing = _Differing(axes)
+    if axes and not any(interpret(ClosedJaxpr(jaxpr, jaxpr.constvars), differing, [])):
         error.problem = error.problem.replace("the value differs", "for JAX the value differs")
         error.remedy = "gather with shardops.all_gather: JAX does not know that jax.lax.all_gather "
         error.remedy += f"returns the same on every device; {MAY_BE_RIGHT}"
         return
-    for eqn in reversed(jaxpr.eqns):
-        if used.isdisjoint(eqn.outvars):
-            continue
-        used |= {
-            v for v in filter(is_variable, eqn.invars) if axes & v.aval.manual_axis_type.varying
-        }
+    led = needed_for(jaxpr, jaxpr.outvars, is_followed=differing.varies)
+    for eqn in reversed(led):
         names = [
             eqn.primitive.name,
             *(e.primitive.name for inner in jaxprs_of(eqn) for e in equations_in(inner)),
@@ -130,21 +128,27 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
         return
 
 
-def _differing(jaxpr: Any, axes: set[str]) -> set[Any]:
-    """The variables that may differ over axes.
+class _Differing(Domain[bool]):
+    """True for values that may differ over `axes`.
 
     They differ in JAX's types, and not just because of a gather.
     """
 
-    def varying(variables: Iterable[Any]) -> set[Any]:
-        return {var for var in variables if axes & var.aval.manual_axis_type.varying}
+    def __init__(self, axes: set[str]):
+        self._axes = axes
 
-    found = varying(jaxpr.constvars)
-    for eqn in jaxpr.eqns:
-        is_gather = eqn.primitive.name in kinds("gather") and axes <= {*axes_of(eqn)}
-        if not is_gather and (not eqn.invars or found & {*filter(is_variable, eqn.invars)}):
-            found |= varying(eqn.outvars)
-    return found
+    def varies(self, var: Any) -> bool:
+        """True if JAX's type of a variable differs over the axes."""
+        return bool(self._axes & var.aval.manual_axis_type.varying)
+
+    def constant(self, x: Any) -> bool:
+        return is_variable(x) and self.varies(x)
+
+    def follow(self, op: Operation, ins: list[bool]) -> list[bool]:
+        is_gather = op.name in kinds("gather") and self._axes <= {*axes_of(op.eqn)}
+        if is_gather or (ins and not any(ins)):
+            return [False] * len(op.eqn.outvars)
+        return list(map(self.varies, op.eqn.outvars))
 
 
 def _is_of_jax(error: Exception) -> bool:

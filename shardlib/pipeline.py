@@ -24,7 +24,8 @@ from jax import lax
 
 from shardlib import marks
 from shardlib.axes import PIPELINE_AXIS
-from shardlib.equations import axes_of, equations_in, frames_of
+from shardlib.equations import axes_of, frames_of
+from shardlib.interpret import equations_in
 from shardlib.layers import LayerMetrics
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import ShardError, parse_shape

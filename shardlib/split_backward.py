@@ -18,6 +18,16 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib import equations
 from shardlib.equations import Eqn, body_of, is_variable
+from shardlib.interpret import (
+    Domain,
+    Operation,
+    equations_of,
+    interpret,
+    literal_of,
+    program_of,
+    run_again,
+    values_of,
+)
 from shardlib.op_checks import zeros_like_traced
 from shardlib.values import varying
 
@@ -68,7 +78,7 @@ class SplitBackward:
         }
         self._steps: list[Any] = []
         self._again: set[int] = set()
-        for eqn in jaxpr.eqns:
+        for eqn in equations_of(jaxpr):
             is_wanted = [var in needed for var in eqn.outvars]
             is_late = [is_variable(var) and var in self._late for var in eqn.invars]
             step = _step(eqn, is_wanted, is_late, over)
@@ -122,12 +132,10 @@ class SplitBackward:
         env = self._start(args)
         of_steps = []
         for step in self._steps:
-            outs, kept = step.first(equations.values_of(step.eqn.invars, env))
+            outs, kept = step.first(values_of(step.eqn.invars, env))
             env.update(zip(step.eqn.outvars, self._vary(outs), strict=True))
             of_steps.append(kept)
-        outs = zip(
-            self._vary(equations.values_of(self._jaxpr.outvars, env)), self.late, strict=True
-        )
+        outs = zip(self._vary(values_of(self._jaxpr.outvars, env)), self.late, strict=True)
         return [None if is_late else out for out, is_late in outs], (
             [env[var] for var in self._kept],
             of_steps,
@@ -142,10 +150,10 @@ class SplitBackward:
         env = self._start(args) | dict(zip(self._kept, own, strict=True))
         of_steps = {id(step): found for step, found in zip(self._steps, of_steps, strict=True)}
         for step in self._second:
-            outs = step.second(equations.values_of(step.eqn.invars, env), of_steps[id(step)])
+            outs = step.second(values_of(step.eqn.invars, env), of_steps[id(step)])
             outs = zip(step.eqn.outvars, self._vary(outs), strict=True)
             env.update((var, out) for var, out in outs if out is not None)
-        outs = self._vary(equations.values_of(self._jaxpr.outvars, env))
+        outs = self._vary(values_of(self._jaxpr.outvars, env))
         return [out if is_late else None for out, is_late in zip(outs, self.late, strict=True)]
 
     def _start(self, args: Sequence[Any]) -> dict:
@@ -349,20 +357,29 @@ def _run_again(eqn: Eqn, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
             eqn = eqn.replace(
                 invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars]
             )
-        return equations.run_again(eqn, [varying(x, over) for x in ins])
+        return run_again(eqn, [varying(x, over) for x in ins])
 
-    def run(inner: Eqn, ins: list) -> list:
-        return [varying(x, over) for x in _run_again(inner, ins, over)]
+    return _named(eqn, interpret)(equations.called(eqn), _Again(over), ins)
 
-    return _named(eqn, equations.evaluate)(equations.called(eqn), ins, run)
+
+class _Again(Domain[Any]):
+    """Runs what an equation calls again. None stands for a value of the other half."""
+
+    def __init__(self, over: tuple[str, ...]):
+        self._over = over
+
+    def constant(self, x: Any) -> Any:
+        return literal_of(x)
+
+    def follow(self, op: Operation, ins: list) -> list:
+        return [varying(x, self._over) for x in _run_again(op.eqn, ins, self._over)]
 
 
 def _is_cheap(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name in CHEAP or name not in equations.CALLS:
         return name in CHEAP
-    body, _ = body_of(equations.called(eqn))
-    return all(map(_is_cheap, body.eqns))
+    return all(map(_is_cheap, equations_of(equations.called(eqn))))
 
 
 def _is_heavy(eqn: Eqn) -> bool:
@@ -388,7 +405,7 @@ def _is_heavy(eqn: Eqn) -> bool:
 def _needed(jaxpr: Any, wanted: Sequence[bool]) -> set:
     """The variables on which the wanted results depend."""
     needing, _ = dce_jaxpr(jaxpr, list(wanted))
-    variables = [*needing.outvars, *(var for eqn in needing.eqns for var in eqn.invars)]
+    variables = [*needing.outvars, *(var for eqn in equations_of(needing) for var in eqn.invars)]
     return set(filter(is_variable, variables))
 
 
@@ -400,6 +417,6 @@ def _wanted_in_loop(eqn: Eqn, wanted: Sequence[bool]) -> list[bool]:
     ins, outs = (
         [core.Var(var.aval) for var in variables] for variables in (eqn.invars, eqn.outvars)
     )
-    program = equations.program_of(eqn.replace(invars=ins, outvars=outs), ins)
+    program = program_of(eqn.replace(invars=ins, outvars=outs), ins)
     _, carry, _ = equations.split_scan(eqn, dce_jaxpr(program, list(wanted))[1])
     return [*carry, *wanted[len(carry) :]]

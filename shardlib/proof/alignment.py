@@ -14,13 +14,14 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from shardlib import equations
 from shardlib.equations import Eqn, Jaxpr, body_of, is_variable, shape_of
+from shardlib.interpret import Domain, Operation, equations_of, interpret
 from shardlib.marks import is_region
 from shardlib.proof import rings
-from shardlib.proof.equation import Equation, equal_parameters
+from shardlib.proof.equation import equal_parameters
 from shardlib.proof.origins import callers_text, choice_between
 from shardlib.proof.primitives import OF_SIZES
 
@@ -69,8 +70,8 @@ class Different(Exception):
     """Raised if the program is another one on one device."""
 
     def __init__(self, here: Any, there: Any):
-        self.place = "?" if here is None and there is None else Equation(here or there).place()
-        names = [Equation(e).shown if e is not None else "nothing more" for e in (here, there)]
+        self.place = "?" if here is None and there is None else Operation(here or there).place()
+        names = [Operation(e).shown if e is not None else "nothing more" for e in (here, there)]
         problem = (
             f"the program is another one on this mesh than on one device: {names[0]} here, "
             f"{names[1]} there"
@@ -142,7 +143,8 @@ class Alignment:
             Different: an equation is on one side only, and does more than reshape.
         """
         if (len(ours.constvars), len(ours.invars)) != (len(theirs.constvars), len(theirs.invars)):
-            raise Different(next(iter(ours.eqns), None), next(iter(theirs.eqns), None))
+            first = ((equations_of(jaxpr) or [None])[0] for jaxpr in (ours, theirs))
+            raise Different(*first)
         shapes = tuple(map(shape_of, ours.invars)) if shapes is None else tuple(shapes)
         key = id(ours), id(theirs), shapes  # of objects that the two programs keep
         if key not in self._known:
@@ -157,84 +159,15 @@ class Alignment:
         return self._known[key]
 
     def _made(self, ours: Any, theirs: Any, shapes: tuple) -> Aligned:
-        here = {
-            a: laid_out(b, shape_of(a))
-            for a, b in zip(ours.constvars, theirs.constvars, strict=True)
-        }
-        there = {b: here[a] for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
-        for a, b, shape in zip(ours.invars, theirs.invars, shapes, strict=True):
-            here[a], there[b] = laid_out(b, shape_of(a)), laid_out(b, shape)
-        rest = list(reversed(ours.eqns))
-        views = []
-        pairs = []
-        for eqn in theirs.eqns:
-            views += _views(rest, here)
-            x = _operand(eqn, there)
-            own = self._view_of(views, eqn, x, here) if x is not None else None
-            found = here[own.outvars[0]] if own else x and _view(eqn, x)
-            if found is not None:
-                views = [other for other in views if other is not own]
-                is_own = own is not None and here[own.invars[0]] == x
-                pairs.append(
-                    Pair(own, eqn)
-                    if is_own
-                    else Pair(_cut(eqn, [x], found.shape), eqn, is_own=False)
-                )
-                there[eqn.outvars[0]] = found
-                continue
-            own = rest.pop() if rest else None
-            if (
-                own is None
-                or own.primitive.name != eqn.primitive.name
-                or is_region(own) != is_region(eqn)
-            ):
-                raise Different(own, eqn)
-            # What it keeps for its backward pass, a ring for each of its turns, depends on the
-            # mesh.
-            if is_region(eqn):
-                pairs.append(Pair(own, eqn))
-                here |= dict.fromkeys(own.outvars, ANY)
-                there |= dict.fromkeys(eqn.outvars, ANY)
-                continue
-            pair, results, wholes = self._paired(own, eqn, here, there)
-            pairs.append(pair)
-            here |= zip(own.outvars, results, strict=True)
-            there |= zip(eqn.outvars, wholes, strict=True)
-        views += _views(rest, here)
-        if rest or len(ours.outvars) != len(theirs.outvars):
-            raise Different(rest[-1] if rest else None, None)
-        layouts = (
-            _layouts(jaxpr.outvars, known) for jaxpr, known in ((ours, here), (theirs, there))
-        )
-        return Aligned(ours, theirs, pairs, *layouts)
+        pairing = _Pairing(self, ours, theirs)
+        wholes = [laid_out(b, shape) for b, shape in zip(theirs.invars, shapes, strict=True)]
+        there = interpret(ClosedJaxpr(theirs, theirs.constvars), pairing, wholes)
+        here = pairing.rest(ours.outvars)
+        if len(here) != len(there):
+            raise Different(None, None)
+        return Aligned(ours, theirs, pairing.pairs, here, there)
 
-    def _view_of(self, views: list, eqn: Eqn, x: Layout, here: Mapping) -> Any:
-        """The equation among `views` that returns what `eqn` returns on one device.
-
-        Returns None if there is none.
-        """
-        alike = [own for own in views if own.primitive is eqn.primitive]
-        for own in alike:
-            shape = shape_of(own.outvars[0])
-            if (
-                self._fits(shape, shape_of(eqn.outvars[0]))
-                and _view(eqn, x, shape) == here[own.outvars[0]]
-            ):
-                return own
-        # Entries that stand for devices: as many as devices here, one on one device.
-        reshaped = (
-            own for own in alike if eqn.primitive.name == "reshape" and here[own.invars[0]] == x
-        )
-        return next(
-            (
-                own
-                for own in reshaped
-                if len(shape_of(own.outvars[0])) == len(shape_of(eqn.outvars[0]))
-            ),
-            None,
-        )
-
-    def _fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
+    def fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
         """True if blocks of two shapes may make one whole.
 
         The numbers of devices that may cut a dim are given.
@@ -242,19 +175,98 @@ class Alignment:
         sizes = zip(here, there, strict=True) if len(here) == len(there) else [(1, 0)]
         return all(a == b or any(a * n == b * m for n, m in self._devices) for a, b in sizes)
 
+
+class _Pairing(Domain[Layout | None]):
+    """Follows a program on one device, and pairs its equations with those here.
+
+    It knows of a value which entries a device has of it; None for a literal.
+    """
+
+    def __init__(self, alignment: Alignment, ours: Any, theirs: Any):
+        self.pairs: list[Pair] = []
+        self._alignment = alignment
+        variables = zip(
+            [*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True
+        )
+        self._here = {a: laid_out(b, shape_of(a)) for a, b in variables}
+        self._consts = dict(zip(theirs.constvars, map(self._here.get, ours.constvars), strict=True))
+        self._rest = equations_of(ours)[::-1]
+        self._views: list[Any] = []
+
+    def constant(self, x: Any) -> Layout | None:
+        return self._consts.get(x) if is_variable(x) else None
+
+    def rest(self, results: Sequence) -> list[Layout | None]:
+        """Which entries the results here have. Raises Different if equations are left."""
+        self._views += _views(self._rest, self._here)
+        if self._rest:
+            raise Different(self._rest[-1], None)
+        return self._layouts(results)
+
+    def _layouts(self, variables: Any) -> list[Layout | None]:
+        """Entries of some variables here; None for literals."""
+        return [self._here[var] if is_variable(var) else None for var in variables]
+
+    def follow(self, op: Operation, wholes: list[Layout | None]) -> list[Layout | None]:
+        eqn = op.eqn
+        self._views += _views(self._rest, self._here)
+        x = wholes[0] if _may_reshape(eqn) else None
+        if x is not None and x is not ANY:
+            own = self._view_of(eqn, x)
+            found = self._here[own.outvars[0]] if own else _view(eqn, x)
+            if found is not None:
+                self._views = [other for other in self._views if other is not own]
+                is_own = own is not None and self._here[own.invars[0]] == x
+                cut = own if is_own else _cut(eqn, [x], found.shape)
+                self.pairs.append(Pair(cut, eqn, is_own=is_own))
+                return [found]
+        if not self._rest:
+            raise Different(None, eqn)
+        own = self._rest.pop()
+        if own.primitive.name != op.name or is_region(own) != is_region(eqn):
+            raise Different(own, eqn)
+        # What it keeps for its backward pass, a ring for each of its turns, depends on the mesh.
+        if is_region(eqn):
+            self.pairs.append(Pair(own, eqn))
+            self._here |= dict.fromkeys(own.outvars, ANY)
+            return [ANY] * len(eqn.outvars)
+        pair, results, found = self._paired(own, eqn, wholes)
+        self.pairs.append(pair)
+        self._here |= zip(own.outvars, results, strict=True)
+        return [*found]
+
+    def _view_of(self, eqn: Eqn, x: Layout) -> Any:
+        """The equation here, among those that reshape, that returns what `eqn` returns there.
+
+        Returns None if there is none.
+        """
+        alike = [own for own in self._views if own.primitive is eqn.primitive]
+        for own in alike:
+            shape = shape_of(own.outvars[0])
+            is_fitting = self._alignment.fits(shape, shape_of(eqn.outvars[0]))
+            if is_fitting and _view(eqn, x, shape) == self._here[own.outvars[0]]:
+                return own
+        # Entries that stand for devices: as many as devices here, one on one device.
+        if eqn.primitive.name == "reshape":
+            rank = len(shape_of(eqn.outvars[0]))
+            for own in alike:
+                if self._here[own.invars[0]] == x and len(shape_of(own.outvars[0])) == rank:
+                    return own
+        return None
+
     def _paired(
-        self, own: Eqn, eqn: Eqn, here: Mapping, there: Mapping
+        self, own: Eqn, eqn: Eqn, ys: list[Layout | None]
     ) -> tuple[Pair, list[Layout], list[Layout]]:
         """Pairs two equations that compute; also returns the entries of their results."""
         if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
             raise Different(own, eqn)
-        xs, ys = _layouts(own.invars, here), _layouts(eqn.invars, there)
+        xs = self._layouts(own.invars)
         if own.primitive.name in equations.CALLS:
             shapes = [
                 shape_of(a) if y in (None, ANY) else y.shape
                 for a, y in zip(own.invars, ys, strict=True)
             ]
-            found = self.align(
+            found = self._alignment.align(
                 body_of(equations.called(own))[0], body_of(equations.called(eqn))[0], shapes
             )
             ours, theirs = (
@@ -299,22 +311,14 @@ def others(
     )
 
 
-def _layouts(variables: Any, known: Mapping) -> list[Layout | None]:
-    """Entries of some variables; None for literals."""
-    return [None if isinstance(var, Literal) else known[var] for var in variables]
-
-
-def _operand(eqn: Eqn, layouts: Mapping) -> Layout | None:
-    """Entries of the first operand of an equation that may reshape it; None for other equations."""
-    if eqn.primitive.name not in SHAPING | AS_IS or isinstance(eqn.invars[0], Literal):
-        return None  # JAX does not leave out what it makes of literals
-    found = layouts[eqn.invars[0]]
-    return None if found is ANY else found
+def _may_reshape(eqn: Eqn) -> bool:
+    """True if an equation may only reshape. JAX does not leave out what it makes of literals."""
+    return eqn.primitive.name in SHAPING | AS_IS and is_variable(eqn.invars[0])
 
 
 def _views(rest: list, here: dict) -> Iterator[Any]:
     """Removes equations that only reshape from the end of `rest`."""
-    while rest and (x := _operand(rest[-1], here)) is not None:
+    while rest and _may_reshape(rest[-1]) and (x := here[rest[-1].invars[0]]) is not ANY:
         if (found := _view(rest[-1], x, shape_of(rest[-1].outvars[0]))) is None:
             return
         here[rest[-1].outvars[0]] = found
@@ -491,6 +495,63 @@ OPERATIONS = equations.COLLECTIVES | equations.words(
 )
 
 
+class _Lacking(Exception):
+    """Raised if the program of one device lacks an equation that computes there."""
+
+
+class _Completion(Domain[Any]):
+    """Goes through a program next to that of one device, and adds what this one left out.
+
+    It knows of a value which variable or literal it is on one device.
+    """
+
+    def __init__(self, twin: Jaxpr, twin_sizes: Mapping[str, int]):
+        self.found: list[Any] = []
+        self.rest = equations_of(twin)
+        self._twin_sizes = twin_sizes
+        self._before: dict[Any, Any] = {}  # the variable that is the same value as a new one
+
+    def constant(self, x: Any) -> Any:
+        return x
+
+    def _resolve(self, var: Any) -> Any:
+        return self._before.get(var, var) if is_variable(var) else var
+
+    def rename(self, ours: Sequence, ins: Sequence, theirs: Sequence) -> list:
+        """Renames variables on one device to those whose value they have here: `ins`."""
+        if len(ours) != len(theirs):
+            return list(theirs)
+
+        def is_same(a: Any, x: Any, b: Any) -> bool:
+            value = self._resolve(x)
+            are_literals = not (is_variable(value) or is_variable(b))
+            return is_variable(a) and (value is b or (are_literals and str(value) == str(b)))
+
+        return [x if is_same(a, x, b) else b for a, x, b in zip(ours, ins, theirs, strict=True)]
+
+    def follow(self, op: Operation, ins: list) -> list:
+        eqn = op.eqn
+        other = self.rest[0] if self.rest and self.rest[0].primitive is eqn.primitive else None
+        if other is not None:
+            other = other.replace(invars=self.rename(eqn.invars, ins, other.invars))
+        if other is None or (op.name in OPERATIONS and not self._does_same(eqn, ins, other)):
+            other = _left_out(eqn, ins, self._twin_sizes)
+            old = map(self._resolve, other.invars)
+            self._before |= dict(zip(other.outvars, old, strict=False))
+        else:
+            self.rest.pop(0)
+        if len(other.outvars) != len(eqn.outvars):
+            raise _Lacking
+        self.found.append(other)
+        return other.outvars
+
+    def _does_same(self, eqn: Eqn, ins: list, other: Eqn) -> bool:
+        operands = zip(eqn.invars, ins, other.invars, strict=False)
+        return equations.axes_of(eqn) == equations.axes_of(other) and all(
+            not is_variable(a) or x is b for a, x, b in operands
+        )
+
+
 def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
     """Completes the program of one device by operations that it left out.
 
@@ -498,70 +559,33 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
     and multiplications by a number that is 1 there. Each returns its operand, so the program
     computes the same. Returns `twin` itself if it lacks other operations.
     """
-    pairs = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*twin.constvars, *twin.invars], strict=False)
-    )
-    before: dict[Any, Any] = {}  # the variable that is the same value as a new one
-
-    def resolve(var: Any) -> Any:
-        return before.get(var, var) if is_variable(var) else var
-
-    def is_same(ours: Any, theirs: Any) -> bool:
-        """True if `theirs` is the variable or literal whose value `ours` has here."""
-        if not is_variable(ours) or ours not in pairs:
-            return False
-        value = resolve(pairs[ours])
-        are_literals = not (is_variable(value) or is_variable(theirs))
-        return value is theirs or (are_literals and str(value) == str(theirs))
-
-    def rename(ours: Any, theirs: Any) -> list:
-        """Renames variables on one device to those whose value they have here."""
-        if len(ours) != len(theirs):
-            return theirs
-        return [pairs[a] if is_same(a, b) else b for a, b in zip(ours, theirs, strict=True)]
-
-    def does_same(ours: Eqn, theirs: Eqn) -> bool:
-        operands = zip(ours.invars, theirs.invars, strict=False)
-        return equations.axes_of(ours) == equations.axes_of(theirs) and all(
-            not is_variable(a) or pairs.get(a) is b for a, b in operands
-        )
-
-    found = []
-    rest = list(twin.eqns)
-    for eqn in jaxpr.eqns:
-        other = rest[0] if rest and rest[0].primitive is eqn.primitive else None
-        if other is not None:
-            other = other.replace(invars=rename(eqn.invars, other.invars))
-        if other is None or (eqn.primitive.name in OPERATIONS and not does_same(eqn, other)):
-            if (other := _left_out(eqn, pairs, twin_sizes)) is None:
-                return twin
-            before |= {
-                new: resolve(old) for new, old in zip(other.outvars, other.invars, strict=False)
-            }
-        else:
-            rest.pop(0)
-        found.append(other)
-        pairs.update(zip(eqn.outvars, other.outvars, strict=False))
-    return twin if rest else twin.replace(eqns=found, outvars=rename(jaxpr.outvars, twin.outvars))
+    completion = _Completion(twin, twin_sizes)
+    consts = dict(zip(jaxpr.constvars, twin.constvars, strict=True))
+    program = ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*consts, *jaxpr.invars]), [])
+    try:
+        outs = interpret(program, completion, [*consts.values(), *twin.invars])
+    except _Lacking:
+        return twin
+    if completion.rest:
+        return twin
+    outs = completion.rename(jaxpr.outvars, outs, twin.outvars)
+    return twin.replace(eqns=completion.found, outvars=outs)
 
 
-def _left_out(eqn: Eqn, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
-    """The equation on one device, if it changes nothing there; else None."""
+def _left_out(eqn: Eqn, ins: list, twin_sizes: Mapping[str, int]) -> Any:
+    """The equation on one device of operands `ins`. Raises _Lacking if it computes there."""
     name = eqn.primitive.name
-    (first, *others) = eqn.invars or (None,)
     if name in ("div", "mul"):
-        if len(others) != 1 or is_variable(others[0]):
-            return None
-        operand: Any = pairs[first] if is_variable(first) else first
-        one = Literal(type(others[0].val)(1), others[0].aval)
-        return eqn.replace(invars=[operand, one], outvars=[Var(operand.aval)])
+        if len(ins) != 2 or is_variable(eqn.invars[1]):
+            raise _Lacking
+        number = eqn.invars[1]
+        one = Literal(type(number.val)(1), number.aval)
+        return eqn.replace(invars=[ins[0], one], outvars=[Var(ins[0].aval)])
     if (
         name not in OPERATIONS
         or not eqn.params.get("tiled", True)
         or not all(map(is_variable, eqn.invars))
+        or any(twin_sizes.get(axis, 1) != 1 for axis in equations.axes_of(eqn))
     ):
-        return None
-    if any(twin_sizes.get(axis, 1) != 1 for axis in equations.axes_of(eqn)):
-        return None
-    operands = [pairs[var] for var in eqn.invars]
-    return eqn.replace(invars=operands, outvars=[Var(var.aval) for var in operands])
+        raise _Lacking
+    return eqn.replace(invars=ins, outvars=[Var(x.aval) for x in ins])

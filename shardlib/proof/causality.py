@@ -17,7 +17,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -25,18 +24,14 @@ from shardlib import marks
 from shardlib.equations import (
     Atom,
     Eqn,
-    called,
-    equations_in,
-    evaluate,
     kinds,
     shape_of,
     split_scan,
-    split_while,
     words,
 )
+from shardlib.interpret import Domain, Operation, equations_in, interpret, literal_of
 from shardlib.marks import LOGITS, TARGETS
 from shardlib.proof import reach
-from shardlib.proof.equation import Equation
 from shardlib.proof.reach import LATER, NONE, Reach
 from shardlib.proof.reach_moves import rows_added
 from shardlib.proof.reach_rules import anything, apply
@@ -78,7 +73,7 @@ def find_later(
         **options: passed to Interpreter.
     """
     interpreter = Interpreter(seen, rows, **options)
-    result = interpreter.run(program, args)[0]
+    result = interpret(program, interpreter, map(reach.ordinary, args))[0]
     named, is_forward = interpreter.named, interpreter.is_forward
     if not named[LOGITS] and result.shape[:2] != seen.shape:
         return "the loss: it receives no logits"
@@ -144,7 +139,7 @@ def _problem_of(
     return None
 
 
-class Interpreter:
+class Interpreter(Domain[Reach]):
     """Derives what is known of the results of a program from what is known of its arguments.
 
     Attributes:
@@ -186,25 +181,9 @@ class Interpreter:
         self.named: dict[str, list[Reach]] = {LOGITS: [], TARGETS: []}
         self._entered = ""
 
-    def run(self, jaxpr: object, args: list[Reach], caller: Equation | None = None) -> list[Reach]:
-        """Derives what is known of the results of a jaxpr that the equation `caller` calls.
-
-        The jaxpr may be closed or open.
-        """
-        args = args if caller else list(map(reach.ordinary, args))
-        return evaluate(
-            jaxpr,
-            args,
-            lambda eqn, ins: self._results(Equation(eqn, caller=caller), ins),
-            self._constant,
-        )
-
-    def _constant(self, source: object) -> Reach:
-        # A literal's number may be one that its dtype does not hold.
-        aval: Any = getattr(source, "aval", None)
-        x = reach.constant(
-            np.asarray(source.val, aval.dtype) if isinstance(source, core.Literal) else source
-        )
+    def constant(self, source: object) -> Reach:
+        """What is known of a literal, or of an array that the program holds."""
+        x = reach.constant(literal_of(source))  # whose number may be one that its dtype lacks
         if id(source) not in self.unknown:
             return x
         if not x.shape and x.number.dtype.kind == "f":
@@ -213,7 +192,8 @@ class Interpreter:
             bound = reach.sizes(x).max(initial=0)
         return reach.make_reach(x.shape, bound, False, dtype=x.number.dtype)
 
-    def _results(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
+    def follow(self, eq: Operation, ins: list[Reach]) -> list[Reach]:
+        """What is known of the results of an equation."""
         name = eq.name
         if name == "name":
             if (label := eq.params["name"]) in self.named:
@@ -224,11 +204,13 @@ class Interpreter:
                 return [reach.ordinary(reach.unknown(x.shape, x.number.dtype)) for x in ins]
         if marks.is_region(eq.eqn) and (rule := _region_rule(self._entered)):
             return self._worked(eq, ins, functools.partial(_in_region, rule))
-        if body := called(eq.eqn):
-            return self.run(body, ins, eq)
         if name in ("scan", "while", "cond"):
             ins = list(map(_drop_fact, ins))
-            return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eq, ins)
+        return super().follow(eq, ins)
+
+    def apply(self, eq: Operation, ins: list[Reach]) -> list[Reach]:
+        """What is known of the results of an equation that runs no body."""
+        name = eq.name
         if name == "select_n" and self.is_shown and not (ins[0].known | (ins[0].last >= 0)).all():
             return self._worked(eq, ins, lambda eqn, ins: [reach.at_most(apply(eqn, ins)[0], ins)])
         if name == "sort" and len(ins) == 1:
@@ -239,7 +221,7 @@ class Interpreter:
         choices = of_sorted(ins[0], eqn.params["dimension"], self.is_forward)
         return [choices] if choices else apply(eqn, ins)
 
-    def _worked(self, eq: Equation, ins: list[Reach], how: Callable[..., Any]) -> list[Reach]:
+    def _worked(self, eq: Operation, ins: list[Reach], how: Callable[..., Any]) -> list[Reach]:
         """Runs rule `how`; also notes where the values first became wrong."""
 
         def work(ins: list[Reach]) -> list[Reach]:
@@ -282,7 +264,7 @@ class Interpreter:
         return reach.ordinary(reach.unknown(x.shape, x.number.dtype, number))
 
     def _meet(
-        self, eq: Equation, ins: list[Reach], found: list[Reach], how: Callable[..., Any]
+        self, eq: Operation, ins: list[Reach], found: list[Reach], how: Callable[..., Any]
     ) -> None:
         """Notes where a target first meets logits that may know it."""
         size = self.seen.size
@@ -330,9 +312,11 @@ class Interpreter:
 
     # ---- loops and choices
 
-    def _scan(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
+    def scan(
+        self, eq: Operation, fixed: list[Reach], carry: list[Reach], xs: list[Reach]
+    ) -> list[Reach]:
+        """Of the results of a loop, which is followed turn by turn."""
         body, length = eq.params["jaxpr"], eq.params["length"]
-        fixed, carry, xs = split_scan(eq.eqn, ins)
         carried = len(carry)
         rows: list[list[Reach]] = []
         known: dict[bytes, list[Reach]] = {}
@@ -347,7 +331,7 @@ class Interpreter:
             ]
             key = _digest(args)
             if key not in known:
-                known[key] = list(map(_drop_fact, self.run(body, args, eq)))
+                known[key] = list(map(_drop_fact, interpret(body, self, args, eq)))
             carry, out = known[key][:carried], known[key][carried:]
             rows.append(out)
         rows = rows[:: -1 if eq.params["reverse"] else 1]
@@ -359,32 +343,33 @@ class Interpreter:
             ),
         ]
 
-    def _while(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
-        of_test, of_body, carry = split_while(eq.eqn, ins)
+    def loop(
+        self, eq: Operation, of_test: list[Reach], of_body: list[Reach], carry: list[Reach]
+    ) -> list[Reach]:
+        """Of the results of a while loop, which is followed turn by turn if its test is known."""
+        ins = [*of_test, *of_body, *carry]
         for _ in range(TURNS):
-            (go,) = self.run(eq.params["cond_jaxpr"], [*of_test, *carry], eq)
+            (go,) = interpret(eq.params["cond_jaxpr"], self, [*of_test, *carry], eq)
             if go.ways:
-                return reach.in_each_way(
-                    lambda ins: self._while(eq, ins), [*of_test, *of_body, *carry]
-                )
+                return reach.in_each_way(functools.partial(self.follow, eq), ins)
             if not go.is_known:
                 break
             if not go.number.item():
                 return carry
-            carry = list(map(_drop_fact, self.run(eq.params["body_jaxpr"], [*of_body, *carry], eq)))
+            turn = interpret(eq.params["body_jaxpr"], self, [*of_body, *carry], eq)
+            carry = list(map(_drop_fact, turn))
         # The number of iterations is not known, and may depend on tokens.
         return self._worked(eq, ins, anything)
 
-    def _cond(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
-        (which, *args) = ins
+    def branch(self, eq: Operation, which: Reach, args: list[Reach]) -> list[Reach]:
+        """Of the results of a conditional."""
         branches = eq.params["branches"]
         if which.ways:
-            return reach.in_each_way(lambda ins: self._cond(eq, ins), ins)
+            return reach.in_each_way(functools.partial(self.follow, eq), [which, *args])
         if which.is_known:
-            return self.run(
-                branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args, eq
-            )
-        return self._worked(eq, ins, anything)
+            taken = int(np.clip(which.number.item(), 0, len(branches) - 1))
+            return interpret(branches[taken], self, args, eq)
+        return self._worked(eq, [which, *args], anything)
 
 
 def _reads(x: Reach, start: int, end: int) -> np.ndarray:

@@ -11,7 +11,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardlib.axes import OPTIONAL, PIPELINE_AXIS
-from shardlib.equations import equations_in, frames_of
+from shardlib.equations import frames_of
+from shardlib.interpret import equations_in
 from shardlib.parsing import MAY_BE_RIGHT, ShardError
 from shardlib.places import place
 from shardlib.proof.alignment import Different

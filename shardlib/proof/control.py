@@ -2,20 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jax import core
 
-from shardlib.equations import (
-    COLLECTIVES,
-    Atom,
-    axes_of,
-    body_of,
-    equations_in,
-    split_scan,
-    split_while,
-)
+from shardlib.equations import COLLECTIVES, Atom, axes_of, called, split_scan, split_while
+from shardlib.interpret import Domain, Operation, equations_in, fixed_point, interpret
 from shardlib.proof.alignment import Aligned
 from shardlib.proof.domain import UNIFORM, Dim, Unprovable, Value, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
@@ -76,18 +70,29 @@ def anonymous(value: Value) -> Value:
     return dataclasses.replace(unknown, components=(), token=object())
 
 
-def _fixed_point(
-    interpreter: _Interpreter, eq: Equation, carry: list[Value], body: Any
-) -> list[Value]:
-    """The facts about carried values that an iteration of a loop preserves."""
-    carry = [anonymous(value) for value in carry]
-    for _ in range(4 * len(carry) + 8):
-        outs = body(carry)
-        new = [join(eq, a, b, interpreter) for a, b in zip(carry, outs, strict=True)]
-        if new == carry:
-            return carry
-        carry = new
-    raise AssertionError(f"{eq.place()}: the facts about the carried values do not settle")
+def _joined(interpreter: _Interpreter, eq: Equation) -> Callable[[Value, Value], Value]:
+    return functools.partial(join, eq, interpreter=interpreter)
+
+
+class _Totals(Domain[int | None]):
+    """Which total a value of a loop's body is: a carried value, to which others may be added.
+
+    None for other values, OTHER for what is computed from a total in another way.
+    """
+
+    def constant(self, x: object) -> None:
+        return None
+
+    def follow(self, op: Operation, ins: list) -> Any:
+        if (body := called(op.eqn)) is not None:
+            return self.call(op, body, ins)
+        totals = [x for x in ins if x is not None]
+        is_added = len(totals) == 1 and op.name in ("add", "add_any")
+        found = totals[0] if is_added else OTHER if totals else None
+        return [found] * len(op.eqn.outvars)
+
+
+OTHER = -1
 
 
 def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
@@ -97,20 +102,11 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
     are then blocks, and its sums partial. Devices are at different rows, so nothing may be
     exchanged, and no row's result may be cut, or pending, over their axes.
     """
-    body, _ = body_of(eq.params["jaxpr"])
-    for before, after in zip(split_scan(eq.eqn, body.invars)[1], body.outvars, strict=False):
-        uses = [e for e in body.eqns if any(var is before for var in e.invars)]
-        if (
-            len(uses) != 1
-            or uses[0].primitive.name not in ("add", "add_any")
-            or uses[0].outvars[0] is not after
-        ):
-            return None
-        if (
-            uses[0].invars[0] is uses[0].invars[1]
-            or sum(var in (before, after) for var in body.outvars) > 1
-        ):
-            return None
+    consts, carry, rows = ([None] * len(part) for part in split_scan(eq.eqn, eq.ins))
+    totals = [*range(len(carry))]
+    outs = interpret(eq.params["jaxpr"], _Totals(), [*consts, *totals, *rows])
+    if outs[: len(carry)] != totals or any(out is not None for out in outs[len(carry) :]):
+        return None
     dims = {x.dims[0] for x in xs if not x.unprovable and x.dims[0] is not UNIFORM}
     rows = dims.pop() if len(dims) == 1 else Dim(())
     axes = frozenset(map(real, rows.axes))
@@ -175,7 +171,7 @@ def _scan(interpreter: _Interpreter, eq: Equation) -> list[Value]:
         return interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items])
 
     if rows is None:
-        carry = _fixed_point(interpreter, eq, carry, lambda carry: run(carry)[:carried])
+        carry = fixed_point(list(map(anonymous, carry)), run, _joined(interpreter, eq))
         outs = run(carry)
         results = list(carry)
     else:
@@ -233,12 +229,11 @@ def _while(interpreter: _Interpreter, eq: Equation) -> list[Value]:
     of_cond, of_body, carry = split_while(eq.eqn, eq.ins)
     test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
     twin_test, twin_body = eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]
-    carry = _fixed_point(
-        interpreter,
-        eq,
-        carry,
-        lambda carry: interpreter.run(body, twin_body, [*of_body, *carry]),
-    )
+
+    def turn(carry: list[Value]) -> list[Value]:
+        return interpreter.run(body, twin_body, [*of_body, *carry])
+
+    carry = fixed_point(list(map(anonymous, carry)), turn, _joined(interpreter, eq))
     (go,) = interpreter.run(test, twin_test, [*of_cond, *carry])
     if reason := _under_predicate(interpreter, eq, go, test.jaxpr.outvars[0], [test, body]):
         return interpreter.unprovable(eq, reason)

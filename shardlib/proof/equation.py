@@ -3,19 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from shardlib.equations import axes_of, frames_of, is_program, kinds, words
-from shardlib.places import is_users, place
+from shardlib.interpret import Operation
 from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, real
 from shardlib.proof.origins import callers_text, is_helper, size_text
-
-_JAX = str(Path(jax.__file__).parent)
-
 
 WHOLE_SIZES = (
     "compute it from global sizes instead of a device's own (x.shape[0], jnp.arange): "
@@ -85,17 +80,6 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
 """Tests for values that are neither a block nor a term of a sum, with problem and remedy."""
 
 
-SHOWN = {
-    "iota": "arange",
-    "add_any": "add",
-    "dot_general": "matmul",
-    "select_n": "where",
-    "convert_element_type": "astype",
-}
-SHOWN |= {"ring_enter": "ppermute", "ring_close": "add", "ring_scatter": "add"}
-"""Names that users know some primitives by."""
-
-
 class Refused(Exception):
     """Raised for a value that is not a block of a whole value.
 
@@ -110,36 +94,16 @@ class Refused(Exception):
         self.problem, self.remedy, self.at, self.differs = problem, remedy, at, differs
 
 
-@dataclasses.dataclass
-class Equation:
-    """An equation, its operands, and the same equation on one device.
+@dataclasses.dataclass(eq=False)
+class Equation(Operation):
+    """An equation, its operands, and the same equation on one device."""
 
-    `eqn` and `caller` suffice to know its place.
-    """
-
-    eqn: Any
     twin: Any = None
     ins: list[Value] = dataclasses.field(default_factory=list)
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     twin_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    caller: "Equation | None" = None
     inner: Any = None
     """For a call, the alignment of what it calls."""
-
-    @property
-    def name(self) -> str:
-        """Name of the primitive."""
-        return self.eqn.primitive.name
-
-    @property
-    def shown(self) -> str:
-        """The name of the primitive in messages."""
-        return SHOWN.get(self.name, self.name.removesuffix("_invariant"))
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Parameters of the primitive."""
-        return self.eqn.params
 
     def shape(self, i: int = 0) -> tuple[int, ...]:
         """Shape of operand i on a device."""
@@ -454,36 +418,6 @@ class Equation:
             )
 
     # ---- texts
-
-    def place(self) -> str:
-        """`file.py:line` of the user's code that made the equation; ? if there is none."""
-        found = self.line()
-        return place(*found) if found else "?"
-
-    def line(self) -> tuple[str, int] | None:
-        """File and line of the user's code that made the equation; None if there is none.
-
-        JAX traces its own jitted functions once. Their equations know only the first caller, so
-        this caller is asked.
-        """
-        found = self.calls()
-        return found[-1] if found else None
-
-    def calls(self) -> list[tuple[str, int]]:
-        """File and line of each of the user's calls that led to the equation.
-
-        The outermost comes first; see `line`.
-        """
-        if self.caller is not None and self.caller.is_of_jax():
-            return self.caller.calls()
-        users = [(file, line) for file, line in frames_of(self.eqn) if is_users(file)]
-        return users if users or self.caller is None else self.caller.calls()
-
-    def is_of_jax(self) -> bool:
-        """True if the equation calls a jitted function of JAX itself."""
-        jaxpr = self.params.get("jaxpr")
-        info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
-        return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
 
     def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
         """The calls that led to the equation, and its operands' types.

@@ -68,8 +68,7 @@ class Interpreter:
         is_unchecked: True if JAX does not say over which axes a value differs: check_vma=False.
         problems: by equation: collectives under a condition that differs, which not all devices
             reach; and what is wrong with the arguments of per-device code.
-        noted: each equation with the facts about its results, in program order. The key is its
-            path: the ids of the equations that call it, outermost first, and its own.
+        noted: each equation with the facts about its results, in program order, by its path.
     """
 
     def __init__(
@@ -101,9 +100,8 @@ class Interpreter:
         env = dict(zip(found.theirs.invars, args, strict=True))
         env |= zip(found.theirs.constvars, map(read_array, consts, twin_consts), strict=True)
         for pair in found.pairs:
-            eq = Equation(
-                pair.eqn, pair.twin, [], self.sizes, self.twin_sizes, self._callers[-1], pair.inner
-            )
+            sizes = self.sizes, self.twin_sizes
+            eq = Equation(pair.eqn, self._callers[-1], pair.twin, [], *sizes, pair.inner)
             if is_region(pair.eqn):  # may have other operands and results here
                 env |= dict.fromkeys(pair.twin.outvars, next(iter(self.apply(eq)), None))
                 continue
@@ -139,10 +137,9 @@ class Interpreter:
         try:
             found = self._applied(eq)
             if is_noted:
-                path = tuple(id(caller.eqn) for caller in self._callers[1:])
-                self.noted[path] = eq, found
+                self.noted[eq.path] = eq, found
                 if not any(value.unprovable for value in found):
-                    self._proved[path] = eq
+                    self._proved[eq.path] = eq
             return found
         finally:
             self._callers.pop()

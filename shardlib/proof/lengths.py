@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import Eqn, arrays_in, equations_in, kinds, shape_of
-from shardlib.proof.equation import Equation
+from shardlib.equations import Eqn, kinds, shape_of
+from shardlib.interpret import Operation, arrays_in, operations_in
 from shardlib.proof.reach import LOW
 
 ROUNDED = 8
@@ -34,22 +34,28 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
     arrays = False
     if length == at:
         return "", unknown, arrays
-    for a, b in itertools.zip_longest(equations_in(long), equations_in(short)):
-        if a is None or b is None or a.primitive is not b.primitive:
-            return _named(a or b), set(), False
+    for x, y in itertools.zip_longest(operations_in(long), operations_in(short)):
+        if x is None or y is None or x.name != y.name:
+            longer: Any = x or y
+            return _named(longer), set(), False
+        a, b = x.eqn, y.eqn
         pairs = list(itertools.zip_longest(_sizes(a), _sizes(b)))
         if any(x != y and (None in (x, y) or not _follows(x, y, length, at)) for x, y in pairs):
-            return _named(a), set(), False
+            return _named(x), set(), False
         end = math.inf if a.primitive.name in kinds("comparison") else length
         literals = [
-            (x.val, y.val, y)
-            for x, y in zip(a.invars, b.invars, strict=True)
-            if isinstance(y, core.Literal)
+            (var.val, other.val, other)
+            for var, other in zip(a.invars, b.invars, strict=True)
+            if isinstance(other, core.Literal)
         ]
         # Of unknown numbers, this is used.
-        if any(np.less(x, LOW) != np.less(value, LOW) for x, value, _ in literals):
-            return _named(a), set(), False
-        unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at, end)}
+        if any(np.less(value, LOW) != np.less(other, LOW) for value, other, _ in literals):
+            return _named(x), set(), False
+        unknown |= {
+            id(var)
+            for value, other, var in literals
+            if not _is_known(value, other, length, at, end)
+        }
     for x, y in zip(arrays_in(long), arrays_in(short), strict=True):
         if not _is_known(x, y, length, at, length):
             unknown.add(id(y))
@@ -57,8 +63,8 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
     return "", unknown, arrays
 
 
-def _named(eqn: Any) -> str:
-    return f"{Equation(eqn).place()}: {eqn.primitive.name}"
+def _named(op: Operation) -> str:
+    return f"{op.place()}: {op.name}"
 
 
 def _follows(long: float, short: float, length: int, at: int) -> bool:

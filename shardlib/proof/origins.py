@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from shardlib import layers
-from shardlib.equations import Eqn, Jaxpr, body_of, frames_of, jaxprs_of
+from shardlib.equations import Eqn, body_of, frames_of
+from shardlib.interpret import Domain, Operation, interpret
 from shardlib.places import is_users, shown_path
 
 SHOWN = 8
@@ -47,21 +48,30 @@ def callers_text(eqn: Any, within: str | None = None) -> str:
     return f"called from {'; '.join(texts)}" if texts else ""
 
 
-def use_of(var: object, jaxpr: Jaxpr) -> Any:
-    """The first equation that computes with a variable of a jaxpr, or inside what it calls.
+class _Uses(Domain[bool]):
+    """Finds the first equation that computes with an array that a program holds."""
 
-    Returns None if none does.
-    """
-    for eqn in jaxpr.eqns:
-        if not any(operand is var for operand in eqn.invars):
-            continue
-        for inner in (body_of(inner)[0] for inner in jaxprs_of(eqn)):
-            # The last operands are in both.
-            names = dict(zip(map(id, eqn.invars[::-1]), inner.invars[::-1], strict=False))
-            if (found := use_of(names.get(id(var)), inner)) is not None:
-                return found
-        return eqn
-    return None
+    def __init__(self, array: object):
+        self._array = array
+        self.found: Operation | None = None
+
+    def constant(self, x: object) -> bool:
+        return x is self._array
+
+    def apply(self, op: Operation, ins: list[bool]) -> list[bool]:
+        if self.found is None and any(ins):
+            self.found = op
+        return [False] * len(op.eqn.outvars)
+
+    def join(self, a: bool, b: bool) -> bool:
+        return a or b
+
+
+def use_of(array: object, program: Any) -> Operation | None:
+    """The first equation that computes with an array that a program holds; None if none does."""
+    uses = _Uses(array)
+    interpret(program, uses, [False] * len(body_of(program)[0].invars))
+    return uses.found
 
 
 def choice_between(here: Eqn | None, there: Eqn | None) -> str:

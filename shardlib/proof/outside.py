@@ -23,11 +23,11 @@ from shardlib.equations import (
     Eqn,
     body_of,
     called,
-    equations_in,
     jaxprs_of,
     shape_of,
     split_scan,
 )
+from shardlib.interpret import Operation, equations_in, equations_of
 from shardlib.proof.alignment import Different, completed
 from shardlib.proof.control import anonymous, join, varying
 from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices, near, whole
@@ -156,16 +156,16 @@ class _Outside:
         if _names(ours) != _names(theirs):  # JAX divides by the number of devices, unless it is 1
             theirs = completed(ours, theirs, {})
         if _names(ours) != _names(theirs) or len(consts) != len(twin_consts):
-            raise Different.between(ours.eqns, theirs.eqns)
+            raise Different.between(equations_of(ours), equations_of(theirs))
         env = dict(zip(ours.invars, args, strict=False))
         env |= {
-            v: self._constant(v, a, b, ours)
+            v: self._constant(a, b, program)
             for v, a, b in zip(ours.constvars, consts, twin_consts, strict=True)
         }
         pairs = dict(
             zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True)
         )
-        for eqn, other in zip(ours.eqns, theirs.eqns, strict=True):
+        for eqn, other in zip(equations_of(ours), equations_of(theirs), strict=True):
             ins = self._read(env, pairs, eqn.invars, other.invars, eqn)
             env.update(zip(eqn.outvars, self._results(eqn, other, ins), strict=True))
             pairs.update(zip(eqn.outvars, other.outvars, strict=True))
@@ -179,7 +179,7 @@ class _Outside:
             isinstance(b, Literal) if isinstance(a, Literal) else pairs.get(a) is b
             for a, b in zip(ours, theirs, strict=True)
         ):
-            where = f"{Equation(eqn).place()}: " if eqn else ""
+            where = f"{Operation(eqn).place()}: " if eqn else ""
             self._suspect(
                 f"{where}outside jax.shard_map, another value is used than on one device\n  "
                 f"remedy: {REMEDY}"
@@ -202,12 +202,12 @@ class _Outside:
 
     def _number(self, eqn: Eqn | None) -> _Suspect:
         """A number of an equation, or a result, depends on the mesh."""
-        where = f"{Equation(eqn).place()}: {Equation(eqn).shown}" if eqn else "result"
+        where = f"{Operation(eqn).place()}: {Operation(eqn).shown}" if eqn else "result"
         return self._suspect(
             f"{where}: a number outside of jax.shard_map depends on the mesh\n  remedy: {REMEDY}"
         )
 
-    def _constant(self, var: Any, here: Any, there: Any, body: Any) -> _Passed | None:
+    def _constant(self, here: Any, there: Any, program: Any) -> _Passed | None:
         """An array that was made outside of the program."""
         value = read_array(here, there)
         if not value.unprovable and value.ratio == 1.0 and here.shape == there.shape:
@@ -216,9 +216,9 @@ class _Outside:
             "an array that was made outside of the program depends on the mesh: "
             f"{here.dtype}{list(here.shape)}"
         )
-        use = use_of(var, body)
+        use = use_of(here, program)
         if use:
-            lines = [f"{Equation(use).place()}: {text}", *filter(None, [callers_text(use)])]
+            lines = [f"{use.place()}: {text}", *filter(None, [callers_text(use.eqn)])]
         else:
             lines = [text]
         return _Passed(value, suspects=(self._suspect("\n  ".join([*lines, f"remedy: {REMEDY}"])),))
@@ -380,7 +380,7 @@ def _either(eqn: Eqn, a: _Passed | None, b: _Passed | None) -> _Passed | None:
 
 
 def _names(jaxpr: Any) -> list[str]:
-    return [eqn.primitive.name for eqn in jaxpr.eqns]
+    return [eqn.primitive.name for eqn in equations_of(jaxpr)]
 
 
 def _numbers(eqn: Eqn) -> dict:
@@ -395,9 +395,9 @@ def _numbers(eqn: Eqn) -> dict:
 
 def _place_of(var: Any, body: Any) -> str:
     """`file.py:line: ` of the code that makes a result."""
-    made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    made = {out: eqn for eqn in equations_of(body) for out in eqn.outvars}
     while (eqn := made.get(var)) is not None:
-        place = Equation(eqn).place()
+        place = Operation(eqn).place()
         if place != "?":  # "?": a cast that JAX added
             return f"{place}: "
         var = eqn.invars[0] if not isinstance(eqn.invars[0], Literal) else None

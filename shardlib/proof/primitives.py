@@ -14,12 +14,12 @@ import jax
 from shardlib.equations import (
     COLLECTIVES,
     IDENTITIES,
-    equations_in,
     jaxprs_of,
     kinds,
     shape_of,
     words,
 )
+from shardlib.interpret import equations_in
 from shardlib.proof.domain import Value, whole
 from shardlib.proof.elementwise import refuse_rbg
 from shardlib.proof.equation import Equation, Refused

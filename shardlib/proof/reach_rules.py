@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.equations import ELEMENTWISE, REDUCTIONS, Eqn, equations_in, kinds, words
+from shardlib.equations import ELEMENTWISE, REDUCTIONS, Eqn, kinds, words
+from shardlib.interpret import equations_in
 from shardlib.proof import reach, reach_slots
 from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.reach import LOW, MOST, NONE, Among, Reach, Sums
@@ -375,15 +376,15 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
     JAX defines the result and its derivatives by this equation, in whatever way they are computed.
     If `a` is a triangle, rows of its solution depend on rows on one side alone, up to rounding.
     """
-    body = eqn.params["jaxprs"].matvec.jaxpr
+    matvec = eqn.params["jaxprs"].matvec
     rank = len(a.shape)
     b = ins[-1]
-    product, *moves = body.eqns
+    product, *moves = equations_in(matvec)
     batch = list(range(rank - 2))
     numbers = [
         [list(dims) for dims in pair] for pair in product.params.get("dimension_numbers", ())
     ]
-    is_matrix = product.invars == body.invars and numbers == [
+    is_matrix = product.invars == matvec.jaxpr.invars and numbers == [
         [[rank - 1], [rank - 1]],
         [batch, batch],
     ]

@@ -8,7 +8,6 @@ Or a sum passes around, to which each device adds what it computes for the devic
 ends. Then the turns stand for those devices: a reduce-scatter.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -22,14 +21,20 @@ from shardlib.equations import (
     CALLS,
     Eqn,
     Jaxpr,
-    arrays_in,
     axes_of,
     body_of,
-    called,
-    evaluate,
     is_variable,
     jaxprs_of,
     split_scan,
+)
+from shardlib.interpret import (
+    Copies,
+    Domain,
+    Operation,
+    arrays_in,
+    equations_of,
+    interpret,
+    needed_for,
 )
 from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, Value
@@ -61,58 +66,51 @@ def _same_params(x: Any, y: Any) -> bool:
 
 def _turns(eqn: Eqn) -> bool:
     """True if an equation is a loop in which values are passed on."""
-    return eqn.primitive.name == "scan" and any(
-        map(_permutes, body_of(eqn.params["jaxpr"])[0].eqns)
-    )
+    return eqn.primitive.name == "scan" and any(map(_permutes, equations_of(eqn.params["jaxpr"])))
+
+
+class _Unrolled(Copies):
+    """Copies a jaxpr, with loops unrolled in which blocks pass around.
+
+    A ppermute over one device is left out.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]):
+        super().__init__()
+        self._sizes = sizes
+
+    def follow(self, op: Operation, ins: list) -> list:
+        """Adds an equation, or those of its turns, and returns the variables of its results."""
+        eqn = op.eqn
+        if (axis := _permutes(eqn)) and self._sizes[axis] == 1:
+            return ins
+        if _turns(eqn) and eqn.params["length"] <= 64:
+            first, carry, rows = split_scan(eqn, ins)
+            _, consts = body_of(eqn.params["jaxpr"])
+            if not (consts or rows) and len(eqn.outvars) == len(carry):
+                for _ in range(eqn.params["length"]):
+                    carry = interpret(eqn.params["jaxpr"], self, [*first, *carry])
+                return carry
+        return super().follow(op, ins)
 
 
 def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
-    """Unrolls the loops of a jaxpr in which blocks pass around; drops ppermutes over one device."""
-    found = []
-
-    def put(eqn: Eqn, ins: list) -> list:
-        """Adds an equation with these operands, or those of its turns, and returns the results."""
-        if (axis := _permutes(eqn)) and sizes[axis] == 1:
-            return ins
-        if _turns(eqn):
-            first, carry, rows = split_scan(eqn, ins)
-            _, consts = body_of(eqn.params["jaxpr"])
-            if (
-                not (consts or rows)
-                and len(eqn.outvars) == len(carry)
-                and eqn.params["length"] <= 64
-            ):
-                for _ in range(eqn.params["length"]):
-                    carry = evaluate(eqn.params["jaxpr"], [*first, *carry], put, _keep)
-                return carry
-        outs = [core.Var(var.aval) for var in eqn.outvars]
-        found.append(eqn.replace(invars=ins, outvars=outs))
-        return outs
-
-    results = evaluate(core.ClosedJaxpr(jaxpr, jaxpr.constvars), jaxpr.invars, put, _keep)
-    return jaxpr.replace(eqns=found, outvars=results)
-
-
-def _keep(operand: Any) -> Any:
-    """The constant rule of `evaluate` where operands are copied."""
-    return operand
+    copies = _Unrolled(sizes)
+    results = interpret(ClosedJaxpr(jaxpr, jaxpr.constvars), copies, jaxpr.invars)
+    return _live(jaxpr.replace(eqns=copies.found, outvars=results))
 
 
 def _live(jaxpr: Jaxpr) -> Any:
-    """Removes equations whose results are not used."""
-    used = set(filter(is_variable, jaxpr.outvars))
-    found = []
-    for eqn in reversed(jaxpr.eqns):
-        # Loops and branches stay: they may hold collectives that not all devices reach, even if
-        # results are unused.
-        if (
-            eqn.effects
-            or eqn.primitive.name in ("cond", "while", "scan")
-            or used & set(eqn.outvars)
-        ):
-            found.append(eqn)
-            used |= set(filter(is_variable, eqn.invars))
-    return jaxpr.replace(eqns=found[::-1])
+    """Removes equations whose results are not used.
+
+    Loops and branches stay: they may hold collectives that not all devices reach, even if results
+    are unused.
+    """
+    return jaxpr.replace(eqns=needed_for(jaxpr, jaxpr.outvars, _stays))
+
+
+def _stays(eqn: Eqn) -> bool:
+    return bool(eqn.effects) or eqn.primitive.name in ("cond", "while", "scan")
 
 
 def closed(
@@ -122,13 +120,13 @@ def closed(
 
     Returns them unchanged if a ring is not understood.
     """
-    if not any(_permutes(e) or _turns(e) for e in jaxpr.eqns):
+    if not any(_permutes(e) or _turns(e) for e in equations_of(jaxpr)):
         return jaxpr, twin
-    here, there = _live(_unrolled(jaxpr, sizes)), _live(_unrolled(twin, twin_sizes))
-    for axis in filter(None, {_permutes(e) for e in here.eqns}):
+    here, there = _unrolled(jaxpr, sizes), _unrolled(twin, twin_sizes)
+    for axis in filter(None, {*map(_permutes, equations_of(here))}):
         if sizes[axis] > 1 and twin_sizes[axis] == 1:
             here = _live(_Ring(here, axis, sizes[axis]).closed())
-    return (jaxpr, twin) if any(map(_permutes, here.eqns)) else (here, there)
+    return (jaxpr, twin) if any(map(_permutes, equations_of(here))) else (here, there)
 
 
 class _Ring:
@@ -136,7 +134,8 @@ class _Ring:
 
     def __init__(self, jaxpr: Any, axis: str, n: int):
         self.jaxpr, self.axis, self.n = jaxpr, axis, n
-        self.made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+        self.equations = equations_of(jaxpr)
+        self.made = {out: eqn for eqn in self.equations for out in eqn.outvars}
         # For a block: the first of its ring, the turn, the step.
         self.turns: dict[Any, tuple[Any, int, int]] = {}
         self.tables: dict[Any, list | None] = {}
@@ -146,7 +145,7 @@ class _Ring:
         # Steps from a device to the one whose block's number it has in the first turn.
         self.start = 0
         self.turn_axis = f"{BLOCKS}{n}.{next(_NUMBERS)}"
-        for eqn in jaxpr.eqns:
+        for eqn in self.equations:
             if not _permutes(eqn, axis) or len(eqn.invars) != 1:
                 continue
             (x,) = eqn.invars
@@ -163,7 +162,7 @@ class _Ring:
 
     def closed(self) -> Any:
         """The jaxpr with one turn of each ring whose turns do the same."""
-        for eqn in self.jaxpr.eqns:
+        for eqn in self.equations:
             if eqn.primitive.name in GATHERING:
                 self._close(eqn)
             if eqn.primitive.name in ("add", "add_any") and id(eqn) not in self.found:
@@ -175,7 +174,7 @@ class _Ring:
 
         replaced = {id(last) for last, *_ in self.found.values()}
         eqns = self._entries([*self.jaxpr.constvars, *self.jaxpr.invars], clones)
-        for eqn in self.jaxpr.eqns:
+        for eqn in self.equations:
             eqns += [eqn] if id(eqn) not in replaced else []
             eqns += self._one_turn(*self.found[id(eqn)], read=read) if id(eqn) in self.found else []
             if any(self.marks.get(out) is self for out in eqn.outvars):
@@ -193,7 +192,7 @@ class _Ring:
                 continue
             primitive, coefficient = (ENTER, None) if mark is ENTER else (INDEX, mark)
             params = {"axis": self.axis, "turns": self.turn_axis, "coefficient": coefficient}
-            eqns.append(_equation(self.jaxpr.eqns[0], primitive, [var], clones[var], params))
+            eqns.append(_equation(self.equations[0], primitive, [var], clones[var], params))
         return eqns
 
     def _gathered(self, var: object, name: str) -> list[Any]:
@@ -326,10 +325,11 @@ class _Ring:
             eqn = self.made.get(var) if _is_number(var.aval) else None
             found = None
             if eqn:
-                operands = [
-                    self._table(x) if is_variable(x) else _of_literal(x, self.n) for x in eqn.invars
+                numbers = _Numbers(self.axis, self.n)
+                ins = [
+                    self._table(x) if is_variable(x) else numbers.constant(x) for x in eqn.invars
                 ]
-                found = _computed(eqn, operands, self.axis, self.n)
+                found = numbers.follow(Operation(eqn), ins)
             self.tables[var] = found[eqn.outvars.index(var)] if eqn and found else None
         return self.tables[var]
 
@@ -359,33 +359,35 @@ def _is_number(aval: Any) -> bool:
     return aval.shape == () and isinstance(aval.dtype, np.dtype) and aval.dtype.kind in "iub"
 
 
-def _of_literal(x: Any, n: int) -> list | None:
-    return None if is_variable(x) or x.aval.shape != () else [x.val] * n
+class _Numbers(Domain[Any]):
+    """The number of a value on each of the `n` devices of an axis; None if it has none.
 
-
-def _computed(eqn: Eqn, ins: list[list | None], axis: str, n: int) -> list[list | None]:
-    """The number of each result on each device of an axis, from those of the operands.
-
-    Returns None if it has no such number.
+    For example, (axis_index + 1) % 4 has [1, 2, 3, 0].
     """
-    name = eqn.primitive.name
-    if name == "axis_index" and axes_of(eqn) == (axis,):
-        return [list(range(n))]
-    if any(values is None for values in ins) or name == "axis_index":
-        return [None] * len(eqn.outvars)
-    if name in CALLS:
-        of_literal = functools.partial(_of_literal, n=n)
-        return evaluate(called(eqn), ins, lambda e, ins: _computed(e, ins, axis, n), of_literal)
-    if not all(_is_number(var.aval) for var in eqn.outvars):
-        return [None] * len(eqn.outvars)
-    if name in ("convert_element_type", "pvary", "copy"):
-        return ins
-    if name == "select_n":
-        return [[row[1 + int(row[0])] for row in zip(*ins, strict=True)]]
-    is_fold = name in FOLDS and name != "div"
-    if is_fold:
-        return [[int(x) for x in FOLDS[name](*map(np.asarray, ins))]]
-    return [None] * len(eqn.outvars)
+
+    def __init__(self, axis: str, n: int):
+        self._axis, self._n = axis, n
+
+    def constant(self, x: Any) -> list | None:
+        return None if is_variable(x) or x.aval.shape != () else [x.val] * self._n
+
+    def follow(self, op: Operation, ins: list[Any]) -> list[Any]:
+        unknown: list[Any] = [None] * len(op.eqn.outvars)
+        if op.name == "axis_index":
+            return [list(range(self._n))] if axes_of(op.eqn) == (self._axis,) else unknown
+        if any(values is None for values in ins):
+            return unknown
+        if op.name in CALLS:
+            return super().follow(op, ins)
+        if not all(_is_number(var.aval) for var in op.eqn.outvars):
+            return unknown
+        if op.name in ("convert_element_type", "pvary", "copy"):
+            return ins
+        if op.name == "select_n":
+            return [[row[1 + int(row[0])] for row in zip(*ins, strict=True)]]
+        if op.name in FOLDS and op.name != "div":
+            return [[int(x) for x in FOLDS[op.name](*map(np.asarray, ins))]]
+        return unknown
 
 
 # ---- rules ---------------------------------------------------------------------------------------

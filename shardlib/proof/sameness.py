@@ -6,8 +6,8 @@ They are two forms of one step. Both are read as graphs with the same nodes (sha
 import itertools
 from collections.abc import Iterator
 
-from shardlib.graph import Graph, Nodes, Source
-from shardlib.proof.equation import Equation
+from shardlib.graph import Graph, Nodes
+from shardlib.interpret import Operation
 
 VIEWS = ("reshape", "transpose", "split", "concatenate", "scan")
 """Primitives that messages do not name, because the difference is before or inside them."""
@@ -34,44 +34,38 @@ def differences(
     if a.results == b.results:
         for x, y, name in ((a, b, names[0]), (b, a, names[1])):
             for key in [key for key in x.rounded if key not in y.rounded][:1]:
-                problem = (
-                    f"{_equation(x.rounded[key]).place()}: only {name} rounds this to {key[1]}"
-                )
+                problem = f"{x.rounded[key].place()}: only {name} rounds this to {key[1]}"
                 yield f"{problem}\n  remedy: {remedy}"
         return
     only_in_one = [
         [
-            _equation(source)
-            for node, source in x.computed.items()
-            if not (node in y.computed or node.is_zero or source.eqn.primitive.name in VIEWS)
+            op
+            for node, op in x.computed.items()
+            if not (node in y.computed or node.is_zero or op.name in VIEWS)
         ]
         for x, y in ((a, b), (b, a))
     ]
     firsts = _firsts(only_in_one)
     found = [
-        f"{eq.place()}: {eq.name}: {name} runs this"
-        for eqs, name in zip(firsts, names, strict=True)
-        for eq in eqs
+        f"{op.place()}: {op.name}: {name} runs this"
+        for ops, name in zip(firsts, names, strict=True)
+        for op in ops
     ]
     text = "; ".join(found) or f"{' and '.join(names)} give other results of the same values"
     other = "" if len(found) != 1 else f", and {names[bool(firsts[0])]} does not"
     yield f"{text}{other}\n  remedy: {remedy}"
 
 
-def _equation(source: Source) -> Equation:
-    return Equation(source.eqn, caller=source.caller and _equation(source.caller))
-
-
-def _firsts(only_in_one: list[list[Equation]]) -> list[list[Equation]]:
+def _firsts(only_in_one: list[list[Operation]]) -> list[list[Operation]]:
     """The first equation that one program has and the other lacks.
 
     It is the first of each if they have different ones. What follows from it is another value in
     each, from the same operations.
     """
-    names = [[eq.name for eq in equations] for equations in only_in_one]
+    names = [[op.name for op in ops] for ops in only_in_one]
     if names[0][:ALIKE] != names[1][:ALIKE]:
         for more, i in itertools.product(range(1, AT_MOST), (0, 1)):
             rest = names[i][more : more + ALIKE]
             if rest and rest == names[1 - i][: len(rest)]:
                 return [only_in_one[k][:1] if k == i else [] for k in (0, 1)]
-    return [equations[:1] for equations in only_in_one]
+    return [ops[:1] for ops in only_in_one]

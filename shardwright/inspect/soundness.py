@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.axes import CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
-from shardlib.equations import digest_of
+from shardlib.interpret import digest_of
 from shardlib.places import place
 from shardlib.proof.check import Finding, on_one_device, prove, prove_function, raise_for, tracing
 from shardwright.inspect.fresh import reimport

@@ -14,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.axes import AXES
-from shardlib.equations import digest_of
+from shardlib.interpret import digest_of
 from shardlib.parsing import ShapeSpec
 from shardlib.proof.check import tracing
 from shardlib.proof.outside import AS_RUN

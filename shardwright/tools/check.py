@@ -26,7 +26,8 @@ from typing import Any
 import jax
 
 from shardlib.axes import AXES
-from shardlib.equations import equations_in, frames_of
+from shardlib.equations import frames_of
+from shardlib.interpret import equations_in
 from shardlib.parsing import MAY_BE_RIGHT
 from shardlib.places import is_users, shown_path, users_call
 from shardlib.places import place as place_at

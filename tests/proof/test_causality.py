@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from shardlib.interpret import interpret
 from shardlib.proof.causality import Interpreter, tokens
-from shardlib.proof.reach import unknown
+from shardlib.proof.reach import ordinary, unknown
 
 ROWS, LENGTH, WIDTH = 2, 8, 4
 STARTS = np.zeros((ROWS, LENGTH), bool)
@@ -455,7 +456,7 @@ def reach(f):
     for is_forward in (False, True):
         number = tokens(ROWS, LENGTH, is_forward)
         x = unknown((ROWS, LENGTH, WIDTH), np.dtype(float), number[..., None])
-        (y,) = Interpreter(number, is_forward=is_forward).run(program, [x])
+        (y,) = interpret(program, Interpreter(number, is_forward=is_forward), [ordinary(x)])
         found.append(np.broadcast_to(y.last, y.shape).max(-1))
     return np.where(found[0] < 0, 2**30, number.size - 1 - found[0]), found[1]
 

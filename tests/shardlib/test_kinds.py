@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from shardlib import equations
+from shardlib.interpret import equations_in, program_of
 
 pytestmark = pytest.mark.quick
 
@@ -73,9 +74,9 @@ def call_of(name):
                 traced = jax.make_jaxpr(function)(*given)
             except (TypeError, ValueError):
                 continue
-            found = [eqn for eqn in equations.equations_in(traced) if eqn.primitive.name == name]
+            found = [eqn for eqn in equations_in(traced) if eqn.primitive.name == name]
             if found:
-                program = equations.program_of(found[0], found[0].invars)
+                program = program_of(found[0], found[0].invars)
                 kinds = [np.dtype(var.aval.dtype).kind for var in found[0].invars]
                 values = [OPERANDS[kind]() for kind in kinds]
                 fits = [x if var.aval.shape else x[0, 0] for x, var in zip(values, found[0].invars, strict=True)]

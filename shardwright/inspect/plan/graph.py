@@ -13,7 +13,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib import equations
 from shardlib.equations import IDENTITIES, Atom, Eqn, axes_of, body_of, called, is_variable, kinds, words
-from shardlib.places import is_users, place
+from shardlib.interpret import Domain, Operation, interpret
+from shardlib.places import place
 from shardwright.inspect.compiled.lines import phase_of
 from shardwright.jax_extra import SAVED
 from shardwright.modeling.planned_attention import KERNEL
@@ -128,31 +129,24 @@ class Graph(NamedTuple):
     outs: list[Value]
 
 
-class _Scope(NamedTuple):
-    """Context of the equations of a jaxpr."""
-
-    stack: str
-    line: str
-    sizes: Mapping[str, int]
-
-
-def graph_of(jaxpr: object, sizes: Mapping[str, int], ins: Sequence[Value] | None = None, scope: Any = None) -> Graph:
+def graph_of(
+    jaxpr: object, sizes: Mapping[str, int], ins: Sequence[Value] | None = None, caller: Operation | None = None
+) -> Graph:
     """Builds the graph of a jaxpr, closed or open.
 
     Args:
         jaxpr: per-device code.
         sizes: number of devices along each axis. A collective over one device is an alias.
         ins: its arguments; None: new values.
-        scope: scope of the call around it.
+        caller: the loop or branch whose body it is.
     """
     body, consts = body_of(jaxpr)
-    if scope is None:  # a compiler drops what no result needs, also inside loops
+    if caller is None:  # a compiler drops what no result needs, also inside loops
         body = dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]
-        scope = _Scope("", "", sizes)
     ins = [_value(var.aval, NOWHERE) for var in body.invars] if ins is None else list(ins)
-    nodes: list[Node] = []
-    outs = zip(body.outvars, _add(core.ClosedJaxpr(body, consts), ins, nodes, scope), strict=True)
-    return Graph(ins, nodes, [x or _value(var.aval, NOWHERE) for var, x in outs])
+    adding = _Adding(sizes)
+    outs = zip(body.outvars, interpret(core.ClosedJaxpr(body, consts), adding, ins, caller), strict=True)
+    return Graph(ins, adding.nodes, [x or _value(var.aval, NOWHERE) for var, x in outs])
 
 
 def _value(aval: object, site: Site, **more: Any) -> Value:
@@ -163,65 +157,65 @@ def _value(aval: object, site: Site, **more: Any) -> Value:
     return Value(shape, np.dtype("uint64" if is_key else dtype), site, of_host=of_host, **more)
 
 
-def _site(eqn: Eqn, scope: _Scope) -> tuple[Site, str]:
-    stack = f"{scope.stack}/{eqn.source_info.name_stack}"
+def _site(op: Operation) -> Site:
+    stack = "/".join(str(each.eqn.source_info.name_stack) for each in (*op.callers, op))
     tasks = [part for part in stack.replace("(", "/").replace(")", "/").split("/") if part.startswith(TASK)]
-    users = (place(*call) for call in reversed(equations.frames_of(eqn)) if is_users(call[0]))
-    return Site(next(users, scope.line), phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else ""), stack
+    line = op.line()
+    return Site(place(*line) if line else "", phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else "")
 
 
-def _add(jaxpr: object, ins: Sequence[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
-    """Adds the operations of a jaxpr to `nodes`, and returns its results; None for a literal."""
-    return equations.evaluate(
-        jaxpr,
-        ins,
-        rule=lambda eqn, ins: _results(eqn, ins, nodes, scope),
-        constant=lambda x: _value(jax.typeof(x), NOWHERE) if is_variable(x) else None,
-    )
+class _Adding(Domain[Value | None]):
+    """Adds the operations of a program to `nodes`. Of a value it knows its array; None for a literal."""
 
+    def __init__(self, sizes: Mapping[str, int]):
+        self.nodes: list[Node] = []
+        self._sizes = sizes
 
-def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope) -> Sequence[Value | None]:
-    """The results of an equation, which is added to `nodes` unless it is an alias."""
-    if not eqn.outvars:
-        return []
-    op = eqn.primitive.name
-    site, stack = _site(eqn, scope)
-    inner = _Scope(stack, site.line, scope.sizes)
-    operands = [x for x in ins if x is not None]
-    name = str(eqn.params.get("name", ""))
-    # JAX moves part of a kernel's call out ahead of it; that part does not have queries, keys and values.
-    is_kernel = name.startswith(KERNEL) and len(operands) > 2
-    axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
-    literals = tuple((i, str(x)) for i, x in enumerate(eqn.invars) if not is_variable(x))
+    def constant(self, x: Any) -> Value | None:
+        return _value(jax.typeof(x), NOWHERE) if is_variable(x) else None
 
-    def rename(variables: Sequence, values: Sequence) -> list[Any]:
-        return [_renamed(var, x, site) for var, x in zip(variables, values, strict=True)]
+    def follow(self, at: Operation, ins: list[Value | None]) -> list[Value | None]:
+        """The results of an equation, which is added to the nodes unless it is an alias."""
+        eqn = at.eqn
+        if not eqn.outvars:
+            return []
+        op = at.name
+        site = _site(at)
+        operands = [x for x in ins if x is not None]
+        name = str(eqn.params.get("name", ""))
+        # JAX moves part of a kernel's call out ahead of it; that part does not have queries, keys and values.
+        is_kernel = name.startswith(KERNEL) and len(operands) > 2
+        axes = tuple(axis for axis in axes_of(eqn) if self._sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
+        literals = tuple((i, str(x)) for i, x in enumerate(eqn.invars) if not is_variable(x))
 
-    # XLA takes a scan of one turn out of its loop.
-    if (called(eqn) and not is_kernel) or (op == "scan" and eqn.params["length"] == 1):
-        body = called(eqn) or eqn.params["jaxpr"]
-        given = rename(body_of(body)[0].invars, ins)
-        _name_literals(given, literals)
-        return rename(eqn.outvars, _add(body, given, nodes, inner))
-    if op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes) or _scales_fp8(op, ins):
-        outs = rename(eqn.outvars, ins[: len(eqn.outvars)])
-        _name_literals(outs, [x for x in literals if x[0] < len(outs)])
-        if op == "name":
-            _mark(outs[0].root, name, site)
+        def rename(variables: Sequence, values: Sequence) -> list[Any]:
+            return [_renamed(var, x, site) for var, x in zip(variables, values, strict=True)]
+
+        # XLA takes a scan of one turn out of its loop.
+        if (called(eqn) and not is_kernel) or (op == "scan" and eqn.params["length"] == 1):
+            body = called(eqn) or eqn.params["jaxpr"]
+            given = rename(body_of(body)[0].invars, ins)
+            _name_literals(given, literals)
+            return rename(eqn.outvars, interpret(body, self, given, at))
+        if op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes) or _scales_fp8(op, ins):
+            outs = rename(eqn.outvars, ins[: len(eqn.outvars)])
+            _name_literals(outs, [x for x in literals if x[0] < len(outs)])
+            if op == "name":
+                _mark(outs[0].root, name, site)
+            return outs
+        parts = [*equations.jaxprs_of(eqn)][op == "while" :] if op in ("scan", "while", "cond") else []
+        bodies = [_body(part, ins, self._sizes, at) for part in parts]  # of a while loop without its condition
+        outs: list[Any] = [_value(var.aval, site) for var in eqn.outvars]
+        kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
+        carried = equations.scan_counts(eqn) if op == "scan" else (0, 0)
+        self.nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried, op, literals))
+        if op in _NAMED and operands:
+            outs[0].name = operands[0].name
+        if op in WRITING:
+            _write(outs[0], ins[0], ins[1 if op == "dynamic_update_slice" else -1])
+        elif bodies:
+            _write_in_place(self.nodes[-1], ins)
         return outs
-    parts = [*equations.jaxprs_of(eqn)][op == "while" :] if op in ("scan", "while", "cond") else []
-    bodies = [_body(part, ins, inner) for part in parts]  # of a while loop without its condition
-    outs = [_value(var.aval, site) for var in eqn.outvars]
-    kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
-    carried = equations.scan_counts(eqn) if op == "scan" else (0, 0)
-    nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried, op, literals))
-    if op in _NAMED and operands:
-        outs[0].name = operands[0].name
-    if op in WRITING:
-        _write(outs[0], ins[0], ins[1 if op == "dynamic_update_slice" else -1])
-    elif bodies:
-        _write_in_place(nodes[-1], ins)
-    return outs
 
 
 def _name_literals(values: list[Value], literals: Sequence[tuple[int, str]]) -> None:
@@ -243,14 +237,14 @@ def _keeps_size(eqn: Eqn) -> bool:
     return before == after
 
 
-def _body(jaxpr: object, operands: list[Value | None], scope: _Scope) -> Graph:
+def _body(jaxpr: object, operands: list[Value | None], sizes: Mapping[str, int], caller: Operation) -> Graph:
     """The body of a loop or branch, whose operands keep the names that they have outside."""
     variables = body_of(jaxpr)[0].invars
     outside = operands[len(operands) - len(variables) :]
     ins = [
         _value(var.aval, NOWHERE, name=x.name if x else "", outer=x) for var, x in zip(variables, outside, strict=True)
     ]
-    return graph_of(jaxpr, scope.sizes, ins, scope)
+    return graph_of(jaxpr, sizes, ins, caller)
 
 
 def _renamed(var: Atom, of: Value | None, site: Site) -> Value:

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from shardlib.axes import axes_of_mesh
-from shardlib.equations import equations_in, is_variable
+from shardlib.equations import is_variable
+from shardlib.interpret import equations_in
 from shardlib.tick_tables import TickTable
 from shardwright.inspect.plan.graph import NOWHERE, Graph, Value, graph_of
 from shardwright.inspect.plan.kernels import Held as AtPeak

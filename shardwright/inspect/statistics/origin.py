@@ -19,7 +19,6 @@ from jax import lax
 
 from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, kinds, words
 from shardlib.parsing import sort_axes
-from shardlib.proof.equation import Equation
 from shardwright.inspect.statistics.points import equations, function_and_target, is_loop_over_layers, loops_around
 from shardwright.inspect.statistics.rerun import Note, Path, Rerun, executed, is_float
 
@@ -90,7 +89,7 @@ class Finder:
 
     def __init__(self, program: object, layers: int, results: int):
         self._layers, self._count = layers, results
-        self._equations: dict[Path, Equation] = dict(equations(program))
+        self._equations = {eq.path: eq for eq in equations(program)}
         wanted = {
             path: [i for i, var in enumerate(eq.eqn.outvars) if is_float(var.aval)]
             for path, eq in self._equations.items()

@@ -6,14 +6,13 @@ import dataclasses
 import functools
 import linecache
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
 from shardlib import layers
-from shardlib.equations import CALLS, called, frames_of
+from shardlib.equations import CALLS, frames_of
+from shardlib.interpret import Operation, operations_in
 from shardlib.places import is_installed
-from shardlib.proof.equation import Equation
 from shardwright import jax_extra
 from shardwright.inspect.statistics.rerun import Path
 
@@ -39,38 +38,31 @@ class Point:
     of_layers: tuple[bool, ...]
 
 
-def equations(jaxpr: Any, path: Path = (), caller: Equation | None = None) -> Iterator[tuple[Path, Equation]]:
-    """Iterates over the equations that a Rerun runs separately, in program order, with their paths."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        equation = Equation(eqn, caller=caller)
-        name = eqn.primitive.name
-        if name == "shard_map":
-            yield from equations(eqn.params["jaxpr"])
-        elif name == "scan" or name in CALLS:
-            yield from equations(called(eqn) or eqn.params["jaxpr"], (*path, id(eqn)), equation)
-        else:
-            yield (*path, id(eqn)), equation
+ENTERED = CALLS | {"shard_map", "scan"}
+"""Primitives whose bodies a Rerun runs equation by equation."""
 
 
-def callers(equation: Equation) -> list[Equation]:
-    """The loops and calls around an equation, outermost first."""
-    return [] if equation.caller is None else [*callers(equation.caller), equation.caller]
+def equations(program: object) -> Iterator[Operation]:
+    """Iterates over the equations that a Rerun runs separately, in program order."""
+    for op in operations_in(program):
+        if op.name not in ENTERED and all(caller.name in ENTERED for caller in op.callers):
+            yield op
 
 
-def loops_around(equation: Equation) -> list[Equation]:
+def loops_around(op: Operation) -> list[Operation]:
     """The loops around an equation, outermost first."""
-    return [caller for caller in callers(equation) if caller.name == "scan"]
+    return [caller for caller in op.callers if caller.name == "scan"]
 
 
-def is_loop_over_layers(loop: Equation) -> bool:
+def is_loop_over_layers(loop: Operation) -> bool:
     """True if shardlib/layers.py made a loop."""
     own = [file for file, _ in frames_of(loop.eqn) if not is_installed(file)]
     return own[-1:] == [layers.__file__]
 
 
-def is_again(equation: Equation) -> bool:
+def is_again(op: Operation) -> bool:
     """True if the backward pass computes the equation, again or for the first time."""
-    return any(caller.params.get("differentiated", False) for caller in callers(equation))
+    return any(caller.params.get("differentiated", False) for caller in op.callers)
 
 
 @functools.cache
@@ -87,24 +79,24 @@ def function_and_target(file: str, line: int) -> str:
     return " ".join(filter(None, [".".join(owners), *map(ast.unparse, targets[-1:])]))
 
 
-def _region(eq: Equation) -> tuple[bool, list]:
+def _region(eq: Operation) -> tuple[bool, list]:
     """True in the backward pass, and the loops around."""
     return is_again(eq), [loop.eqn for loop in loops_around(eq)]
 
 
 def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -> list[Point]:
     """The points at which the step marks a value by one of `names`, in program order. A recomputed one counts once."""
-    found: dict[tuple, list[tuple[Path, Equation]]] = {}
-    for path, eq in equations(program):
+    found: dict[tuple, list[Operation]] = {}
+    for eq in equations(program):
         is_saved = eq.name == "name" and eq.params["name"] in names
         if is_saved and not eq.eqn.outvars[0].aval.manual_axis_type.unreduced:  # a partial sum has no statistics
-            found.setdefault((eq.line(), eq.result_type()), []).append((path, eq))
+            found.setdefault((eq.line(), eq.eqn.outvars[0].aval.dtype), []).append(eq)
     points = []
     seen = collections.Counter()
     for (line, _), places in found.items():
         # Like the first of them: in the same loops, and not in the backward pass unless the first is.
-        first = min(places, key=lambda place: is_again(place[1]))[1]
-        paths = tuple(path for path, eq in places if _region(eq) == _region(first))
+        first = min(places, key=is_again)
+        paths = tuple(eq.path for eq in places if _region(eq) == _region(first))
         name = (line and function_and_target(*line)) or "saved"
         seen[name] += 1
         name += f" #{seen[name]}" * (seen[name] > 1)
@@ -114,7 +106,7 @@ def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -
 
 def gradient_paths(program: object, weights: object) -> list[Path]:
     """The paths of the gradients, in the order of the weights. Raises ValueError if their numbers differ."""
-    paths = [path for path, eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT]
+    paths = [eq.path for eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT]
     if len(paths) != len(leaves := jax.tree.leaves(weights)):
         raise ValueError(
             f"the step marks {len(paths)} gradients of {len(leaves)} weights. Name all gradients `{GRADIENT}` with "

@@ -1,6 +1,6 @@
 """Runs a traced program again, equation by equation, and returns what some of its equations compute."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +10,12 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from shardlib.equations import Eqn, called, evaluate, kinds, run_again, split_scan, split_while
+from shardlib.equations import Eqn, kinds
+from shardlib.interpret import Domain, Operation, interpret, literal_of, run_again
 from shardlib.op_checks import varying
 
 Path = tuple[int, ...]
-"""Location of an equation in a program: see Interpreter.noted."""
+"""Location of an equation in a program: Operation.path."""
 
 
 class Note(NamedTuple):
@@ -64,9 +65,15 @@ class Rerun:
         is_varying: bool = False,
         is_double: bool = False,
     ):
-        self._program, self._wanted, self._visit = program, wanted, visit
-        self._is_same, self._is_varying, self._is_double = is_same, is_varying, is_double
+        self._program = program
+        self._is_same = is_same
+        self.wanted, self.visit, self.is_varying, self.is_double = wanted, visit, is_varying, is_double
         self.notes: list[Note] = []
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh for which the values have dims."""
+        return () if self._is_same else jax.sharding.get_abstract_mesh().axis_names
 
     def __call__(self, *args: object, knobs: object = ()) -> tuple[list, list[jax.Array]]:
         """Runs the program. Returns its results, and the values. Under jit, on the mesh on which it was traced.
@@ -74,84 +81,89 @@ class Rerun:
         `knobs` are arrays for `visit`, the same on all devices.
         """
         values: list[tuple[Note, jax.Array]] = []
-        results = self._run(self._program, args, (), values, knobs)
+        results = _Run(self, values, knobs).body(self._program, args)
         self.notes = [note for note, _ in values]
         return results, [value for _, value in values]
 
-    def _run(self, jaxpr: Any, args: Any, path: Path, values: list, knobs: object, turns: tuple = ()) -> list:
-        def run(eqn: Eqn, ins: list) -> list:
-            name = eqn.primitive.name
-            here = (*path, id(eqn))
-            ins = list(map(in_f64, ins)) if self._is_double else ins
-            if name == "shard_map":
-                outs = self._on_devices(eqn, ins, values, knobs)
-            elif inner := called(eqn):
-                outs = self._run(inner, ins, here, values, knobs, turns)
-            elif name == "scan":
-                outs = self._loop(eqn, ins, here, values, knobs, turns)
-            elif self._is_double:
-                outs = self._in_f64(eqn, ins)
-            else:
-                outs = (_varying if self._is_varying else run_again)(eqn, ins)
-            for i in self._wanted.get(here, ()):
-                if self._is_varying or not jax.typeof(outs[i]).manual_axis_type.unreduced:
-                    outs[i], taken = self._visit(here, i, turns, ins, outs[i], knobs)
-                    axes = () if self._is_same else jax.sharding.get_abstract_mesh().axis_names
-                    values.append((Note(here, i, (len(values),)), varying(taken, axes)))
-            return outs
 
-        outs = evaluate(jaxpr, args, run)
-        return list(map(in_f64, outs)) if self._is_double else outs
+class _Run(Domain[Any]):
+    """Runs a body of a Rerun. Of a value it knows the array. `turns` are those of the loops around, as for `visit`."""
 
-    def _in_f64(self, eqn: Eqn, ins: list) -> list:
-        def run(body: object) -> Callable[..., list]:
-            return lambda *args: self._run(body, args, (), [], ())
+    def __init__(self, rerun: Rerun, values: list[tuple[Note, jax.Array]], knobs: object, turns: tuple = ()):
+        self._rerun, self._values, self._knobs, self._turns = rerun, values, knobs, turns
 
-        if eqn.primitive.name == "cond":
-            return lax.switch(ins[0], list(map(run, eqn.params["branches"])), *ins[1:])
-        if eqn.primitive.name == "while":
-            of_test, of_body, carry = split_while(eqn, ins)
-            goes_on, turn = run(eqn.params["cond_jaxpr"]), run(eqn.params["body_jaxpr"])
-            return lax.while_loop(
-                lambda carry: goes_on(*of_test, *carry)[0], lambda carry: turn(*of_body, *carry), carry
-            )
-        return run_in_f64(eqn, ins)
+    def body(self, program: object, args: Iterable, caller: Operation | None = None) -> list:
+        outs = interpret(program, self, args, caller)
+        return list(map(in_f64, outs)) if self._rerun.is_double else outs
 
-    def _on_devices(self, eqn: Eqn, ins: list, values: list, knobs: object) -> list:
+    def constant(self, x: Any) -> Any:
+        return literal_of(x)
+
+    def follow(self, op: Operation, ins: list) -> list:
+        of = self._rerun
+        ins = list(map(in_f64, ins)) if of.is_double else ins
+        outs = list(super().follow(op, ins))
+        for i in of.wanted.get(op.path, ()):
+            if of.is_varying or not jax.typeof(outs[i]).manual_axis_type.unreduced:
+                outs[i], taken = of.visit(op.path, i, self._turns, ins, outs[i], self._knobs)
+                note = Note(op.path, i, (len(self._values),))
+                self._values.append((note, varying(taken, of.axes)))
+        return outs
+
+    def apply(self, op: Operation, ins: list) -> list[jax.Array]:
+        if self._rerun.is_double:
+            return run_in_f64(op.eqn, ins)
+        return (_varying if self._rerun.is_varying else run_again)(op.eqn, ins)
+
+    def call(self, op: Operation, body: Any, ins: list) -> list:
+        if op.name != "shard_map":
+            return self.body(body, ins, op)
         notes: list[Note] = []
-        axes = () if self._is_same else jax.sharding.get_abstract_mesh().axis_names
+        axes = self._rerun.axes
 
         def per_device(knobs, *ins):
             inner: list[tuple[Note, jax.Array]] = []
-            outs = self._run(eqn.params["jaxpr"], ins, (), inner, knobs)
+            outs = _Run(self._rerun, inner, knobs).body(body, ins)
             notes[:] = [note for note, _ in inner]
             return outs, [value[(None,) * len(axes)] for _, value in inner]
 
-        out_specs = list(eqn.params["out_specs"]), P(*axes)
-        in_specs = P(), *eqn.params["in_specs"]
-        outs, found = jax.shard_map(per_device, in_specs=in_specs, out_specs=out_specs)(knobs, *ins)
-        values += zip(notes, found, strict=True)
+        specs = {"in_specs": (P(), *op.params["in_specs"]), "out_specs": (list(op.params["out_specs"]), P(*axes))}
+        outs, found = jax.shard_map(per_device, **specs)(self._knobs, *ins)
+        self._values += zip(notes, found, strict=True)
         return outs
 
-    def _loop(self, eqn: Eqn, ins: list, here: Path, values: list, knobs: object, around: tuple) -> list:
-        consts, carry, xs = split_scan(eqn, ins)
-        turns = (eqn.params["length"], eqn.params["reverse"])
-        at = len(values)
-        inner = []
+    def scan(self, op: Operation, consts: list, carry: list, xs: list) -> list:
+        turns = (op.params["length"], op.params["reverse"])
+        at = len(self._values)
+        inner: list[tuple[Note, jax.Array]] = []
 
-        def body(carry, of_turn):
+        def turn(carry, of_turn):
             inner.clear()  # JAX may trace it again
-            turn, *xs = of_turn
-            args = [*consts, *carry, *xs]
-            within = (*around, (turn, turns[0]))
-            outs = self._run(eqn.params["jaxpr"], args, here, inner, knobs, within)
+            number, *xs = of_turn
+            run = _Run(self._rerun, inner, self._knobs, (*self._turns, (number, turns[0])))
+            outs = run.body(op.params["jaxpr"], [*consts, *carry, *xs], op)
             return outs[: len(carry)], (outs[len(carry) :], [value for _, value in inner])
 
         before = np.arange(turns[0], dtype=np.int32)[:: -1 if turns[1] else 1]
-        carry, (ys, found) = lax.scan(body, carry, (before, *xs), length=turns[0], reverse=turns[1])
+        carry, (ys, found) = lax.scan(turn, carry, (before, *xs), length=turns[0], reverse=turns[1])
         notes = [note._replace(order=(at, *note.order), loops=(turns, *note.loops)) for note, _ in inner]
-        values += zip(notes, found, strict=True)
+        self._values += zip(notes, found, strict=True)
         return [*carry, *ys]
+
+    def loop(self, op: Operation, of_test: list, of_body: list, carry: list) -> Any:
+        if not self._rerun.is_double:
+            return self.apply(op, [*of_test, *of_body, *carry])
+
+        def goes_on(carry: list) -> Any:
+            return self.body(op.params["cond_jaxpr"], [*of_test, *carry], op)[0]
+
+        return lax.while_loop(goes_on, lambda carry: self.body(op.params["body_jaxpr"], [*of_body, *carry], op), carry)
+
+    def branch(self, op: Operation, which: Any, args: list) -> Any:
+        if not self._rerun.is_double:
+            return self.apply(op, [which, *args])
+        branches = [lambda *args, body=body: self.body(body, args, op) for body in op.params["branches"]]
+        return lax.switch(which, branches, *args)
 
 
 # ---- in f64 -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from shardlib.proof.alignment import Different
 from shardlib.proof.check import findings
 from shardlib.proof.domain import UNIFORM, Value, devices
 from shardwright.inspect.soundness import find_unsound
-from shardwright.inspect.statistics.points import callers
 from shardwright.inspect.statistics.rerun import Path, Rerun, executed
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
@@ -186,7 +185,7 @@ def first_difference(here: Step, there: Step, arguments: Sequence[list]) -> tupl
             wanted[path] = [
                 i for i, (value, var) in enumerate(pairs) if _is_known(value, here.mesh.shape) and _is_number(var.aval)
             ]
-            twins[path] = tuple(id(each.twin) for each in (*callers(eq), eq))
+            twins[path] = tuple(id(each.twin) for each in (*eq.callers, eq))
     replay = Rerun(here.jaxpr, wanted, is_double=True)
     alone = Rerun(there.jaxpr, {twins[path]: which for path, which in wanted.items()}, is_double=True)
     ours, theirs = map(_values, (here, there), (replay, alone), arguments)

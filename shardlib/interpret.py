@@ -1,0 +1,397 @@
+"""Interprets traced programs: the one place that goes through the equations of a jaxpr.
+
+An analysis is a Domain: what it knows of a value, and what follows for the results of an equation
+from what it knows of the operands. `interpret` follows a program over it, in program order, with
+what it calls in place of the calls.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from shardlib.equations import (
+    Eqn,
+    body_of,
+    called,
+    frames_of,
+    is_program,
+    is_variable,
+    jaxprs_of,
+    split_scan,
+    split_while,
+)
+from shardlib.places import is_users, place
+
+V = TypeVar("V")
+_JAX = str(Path(jax.__file__).parent)
+_NOT_COMPUTED = ("ctx_mesh",)
+"""Parameters that say where a function was traced."""
+SHOWN = {
+    "iota": "arange",
+    "add_any": "add",
+    "dot_general": "matmul",
+    "select_n": "where",
+    "convert_element_type": "astype",
+}
+SHOWN |= {"ring_enter": "ppermute", "ring_close": "add", "ring_scatter": "add"}
+"""Names that users know some primitives by."""
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """An equation of a program, and the one that calls what it is in.
+
+    For example, `Operation(eqn).place()` is `model.py:12`.
+    """
+
+    eqn: Any
+    caller: "Operation | None" = None
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def shown(self) -> str:
+        """The name of the primitive in messages."""
+        return SHOWN.get(self.name, self.name.removesuffix("_invariant"))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Parameters of the primitive."""
+        return self.eqn.params
+
+    @property
+    def callers(self) -> list[Any]:
+        """The loops, branches and calls around it, outermost first."""
+        return [] if self.caller is None else [*self.caller.callers, self.caller]
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Identifies it in its program: ids of its callers, and of its equation.
+
+        Callers outside of its shard_map are left out.
+        """
+        found = [id(self.eqn)]
+        caller = self.caller
+        while caller is not None and caller.name != "shard_map":
+            found.append(id(caller.eqn))
+            caller = caller.caller
+        return tuple(found[::-1])
+
+    def place(self) -> str:
+        """`file.py:line` of the user's code that made the equation; ? if there is none."""
+        found = self.line()
+        return place(*found) if found else "?"
+
+    def line(self) -> tuple[str, int] | None:
+        """File and line of the user's code that made the equation; None if there is none.
+
+        JAX traces its own jitted functions once. Their equations know only the first caller, so
+        this caller is asked.
+        """
+        found = self.calls()
+        return found[-1] if found else None
+
+    def calls(self) -> list[tuple[str, int]]:
+        """File and line of each of the user's calls that led to the equation.
+
+        The outermost comes first; see `line`.
+        """
+        if self.caller is not None and self.caller.is_of_jax():
+            return self.caller.calls()
+        users = [(file, line) for file, line in frames_of(self.eqn) if is_users(file)]
+        return users if users or self.caller is None else self.caller.calls()
+
+    def is_of_jax(self) -> bool:
+        """True if the equation calls a jitted function of JAX itself."""
+        jaxpr = self.params.get("jaxpr")
+        info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
+        return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
+
+
+class Domain(Generic[V]):
+    """An analysis: what it knows of values. A subclass says what follows for an equation.
+
+    For example, with the number of additions that led to each value:
+
+        class Additions(Domain[int]):
+            def constant(self, x): return 0
+            def apply(self, op, ins): return [sum(ins) + (op.name == "add")] * len(op.eqn.outvars)
+
+        interpret(jax.make_jaxpr(lambda x: x + x + x)(1.0), Additions(), [0])  # [2]
+    """
+
+    def constant(self, x: Any) -> V:
+        """What is known of a literal, or of an array that the program holds."""
+        raise NotImplementedError
+
+    def apply(self, op: Operation, ins: list[V]) -> list[V]:
+        """What is known of the results of an equation that runs no body."""
+        raise NotImplementedError
+
+    def join(self, a: V, b: V) -> V:
+        """What is known of a value that is one or the other."""
+        raise NotImplementedError
+
+    def follow(self, op: Operation, ins: list[V]) -> list[V]:
+        """What is known of the results of any equation."""
+        if (body := called(op.eqn)) is not None:
+            return self.call(op, body, ins)
+        if op.name == "scan":
+            return self.scan(op, *split_scan(op.eqn, ins))
+        if op.name == "while":
+            return self.loop(op, *split_while(op.eqn, ins))
+        if op.name == "cond":
+            return self.branch(op, ins[0], ins[1:])
+        return self.apply(op, ins)
+
+    def call(self, op: Operation, body: Any, ins: list[V]) -> list[V]:
+        """Of the results of a call."""
+        return interpret(body, self, ins, op)
+
+    def scan(self, op: Operation, consts: list[V], carry: list[V], xs: list[V]) -> list[V]:
+        """Of the results of a loop over the rows of `xs`: what holds in every turn.
+
+        What is known of an array is taken to be known of its rows, and the other way round.
+        """
+
+        def turn(carry: list[V]) -> list[V]:
+            return interpret(op.params["jaxpr"], self, [*consts, *carry, *xs], op)
+
+        carry = fixed_point(carry, lambda carry: turn(carry)[: len(carry)], self.join)
+        return [*carry, *turn(carry)[len(carry) :]]
+
+    def loop(self, op: Operation, of_test: list[V], of_body: list[V], carry: list[V]) -> list[V]:
+        """Of the results of a while loop: what holds after every turn."""
+
+        def turn(carry: list[V]) -> list[V]:
+            interpret(op.params["cond_jaxpr"], self, [*of_test, *carry], op)
+            return interpret(op.params["body_jaxpr"], self, [*of_body, *carry], op)
+
+        return fixed_point(carry, turn, self.join)
+
+    def branch(self, op: Operation, which: V, args: list[V]) -> list[V]:
+        """Of the results of a conditional: what holds for every branch."""
+        outs = [interpret(branch, self, args, op) for branch in op.params["branches"]]
+        return [functools.reduce(self.join, found) for found in zip(*outs, strict=True)]
+
+
+def interpret(
+    program: object, domain: Domain[V], ins: Iterable[V], caller: Operation | None = None
+) -> list[V]:
+    """Follows a program over a domain, and returns what is known of its results.
+
+    Args:
+        program: a jaxpr, closed or open.
+        domain: the analysis.
+        ins: what is known of its arguments.
+        caller: the equation that runs it; None: none does.
+    """
+    jaxpr, consts = body_of(program)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    env = dict(zip(variables, [*map(domain.constant, consts), *ins], strict=True))
+
+    def read(var: Any) -> V:
+        return env[var] if is_variable(var) else domain.constant(var)
+
+    for eqn in jaxpr.eqns:
+        found = domain.follow(Operation(eqn, caller), list(map(read, eqn.invars)))
+        env.update(zip(eqn.outvars, found, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def fixed_point(
+    carry: list[V], turn: Callable[[list[V]], Sequence[V]], join: Callable[[V, V], V]
+) -> list[V]:
+    """What is known of carried values before every turn of a loop, and after the last one.
+
+    Args:
+        carry: what is known before the first turn.
+        turn: what is known after a turn, from what is known before it.
+        join: what is known of a value that is one or the other.
+
+    Raises:
+        AssertionError: it does not settle.
+    """
+    for _ in range(4 * len(carry) + 8):
+        after = turn(carry)[: len(carry)]
+        new = [join(a, b) for a, b in zip(carry, after, strict=True)]
+        if new == carry:
+            return carry
+        carry = new
+    raise AssertionError("what is known of the carried values of a loop does not settle")
+
+
+# ---- the equations of a program ------------------------------------------------------------------
+
+
+def equations_of(program: object) -> list[Any]:
+    """The equations of a jaxpr, closed or open, without those of the jaxprs inside it."""
+    return list(body_of(program)[0].eqns)
+
+
+def operations_in(program: object, caller: Operation | None = None) -> Iterator[Operation]:
+    """Iterates over the equations of a jaxpr, closed or open, in program order.
+
+    Each comes before those of the jaxprs in its parameters.
+    """
+    for eqn in body_of(program)[0].eqns:
+        op = Operation(eqn, caller)
+        yield op
+        for inner in jaxprs_of(eqn):
+            yield from operations_in(inner, op)
+
+
+def equations_in(program: object) -> Iterator[Any]:
+    """Iterates over the equations of `operations_in`."""
+    return (op.eqn for op in operations_in(program))
+
+
+def arrays_in(program: object) -> list[Any]:
+    """The arrays that a jaxpr, and the jaxprs inside it, hold as constants."""
+    inner = (inner for eqn in equations_in(program) for inner in jaxprs_of(eqn))
+    return [array for part in (program, *inner) for array in body_of(part)[1]]
+
+
+def needed_for(
+    jaxpr: Any,
+    variables: Iterable,
+    is_kept: Callable[[Eqn], bool] = lambda eqn: False,
+    is_followed: Callable[[Any], bool] = lambda var: True,
+) -> list[Any]:
+    """The equations of an open jaxpr on which variables depend, in program order.
+
+    Args:
+        jaxpr: the program. Bodies are not looked into.
+        variables: some of its variables, and literals.
+        is_kept: True for other equations to return, with what they depend on.
+        is_followed: False for operands that do not count.
+    """
+    used = set(filter(is_variable, variables))
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        if is_kept(eqn) or not used.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            used |= set(filter(is_followed, filter(is_variable, eqn.invars)))
+    return found[::-1]
+
+
+# ---- as a hash -----------------------------------------------------------------------------------
+
+
+def digest_of(program: object) -> str:
+    """Hash of a program: operations, their parameters, constants; not lines and names of values."""
+    return _digest_of(program, {})
+
+
+class _Digest(Domain[str]):
+    """Numbers the values of a program, and hashes its equations. `known` has hashes of bodies."""
+
+    def __init__(self, known: dict[int, str]):
+        self.hash = hashlib.sha256()
+        self._known = known
+        self._count = 0
+
+    def write(self, *parts: Any) -> None:
+        """Adds to the hash."""
+        self.hash.update(repr(parts).encode())
+
+    def number(self, var: Any) -> str:
+        """Names a new variable."""
+        self._count += 1
+        return f"{self._count}:{var.aval}"
+
+    def constant(self, x: Any) -> str:
+        if hasattr(x, "val"):
+            return f"{x.val!r}:{x.aval}"
+        is_key = jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)
+        self.hash.update(np.asarray(jax.random.key_data(x) if is_key else x).tobytes())
+        self._count += 1
+        return f"{self._count}:{jax.typeof(x)}"
+
+    def follow(self, op: Operation, ins: list[str]) -> list[str]:
+        own = {}
+        for name, value in sorted(op.params.items()):
+            parts = value if isinstance(value, tuple | list) else (value,)
+            if name not in _NOT_COMPUTED and not any(map(is_program, parts)):
+                own[name] = sorted(value) if isinstance(value, frozenset) else value
+        shown = re.sub(r"0x[0-9a-f]{6,}", "", repr(own))  # without addresses of functions
+        inner = [_digest_of(x, self._known) for x in jaxprs_of(op.eqn)]
+        outs = list(map(self.number, op.eqn.outvars))
+        self.write(op.name, shown, inner, ins, outs)
+        return outs
+
+
+def _digest_of(program: Any, known: dict[int, str]) -> str:
+    if found := known.get(id(program)):
+        return found
+    domain = _Digest(known)
+    arguments = list(map(domain.number, body_of(program)[0].invars))
+    domain.write(arguments)
+    domain.write(interpret(program, domain, arguments))
+    return known.setdefault(id(program), domain.hash.hexdigest()[:20])
+
+
+# ---- running equations again ---------------------------------------------------------------------
+
+
+class Copies(Domain[Any]):
+    """Copies a program: each equation is added to `found`, with new variables.
+
+    A subclass replaces some of them. A value is its variable in the copy, or a literal.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def constant(self, x: Any) -> Any:
+        """The literal, or the array."""
+        return x
+
+    def follow(self, op: Operation, ins: list) -> list:
+        """Adds a copy of an equation, and returns the variables of its results."""
+        outs = [core.Var(var.aval) for var in op.eqn.outvars]
+        self.found.append(op.eqn.replace(invars=ins, outvars=outs))
+        return outs
+
+
+def program_of(eqn: Eqn, operands: Iterable) -> Any:
+    """Builds a jaxpr of one equation, whose arguments are the variables `operands`."""
+    return _nothing().replace(
+        invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects
+    )
+
+
+@functools.cache
+def _nothing() -> Any:
+    return jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
+    """Evaluates an equation for the operands `ins`. It keeps its source line."""
+    operands = {var: value for var, value in zip(eqn.invars, ins, strict=True) if is_variable(var)}
+    return core.jaxpr_as_fun(core.ClosedJaxpr(program_of(eqn, operands), []))(*operands.values())
+
+
+def literal_of(x: Any) -> Any:
+    """The number of a literal; an array that a jaxpr holds is its own value."""
+    if isinstance(x, core.Literal):
+        aval: Any = x.aval
+        return np.asarray(x.val, aval.dtype)
+    return x
+
+
+def values_of(variables: Any, env: dict) -> list:
+    """Looks up variables and literals in `env`; None for variables that it lacks."""
+    return [env.get(var) if is_variable(var) else literal_of(var) for var in variables]
