@@ -9,7 +9,7 @@ import tiny
 
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
-from shardwright.inspect.compiled.table import Table
+from shardwright.inspect.compiled.table import CompiledStep
 from shardwright.run.compiling import with_mesh
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -25,7 +25,7 @@ def compile_config(c, mesh):
         return tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
 
 
-def table_of(text: str, mesh=None) -> Table:
+def table_of(text: str, mesh=None) -> CompiledStep:
     """What `describe` says of an optimized HLO text, compiled for a mesh of these sizes."""
     return describe(parse(with_mesh(text, mesh) if mesh else text))
 

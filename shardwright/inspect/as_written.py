@@ -12,24 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardwright.inspect.by_line import OPCODES
 from shardwright.inspect.compiled.hlo import Computation, Program, Shape, parse
 from shardwright.inspect.compiled.lines import WITHOUT_LINE, Places
 from shardwright.inspect.compiled.operations import Message, axes_of, message_of, works_of
-from shardwright.inspect.compiled.table import in_bytes
 from shardwright.inspect.plan.graph import Graph, Node, Value, graph_of
+from shardwright.inspect.tables import in_bytes
 from shardwright.run.compiling import with_mesh
 
 _AS_WRITTEN, _PADDED = "as written", "padded"
 MOST = 10
 """Number of differences that are shown."""
-_KINDS = {
-    "all_gather": "all-gather",
-    "psum_scatter": "reduce-scatter",
-    "psum": "all-reduce",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}
-"""Opcode of each collective of a plan's graph."""
 _EXTREMES = {"pmax": "maximum", "pmin": "minimum"}
 
 
@@ -110,7 +103,7 @@ def written_in(jaxpr: object, sizes: Mapping[str, int]) -> Iterator[Sent]:
             what_it_computes = (node.primitive, str(node.params), node.literals, *(x.literal or x for x in reads))
             known = node.outs if node.bodies else before.setdefault(what_it_computes, node.outs)
             itself.update(zip(node.outs, known, strict=True))
-            if kind := _KINDS.get(node.op):
+            if kind := OPCODES.get(node.op):
                 groups = _groups_of(node, sizes)
                 reduction = _EXTREMES.get(node.primitive, "add") if kind in ("all-reduce", "reduce-scatter") else ""
                 for out in node.outs:
@@ -148,7 +141,7 @@ def _groups_of(node: Node, sizes: Mapping[str, int]) -> frozenset:
     members = math.prod(sizes[axis] for axis in node.axes)
     ids = np.arange(math.prod(sizes.values())).reshape([*sizes.values()]).transpose(order).reshape(-1, members)
     parts = node.params.get("perm") or node.params.get("axis_index_groups") or [[*range(members)]]
-    return _canonical([[row[i] for i in part] for row in ids for part in parts], _KINDS[node.op])
+    return _canonical([[row[i] for i in part] for row in ids for part in parts], OPCODES[node.op])
 
 
 def _canonical(groups: Iterable[Iterable[int]], kind: str) -> frozenset:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from shardlib.axes import AXES, PIPELINE_AXIS, mesh_text
 from shardlib.proof.check import tracing
 from shardwright.cluster.chips import Chip, chip_for, chip_of, known
-from shardwright.inspect.compiled.table import in_bytes, in_seconds
 from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import Facts, PlannedStep, mesh_for, step_of
+from shardwright.inspect.tables import in_bytes, in_seconds
 from shardwright.modeling.model import LanguageModel, load_model
 from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.checks import check_config

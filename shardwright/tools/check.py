@@ -39,10 +39,10 @@ from shardwright.cluster.topologies import WITHOUT_DEVICE, devices_of
 from shardwright.data.checks import at_least_1, check_choice
 from shardwright.inspect import as_written
 from shardwright.inspect.causality import check_causal
-from shardwright.inspect.compiled.table import in_bytes, in_seconds
 from shardwright.inspect.plan.step import mesh_for
 from shardwright.inspect.planning import NOT_MEASURED, mesh_sizes, planned_change
 from shardwright.inspect.soundness import check_steps
+from shardwright.inspect.tables import in_bytes, in_seconds
 from shardwright.modeling.model import load_model
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.changes import config_at, firsts

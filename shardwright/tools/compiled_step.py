@@ -1,4 +1,4 @@
-"""Shows the compiled training step of a run by source line: its collectives, its matmuls, what it keeps.
+"""Shows the training step of a run by source line: what was planned, compiled and measured of each line.
 
     python -m tools.compiled_step run=runs/<name>
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from shardwright.data.untrusted import refused, shown
+from shardwright.inspect.by_line import STEP, ByLine, as_text, lines_of, newest, read_by_line
 from shardwright.inspect.compiled.files import read_step
-from shardwright.inspect.compiled.table import as_text, read_table
 from shardwright.settings.program import run_program
 
 
@@ -23,20 +23,24 @@ class Settings:
     """Settings of the program."""
 
     run: str = MISSING
-    """Directory of a run, of which the newest compiled step is shown; or an optimized HLO text (.txt)."""
+    """Directory of a run, of which the newest step is shown; or an optimized HLO text (.txt)."""
 
 
 def run(config: Settings) -> None:
     """Prints what is known of the step."""
     given = Path(config.run)
-    texts = sorted(given.glob("training_step_optimized_hlo_*.txt")) if given.is_dir() else [given]
-    if not texts or not texts[-1].exists():
+    text = newest(given, f"{STEP}.txt") if given.is_dir() else given
+    if text is None or not text.exists():
         raise ValueError(f"run is {given}: there is no training_step_optimized_hlo_<date>.txt; give a run's directory.")
+    found = read_by_line(given) if given.is_dir() else ByLine([], None, None, False, [])
+    if found.problems:
+        raise ValueError(found.problems[0])
     # The table that the run wrote beside its text has the source lines of that time.
-    written = texts[-1].with_suffix(".json")
-    with refused(str(texts[-1]), remedy=""):
-        table = read_table(written) if written.exists() else read_step(texts[-1])
-    print(shown(as_text(table, shutil.get_terminal_size((10_000, 0)).columns)))
+    if found.compiled is None:
+        with refused(str(text), remedy=""):
+            found.compiled = read_step(text)
+        found.lines = lines_of(found.compiled, found.plan or {})
+    print(shown(as_text(found, shutil.get_terminal_size((10_000, 0)).columns)))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from shardwright.cluster.chips import chip_of
 from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import Facts, Held, PlannedStep
 from shardwright.inspect.plan.work import Op
+from shardwright.inspect.tables import WIDTH
 from shardwright.tools.plan.page import page, roofline
-from shardwright.tools.plan.screen import GIB, SHOWN, WIDTH, as_text, work
+from shardwright.tools.plan.screen import GIB, SHOWN, as_text, work
 
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = "f32[2]</script><script>alert(1)</script>"

@@ -12,9 +12,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from shardwright.cluster.chips import chip_of
-from shardwright.inspect.compiled.table import in_bytes
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.planning import SAVED, Change, advice, doubled, planned_change, planned_step
+from shardwright.inspect.tables import in_bytes
 from shardwright.modeling.model import load_model
 from shardwright.run.checks import register_schema, to_config
 from shardwright.tools.plan import compare

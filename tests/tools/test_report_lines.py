@@ -39,27 +39,30 @@ def test_lines_have_their_time_and_what_they_do(run):
     found = shown(run)
     assert found["problems"] == []
     assert [total for _, total in found["facts"]] == ["38.0 KiB", "24.0 MFLOP", "64 B"]
-    matmul, gather = found["first"]
+    matmul, gather, moved = found["first"]
     assert (matmul["place"], matmul["text"]) == ("~train.py:20", "y = x @ w")
 
-    # (1.2 + 0.08) s of 8 devices and 2 steps
+    # (1.2 + 0.08) s and 0.32 s of 8 devices and 2 steps; a fourth of the collective is exposed.
     def of_time(line):
-        return [line[name] for name in ("seconds", "share", "collective", "exposed")]
+        return [*line["planned"], *line["measured"], *(line[name] for name in ("share", "collective", "exposed"))]
 
-    assert of_time(matmul) == pytest.approx([0.08, 0.8, 0, 0])
+    assert of_time(matmul) == pytest.approx([100, 0, 80, 0, 0.8, 0, 0])
 
     def of(part):
-        return (part["size"], part["what"], part["where"])
+        return (part["size"], part.get("planned", ""), part["what"], part["where"])
 
     product, kept = matmul["parts"]
-    assert of(product) == ("24.0 MFLOP", "100×100×100 bf16", "layers, forward × 1 × 12")
-    assert of(kept) == ("64 B", "kept f32[8]", "outside of loops × 2")
+    assert of(product) == ("24.0 MFLOP", "24.0 MFLOP", "100×100×100 bf16", "layers, forward × 1 × 12")
+    assert of(kept) == ("64 B", "64 B", "kept f32[8]", "outside of loops × 2")
     assert (gather["place"], gather["text"]) == ("train.py:10", 'w = gather("M/d -> M", w)')
-    assert of_time(gather) == pytest.approx([0.02, 0.2, 0.2, 0.05])
-    assert "<td>20.00</td>\n<td>5.00</td>" in html(run)
+    assert of_time(gather) == pytest.approx([16, 4, 20, 5, 0.2, 0.2, 0.05])
+    assert [row["ratio"] for row in found["first"]] == ["0.8", "1.25", ""]
+    assert "<td>16.00</td><td>20.00</td><td>1.25</td><td>4.00</td><td>5.00</td>" in html(run)
     forward, backward = gather["parts"]
-    assert of(forward) == ("36.0 KiB", "all-gather t d, not overlapped", "layers, forward × 3 × 12")
-    assert of(backward) == ("2.00 KiB", "reduce-scatter t, overlapped", "outside of loops")
+    # Of 8 devices, each sends 7/8 of the 16 KiB of each of both.
+    assert of(forward) == ("36.0 KiB", "28.0 KiB", "all-gather t d, not overlapped", "layers, forward × 3 × 12")
+    assert of(backward) == ("2.00 KiB", "", "reduce-scatter t, overlapped", "outside of loops")
+    assert (moved["place"], moved["parts"], moved["measured"]) == ("train.py:30", [], None)
 
 
 def test_what_is_on_condition_is_at_most(run):
@@ -77,11 +80,24 @@ def test_the_newest_files_are_shown(run):
     assert shown(run)["facts"][2][1] == "0 B"
 
 
-def test_a_run_without_a_profile_is_sorted_by_what_is_sent(run):
+def test_a_run_without_a_profile_is_sorted_by_its_plan_and_without_both_by_what_is_sent(run):
     (run / LINES).unlink()
     found = shown(run)
+    assert [row["place"] for row in found["first"]] == ["~train.py:20", "train.py:10", "train.py:30"]
+    assert (found["planned"], found["measured"]) == (True, False)
+    (run / "plan.json").unlink()
+    found = shown(run)
     assert [row["place"] for row in found["first"]] == ["train.py:10", "~train.py:20"]
-    assert not found["timed"]
+    assert (found["planned"], found["measured"]) == (False, False)
+
+
+def test_the_fifteen_that_take_longest_come_first(run):
+    times = {"text": "", "share": 0.05, "collective": 0, "exposed": 0}
+    lines = [{"line": f"m.py:{i}", "seconds": i} | times for i in range(1, 21)]
+    (run / LINES).write_text(json.dumps({"steps": 1, "devices": 1, "lines": lines}))
+    found = shown(run)
+    assert [row["place"] for row in found["first"]] == [f"m.py:{i}" for i in range(20, 5, -1)]
+    assert [row["place"] for row in found["rest"][-3:]] == ["~train.py:20", "train.py:10", "train.py:30"]
 
 
 TIME = {"line": "a", "text": "", "seconds": 1, "share": 7, "collective": 0, "exposed": -1}

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from written_runs import PROFILE, write_plan, write_run, write_step
+from written_runs import write_plan, write_run, write_step
 
 from shardwright.tools.report.comparing import compare_runs
 from shardwright.tools.report.page import page
@@ -32,28 +32,6 @@ def test_the_figures_have_their_range_and_ratio(run):
     ]
 
 
-def test_lines_have_milliseconds_of_a_device_in_a_step(run):
-    found = planned_and_measured(compared(run))["first"]
-    assert [row["place"] for row in found] == ["train.py:20", "train.py:10", "train.py:30"]
-    # (1.2 + 0.08) s and 0.32 s of 8 devices and 2 steps; a fourth of the collective is exposed.
-    assert [row["measured"] for row in found] == [pytest.approx(x) for x in ((80, 0), (20, 5), (0, 0))]
-    assert [row["planned"] for row in found] == [pytest.approx(x) for x in ((100, 0), (16, 4), (3, 0))]
-    assert [row["ratio"] for row in found] == ["0.8", "1.25", ""]
-    text = page(compared(run))
-    assert "<td>16.000</td>\n<td>20.000</td>\n<td>1.25</td>\n<td>4.000</td>\n<td>5.000</td>" in text
-    assert "<td>3.000</td>\n<td></td>" in text
-    assert "planned for v5e" in text
-
-
-def test_the_fifteen_that_take_longest_come_first(run):
-    times = {"text": "", "share": 0.05, "collective": 0, "exposed": 0}
-    lines = [{"line": f"m.py:{i}", "seconds": i} | times for i in range(1, 21)]
-    (run / PROFILE / "profile_by_line.json").write_text(json.dumps({"steps": 1, "devices": 1, "lines": lines}))
-    found = planned_and_measured(compared(run))
-    assert [row["place"] for row in found["first"]] == [f"m.py:{i}" for i in range(20, 5, -1)]
-    assert [row["place"] for row in found["rest"][-3:]] == ["train.py:20", "train.py:10", "train.py:30"]
-
-
 def test_without_a_plan_or_alone_there_is_no_section(run, tmp_path):
     assert planned_and_measured(compared(run, write_plan(write_run(tmp_path / "other")))) is None
     (run / "plan.json").rename(tmp_path / "plan.json")
@@ -67,16 +45,17 @@ def test_a_run_that_begins_has_what_is_planned(tmp_path):
     (tmp_path / "run").mkdir()
     found = planned_and_measured(compared(write_plan(tmp_path / "run")))
     assert found["figures"][0] == ("time of a step", "400.00 ms (320.00 ms to 500.00 ms)", "–", "")
-    assert [row["measured"] for row in found["first"]] == [(0, 0)] * 3
 
 
 def test_a_damaged_plan_is_said(run):
-    for content in ("", "[1]", '{"work": [{"line": 3}]}', '{"work": {}}', "[" * 10**5):
+    for content in ("", "[1]", "[" * 10**5):
         (run / "plan.json").write_text(content)
         found = planned_and_measured(compared(run))
         assert "plan.json" in found["problems"][0], content
         assert found["figures"] == [], content
-    assert "plan.json" in page(compared(run))
+    for content in ('{"work": [{"line": 3}]}', '{"work": {}}'):
+        (run / "plan.json").write_text(content)
+        assert "plan.json" in page(compared(run)), content
 
 
 def test_strange_numbers_are_shown_or_left_out(run):

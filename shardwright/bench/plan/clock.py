@@ -11,7 +11,7 @@ from shardwright.cluster.chips import Chip
 from shardwright.inspect.compiled.hlo import Computation, Instruction, Program
 from shardwright.inspect.compiled.lines import WITHOUT_LINE
 from shardwright.inspect.compiled.operations import NO_WORK, works_of
-from shardwright.inspect.compiled.table import Table
+from shardwright.inspect.compiled.table import CompiledStep
 
 SCATTER = 400 / 374
 """Time of a reduce-scatter / time of an all-gather, for the largest messages of 8 H100s in XLA's NCCL table."""
@@ -39,7 +39,9 @@ class Clock:
         exposed: of these, the seconds waiting.
     """
 
-    def __init__(self, program: Program, table: Table, chip: Chip, facts: Mapping[str, Any], attention: float = 0.0):
+    def __init__(
+        self, program: Program, table: CompiledStep, chip: Chip, facts: Mapping[str, Any], attention: float = 0.0
+    ):
         self.program = program
         self.line_of = table.line_of
         self.chip = chip

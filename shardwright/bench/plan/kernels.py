@@ -24,7 +24,7 @@ from shardwright.data.untrusted import read_object
 from shardwright.inspect.compiled import hlo, trace
 from shardwright.inspect.compiled.operations import works_of
 from shardwright.inspect.compiled.step import describe
-from shardwright.inspect.compiled.table import Table
+from shardwright.inspect.compiled.table import CompiledStep
 from shardwright.run.profile import MODULE
 
 OPTION = "hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
@@ -33,7 +33,7 @@ Row = tuple[str, float, float, str]
 """Kind, measured ms, predicted ms, and the kernel with its source line."""
 
 
-def measured(file: Path, table: Table) -> dict[str, float]:
+def measured(file: Path, table: CompiledStep) -> dict[str, float]:
     """Returns seconds per operation, averaged over devices and steps. Raises ValueError if the trace has none."""
     if not (steps := read_object(file.with_name(trace.LINES)).get("steps")):
         raise ValueError(f"{file.with_name(trace.LINES)} has no number of steps: train again with this version.")
@@ -48,7 +48,7 @@ def measured(file: Path, table: Table) -> dict[str, float]:
     return found
 
 
-def kinds(program: hlo.Program, table: Table) -> dict[str, str]:
+def kinds(program: hlo.Program, table: CompiledStep) -> dict[str, str]:
     """Returns the kind of each operation: matmuls, attention, collectives or the rest."""
     found = {}
     for computation in program.computations.values():

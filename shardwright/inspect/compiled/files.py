@@ -10,14 +10,14 @@ from shardwright.data.untrusted import read_file
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.picture import draw
 from shardwright.inspect.compiled.step import describe
-from shardwright.inspect.compiled.table import Table
+from shardwright.inspect.compiled.table import CompiledStep
 from shardwright.run.files import write_json, write_whole
 
 _MOST_BYTES = 2**30
 """Largest size of an HLO text."""
 
 
-def read_step(path: Path) -> Table:
+def read_step(path: Path) -> CompiledStep:
     """Reads the table of an HLO text. It includes source lines of files that did not change since.
 
     Raises ValueError if it is not an HLO text, and OSError if it cannot be read.

@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Iterable
 
 from shardwright.data.untrusted import shown
-from shardwright.inspect.compiled.table import KINDS, Row, Table, around, in_bytes
+from shardwright.inspect.compiled.table import KINDS, CompiledStep, Row, around
+from shardwright.inspect.tables import in_bytes
 
 _WIDTH, _MARGIN, _INDENT, _LETTER = 1180, 16, 10, 7.3
 _AXES = {"r": "#cc79a7", "d": "#0072b2", "t": "#d55e00", "p": "#009e73", "e": "#8c6bb1", "c": "#7f6000"}
@@ -24,7 +25,7 @@ def colours_of(row: Row) -> list[str]:
     return [_AXES.get(axis, _OTHER_AXIS) for axis in row.axes.split()[:8]] or [_KINDS.get(row.kind, "#999999")]
 
 
-def draw(table: Table) -> str:
+def draw(table: CompiledStep) -> str:
     """Draws a compiled step, as SVG."""
     return _Picture(table).svg()
 
@@ -32,7 +33,7 @@ def draw(table: Table) -> str:
 class _Picture:
     """Stacks parts from top to bottom; `y` is where the next one begins."""
 
-    def __init__(self, table: Table):
+    def __init__(self, table: CompiledStep):
         self.table = table
         self.parts = []
         self.y = 0.0

@@ -11,13 +11,13 @@ from shardwright.data.untrusted import read_text
 from shardwright.inspect.compiled.hlo import Computation, Instruction, Program
 from shardwright.inspect.compiled.lines import WITHOUT_LINE, Places, phase_of
 from shardwright.inspect.compiled.operations import NO_WORK, Work, works_of
-from shardwright.inspect.compiled.table import Row, Section, Table, around
+from shardwright.inspect.compiled.table import CompiledStep, Row, Section, around
 
 _LOOPS = {"run_layers": "layers", "loss_and_gradients": "groups of microbatches", "run_schedule": "ticks"}
 """What the loop of a function iterates over."""
 
 
-def describe(program: Program, newest: float = 0) -> Table:
+def describe(program: Program, newest: float = 0) -> CompiledStep:
     """The program by source line, with the text of lines of files that were not changed after the time `newest`."""
     return _Walk(program).table(newest)
 
@@ -34,7 +34,7 @@ class _Walk:
         self.communicating: set[str] = set()  # instructions
         self.chains: set[str] = set()  # of collectives in parts
 
-    def table(self, newest: float) -> Table:
+    def table(self, newest: float) -> CompiledStep:
         program = self.program
         name = program.name.removeprefix("jit_")
         self.fill(self.open(Section("program", name, 1, -1)), program.entry)
@@ -45,7 +45,7 @@ class _Walk:
         rows = [*self.rows(0)]
         source = _source(self.places.root, {row.line.removeprefix("~") for row in rows}, newest)
         of_operations = self.line_of, self.communicating
-        return Table(name, program.devices, program.mesh, self.sections, rows, source, *of_operations)
+        return CompiledStep(name, program.devices, program.mesh, self.sections, rows, source, *of_operations)
 
     def open(self, section: Section) -> int:
         """Opens a section; returns its index."""

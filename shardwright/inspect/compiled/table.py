@@ -1,13 +1,12 @@
-"""A compiled step as rows: collectives, matmuls, kept arrays and other operations. Formats it as text and as data."""
+"""A compiled step as rows: collectives, matmuls, kept arrays and other operations; and as data."""
 
-import collections
 import dataclasses
-import itertools
 import typing
 from pathlib import Path
 from typing import Any
 
 from shardwright.data.untrusted import COPY_AGAIN, LARGE, read_object
+from shardwright.inspect.tables import in_bytes, in_flops
 
 KINDS = {
     "collective": "Collectives: a device sends",
@@ -95,7 +94,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class CompiledStep:
     """A compiled step.
 
     Attributes:
@@ -139,7 +138,7 @@ class Table:
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_operations}
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> CompiledStep:
     """Reads a table from an untrusted file. Raises ValueError and OSError, like `read_object`."""
     of_file = {"name": str, "devices": int, "mesh": {str: int}, "source": {str: str}}
     kinds = {"sections": Section, "rows": Row}
@@ -148,7 +147,7 @@ def read_table(path: Path) -> Table:
     made: dict[str, Any] = {name: data[name] for name in of_file}
     for name, kind in kinds.items():
         made[name] = [kind(**{key: x[key] for key in fields[name]}) for x in data[name]]
-    table = Table(**made)
+    table = CompiledStep(**made)
     numbers = [table.devices, *table.mesh.values(), *(section.turns or 0 for section in table.sections)]
     numbers += [number for row in table.rows for number in (row.size, row.count, row.turns)]
     # A section comes after the one around it, so none is inside itself.
@@ -157,59 +156,3 @@ def read_table(path: Path) -> Table:
     if not (nested and known and all(0 <= number < 2**63 for number in numbers)):
         raise ValueError(f"{path} cannot be read: a number in it is out of range. {COPY_AGAIN}")
     return table
-
-
-def in_bytes(count: float) -> str:
-    """Formats a number of bytes with a unit."""
-    return _in_units(count, 1024, (" B", " KiB", " MiB", " GiB"))
-
-
-def in_flops(count: float) -> str:
-    """Formats a number of floating-point operations with a unit."""
-    return _in_units(count, 1000, (" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP"))
-
-
-def in_numbers(count: float) -> str:
-    """Formats a count with three digits: `1.28k`."""
-    return _in_units(count, 1000, ("", "k", "M", "G", "T"))
-
-
-def in_seconds(seconds: float) -> str:
-    """Formats a time with three digits: `12.8 ms`."""
-    return _in_units(1e6 * seconds, 1000, (" µs", " ms", " s"))
-
-
-def _in_units(count: float, base: int, units: tuple[str, ...]) -> str:
-    """Formats `count` with at least three digits, in the largest unit that it reaches."""
-    power = next((i for i in range(len(units)) if count < base ** (i + 1)), len(units) - 1)
-    value = count / base**power
-    digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f}{units[power]}"
-
-
-def as_text(table: Table, width: int = 120) -> str:
-    """Formats the table for a terminal of `width` columns."""
-    mesh = " ".join(f"{axis}={size}" for axis, size in table.mesh.items())
-    blocks = [f"{table.name} on {table.devices} devices{f', {mesh}' if mesh else ''}; what one device does in a step"]
-    for kind, title in KINDS.items():
-        totals = collections.Counter[str]()
-        for row in table.of(kind):
-            totals[row.line] += row.total
-        rows = sorted(table.of(kind), key=lambda row: (-totals[row.line], row.line))
-        head = {"matmul": "FLOPs"}.get(kind, "bytes"), "number", "what", "where"
-        first, *cells = _columns([head, *((row.amount(row.total), row.times, row.words, row.where) for row in rows)])
-        blocks += [f"\n{title} {table.total(kind)}", first if rows else "none"]
-        for line, of_line in itertools.groupby(zip(rows, cells, strict=True), key=lambda pair: pair[0].line):
-            text = f"{line}  {table.text_of(line)}".rstrip()
-            blocks += [text if len(text) <= width else f"{text[: width - 1]}…", *(cell for _, cell in of_line)]
-    if any(row.line.startswith("~") for row in table.rows):
-        blocks.append("\n~ the compiler dropped the line; it is that of a neighboring operation")
-    return "\n".join(blocks)
-
-
-def _columns(lines: list[tuple[str, ...]]) -> list[str]:
-    """Aligns lines in columns, the first two to the right, with room at the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = ([cell.rjust(n) if i < 2 else cell.ljust(n) for i, (cell, n) in enumerate(zip(line, widths, strict=True))]
-               for line in lines)  # fmt: skip
-    return ["  ".join(["", *cells]).rstrip() for cells in aligned]

@@ -24,7 +24,8 @@ import numpy as np
 
 from shardwright.inspect.compiled.files import read_step
 from shardwright.inspect.compiled.lines import WITHOUT_LINE
-from shardwright.inspect.compiled.table import Table
+from shardwright.inspect.compiled.table import CompiledStep
+from shardwright.inspect.tables import align, fit
 from shardwright.run.files import write_json
 
 LINES = "profile_by_line.json"
@@ -177,12 +178,12 @@ def step_bubble(devices: Mapping[str, Device], steps: int) -> dict[str, Any]:
     }
 
 
-def _line_of(name: str, table: Table) -> str | None:
+def _line_of(name: str, table: CompiledStep) -> str | None:
     """The source line of an operation; None for one whose parts are other operations."""
     return table.line_of.get(name, GRAPHS if name.startswith("command_buffer") else WITHOUT_LINE)
 
 
-def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
+def line_times(devices: Mapping[str, Device], table: CompiledStep) -> dict[str, Any]:
     """Measures the time that devices spend on the operations of each source line.
 
     A loop only has the time of the operations inside it. A collective's time includes waiting for other devices.
@@ -242,14 +243,12 @@ def top_lines(found: dict[str, Any]) -> str:
     """The ten slowest lines from the result of line_times, for a terminal of 80 columns."""
     text = ["slowest    source lines, by their share of the time that devices work"]
     text.append(f"           waits: for data of other devices; {100 * found['exposed']:.1f}% of all that time")
-    text.append("  time   waits  line")
-    rows = found["lines"][:10]
-    longest = max((len(row["line"]) for row in rows), default=0)
-    for row in rows:
-        exposed = f"{100 * row['exposed']:6.1f}%" if row["collective"] else " " * 7
-        line = f"{100 * row['share']:5.1f}% {exposed}  {row['line'].ljust(longest)}  {row['text']}".rstrip()
-        text.append(line if len(line) <= 80 else line[:79] + "…")
-    if any(row["line"] == GRAPHS for row in rows):
+    rows = [("  time", "waits", "line", "")]
+    for row in found["lines"][:10]:
+        exposed = f"{100 * row['exposed']:.1f}%" if row["collective"] else ""
+        rows.append((f"{100 * row['share']:5.1f}%", exposed, row["line"], row["text"]))
+    text += map(fit, align(rows, {0, 1}))
+    if any(row["line"] == GRAPHS for row in found["lines"][:10]):
         text += ["           Their source lines, with slower small kernels:", f"           {FOR_LINES}"]
     return "\n".join(text)
 

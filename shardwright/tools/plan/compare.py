@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from shardwright.cluster.chips import Chip
-from shardwright.inspect.compiled.table import in_bytes, in_seconds
 from shardwright.inspect.plan.plan import Plan
 from shardwright.inspect.planning import Change
+from shardwright.inspect.tables import align, in_bytes, in_seconds
 from shardwright.run.config import Config
 from shardwright.tools.plan.search import limit_of, named, search
 
@@ -59,13 +59,14 @@ def compared(
         return exceeds(change), change.plan.days if latest is None else _dollars(change.plan)
 
     found.sort(key=rank)
-    lines = ["chips           days  cost       step      MFU  memory    mesh"]
+    rows = [("chips", "days", "cost", "step", "MFU", "memory", "mesh")]
     for change in found:
         plan = change.plan
         mesh = " ".join(f"{axis}{n}" for axis, n in change.plan.step.mesh.items() if n > 1)
         cost = "unknown" if plan.dollars is None else f"${plan.dollars:,.0f}"
-        figures = f"{plan.days:>6.3g}  {cost:<9}  {in_seconds(plan.seconds):<8} {plan.mfu:>4.0%}"
-        lines.append(f"{plan.step.devices:>5} {plan.chip.name:<9} {figures}  {in_bytes(plan.step.peak):<9} {mesh or 1}")
+        figures = f"{plan.days:.3g}", cost, in_seconds(plan.seconds), f"{plan.mfu:.0%}", in_bytes(plan.step.peak)
+        rows.append((f"{plan.step.devices:>5} {plan.chip.name}", *figures, mesh or "1"))
+    lines = align(rows, {1, 4})
     plan = found[0].plan
     given = {"plan.deadline": deadline, "plan.budget": budget}
     limits = " and ".join(f"{limit}={x}" for limit, x in given.items() if x is not None)

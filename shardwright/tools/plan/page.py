@@ -7,18 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from shardwright.inspect.plan.plan import Plan
-from shardwright.tools.plan.screen import (
-    GIB,
-    Table,
-    answer,
-    communication,
-    digits,
-    in_unit,
-    memory,
-    text_of,
-    title_of,
-    work,
-)
+from shardwright.inspect.tables import Table, digits, in_unit, text_of
+from shardwright.tools.plan.screen import GIB, answer, communication, memory, title_of, work
 from shardwright.tools.report.page import TEMPLATES, page_of
 from shardwright.tools.report.plots import LOG, Panel, colour
 

@@ -1,107 +1,22 @@
 """A plan on the terminal, and its tables, which the page shows too."""
 
 import collections
-import linecache
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardlib.axes import mesh_text
 from shardwright.inspect.compiled.lines import WITHOUT_LINE
-from shardwright.inspect.compiled.table import in_bytes, in_numbers, in_seconds
 from shardwright.inspect.plan.plan import Plan
 from shardwright.inspect.plan.work import Op
+from shardwright.inspect.tables import Table, digits, fit, in_bytes, in_numbers, in_seconds, text_of
 from shardwright.run.files import duration
 
 GIB = 2**30
 WHOLE = ("weights", "optimizer", "reference", "batch")
 """Kinds of memory that belong to no line: one row each."""
-SHOWN, WIDTH = 10, 80
-"""Rows of a table on the terminal, and its columns."""
-
-
-_SMALLER = {
-    "GiB": ("MiB", 1024),
-    "MiB": ("KiB", 1024),
-    "KiB": ("B", 1024),
-    "ms": ("µs", 1000),
-    "TFLOP": ("GFLOP", 1000),
-    "GFLOP": ("MFLOP", 1000),
-}
-"""The next smaller unit, and how many of it are one."""
-
-
-class Column(NamedTuple):
-    """A column of a table, as text."""
-
-    head: str
-    is_number: bool
-    cells: list[str]
-
-
-class Table(NamedTuple):
-    """Part of a plan, by source line, the largest first.
-
-    Attributes:
-        title: with the total.
-        head: names of the columns, with the units of the rows; the last two are the line and what is beside it.
-        adding: number of the first columns that add up.
-        rows: numbers, texts and None.
-        note: what the columns mean.
-    """
-
-    title: str
-    head: tuple[str, ...]
-    adding: int
-    rows: list[tuple[Any, ...]]
-    note: str
-
-    def cut(self, most: int) -> list[tuple[Any, ...]]:
-        """At most so many rows, and a row of the sums of the others."""
-        if len(self.rows) <= most + 1:
-            return self.rows
-        left = self.rows[most:]
-        sums = [sum(row[i] for row in left) for i in range(self.adding)]
-        others = (*sums, *[None] * (len(self.head) - self.adding - 2), f"{len(left)} others", "")
-        return [*self.rows[:most], others]
-
-    def columns(self, rows: list[tuple[Any, ...]]) -> list[Column]:
-        """Some of the rows as text. The largest number of a column has three digits, the others as many decimals."""
-        found = []
-        for head, *cells in zip(self.head, *rows, strict=True):
-            numbers = [x for x in cells if isinstance(x, float)]
-            head, scale = in_unit(head, max(numbers, default=1.0))
-            decimals = min(places(scale * max(numbers, default=1.0)), 3)
-            texts = [f"{scale * x:,.{decimals}f}" if isinstance(x, float) else x or "" for x in cells]
-            found.append(Column(head, bool(numbers), texts))
-        return found
-
-
-def in_unit(head: str, most: float) -> tuple[str, float]:
-    """The name of a column in the unit in which `most` is at least 1, and the factor of its numbers."""
-    *words, unit = head.split(" ")
-    scale = 1.0
-    while unit in _SMALLER and most * scale < 1:
-        unit, count = _SMALLER[unit]
-        scale *= count
-    return " ".join([*words, unit]), scale
-
-
-def text_of(line: str) -> str:
-    """Text of a source line; empty if it is not known."""
-    file, _, number = line.rpartition(":")
-    return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
-
-
-def digits(x: float) -> str:
-    """A number with three digits."""
-    return f"{x:,.{places(x)}f}"
-
-
-def places(x: float) -> int:
-    """Decimals with which a number has three digits."""
-    return max(0, 2 - math.floor(math.log10(x))) if x > 0 else 0
+SHOWN = 10
+"""Rows of a table on the terminal."""
 
 
 def _rows(items: Iterable[Any], key: Callable[..., Any], row: Callable[..., Any]) -> list[tuple[Any, ...]]:
@@ -210,18 +125,9 @@ def title_of(plan: Plan, name: str) -> str:
 
 
 def as_text(plan: Plan, name: str, more: Sequence[str] = ()) -> str:
-    """The plan of the configuration of this name, in lines of at most WIDTH columns. `more` are lines under it."""
+    """The plan of the configuration of this name, in lines of at most 80 columns. `more` are lines under it."""
     lines = [title_of(plan, name), *(f"{part:<8}{figure:<9} {words}" for part, figure, words in answer(plan))]
     for table in (memory(plan), communication(plan), work(plan)):
-        lines += ["", table.title, *(_aligned(table) if table.rows else ["none"])]
-    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in [*lines, *more])
-
-
-def _aligned(table: Table) -> list[str]:
-    """The head and the rows."""
-    columns = []
-    for head, is_number, cells in table.columns(table.cut(SHOWN)):
-        texts = [head, *(PurePath(x).name if head == "line" else x for x in cells)]
-        width = max(map(len, texts))
-        columns.append([f"{text:{'>' if is_number else '<'}{width}}" for text in texts])
-    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+        rows = [(*row[:-2], PurePath(row[-2]).name, row[-1]) for row in table.rows]
+        lines += ["", *table._replace(rows=rows).as_lines(SHOWN)]
+    return "\n".join(map(fit, [*lines, *more]))

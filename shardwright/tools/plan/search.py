@@ -14,9 +14,9 @@ from rich.console import Console
 
 from shardlib.axes import AXES
 from shardwright.cluster.chips import Chip
-from shardwright.inspect.compiled.table import in_bytes, in_seconds
 from shardwright.inspect.plan.plan import Plan
 from shardwright.inspect.planning import SAVED, Change, Settings, beside, mesh_sizes, planned_change
+from shardwright.inspect.tables import in_bytes, in_seconds
 from shardwright.run.config import Config
 
 SCHEDULES = (("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("gpipe", 1))

@@ -5,9 +5,8 @@ import math
 from typing import Any
 
 from shardwright.data.untrusted import number, one_line, read_object
-from shardwright.inspect.compiled.lines import WITHOUT_LINE
+from shardwright.inspect.by_line import PLAN, newest
 from shardwright.tools.report.comparing import METRICS, Comparison
-from shardwright.tools.report.lines import FIRST, measured_lines, newest, read
 from shardwright.tools.report.pairs import Pairs
 from shardwright.tools.report.reading import Run
 
@@ -15,7 +14,6 @@ _PLANNED = {"tokens/s": "tokens_per_second", "MFU": "mfu", "memory": "peak_bytes
 """Key in plan.json of the predicted value of each metric."""
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
 """Packages whose versions go into an issue."""
-_KINDS = {"work?": [{"line": str, "kind": str, "seconds": float, "exposed": float}]}
 
 
 def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
@@ -33,37 +31,19 @@ def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
 def planned_and_measured(c: Comparison) -> dict[str, Any] | None:
     """Makes the data of the section; None without a plan. `problems` lists what cannot be read."""
     run = c.only_run
-    problems = []
-    if not run or not (path := newest(run.directory, "plan.json")):
+    if not run or not (path := newest(run.directory, PLAN)):
         return None
-    plan = read(path, lambda path: read_object(path, _KINDS), problems) or {}
+    try:
+        plan = read_object(path)
+    except (OSError, ValueError) as error:
+        return {"problems": [str(error)], "plan": {}, "figures": []}
     planned, low, high = (1000 * number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
     now = run.values.get("ms/step", math.nan)
     ms = "{:,.2f} ms".format
     rows = [("time of a step", planned, f"{ms(planned)} ({ms(low)} to {ms(high)})", ms(now) if now > 0 else "–", now)]
     rows += [(name, *expected(plan, name), c.metric(run, name), run.values.get(name, math.nan)) for name in _PLANNED]
-    figures = [(name, text, measured, _ratio(value, known)) for name, value, text, measured, known in rows if plan]
-    lines = _lines(plan.get("work", []), run)
-    return {"problems": problems, "plan": plan, "figures": figures, "first": lines[:FIRST], "rest": lines[FIRST:]}
-
-
-def _lines(work: list[dict[str, Any]], run: Run) -> list[dict[str, Any]]:
-    """Lists predicted and measured milliseconds per line, step and device: each as (all, exposed)."""
-    found: dict[str, dict[str, Any]] = {}
-
-    def row_of(place: str) -> dict[str, Any]:
-        return found.setdefault(place.removeprefix("~"), {"planned": (0.0, 0.0), "measured": (0.0, 0.0)})
-
-    for row in work:
-        line = row_of(row["line"] or WITHOUT_LINE)
-        exposed = number(row["exposed"]) * (row["kind"] == "collective")
-        line["planned"] = (line["planned"][0] + 1000 * number(row["seconds"]), line["planned"][1] + 1000 * exposed)
-    for row in measured_lines(run):
-        seconds = row["seconds"]
-        waited = row["exposed"] / (row["share"] or 1)
-        row_of(row["place"]).update(text=row["text"], measured=(1000 * seconds, 1000 * seconds * waited))
-    rows = [row | {"place": x, "ratio": _ratio(row["planned"][0], row["measured"][0])} for x, row in found.items()]
-    return sorted(rows, key=lambda row: (row["measured"], row["planned"]), reverse=True)
+    figures = [(name, text, measured, _ratio(value, known)) for name, value, text, measured, known in rows]
+    return {"problems": [], "plan": plan, "figures": figures}
 
 
 def _ratio(planned: float, measured: float) -> str:
@@ -82,7 +62,7 @@ def _of_run(c: Comparison, run: Run) -> str:
     facts, packages = (x if isinstance(x, dict) else {} for x in (run.about.get("run"), run.about.get("packages")))
     plan: dict = {}
     with contextlib.suppress(OSError, ValueError):
-        plan = read_object(run.directory / "plan.json")
+        plan = read_object(run.directory / PLAN)
     planned = {name: expected(plan, name)[1] for name in c.metrics if name in run.values}
     column = any(planned.values())
     lines = [

@@ -191,9 +191,9 @@ def test_top_lines_fit_the_terminal():
     assert all(len(line) <= 80 for line in lines)
     assert lines[0] == "slowest    source lines, by their share of the time that devices work"
     assert lines[1] == "           waits: for data of other devices; 25.0% of all that time"
-    assert lines[2] == "  time   waits  line"
-    assert lines[3].startswith("  5.0%          models/a_long_name.py:0  xxx")
-    assert lines[4].startswith("  5.0%    1.2%  models/a_long_name.py:1  xxx")
+    assert lines[2] == "  time  waits  line"
+    assert lines[3].startswith("  5.0%         models/a_long_name.py:0  xxx")
+    assert lines[4].startswith("  5.0%   1.2%  models/a_long_name.py:1  xxx")
 
 
 def test_the_larger_of_two_matmuls_takes_longer(tmp_path):
