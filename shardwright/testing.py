@@ -2,16 +2,10 @@
 
 from pathlib import Path
 
-from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
-
-from shardlib.axes import axes_of_mesh
 from shardlib.testing import sizes_of
 from shardwright.inspect import examine
-from shardwright.modeling.model import load_model
-from shardwright.run.changes import config_at, firsts
-from shardwright.run.config import check_divides
 from shardwright.run.launch import composed
-from shardwright.run.step import trace_step
+from shardwright.run.step import open_steps
 
 
 def assert_sound(name: str, mesh: str, *overrides: str, configs: str | Path = "configs") -> None:
@@ -30,8 +24,4 @@ def assert_sound(name: str, mesh: str, *overrides: str, configs: str | Path = "c
     """
     sizes = sizes_of(mesh)
     c = composed(name, *overrides, *(f"mesh.{axis}={size}" for axis, size in sizes.items()), own=configs)
-    shape = axes_of_mesh(sizes)
-    with use_abstract_mesh(AbstractMesh((*shape.values(),), (*shape,), axis_types=(AxisType.Explicit,) * len(shape))):
-        check_divides(c, shape)
-        steps = [trace_step(config_at(c, first), load_model(c.model)) for first in firsts(c)]
-    examine.prove(steps, None)
+    examine.prove(open_steps(c, sizes), None)

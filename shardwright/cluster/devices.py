@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from shardlib.axes import axes_of_mesh, mesh_text
-from shardwright.cluster.chips import chip_of
+from shardwright.cluster.chips import Chip, chip_of
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.data.untrusted import check_private
 from shardwright.settings.exits import LOST
@@ -41,9 +41,25 @@ def make_mesh(devices: Sequence[Device], **given: int) -> jax.sharding.Mesh:
             f"mesh {shown} does not fit {len(devices)} devices: the product of the sizes must be their number. Set "
             f"mesh.<axis>; one may be -1, for the remaining devices.{simulate if wanted else ''}"
         )
-    sizes = axes_of_mesh(sizes)
+    return explicit_mesh(axes_of_mesh(sizes), devices)
+
+
+def explicit_mesh(
+    sizes: Mapping[str, int], devices: Sequence[Device] | None = None, device: AbstractDevice | None = None
+) -> Any:
+    """Makes a mesh with these axes, in this order, whose types JAX checks.
+
+    It is a jax.sharding.Mesh of `devices`; without them an AbstractMesh, of devices like `device`, to trace on.
+    """
     kinds = (AxisType.Explicit,) * len(sizes)
+    if devices is None:
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=device)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
+
+
+def device_like(chip: Chip) -> AbstractDevice:
+    """A device of this kind, which need not exist."""
+    return AbstractDevice(device_kind=chip.kinds[0], num_cores=None, platform=chip.platform)
 
 
 def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlib.axes import AXES, PIPELINE_AXIS, mesh_text
+from shardlib.axes import AXES, PIPELINE_AXIS, axes_of_mesh, mesh_text
 from shardlib.proof.check import tracing
 from shardwright.cluster.chips import Chip, chip_for, chip_of, known
+from shardwright.cluster.devices import device_like, explicit_mesh
 from shardwright.inspect.plan.plan import Plan, plan_of
-from shardwright.inspect.plan.step import Facts, PlannedStep, mesh_for, step_of
+from shardwright.inspect.plan.step import Facts, PlannedStep, step_of
 from shardwright.inspect.tables import in_bytes, in_seconds
 from shardwright.modeling.model import LanguageModel, load_model
 from shardwright.run.best_effort import best_effort, in_a_line
@@ -71,7 +72,7 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
         ValueError: the mesh does not divide the sizes of the model or batch, or the step is rejected.
     """
     t = c.training
-    mesh = mesh_for(sizes, chip.platform, chip.kinds[0])
+    mesh = explicit_mesh(axes_of_mesh(sizes), device=device_like(chip))
     check_divides(c, sizes)
     with tracing(mesh):
         table = training_table(c, model) if sizes[PIPELINE_AXIS] > 1 else None

@@ -11,23 +11,25 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
-from shardlib.axes import AXES
+from shardlib.axes import AXES, axes_of_mesh
 from shardlib.interpret import digest_of
 from shardlib.parsing import ShapeSpec
 from shardlib.proof.check import tracing
 from shardlib.proof.outside import AS_RUN
 from shardlib.shardtypes import Of, typed_shard_map, u32
+from shardwright.cluster.devices import explicit_mesh
 from shardwright.data.loader import TokenBatch, batch_shapes
 from shardwright.modeling.attention import expect_einsum
 from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask
-from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of
+from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of, load_model
 from shardwright.modeling.planned_attention import kernels_as_calls
 from shardwright.modeling.weights import shapes_of, sharded
-from shardwright.run.config import Config, PipelineConfig
+from shardwright.run.changes import config_at, firsts
+from shardwright.run.config import Config, PipelineConfig, check_divides
 from shardwright.run.reference import weights_of
 from shardwright.run.spec import StepSpec, load_spec
 from shardwright.run.stages import IN_ORDER
@@ -291,3 +293,21 @@ def trace_step(
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
     step = Step(c, model, mesh, spec or load_spec(), name)
     return step if form == AS_RUN else step.other(form)
+
+
+def open_steps(c: Config, sizes: Mapping[str, int], device: AbstractDevice | None = None) -> list[Step]:
+    """Opens the program of a configuration without devices: a Step for each phase of its training.changes.
+
+    Args:
+        c: the configuration. Its section `mesh` is ignored.
+        sizes: number of devices along each axis of the mesh.
+        device: their kind; None: any.
+
+    Raises:
+        ValueError: the mesh does not divide the sizes of the model or batch.
+    """
+    check_divides(c, sizes)
+    mesh = explicit_mesh(axes_of_mesh(sizes), device=device)
+    with tracing(mesh):
+        model = load_model(c.model)
+    return [trace_step(config_at(c, first), model, mesh) for first in firsts(c)]

@@ -31,26 +31,23 @@ from shardlib.interpret import equations_in
 from shardlib.parsing import MAY_BE_RIGHT
 from shardlib.places import is_users, shown_path, users_call
 from shardlib.places import place as place_at
-from shardlib.proof.check import DIFFERS, tracing
+from shardlib.proof.check import DIFFERS
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig
-from shardwright.cluster.devices import known_options, make_mesh, start_devices
+from shardwright.cluster.devices import device_like, known_options, make_mesh, start_devices
 from shardwright.cluster.topologies import WITHOUT_DEVICE, devices_of
 from shardwright.data.checks import at_least_1, check_choice
 from shardwright.inspect import as_written
 from shardwright.inspect.causality import check_causal
-from shardwright.inspect.plan.step import mesh_for
 from shardwright.inspect.planning import NOT_MEASURED, mesh_sizes, planned_change
 from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.tables import in_bytes, in_seconds
-from shardwright.modeling.model import load_model
 from shardwright.run.best_effort import in_a_line
-from shardwright.run.changes import config_at, firsts
-from shardwright.run.config import Config, check_divides
+from shardwright.run.config import Config
 from shardwright.run.launch import start_with_section
 from shardwright.run.provenance import source_of
 from shardwright.run.report import parameters_of
-from shardwright.run.step import NAMES, Step, trace_step
+from shardwright.run.step import NAMES, Step, open_steps, trace_step
 from shardwright.settings.words import listed, say
 from shardwright.tools.ladder.scales import show_scales
 
@@ -190,15 +187,12 @@ def checked(c: Config, settings: CheckConfig) -> dict[str, Any]:
         raise ValueError("the mesh has a -1, for the remaining devices: give check.devices=<number of devices>.")
     sizes = mesh_sizes(c, devices)
     chip = chip_of(c.hardware.chip or NOT_MEASURED)
-    check_divides(c, sizes)
-    mesh = mesh_for(sizes, chip.platform, chip.kinds[0])
-    with tracing(mesh):
-        model = load_model(c.model)
-    steps = [trace_step(config_at(c, first), model, mesh) for first in firsts(c)]
+    steps = open_steps(c, sizes, device_like(chip))
     found = verdict_of(steps, settings)
     if found["verdict"] == "rejected":
         return found
-    return found | {"program": program_of(steps[0]), "costs": costs_of(c, sizes), "parameters": parameters_of(model)}
+    count = parameters_of(steps[0].model)
+    return found | {"program": program_of(steps[0]), "costs": costs_of(c, sizes), "parameters": count}
 
 
 def _git(*words: str) -> bytes:

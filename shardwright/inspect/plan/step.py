@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from shardlib.axes import axes_of_mesh
 from shardlib.equations import is_variable
 from shardlib.interpret import equations_in
 from shardlib.tick_tables import TickTable
@@ -87,18 +85,10 @@ class PlannedStep(NamedTuple):
         return math.prod(self.mesh.values())
 
 
-def mesh_for(sizes: Mapping[str, int], platform: str, kind: str) -> AbstractMesh:
-    """A mesh of devices that need not exist."""
-    sizes = axes_of_mesh(sizes)
-    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
-    types = (AxisType.Explicit,) * len(sizes)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
-
-
 def step_of(
     traced: jax.stages.Traced, sizes: Mapping[str, int], platform: str, facts: Facts, table: TickTable | None
 ) -> PlannedStep:
-    """Reads a traced step on a mesh that `mesh_for` made with these sizes. `table`: that of its pipeline, if any."""
+    """Reads a traced step on an abstract mesh of these sizes. `table`: that of its pipeline, if any."""
     (eqn,) = (eqn for eqn in equations_in(traced.jaxpr) if eqn.primitive.name == "shard_map")
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
     outer = dict(zip(traced.jaxpr.jaxpr.invars, paths, strict=True))

@@ -21,12 +21,11 @@ from shardlib.proof.check import findings
 from shardlib.proof.domain import UNIFORM, Value, devices
 from shardwright.inspect.soundness import find_unsound
 from shardwright.inspect.statistics.rerun import Path, Rerun, executed
-from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from shardwright.run.reference import read_reference
-from shardwright.run.step import Step, trace_step
+from shardwright.run.step import Step, open_steps
 from shardwright.tools.verify.inputs import Inputs, make_inputs
-from shardwright.tools.verify.meshes import ONE_DEVICE, Mesh, abstract_mesh_of
+from shardwright.tools.verify.meshes import ONE_DEVICE, Mesh
 from shardwright.tools.verify.step import Found, fresh_state, placed, step_on, tensors_of_step
 
 TOLERANCE = 1e-10
@@ -223,9 +222,7 @@ def _values(step: Step, replay: Rerun, arguments: list) -> list[np.ndarray]:
 def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
     """Describes what the proof finds in the step, and the first value that differs from one device (of each stage)."""
     alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
-    with abstract_mesh_of(sizes):
-        proved = find_unsound(trace_step(c, load_model(c.model)))
-    found = list(map(str, proved))
+    found = list(map(str, find_unsound(open_steps(c, sizes)[0])))
     first = None
     try:
         steps, arguments = [], []

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.axes import AXES, axes_of_mesh
+from shardwright.cluster.devices import explicit_mesh
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config, check_divides
 from shardwright.run.stages import training_table
@@ -25,19 +25,14 @@ def mesh_of(sizes: Mesh, axes: Iterable[str] = ()) -> Iterator[jax.sharding.Mesh
     names = {*axes_of_mesh(sizes), *axes}
     devices = jax.devices()[: math.prod(sizes.values())]
     shape = {axis: sizes.get(axis, 1) for axis in AXES if axis in names}
-    kinds = (AxisType.Explicit,) * len(shape)
-    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=devices)
+    mesh = explicit_mesh(shape, devices)
     with jax.set_mesh(mesh):
         yield mesh
 
 
-@contextlib.contextmanager
-def abstract_mesh_of(sizes: Mesh) -> Iterator[None]:
+def abstract_mesh_of(sizes: Mesh) -> contextlib.AbstractContextManager:
     """Enters the mesh that `mesh_of` makes, without devices."""
-    sizes = axes_of_mesh(sizes)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield
+    return jax.sharding.use_abstract_mesh(explicit_mesh(axes_of_mesh(sizes)))
 
 
 def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple[list[Mesh], list[tuple[Mesh, str]]]:

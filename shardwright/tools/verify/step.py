@@ -20,9 +20,9 @@ from shardwright.modeling.weights import are_stacks
 from shardwright.run.config import Config
 from shardwright.run.reference import weights_of
 from shardwright.run.stages import placement_of
-from shardwright.run.step import Step, trace_step
+from shardwright.run.step import Step, open_steps, trace_step
 from shardwright.tools.verify.inputs import Inputs, with_planted
-from shardwright.tools.verify.meshes import Mesh, abstract_mesh_of, mesh_of
+from shardwright.tools.verify.meshes import Mesh, mesh_of
 
 Found = dict[str, np.ndarray]
 """Host arrays to compare, by kind and name: `metric loss`, `gradient layers.w_q, layer 0`.
@@ -66,10 +66,9 @@ def fresh_state(step: Step) -> Any:
 
 def type_check(c: Config, sizes: Mesh) -> None:
     """Traces the steps on a mesh of these sizes, without devices. Raises ValueError if they are rejected."""
-    with abstract_mesh_of(sizes):
-        step = trace_step(c, load_model(c.model))
-        for name in ("training", "evaluation"):
-            assert step.other(name=name).traced
+    (step, *_) = open_steps(c, sizes)
+    for name in ("training", "evaluation"):
+        assert step.other(name=name).traced
 
 
 # ---- the order of layers ------------------------------------------------------------------------------------------
