@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("shardlib", "shardwright")
 PARTS = {"train.py": "shardwright/train.py", "models": "shardwright/models"} | {name: name for name in PACKAGES}
 """The project's source, by the names under which it is compared. Each leaves out those before it, and PROGRAMS."""
-PROGRAMS = ("shardwright/tools", "shardwright/bench")
+PROGRAMS = "shardwright/tools"
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 """Prefixes of the environment variables that are kept. Others may be secrets."""
 
@@ -64,7 +64,7 @@ def bytes_of(path: Path) -> bytes:
 def files_of_project() -> dict[str, list[Path]]:
     """Lists the files of each of PARTS."""
     files = {}
-    seen = [ROOT / name for name in PROGRAMS]
+    seen = [ROOT / PROGRAMS]
     for name, path in {name: ROOT / part for name, part in PARTS.items()}.items():
         found = [path] if path.is_file() else sorted(path.rglob("*.py"))
         files[name] = [file for file in found if not any(file.is_relative_to(other) for other in seen)]

@@ -13,13 +13,14 @@ import yaml
 from hlo_texts import HEAD
 from traces import written
 
-from shardwright.bench.plan import compilers, exchanges, kernels, programs, schedules, trainers
-from shardwright.bench.plan.clock import Clock, attention_matmuls
+from bench.plan import compilers, exchanges, programs, schedules, trainers
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.plan.work import Op
 from shardwright.run.compiling import with_mesh
+from shardwright.tools.chip import kernels
+from shardwright.tools.chip.clock import Clock, attention_matmuls
 
 US = 1e-6
 COST = ', backend_config={{"reification_cost":[{{"exec_time_us":9,"name":""}},{{"exec_time_us":{},"name":"sol"}}]}}'
@@ -281,7 +282,7 @@ def test_benchmarks_compile_by_the_options_of_a_run(tmp_path, monkeypatch, modul
     monkeypatch.setattr(module, "devices_of", lambda chip, count, hosts=None: jax.devices()[:count])
     monkeypatch.setattr(programs.devices, "known_options", lambda options, say: dict(options))
     if module is trainers:
-        peer = importlib.import_module(f"shardwright.bench.throughput.peers.{trainers.TRAINERS[row[1]]}")
+        peer = importlib.import_module(f"bench.throughput.peers.{trainers.TRAINERS[row[1]]}")
         monkeypatch.setattr(peer.Contestant, "lowered", lambda job, devices: lowered)
     else:
         monkeypatch.setattr(module, "trace_step", lambda c, model: types.SimpleNamespace(lower=lambda: lowered))

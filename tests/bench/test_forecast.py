@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.bench.forecast import BOTH, LARGE, LENGTHS, SIZES, ladders, read_table, split
+from bench.forecast import BOTH, LARGE, LENGTHS, SIZES, ladders, read_table, split
 from shardwright.modeling.model import load_model
 from shardwright.run.launch import composed
 from shardwright.run.report import parameters_without_embeddings

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 import train
-from shardwright.bench.throughput.__main__ import MODULES, SIZES, jobs_of, line_of, main
-from shardwright.bench.throughput.peers.floor import Contestant as Floor
-from shardwright.bench.throughput.peers.job import Job, Shapes, batches
-from shardwright.bench.throughput.peers.ours import config_of
-from shardwright.bench.throughput.processes import environment, python_of, run_rounds
+from bench.throughput.__main__ import MODULES, SIZES, jobs_of, line_of, main
+from bench.throughput.peers.floor import Contestant as Floor
+from bench.throughput.peers.job import Job, Shapes, batches
+from bench.throughput.peers.ours import config_of
+from bench.throughput.processes import environment, python_of, run_rounds
 from shardwright.run.flops import flops_of_model
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def random_weights(shapes: Shapes) -> dict[str, np.ndarray]:
 
 
 def losses(contestant: str, job: Job = JOB, **options) -> list[float]:
-    module = importlib.import_module(f"shardwright.bench.throughput.peers.{MODULES.get(contestant, contestant)}")
+    module = importlib.import_module(f"bench.throughput.peers.{MODULES.get(contestant, contestant)}")
     trainer = module.Contestant(job, random_weights(job.shapes), **options)
     return trainer.wait([trainer.step() for _ in range(STEPS)])
 
@@ -83,8 +83,8 @@ def test_seqax_trains_the_same_model(tmp_path):
     np.savez(tmp_path / "weights.npz", **random_weights(job.shapes))
     program = f"""
 import numpy
-from shardwright.bench.throughput.peers.job import Job
-from shardwright.bench.throughput.peers.seqax_trainer import Contestant
+from bench.throughput.peers.job import Job
+from bench.throughput.peers.seqax_trainer import Contestant
 trainer = Contestant(Job.from_json({job.to_json()!r}), dict(numpy.load({str(tmp_path / "weights.npz")!r})))
 print(trainer.wait([trainer.step() for _ in range({STEPS})]))
 """
@@ -165,7 +165,7 @@ def test_shares_and_lines():
 def test_a_contestant_that_fails_does_not_stop_the_others(take_turns):
     jobs = {name: dataclasses.replace(JOB, contestant=name) for name in ("no_such_trainer", "floor")}
     seen = {measured.name: measured for measured in run_rounds(jobs, 2, 0.01, take_turns)}
-    assert "No module named 'shardwright.bench.throughput.peers.no_such_trainer'" in seen["no_such_trainer"].error
+    assert "No module named 'bench.throughput.peers.no_such_trainer'" in seen["no_such_trainer"].error
     assert (seen["floor"].error, len(seen["floor"].step_s)) == (None, 2)
 
 

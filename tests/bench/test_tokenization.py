@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwright.bench import tokenization
+from bench import tokenization
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 FLOORS = [
     ("train",),
     ("shardwright.__main__",),
-    ("shardwright.tools", "shardwright.bench", "shardwright.testing"),
+    ("bench",),
+    ("shardwright.tools", "shardwright.testing"),
     ("shardwright.models.moe",),
     ("shardwright.models.family", "shardwright.models.gpt2"),
     ("shardwright.models",),
@@ -41,16 +42,16 @@ FLOORS = [
 """Rooms from the top of the house to its ground floor. A module imports those of its own room and of floors below."""
 FLOOR = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 TOP = list(dict.fromkeys(room.partition(".")[0] for floor in FLOORS for room in floor))
-PROGRAMS = ("shardwright.tools", "shardwright.bench")
+PROGRAMS = ("shardwright.tools", "bench")
 BY_NAME = {
     "shardwright.modeling.model",
     "shardlib.parsing",
     "shardwright.run.sweeps",
-    "shardwright.bench.throughput.peers.worker",
-    "shardwright.bench.plan.trainers",
+    "bench.throughput.peers.worker",
+    "bench.plan.trainers",
 }
 BY_NAME |= {
-    "shardwright.bench.throughput.peers.seqax_trainer",
+    "bench.throughput.peers.seqax_trainer",
     "shardwright.run.trackers",
     "shardwright.inspect.fresh",
     "shardwright.run.spec",
@@ -61,8 +62,8 @@ LATE = {"shardlib.pytest_plugin"}
 """Modules that import others when they are used: pytest loads this one before a conftest.py that sets JAX's flags."""
 SHARED = {f"shardwright.tools.report.{name}" for name in ("comparing", "page", "pairs", "plots", "reading")}
 SHARED |= {f"shardwright.tools.huggingface.{name}" for name in ("check", "families")}
-SHARED |= {f"shardwright.bench.{name}" for name in ("common", "throughput.peers.ours", "throughput.peers.job")}
-SHARED.add("shardwright.tools.ladder.scales")
+SHARED |= {f"bench.{name}" for name in ("common", "throughput.peers.ours", "throughput.peers.job")}
+SHARED |= {f"shardwright.tools.{name}" for name in ("chip.clock", "chip.common", "ladder.scales")}
 """Modules of several programs."""
 MAX_FUNCTION = 60
 
@@ -114,8 +115,8 @@ def room(name: str) -> str:
 
 
 def program(name: str) -> str:
-    """The program in shardwright/tools or shardwright/bench that a module is part of: a file, or a folder."""
-    return ".".join(name.split(".")[:3])
+    """The program in shardwright/tools or bench that a module is part of: a file, or a folder."""
+    return ".".join(name.split(".")[: len(room(name).split(".")) + 1])
 
 
 def long_functions(name: str) -> dict[str, int]:

@@ -12,8 +12,8 @@ import pytest
 from shipped import load
 
 from shardwright.cluster.chips import chip_of
-from shardwright.tools import chip
-from shardwright.tools.chip import PARTS, Part, Settings, command_of, settings_for
+from shardwright.tools.chip import __main__ as chip
+from shardwright.tools.chip.__main__ import PARTS, Part, Settings, command_of, settings_for
 
 ROOT = Path(__file__).parents[2]
 ON_COLAB = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "Tesla T4": "t4", "NVIDIA L4": "l4"}
@@ -119,6 +119,14 @@ def test_each_part_is_measured_and_its_figures_are_read(programs, capsys):
     assert not (programs / "demo/checkpoints").exists(), "gigabytes"
 
 
+def test_without_bench_the_other_trainers_are_left_out(programs, monkeypatch, capsys):
+    """As for who installed the package and starts elsewhere, also if they name the part."""
+    monkeypatch.chdir(programs.parent)
+    chip.run(Settings(minutes=1, out=str(programs), parts=["devices", "others"]))
+    assert table(programs)[-1] == ["others", "left out", "bench/ is not here: start in a clone"]
+    assert "others" not in capsys.readouterr().out.partition("Call again for ")[2]
+
+
 def planting(monkeypatch, name: str, module: str) -> None:
     """Makes the part of this name run a module of `programs` instead."""
     of = chip.command_of
@@ -198,7 +206,7 @@ def test_the_rehearsal_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     assert {row[0] for row in table(tmp_path / "out")} == {*NAMES}
     assert "failed" not in [row[1] for row in table(tmp_path / "out")]
-    assert chip_of(str(tmp_path / "out/cpu.yaml")).sources["launch_s"].startswith("measured by bench.chip.rates")
+    assert chip_of(str(tmp_path / "out/cpu.yaml")).sources["launch_s"].startswith("measured by tools.chip.rates")
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck")

@@ -1,0 +1,1 @@
+"""Measures what maintainers compare: other trainers, compilers, scale. Only in a clone."""

@@ -1,1 +1,0 @@
-"""Measures how fast one device computes. `python -m tools.chip` runs these programs."""
