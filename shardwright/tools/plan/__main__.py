@@ -4,7 +4,6 @@
     python -m tools.plan --config-name=c4_h100x64_7b hardware=v5p plan.devices=128 plan.search=true
     python -m tools.plan --config-name=c4_h100x64_7b plan.search=true plan.chips=[h100,v5p] plan.deadline=3d
     python -m tools.plan --config-name=c4_h100x64_7b plan.output=plan.html
-    python -m tools.plan rows=runs.csv
 
 Traces the training step of a configuration, as `python -m train` would run it, and computes what a device of that
 hardware does with it. docs/plan.md explains what it shows, and how near it is to measured runs.
@@ -13,28 +12,21 @@ hardware does with it. docs/plan.md explains what it shows, and how near it is t
 import math
 import shlex
 import signal
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import MISSING
 
 from shardlib.axes import AXES
 from shardwright.cluster.chips import chip_of
-from shardwright.data.checks import within
 from shardwright.inspect.planning import advice, doubled, mesh_sizes, planned_change
 from shardwright.run.config import Config
 from shardwright.run.files import write_json, write_whole
 from shardwright.run.launch import CONFIGS, start_with_section
-from shardwright.settings.program import run_program
 from shardwright.settings.words import say
-from shardwright.tools.plan.calibration import calibrated
 from shardwright.tools.plan.compare import compared
 from shardwright.tools.plan.page import page
-from shardwright.tools.plan.rows import lines
-from shardwright.tools.plan.runs import read
 from shardwright.tools.plan.screen import as_text
 from shardwright.tools.plan.search import as_config, as_lines, changes_of, progress, search
 
@@ -123,30 +115,6 @@ class PlannedConfig(Config):
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
-@dataclass
-class Settings:
-    """Settings without a configuration, for a table of runs of others."""
-
-    rows: str = MISSING
-    """CSV file of measured runs, with the columns that docs/plan.md shows."""
-    calibrate: bool = False
-    """Whether to fit constants to some of the rows, beginning at those of the chip, and to hold the others out."""
-    most: int = within(1, 10_000, 20)
-    """Number of rows of a kind of chip, at most, that calibration uses; with `together`, of all."""
-    together: bool = False
-    """Whether to calibrate all trainers and chips at once, and to hold out one trainer after the other."""
-
-
-def run(config: Settings) -> None:
-    """Prints the rows of a table with their plans; with `calibrate`, what calibration on some of them finds."""
-    table = read(config.rows)
-    for line in calibrated(table, config.most, config.together) if config.calibrate else lines(table):
-        say(line)
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    if any(argument.startswith("rows=") for argument in sys.argv[1:]):
-        run_program("plan", Settings, run)
-    else:
-        start_with_section("plan", PlannedConfig, job, __doc__ or "")
+    start_with_section("plan", PlannedConfig, job, __doc__ or "")

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
+from bench.plan.published.runs import Run, Table, memory, plan, step_of, trainers
 from shardwright.inspect.plan.step import PlannedStep
-from shardwright.tools.plan.runs import Run, Table, memory, plan, step_of, trainers
 
 FOLDS = 5
 ACHIEVED = {"matmul_share": 0.8, "interference": 0.5}

@@ -7,10 +7,11 @@ import math
 
 import pytest
 
+from bench.plan.published import calibration, runs
+from bench.plan.published.__main__ import lines, main
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.plan.step import Facts, PlannedStep
 from shardwright.inspect.plan.work import Op
-from shardwright.tools.plan import calibration, rows, runs
 
 HEADER = ",".join(runs.COLUMNS)
 TINY = "x1,torchtitan,2/64/4 vocab 256,2 H100,d2,1,2,32,bf16,full,F,0.5,,,"
@@ -84,7 +85,7 @@ STRANGE = {
 def test_a_strange_row_has_no_plan_and_one_line_says_why(tmp_path, capsys, column):
     for value in STRANGE[column]:
         values = dict(zip(runs.COLUMNS, TINY.split(","), strict=True)) | {column: value}
-        printed = list(rows.lines(table_of(tmp_path, HEADER, ",".join(values.values()))))
+        printed = list(lines(table_of(tmp_path, HEADER, ",".join(values.values()))))
         assert printed[1] == ",".join([*values.values(), "", "", "", ""])
         (line,) = capsys.readouterr().err.splitlines()
         assert "row 2 (x1)" in line
@@ -93,7 +94,7 @@ def test_a_strange_row_has_no_plan_and_one_line_says_why(tmp_path, capsys, colum
 
 def test_a_row_of_another_length_has_no_plan(tmp_path, capsys):
     table = table_of(tmp_path, HEADER, TINY + ",1,2", "a,b")
-    assert [line.count(",") for line in rows.lines(table)] == [18, 18, 18]  # as many as the header
+    assert [line.count(",") for line in lines(table)] == [18, 18, 18]  # as many as the header
     assert capsys.readouterr().err.count("values for 15 columns") == 2
 
 
@@ -103,12 +104,23 @@ def test_a_table_without_a_measured_row_calibrates_nothing(tmp_path):
             list(calibration.calibrated(table_of(tmp_path, HEADER, row), 20))
 
 
+def test_what_the_program_prints(tmp_path, capsys):
+    """The table with its plans; of one without a measured row, that calibration needs one."""
+    path = tmp_path / "runs.csv"
+    path.write_text(f"{HEADER}\n{TINY.replace(',0.5,', ',,')}\n")
+    main([str(path)])
+    assert capsys.readouterr().out.splitlines()[0] == ",".join([HEADER, *runs.ADDED])
+    with pytest.raises(SystemExit):
+        main([str(path), "--calibrate"])
+    assert "no row can be planned and has a measured time" in capsys.readouterr().err
+
+
 def test_what_is_printed_is_read_again(tmp_path):
     table = table_of(tmp_path, HEADER, TINY, TINY.replace("x1", '"a, ""b"""'))
-    printed = list(rows.lines(table))
+    printed = list(lines(table))
     again = table_of(tmp_path, *printed)
     assert (again.header, again.rows) == (table.header, table.rows)
-    assert list(rows.lines(again)) == printed
+    assert list(lines(again)) == printed
     step_s, rate, mfu, memory = (float(x) for x in printed[1].split(",")[-4:])
     assert rate == pytest.approx(2 * 2 * 32 / step_s / 2, rel=1e-3)
     assert 0 < mfu < 1
@@ -190,7 +202,7 @@ def test_only_trainers_whose_memory_is_described_have_one(tmp_path):
     """Ours would be wrong for the others."""
     line = "x1,{},2/64/4 vocab 256,2 H100,d2,1,2,32,bf16,full,F,0.5,,,1.0"
     table = table_of(tmp_path, HEADER, *(line.format(trainer) for trainer in ("torchtitan", "llm-foundry")))
-    printed = [row.split(",")[-1] for row in list(rows.lines(table))[1:]]
+    printed = [row.split(",")[-1] for row in list(lines(table))[1:]]
     assert float(printed[0]) > 0
     assert printed[1] == ""
 
@@ -199,8 +211,8 @@ def test_a_table_ends_with_how_near_its_plans_are(tmp_path, capsys):
     """By hand: one row at half of its time, one at three times."""
     run = run_of(tmp_path, TINY)
     planned = calibration.seconds(run, runs.step_of(run), {})
-    lines = [TINY.replace(",0.5,", f",{planned * factor:.9g},").replace("x1", f"x{factor}") for factor in (2, 1 / 3)]
-    list(rows.lines(table_of(tmp_path, HEADER, *lines)))
+    given = [TINY.replace(",0.5,", f",{planned * factor:.9g},").replace("x1", f"x{factor}") for factor in (2, 1 / 3)]
+    list(lines(table_of(tmp_path, HEADER, *given)))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "torchtitan: 2 rows, median 1.75, mean error 125.0 %, 0% inside the range, 80 % within 180 %"
