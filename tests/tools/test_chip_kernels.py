@@ -1,0 +1,131 @@
+"""tools.chip: XLA's prediction of a step, also beside a trace."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+from annotated_program import AT, FACTS, TEXT
+from hlo_texts import HEAD
+from traces import written
+
+from shardwright.cluster.chips import chip_of
+from shardwright.inspect.compiled.hlo import parse
+from shardwright.inspect.compiled.step import describe
+from shardwright.run.compiling import with_mesh
+from shardwright.tools.chip import kernels
+from shardwright.tools.chip.clock import Clock, attention_matmuls
+
+US = 1e-6
+ROOFLINE = (8 * 3 * 64 + 4 * 64) / 1e6  # bytes of a batched product and of one with wider results, at 1e6 a second
+
+
+def test_xlas_prediction_of_a_program_by_hand():
+    """The wait for the gather, less the product meanwhile; three turns; five of six ticks; all of the scatter."""
+    program = parse(with_mesh(TEXT, {"d": 4}))
+    chip = dataclasses.replace(chip_of("h100"), memory_bandwidth=8e6 / 8, peak={"bf16": 1e15})
+    clock = Clock(program, describe(program), chip, FACTS)
+    total = clock.seconds(program.entry)
+    scatter = 100 * US * 400 / 374
+    assert total == pytest.approx((40 + 60 + 3 * 10 + 5 * 60) * US + ROOFLINE + scatter, rel=1e-9)
+    assert clock.lines["train.py:10"] == pytest.approx(60 * US + scatter)
+    assert sum(clock.lines.values()) == pytest.approx(total)
+    assert clock.exposed == pytest.approx({"train.py:10": 60 * US + scatter})
+
+
+def test_what_no_gather_tells_is_timed_by_links_and_loops_by_their_mean():
+    """An exchange over other axes than any gather; a loop of unknown length."""
+    text = TEXT.replace('"known_trip_count":{"n":"3"}', "")
+    swap = f"%a = f32[4,4]{{1,0}} all-to-all-start(%x), replica_groups={{{{0,1}},{{2,3}}}}{AT.format('swap', 1)}"
+    text = text.replace("ROOT %s.1", f"{swap}\n  ROOT %s.1")
+    program = parse(with_mesh(text, {"d": 2, "e": 2}))
+    chip, facts = chip_of("h100"), FACTS | {"unknown_turns": 2.5}
+    clock = Clock(program, describe(program), chip, facts)
+    clock.seconds(program.entry)
+    assert clock.kernels["step"] == pytest.approx(2.5 * 10 * US)
+    assert clock.kernels["a"] == pytest.approx(chip.collective_s("all_to_all", 64, program.mesh, ["e"]))
+
+
+def test_attention_by_its_flops():
+    """Two products forward and five backward, of half of the pairs: 2·2·L²/2·D of a head, and 2.5 times it."""
+    call = 'custom-call(%q, %k), custom_call_target="__cudnn$fmha{}"'
+    lines = "".join(
+        f"  %{name} = bf16[2,8,3,16]{{3,2,1,0}} {text}\n"
+        for name, text in (("q", "parameter(0)"), ("f", call.format("Softmax")), ("b", call.format("SoftmaxBackward")))
+    )
+    text = f"{HEAD}ENTRY %main (q: bf16[2,8,3,16], k: bf16[2,8,3,16]) -> bf16[2,8,3,16] {{\n{lines}}}\n"
+    program = parse(text.replace("  %f", "  %k = bf16[2,8,3,16]{3,2,1,0} parameter(1)\n  %f"))
+    chip = dataclasses.replace(chip_of("h100"), peak={"bf16": 1e9})
+
+    def seconds(rate):
+        return Clock(program, describe(program), chip, FACTS, rate).seconds(program.entry)
+
+    forward = 2 * 2 * 2 * 3 * 8**2 / 2 * 16
+    assert (seconds(0.5), seconds(0.0)) == (pytest.approx(3.5 * forward / 0.5e9), 0)
+
+
+def run_on_a_gpu(tmp_path, text=TEXT):
+    """A run's text, and the trace of two steps with the same kernels and of the beginning of one more."""
+    (tmp_path / "training_step_optimized_hlo_1.txt").write_text(with_mesh(text, {"d": 4}))
+    at = tmp_path / "plugins" / "profile" / "1"
+    at.mkdir(parents=True)
+    (at / "profile_by_line.json").write_text(json.dumps({"steps": 2}))
+    step = [(0, 30, "gemm", "early"), (30, 90, "add", "step"), (90, 97, "k", "other")]
+
+    def event(start, end, name, op):
+        return (start, end, name, {"hlo_module": "jit_training_step", "hlo_op": op})
+
+    compute = [event(begin + start, begin + end, *names) for begin in (0, 300, 600) for start, end, *names in step]
+    streams = {"Stream #1": compute[:-2], "Stream #2": [event(5, 205, "ncclDevKernel_AllGather", "g")]}
+    (at / "vm.xplane.pb").write_bytes(written({"/device:GPU:0": streams}))
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
+def test_each_kernel_beside_its_prediction(tmp_path, capsys):
+    run = run_on_a_gpu(tmp_path)
+
+    def near(*ms):
+        return [pytest.approx(x) for x in ms]
+
+    found = {label.split()[0]: [kind, took, told] for kind, took, told, label in kernels.rows(run, "h100")}
+    assert found["early"] == ["products", *near(0.03, 0.04)]
+    assert found["step"] == ["the rest", *near(0.06, 3 * 0.01)]  # three turns
+    assert found["g"] == ["collectives", *near(0.1, 0.1)]  # in one of the two steps
+    assert found["s"] == ["collectives", *near(0, 0.1 * 400 / 374)]
+    assert found["other"] == ["not in the text", *near(0.007, 0)]
+    kernels.main([str(run), "--chip", "h100"])
+    said = capsys.readouterr().out.splitlines()
+    assert "    0.100      0.207     0.48  collectives: all" in said
+    assert "    0.060      0.030     2.00  the rest: step  train.py:20" in said
+
+
+def test_a_run_without_predictions(tmp_path, capsys):
+    """What was measured is shown, as on a CPU."""
+    run = run_on_a_gpu(tmp_path, TEXT.replace("reification_cost", "cost"))
+    kernels.main([str(run), "--chip", "h100"])
+    said = capsys.readouterr()
+    assert "    0.060      0.000        -  the rest: step  train.py:20" in said.out.splitlines()
+    assert "train on a GPU, with +hardware.compiler_options" in said.err
+    with pytest.raises(SystemExit):
+        kernels.main([str(tmp_path / "none"), "--chip", "h100"])
+    assert "has no training_step_optimized_hlo_*.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("attributes", "op_name", "matmuls"),
+    [
+        ('custom_call_target="__cudnn$fmhaScaleBiasSoftmax", api', "attend", 2),
+        ('custom_call_target="__cudnn$fmhaScaleBiasSoftmaxBackward", api', "transpose(jvp(attend))", 5),
+        ('custom_call_target="__gpu$xla.gpu.triton"', "jit(step)/jvp(jit(mha))/mha_forward/pallas_call", 2),
+        ('custom_call_target="__gpu$xla.gpu.triton"', "jit(step)/transpose(jvp(mha_backward))/pallas_call", 5),
+        (
+            'custom_call_target="__gpu$xla.gpu.triton"',
+            "jit(step)/x/preprocess_backward/mha_preprocess_backward/pallas_call",
+            0,
+        ),
+        ('custom_call_target="__cublas$lt$matmul"', "backward/einsum", 0),
+    ],
+)
+def test_kernels_of_attention(attributes, op_name, matmuls):
+    assert attention_matmuls(types.SimpleNamespace(attributes=attributes, op_name=op_name)) == matmuls
