@@ -33,17 +33,17 @@ _KINDS = {
     "comparison": "eq ge gt le lt ne",
     "selection": "clamp max min select_n",
     "nonlinear": """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-        clz complex cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igammac
-        integer_pow is_finite le_to lgamma log log1p logistic lt_to nextafter not or polygamma
-        population_count pow regularized_incomplete_beta rem round rsqrt shift_left
-        shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
-        one_minus_square""",  # the last one since jax 0.12
+        clz complex cos cosh digamma eq_to erf erf_inv erfc exp exp2 expm1 floor igamma
+        igamma_grad_a igammac integer_pow is_finite le_to lgamma log log1p logistic lt_to
+        nextafter not or polygamma population_count pow regularized_incomplete_beta rem round
+        rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan
+        tanh xor zeta one_minus_square""",  # the last one since jax 0.12
     "random": "random_fold_in threefry2x32",
     # of several entries together
     "reduction": "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",
     "running": "cumlogsumexp cummax cummin cumprod cumsum",
     # at indices
-    "scattering": "scatter scatter-add scatter-max scatter-min scatter-mul",
+    "scattering": "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub",
 }
 """Primitives by kind, each in one kind. The names are those of jax 0.10.2; newer versions may drop
 the final _p."""
@@ -174,7 +174,7 @@ def source_dims(eqn: Eqn) -> list[int | None]:
         return [at.index(j) if j in at else None for j in range(len(p["shape"]))]
     if name == "transpose":
         return list(p["permutation"])
-    gone = p["dimensions" if name == "squeeze" else "axes"]
+    gone = p["dimensions" if name in ("reduce", "squeeze") else "axes"]
     return [i for i in range(len(eqn.invars[0].aval.shape)) if i not in gone]
 
 

@@ -102,11 +102,8 @@ def _shifted(eq: Equation, ins: list[Value]) -> Value:
     inexact = jnp.issubdtype(eq.result_type(), jnp.inexact)
     terms: Any = [frozenset({(v.source, 1)}) if _is_untaken(v) else v.shift for v in ins]
     is_mixed = any(found and v.is_scale != is_scale for v, found in zip(ins, terms, strict=True))
-    if (
-        is_mixed
-        or not inexact
-        or eq.name not in ("convert_element_type", *(("mul", "div") if is_scale else ADDING))
-    ):
+    keeping = {"convert_element_type", *(("mul", "div") if is_scale else ADDING)}
+    if is_mixed or not inexact or eq.name not in keeping:
         for value in ins:
             eq.term(value)
     signs = (1, -1 if eq.name in ("sub", "div") else 1)
@@ -120,9 +117,8 @@ def _shifted(eq: Equation, ins: list[Value]) -> Value:
     is_scale = bool(shift) and (is_scale or eq.name == "exp")
     at = next((v.shifting for v in ins if v.shift), eq)
     found = elementwise(dataclasses.replace(eq, ins=bare))
-    return dataclasses.replace(
-        found, shift=shift, is_scale=is_scale, shifting=at, total=_total(eq, ins)
-    )
+    found = dataclasses.replace(found, shift=shift, is_scale=is_scale, shifting=at)
+    return dataclasses.replace(found, total=_total(eq, ins))
 
 
 def _total(eq: Equation, ins: list[Value]) -> Source | None:
@@ -137,9 +133,8 @@ def _total(eq: Equation, ins: list[Value]) -> Source | None:
     if eq.name == "exp" and ins[0].total and ins[0].total.kind == "less":
         return ins[0].total._replace(kind="exp")
     own = [v.total for v in ins if v.is_own_total]
-    return (
-        own[0] if eq.name == "mul" and len(own) == 1 and not all(v.partial for v in ins) else None
-    )
+    is_term = eq.name == "mul" and len(own) == 1 and not all(v.partial for v in ins)
+    return own[0] if is_term else None
 
 
 def _by_own_totals(eq: Equation, ins: list[Value]) -> list[Value]:
@@ -167,25 +162,18 @@ def _of_rows(eq: Equation, ins: list[Value]) -> Value:
     Those out of range still have to be masked, by the same index.
     """
     rows = [v for v in ins if v.looked_up is not None]
-    if any(
-        (v.looked_up, v.origin) != (rows[0].looked_up, rows[0].origin) or v.origin is None
-        for v in rows
-    ):
+    looked_up, origin = rows[0].looked_up, rows[0].origin
+    if origin is None or any((v.looked_up, v.origin) != (looked_up, origin) for v in rows):
         eq.block(rows[0])
     bare = [dataclasses.replace(v, looked_up=None, drops=False) for v in ins]
-    found = elementwise(dataclasses.replace(eq, ins=bare))
-    drops = any(v.drops for v in rows)
-    eq.block(found)
-    return dataclasses.replace(
-        found, looked_up=rows[0].looked_up, drops=drops, origin=rows[0].origin, known=None
-    )
+    found = eq.block(elementwise(dataclasses.replace(eq, ins=bare)))
+    found = dataclasses.replace(found, looked_up=looked_up, origin=origin, known=None)
+    return dataclasses.replace(found, drops=any(v.drops for v in rows))
 
 
 def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
     """The result for known numbers; None if it is not known."""
-    if not all(value.is_constant for value in ins) or any(
-        value.partial or value.extreme for value in ins
-    ):
+    if not all(v.is_constant and not (v.partial or v.extreme) for v in ins):
         return None
     dtypes = [*(var.aval.dtype for var in eq.eqn.invars), eq.result_type()]
     if not all(isinstance(dtype, np.dtype) and dtype.kind != "c" for dtype in dtypes):
@@ -223,9 +211,8 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
     ins = eq.parts(ins) if name in ADDITIONS else ins
     partial = frozenset()
     ratios = [v.ratio for v in ins]
-    if (name == "mul" and not (ins[0].partial and ins[1].partial)) or (
-        is_quotient and not ins[1].partial
-    ):
+    is_scaled = name == "mul" and not (ins[0].partial and ins[1].partial)
+    if is_scaled or (is_quotient and not ins[1].partial):
         partial = ins[0].partial | ins[1].partial
     elif name in ADDITIONS:
         partial = eq.joined_partial(ins)

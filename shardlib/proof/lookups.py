@@ -1,11 +1,13 @@
 """Rules of lookups, and of writes to a part of an array."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
+from shardlib.dims import Labels, dims_of, places
 from shardlib.equations import SCATTERS
 from shardlib.proof import collectives
-from shardlib.proof.domain import UNIFORM, Subtracted, Value, axes_of_offset, cut, devices, whole
+from shardlib.proof.domain import UNIFORM, Value, axes_of_offset, cut, devices, moved, whole
 from shardlib.proof.equation import Equation, Refused, is_integer
 from shardlib.proof.primitives import rule
 
@@ -33,9 +35,8 @@ def _drops(eq: Equation, index: Value, i: int) -> bool:
     They are if they are past the end of dim i.
     """
     ends = eq.shape()[i], eq.twin_shape()[i]
-    is_past = index.others is not None and all(
-        n >= end for n, end in zip(index.others, ends, strict=True)
-    )
+    others = index.others
+    is_past = others is not None and others[0] >= ends[0] and others[1] >= ends[1]
     return is_past and _has_mode(eq, "FILL_OR_DROP")
 
 
@@ -54,17 +55,6 @@ def _counts_along(index: Value) -> int | None:
     return None
 
 
-def _batch_dims(eq: Equation) -> list:
-    """Dims of the indices of a gather, joined with those of the operand that go along with them."""
-    x, ids = eq.ins
-    batch = list(ids.dims[:-1])
-    numbers = eq.params["dimension_numbers"]
-    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    for i, j in pairs:
-        batch[j] = eq.joined_dim(i, [x.dims[i], batch[j]])
-    return batch
-
-
 @rule("gather")
 def _gather(eq: Equation) -> Value:
     x, ids = eq.ins
@@ -72,15 +62,14 @@ def _gather(eq: Equation) -> Value:
     numbers = eq.params["dimension_numbers"]
     sizes = eq.params["slice_sizes"]
     shape = eq.shape()
-    batch = _batch_dims(eq)
+    (of_x, of_ids), (order,) = dims_of(eq.eqn)
+    dims = _joined(eq, (of_x, of_ids), order)
     twin_sizes = eq.twin.params["slice_sizes"]
     fills = eq.params["fill_value"] if _has_mode(eq, "FILL_OR_DROP") else None
-    looked_up = None
-    origin = None
+    looked_up = origin = None
     own = frozenset()
-    for i, index in zip(
-        numbers.start_index_map, _indices(ids, len(numbers.start_index_map)), strict=True
-    ):
+    indices = _indices(ids, len(numbers.start_index_map))
+    for i, index in zip(numbers.start_index_map, indices, strict=True):
         dim = x.dims[i]
         if index.places is not None and dim is not UNIFORM:
             if dim != index.places or (sizes[i], twin_sizes[i]) != (1, 1):
@@ -96,16 +85,11 @@ def _gather(eq: Equation) -> Value:
         if (j := _counts_along(index)) is not None and sizes[i] == 1:
             if eq.shape(1)[j] != shape[i] or dim.is_merged:
                 eq.block(index)
-            batch[j] = eq.joined_dim(
-                i, [dim, *([batch[j]] if batch[j] is not UNIFORM and batch[j].axes else [])]
-            )
+            k = of_ids[j]
+            dims[k] = eq.joined_dim(i, [dim, *([dims[k]] if dims[k] and dims[k].axes else [])])
             continue
-        if (
-            dim.is_merged
-            or _axes_of_index(eq, index, i) != dim.axes
-            or sizes[i] != 1
-            or looked_up is not None
-        ):
+        is_own = _axes_of_index(eq, index, i) == dim.axes and not dim.is_merged
+        if not is_own or sizes[i] != 1 or looked_up is not None:
             raise Refused(
                 f"dim {dim.name or i}, sharded over {', '.join(dim.axes)}, is looked up by an "
                 "index that is not relative to this device's block",
@@ -117,37 +101,24 @@ def _gather(eq: Equation) -> Value:
                 eq.finished(x)
             own |= set(dim.axes)
             continue
-        looked_up, origin = index.offset, index.origin
-    dims, places = _dims_of_gather(eq, batch, origin)
-    origin = origin and origin._replace(dims=places)
-    drops = looked_up is not None and fills not in (None, 0) and not is_integer(eq.result_type())
-    return Value(
-        dims, x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops
-    )
-
-
-def _dims_of_gather(eq: Equation, batch: list, origin: Subtracted | None) -> tuple[tuple, tuple]:
-    """The dims of the result of a gather: those of windows, and of `batch`, the indices.
-
-    Also returns, for each of them, the dim of the index that the origin of the indices has.
-    """
-    x = eq.ins[0]
-    shape = eq.shape()
-    sizes = eq.params["slice_sizes"]
-    numbers = eq.params["dimension_numbers"]
-    collapsed, batching = numbers.collapsed_slice_dims, numbers.operand_batching_dims
-    windows: list[tuple] = []
-    for i, n in enumerate(sizes):
-        is_part = n != shape[i] or i in collapsed
-        if is_part and i not in (*numbers.start_index_map, *batching):
+        looked_up, origin = index.offset, moved(index, places(order, of_ids)).origin
+    for i in range(len(shape)):
+        if of_x[i] is None and i not in numbers.start_index_map:
             eq.uncut(x, i, "a part is taken")
-        if i not in (*collapsed, *batching):
-            is_whole = x.dims[i] is UNIFORM or n == shape[i]
-            windows.append((x.dims[i] if is_whole else whole(n), None))
-    rest = iter(windows)
-    rows = zip(batch, origin.dims[:-1] if origin else [None] * len(batch), strict=True)
-    found = [next(rest if j in numbers.offset_dims else rows) for j in range(len(eq.result_shape))]
-    return tuple(dim for dim, _ in found), tuple(place for _, place in found)
+    rest = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    windows = (i for i in range(len(shape)) if i not in rest)
+    for i, j in zip(windows, numbers.offset_dims, strict=True):
+        if of_x[i] is None and x.dims[i] is not UNIFORM:
+            dims[j] = whole(sizes[i])
+    drops = looked_up is not None and fills not in (None, 0) and not is_integer(eq.result_type())
+    found = Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up)
+    return dataclasses.replace(found, origin=origin, drops=drops)
+
+
+def _joined(eq: Equation, operands: Iterable[Labels], order: Labels) -> list[Any]:
+    """How the dims with the labels `order` are cut, in all operands that have them."""
+    pairs = zip(eq.ins, operands, strict=False)
+    return list(eq.join_dims([moved(x, places(order, labels)) for x, labels in pairs]))
 
 
 @rule(*SCATTERS)
@@ -160,7 +131,6 @@ def _scatter(eq: Equation) -> Value:
     numbers = eq.params["dimension_numbers"]
     scatter = _Scatter(eq)
     scatter.write_windows()
-    scatter.write_batches()
     indices = _indices(ids, len(numbers.scatter_dims_to_operand_dims))
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
         if scatter.sizes.get(i) == (eq.shape()[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
@@ -185,45 +155,36 @@ class _Scatter:
         self.eq = eq
         self.numbers = eq.params["dimension_numbers"]
         self.x, self.ids, self.updates = eq.ins
-        self.adds = eq.name == "scatter-add"
-        self.dims: list[Any] = list(self.x.dims)
+        self.adds = eq.name in ("scatter-add", "scatter-sub")
         self.sizes: dict[int, tuple[int, int]] = {}
-        windows = self.numbers.update_window_dims
-        self.of_index = [j for j in range(len(eq.shape(2))) if j not in windows]
-        self.batch: list[Any] = []
-        self.places: list[int | None] = [*self.of_index]
         self.own: frozenset[str] = frozenset()
+        row = dims_of(eq.eqn)
+        (of_x, (*of_ids, _), of_updates), _ = row
+        joined = _joined(eq, row.operands, of_x)
+        self.dims = [
+            x if i is None else y for i, x, y in zip(of_x, self.x.dims, joined, strict=True)
+        ]
+        # Updates along a dim that the operand has go to their own entry of it.
+        self.batch: list[Any] = _joined(eq, ([], row.operands[1], of_updates), of_ids)
+        self.places = places(of_ids, of_updates)
+        self.of_index = [*self.places]
+        for k in (k for k, label in enumerate(of_ids) if label in of_x):
+            self._mark_known(k)
 
     def write_windows(self) -> None:
-        """Joins the dims of windows with those of the operand."""
-        eq = self.eq
-        numbers = self.numbers
-        shape = self.eq.shape()
-        update_shape = self.eq.shape(2)
-        inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-        in_window = (i for i in range(len(shape)) if i not in inserted)
+        """Checks that the dims of which windows hold a part are whole."""
+        eq, numbers = self.eq, self.numbers
+        gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        in_window = (i for i in range(len(eq.shape())) if i not in gone)
         for i, j in zip(in_window, numbers.update_window_dims, strict=True):
-            self.sizes[i] = update_shape[j], eq.twin_shape(2)[j]
-            if update_shape[j] == shape[i]:
-                self.dims[i] = eq.joined_dim(i, [self.x.dims[i], self.updates.dims[j]])
-                continue
-            eq.uncut(self.x, i, "a part is written")
-            eq.uncut(self.updates, j, "a part is written")
-            eq.same_size(2, j)
-            self.dims[i] = whole(shape[i])
+            self.sizes[i] = eq.shape(2)[j], eq.twin_shape(2)[j]
+            if eq.shape(2)[j] != eq.shape()[i]:
+                eq.uncut(self.x, i, "a part is written")
+                eq.uncut(self.updates, j, "a part is written")
+                eq.same_size(2, j)
+                self.dims[i] = whole(eq.shape()[i])
         for i in {*numbers.inserted_window_dims} - {*numbers.scatter_dims_to_operand_dims}:
             eq.uncut(self.x, i, "the first entry is written")
-
-    def write_batches(self) -> None:
-        """Joins the dims of the indices with those of the updates and of the operand."""
-        eq, numbers = self.eq, self.numbers
-        rows = [self.updates.dims[j] for j in self.of_index]
-        pairs = zip(rows, self.ids.dims[:-1], strict=True)
-        self.batch = [eq.joined_dim(k, pair) for k, pair in enumerate(pairs)]
-        batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
-        for i, j in zip(*batching, strict=True):
-            self.dims[i] = eq.joined_dim(i, [self.x.dims[i], self.batch[j]])
-            self._mark_known(j)  # each entry has its own place
 
     def _mark_known(self, k: int) -> None:
         """Notes that it is known where the updates along dim k of the indices go."""
@@ -322,17 +283,13 @@ class _Scatter:
 def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
     """The inverse of the order of a block: 0, 1, … written where the order says."""
     sizes = [part.size for dim in (order.dims[0], order.places) if dim for part in dim.parts]
-    if (
-        sizes != [eq.shape()[0]] * 2
-        or counted.known != (0, 0)
-        or counted.offset
-        or not counted.is_local
-    ):
+    is_count = counted.known == (0, 0) and not counted.offset and counted.is_local
+    if sizes != [eq.shape()[0]] * 2 or not is_count:
         eq.block(order)
     return Value((order.places,), is_local=True, places=order.dims[0])
 
 
-def _is_masked(updates: Value, index: Value, of_index: list[int]) -> bool:
+def _is_masked(updates: Value, index: Value, of_index: list[Any]) -> bool:
     """True if updates are zero where this index is outside the block.
 
     They are masked by it, entry by entry.
@@ -373,11 +330,8 @@ def _dynamic_slice(eq: Equation) -> Value:
             dims.append(UNIFORM)
         elif start.offset:
             axes = _axes_of_start(eq, start, b, a)
-            if (
-                dim is not UNIFORM
-                and dim.axes
-                and (dim.is_merged or a != b * devices(eq.sizes, axes))
-            ):
+            is_divided = a == b * devices(eq.sizes, axes)
+            if dim is not UNIFORM and dim.axes and (dim.is_merged or not is_divided):
                 eq.uncut(x, i, "this device's part is taken")
             # If the block is cut already, a part of that part is contiguous too.
             dims.append(cut(b, (*dim.axes, *axes), dim.name) if dim is not UNIFORM else UNIFORM)
@@ -399,11 +353,8 @@ def _dynamic_update_slice(eq: Equation) -> Value:
             axes = _axes_of_start(eq, start, b, a)
             dim = y.dims[i]
             is_own = dim is not UNIFORM and not dim.is_merged and dim.axes[-len(axes) :] == axes
-            if (
-                not x.is_zero
-                or not is_own
-                or (dim.axes != axes and a != b * devices(eq.sizes, axes))
-            ):
+            is_own = is_own and (dim.axes == axes or a == b * devices(eq.sizes, axes))
+            if not (x.is_zero and is_own):
                 eq.block(start)
             assembled |= set(axes)
             dims.append(cut(a, dim.axes[: -len(axes)], dim.name))

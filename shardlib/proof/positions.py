@@ -11,7 +11,7 @@ import numpy as np
 
 from shardlib.equations import kinds
 from shardlib.proof import domain
-from shardlib.proof.domain import UNIFORM, Mask, Offset, Range, Subtracted, Value
+from shardlib.proof.domain import Mask, Offset, Range, Subtracted, Value
 from shardlib.proof.equation import Equation, Refused, is_integer
 
 COMPARISONS = kinds("comparison")
@@ -37,9 +37,8 @@ def apply_rule(eq: Equation, ins: list[Value]) -> Value | None:
     if name in ("and", "or") and all(v.mask for v in ins):
         return _combined(eq, *ins)
     if name == "not" and ins[0].mask and not ins[0].mask.source:
-        return dataclasses.replace(
-            ins[0], mask=ins[0].mask._replace(is_outside=not ins[0].mask.is_outside)
-        )
+        mask = ins[0].mask
+        return dataclasses.replace(ins[0], mask=mask._replace(is_outside=not mask.is_outside))
     return _masked(eq, ins)
 
 
@@ -78,17 +77,13 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
     if name in ("max", "min", "clamp") and sum(bool(v.offset) for v in ins) == 1:
         (index,) = [v for v in ins if v.offset]
         bounds = [v for v in ins if not v.offset]
-        if (
-            index.count
-            or not all(v.is_constant for v in bounds)
-            or (name == "clamp" and index is not ins[1])
-        ):
+        is_bound = name == "clamp" and index is not ins[1]
+        if index.count or is_bound or not all(v.is_constant for v in bounds):
             return None
         low = Range(low=bounds[0].known) if name != "min" else Range()
         high = Range(high=bounds[-1].known) if name != "max" else Range()
-        others = (
-            low.low if name != "min" else index.others and tuple(map(min, index.others, high.high))
-        )
+        least = index.others and tuple(map(min, index.others, high.high))
+        others = low.low if name != "min" else least
         return dataclasses.replace(index, valid=low & high & index.valid, others=others)
     return None
 
@@ -101,18 +96,13 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
     if a.valid or b.valid:
         # Not the clipped index any more: jnp wraps a negative one like this before it selects the
         # one that is not.
-        return (
-            dataclasses.replace(a, origin=None, others=None) if a.valid and b.is_constant else None
-        )
+        is_moved = a.valid and b.is_constant
+        return dataclasses.replace(a, origin=None, others=None) if is_moved else None
     both = None
     if a.known is not None and b.known is not None:
         both = tuple(x + sign * y for x, y in zip(a.known, b.known, strict=True))
-    at = range(len(eq.shape()))
-    is_whole = (
-        a.count
-        and not a.is_local
-        and all(eq.shape()[i] == eq.twin_shape()[i] for i in at if i in a.count)
-    )
+    has_size = all(eq.shape()[i] == eq.twin_shape()[i] for i in a.count)
+    is_whole = a.count and not a.is_local and has_size
     if sign < 0 and is_whole and not a.offset and not b.count and b.offset and b.known == (0, 0):
         # Whole indices, less the offset of a block.
         a = dataclasses.replace(a, count=(), known=None)
@@ -122,7 +112,7 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
             return None
         counting, other = (b, a) if b.count else (a, b)
         moved = dataclasses.replace(counting, offset=offset)
-        if both is not None and all(d is UNIFORM for d in other.dims):
+        if both is not None and not any(other.dims):
             if both[0] != both[1]:
                 return dataclasses.replace(moved, known=None, is_local=True)
             return resolved(eq, dataclasses.replace(moved, known=both))
@@ -132,12 +122,8 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
             return None
         eq.plain(rest)
         return Value(eq.join_dims([found, rest]))
-    if (
-        offset
-        and (a.is_constant or b.is_constant)
-        and both is None
-        and sign * (1 if b.is_constant else 0) >= 0
-    ):
+    is_plus = sign > 0 or not b.is_constant
+    if offset and both is None and is_plus and (a.is_constant or b.is_constant):
         index, number = (a, b) if b.is_constant else (b, a)
         # jnp wraps a negative index so: it is right nowhere, so that no mask fits it.
         if number.known[0] != number.known[1]:
@@ -162,19 +148,19 @@ def resolved(eq: Equation, value: Value) -> Value:
         return value
     shape = eq.result_shape
     axes = domain.axes_of_offset(value.offset, math.prod(shape[i] for i in value.count), eq.sizes)
-    if axes is None or value.known is None or value.known[0] != value.known[1]:
+    if axes is None or not _is_same(value):
         return value
     there = eq.twin.outvars[0].aval.shape
     first = next((i for i in value.count if there[i] > 1), value.count[0])
-    dims = [
-        domain.cut(shape[i], axes)
-        if i == first
-        else domain.whole(shape[i])
-        if i in value.count
-        else d
-        for i, d in enumerate(value.dims)
-    ]
+    dims = list(value.dims)
+    for i in value.count:
+        dims[i] = domain.cut(shape[i], axes if i == first else ())
     return Value(tuple(dims))
+
+
+def _is_same(value: Value) -> bool:
+    """True if the number of a value, or where its count begins, is known and the same on one."""
+    return value.known is not None and value.known[0] == value.known[1]
 
 
 # ---- masks ---------------------------------------------------------------------------------------
@@ -193,34 +179,22 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
     least = -1
     if a.offset and a.known is not None and not a.count and not a.valid:
         least = min(*a.known, *(c for _, c in a.offset))
-    if a.count and not offset and a.known is not None and a.known[0] == a.known[1]:
-        least = a.known[0]
+    if a.count and not offset and _is_same(a):
+        least = a.known[0] if a.known else -1
     if a.valid and a.others is not None:
         least = min(*a.others, *a.valid.low)
     if name in ("lt", "ge") and b.is_zero and least >= 0:
         return domain.constant(len(eq.result_shape), name == "ge", name == "ge")
     for this, other, sign in ((a, b, 1), (b, a, -1)):
-        if (
-            this.count
-            and not other.count
-            and this.known is not None
-            and this.known[0] == this.known[1]
-        ):
+        if this.count and not other.count and _is_same(this):
             signed = tuple((axis, sign * c) for axis, c in offset)
             found = resolved(eq, dataclasses.replace(this, offset=signed, is_local=False))
             if not found.offset and not found.count:
                 rest = eq.plain(dataclasses.replace(other, offset=()))
                 return Value(eq.join_dims([found, rest]))
-    is_bound = not (b.count or b.valid or b.is_index)
+    is_bound = not (b.count or b.valid or b.is_index or a.count or a.valid)
     is_signed = all(np.issubdtype(var.aval.dtype, np.signedinteger) for var in eq.eqn.invars)
-    if (
-        b.known is None
-        or not is_bound
-        or not is_signed
-        or a.count
-        or a.valid
-        or name in ("eq", "ne")
-    ):
+    if b.known is None or not is_bound or not is_signed or name in ("eq", "ne"):
         eq.block(a), eq.block(b)
         raise AssertionError(name)
     eq.plain(dataclasses.replace(a, offset=()))
@@ -230,9 +204,8 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
         mask = Mask(Range(low=(0, 0)), not inside, offset)
     else:
         mask = Mask(Range(high=(here - 1, there - 1)), inside, offset)
-    return Value(
-        a.dims, mask=mask, origin=a.origin if not b.offset else None if a.offset else _labels(a)
-    )
+    subtracted = None if a.offset else _labels(a)
+    return Value(a.dims, mask=mask, origin=subtracted if b.offset else a.origin)
 
 
 def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozenset[str]:
@@ -273,18 +246,11 @@ def _combined(eq: Equation, a: Value, b: Value) -> Value:
     The result holds within both ends of a block (and), or outside one of them (or).
     """
     is_outside = eq.name == "or"
-    is_any_outside = a.mask.is_outside or b.mask.is_outside
-    if (
-        a.mask.axes
-        and b.mask.axes
-        and not (a.mask.axes & b.mask.axes or is_outside or is_any_outside)
-    ):
+    sides = {a.mask.is_outside, b.mask.is_outside}
+    are_of_devices = a.mask.axes and b.mask.axes and not a.mask.axes & b.mask.axes
+    if are_of_devices and not is_outside and sides == {False}:
         return Value(eq.join_dims([a, b]), mask=Mask(Range(), axes=a.mask.axes | b.mask.axes))
-    if (
-        {a.mask.is_outside, b.mask.is_outside} != {is_outside}
-        or a.mask.source
-        or not _is_of(a, b.mask.offset, b)
-    ):
+    if sides != {is_outside} or a.mask.source or not _is_of(a, b.mask.offset, b):
         raise Refused(
             "two masks are not the two ends of one block", "compare one index with both ends"
         )
@@ -301,10 +267,11 @@ def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
     """The axes for which a mask says which indices are in this device's block."""
     sizes = tuple(n + 1 for n in mask.valid.high)
     axes = domain.axes_of_offset(tuple((axis, -c) for axis, c in mask.offset), sizes[0], eq.sizes)
-    is_block = axes and mask.valid.low == (0, 0)
-    if not is_block or sizes[0] * domain.devices(eq.sizes, axes) != sizes[1] * domain.devices(
-        eq.twin_sizes, axes
-    ):
+    wholes = [
+        n * domain.devices(of_mesh, axes or ())
+        for n, of_mesh in zip(sizes, (eq.sizes, eq.twin_sizes), strict=True)
+    ]
+    if not axes or mask.valid.low != (0, 0) or wholes[0] != wholes[1]:
         raise Refused(
             "an index is compared with what is not the end of a device's block",
             "compare it with both ends",
@@ -379,9 +346,8 @@ def _best(eq: Equation, ins: list[Value]) -> Value | None:
     taken = next((v for v in values if v.is_taken), None)
     if local is None or taken is None or local.source != taken.source:
         return None
-    if eq.name != "eq" and (
-        ins[0] is not local or eq.name != {"max": "ge", "min": "le"}[local.source.kind]
-    ):
+    order = {"max": "ge", "min": "le"}.get(local.source.kind)
+    if eq.name != "eq" and (ins[0] is not local or eq.name != order):
         return None
     return Value(eq.join_dims(ins), mask=Mask(Range(), source=local.source))
 
@@ -391,13 +357,8 @@ def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
     index, start = (a, b) if a.is_index else (b, a)
     axes: Any = domain.axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
     source = index.source
-    if (
-        index.offset
-        or eq.name == "sub"
-        or source is None
-        or axes != source.axes
-        or start.known != (0, 0)
-    ):
+    is_start = eq.name != "sub" and start.known == (0, 0)
+    if index.offset or not is_start or source is None or axes != source.axes:
         eq.block(start)
         eq.block(index)
     whole_size = index.known[0] * domain.devices(eq.sizes, axes)
@@ -407,12 +368,8 @@ def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
 
 def _best_index(eq: Equation, which: Value, others: Value, index: Value) -> Value:
     """The index of the first extreme, on the devices that have it."""
-    if not (
-        index.is_index
-        and index.is_taken
-        and index.source == which.mask.source
-        and others.is_constant
-    ):
+    is_taken = index.is_index and index.is_taken and index.source == which.mask.source
+    if not (is_taken and others.is_constant):
         raise Refused(
             "a mask says which devices have the extreme", "take the index of the extreme by it"
         )

@@ -5,12 +5,12 @@ blocks gives the blocks of the result. Otherwise it raises Refused. The other mo
 hold the rules.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from shardlib.dims import Dims, Labels, dims_of
 from shardlib.equations import (
     COLLECTIVES,
     IDENTITIES,
@@ -63,44 +63,28 @@ def _device_put(eq: Equation) -> list[Value]:
     return eq.ins if is_move else everything_whole(eq)
 
 
-TOGETHER = dict.fromkeys(("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd"), 2) | {
-    "lu_pivots_to_permutation": 1
-}
-"""The number of last dims that these primitives take together."""
-
-
-@rule(*TOGETHER, "fft")
-def _of_last_dims(eq: Equation) -> list[Value]:
-    """Treats each matrix, and each transform, separately."""
-    return everything_whole(
-        eq, len(eq.shape()) - (TOGETHER.get(eq.name) or len(eq.params["fft_lengths"]))
-    )
-
-
-@rule("triangular_solve")
-def _solve(eq: Equation) -> list[Value]:
-    """Treats each matrix, and each vector for which a triangular system is solved, separately."""
-    ndim = len(eq.shape())
-    return everything_whole(eq, ndim - 2, vectors=ndim - 1 if eq.params["left_side"] else ndim - 2)
-
-
-@rule("random_bits", "random_split", "random_unwrap", "random_seed", "bitcast_convert_type")
-def _of_each_entry(eq: Equation) -> list[Value]:
-    """Treats each key, or the bits of each number, separately."""
-    refuse_rbg(eq)
-    return everything_whole(eq, min(len(eq.shape()), len(eq.result_shape)))
-
-
 IMPURE = COLLECTIVES | words("axis_index io_callback rng_uniform run_state shard_map")
 """Primitives whose results depend on more than their operands, if no rule handles them."""
+LINEAR_IN: dict[str, int] = dict.fromkeys(
+    ("cumsum", "fft", "reduce_window_sum", "select_and_scatter_add"), 0
+)
+LINEAR_IN |= {"triangular_solve": 1}
+"""Primitives without a rule that are linear in this operand, which may be a term of a sum."""
 
 
-def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -> list[Value]:
-    """Handles a primitive without a rule.
+@rule(*LINEAR_IN)
+def _linear(eq: Equation) -> list[Value]:
+    k = LINEAR_IN[eq.name]
+    for value in (*eq.ins[:k], *eq.ins[k + 1 :]):
+        eq.plain(value)
+    x = eq.term(eq.ins[k])
+    return [Value(dims, x.partial, ratio=x.ratio) for dims in joined_dims(eq)]
 
-    The results are whole, if each device has all of each operand. It treats the entries of the
-    first `batch` dims, and of dim `vectors` of operand 2, separately. It is then linear in operand
-    2.
+
+def everything_whole(eq: Equation) -> list[Value]:
+    """Handles a primitive without a rule, by its row in shardlib.dims.
+
+    Without a row, each device must have all of each operand.
     """
     names = [
         eq.name,
@@ -111,51 +95,58 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
         raise Refused(problem, "compute it by other operations, or outside of the program")
     if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
         raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
-
-    def label_dims(var: Any) -> list[int | None]:
-        return [i if i < batch else None for i in range(len(shape_of(var)))]
-
-    operands, results = list(map(label_dims, eq.eqn.invars)), list(map(label_dims, eq.eqn.outvars))
-    if vectors is None:
-        return map_separately(eq, operands, results, eq.name)
-    eq.plain(eq.ins[0]), eq.unscaled(eq.ins[1])
-    operands[1][vectors] = results[0][vectors] = vectors
-    (found,) = map_separately(eq, operands, results, eq.name, Equation.term)
-    return [dataclasses.replace(found, partial=eq.ins[1].partial)]
+    if eq.name.startswith("random"):
+        refuse_rbg(eq)
+    return map_separately(eq)
 
 
-def map_separately(
-    eq: Equation,
-    operands: list,
-    results: list,
-    verb: str,
-    demand: Callable[..., Any] = Equation.plain,
-) -> list[Value]:
-    """Handles an operation that treats entries along some dims separately.
+def shared_dims(eq: Equation) -> Dims:
+    """The dims that are the same here and on one device.
 
-    It treats those along others together.
+    Of a dim that has one entry here, what it is on one device counts: a single channel, for
+    example, is a group and all channels.
+    """
+
+    def shared(var: Any, here: Labels, there: Labels) -> Labels:
+        rows = zip(shape_of(var), here, there, strict=True)
+        return [b if a == b or n == 1 else None for n, a, b in rows]
+
+    here, there = dims_of(eq.eqn), dims_of(eq.twin)
+    operands = map(shared, eq.eqn.invars, here.operands, there.operands)
+    return Dims([*operands], [*map(shared, eq.eqn.outvars, here.results, there.results)])
+
+
+def joined_dims(
+    eq: Equation, verb: str = "entries are taken together", of: Dims | None = None
+) -> list[tuple[Any, ...]]:
+    """How the results of an operation that treats entries along some dims separately are cut.
+
+    Raises Refused unless dims along which `verb` happens are whole.
 
     Args:
         eq: the equation.
-        operands: for each dim of each operand, a label that the same dim of other operands and
-            results has; None where entries are taken together, which requires the whole dim.
-        results: the same for each result. None: a new dim, which is whole.
-        verb: what happens to the entries that are taken together.
-        demand: what each operand must be.
+        verb: what happens along other dims.
+        of: its dims; the caller checks those whose label no result has. None: as in shardlib.dims.
     """
-    dims_of: dict[Any, list] = {}
+    operands, results = of or shared_dims(eq)
+    kept = {label for labels in (operands if of else results) for label in labels} - {None}
+    found: dict[Any, list] = {label: [] for label in kept}
     for k, labels in enumerate(operands):
-        demand(eq, eq.ins[k])
-        for i, (label, dim) in enumerate(zip(labels, eq.ins[k].dims, strict=True)):
-            if label is None:
+        for i, label in enumerate(labels):
+            if label in kept:
+                found[label].append(eq.ins[k].dims[i])
+            else:
                 eq.uncut(eq.ins[k], i, verb)
                 eq.same_size(k, i)
-            else:
-                dims_of.setdefault(label, []).append(dim)
-    joined = {label: eq.joined_dim(label, dims) for label, dims in dims_of.items()}
-    found = []
-    for var, labels in zip(eq.eqn.outvars, results, strict=True):
-        pairs = zip(shape_of(var), labels, strict=True)
-        dims = (whole(n) if label is None else joined[label] for n, label in pairs)
-        found.append(Value(tuple(dims)))
-    return found
+    joined = {label: eq.joined_dim(label, dims) for label, dims in found.items()}
+    pairs = (
+        zip(shape_of(var), x, strict=True) for var, x in zip(eq.eqn.outvars, results, strict=True)
+    )
+    return [tuple(whole(n) if x is None else joined[x] for n, x in pair) for pair in pairs]
+
+
+def map_separately(eq: Equation, of: Dims | None = None) -> list[Value]:
+    """Handles an operation on plain blocks by its dims."""
+    for value in eq.ins:
+        eq.plain(value)
+    return [*map(Value, joined_dims(eq, of=of))]

@@ -64,6 +64,11 @@ class Reach:
         """True if all entries are known."""
         return bool(self.known.all())
 
+    @property
+    def zeros(self) -> np.ndarray:
+        """True where an entry is known to be 0."""
+        return self.known & (self.number == 0)
+
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Returns the three arrays."""
         return self.number, self.known, self.last
@@ -79,7 +84,7 @@ class Reach:
             for i, size in enumerate(x.shape):
                 if size > 1:
                     one = x.take([0], i)
-                    x = one if ((x == one) | ((x != x) & (one != one))).all() else x
+                    x = one if are_equal(x, one).all() else x
             return x
 
         return Reach(self.shape, *map(settled, self.arrays()), why=self.why)
@@ -89,6 +94,10 @@ class Reach:
         fact = self.fact.moved(move) if isinstance(self.fact, Sums) else None
         ways: Any = self.ways and tuple(x.moved(move, shape) for x in self.ways)
         return Reach(tuple(shape), *map(move, self.arrays()), why=self.why, fact=fact, ways=ways)
+
+    def transposed(self) -> "Reach":
+        """Swaps the last two dims."""
+        return self.moved(np.matrix_transpose, self.shape[:-2] + self.shape[:-3:-1])
 
 
 class Among(NamedTuple):
@@ -184,17 +193,13 @@ def sums_of(
         for s, x in zip(sums, values, strict=True)
     ):
         return None
-    none = [np.full((1,) * len(x.shape), -1) for x in values]
-    at, added = (
-        move(
-            [
-                np.maximum(getattr(s, name), other) if s else other
-                for s, other in zip(sums, none, strict=True)
-            ]
-        )
-        for name in ("at", "added")
-    )
-    return dataclasses.replace(first, at=at, added=added, array=None)
+
+    def moved(name: str) -> Any:
+        none = (np.full((1,) * len(x.shape), -1) for x in values)
+        pairs = zip(sums, none, strict=True)
+        return move([np.maximum(getattr(s, name), other) if s else other for s, other in pairs])
+
+    return dataclasses.replace(first, at=moved("at"), added=moved("added"), array=None)
 
 
 def dtype_of(aval: core.ShapedArray) -> np.dtype:
@@ -209,6 +214,11 @@ def highest(dtype: Any) -> Any:
     """Bound of a number of which nothing is known."""
     dtype = np.dtype(dtype)
     return dtype.type(np.inf) if dtype.kind in "fc" else dtype.type(0)
+
+
+def are_equal(a: Any, b: Any) -> Any:
+    """True where two numbers are equal, or both are NaN."""
+    return (a == b) | ((a != a) & (b != b))
 
 
 def sizes(x: "Reach") -> Any:
@@ -243,24 +253,21 @@ def at_most(x: "Reach", ins: Sequence["Reach"]) -> "Reach":
     return dataclasses.replace(x, number=np.where(free, most, x.number))
 
 
-def ordinary(x: "Reach") -> "Reach":
-    """Takes what is unknown of a value as numbers into which no known number went."""
-    return dataclasses.replace(
-        x, number=np.where(x.known | (x.number < np.inf), x.number, x.number.dtype.type(0))
-    )
-
-
 def sized(x: "Reach", ins: Iterable["Reach"]) -> "Reach":
     """Bounds those entries of a result of which nothing is known, by the sizes of all operands."""
     size = max((sizes(y).max(initial=0) for y in ins), default=0)
     dtype = x.number.dtype
     if dtype.kind in "fc":
-        return dataclasses.replace(
-            x, number=np.where(x.known | (x.number < np.inf), x.number, dtype.type(size))
-        )
+        is_bounded = x.known | (x.number < np.inf)
+        return dataclasses.replace(x, number=np.where(is_bounded, x.number, dtype.type(size)))
     if size and dtype.kind in "iu":
         return dataclasses.replace(x, number=np.where(x.known, x.number, np.iinfo(dtype).max))
     return x
+
+
+def ordinary(x: "Reach") -> "Reach":
+    """Takes what is unknown of a value as numbers into which no known number went."""
+    return sized(x, ())
 
 
 def make_reach(
@@ -300,7 +307,7 @@ def exact(number: Any, aval: object) -> np.ndarray:
     if not isinstance(dtype, np.dtype) or dtype.kind in "biu":
         return np.ones(np.shape(number), bool)
     number = np.asarray(number)
-    return (number.astype(dtype).astype(number.dtype) == number) | (number != number)
+    return are_equal(number.astype(dtype).astype(number.dtype), number)
 
 
 def unknown(shape: Sequence[int], dtype: Any, last: Any = NONE) -> Reach:
@@ -323,10 +330,10 @@ def constant(array: Any) -> Reach:
 
 def full(x: np.ndarray, shape: Sequence[int], dims: Iterable[int]) -> np.ndarray:
     """Broadcasts an array to all entries along `dims`."""
-    dims = set(dims)
-    return np.broadcast_to(
-        x, tuple(n if i in dims else m for i, (m, n) in enumerate(zip(x.shape, shape, strict=True)))
-    )
+    sizes = list(x.shape)
+    for i in dims:
+        sizes[i] = shape[i]
+    return np.broadcast_to(x, sizes)
 
 
 def of_all(values: Iterable[Reach]) -> np.int32:
@@ -341,13 +348,10 @@ def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarra
     """
     sizes = []
     result = []
-    i = 0
-    j = 0
+    i = j = 0
     while i < len(old) or j < len(new):
-        a = i
-        b = j
-        m = 1
-        n = 1
+        a, b = i, j
+        m = n = 1
         while m != n or (i == a and j == b):
             if (m <= n or j == len(new)) and i < len(old):
                 m = m * old[i]
@@ -375,9 +379,7 @@ def taken(x: np.ndarray, dim: int, at: np.ndarray, size: int, fill: Any) -> np.n
         return np.broadcast_to(fill, [len(at) if i == dim else n for i, n in enumerate(x.shape)])
     shape = [1] * x.ndim
     shape[dim] = len(at)
-    found = x.take(
-        np.clip(at, 0, x.shape[dim] - 1) if x.shape[dim] > 1 else np.zeros(len(at), int), dim
-    )
+    found = x.take(np.clip(at, 0, x.shape[dim] - 1), dim)
     return np.where(inside.reshape(shape), found, fill)
 
 
@@ -434,14 +436,9 @@ def _in_both(x: Reach, a: Reach, b: Reach) -> Reach:
     """`x`, where numbers that are known and equal in both ways become known."""
     if any(isinstance(value.fact, Slots) for value in (x, a, b)):
         return x
-    same = (
-        a.known
-        & b.known
-        & ((a.number == b.number) | ((a.number != a.number) & (b.number != b.number)))
-    )
-    number = np.where(
-        same, a.number, union(bounds(a), bounds(b)) if a.number.dtype.kind == "f" else 0
-    )
+    same = a.known & b.known & are_equal(a.number, b.number)
+    bound = union(bounds(a), bounds(b)) if a.number.dtype.kind == "f" else 0
+    number = np.where(same, a.number, bound)
     found = make_reach(x.shape, number, same, x.last, a.number.dtype)
     differ = ((a.known | b.known) & ~same).any()
     return dataclasses.replace(found, why=x.why, fact=x.fact, ways=(a, b) if differ else None)

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.equations import Eqn, shape_of, source_dims
+from shardlib.dims import Labels, dims_of
+from shardlib.equations import Eqn, shape_of
 from shardlib.proof import primitives, reach
 from shardlib.proof.reach import MOST, NONE, Reach
 from shardlib.proof.reach_slots import SAME
@@ -31,6 +32,29 @@ def result_shape(eqn: Any, i: int = 0) -> tuple[int, ...]:
 def dtype_of_result(eqn: Eqn) -> np.dtype:
     """Dtype in which to keep the numbers of the result of an equation."""
     return reach.dtype_of(eqn.outvars[0].aval)
+
+
+def spread(x: np.ndarray, labels: Labels, order: Labels) -> np.ndarray:
+    """Moves the dims of an array to where `order` has their labels; others have one entry."""
+    at = {i: order.index(x) for i, x in enumerate(labels) if x is not None and x in order}
+    return reach.placed(x, at, len(order))
+
+
+def by_dims(eqn: Eqn, *ins: Reach) -> list[Reach]:
+    """Results of which shardlib.dims says on which entries of the operands theirs depend."""
+    operands, results = dims_of(eqn)
+
+    def last_of(order: Labels) -> Any:
+        last: Any = NONE
+        for x, labels in zip(ins, operands, strict=True):
+            gone = (i for i, label in enumerate(labels) if label is None or label not in order)
+            last = np.maximum(last, spread(x.over(gone), labels, order))
+        return last
+
+    return [
+        reach.unknown(shape_of(var), reach.dtype_of(var.aval), last_of(labels))
+        for var, labels in zip(eqn.outvars, results, strict=True)
+    ]
 
 
 # ---- entries that move
@@ -56,20 +80,16 @@ rule("stack")(lambda eqn, *ins: reach.stacked(ins, eqn.params["axis"], result_sh
 
 @rule("broadcast_in_dim", "transpose")
 def _moved(eqn: Eqn, x: Reach, *_: Reach) -> Reach:
-    source = source_dims(eqn)
-    at = {i: j for j, i in enumerate(source) if i is not None}
-    return x.moved(lambda a: reach.placed(a, at, len(source)), result_shape(eqn))
+    operands, (order,) = dims_of(eqn)
+    labels = operands[0]
+    return x.moved(lambda a: spread(a, labels, order), result_shape(eqn))
 
 
 @rule("slice")
 def _slice(eqn: Eqn, x: Reach) -> Reach:
     p = eqn.params
-    return reach.cut(
-        x,
-        list(
-            map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(x.shape))
-        ),
-    )
+    ends = p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(x.shape)
+    return reach.cut(x, list(map(slice, *ends)))
 
 
 @rule("split")
@@ -99,18 +119,17 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
     dim = eqn.params["dimension"]
     shape = result_shape(eqn)
 
-    def together(*arrays: np.ndarray) -> np.ndarray:
-        parts = [
-            np.moveaxis(reach.full(x, v.shape, [dim]), dim, 0)
-            for x, v in zip(arrays, ins, strict=True)
-        ]
-        sizes = np.broadcast_shapes(*(x.shape[1:] for x in parts))
-        return np.moveaxis(
-            np.concatenate([np.broadcast_to(x, (len(x), *sizes)) for x in parts]), 0, dim
-        )
+    def together(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        parts = [reach.full(x, v.shape, [dim]) for x, v in zip(arrays, ins, strict=True)]
+        sizes = [list(x.shape) for x in parts]
+        most = np.max(sizes, 0)
+        most[dim] = 0
+        parts = map(np.broadcast_to, parts, np.maximum(sizes, most))
+        return np.concatenate([*parts], dim)
 
-    found = reach.make_reach(shape, *map(together, *(x.arrays() for x in ins))).alike()
-    return dataclasses.replace(found, fact=reach.sums_of(ins, lambda parts: together(*parts)))
+    columns = zip(*(x.arrays() for x in ins), strict=True)
+    found = reach.make_reach(shape, *map(together, columns)).alike()
+    return dataclasses.replace(found, fact=reach.sums_of(ins, together))
 
 
 @rule("iota")
@@ -130,86 +149,50 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
     """Where a part of a dim is read at an unknown index, it may be any part."""
     shape = result_shape(eqn)
     d = eqn.params["dimension_numbers"]
-    sizes = eqn.params["slice_sizes"]
-    batch = [i for i in range(len(shape)) if i not in d.offset_dims]
-    windows = [
-        i
-        for i in range(len(x.shape))
-        if i not in (*d.collapsed_slice_dims, *d.operand_batching_dims)
-    ]
-    at = dict(zip(windows, d.offset_dims, strict=True))
-    at |= {
-        i: batch[j]
-        for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)
-    }
-    parts = [i for i, n in enumerate(x.shape) if sizes[i] != n and i not in d.operand_batching_dims]
-
-    def place_starts(a: np.ndarray) -> np.ndarray:
-        return reach.placed(a, dict(enumerate(batch)), len(shape))
-
-    index = place_starts(starts.over([len(starts.shape) - 1]))
-    anywhere = reach.unknown(
-        shape, x.number.dtype, np.maximum(reach.placed(x.over(parts), at, len(shape)), index)
-    )
+    labels, of_starts = dims_of(eqn).operands
+    order: Labels = [*range(len(shape))]
+    parts = [i for i, label in enumerate(labels) if label is None]
+    (anywhere,) = by_dims(eqn, x, starts)
     # If clipped, a whole dim is read from its first entry on.
     is_clipped = "clip" in str(eqn.params["mode"]).lower()
     of_dim = [k for k, i in enumerate(d.start_index_map) if not is_clipped or i in parts]
-    if (
-        len(parts) != 1
-        or [d.start_index_map[k] for k in of_dim] != parts
-        or {*d.collapsed_slice_dims} - {*parts}
-    ):
+    if len(parts) != 1 or [d.start_index_map[k] for k in of_dim] != parts:
         return anywhere
     start = starts.moved(lambda a: a[..., of_dim] if a.shape[-1] > 1 else a, starts.shape)
     (dim,) = parts
-    rows, known = place_starts(start.number), place_starts(start.known)
-    if dim in windows:
+    index, rows, known = (
+        spread(a, of_starts, order) for a in (starts.over([-1]), start.number, start.known)
+    )
+    if window := [j for j in order if j not in (*labels, *of_starts)]:
         if not is_clipped:
             return anywhere
-        steps = np.arange(sizes[dim]).reshape(
-            [-1 if j == at[dim] else 1 for j in range(len(shape))]
-        )
-        rows = np.clip(rows, 0, x.shape[dim] - sizes[dim]) + steps
-    found = _rows_at(eqn, x, rows, index, at, dim)
-    arrays = zip(found.arrays(), anywhere.arrays(), strict=True)
-    either = reach.make_reach(shape, *(np.where(known, a, b) for a, b in arrays))
-    return dataclasses.replace(either, fact=found.fact if starts.is_known else None)
-
-
-def _rows_at(
-    eqn: Eqn, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[int, int], dim: int
-) -> Reach:
-    """Entries at `rows` of dim `dim`, whose last tokens `index` has.
-
-    Dim i of others becomes dim at[i].
-    """
-    rank = len(result_shape(eqn))
-    size = x.shape[dim]
-    fill = eqn.params["fill_value"]
-    if "fill" in str(eqn.params["mode"]).lower():
-        inside = (rows >= 0) & (rows < size)
-    else:
+        size = eqn.params["slice_sizes"][dim]
+        rows = np.clip(rows, 0, x.shape[dim] - size) + spread(np.arange(size), window, order)
+    inside = (rows >= 0) & (rows < x.shape[dim])
+    if "fill" not in str(eqn.params["mode"]).lower():
         inside = np.asarray(True)
-    rows = np.clip(rows, 0, size - 1)
+    rows = np.clip(rows, 0, x.shape[dim] - 1)
 
     def take_rows(a: np.ndarray) -> np.ndarray:
-        indices = []
-        for i, n in enumerate(a.shape):
-            if i != dim:
-                indices.append(np.arange(n).reshape([-1 if k == at[i] else 1 for k in range(rank)]))
-            else:
-                indices.append(rows if n > 1 else rows * 0)
-        return a[tuple(indices)]
+        at = (
+            rows * (n > 1) if i == dim else spread(np.arange(n), [labels[i]], order)
+            for i, n in enumerate(a.shape)
+        )
+        return a[tuple(at)]
 
-    number, known, last = map(take_rows, x.arrays())
+    number, is_known, last = map(take_rows, x.arrays())
+    fill = eqn.params["fill_value"]
     other = reach.highest(number.dtype) if fill is None else number.dtype.type(fill)
-    number = np.where(inside, number, other)
-    known = np.where(inside, known, fill is not None)
-    found = reach.make_reach(
-        result_shape(eqn), number, known, np.maximum(np.where(inside, last, NONE), index)
-    )
-    fact = reach.sums_of([x], lambda parts: take_rows(parts[0])) if np.all(inside) else None
-    return dataclasses.replace(found, fact=fact)
+    found = [
+        np.where(inside, number, other),
+        np.where(inside, is_known, fill is not None),
+        np.maximum(np.where(inside, last, NONE), index),
+    ]
+    either = zip(reach.make_reach(shape, *found).arrays(), anywhere.arrays(), strict=True)
+    result = reach.make_reach(shape, *(np.where(known, a, b) for a, b in either))
+    if starts.is_known and inside.all():
+        result.fact = reach.sums_of([x], lambda parts: take_rows(parts[0]))
+    return result
 
 
 def _starts(
@@ -225,8 +208,7 @@ def _starts(
 @rule("dynamic_slice")
 def _dynamic_slice(eqn: Eqn, x: Reach, *starts: Reach) -> Reach | None:
     sizes = eqn.params["slice_sizes"]
-    at = _starts(starts, x.shape, sizes)
-    if at is None:
+    if (at := _starts(starts, x.shape, sizes)) is None:
         return None
     return reach.cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
 
@@ -248,33 +230,28 @@ def _dynamic_update(eqn: Eqn, x: Reach, new: Reach, *starts: Reach) -> Reach | N
     return None if at is None else _written(x, new, at)
 
 
-@rule("scatter", "scatter-add")
+@rule("scatter", "scatter-add", "scatter-sub")
 def _scatter(eqn: Eqn, x: Reach, starts: Reach, new: Reach) -> Any:
     """Exact for one part or added rows at known indices.
 
     Otherwise every entry may come from any update.
     """
-    d = eqn.params["dimension_numbers"]
-    rank = len(x.shape)
-    adds = eqn.primitive.name == "scatter-add"
-    windows = [
-        i for i in range(rank) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)
-    ]
     if not starts.is_known or math.prod(x.shape) > MOST:
         return None
+    d = eqn.params["dimension_numbers"]
+    rank = len(x.shape)
+    adds = eqn.primitive.name != "scatter"
     if len(starts.shape) > 1:
-        is_rows = (
-            list(d.scatter_dims_to_operand_dims) == list(d.inserted_window_dims)
-            and len(d.inserted_window_dims) == 1
-        )
-        if not (adds and is_rows):
+        of_new = dims_of(eqn).operands[2]
+        is_rows = len(inserted := d.inserted_window_dims) == 1 and None not in of_new
+        if not (adds and is_rows and d.scatter_dims_to_operand_dims == inserted):
             return None
-        scattered = [i for i in range(len(new.shape)) if i not in d.update_window_dims]
-        at = dict(zip(d.update_window_dims, windows, strict=True))
-        pairs = zip(d.scatter_indices_batching_dims, d.operand_batching_dims, strict=True)
-        at |= {scattered[i]: j for i, j in pairs}
+        scattered = (i for i in range(len(new.shape)) if i not in d.update_window_dims)
+        at = {i: label for i, label in enumerate(of_new) if isinstance(label, int)}
         index = starts.moved(lambda a: a[..., 0], starts.shape[:-1])
-        return rows_added(x, d.inserted_window_dims[0], index, dict(enumerate(scattered)), new, at)
+        return rows_added(x, inserted[0], index, dict(enumerate(scattered)), new, at)
+    gone = (*d.inserted_window_dims, *d.operand_batching_dims)
+    windows = [i for i in range(rank) if i not in gone]
     numbers = np.broadcast_to(starts.number, starts.shape).tolist()
     places = dict(zip(d.scatter_dims_to_operand_dims, numbers, strict=True))
     at = [places.get(i, 0) for i in range(rank)]
@@ -297,15 +274,11 @@ def rows_added(
     rank, count = len(x.shape), len(new.shape)
     of_rows = [i for i in range(count) if i not in at]
     where = at | {i: rank + k for k, i in enumerate(of_rows)}
-    rows, of_index, of_new = (
-        reach.placed(a, where, rank + len(of_rows))
-        for a in (
-            reach.placed(index.number, dims, count),
-            reach.placed(index.last, dims, count),
-            new.last,
-        )
+    of_index = (reach.placed(a, dims, count) for a in (index.number, index.last))
+    rows, last, of_new = (
+        reach.placed(a, where, rank + len(of_rows)) for a in (*of_index, new.last)
     )
-    rows, added = np.broadcast_arrays(rows, np.maximum(of_new, of_index))
+    rows, added = np.broadcast_arrays(rows, np.maximum(of_new, last))
     sizes = [n if i == dim else max(x.last.shape[i], added.shape[i]) for i, n in enumerate(x.shape)]
     whole = [*(1 if i == dim else n for i, n in enumerate(sizes)), *added.shape[rank:]]
     rows, added = np.broadcast_to(rows, whole), np.broadcast_to(added, whole)

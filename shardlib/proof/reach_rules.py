@@ -14,41 +14,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.equations import ELEMENTWISE, REDUCTIONS, Eqn, kinds, words
+from shardlib.dims import ROWS, dims_of
+from shardlib.equations import ELEMENTWISE, Eqn, kinds, words
 from shardlib.interpret import equations_in
 from shardlib.proof import reach, reach_slots
 from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.reach import LOW, MOST, NONE, Among, Reach, Sums
-from shardlib.proof.reach_moves import RULES, dtype_of_result, result_shape, rule
+from shardlib.proof.reach_moves import (
+    RULES,
+    by_dims,
+    dtype_of_result,
+    result_shape,
+    rule,
+    spread,
+)
 
 
 def apply(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
     """What is known of the results of an equation that runs no body."""
+    rule = RULES.get(eqn.primitive.name, _default(eqn))
     if any(reach_slots.is_in(x) for x in ins):
-        if (result := reach_slots.apply(eqn, ins, _rule_of(eqn, ins))) is not None:
+        if (result := reach_slots.apply(eqn, ins, rule)) is not None:
             return [result]
         ins = [reach_slots.together(x) for x in ins]
     with np.errstate(all="ignore"):
-        found = _rule_of(eqn, ins)(eqn, *ins)
+        found = rule(eqn, *ins)
     if found is None:
         return anything(eqn, ins)
     return found if isinstance(found, list) else [found]
 
 
-def _rule_of(eqn: Eqn, ins: list[Reach]) -> Callable:
-    name = eqn.primitive.name
-    by_entry = name in ELEMENTWISE or (
-        name == "bitcast_convert_type" and result_shape(eqn) == tuple(ins[0].shape)
-    )
-    return RULES.get(name, _elementwise if by_entry else lambda *_: None)
+def _default(eqn: Eqn) -> Callable[..., Any]:
+    if eqn.primitive.name in ELEMENTWISE and len(eqn.outvars) == 1:
+        return _elementwise
+    return by_dims if eqn.primitive.name in ROWS else lambda *_: None
 
 
 def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
-    """Results whose entries may each depend on all entries of all operands."""
-    last = reach.of_all(ins)
-    types = [reach.dtype_of(var.aval) for var in eqn.outvars]
-    found = [reach.unknown(result_shape(eqn, i), dtype, last) for i, dtype in enumerate(types)]
-    return [dataclasses.replace(x, blurred=True) for x in found]
+    """Results whose entries may each depend on all that shardlib.dims does not rule out."""
+    return [dataclasses.replace(x, blurred=True) for x in by_dims(eqn, *ins)]
 
 
 # ---- entry by entry
@@ -61,19 +65,13 @@ SMALL = words("cos erf exp exp2 logistic sign sin tanh")
 0."""
 
 
-def _elementwise(eqn: Any, *ins: Reach) -> Reach | Any:
+def _elementwise(eqn: Any, *ins: Reach) -> Reach:
     name = eqn.primitive.name
     shape = result_shape(eqn)
     dtype = dtype_of_result(eqn)
-    known = True
-    last = NONE
-    for x in ins:
-        known = known & x.known
-        last = np.maximum(last, x.last)
-    if len(eqn.outvars) > 1:
-        return None
+    last = functools.reduce(np.maximum, (x.last for x in ins))
     is_followed = name in FOLDS.keys() - UNFOLLOWED and (name != "rem" or dtype.kind in "iu")
-    known = np.asarray(known) & is_followed
+    known = functools.reduce(np.logical_and, (x.known for x in ins)) & is_followed
     number = reach.highest(dtype)
     if name in ("div", "rem") and dtype.kind in "iu":
         known = known & (ins[1].number != 0)
@@ -194,22 +192,15 @@ def _holds(before: Any, after: Any) -> bool:
 
     Rounding of large integers does not count.
     """
-    if not all(jnp.issubdtype(dtype, jnp.number) for dtype in (before, after)):
-        return False
-    if jnp.issubdtype(before, jnp.integer):  # sums of few bits wrap
-        least = jnp.iinfo(before).max >= 2**31 - 1
-        is_wide = jnp.issubdtype(after, jnp.floating) and jnp.finfo(after).bits >= 32
-        return least and (
-            is_wide
-            or (
-                jnp.issubdtype(after, jnp.integer) and jnp.iinfo(after).max >= jnp.iinfo(before).max
-            )
-        )
-    old, new = (
-        jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else None
-        for dtype in (before, after)
-    )
-    return old is not None and new is not None and new.nmant >= old.nmant and new.nexp >= old.nexp
+    is_float = jnp.issubdtype(after, jnp.floating)
+    if jnp.issubdtype(before, jnp.floating) and is_float:
+        old, new = jnp.finfo(before), jnp.finfo(after)
+        return new.nmant >= old.nmant and new.nexp >= old.nexp
+    if not jnp.issubdtype(before, jnp.integer) or jnp.iinfo(before).max < 2**31 - 1:
+        return False  # sums of few bits wrap
+    if jnp.issubdtype(after, jnp.integer):
+        return jnp.iinfo(after).max >= jnp.iinfo(before).max
+    return is_float and jnp.finfo(after).bits >= 32
 
 
 @rule("select_n")
@@ -223,22 +214,13 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
         fact = reach.sums_of(cases, lambda parts: np.choose(pick, np.broadcast_arrays(*parts)))
         return dataclasses.replace(reach.make_reach(shape, *parts, dtype=dtype), fact=fact)
     numbers, known, last = arrays
-    is_first = [
-        (number == numbers[0]) | ((number != number) & (numbers[0] != numbers[0]))
-        for number in numbers
-    ]
+    is_first = (reach.are_equal(number, numbers[0]) for number in numbers)
     same = functools.reduce(np.logical_and, (*known, *is_first))
     bound = functools.reduce(reach.union, map(reach.bounds, cases)) if dtype.kind == "f" else 0
-    either = [
-        np.where(same, numbers[0], bound),
-        same,
-        functools.reduce(np.maximum, (*last, which.last)),
-    ]
-    found = reach.make_reach(
-        shape,
-        *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)),
-        dtype=dtype,
-    )
+    last = functools.reduce(np.maximum, (*last, which.last))
+    pairs = zip(parts, (np.where(same, numbers[0], bound), same, last), strict=True)
+    chosen = (np.where(which.known, a, b) for a, b in pairs)
+    found = reach.make_reach(shape, *chosen, dtype=dtype)
     if dtype.kind == "i" and all(case.is_known for case in cases):
         found.fact = Among(numbers)
     return found
@@ -265,8 +247,17 @@ REDUCERS = {"reduce_sum": np.add, "reduce_and": np.logical_and, "reduce_or": np.
 REDUCERS |= {"reduce_max": np.maximum, "reduce_min": np.minimum}
 
 
-@rule(*REDUCTIONS, "reduce_xor", "argmax", "argmin")
-def _reduced(eqn: Eqn, x: Reach) -> Reach:
+@rule("argmax", "argmin")
+def _index(eqn: Eqn, x: Reach) -> Reach | Any:
+    if not x.is_known:
+        return by_dims(eqn, x)
+    (axis,) = eqn.params["axes"]
+    found = getattr(np, eqn.primitive.name)(reach.full(x.number, x.shape, [axis]), axis)
+    return reach.make_reach(result_shape(eqn), found.astype(dtype_of_result(eqn)), True)
+
+
+@rule(*REDUCERS)
+def _reduced(eqn: Eqn, x: Reach) -> Reach | Any:
     """Known where all entries are, where all are 0 in a sum, and where one decides.
 
     LOW numbers give way to others.
@@ -277,27 +268,19 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach:
     dtype = dtype_of_result(eqn)
     number, known, decided = x.number, x.known, np.False_
     bound = reach.highest(dtype)
-    if x.is_known and name in ("argmax", "argmin"):
-        return reach.make_reach(
-            shape, getattr(np, name)(reach.full(number, x.shape, axes), axes[0]).astype(dtype), True
-        )
+    if name in ("reduce_and", "reduce_or") and dtype.kind != "b":
+        return by_dims(eqn, x)
     if name in ("reduce_max", "reduce_min") and dtype.kind == "f":
         of_each = reach.bounds(x)
         least = of_each.min(axes, initial=np.inf)
         bound = of_each.max(axes, initial=-np.inf)
         if name == "reduce_max":
             size = np.where(of_each >= 0, of_each, np.inf).min(axes, keepdims=True, initial=np.inf)
-            x = Reach(
-                x.shape,
-                number,
-                known,
-                np.where((number < LOW) & (size <= -number / 2), NONE, x.last),
-            )
+            gives_way = (number < LOW) & (size <= -number / 2)
+            x = dataclasses.replace(x, last=np.where(gives_way, NONE, x.last))
         else:
             bound = np.where(least < 0, least, bound)
     last = x.over(axes).squeeze(axes)
-    if name not in REDUCERS or (name in ("reduce_and", "reduce_or") and dtype.kind != "b"):
-        return reach.unknown(shape, dtype, last)
     if name == "reduce_sum":
         known = known & (number == 0)
     elif dtype.kind == "b":
@@ -306,20 +289,6 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach:
     return reach.make_reach(
         shape, np.where(known, REDUCERS[name].reduce(number, axes), bound), known, last, dtype
     )
-
-
-@rule("sort", "top_k")
-def _together(eqn: Eqn, *ins: Reach) -> list[Reach]:
-    """Takes the entries along one dim together, and those along other dims separately."""
-    rank = len(ins[0].shape)
-    p = eqn.params
-    last = functools.reduce(
-        np.maximum, (x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins)
-    )
-    return [
-        reach.unknown(result_shape(eqn, i), reach.dtype_of(var.aval), last)
-        for i, var in enumerate(eqn.outvars)
-    ]
 
 
 @rule(*kinds("running"))
@@ -335,22 +304,17 @@ def _cumulative(eqn: Eqn, x: Reach) -> Reach:
 
     known = {"cumsum": np.add, "cummax": np.maximum, "cummin": np.minimum}
     if x.is_known and name in known and x.number.dtype.kind in "biu":
-        return reach.make_reach(
-            x.shape,
-            accumulate(known[name], reach.full(x.number, x.shape, [axis])).astype(x.number.dtype),
-            True,
-        )
+        number = accumulate(known[name], reach.full(x.number, x.shape, [axis]))
+        return reach.make_reach(x.shape, number, True, dtype=x.number.dtype)
     found = reach.unknown(x.shape, dtype_of_result(eqn), accumulate(np.maximum, x.last))
     if name == "cumsum" and not back and 0 < math.prod(x.shape) <= MOST:
         # Of all dims: along one where tokens are alike, the sums are others.
         last = reach.full(x.last, x.shape, range(len(x.shape)))
-        before = np.maximum.accumulate(last, axis)
-        after = np.maximum.accumulate(np.flip(last, axis), axis)
+        before = np.maximum.accumulate(last, axis).ravel()
+        after = np.flip(np.maximum.accumulate(np.flip(last, axis), axis), axis).ravel()
         at = np.arange(last.size, dtype=np.int32).reshape(last.shape)
         step = math.prod(last.shape[axis + 1 :])
-        found.fact = Sums(
-            at, before.ravel(), np.flip(after, axis).ravel(), step, x.shape[axis], array=x
-        )
+        found.fact = Sums(at, before, after, step, x.shape[axis], array=x)
     return found
 
 
@@ -361,12 +325,11 @@ def _solve(eqn: Eqn, a: Reach, b: Reach) -> Reach:
     These rows depend on others in the same way, recursively.
     """
     p = eqn.params
-    if p["transpose_a"] == p["left_side"]:
-        a = a.moved(np.matrix_transpose, a.shape[:-2] + a.shape[:-3:-1])
-    if not p["left_side"]:
-        b = b.moved(np.matrix_transpose, b.shape[:-2] + b.shape[:-3:-1])
-    found = _substituted(a, b, p["lower"] == (p["transpose_a"] != p["left_side"]))
-    return found if p["left_side"] else found.moved(np.matrix_transpose, result_shape(eqn))
+    is_lower = p["lower"] == (p["transpose_a"] != p["left_side"])
+    a = a.transposed() if p["transpose_a"] == p["left_side"] else a
+    if p["left_side"]:
+        return _substituted(a, b, is_lower)
+    return _substituted(a, b.transposed(), is_lower).transposed()
 
 
 @rule("custom_linear_solve")
@@ -380,25 +343,18 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
     rank = len(a.shape)
     b = ins[-1]
     product, *moves = equations_in(matvec)
-    batch = list(range(rank - 2))
-    numbers = [
-        [list(dims) for dims in pair] for pair in product.params.get("dimension_numbers", ())
-    ]
-    is_matrix = product.invars == matvec.jaxpr.invars and numbers == [
-        [[rank - 1], [rank - 1]],
-        [batch, batch],
+    batch = tuple(range(rank - 2))
+    is_matrix = product.invars == matvec.jaxpr.invars and dims_of(product).operands == [
+        [*batch, rank - 2, "contracted 0"],
+        [*batch, rank - 1, "contracted 0"],
     ]
     is_moved = [move.params.get("permutation") for move in moves] == [(*batch, rank - 1, rank - 2)]
-    nonzero = np.broadcast_to(
-        ~(a.known & (a.number == 0)), (*np.shape(a.known)[:-2], *a.shape[-2:])
-    )
+    nonzero = np.broadcast_to(~a.zeros, (*a.zeros.shape[:-2], *a.shape[-2:]))
     is_lower = not np.triu(nonzero, 1).any()
     is_upper = not np.tril(nonzero, -1).any()
     if not (is_matrix and is_moved and (is_lower or is_upper) and _is_by_lu(eqn)):
         return None
-    shape = (*b.shape[:-2], b.shape[-1], b.shape[-2])
-    found = _substituted(a, b.moved(np.matrix_transpose, shape), is_lower)
-    return found.moved(np.matrix_transpose, b.shape)
+    return _substituted(a, b.transposed(), is_lower).transposed()
 
 
 def _is_by_lu(eqn: Eqn) -> bool:
@@ -428,15 +384,11 @@ def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
     """
     size = a.shape[-1]
     is_live, of_a = (
-        np.broadcast_to(x, (*x.shape[:-2], size, size))[..., None]
-        for x in (~(a.known & (a.number == 0)), a.last)
+        np.broadcast_to(x, (*x.shape[:-2], size, size))[..., None] for x in (~a.zeros, a.last)
     )
-    zeros = b.known & (b.number == 0)
-    sizes = np.broadcast_shapes(
-        of_a.shape[:-3], is_live.shape[:-3], b.last.shape[:-2], zeros.shape[:-2]
-    )
-    sizes = (*sizes, size, max(b.last.shape[-1], zeros.shape[-1]))
-    last, zeros = (np.array(np.broadcast_to(x, sizes)) for x in (b.last, zeros))
+    rows = np.broadcast_shapes(of_a.shape[:-3], is_live.shape[:-3])
+    sizes = np.broadcast_shapes((*rows, size, 1), b.last.shape, b.zeros.shape)
+    last, zeros = (np.array(np.broadcast_to(x, sizes)) for x in (b.last, b.zeros))
     for i in range(size) if is_lower else range(size)[::-1]:
         others = slice(0, i) if is_lower else slice(i + 1, size)
         terms = np.maximum(of_a[..., i, others, :], last[..., others, :])
@@ -444,51 +396,30 @@ def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
         terms = np.where(is_term, terms, NONE).max(-2, initial=NONE)
         zeros[..., i, :] &= ~is_term.any(-2)
         last[..., i, :] = functools.reduce(np.maximum, (last[..., i, :], of_a[..., i, i, :], terms))
-    return reach.make_reach(
-        b.shape, np.where(zeros, 0, reach.highest(b.number.dtype)), zeros, last, b.number.dtype
-    )
+    return _of_zeros(b.shape, b.number.dtype, zeros, last)
+
+
+def _of_zeros(shape: Sequence[int], dtype: np.dtype, zeros: Any, last: Any) -> Reach:
+    """A value of which no numbers are known but these zeros."""
+    return reach.make_reach(shape, np.where(zeros, 0, reach.highest(dtype)), zeros, last, dtype)
 
 
 @rule("dot_general")
-def _product(eqn: Eqn, *ins: Reach) -> Reach:
+def _product(eqn: Eqn, *ins: Reach) -> Reach | Any:
     """Leaves out a term if one of its factors is 0."""
-    contract, batch = eqn.params["dimension_numbers"]
-    shape = result_shape(eqn)
-    dtype = dtype_of_result(eqn)
     a, b = (x.alike() for x in ins)
-    free = [
-        [i for i in range(len(x.shape)) if i not in (*c, *d)]
-        for x, c, d in zip(ins, contract, batch, strict=True)
-    ]
-
-    def sized(k: int, x: np.ndarray) -> np.ndarray:
-        """Operand k with the dims batch, free of the first, free of the second, contracted."""
-        skipped = [None] * len(free[1 - k])
-        order = [
-            *batch[k],
-            *((*free[0], *skipped) if k == 0 else (*skipped, *free[1])),
-            *contract[k],
-        ]
-        at = {i: place for place, i in enumerate(order) if i is not None}
-        return reach.placed(x, at, len(order))
-
-    # With that many entries, zeros are ignored.
-    if math.prod(map(max, sized(0, a.last).shape, sized(1, b.last).shape)) > MOST:
-        a, b = (
-            reach.unknown(x.shape, np.float64, x.over(dims))
-            for x, dims in zip((a, b), contract, strict=True)
-        )
+    operands, (kept,) = dims_of(eqn)
+    order = [*kept, *(label for label in operands[0] if label not in kept)]
     is_live, last = (
-        combine(*(sized(k, x) for k, x in enumerate(pair)))
-        for combine, pair in (
-            (np.logical_and, [~(x.known & (x.number == 0)) for x in (a, b)]),
-            (np.maximum, [a.last, b.last]),
-        )
+        [spread(x, labels, order) for x, labels in zip(pair, operands, strict=True)]
+        for pair in ((~a.zeros, ~b.zeros), (a.last, b.last))
     )
-    axes = tuple(range(len(shape), len(shape) + len(contract[0])))
-    last = np.where(is_live, last, NONE).max(axes, initial=NONE)
-    zeros = ~is_live.any(axes)
-    return reach.make_reach(shape, np.where(zeros, 0, reach.highest(dtype)), zeros, last, dtype)
+    if math.prod(np.broadcast_shapes(*(x.shape for x in last))) > MOST:
+        return by_dims(eqn, *ins)
+    is_live = np.logical_and(*is_live)
+    axes = tuple(range(len(kept), len(order)))
+    last = np.where(is_live, np.maximum(*last), NONE).max(axes, initial=NONE)
+    return _of_zeros(result_shape(eqn), dtype_of_result(eqn), ~is_live.any(axes), last)
 
 
 @rule("conv_general_dilated")
@@ -496,24 +427,18 @@ def _convolution(eqn: Eqn, x: Reach, w: Reach) -> Reach | None:
     """Each position of the kernel moves the entries; features are taken together."""
     p = eqn.params
     shape = result_shape(eqn)
-    numbers = eqn.params["dimension_numbers"]
+    numbers = p["dimension_numbers"]
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     if p["batch_group_count"] != 1:
         return None
     last = none = reach.of_all([w])
-    zero = reach.full(w.known & (w.number == 0), w.shape, ws)
+    zero = np.moveaxis(reach.full(w.zeros, w.shape, ws), ws, range(len(ws)))
+    strides = p["padding"], p["window_strides"], p["rhs_dilation"], p["lhs_dilation"]
     for tap in itertools.product(*(range(w.shape[i]) for i in ws)):
-        if zero[
-            tuple(tap[ws.index(i)] if i in ws else slice(None) for i in range(zero.ndim))
-        ].all():
+        if zero[tap].all():
             continue
         moved = x.over([xf])
-        strides = zip(
-            p["padding"], p["window_strides"], p["rhs_dilation"], p["lhs_dilation"], strict=True
-        )
-        for dim, o, k, ((low, _), stride, dilation, inner) in zip(
-            xs, os, tap, strides, strict=True
-        ):
+        for dim, o, k, (low, _), stride, dilation, inner in zip(xs, os, tap, *strides, strict=True):
             at = np.arange(shape[o]) * stride + k * dilation - low
             at = np.where(at % inner == 0, at // inner, -1)
             moved = reach.taken(moved, dim, at, x.shape[dim], none)

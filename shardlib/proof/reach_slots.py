@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, Eqn, kinds, words
-from shardlib.proof.reach import NONE, Among, Reach, Slots, full, of_all, placed, unknown
+from shardlib.dims import ROWS, dims_of, of_reshape, places
+from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, Eqn, kinds, shape_of, words
+from shardlib.proof.reach import Among, Reach, Slots, full, of_all, placed, unknown
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
 SAME |= kinds("unreduced") | words("copy device_put reduce_precision reshape squeeze")
@@ -69,19 +70,24 @@ def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
     Returns None if it cannot be followed so. The result depends on all that its operands depend on,
     even where its number is known: through its choice.
     """
-    if eqn.primitive.name in ("gather", "scatter-add"):
-        return (_looked_up if eqn.primitive.name == "gather" else _added)(eqn, ins, rule)
-    x = next(filter(is_in, ins))
-    if (dim := _dim_after(eqn, ins, x, rule)) is None:
+    if eqn.primitive.name == "gather":
+        return _looked_up(eqn, ins, rule)
+    if eqn.primitive.name in ("scatter-add", "scatter-sub"):
+        return _added(eqn, ins, rule)
+    k, x = next((k, x) for k, x in enumerate(ins) if is_in(x))
+    if (dim := _dim_after(eqn, k, x.fact.dim)) is None:
         return None
     by_entry = eqn.primitive.name in ELEMENTWISE
     ins = [
         _aligned(y, x.fact, x.fact.dim) if by_entry else y if y is x or not y.shape else _blurred(y)
         for y in ins
     ]
-    result = rule(eqn, *ins)
-    bare = rule(eqn, *(_blurred(y, y.last) if y.shape else y for y in ins))
-    result, bare = (y[0] if isinstance(y, list) else y for y in (result, bare))
+    blurred = [_blurred(y, y.last) if y.shape else y for y in ins]
+    result, bare = (
+        y[0] if isinstance(y, list) else y for y in (rule(eqn, *ins), rule(eqn, *blurred))
+    )
+    if result is None:
+        return None
     return dataclasses.replace(result, last=bare.last, fact=Slots(dim, x.fact.source))
 
 
@@ -91,30 +97,13 @@ def _blurred(x: Reach, last: object = None) -> Reach:
     return dataclasses.replace(found, fact=x.fact if last is not None and is_in(x) else None)
 
 
-def _dim_after(eqn: Eqn, ins: list[Reach], x: Reach, rule: Callable[..., Any]) -> int | None:
-    """The dim of the result along which it has the slots of operand `x`.
-
-    It is the first of them; None if there is none.
-    """
-    size = x.shape[x.fact.dim]
-    rank = len(x.shape)
-    slots = np.arange(size).reshape([size if i == x.fact.dim else 1 for i in range(rank)])
-    marked = []
-    for y in ins:
-        if y is x:
-            marked.append(unknown(x.shape, x.number.dtype, slots))
-        elif y.shape:
-            marked.append(_blurred(y, NONE))
-        else:
-            marked.append(dataclasses.replace(y, last=np.full((), NONE)))
-    result = rule(eqn, *marked)
-    result = result[0] if isinstance(result, list) and len(result) == 1 else result
-    if not isinstance(result, Reach) or size < 2:
-        return None
-    dims = [i for i, n in enumerate(result.last.shape) if n > 1]
-    if len(dims) == 1 and (result.last.ravel() == np.arange(result.last.size)).all():
-        return dims[0]
-    return None
+def _dim_after(eqn: Eqn, k: int, dim: int) -> int | None:
+    """The dim of the result along which it has the slots of dim `dim` of operand k; None: none."""
+    if eqn.primitive.name == "slice" and not eqn.params["strides"]:
+        return None if eqn.params["start_indices"][dim] else dim
+    row = dims_of(eqn) if eqn.primitive.name in ROWS else of_reshape(eqn)
+    is_followed = len(row.results) == 1 and shape_of(eqn.invars[k])[dim] > 1
+    return places(row.operands[k], row.results[0])[dim] if is_followed else None
 
 
 def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from shardlib.equations import axes_of, source_dims
+from shardlib.dims import dims_of, places
+from shardlib.equations import axes_of
 from shardlib.proof import collectives
 from shardlib.proof.domain import (
     BLOCKS,
@@ -20,7 +21,7 @@ from shardlib.proof.domain import (
     whole,
 )
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
-from shardlib.proof.primitives import map_separately, rule
+from shardlib.proof.primitives import joined_dims, rule
 
 ENDS = ("start_indices", "limit_indices", "strides")
 
@@ -65,15 +66,10 @@ def _with(x: Value, result: Value) -> Value:
 @rule("broadcast_in_dim", "transpose", "squeeze")
 def _moved(eq: Equation) -> Value:
     x = eq.ins[0]
-    source = source_dims(eq.eqn)
-    source = [
-        i if i is not None and eq.shape()[i] == n else None
-        for i, n in zip(source, eq.result_shape, strict=True)
-    ]
+    (labels, *_), (order,) = dims_of(eq.eqn)
+    source = places(order, labels)
     for i in {*range(len(x.dims))} - {*source}:
-        eq.uncut(
-            x, i, "the one entry is taken" if eq.name == "squeeze" else "the one entry is repeated"
-        )
+        eq.uncut(x, i, f"the one entry is {'taken' if eq.name == 'squeeze' else 'repeated'}")
     return _with(x, moved(x, source))
 
 
@@ -114,24 +110,19 @@ def _reshape(eq: Equation) -> Value:
     (x, *_), new = eq.ins, eq.result_shape
     shape, twin_shape = eq.shape(), eq.twin_shape()
     if (order := eq.params.get("dimensions")) is not None:  # transposed first
-        x, shape, twin_shape = (
-            _with(x, moved(x, list(order))),
-            *([s[i] for i in order] for s in (shape, twin_shape)),
-        )
+        x = _with(x, moved(x, list(order)))
+        shape, twin_shape = ([s[i] for i in order] for s in (shape, twin_shape))
     pieces = _pieces(eq, x, shape, twin_shape)
     twins = eq.twin.outvars[0].aval.shape
     dims = []
     count = []
     mixed = False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
-        if (
-            there == 1 < size
-            and pieces
-            and (first := pieces[0]).size % size == 0
-            and first.whole > 1  # or the twin has more devices along an axis that both have
-            and not first.is_uniform
-            and not any(axis.startswith(ENTRIES) for axis in first.axes)
-        ):
+        first: Any = pieces[0] if pieces else None
+        is_dim = first and not first.is_uniform and first.size % size == 0
+        # It has one entry if the twin has more devices along an axis that both have.
+        is_dim = is_dim and first.whole > 1 and not any(a.startswith(ENTRIES) for a in first.axes)
+        if there == 1 < size and is_dim:
             # On one device the whole dim is one block: the entries stand for devices.
             axes = (*first.axes, f"{BLOCKS}{size}")
             pieces[0] = dataclasses.replace(first, size=first.size // size, axes=axes)
@@ -157,12 +148,10 @@ def _reshape(eq: Equation) -> Value:
     source = _kept(tuple(shape), new)
     if source is None and (x.is_index or (x.mask and x.mask.source)):
         eq.block(x)
-    if source is not None:
-        x_there = moved(x, source)
-    else:
-        x_there = dataclasses.replace(x, origin=None, source=None, total=None)
+    bare = dataclasses.replace(x, origin=None, source=None, total=None)
+    found = bare if source is None else moved(x, source)
     count = () if mixed else tuple(count)
-    return _with(x, dataclasses.replace(x_there, dims=tuple(dims), count=count, components=()))
+    return _with(x, dataclasses.replace(found, dims=tuple(dims), count=count, components=()))
 
 
 def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None:
@@ -245,31 +234,27 @@ def _concatenate(eq: Equation) -> Value:
         ]
         dims = [eq.joined_dim(i, (b[i] for b in bare)) for i in range(ndim - 1)]
         return Value((*dims, whole(len(eq.ins))), is_local=True, components=tuple(eq.ins))
-    for i, value in enumerate(eq.ins):
+    for value in eq.ins:
         eq.block(value)
-        eq.uncut(value, k, "arrays are joined")
-        eq.same_size(i, k)
-    dims = [
-        whole(eq.result_shape[k]) if i == k else eq.joined_dim(i, (v.dims[i] for v in eq.ins))
-        for i in range(ndim)
-    ]
+    (dims,) = joined_dims(eq, "arrays are joined")
     return eq.join(dims, eq.ins)
 
 
 @rule("stack")
 def _stack(eq: Equation) -> Value:
-    dims = list(eq.join_dims(eq.ins))
-    dims.insert(eq.params["axis"], whole(len(eq.ins)))
+    (dims,) = joined_dims(eq)
     return eq.join(dims, eq.ins)
 
 
-@rule("split", "unstack")
+@rule("unstack")
+def _unstack(eq: Equation) -> list[Value]:
+    return [*map(eq.ins[0].rearranged, joined_dims(eq, "an array is split"))]
+
+
+@rule("split")
 def _split(eq: Equation) -> list[Value]:
     (x,) = eq.ins
-    k = eq.params["axis"]
-    eq.uncut(x, k, "an array is split")
-    if eq.name == "unstack":
-        return [x.rearranged((*x.dims[:k], *x.dims[k + 1 :])) for _ in eq.eqn.outvars]
+    eq.uncut(x, eq.params["axis"], "an array is split")
     return [_piece_of(eq, x, var.aval.shape) for var in eq.eqn.outvars]
 
 
@@ -286,17 +271,14 @@ def _slice(eq: Equation) -> Value:
     twin = eq.twin.params
     strided: dict[int, Dim] = {}
     for i, (a, b) in enumerate(zip(eq.shape(), eq.result_shape, strict=True)):
-        if a == b and twin["limit_indices"][i] - twin["start_indices"][i] == eq.twin_shape()[i]:
+        here, there = (tuple(q[name][i] if q[name] else 1 for name in ENDS) for q in (p, twin))
+        if a == b and there[1] - there[0] == eq.twin_shape()[i]:
             continue
-        here, there = (
-            tuple(q[name] and q[name][i] for name in ("start_indices", "strides"))
-            for q in (p, twin)
-        )
-        k = here[1] or 1
+        k = here[2]
         if k > 1 and is_block(eq, x.dims[i]):
             # Each device takes one of every k entries, if it has all k of them.
             wholes = a == k * b and eq.twin_shape()[i] == k * eq.twin.outvars[0].aval.shape[i]
-            if not (wholes and here == there and here[0] < k):
+            if not (wholes and here[::2] == there[::2] and here[0] < k):
                 over = ", ".join(x.dims[i].axes)
                 raise Refused(
                     f"one of every {k} entries is taken along dim {i}, which is sharded over "
@@ -308,7 +290,6 @@ def _slice(eq: Equation) -> Value:
             strided[i] = cut(b, x.dims[i].axes)
             continue
         eq.uncut(x, i, "a part is taken")
-        here, there = (tuple(q[name] and q[name][i] for name in ENDS) for q in (p, twin))
         if here != there and x.dims[i] is not UNIFORM:
             raise Refused(
                 f"the part taken of dim {i} depends on the mesh: {here[:2]} here, {there[:2]} on "
@@ -355,24 +336,3 @@ def _pad(eq: Equation) -> Value:
     if x.is_zero and fill.is_zero:
         return constant(len(dims), 0, 0)
     return eq.join(dims, [x.rearranged(x.dims), fill])
-
-
-@rule(
-    "reduce_window",
-    "reduce_window_sum",
-    "reduce_window_max",
-    "reduce_window_min",
-    "select_and_gather_add",
-)
-@rule("select_and_scatter_add")
-def _windows(eq: Equation) -> Value:
-    p, shape = eq.params, eq.result_shape
-    labels = [
-        None if size != 1 or any(padding) or before != after else i
-        for i, (size, padding, before, after) in enumerate(
-            zip(p["window_dimensions"], p["padding"], eq.shape(), shape, strict=True)
-        )
-    ]
-    operands = [labels[: len(value.dims)] for value in eq.ins]
-    (found,) = map_separately(eq, operands, [labels], "a window slides")
-    return found

@@ -3,16 +3,16 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from shardlib.equations import kinds, shape_of
+from shardlib.dims import Dims, dims_of, places
+from shardlib.equations import source_dims
 from shardlib.proof.domain import (
     UNIFORM,
     Dim,
-    Part,
     Source,
     Value,
     added,
@@ -23,7 +23,7 @@ from shardlib.proof.domain import (
     whole,
 )
 from shardlib.proof.equation import Equation, Refused
-from shardlib.proof.primitives import everything_whole, map_separately, rule
+from shardlib.proof.primitives import joined_dims, map_separately, rule, shared_dims
 
 _ORDERS = itertools.count()
 
@@ -41,11 +41,8 @@ def _summable(eq: Equation, x: Value, gone: Iterable[int]) -> None:
 
     `gone` are dims. A factor that is the same along them may still be undone after the sum.
     """
-    if (
-        x.extreme
-        or not x.is_scale
-        or any(source.dims[i] is not None for source, _ in x.shift for i in gone)
-    ):
+    differs = any(source.dims[i] is not None for source, _ in x.shift for i in gone)
+    if x.extreme or not x.is_scale or differs:
         eq.term(x)
 
 
@@ -54,9 +51,6 @@ def _sum(eq: Equation) -> Value:
     (x,) = eq.ins
     gone = eq.params["axes"]
     _summable(eq, x, gone)
-    shift = frozenset(
-        (source._replace(dims=_without(source.dims, gone)), c) for source, c in x.shift
-    )
     axes = frozenset(_cut_axes(x, gone))
     if axes & x.partial:
         eq.finished(x)
@@ -64,26 +58,20 @@ def _sum(eq: Equation) -> Value:
     here, there = (math.prod(shape[i] for i in uniform) for shape in (eq.shape(), eq.twin_shape()))
     if x.is_constant and not x.partial:
         return constant(len(eq.result_shape), x.known[0] * here, x.known[1] * there)
-    dims = _without(x.dims, gone)
     ratio = near(x.ratio * there / here) if here else x.ratio
-    found = Value(
-        dims, x.partial | axes - x.folded, None, ratio, folded=x.folded - axes, folding=x.folding
-    )
-    total = None
+    kept = moved(x, source_dims(eq.eqn))
+    found = Value(kept.dims, x.partial | axes - x.folded, None, ratio, folded=x.folded - axes)
     if x.total and x.total.kind == "exp" and not x.partial and not uniform:
         along = tuple(x.total.dims[i] for i in gone)
-        total = Source(
-            x.total.token, "sum", along, _cut_axes(x, gone), _without(x.total.dims, gone)
-        )
-    return dataclasses.replace(
-        found, shift=shift, is_scale=x.is_scale, shifting=x.shifting, total=total
-    )
+        total = Source(x.total.token, "sum", along, _cut_axes(x, gone), kept.total.dims)
+        found = dataclasses.replace(found, total=total)
+    found = dataclasses.replace(found, folding=x.folding, shift=kept.shift)
+    return dataclasses.replace(found, is_scale=x.is_scale, shifting=x.shifting)
 
 
 def _source(x: Value, kind: str, gone: Any) -> Source:
-    return Source(
-        x.token, kind, tuple(gone), _cut_axes(x, gone), tuple(range(len(x.dims) - len(gone)))
-    )
+    dims = tuple(range(len(x.dims) - len(gone)))
+    return Source(x.token, kind, tuple(gone), _cut_axes(x, gone), dims)
 
 
 @rule("reduce_max", "reduce_min", "reduce_or", "reduce_and")
@@ -91,7 +79,7 @@ def _extreme(eq: Equation) -> Value:
     (x,) = eq.ins
     gone = eq.params["axes"]
     if eq.name in ("reduce_or", "reduce_and") and eq.result_type() != np.bool_:  # bit by bit
-        return _together(eq)[0]
+        return map_separately(eq)[0]
     kind = "max" if eq.name in ("reduce_max", "reduce_or") else "min"
     if x.partial or (x.extreme and x.extreme[0] != kind):
         eq.finished(x)
@@ -99,28 +87,6 @@ def _extreme(eq: Equation) -> Value:
     source = _source(x, kind, gone) if axes and not x.extreme else None
     extreme = (kind, frozenset(axes)) if axes else None
     return Value(_without(x.dims, gone), extreme=extreme, ratio=x.ratio, source=source)
-
-
-@rule(*kinds("running"), "reduce_prod", "reduce_xor", "sort", "top_k", "approx_top_k")
-def _together(eq: Equation) -> list[Value]:
-    """Handles primitives that take the entries along some dims together."""
-    p = eq.params
-    x = eq.ins[0]
-    ndim = len(eq.shape())
-    along = [p[name] for name in ("dimension", "axis", "reduction_dimension") if name in p] or [
-        ndim - 1
-    ]
-    gone = p["axes"] if eq.name.startswith("reduce") else ()
-    if eq.name == "sort" and ndim == 1 and (found := _sorted_block(eq)):
-        return found
-    labels = [None if i in gone or (not gone and i == along[0] % ndim) else i for i in range(ndim)]
-    results = [i for i in labels if i is not None] if gone else labels
-    operands = [labels] * len(eq.ins)
-    results = [results] * len(eq.eqn.outvars)
-    if eq.name != "cumsum":
-        return map_separately(eq, operands, results, f"a {eq.name} runs")
-    (found,) = map_separately(eq, operands, results, "a cumsum runs", Equation.term)
-    return [dataclasses.replace(found, partial=x.partial, ratio=x.ratio)]
 
 
 @rule("argmax", "argmin")
@@ -135,14 +101,14 @@ def _argmax(eq: Equation) -> Value:
     # Not yet an index in the whole dim: it may only be added to this device's offset.
     size = eq.shape()[gone[0]]
     kind = eq.name[3:]
-    source = _source(x, kind, gone)
-    return Value(
-        _without(x.dims, gone),
-        extreme=(kind, axes),
-        known=(size, size),
-        source=source,
-        is_index=True,
-    )
+    found = Value(_without(x.dims, gone), extreme=(kind, axes), known=(size, size))
+    return dataclasses.replace(found, source=_source(x, kind, gone), is_index=True)
+
+
+@rule("sort")
+def _sort(eq: Equation) -> list[Value]:
+    found = _sorted_block(eq) if len(eq.shape()) == 1 else None
+    return found or map_separately(eq)
 
 
 def _sorted_block(eq: Equation) -> list[Value] | None:
@@ -161,8 +127,9 @@ def _sorted_block(eq: Equation) -> list[Value] | None:
     if key.places is None:
         number = next(_ORDERS)
         before = cut[0]
+        renamed = (tuple(f"{real(axis)}~{number}" for axis in p.axes) for p in before.parts)
         after = Dim(
-            tuple(Part(p.size, tuple(f"{real(a)}~{number}" for a in p.axes)) for p in before.parts)
+            tuple(p._replace(axes=axes) for p, axes in zip(before.parts, renamed, strict=True))
         )
         firsts = []
     else:
@@ -173,14 +140,11 @@ def _sorted_block(eq: Equation) -> list[Value] | None:
         firsts = [Value((whole(n),), known=(0, 0), count=(0,), is_local=True)]
     rest = eq.ins[len(firsts) :]
     is_one_block = all([p.size for p in d.parts] == [n] for d in (before, after))
-    if not is_one_block or not all(
-        v in counts or (v in blocks and v.dims[0] in (before, UNIFORM)) for v in rest
-    ):
+    fits = all(v in counts or (v in blocks and v.dims[0] in (before, UNIFORM)) for v in rest)
+    if not is_one_block or not fits:
         return None
-    return firsts + [
-        Value((after,), is_local=True, places=before) if v in counts else Value((after,))
-        for v in rest
-    ]
+    order, found = Value((after,), is_local=True, places=before), Value((after,))
+    return firsts + [order if v in counts else found for v in rest]
 
 
 # ---- products ------------------------------------------------------------------------------------
@@ -191,11 +155,12 @@ def _dot(eq: Equation) -> Value:
     if any(v.looked_up is not None for v in eq.ins):
         return _dot_of_rows(eq)
     a, b = map(eq.block, eq.ins)
-    (contracted_a, contracted_b), (batch_a, batch_b) = eq.params["dimension_numbers"]
-    _summable(eq, a, contracted_a), _summable(eq, b, contracted_b)
+    for x, contracted in zip((a, b), eq.params["dimension_numbers"][0], strict=True):
+        _summable(eq, x, contracted)
     if a.partial and b.partial:
         eq.finished(a)
-    partial, ratio = _contracted(eq, zip(contracted_a, contracted_b, strict=True))
+    row = dims_of(eq.eqn)
+    partial, ratio = _contracted(eq, row)
     if partial and eq.result_type() == np.bool_:
         raise Refused(
             "a matmul of bools over a sharded dim is an `or`, not a sum",
@@ -203,34 +168,22 @@ def _dot(eq: Equation) -> Value:
         )
     if a.is_zero or b.is_zero:
         return constant(len(eq.result_shape), 0, 0)
-    batch = [
-        eq.joined_dim(i, [a.dims[i], b.dims[j]]) for i, j in zip(batch_a, batch_b, strict=True)
-    ]
-    frees = [
-        [i for i in range(len(x.dims)) if i not in (*contracted, *batch_dims)]
-        for x, contracted, batch_dims in ((a, contracted_a, batch_a), (b, contracted_b, batch_b))
-    ]
-    free = [*(a.dims[i] for i in frees[0]), *(b.dims[i] for i in frees[1])]
-    sources = (
-        (*batch_a, *frees[0], *[None] * len(frees[1])),
-        (*batch_b, *[None] * len(frees[0]), *frees[1]),
-    )
-    shift = added(
-        term for x, source in zip((a, b), sources, strict=True) for term in moved(x, source).shift
-    )
-    found = Value((*batch, *free), partial, ratio=ratio, shift=shift, is_scale=bool(shift))
+    sources = (places(row.results[0], labels) for labels in row.operands)
+    both = list(map(moved, (a, b), sources))
+    shift = added(term for x in both for term in x.shift)
+    found = Value(eq.join_dims(both), partial, ratio=ratio, shift=shift, is_scale=bool(shift))
     return dataclasses.replace(found, shifting=a.shifting or b.shifting)
 
 
-def _contracted(eq: Equation, pairs: Iterable[tuple[int, int]]) -> tuple[frozenset[str], float]:
-    """The axes over which a matmul is a partial sum, and its ratio.
-
-    `pairs` are dims that are contracted.
-    """
+def _contracted(eq: Equation, row: Dims) -> tuple[frozenset[str], float]:
+    """The axes over which a matmul is a partial sum, and its ratio."""
     a, b = eq.ins
     partial = a.partial | b.partial
     ratio = a.ratio * b.ratio
-    for i, j in pairs:
+    first, second = row.operands
+    for i, j in enumerate(places(first, second)):
+        if j is None or first[i] in row.results[0]:
+            continue
         dim = eq.joined_dim(i, [a.dims[i], b.dims[j]])
         if dim is UNIFORM:
             ratio *= eq.twin_shape(0)[i] / eq.shape(0)[i]
@@ -251,61 +204,28 @@ def _dot_of_rows(eq: Equation) -> Value:
     Rows out of range still have to be masked.
     """
     k = 0 if eq.ins[0].looked_up is not None else 1
-    rows = eq.ins[k]
-    other = eq.ins[1 - k]
-    contracted, batch = (sides[k] for sides in eq.params["dimension_numbers"])
-    if (
-        other.looked_up is not None
-        or not rows.origin
-        or any(rows.origin.dims[i] is not None for i in contracted)
-    ):
+    rows, row = eq.ins[k], dims_of(eq.eqn)
+    (order,), labels = row.results, row.operands[k]
+    contracted = (i for i, label in enumerate(labels) if label not in order)
+    is_whole = rows.origin and all(rows.origin.dims[i] is None for i in contracted)
+    if not is_whole or eq.ins[1 - k].looked_up is not None:
         eq.block(rows)
-    ins = [dataclasses.replace(rows, looked_up=None, drops=False), other]
-    found = _dot(dataclasses.replace(eq, ins=ins if k == 0 else ins[::-1]))
-    free = list(_without(rows.origin.dims, (*contracted, *batch)))
-    others = [None] * (len(found.dims) - len(batch) - len(free))
-    places = [rows.origin.dims[i] for i in batch] + (free + others if k == 0 else others + free)
-    origin = rows.origin._replace(dims=tuple(places))
+    bare = dataclasses.replace(rows, looked_up=None, drops=False)
+    ins = [bare if v is rows else v for v in eq.ins]
+    found = _dot(dataclasses.replace(eq, ins=ins))
+    origin = moved(rows, places(order, labels)).origin
     return dataclasses.replace(found, looked_up=rows.looked_up, drops=rows.drops, origin=origin)
 
 
 @rule("conv_general_dilated")
 def _convolution(eq: Equation) -> Value:
     x, kernel = map(eq.term, eq.ins)
-    numbers = eq.params["dimension_numbers"]
-    pair = (eq.eqn, eq.twin)
-    (batch, feature, *_), (out, into, *_), (to_batch, to_feature, *_) = numbers
-
-    def holds(test: Callable[..., bool]) -> bool:
-        """True if a test of parameters and shapes holds here and on one device."""
-        return all(test(e.params, *map(shape_of, e.invars)) for e in pair)
-
-    # The gradient of a depthwise kernel: channels are a batch, each with its own group.
-    by_channel = holds(lambda p, x, kernel: p["batch_group_count"] == x[batch] == kernel[out])
-    by_channel &= eq.params["batch_group_count"] > 1
-    has_channels = holds(lambda p, x, kernel: p["feature_group_count"] == x[feature] == kernel[out])
-    is_one_group = holds(lambda p, x, kernel: p["feature_group_count"] == 1)
-    is_one_batch = eq.params["batch_group_count"] == 1
-    if (
-        not (is_one_batch or by_channel)
-        or not (has_channels or is_one_group)
-        or (x.partial and kernel.partial)
-    ):
-        eq.same("feature_group_count", "batch_group_count")
-        return everything_whole(eq)[0]
-    rank = len(x.dims)
-    first = {batch: "out" if by_channel else "batch", feature: "into" if is_one_group else "out"}
-    second = {out: "out"} | ({into: "into"} if is_one_group else {})
-    result = {to_feature: "out"} | ({} if by_channel else {to_batch: "batch"})
-    (found,) = map_separately(
-        eq,
-        [[labels.get(i) for i in range(rank)] for labels in (first, second)],
-        [[result.get(i) for i in range(rank)]],
-        "a convolution runs",
-        Equation.term,
-    )
-    partial, ratio = _contracted(eq, [(feature, into)] if is_one_group else [])
-    return dataclasses.replace(found, partial=partial, ratio=ratio)
+    if x.partial and kernel.partial:
+        eq.finished(x)
+    row = shared_dims(eq)
+    (dims,) = joined_dims(eq, of=row)
+    partial, ratio = _contracted(eq, row)
+    return Value(dims, partial, ratio=ratio)
 
 
 # ---- cuDNN's attention, a kernel of which JAX only knows the shapes of the results
@@ -355,9 +275,8 @@ def _attention(eq: Equation) -> list[Value]:
             heads.add(() if dim is UNIFORM else dim.axes if not dim.is_merged else None)
     of_forward = [labels["query"], ["sequences", "query", None]]
     results = list(labels.values())[:4] if "grad_output" in names else of_forward
-    found = map_separately(
-        eq, list(labels.values()), results[: len(eq.eqn.outvars)], "attention runs"
-    )
+    row = Dims([*labels.values()], results[: len(eq.eqn.outvars)])
+    found = map_separately(eq, row)
     if len(heads) > 1 or None in heads:
         raise Refused(
             "heads of keys and of queries are sharded differently", "shard both over the same axes"

@@ -354,6 +354,18 @@ RIGHT = {  # that leave out what may come from rows without keys, or have none
 }  # fmt: skip
 
 
+def of_each(function):
+    return jax.vmap(jax.vmap(function))
+
+
+def feature_of(row):
+    return jnp.int32(jnp.abs(row[0]) * 9) % WIDTH
+
+
+def bits_of(row):
+    return lax.bitcast_convert_type(row[0], jnp.int32)
+
+
 EXACT = {
     "entry by entry": lambda x: jnp.tanh(x) * x + jax.nn.softmax(x),
     "earlier positions": attention(EARLIER),
@@ -421,6 +433,14 @@ EXACT = {
     "windows moved back into the array": windows(lambda i: i, 0),
     "checkpoint": jax.checkpoint(attention(OWN)),
     "mapped": jax.vmap(lambda x: jnp.cumsum(x, 0)),
+    "fft of a position": lambda x: jnp.fft.rfft(x, 2 * WIDTH).real[..., :WIDTH],
+    "pool of a position": lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 1, 2), (1, 1, 1), "SAME"),
+    "reduced by a function": lambda x: (x + lax.reduce(x, 1.0, lambda a, b: a * (b + 1), (2,))[..., None]),
+    "a matrix of each position": of_each(lambda row: jnp.linalg.qr(jnp.outer(row, row) + jnp.eye(WIDTH))[1][0]),
+    "written where the token says": of_each(lambda row: row.at[feature_of(row)].set(9.0)),
+    "added where the token says": of_each(lambda row: row.at[feature_of(row)].add(9.0)),
+    "noise by the token": of_each(lambda row: jax.random.normal(jax.random.key(bits_of(row)), (WIDTH,))),
+    "transposed by a reshape": lambda x: lax.reshape(x, (LENGTH, ROWS, WIDTH), (1, 0, 2)).swapaxes(0, 1),
 }  # fmt: skip
 WIDER = {  # whose entries may depend on more than they do: on values that tokens choose
     "sums cut to integers, less their last": lambda x: next_of(jnp.cumsum(3 * x, 1).astype(int).astype(float) - 3 * x),

@@ -40,7 +40,7 @@ PARTIAL = r"partial sum|\+t"
 CASES = {  # how q and k are sharded, what runs, what is wrong
     "sequences and heads": (HEADS, HEADS, attention, None),
     "sequences": (P(("d", "t")), P(("d", "t")), attention, None),
-    "positions": (P("d", "t"), P("d", "t"), attention, "attention runs along dim 1, which is sharded over t"),
+    "positions": (P("d", "t"), P("d", "t"), attention, "taken together along dim 1, which is sharded over t"),
     "entries of a head": (ENTRIES, ENTRIES, attention, "along dim 3, which is sharded over d"),
     "heads of q alone": (P(None, None, "t"), P(), attention, "heads of keys and of queries are sharded differently"),
     "dropout": (EACH, EACH, lambda *x: attention(*x, dropout_rate=0.1), "each device drops entries by the same seed"),
