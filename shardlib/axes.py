@@ -28,9 +28,6 @@ GROUPS = {"b": ("r", "d", "e"), "fsdp": ("c", "d", "e")}
 over them before use."""
 EITHER_ORDER = ("t", "c")
 PIPELINE_AXIS = "p"
-CHUNK_AXIS = "chunks"
-"""An axis that no run has. Proofs use a mesh with it, on which each device computes one chunk of
-the loss. It comes first within a dim."""
 
 
 def axes_of_mesh(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -26,7 +26,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
-from shardlib.axes import AXIS_ORDER, CHUNK_AXIS, EITHER_ORDER, GROUPS
+from shardlib.axes import AXIS_ORDER, EITHER_ORDER, GROUPS
 from shardlib.places import place_of_caller
 
 T = TypeVar("T")
@@ -192,10 +192,9 @@ def axes_in(words: Iterable[str]) -> tuple[str, ...]:
 
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     """Sorts axes by AXIS_ORDER, then alphabetically, without repeats."""
-    order = (CHUNK_AXIS, *AXIS_ORDER)
 
     def rank(axis: str) -> tuple[int, str]:
-        return order.index(axis) if axis in order else len(order), axis
+        return AXIS_ORDER.index(axis) if axis in AXIS_ORDER else len(AXIS_ORDER), axis
 
     return tuple(sorted(set(axes), key=rank))
 

@@ -4,6 +4,7 @@ Untiled collectives make dims whose entries stand for devices; on one device the
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,16 +70,17 @@ def _is_pending(x: Value, axes: Iterable[str]) -> bool:
 
 
 def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> Dim | Any:
-    """Dim k without `axes`, which must be the last that cut it."""
+    """Dim k without `axes`, which must be the last that cut it, or the outermost of merged ones."""
     dim = x.dims[k]
-    have = dim.axes if dim is not UNIFORM else ()
-    if dim is UNIFORM or dim.is_merged or have[len(have) - len(axes) :] != axes:
+    have = dim.parts[0].axes if dim is not UNIFORM else ()
+    if dim is UNIFORM or have[len(have) - len(axes) :] != axes:
         is_cut = f"sharded over {', '.join(have)}" if have else "not sharded"
         raise Refused(
             f"{verb} dim {k} over {', '.join(axes)}, but it is {is_cut}",
             "name the axes that shard the dim, in their order, the last ones only",
         )
-    return cut(dim.parts[0].size * devices(eq.sizes, axes), have[: len(have) - len(axes)], dim.name)
+    first = Part(dim.parts[0].size * devices(eq.sizes, axes), have[: len(have) - len(axes)])
+    return Dim((first, *dim.parts[1:]), dim.name)
 
 
 def _with_dims(x: Value, dims: dict[int, Dim | Any]) -> Value:
@@ -100,9 +102,13 @@ def _all_gather(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 
 def _add_axes(dim: Dim | Any, size: int, axes: tuple[str, ...]) -> Dim:
-    if dim is not UNIFORM and dim.is_merged:
+    if dim is UNIFORM:
+        return cut(size, axes)
+    first, *rest = dim.parts
+    size, left = divmod(size, math.prod(part.size for part in rest))
+    if rest and (left or not size):
         raise Refused("a dim of merged blocks is scattered", "scatter before merging")
-    return cut(size, axes) if dim is UNIFORM else cut(size, (*dim.axes, *axes), dim.name)
+    return Dim((Part(size, (*first.axes, *axes)), *rest), dim.name)
 
 
 @_collective(*kinds("scatter"))
@@ -318,6 +324,8 @@ def merge_parts(parts: list[Part]) -> list[Part]:
             (f"{BLOCKS}{before.size}",),
         ):
             found[-1] = Part(before.size * size, axes[:-1])
+            if not axes[:-1] and len(found) > 1:  # no longer cut
+                found[-2:] = [Part(found[-2].size * found[-1].size, found[-2].axes)]
         else:
             found.append(Part(size, axes))
     return found

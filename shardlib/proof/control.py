@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from jax import core
 
-from shardlib.equations import COLLECTIVES, Atom, axes_of, called, split_scan, split_while
+from shardlib.equations import COLLECTIVES, Atom, axes_of, body_of, called, split_scan, split_while
 from shardlib.interpret import Domain, Operation, equations_in, fixed_point, interpret
-from shardlib.proof.alignment import Aligned
+from shardlib.proof.alignment import Aligned, Alignment, others
 from shardlib.proof.domain import UNIFORM, Dim, Unprovable, Value, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
 
@@ -113,6 +113,19 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
     return rows if axes and not _collectives(axes, eq.params["jaxpr"]) else None
 
 
+def _of_own_rows(eq: Equation, rows: Dim | Any) -> Aligned | None:
+    """The alignment of a loop's body over a device's own rows, of which one device has one.
+
+    Blocks of each device may then also be parts of as many as there are rows.
+    """
+    if rows is None:
+        return None
+    sizes = {**eq.sizes, "rows": eq.params["length"]}
+    bodies = (body_of(e.params["jaxpr"])[0] for e in (eq.eqn, eq.twin))
+    found = Alignment(sizes, eq.twin_sizes).align(*bodies)
+    return None if others(found.here, found.there) else found
+
+
 def _total(interpreter: _Interpreter, eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
     """The sum of what a loop adds to `start` for each of a device's own rows."""
     if start.unprovable or row.unprovable:
@@ -124,7 +137,7 @@ def _total(interpreter: _Interpreter, eq: Equation, start: Value, row: Value, ro
             eq.finished(row)
             eq.uncut(Value((rows,)), 0, "a loop runs")
         values = [start, Value(eq.block(row).dims, row.partial | axes, ratio=row.ratio)]
-        return eq.join(eq.join_dims(values), values)
+        return dataclasses.replace(eq.join(eq.join_dims(values), values), scaled=row.scaled)
     except Refused as refusal:
         return Value(row.dims, unprovable=interpreter.explain(eq, refusal))
 
@@ -167,8 +180,10 @@ def _scan(interpreter: _Interpreter, eq: Equation) -> list[Value]:
         interpreter.run(eq.params["jaxpr"], twin, args)
         return interpreter.unprovable(eq, unprovable)
 
+    aligned = _of_own_rows(eq, rows)
+
     def run(carry: list[Value]) -> list[Value]:
-        return interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items])
+        return interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items], aligned)
 
     if rows is None:
         carry = fixed_point(list(map(anonymous, carry)), run, _joined(interpreter, eq))

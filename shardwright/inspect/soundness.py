@@ -1,7 +1,6 @@
 """Proves, before the first step of a run, that its steps compute on this mesh what they compute on one device."""
 
 import ast
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -11,17 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
-from shardlib.axes import CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
+from shardlib.axes import OPTIONAL, PIPELINE_AXIS
 from shardlib.interpret import digest_of
 from shardlib.places import place
 from shardlib.proof.check import Finding, on_one_device, prove, prove_function, raise_for, tracing
+from shardlib.proof.domain import BLOCKS
 from shardwright.inspect.fresh import reimport
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.masks import numbers_in
 from shardwright.optimizers.rates import own_functions
+from shardwright.run.config import TrainingConfig
 from shardwright.run.provenance import keep_result, read_by
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import in_all_processes
@@ -116,21 +117,19 @@ def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
     """find_unsound for one form of attention. `to_single`: also compare with what a single device runs."""
     t = step.config.training
     mesh = cast(AbstractMesh, getattr(step.mesh, "abstract_mesh", step.mesh))
-    if t.loss_chunk:  # each chunk on a device of its own
-        sizes = (*mesh.axis_sizes, t.seq_len // t.loss_chunk)
-        kinds = (*mesh.axis_types, AxisType.Explicit)
-        names = (*mesh.axis_names, CHUNK_AXIS)
-        device = mesh.abstract_device
-        mesh = AbstractMesh(sizes, names, axis_types=kinds, abstract_device=device)
     in_order = ["layers in order"] * (mesh.shape.get(PIPELINE_AXIS, 1) > 1)
+    sizes = dict(mesh.shape)
+    as_it_runs = iter([step.other(*in_order, planned=sizes)])
+
+    def programs(step: Step) -> dict[str, tuple[Any, list]]:
+        found = {name: step.other(name=name) for name in NAMES}
+        return {name: (traced.jaxpr, traced.types) for name, traced in found.items()}
 
     def trace(at: AbstractMesh, *forms: str) -> dict[str, tuple[Any, list]]:
-        is_here = at == mesh
-        own = step.mesh if is_here and not t.loss_chunk else at
-        asked = step.other(*forms, mesh=own, planned=dict(mesh.shape))
-        with contextlib.nullcontext(asked) if is_here else reimport(asked) as asked:
-            found = {name: asked.other(name=name) for name in NAMES}
-            return {name: (traced.jaxpr, traced.types) for name, traced in found.items()}
+        if own := next(as_it_runs, None):
+            return programs(own)
+        with reimport(step.other(*forms, "one chunk", mesh=at, planned=sizes)) as alone:
+            return programs(alone)
 
     singles = {}
     if to_single and not {*OPTIONAL}.isdisjoint(mesh.shape):
@@ -139,8 +138,8 @@ def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
         singles[lambda at: trace(at, "gathered ahead")] = True  # casts weights elsewhere
     found = prove(lambda at: trace(at, *in_order), mesh, singles)
     if found and t.loss_chunk:
-        others = {finding.text for finding in _unsound(step.other("whole loss"), to_single)}
-        found = [x if x.text in others else _of_chunks(x, t.loss_chunk) for x in found]
+        others = {_problem(finding): finding for finding in _unsound(step.other("whole loss"), to_single)}
+        found = [others.get(_problem(x)) or _of_chunks(x, t) for x in found]
     return [dataclasses.replace(x, form=step.other(*in_order).form) for x in found]
 
 
@@ -179,9 +178,14 @@ OF_WHOLE = (
 )
 
 
-def _of_chunks(finding: Finding, chunk: int) -> Finding:
+def _problem(finding: Finding) -> str:
+    return finding.text.partition("\n")[0]
+
+
+def _of_chunks(finding: Finding, t: TrainingConfig) -> Finding:
     """Replaces the remedy of a finding that only occurs with the loss in chunks."""
-    text, _, _ = finding.text.partition("\n  remedy: ")
+    chunk = t.loss_chunk or t.seq_len
+    text, _, _ = finding.text.replace(f"{BLOCKS}{t.seq_len // chunk}", "chunks").partition("\n  remedy: ")
     remedy = f"training.loss_chunk={chunk} takes that many positions at a time: count each alone, or set it to null"
     return dataclasses.replace(finding, text=f"{text}\n  remedy: {remedy}")
 

@@ -12,10 +12,9 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.array_types import arrays_in
-from shardlib.axes import CHUNK_AXIS
 from shardlib.op_checks import one_like, varying, zeros_like_traced
 from shardlib.shardtypes import scope
-from shardlib.values import mesh_axes, vary_over
+from shardlib.values import planned_devices
 from shardwright.modeling.model import Targets
 from shardwright.modeling.weights import gather_ahead
 
@@ -45,35 +44,21 @@ def sum_in_chunks(
     if chunk is None:
         return summed(w, x, targets)
     w = gather_ahead(w, read)
-    is_proof = CHUNK_AXIS in mesh_axes()
-    positions = chunk
-    if is_proof:
-        positions = targets.ids.shape[1] * shardops.axis_size("c") // shardops.axis_size(CHUNK_AXIS)
     # Of the c·t blocks of positions (T), each device's own and as many in a chunk, chunk i has the i-th part (P) of
-    # each, so that cutting x moves nothing between devices.
-    blocks = shardops.axis_size("c t")
+    # each, so that cutting x moves nothing between devices. A trace for one device, with which this one is compared,
+    # has as many blocks.
+    blocks = planned_devices("ct")
     rest = lax.stop_gradient(w)
-    sizes = {"T": blocks, "P": positions // blocks}
+    sizes = {"T": blocks, "P": chunk // blocks}
 
     def cut(x: jax.Array, spec: str) -> Any:
         whole, of_chunk = (re.sub(r"\bL(\S*)", rf"(T\1 {dims})", spec) for dims in ("chunks P", "P"))
         return shardops.rearrange(f"{whole} -> chunks {of_chunk}", x, **sizes)
 
     arrays, structure = jax.tree.flatten((x, targets))
-    specs = [*specs_of(x), *specs_of(targets)]
-
-    def chunks_of(*arrays: jax.Array) -> tuple:
-        return structure.unflatten(map(cut, arrays, specs))
-
-    reason = "chunks are parts of each device's own positions; a sum does not depend on which"
-    if is_proof:
-        return _each_on_its_device(summed, w, chunks_of, reason, specs, arrays)
+    chunks = structure.unflatten(map(cut, arrays, [*specs_of(x), *specs_of(targets)]))
     w_head = {name: getattr(w, name) for name in {name.partition(".")[0]: None for name in read}}
-
-    def sum_chunks(w_head: dict, *arrays: jax.Array) -> Any:
-        return _sum(summed, w_head, rest, *chunks_of(*arrays))
-
-    return shardops.per_device("+b +c", sum_chunks, w_head, *arrays, reason=reason)
+    return _sum(summed, w_head, rest, *chunks)
 
 
 def specs_of(x: Any) -> list[str]:
@@ -81,30 +66,6 @@ def specs_of(x: Any) -> list[str]:
     if hasattr(x, "shape"):
         return [" ".join(["B/b L/c/t", *(f"M{i}" for i in range(x.ndim - 2))])]
     return [str(t.spec) for _, t, _ in arrays_in(type(x), x)]
-
-
-def _each_on_its_device(
-    summed: Callable[..., Any],
-    w: Any,
-    chunks_of: Callable[..., tuple],
-    reason: str,
-    specs: Sequence[str],
-    arrays: Sequence[jax.Array],
-) -> Any:
-    """Sums the chunks with one chunk on each device of CHUNK_AXIS. This form is proved.
-
-    L is then sharded, so a loss that does not count each position separately operates along a sharded dim.
-    """
-    structure = jax.tree.structure(jax.eval_shape(chunks_of, *arrays))
-
-    def own_chunk(*arrays: jax.Array) -> tuple:
-        chunk = lax.axis_index(CHUNK_AXIS)
-        return tuple(x[chunk] for x in jax.tree.leaves(chunks_of(*arrays)))
-
-    with vary_over(CHUNK_AXIS, "L"):
-        parts = shardops.per_device(", ".join(specs), own_chunk, *arrays, reason=reason)
-        total = summed(varying(w, (CHUNK_AXIS,)), *structure.unflatten(parts))
-    return jax.tree.map(lambda x: lax.psum(x, CHUNK_AXIS), total)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,8 +83,11 @@ def _sum(summed: Callable[..., Any], w_head: dict, w: Any, x: Any, targets: Targ
 
 def _zero(of_chunk: Callable[..., Any], chunks: object) -> Any:
     """A zero sum like of_chunk(chunk). It is carried, because a scan cannot stack partial sums."""
-    first = jax.tree.map(lambda x: x[0], chunks)
-    return jax.tree.map(zeros_like_traced, jax.make_jaxpr(of_chunk, return_shape=True)(first)[1])
+
+    def of_first(chunks: object) -> Any:
+        return of_chunk(jax.tree.map(lambda x: x[0], chunks))
+
+    return jax.tree.map(zeros_like_traced, jax.make_jaxpr(of_first, return_shape=True)(chunks)[1])
 
 
 def _sum_and_gradients(summed: Callable[..., Any], w_head: dict, w: Any, x: Any, targets: Targets) -> tuple[Any, Any]:

@@ -46,8 +46,9 @@ _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipel
 FORMS: dict[str, Mapping[str, Any]] = {
     # Attention by train.softmax_attention over all keys, which applies an AttentionMask to all pairs of positions.
     "einsum attention": {"training.attention": "einsum", "training.context": "gather"},
-    # The loss of all positions at once instead of in chunks.
+    # The loss of all positions at once instead of in chunks; and in one chunk of all positions, by the same code.
     "whole loss": {"training.loss_chunk": None},
+    "one chunk": {"training.loss_chunk": lambda c: c.training.loss_chunk and c.training.seq_len},
     # Always masks documents, because each text is one.
     "document mask": {"training.document_mask": True},
     # With the attention for these devices, and without FP8, where a text depends on others in its batch.
@@ -71,6 +72,7 @@ def with_forms(c: Config, *forms: str) -> Config:
     """Applies the edits of these forms to the settings of a step."""
     for name, value in (edit for form in forms for edit in FORMS[form].items()):
         section, _, field = name.partition(".")
+        value = value(c) if callable(value) else value
         value = dataclasses.replace(getattr(c, section), **{field: value}) if field else value
         c = dataclasses.replace(c, **{section: value})
     return c

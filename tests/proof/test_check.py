@@ -350,6 +350,53 @@ def test_what_per_device_code_is_given_is_checked(name):
     verdict(problem and rf"^\S*test_check.py:\d+: .*{problem}", typed_shard_map(run), X, mesh=EXPLICIT)
 
 
+def in_chunks(of_chunk):
+    """Sums of_chunk(rows, all weights of these) over chunks, each of some rows of each of the four blocks of rows.
+
+    There are three chunks on a mesh, and one on one device.
+    """
+
+    def run(x: f32["L/t M"], w: f32["L M"]) -> tuple[f32["L/t M"], f32["M M"]]:
+        blocks, n = 4 // lax.axis_size("t"), 1 if lax.axis_size("t") == 1 else 3
+
+        def cut(x, blocks):
+            return jnp.swapaxes(x.reshape(blocks, n, -1, 16), 0, 1).reshape(n, -1, 16)
+
+        def turn(total, chunk):
+            value, y = of_chunk(*chunk)
+            return total + value, y
+
+        total, ys = lax.scan(turn, jnp.zeros((16, 16)), (cut(x, blocks), cut(w, 4)))
+        return jnp.swapaxes(ys.reshape(n, blocks, -1, 16), 0, 1).reshape(x.shape), total
+
+    return typed_shard_map(run)
+
+
+def scattered(x):
+    return lax.psum_scatter(lax.pcast(x, "t", to="varying"), "t", tiled=True) / lax.axis_size("t")
+
+
+CHUNKS = {  # what is computed of each chunk, and what is wrong with it
+    "gathered and scattered": (lambda x, w: (gathered(x).T @ w, scattered(gathered(x) * w)), None),
+    "other weights": (lambda x, w: (gathered(x).T @ w[::-1], x), "the order is reversed"),
+    "a mean": (lambda x, w: (gathered(x).T @ w / len(w), x), "a number that depends on the mesh"),
+    "a softmax": (lambda x, w: (jax.nn.softmax(gathered(x), 0).T @ w, x), OWN_MAXIMUM),
+    "running sums": (lambda x, w: (gathered(x).T @ w, scattered(jnp.cumsum(gathered(x), 0))), "a cumsum runs along"),
+}
+
+
+def gathered(x):
+    return jnp.sin(lax.all_gather(x, "t", tiled=True, to="invarying"))
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_as_many_chunks_as_a_mesh_has_devices_or_more(name):
+    function, problem = CHUNKS[name]
+    mesh = AbstractMesh((4,), ("t",), axis_types=(AxisType.Explicit,))
+    args = shape(24, 16), shape(24, 16)
+    verdict(problem and rf"^\S*test_check.py:\d+: .*{problem}", in_chunks(function), *args, mesh=mesh)
+
+
 def test_what_cannot_be_traced_on_several_meshes():
     mesh = MESHES["of devices"](AxisType.Auto)
     with pytest.raises(ValueError, match=r"bound to a mesh.* in check\(body, \*args, mesh=mesh, in_specs="):
