@@ -81,7 +81,7 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
     if context is None:
         checked = [step.other(name=name) for name in ("evaluation", "training")]
     else:
-        forms = "document mask", "whole loss", "einsum attention"
+        forms = "document mask", "one chunk", "einsum attention"
         one = on_one_device(step.mesh, OPTIONAL)
         checked = [step.other(*forms, name="logits", size=(ROWS, context), mesh=one)]
     patterns = [*(call.pattern for each in checked for call in each.calls), getattr(step.model, "mask", None)]

@@ -137,8 +137,8 @@ def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
     if to_single and t.gather_weights == "auto" and math.prod(mesh.shape.get(axis, 1) for axis in "cde") > 1:
         singles[lambda at: trace(at, "gathered ahead")] = True  # casts weights elsewhere
     found = prove(lambda at: trace(at, *in_order), mesh, singles)
-    if found and t.loss_chunk:
-        others = {_problem(finding): finding for finding in _unsound(step.other("whole loss"), to_single)}
+    if found and (of_all := step.other("one chunk")) is not step:
+        others = {_problem(finding): finding for finding in _unsound(of_all, to_single)}
         found = [others.get(_problem(x)) or _of_chunks(x, t) for x in found]
     return [dataclasses.replace(x, form=step.other(*in_order).form) for x in found]
 

@@ -46,15 +46,15 @@ _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipel
 FORMS: dict[str, Mapping[str, Any]] = {
     # Attention by train.softmax_attention over all keys, which applies an AttentionMask to all pairs of positions.
     "einsum attention": {"training.attention": "einsum", "training.context": "gather"},
-    # The loss of all positions at once instead of in chunks; and in one chunk of all positions, by the same code.
-    "whole loss": {"training.loss_chunk": None},
+    # Weights gathered once per step, as `auto` does on one device, which otherwise makes the choices of the mesh: some,
+    # such as the pools of experts, change what is computed.
+    "gathered ahead": {"training.gather_weights": "step"},
+    # The loss in one chunk of all positions, by the same code as in several.
     "one chunk": {"training.loss_chunk": lambda c: c.training.loss_chunk and c.training.seq_len},
     # Always masks documents, because each text is one.
     "document mask": {"training.document_mask": True},
     # With the attention for these devices, and without FP8, where a text depends on others in its batch.
     "for texts": {"training.attention": "auto", "training.fp8": False},
-    # Weights gathered once per step, as `auto` does on one device.
-    "gathered ahead": {"training.gather_weights": "step"},
     # With stages, each device runs all layers in layer order instead of following the schedule.
     "layers in order": {"pipeline.schedule": IN_ORDER},
     # Microbatches one after another instead of side by side.
