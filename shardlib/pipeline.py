@@ -524,7 +524,8 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
     This form is proved. Every device runs all layers of each microbatch, even on a mesh without p:
     those of the first stage, then the others, because what holds for two stages holds for more. The
     rows of a stack count as its layers in order: the schedule, and its placement of layers, are
-    checked separately.
+    checked separately. `run_schedule` itself is no rewrite of what one device runs: at a tick each
+    device chooses its task by its place in the table, and keeps what arrives for later ones.
     """
     count, rows = (len(jax.tree.leaves(x)[0]) for x in (microbatches, w.layers))
     layers = rows * mesh_axes().get(PIPELINE_AXIS, 1)

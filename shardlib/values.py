@@ -162,9 +162,9 @@ class Planned:
     sizes: tuple[tuple[str, int], ...] = ()
     """Mesh sizes on which choices for speed depend, whatever mesh the program is traced on; empty:
     its own mesh."""
-    note: Callable | None = None
-    """For a program that is only planned: gets the mask of each attention call, which is traced as
-    one call."""
+    kernels_as_calls: bool = False
+    """True: for a program that is only planned, attention other than einsum is traced as one call
+    that computes nothing, because a kernel may only be traced where its device is."""
 
 
 _PLANNED = jax.make_user_context(Planned())  # JAX retraces a jitted function if it differs

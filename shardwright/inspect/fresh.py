@@ -24,7 +24,8 @@ def reimport(step: Step) -> Iterator[Step]:
     """Context that yields a step of freshly imported modules of its model and of train.py, as when a program starts.
 
     A trace leaves state in a module: a functools.cache, a dict, an attribute of a class. Another trace in the same
-    process would read from it values that hold on the mesh of the first one.
+    process would read from it values that hold on the mesh of the first one. Equal digests of two traces do not show
+    that there is none: both may read what the model's constructor left.
 
     Other modules of their packages are imported again too. Objects that no file defines stay as they are. Trace the
     step within the context.

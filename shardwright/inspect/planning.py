@@ -78,7 +78,7 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
         table = training_table(c, model) if sizes[PIPELINE_AXIS] > 1 else None
     step = trace_step(c, model, mesh, form="kernels as calls")
     traced = step.traced
-    flops = flops_of_model(model.table, c.model, attended_keys(step.rules, t.seq_len))
+    flops = flops_of_model(model.table, c.model, attended_keys((call.pattern for call in step.calls), t.seq_len))
     counts = c.model.layers, t.microbatches, t.side_by_side
     facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, *counts)
     return step_of(traced, sizes, chip.platform, facts, table)

@@ -11,7 +11,6 @@ import jax
 from shardwright.modeling import attention_paths, context
 from shardwright.modeling.masks import AttentionMask, Mask, same_document
 from shardwright.modeling.model import Tokens
-from shardwright.modeling.planned_attention import note_mask
 
 _REFERENCE: contextvars.ContextVar[Callable[..., jax.Array] | None] = contextvars.ContextVar("reference", default=None)
 
@@ -82,7 +81,6 @@ class Attention:
         """
         if not self.settings.document_mask:
             mask = mask.without(same_document)  # each sequence is one document
-        note_mask(mask)
         strategy = context.strategy(self.settings, q, learned, bool(drop))
         positions = self.tokens.mask_positions
         of_pairs = Mask(mask, positions, positions, learned, sinks, drop)

@@ -132,7 +132,7 @@ def _refusals(
 
 def run(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, block: int | None) -> jax.Array:
     """Runs attention by an implementation other than einsum. Arguments as for `blockwise`."""
-    if planned().note:
+    if planned().kernels_as_calls:
         pairs = _pairs(mask, q) if path == "cudnn" else None
         bias = None if pairs is None else pairs.astype(q.dtype)  # what JAX turns it into
         return planned_kernel(mask.pattern, k.shape[1], path, q, k, v, bias)

@@ -132,7 +132,7 @@ def ring(
     k, v = (shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", x) for x in (k, v))
     positions = Positions(*(jnp.broadcast_to(x, q.shape[:2]) for x in mask.keys))
     mask = Mask(mask.pattern, positions, positions, vary_over_c(mask.learned), vary_over_c(mask.sinks))
-    if planned().note:
+    if planned().kernels_as_calls:
         out = _planned_ring(mask.pattern, q, k, v)
     else:
         out = shardops.per_device(

@@ -1,37 +1,19 @@
 """Stand-ins for attention kernels in a program that is only planned, on devices that need not exist."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.op_checks import varying
-from shardlib.values import planned, planned_for, stage_axes
+from shardlib.values import stage_axes
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.masks import AttentionMask
 
 KERNEL = "attention_kernel"
 """Name of the call that stands for an attention kernel, or for its gradient, in a program that is only planned."""
-
-
-@contextlib.contextmanager
-def kernels_as_calls() -> Iterator[list[AttentionMask]]:
-    """Context in which attention other than einsum is traced as one call that computes nothing.
-
-    Yields the masks of all calls of attention, including einsum; each layer of a period has the same number of calls.
-    """
-    patterns: list[AttentionMask] = []
-    with planned_for(note=patterns.append):  # whose hash is the list's identity
-        yield patterns
-
-
-def note_mask(pattern: AttentionMask) -> None:
-    """Passes the mask of a call of attention to `kernels_as_calls`."""
-    if note := planned().note:
-        note(pattern)
 
 
 def planned_kernel(

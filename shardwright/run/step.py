@@ -1,6 +1,5 @@
 """Represents a program of a run, traced once: the input of verification, plans, statistics and hashes."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -19,14 +18,13 @@ from shardlib.parsing import ShapeSpec
 from shardlib.proof.check import tracing
 from shardlib.proof.outside import AS_RUN
 from shardlib.shardtypes import Of, typed_shard_map, u32
+from shardlib.values import planned_for
 from shardwright.cluster.devices import explicit_mesh
 from shardwright.data.loader import TokenBatch, batch_shapes
 from shardwright.modeling.attention import expect_einsum
 from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.forward import Forward
-from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of, load_model
-from shardwright.modeling.planned_attention import kernels_as_calls
 from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import Config, PipelineConfig, check_divides
@@ -44,7 +42,8 @@ _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
 FORMS: dict[str, Mapping[str, Any]] = {
-    # Attention by train.softmax_attention over all keys, which applies an AttentionMask to all pairs of positions.
+    # Attention by train.softmax_attention over all keys, which applies an AttentionMask to all pairs of positions. The
+    # proof looks into no kernel.
     "einsum attention": {"training.attention": "einsum", "training.context": "gather"},
     # Weights gathered once per step, as `auto` does on one device, which otherwise makes the choices of the mesh: some,
     # such as the pools of experts, change what is computed.
@@ -55,11 +54,12 @@ FORMS: dict[str, Mapping[str, Any]] = {
     "document mask": {"training.document_mask": True},
     # With the attention for these devices, and without FP8, where a text depends on others in its batch.
     "for texts": {"training.attention": "auto", "training.fp8": False},
-    # With stages, each device runs all layers in layer order instead of following the schedule.
+    # With stages, each device runs all layers in layer order. In a schedule, devices run different tasks at a time.
     "layers in order": {"pipeline.schedule": IN_ORDER},
-    # Microbatches one after another instead of side by side.
+    # Microbatches one after another instead of side by side: a statistic of a layer is that of one microbatch.
     "one after the other": {"training.side_by_side": 1},
-    # Attention kernels as opaque calls, which are not computed: for devices that are not present.
+    # Attention kernels as opaque calls, which are not computed: JAX traces cuDNN's only where cuDNN is, and plans need
+    # the share of pairs that a kernel computes.
     "kernels as calls": {},
     # Without settings that may change when a run resumes: two microbatches, of one sequence or of two.
     "plain": {**_PLAIN, "training.batch_size": 2},
@@ -173,7 +173,7 @@ class Step:
         return self.other(name="start").traced.out_info
 
     @functools.cached_property
-    def _trace(self) -> tuple[jax.stages.Traced, list[list[ShapeSpec]], list[AttentionMask]]:
+    def _trace(self) -> tuple[jax.stages.Traced, list[list[ShapeSpec]]]:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
         mesh = dataclasses.replace(self.config.mesh, **{axis: sizes[axis] for axis in AXES})
         unread = {section: _Unread(section) for section in vars(self.config) if section not in READ}
@@ -182,20 +182,20 @@ class Step:
         spec = self.spec
         name = self.name.removesuffix(" loss")
         c = _of_microbatch(c, name) if self.name in LOSSES else c
-        of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
+        as_calls = "kernels as calls" in self.forms
         state: Any = self.state if name in ("training", "evaluation") else None
         traced = tracing(self.mesh, self.planned or self.mesh.shape)
-        with traced as types, of_kernels as rules, expect_einsum(spec.attention):
+        with traced as types, planned_for(kernels_as_calls=as_calls), expect_einsum(spec.attention):
             if name == "logits":
-                return _trace_logits(self), types, rules
+                return _trace_logits(self), types
             if name == "start":
                 start = jax.jit(functools.partial(spec.init_state, config=c, model=model))
-                return start.trace(jax.eval_shape(jax.random.key, 0)), types, rules
+                return start.trace(jax.eval_shape(jax.random.key, 0)), types
             if name == "evaluation":
-                return spec.make_evaluation_step(c, model).trace(state.weights, self.batch(c)), types, rules
+                return spec.make_evaluation_step(c, model).trace(state.weights, self.batch(c)), types
             reference = [sharded(type(shapes), shapes) for shapes in weights_of(c, spec)]
             step = spec.make_training_step(c, model)
-            return step.trace(state, self.batch(c), np.int32(0), *reference), types, rules
+            return step.trace(state, self.batch(c), np.int32(0), *reference), types
 
     @property
     def traced(self) -> jax.stages.Traced:
@@ -221,11 +221,6 @@ class Step:
     def types(self) -> list[list[ShapeSpec]]:
         """Types of the arguments of each of its shard_maps."""
         return self._trace[1]
-
-    @property
-    def rules(self) -> list[AttentionMask]:
-        """AttentionMask of each attention call, if kernels are traced as calls."""
-        return self._trace[2]
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers the program. On a mesh of devices, it can be compiled while that mesh is the current one."""
