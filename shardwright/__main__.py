@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 from shardlib.parsing import did_you_mean
-from shardwright.settings.training import training_module
+from shardwright.modeling.training import training_module
 
 TOOLS = Path(__file__).parent / "tools"
 OF_PROJECT = ("train", "check", "forecast", "ladder", "plan", "schedule", "verify")

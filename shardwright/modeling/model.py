@@ -25,8 +25,8 @@ from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
 from shardlib.values import devices_along, mesh_axes
 from shardwright.modeling.masks import Positions
+from shardwright.modeling.training import training_module
 from shardwright.modeling.weights import WeightType, act
-from shardwright.settings.training import training_module
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 """The dtype for each value of `training.compute_dtype`."""

@@ -17,9 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.parsing import did_you_mean
 from shardwright.data.loader import Loader, batch_of, make_loader, steps_for
 from shardwright.run.config import Config
+from shardwright.run.differences import flat
 from shardwright.run.files import literal
 from shardwright.settings.composing import wrong_setting
-from shardwright.settings.differences import flat
 
 MAY_CHANGE = (
     *(f"training.{name}" for name in ("seq_len", "batch_size", "microbatches", "side_by_side", "loss_chunk")),

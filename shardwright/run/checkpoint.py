@@ -39,8 +39,8 @@ from shardwright.run.checkpoint_arrays import (
     saved_arrays,
     write_arrays,
 )
+from shardwright.run.differences import config_differences
 from shardwright.run.stores import MANIFEST, Damaged, Store, in_all_processes, in_parallel
-from shardwright.settings.differences import config_differences
 from shardwright.settings.words import say
 
 COMMIT_TIMEOUT_S = 1800.0

@@ -18,9 +18,9 @@ from shardwright.modeling.model import COMPUTE_DTYPES, module_of
 from shardwright.optimizers.config import check_optimizer
 from shardwright.run.changes import check_changes
 from shardwright.run.config import Config
+from shardwright.run.differences import flat
 from shardwright.run.trackers import check_trackers
 from shardwright.settings.composing import register_shipped, wrong_setting
-from shardwright.settings.differences import flat
 
 
 def register_schema() -> None:

@@ -22,6 +22,7 @@ from shardwright.cluster.devices import check_chip, make_mesh, start_devices
 from shardwright.cluster.watch import watched, write_hosts
 from shardwright.data.checks import check_ranges
 from shardwright.modeling.model import LanguageModel, load_model, module_of
+from shardwright.run.best_effort import print_if_possible
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.checks import register_schema, to_config
 from shardwright.run.config import Config, check_divides
@@ -31,7 +32,6 @@ from shardwright.run.trackers import check_or_enqueue, with_edits
 from shardwright.settings.composing import Program, command_of
 from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import refusals_shown, start
-from shardwright.settings.words import print_if_possible
 from shardwright.settings.written import read_as_written
 
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()

@@ -23,6 +23,7 @@ from shardwright.run import config as run_config
 from shardwright.run.changes import config_at
 from shardwright.run.checkpoint import Checkpointer, check_same_arrays, find_checkpoint
 from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders, directory_of, named_leaves, saved_arrays
+from shardwright.run.differences import config_differences
 from shardwright.run.files import read_config
 from shardwright.run.printing import log
 from shardwright.run.provenance import compare_source, provenance_of
@@ -30,7 +31,6 @@ from shardwright.run.resuming import config_of, saved_config, with_defaults
 from shardwright.run.skipping import are_finite
 from shardwright.run.stages import placement_of, stack_orders
 from shardwright.run.step import Step, trace_step
-from shardwright.settings.differences import config_differences
 
 Write = Callable[[str], None]
 DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")

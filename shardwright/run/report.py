@@ -14,13 +14,13 @@ from shardwright.modeling.attention_calls import describe_attention
 from shardwright.run.best_effort import best_effort
 from shardwright.run.changes import tokens_before
 from shardwright.run.config import Config
+from shardwright.run.differences import flat
 from shardwright.run.files import write_whole
 from shardwright.run.flops import Speed
 from shardwright.run.printing import log
 from shardwright.run.resuming import with_defaults
 from shardwright.run.schedule import Schedule
 from shardwright.run.stages import describe_stages
-from shardwright.settings.differences import flat
 
 
 def parameters_of(model: Any) -> int:

@@ -30,10 +30,10 @@ from shardwright.run.changes import check_number, firsts, may_change, settings_a
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checks import register_schema, to_config
 from shardwright.run.config import Config
+from shardwright.run.differences import config_differences, flat
 from shardwright.run.files import as_config, literal
 from shardwright.run.stores import Damaged, in_all_processes
 from shardwright.settings.composing import wrong_setting
-from shardwright.settings.differences import config_differences, flat
 from shardwright.settings.settings import is_section, without_null
 
 RETIRED = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from shardwright.settings.training import training_module
+from shardwright.modeling.training import training_module
 
 
 @dataclasses.dataclass(frozen=True)

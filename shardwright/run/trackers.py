@@ -27,10 +27,10 @@ from hydra.core.hydra_config import HydraConfig
 from shardlib.parsing import OWN, named
 from shardwright.data.checks import check_choice
 from shardwright.data.untrusted import read_object
+from shardwright.modeling.training import training_module
 from shardwright.run.best_effort import best_effort
+from shardwright.run.differences import flat
 from shardwright.run.files import write_whole
-from shardwright.settings.differences import flat
-from shardwright.settings.training import training_module
 from shardwright.settings.words import say
 
 FILE = "trackers.json"

@@ -6,11 +6,11 @@ import os
 import re
 import sys
 import traceback
-import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,14 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.parsing import did_you_mean
 from shardlib.places import shown_path
 from shardwright.data.untrusted import first_line
-from shardwright.settings.settings import is_section, kind_of, like_setting, settings_of, without_null, words_for
+from shardwright.settings.settings import UnknownSetting, is_section, kind_of, words_for
 
 QUOTES = "Write name=value; put a value with characters such as , = [ { ~ é in both kinds of quotes: 'name=\"value\"'."
-NAMES = ("--config-name", "-cn")
-UNNAMED = ("--hydra-help", "--version", "--shell-completion", "-sc", "--experimental-rerun", "--help", "-h")
-"""Flags that work without --config-name."""
-FLAGS = (*NAMES, *UNNAMED, "--config-dir", "-cd", "--config-path", "-cp", "--multirun", "-m", "--run", "-r")
-FLAGS += ("--cfg", "-c", "--package", "-p", "--info", "-i", "--resolve")
+FLAGS = "--config-name -cn --config-dir -cd --config-path -cp --multirun -m --run -r --cfg -c --package -p --info -i "
+FLAGS += "--resolve --help -h --hydra-help --version --shell-completion -sc --experimental-rerun"
+UNNAMED = "none"
+"""Name of the configuration of a program that needs --config-name, without it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +54,11 @@ def register_shipped() -> None:
     """Lets configurations write ${shipped:name}: `name` where a program starts if it is there, else that of SHIPPED."""
 
     def found(name):
-        return name if Path(name).exists() else os.path.relpath(SHIPPED / name)
+        if Path(name).exists():
+            return name
+        return str(SHIPPED / name).removeprefix(f"{os.getcwd()}{os.sep}")
 
-    def absolute(path):
-        return path if not path.startswith("..") else os.path.abspath(path)
-
-    OmegaConf.register_new_resolver("shipped", lambda name: absolute(found(name)), replace=True)
+    OmegaConf.register_new_resolver("shipped", found, replace=True)
 
 
 def command_of(module: str) -> str:
@@ -75,13 +73,6 @@ def is_setting(argument: str) -> bool:
     return argument.startswith(("+", "~")) or ("=" in argument and not argument.startswith("-"))
 
 
-def with_brackets(schema: type, arguments: Sequence[str]) -> list[str]:
-    """Puts brackets around the one value of a setting that is a list: train.files=a.txt is train.files=[a.txt]."""
-    names = [s.name for s in settings_of(schema) if typing.get_origin(without_null(s.kind)) is list]
-    one_value = re.compile(rf"""(\+*(?:{"|".join(names)})=)(?!null$)("[^"]*"|'[^']*'|[^][(){{}}$,]+)""")
-    return [f"{m[1]}[{m[2]}]" if (m := one_value.fullmatch(text)) else text for text in arguments]
-
-
 def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Replaces paths, as a shell completes them, by what Hydra takes. Also returns the directory of --config-dir.
 
@@ -92,14 +83,13 @@ def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], str 
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
     flags, others = parser.parse_known_args(arguments)
-    path = Path(flags.config_name or "")
-    is_shipped = path.parent.name == "configs" and (program.configs / path.name).is_file()
-    if path.suffix == ".yaml" and (path.is_file() or is_shipped):
+    path, own = Path(flags.config_name or ""), Path("configs")
+    if path.suffix == ".yaml" and (path.is_file() or path.parent.name == "configs"):
         flags.config_name = path.stem
-        if path.is_file() and not path.parent.samefile(program.configs):
-            flags.config_dir = flags.config_dir or str(path.parent)
-    own = Path("configs")
-    if program.config_name is None and own.is_dir() and not own.samefile(program.configs):
+        own = path.parent
+    elif program.config_name is not None:  # the configurations of a tool are not those of runs
+        own = program.configs
+    if own.is_dir() and not own.samefile(program.configs):
         flags.config_dir = flags.config_dir or str(own)
     found = [f"--{name.replace('_', '-')}={value}" for name, value in vars(flags).items() if value is not None]
     if _reads_runs(program):
@@ -120,31 +110,26 @@ def _directory_of(run: str) -> str | None:
 
 
 def check_flags(program: Program, arguments: Sequence[str]) -> None:
-    """Raises ValueError for an unknown flag, an added setting that does not exist, or if no configuration is named."""
-    flags = [text.partition("=")[0] for text in arguments if text.startswith("-")]
-    for flag in flags:
-        if flag not in FLAGS:
-            name = flag.lstrip("-").replace("-", "_")
-            setting = like_setting(program.schema, name)
-            near = did_you_mean(flag, FLAGS) if setting is None else ""
-            raise ValueError(
-                f"there is no flag {flag}.{near or f' A setting has no dashes: {setting or name}=<value>.'}"
-            )
-    for name in (text.lstrip("+").partition("=")[0] for text in arguments if text.startswith("+")):
-        if "." in name and not name.startswith("hydra"):
-            kind_of(program.schema, name)
-    if program.config_name is None and {*flags}.isdisjoint((*NAMES, *UNNAMED)):
-        raise ValueError(f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them.")
+    """Raises ValueError for a flag that does not exist."""
+    for flag in (text.partition("=")[0] for text in arguments if text.startswith("-")):
+        if flag not in FLAGS.split():
+            meant: str | None = flag.lstrip("-").replace("-", "_")
+            try:
+                kind_of(program.schema, meant)
+            except UnknownSetting as error:
+                meant = error.meant
+            near = f" A setting has no dashes: {meant}=<value>." if meant else did_you_mean(flag, FLAGS.split())
+            raise ValueError(f"there is no flag {flag}.{near or f' `{program.command} --help` lists the settings.'}")
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------
 
 
 def is_of_composing(error: Exception) -> bool:
-    """Returns whether `error` comes from Hydra's composition, not from a job, which Hydra calls in run_job."""
-    kinds = HydraException, OmegaConfBaseException, AttributeError, AssertionError  # the last two if a section is null
-    calls = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
-    return isinstance(error, kinds) and "run_job" not in calls
+    """Returns whether `error` is one of Hydra or OmegaConf, which has no error of its own if a section is null."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    of_omegaconf = str(frame.f_globals["__name__"]).startswith("omegaconf.")
+    return of_omegaconf or isinstance(error, HydraException | OmegaConfBaseException | yaml.MarkedYAMLError)
 
 
 def explained(program: Program, error: Exception, arguments: Sequence[str]) -> str:
@@ -155,28 +140,33 @@ def explained(program: Program, error: Exception, arguments: Sequence[str]) -> s
         return f"cannot read {error.override}. {QUOTES}".replace("\n", "\\n")
     if isinstance(error, MissingConfigException):
         return _missing_config(program, error)
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return f"{shown_path(mark.name)}:{mark.line + 1}: {error.problem}. Correct the file."
     overrides = [text for text in arguments if is_setting(text)]
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OmegaConfBaseException):
-        cause = cause.__cause__ or cause.__context__
-    is_null = isinstance(error, AttributeError | AssertionError) and "NoneType" in str(error)
-    if is_null and (section := _null_section(program, overrides)):
+    if isinstance(error, AttributeError | AssertionError) and (section := _null_section(program, overrides)):
         return section
-    reason = "a setting is in a section that is null" if is_null else first_line(error)
+    reason = first_line(error)
     if found := re.match(r"(?:Could not (?:override|append to|delete)|Ambiguous value for argument) '(.+?)'", reason):
         key, _, value = found[1].lstrip("+~").partition("=")
         try:
             kind_of(program.schema, key)
-        except ValueError as unknown:
+        except UnknownSetting as unknown:
             return str(unknown)
         if value:
             return f"{key} has several values: {value}. Give {key}=[{value}] for a list, or --multirun for a sweep."
+    cause = next((each for each in _causes(error) if isinstance(each, OmegaConfBaseException)), None)
     sections = {field.name for field in dataclasses.fields(program.schema)}
     if cause is not None and re.split(r"[.\[]", cause.full_key or "")[0] in sections:
         where = re.match(r"In '(.+?)'", str(error))
-        return (f"{where[1]}.yaml: " if where else "") + wrong_setting(program.schema, cause, overrides)
-    more = first_line(cause) if cause is not None and cause is not error else ", ".join(overrides)
+        return (f"{where[1]}.yaml: " if where else "") + wrong_setting(program.schema, cause, overrides=overrides)
+    more = first_line(cause) if cause not in (None, error) else ", ".join(overrides)
     return f"{reason} ({more}). Correct the setting; `{program.command} --help` lists the settings."
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _null_section(program: Program, overrides: Sequence[str]) -> str | None:
@@ -184,24 +174,22 @@ def _null_section(program: Program, overrides: Sequence[str]) -> str | None:
     for name in (text.lstrip("+~").partition("=")[0] for text in overrides):
         group, section = [*name.split("."), ""][:2]
         files = sorted((program.configs / group).glob("*.yaml"))
-        if having := [
-            f"{group}={path.stem}" for path in files if f"\n{section}:\n" in path.read_text(encoding="utf-8")
-        ]:
-            directory = shown_path(str(program.configs / group))
+        if having := [f"{group}={path.stem}" for path in files if f"\n{section}:\n" in path.read_text()]:
             return (
                 f"{name} cannot be set: {group}.{section} is null here. Also choose a configuration with this section, "
-                f"{' or '.join(having)}, or write one in {directory}/."
+                f"{' or '.join(having)}, or write one in {shown_path(str(program.configs / group))}/."
             )
     return None
 
 
 def _missing_config(program: Program, error: MissingConfigException) -> str:
     group, _, choice = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
+    if choice == UNNAMED:
+        return f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them."
     if "submitit" in choice:
         return f"{group} is {choice}, which needs hydra-submitit-launcher: pip install -e '.[slurm]'"
     if group and (options := list(error.options or [])):
         return f"{group} is {choice}; choose one of {', '.join(options)}.{did_you_mean(choice, options)}"
-    choice = f"{group}/{choice}" if group else choice
     near = did_you_mean(choice, [path.stem for path in program.configs.glob("*.yaml")])
     return (
         f"--config-name is {choice}, and {shown_path(str(program.configs))}/ has no {choice}.yaml.{near} "
@@ -209,18 +197,15 @@ def _missing_config(program: Program, error: MissingConfigException) -> str:
     )
 
 
-def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequence[str] = (), prefix: str = "") -> str:
+def wrong_setting(schema: type, error: OmegaConfBaseException, prefix: str = "", overrides: Sequence[str] = ()) -> str:
     """Writes the message for a setting that OmegaConf rejects. `prefix` is the section of `schema`, with a dot."""
-    name = f"{prefix}{error.full_key}"
-    reason = first_line(error)
+    name, reason = f"{prefix}{error.full_key}", first_line(error)
     try:
         kind = kind_of(schema, re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).strip("."), prefix)
-    except ValueError as unknown:
+    except UnknownSetting as unknown:
         return str(unknown)
     if kind is Any or is_section(kind) or "not in struct" in reason or "nterpolation" in reason:
         return f"{name}: {reason}. Correct its value, or add an entry with a plus: +{name}=<value>."
-    given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2].strip("'") for text in overrides}
-    match = re.match(r"Value '(.*?)'(?: of type| is not|\()", reason)
-    value = match[1] if match else given.get(name)
-    allowed = words_for(kind)
-    return f"{name} is {value}; it must be {allowed}." if value else f"{name}: {reason}; it must be {allowed}."
+    given = (text.partition("=")[2] for text in overrides if text.lstrip("+").startswith(f"{name}="))
+    value = next(given, None) if error.value is None else error.value
+    return f"{name}{f': {reason}' if value is None else f' is {value}'}; it must be {words_for(kind)}."

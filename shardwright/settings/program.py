@@ -28,6 +28,7 @@ from shardlib.places import is_raised_on_purpose
 from shardwright.data.checks import check_ranges
 from shardwright.data.untrusted import check_private, first_line, shown
 from shardwright.settings.composing import (
+    UNNAMED,
     Program,
     by_name,
     check_flags,
@@ -36,7 +37,6 @@ from shardwright.settings.composing import (
     is_of_composing,
     is_setting,
     register_shipped,
-    with_brackets,
 )
 from shardwright.settings.exits import ERROR, exit_of
 from shardwright.settings.help import help_text
@@ -59,26 +59,19 @@ def refusal(error: Exception) -> str | None:
     in code that shardlib checks, the message starts with the location. Control characters, which data may contain, are
     removed.
     """
-    on_purpose = isinstance(error, ValueError | OSError | FloatingPointError) and is_raised_on_purpose(error)
-    refuses = (
-        on_purpose
-        or isinstance(error, OmegaConfBaseException)
-        or (isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC))
-        or (isinstance(error, ModuleNotFoundError) and extra_of(error) is not None)
-        or _lacks_platform(error)
-    )
-    if not refuses or os.environ.get(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR")) == "1":
+    message = _message(error)
+    if message is None or os.environ.get(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR")) == "1":
         return None
     if getattr(error, "place", ""):
-        return f"{shown(as_installed(str(error)))}\n  Set HYDRA_FULL_ERROR=1 to see the traceback."
-    return f"Error: {shown(as_installed(message_of(error)))}"
+        return f"{shown(as_installed(message))}\n  Set HYDRA_FULL_ERROR=1 to see the traceback."
+    return f"Error: {shown(as_installed(message))}"
 
 
-def message_of(error: Exception) -> str:
-    """Writes the message of an error for a user."""
-    if isinstance(error, ModuleNotFoundError):
+def _message(error: Exception) -> str | None:
+    """Writes the message of an error that a user can act on; None for another."""
+    if isinstance(error, ModuleNotFoundError) and (extra := extra_of(error)):
         where = "-e '." if (PACKAGE.parent / "pyproject.toml").exists() else "'shardwright"
-        return f"this needs the package {error.name}, which is not installed: pip install {where}[{extra_of(error)}]'"
+        return f"this needs the package {error.name}, which is not installed: pip install {where}[{extra}]'"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
     if _lacks_platform(error):
@@ -87,11 +80,11 @@ def message_of(error: Exception) -> str:
             "device, install JAX for it with pip install 'shardwright[cuda]' or 'shardwright[tpu]', or unset "
             f"JAX_PLATFORMS. {error}".strip()
         )
-    if not isinstance(error, OmegaConfBaseException):
-        return str(error)
-    name = error.full_key or "a setting"
-    first = first_line(error)
-    return f"{name}: {first}. Correct the value of {name}."
+    if isinstance(error, OmegaConfBaseException):
+        name = error.full_key or "a setting"
+        return f"{name}: {first_line(error)}. Correct the value of {name}."
+    on_purpose = isinstance(error, ValueError | OSError | FloatingPointError) and is_raised_on_purpose(error)
+    return str(error) if on_purpose or getattr(error, "errno", None) == errno.ENOSPC else None
 
 
 def _lacks_platform(error: Exception) -> bool:
@@ -149,25 +142,12 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
     for stream in (sys.stdout, sys.stderr):  # a character that the terminal lacks must not end the program
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    register_shipped()
-    # Flags first, as Hydra requires.
-    sys.argv[1:], config_dir = by_name(program, sys.argv[1:])
-    sys.argv[1:] = with_brackets(program.schema, sys.argv[1:])
-    with refusals_shown():
-        check_flags(program, sys.argv[1:])
-    sys.argv[1:] = [override_as_written(program.schema, x) if is_setting(x) else x for x in sys.argv[1:]]
-    read_as_written(program.schema, config_dir)
-    if not {"--help", "-h"}.isdisjoint(sys.argv):
-        with refusals_shown(), contextlib.suppress(BrokenPipeError):  # a reader such as `head` may stop early
-            print(as_installed(help_text(program, sections())), flush=True)
-        return
-    _ignore_shared_cache()
     os.environ.setdefault(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR", "0"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which are printed here
     interrupted: list[int] = []
     atexit.register(lambda: _leave(*interrupted) if interrupted else None)
     try:
-        hydra.main(version_base="1.3", config_path=str(program.configs), config_name=program.config_name)(job)()
+        _start(program, job, sections)
     except KeyboardInterrupt:
         print("Error: interrupted by Ctrl-C.", file=sys.stderr)
         interrupted.append(130)
@@ -178,21 +158,33 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        reason = isinstance(error, OSError) and refusal(error)  # such as of the directory of a sweep
-        if os.environ[FULL_ERROR] == "1" or not (reason or is_of_composing(error)):
-            raise
-        sys.exit(reason or f"Error: {shown(as_installed(explained(program, error, sys.argv[1:])))}")
+        if is_of_composing(error) and os.environ[FULL_ERROR] != "1":
+            sys.exit(f"Error: {shown(as_installed(explained(program, error, sys.argv[1:])))}")
+        if message := refusal(error):
+            sys.exit(message)
+        raise
+
+
+def _start(program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]]) -> None:
+    register_shipped()
+    arguments, config_dir = by_name(program, sys.argv[1:])
+    check_flags(program, arguments)
+    sys.argv[1:] = [override_as_written(program.schema, x) if is_setting(x) else x for x in arguments]
+    read_as_written(program.schema, config_dir)
+    if not {"--help", "-h"}.isdisjoint(arguments):
+        print(as_installed(help_text(program, sections())), flush=True)
+        return
+    _ignore_shared_cache()
+    name = program.config_name or UNNAMED
+    hydra.main(version_base="1.3", config_path=str(program.configs), config_name=name)(job)()
 
 
 def _ignore_shared_cache() -> None:
-    """Has JAX ignore a directory of compiled programs in which others may write.
-
-    They could run programs as the user.
-    """
-    directory = os.path.expanduser(os.environ.get(CACHE, ""))
+    """Has JAX ignore a directory of compiled programs in which others may write: they could run theirs as the user."""
+    directory = Path(os.environ.get(CACHE) or os.devnull).expanduser()
     try:
-        if os.path.isdir(directory):
-            check_private(Path(directory))
+        if directory.is_dir():
+            check_private(directory)
     except PermissionError as error:
         print(f"{CACHE}: not used: {error}.", file=sys.stderr)
         os.environ[CACHE] = ""

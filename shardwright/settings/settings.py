@@ -4,31 +4,29 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
 NAMES_OF_OTHERS = {
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
-    "optimizer.warmup_steps": "warmup warmup_iters lr_warmup_steps lr_warmup_iters num_warmup_steps",
     "optimizer.schedule_steps": "lr_decay_iters lr_decay_steps decay_steps",
-    "optimizer.final_fraction": "min_lr min_lr_ratio",
-    "optimizer.schedule": "lr_scheduler lr_scheduler_type lr_schedule lr_decay_style",
-    "optimizer.clip_norm": "grad_clip clip_grad max_grad_norm gradient_clip_val clip_grad_norm",
+    "optimizer.final_fraction": "min_lr",
+    "optimizer.schedule": "lr_scheduler_type lr_decay_style",
+    "optimizer.clip_norm": "grad_clip max_grad_norm gradient_clip_val",
     "optimizer.adam_b1 and optimizer.adam_b2": "betas beta1 beta2 adam_beta1 adam_beta2",
-    "training.batch_size": "batch global_batch_size total_batch_size train_batch_size",
+    "training.batch_size": "batch",
     "training.batch_size and training.microbatches": "micro_batch_size per_device_train_batch_size device_batch_size "
     "local_batch_size gradient_accumulation_steps grad_accum_steps accumulate_grad_batches",
-    "training.seq_len": "block_size context_length max_seq_len max_seq_length seq_length sequence_length n_ctx",
-    "training.steps": "max_steps max_iters num_steps train_iters train_steps num_iterations total_steps",
-    "training.tokens": "max_tokens num_tokens total_tokens train_tokens",
-    "training.epochs": "num_epochs max_epochs num_train_epochs",
-    "training.eval_interval": "eval_every eval_steps val_interval val_check_interval",
+    "training.seq_len": "block_size context_length sequence_length n_ctx",
+    "training.steps": "max_iters train_iters train_steps num_iterations total_steps",
+    "training.tokens": "total_tokens train_tokens",
+    "training.epochs": "max_epochs num_train_epochs",
+    "training.eval_interval": "eval_every eval_steps",
     "training.checkpoint_interval": "save_interval save_every save_steps",
     "training.log_interval": "log_every logging_steps log_every_n_steps",
     "training.compute_dtype": "dtype precision mixed_precision",
@@ -45,90 +43,77 @@ NAMES_OF_OTHERS = {
     "mesh.t": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree",
     "mesh.c": "cp context_parallel context_parallel_size context_parallel_degree",
     "mesh.p": "pp pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree",
-    "paths.model_name": "run_name name exp_name",
+    "paths.model_name": "run_name name",
     "paths.root_working_dir": "output_dir out_dir save_dir",
     "data.filespec": "data_dir data_path dataset_path dataset",
     "trackers.names": "report_to wandb wandb_log tracker logger",
 }
-"""Settings, and what nanoGPT, transformers, Megatron, torchtitan, Lightning and others call them."""
+"""Settings, and what other trainers call them, where that is not like our name."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A setting, or a section of settings.
-
-    Attributes:
-        name: its dotted name, as on the command line.
-        kind: its type.
-        default: its default; MISSING if it has none.
-        doc: its docstring.
-    """
+class Setting(NamedTuple):
+    """A setting, or a section of settings."""
 
     name: str
+    """Dotted, as on the command line."""
     kind: Any
     default: Any
+    """MISSING if there is none."""
     doc: str
 
 
-def settings_of(schema: type, prefix: str = "") -> Iterator[Setting]:
-    """Yields the settings of a dataclass in order. A section comes before its settings."""
-    kinds = typing.get_type_hints(schema)
-    docs = _docstrings(schema)
+class UnknownSetting(ValueError):
+    """A name that is no setting. `meant` is the one that probably is; None if none is like it."""
+
+    def __init__(self, name: str, meant: str | None, known: str):
+        self.meant = meant
+        super().__init__(f"there is no setting {name}. {f'Did you mean {meant}?' if meant else known}")
+
+
+def settings_of(schema: type, prefix: str = "", sections: dict[str, type] | None = None) -> Iterator[Setting]:
+    """Yields the settings of a dataclass in order. A section, also one of `sections`, comes before its settings."""
+    kinds, docs = typing.get_type_hints(schema) | (sections or {}), _docstrings(schema)
     for field in dataclasses.fields(schema):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = MISSING if default is dataclasses.MISSING else default
-        name = f"{prefix}{field.name}"
-        kind = kinds[field.name]
-        yield Setting(name, kind, default, docs.get(field.name, ""))
-        if is_section(kind):
-            yield from settings_of(without_null(kind), f"{name}.")
+        setting = Setting(f"{prefix}{field.name}", kinds[field.name], default, docs.get(field.name, ""))
+        yield setting
+        if is_section(setting.kind):
+            yield from settings_of(without_null(setting.kind), f"{setting.name}.")
 
 
 def kind_of(schema: type, name: str, prefix: str = "") -> Any:
-    """Returns the type of the setting `name`. For an unknown name raises ValueError, with the closest one.
-
-    `prefix` is the section of `schema`, with a dot.
-    """
+    """Returns the type of a setting. Raises UnknownSetting. `prefix` is the section of `schema`, with a dot."""
     kind: Any = schema
     parts = name.split(".")
     for i, part in enumerate(parts):
         kind = without_null(kind)
-        path = prefix + ".".join(parts[:i])
-        if is_section(kind):
-            kinds = typing.get_type_hints(kind)
-            if part not in kinds:
-                raise ValueError(f"there is no setting {prefix}{name}.{_known(schema, parts, i, [*kinds], prefix)}")
-            kind = kinds[part]
-        elif typing.get_origin(kind) in (list, dict):
-            kind = typing.get_args(kind)[-1]
-        elif kind is not Any:
-            raise ValueError(f"there is no setting {prefix}{name}: {path} is {words_for(kind)}. Set {path}=<value>.")
-        else:
+        if kind is Any:
             return Any
+        if typing.get_origin(kind) in (list, dict):
+            kind = typing.get_args(kind)[-1]
+            continue
+        known = typing.get_type_hints(kind) if is_section(kind) else {}
+        if part not in known:
+            path = (prefix + ".".join(parts[:i])).rstrip(".")
+            has = f"{f'The section {path} has' if path else 'There are'} {', '.join(known)}."
+            meant = _meant(schema, parts, i, known, prefix) if known else path
+            raise UnknownSetting(prefix + name, meant, has)
+        kind = known[part]
     return kind
 
 
-def _known(schema: type, parts: list[str], i: int, known: list[str], prefix: str) -> str:
-    """Suggests the closest name if part `i` is unknown, in its section or elsewhere, or lists those of the section."""
-    path = (prefix + ".".join(parts[:i])).rstrip(".")
+def _meant(schema: type, parts: list[str], i: int, known: Iterable[str], prefix: str) -> str | None:
+    """Returns what another trainer's name stands for, or the closest name for part `i`, in its section or elsewhere."""
     names = [s.name for s in settings_of(schema, prefix) if not is_section(s.kind)]
-    ours = next((ours for ours, theirs in NAMES_OF_OTHERS.items() if parts[-1].lower() in theirs.split()), "")
-    if ours and all(name in names or name.partition(".")[0] in names for name in re.split(" and | × ", ours)):
-        return f" Did you mean {ours}?"
-    if near := difflib.get_close_matches(parts[i], known, n=1):
-        return f" Did you mean {prefix}{'.'.join([*parts[:i], near[0], *parts[i + 1 :]])}?"
-    if elsewhere := [name for name in names if name.rpartition(".")[2] == parts[-1]]:
-        return f" Did you mean {elsewhere[0]}?"
-    return f" {f'The section {path} has' if path else 'There are'} {', '.join(known)}."
-
-
-def like_setting(schema: type, name: str) -> str | None:
-    """Returns `name` if it is a setting, or the setting that is probably meant; None if none is like it."""
-    try:
-        kind_of(schema, name)
-    except ValueError as error:
-        return next(iter(re.findall(r"Did you mean (.*)\?", str(error))), None)
-    return name
+    others = {name.rpartition(".")[2]: name for name in reversed(names)}
+    sections = {name.partition(".")[0] for name in others.values()}
+    for ours, theirs in NAMES_OF_OTHERS.items():
+        if parts[-1].lower() in theirs.split() and ours.partition(".")[0] in sections:
+            return ours
+    for near in difflib.get_close_matches(parts[i], known, n=1):
+        return prefix + ".".join([*parts[:i], near, *parts[i + 1 :]])
+    return next((others[near] for near in difflib.get_close_matches(parts[-1], others, n=1, cutoff=0.65)), None)
 
 
 def without_null(kind: object) -> Any:

@@ -3,11 +3,9 @@
 Hydra and YAML make numbers and booleans of 1_1_1, 1e5, 1.10, yes and 12:30 before the declared type is known.
 """
 
-import io
 import os
 import re
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,22 +17,32 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from shardwright.settings.settings import kind_of, without_null
+from shardwright.settings.settings import UnknownSetting, kind_of, without_null
 
-_LIKE_NUMBER = r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?|(?i:[+-]?inf|nan|true|false)"
-_VALUES = re.compile(rf"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?<![^\[,])\s*(?:{_LIKE_NUMBER})(?=\s*(?:[\],]|\Z))""")
+_NUMBER = r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?|(?i:[+-]?inf|nan|true|false)"
+_VALUES = re.compile(rf"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?<![^\[,])\s*(?:{_NUMBER})(?=\s*(?:[\],]|\Z))""")
 """Quoted texts, and values and entries of lists that Hydra takes for a number or boolean."""
+_ONE = re.compile(r"""(?!null$)("[^"]*"|'[^']*'|[^][(){}$,]+)""")
+"""One value, not a list, a function, or the values of a sweep."""
 
 
 def override_as_written(schema: type, argument: str) -> str:
-    """Writes an override `name=value` so that Hydra gives the setting what was written."""
+    """Writes an override `name=value` so that Hydra gives the setting what was written, in a list if it is one."""
     name, equals, value = argument.partition("=")
-    kind = _kind(schema, name.lstrip("+~"))
+    setting = name.lstrip("+~")
+    is_list = typing.get_origin(_kind(schema, setting)) is list
+    kind = _kind(schema, f"{setting}.0" if is_list else setting)
 
-    def changed(text):
-        return text if text[0] in "'\"" else _as_written(kind, text.strip())
+    def changed(found: re.Match) -> str:
+        text = found[0].strip()
+        if kind is str and text[0] not in "'\"":
+            return f"'{text}'"
+        is_whole = kind is int and re.fullmatch(r"[\d.]+[eE]\+?\d{1,2}", text) and float(text).is_integer()
+        return str(int(float(text))) if is_whole else text
 
-    return f"{name}{equals}{_VALUES.sub(lambda found: changed(found[0]), value)}" if kind in (str, int) else argument
+    if kind in (str, int):
+        value = _VALUES.sub(changed, value)
+    return f"{name}{equals}[{value}]" if is_list and _ONE.fullmatch(value) else f"{name}{equals}{value}"
 
 
 def read_as_written(schema: type, config_dir: str | None = None) -> None:
@@ -53,13 +61,11 @@ class _Files(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         result = super().load_config(config_path)
-        text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
+        content = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
+        texts = yaml.load(content, yaml.BaseLoader)
         package = result.header["package"] or ".".join(config_path.split("/")[:-1])
-        found = _changed(yaml.compose(text, yaml.SafeLoader), package.removeprefix("_global_"), self.schema)
-        ends = {node.end_mark.index: (node, value) for node, value in found}  # once for an anchor and its aliases
-        for end, (node, value) in sorted(ends.items(), reverse=True):
-            text = text[: end - len(node.value)] + value + text[end:]
-        result.config = OmegaConf.load(io.StringIO(text))
+        found = _as_written(self.schema, package.removeprefix("_global_"), OmegaConf.to_container(result.config), texts)
+        result.config = OmegaConf.create(found)
         return result
 
 
@@ -73,29 +79,23 @@ class _SearchPath(SearchPathPlugin):
             element.path = element.path if "://" in element.path else f"{_Files.scheme()}://{element.path}"
 
 
-def _changed(node: yaml.Node | None, name: str, schema: type) -> Iterator[tuple[yaml.ScalarNode, str]]:
-    """Yields the scalars below a node that YAML would not read as written, and what to write instead."""
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield from _changed(value, f"{name}.{key.value}".lstrip("."), schema)
-    elif isinstance(node, yaml.SequenceNode):
-        for entry in node.value:
-            yield from _changed(entry, f"{name}.0", schema)
-    elif isinstance(node, yaml.ScalarNode) and node.style is None:
-        is_text = node.tag.endswith((":str", ":null", ":merge")) and not re.fullmatch(_LIKE_NUMBER, node.value)
-        yield from () if is_text else [(node, _as_written(_kind(schema, name), node.value))]
-
-
-def _as_written(kind: Any, text: str) -> str:
-    """Quotes what is to be a text, and writes 1e9 as 1000000000 for a whole number."""
-    is_whole = kind is int and re.fullmatch(r"[\d.]+[eE]\+?\d{1,2}", text) and float(text).is_integer()
-    return f"'{text}'" if kind is str else str(int(float(text))) if is_whole else text
+def _as_written(schema: type, name: str, value: Any, text: Any) -> Any:
+    """Corrects what YAML made of `text`, by the declared type of the setting `name`."""
+    if isinstance(value, dict):
+        entries = ((key, inner, text.get(str(key), inner)) for key, inner in value.items())
+        return {key: _as_written(schema, f"{name}.{key}".lstrip("."), inner, of_key) for key, inner, of_key in entries}
+    if isinstance(value, list):
+        return [_as_written(schema, f"{name}.0", *both) for both in zip(value, text, strict=True)]
+    kind = _kind(schema, name)
+    if kind is str and isinstance(value, int | float):
+        return str(text)
+    is_whole = kind is int and isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole else value
 
 
 def _kind(schema: type, name: str) -> Any:
-    """Returns the type of a setting, or of the entries of a list; None if there is no such setting."""
+    """Returns the type of a setting; None if there is no such setting."""
     try:
-        kind = without_null(kind_of(schema, name))
-    except ValueError:
+        return without_null(kind_of(schema, name))
+    except UnknownSetting:
         return None
-    return without_null(typing.get_args(kind)[0]) if typing.get_origin(kind) is list else kind

@@ -27,8 +27,8 @@ from shardwright.data.checks import check_choice, within
 from shardwright.data.text import definitions, sources, tokenizers
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.data.text.worker_pool import map_in_order
+from shardwright.run.differences import flat
 from shardwright.settings.composing import command_of
-from shardwright.settings.differences import flat
 from shardwright.settings.program import run_program
 
 SPLITS = ("train", "validation")

@@ -19,7 +19,7 @@ from shardwright.data.flat_tokens import Reader
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_dataset
 from shardwright.data.untrusted import check_types, one_line
 from shardwright.settings.program import run_program
-from shardwright.settings.screen import print_line
+from shardwright.tools.report.screen import print_line
 
 SAMPLE = 2**22
 """Number of documents whose lengths are read."""

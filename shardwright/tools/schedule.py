@@ -19,7 +19,7 @@ from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import Costs, Timeline, simulate, tick_table
 from shardwright.data.checks import within
 from shardwright.settings.program import run_program
-from shardwright.settings.screen import print_line, print_table
+from shardwright.tools.report.screen import print_line, print_table
 
 
 @dataclass

@@ -21,7 +21,7 @@ from shardwright.data.loader import (
     steps_for,
 )
 from shardwright.data.loader.order import BLOCK, PERIOD, Quotas
-from shardwright.settings.differences import config_differences
+from shardwright.run.differences import config_differences
 
 check_modules(config, opening, order)
 

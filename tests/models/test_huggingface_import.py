@@ -32,10 +32,10 @@ from shardwright.modeling.weights import shapes_of
 from shardwright.models import family, gpt2
 from shardwright.run import config as run_config
 from shardwright.run.checks import register_schema, to_config
+from shardwright.run.differences import config_differences
 from shardwright.run.opening import fresh_state, read_weights
 from shardwright.run.resuming import fixed_settings, with_defaults
 from shardwright.run.step import trace_step
-from shardwright.settings.differences import config_differences
 from shardwright.tools import huggingface_to_checkpoint as tool
 from shardwright.tools.huggingface import families
 

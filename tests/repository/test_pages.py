@@ -33,7 +33,7 @@ from shardwright.models import gpt2, moe
 from shardwright.run.checks import register_schema, to_config
 from shardwright.run.config import Config
 from shardwright.run.step import trace_step
-from shardwright.settings.composing import with_brackets
+from shardwright.settings.written import override_as_written
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
 from shardwright.tools.verify.__main__ import VerifyConfig
 
@@ -142,7 +142,7 @@ def check_run(flags: dict[str, str], overrides: list[str]) -> None:
         overrides = first_values(overrides)
     register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        to_config(compose(flags["--config-name"], overrides=with_brackets(Config, overrides)))
+        to_config(compose(flags["--config-name"], overrides=[override_as_written(Config, o) for o in overrides]))
 
 
 def check_tool(module: str, flags: dict[str, str], overrides: list[str]) -> None:
@@ -150,7 +150,7 @@ def check_tool(module: str, flags: dict[str, str], overrides: list[str]) -> None
     main = f"{module}.__main__" if ROOT.joinpath(*module.split("."), "__main__.py").exists() else module
     overrides = [o for o in overrides if not o.startswith(("hydra", "prompt="))]  # a prompt is read as it is
     schema = importlib.import_module(f"shardwright.{main}").Settings
-    overrides = with_brackets(schema, overrides)
+    overrides = [override_as_written(schema, o) for o in overrides]
     given = OmegaConf.from_dotlist(first_values(overrides) if "--multirun" in flags else overrides)
     OmegaConf.merge(OmegaConf.structured(schema), given)
 

@@ -28,7 +28,7 @@ SPEC = StepSpec("""
 def test_a_train_file_with_a_step_but_no_spec(tmp_path):
     (tmp_path / "train.py").write_text("def make_training_step(config, model):\n    raise SystemExit(3)\n")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    code = "from shardwright.settings.training import training_module; print(training_module())"
+    code = "from shardwright.modeling.training import training_module; print(training_module())"
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert run.returncode == 1
     assert "train.py has make_training_step but no SPEC" in run.stderr

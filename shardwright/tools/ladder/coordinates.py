@@ -28,10 +28,10 @@ from shardwright.run.config import Config, check_divides
 from shardwright.run.files import write_whole
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
-from shardwright.settings.screen import print_table
 from shardwright.settings.words import say
 from shardwright.tools.report.page import TEMPLATES, page_of
 from shardwright.tools.report.plots import LOG, Panel, colour
+from shardwright.tools.report.screen import print_table
 
 GROWS, SHRINKS = 0.12, -0.6
 """Slopes between which a value counts as independent of the size. Sums of random signs shrink by 1/√width, -0.5."""

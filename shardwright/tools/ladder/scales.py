@@ -8,7 +8,7 @@ from shardwright.optimizers.rates import updates_of
 from shardwright.optimizers.scales import initial_table
 from shardwright.run.config import Config
 from shardwright.run.spec import load_spec
-from shardwright.settings.screen import print_table
+from shardwright.tools.report.screen import print_table
 
 
 def show_scales(c: Config, _: object = None) -> None:

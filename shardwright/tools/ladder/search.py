@@ -23,18 +23,18 @@ from rich.console import Console
 
 from shardwright.data.checks import within
 from shardwright.run.config import Config
+from shardwright.run.differences import config_differences
 from shardwright.run.directory import place, quoted
 from shardwright.run.files import read_config, write_whole
 from shardwright.run.resuming import fixed_settings
 from shardwright.settings.composing import is_setting
-from shardwright.settings.differences import config_differences
-from shardwright.settings.screen import print_table
 from shardwright.settings.words import say
 from shardwright.tools.ladder.coordinates import sizes_at
 from shardwright.tools.report.page import TEMPLATES, page_of
 from shardwright.tools.report.pairs import Pairs, pairs_of
 from shardwright.tools.report.plots import LOG, Panel, colour
 from shardwright.tools.report.reading import Run, read_run
+from shardwright.tools.report.screen import print_table
 
 SEED, OURS = "training.seed", ("training.steps", "optimizer.schedule_steps", "paths.model_name")
 LEAST = 3

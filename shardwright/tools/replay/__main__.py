@@ -27,11 +27,11 @@ from shardwright.run.files import write_whole
 from shardwright.run.opening import StagesChoice
 from shardwright.run.skipping import are_finite
 from shardwright.settings.program import run_program
-from shardwright.settings.screen import print_line
 from shardwright.tools.replay import bisect, show, two_runs
 from shardwright.tools.replay.documents import Document, documents_of, on_host, token_losses, tokenizer_of, with_losses
 from shardwright.tools.replay.nonfinite import Explainer
 from shardwright.tools.replay.session import Done, Session, logged, metrics_of, opened
+from shardwright.tools.report.screen import print_line
 
 
 @dataclass

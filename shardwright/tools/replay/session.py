@@ -19,6 +19,7 @@ from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.changes import config_at, firsts, loader_at
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config as RunConfig
+from shardwright.run.differences import flat
 from shardwright.run.files import read_config, read_metrics
 from shardwright.run.opening import StagesChoice, fresh_state, mesh_for, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of, source_of
@@ -27,7 +28,6 @@ from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.spec import load_spec
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
-from shardwright.settings.differences import flat
 
 Write = Callable[[str], None]
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.data.untrusted import one_line
 from shardwright.inspect.statistics.tables import tables_of
-from shardwright.settings.screen import print_table
 from shardwright.tools.replay.documents import Document
+from shardwright.tools.report.screen import print_table
 
 MOST, CHARACTERS = 10, 160
 """Maximal number of documents to show, and of characters of each."""

@@ -20,12 +20,12 @@ from rich.console import Console
 
 from shardwright.run.files import REPORT, write_whole
 from shardwright.settings.program import run_program
-from shardwright.settings.screen import print_line, print_table
 from shardwright.tools.report.comparing import Comparison, compare_runs
 from shardwright.tools.report.page import page
 from shardwright.tools.report.pairs import Pairs, pairs_of
 from shardwright.tools.report.planned import issue
 from shardwright.tools.report.reading import find_runs, read_run
+from shardwright.tools.report.screen import print_line, print_table
 
 
 @dataclass

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from shardwright.data.untrusted import number, read_object
+from shardwright.run.differences import flat
 from shardwright.run.files import LOCK, OF_A_STEP, read_config, read_metrics, read_records
 from shardwright.run.forecast import FILE, Forecast, read_forecast
-from shardwright.settings.differences import flat
 
 Curve = np.ndarray
 """A number for each step, f64; NaN if unknown. (Importing jaxtyping would take a third of the time of a page.)"""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwright.settings.screen import print_table
+from shardwright.tools.report.screen import print_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,8 @@ def test_words_are_broken_only_if_they_do_not_fit():
 def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
     """Characters that stdout lacks are ?. A full disk loses them, and stderr says so once."""
     code = (
-        "from shardwright.settings.words import print_if_possible, say\n"
+        "from shardwright.run.best_effort import print_if_possible\n"
+        "from shardwright.settings.words import say\n"
         "print_if_possible()\n"
         "for _ in range(9): say('x → é', flush=True)"
     )
