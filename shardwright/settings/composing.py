@@ -23,7 +23,7 @@ from shardwright.settings.settings import UnknownSetting, is_section, kind_of, w
 QUOTES = "Write name=value; put a value with characters such as , = [ { ~ é in both kinds of quotes: 'name=\"value\"'."
 FLAGS = "--config-name -cn --config-dir -cd --config-path -cp --multirun -m --run -r --cfg -c --package -p --info -i "
 FLAGS += "--resolve --help -h --hydra-help --version --shell-completion -sc --experimental-rerun"
-UNNAMED = "none"
+UNNAMED = "(unnamed)"
 """Name of the configuration of a program that needs --config-name, without it."""
 
 
@@ -54,9 +54,7 @@ def register_shipped() -> None:
     """Lets configurations write ${shipped:name}: `name` where a program starts if it is there, else that of SHIPPED."""
 
     def found(name):
-        if Path(name).exists():
-            return name
-        return str(SHIPPED / name).removeprefix(f"{os.getcwd()}{os.sep}")
+        return name if Path(name).exists() else str(SHIPPED / name).removeprefix(f"{os.getcwd()}{os.sep}")
 
     OmegaConf.register_new_resolver("shipped", found, replace=True)
 
@@ -110,7 +108,10 @@ def _directory_of(run: str) -> str | None:
 
 
 def check_flags(program: Program, arguments: Sequence[str]) -> None:
-    """Raises ValueError for a flag that does not exist."""
+    """Raises ValueError for a flag, or an added setting, that does not exist."""
+    for name in (text.lstrip("+").partition("=")[0] for text in arguments if text.startswith("+")):
+        if "." in name and not name.startswith("hydra"):  # Hydra would add any
+            kind_of(program.schema, name)
     for flag in (text.partition("=")[0] for text in arguments if text.startswith("-")):
         if flag not in FLAGS.split():
             meant: str | None = flag.lstrip("-").replace("-", "_")
