@@ -110,7 +110,7 @@ def _directory_of(run: str) -> str | None:
 def check_flags(program: Program, arguments: Sequence[str]) -> None:
     """Raises ValueError for a flag, or an added setting, that does not exist."""
     for name in (text.lstrip("+").partition("=")[0] for text in arguments if text.startswith("+")):
-        if "." in name and not name.startswith("hydra"):  # Hydra would add any
+        if "." in name:  # Hydra would add any
             kind_of(program.schema, name)
     for flag in (text.partition("=")[0] for text in arguments if text.startswith("-")):
         if flag not in FLAGS.split():

@@ -84,8 +84,8 @@ def settings_of(schema: type, prefix: str = "", sections: dict[str, type] | None
 
 def kind_of(schema: type, name: str, prefix: str = "") -> Any:
     """Returns the type of a setting. Raises UnknownSetting. `prefix` is the section of `schema`, with a dot."""
-    kind: Any = schema
     parts = name.split(".")
+    kind: Any = Any if parts[0] == "hydra" else schema  # Hydra has its own
     for i, part in enumerate(parts):
         kind = without_null(kind)
         if kind is Any:
