@@ -628,9 +628,9 @@ def train(config: Config, model: LanguageModel, directory: Path) -> str | None:
         evaluation_step = run.evaluation_step  # as it was proved, compiled when it is first called
         texts.write(state.weights)
         for step, batch in run.steps():
-            run.log_statistics(step, state, batch)  # every training.microscope_interval steps
+            run.before(step, state, batch)  # tells its listeners: the profile, statistics
             state, metrics = training_step(state, batch, np.int32(step))
-            run.log(step, metrics)  # reads those of the step before, so that devices never wait
+            run.after(step, metrics)  # logs those of the step before, so that devices never wait
             texts.write(state.weights)  # if training.sample_interval or evals_interval is due
             if run.due(training.eval_interval, training.eval_epochs):
                 run.validate(evaluation_step, state.weights, state.average)

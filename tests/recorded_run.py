@@ -56,7 +56,7 @@ def rows_on_devices(batch) -> dict[str, str]:
 
 
 def record(run_files):
-    """What is to take the place of `compile_step` in shardwright.run.journal: the same, with a RecordedStep."""
+    """What is to take the place of `compile_step` in shardwright.run.run: the same, with a RecordedStep."""
     compile_step = run_files.compile_step
 
     def compile_and_record(lowered, directory, options):

@@ -72,12 +72,11 @@ class RunLog(contextlib.AbstractContextManager):
         self.speed = speed
         self.start_step, self.total_steps, self._print_every = start_step, total_steps, print_every
         self._see, self._send = see, send
-        self.events: list[tuple[int, str]] = []
-        """(step after which it came, name) of each logged event."""
+        # The step after which it came, and the name, of each event and note.
+        self._events: list[tuple[int, str]] = []
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._last_end: float | None = None
-        self.waited = 0.0
-        """Seconds that the loop has waited for batches since the end of a step."""
+        self._waited = 0.0  # for batches, since the end of a step
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._waits: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._path: Path | Any = None
@@ -118,6 +117,18 @@ class RunLog(contextlib.AbstractContextManager):
         if step == self.total_steps - 1:
             self.flush()  # no step follows that would have to be dispatched first
 
+    def add_wait(self, seconds: float) -> None:
+        """Counts seconds that the loop waited for a batch."""
+        self._waited += seconds
+
+    def note(self, step: int, event: str) -> None:
+        """Notes what took time after a step, without a line of its own."""
+        self._events.append((step, event))
+
+    def noted(self, begin: int, end: int) -> list[str]:
+        """Names of the events and notes after the steps from `begin` to before `end`."""
+        return sorted({event for step, event in self._events if begin <= step < end})
+
     def flush(self) -> None:
         """Writes the metrics of the last step, which waits for the devices and ends the timing of that step."""
         if self._pending is None:
@@ -131,8 +142,8 @@ class RunLog(contextlib.AbstractContextManager):
         seconds = None if self._last_end is None else now - self._last_end
         self._last_end = now
         record = {"step": step, **values, "tokens": self.speed.tokens_after(step)}
-        waited = self.waited
-        self.waited = 0.0
+        waited = self._waited
+        self._waited = 0.0
         if seconds is not None:
             self._durations.append(seconds)
             self._waits.append(waited)
@@ -150,7 +161,7 @@ class RunLog(contextlib.AbstractContextManager):
         time is not part of any step.
         """
         self.flush()
-        self.events.append((step - before, event))
+        self.note(step - before, event)
         values = _fetch(values() if callable(values) else values)
         self._write_line({"step": step, "event": event} | values)
         if not before:

@@ -116,8 +116,8 @@ class StepProfiler:
         bubble: dict[str, Any]
         bubble, self.by_line = self._read(*given)
         begin, end = self._log.start_step + self._first, self._log.start_step + self._last
-        if stops := {event for step, event in self._log.events if begin <= step < end}:
-            bubble = {"because": f"training paused during these steps for: {', '.join(sorted(stops))}"}
+        if stops := self._log.noted(begin, end):
+            bubble = {"because": f"training paused during these steps for: {', '.join(stops)}"}
         if "because" in bubble:
             say(f"idle       not measured, because {bubble['because']}", flush=True)
         else:

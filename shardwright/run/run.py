@@ -1,34 +1,41 @@
-"""Runs training around the training step: combines the schedule, checkpoints and log of a run."""
+"""Runs training around the training step: combines the schedule, checkpoints, log and listeners of a run."""
 
 import contextlib
+import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
 from shardwright.data.loader import TokenBatch, prefetch
 from shardwright.inspect import examine
-from shardwright.modeling.model import LanguageModel
+from shardwright.modeling.model import COMPUTE_DTYPES, LanguageModel
+from shardwright.run.best_effort import in_a_line
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.checkpoint_arrays import directory_of
+from shardwright.run.compiling import compile_step, seconds_shown
 from shardwright.run.config import Config
-from shardwright.run.journal import Journal
+from shardwright.run.directory import override
+from shardwright.run.exports import Exports
+from shardwright.run.flops import peak_flops, speed_of
 from shardwright.run.keeping import Keeper
+from shardwright.run.listeners import STANDARD, Ending, Listener, Listeners, Skips, replay_of
+from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.printing import log
 from shardwright.run.provenance import keep_source
 from shardwright.run.reference import read_reference
-from shardwright.run.report import introduce, save_config
+from shardwright.run.report import facts_of, introduce, save_config
 from shardwright.run.resuming import check_processes, deciding_settings
 from shardwright.run.schedule import Schedule
 from shardwright.run.spec import StepSpec, load_spec
 from shardwright.run.stages import placement_of
 from shardwright.run.stores import in_all_processes
+from shardwright.run.trackers import tracked
 
 CHANGES = "changes"
 """What `end` returns if the run continues with changed settings."""
@@ -43,17 +50,28 @@ class Run(Schedule):
     Args:
         c, model, spec: as for Schedule.
         directory: of the run.
+        listeners: what happens around the steps, in this order.
 
     Attributes:
         options: compiler options that the installed XLA knows.
         reference: further arguments of the training step: (weights of training.reference,) or ().
         stopped_by: name of the signal that requested a stop; None without one.
+        log: the RunLog, since `begin`.
+        program, hlo, compiled_s: the compiled step, the file of its text, and how long it took, since `compile`.
+        skips: what the checkpoint knows of skipped steps: SkippedSteps.state.
 
     Raises:
         ValueError: tools would take another SPEC, the data is too short, or a checkpoint has other settings.
     """
 
-    def __init__(self, c: Config, model: LanguageModel, directory: Path, spec: StepSpec):
+    def __init__(
+        self,
+        c: Config,
+        model: LanguageModel,
+        directory: Path,
+        spec: StepSpec,
+        listeners: Sequence[Callable[[], Listener]] = STANDARD,
+    ):
         if spec is not load_spec():
             raise ValueError(
                 f"this program trains by the SPEC of {spec.module}, and tools take that of {load_spec().module}: "
@@ -62,8 +80,18 @@ class Run(Schedule):
         super().__init__(c, model, spec)
         self.directory = directory
         self.stopped_by = None
+        self.hlo: Path | None = None
         self._cleanup = contextlib.ExitStack()
         self._stop = StopRequest()
+        made = [listener() for listener in listeners]
+        self._listeners = Listeners(made)
+        self._skipped = next((x for x in made if isinstance(x, Skips)), None)
+        t = self.config.training
+        if self.step.inputs and t.sample_interval is not None:
+            raise ValueError(
+                f"training.sample_interval is {t.sample_interval}, but the model also reads "
+                f"{', '.join(self.step.inputs)}, which generated tokens lack. Set training.sample_interval=null."
+            )
 
     def __enter__(self) -> "Run":
         with self._cleanup:
@@ -71,7 +99,9 @@ class Run(Schedule):
             self.placement = placement_of(self.config, self.model)
             self._keeper = Keeper(self.whole, self.directory, self.model, self.placement)
             self._cleanup.enter_context(self._keeper.checkpoints)
-            self._journal = self._cleanup.enter_context(Journal(self, self.directory))
+            self._peak = peak_flops(
+                [*jax.sharding.get_mesh().devices.flat], COMPUTE_DTYPES[self.config.training.compute_dtype]
+            )
             self._cleanup = self._cleanup.pop_all()
         return self
 
@@ -85,7 +115,7 @@ class Run(Schedule):
         state = None
         keeper = self._keeper
         while state is None:
-            start, loader_state, skips = keeper.last(self._provenance_at)
+            start, loader_state, self.skips = keeper.last(self._provenance_at)
             self.resume(start, loader_state)
             check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
             planned = self._planned()  # before allocating the state, which may not fit
@@ -95,16 +125,49 @@ class Run(Schedule):
         self.reference = read_reference(self.config, self.spec)
         in_all_processes(lambda: keeper.clean(self.start, self.is_over) if jax.process_index() == 0 else None)
         self.options = introduce(self, self.directory, planned, keeper.source_differs)
-        about = self._journal.begin(skips, keeper.damaged)
-        about = {**self.provenance, **about, **keeper.record}
+        about = {**self.provenance, **self._open_log(), **keeper.record}
         self._keep_source = functools.partial(keep_source, self.directory, self.start, self.model, about)
         if not self.is_over:
             save_config(self.directory, self.whole)
-        keeper.checkpoints.held = self._journal.exporting
+        keeper.checkpoints.held = self._exports.left
         if jax.process_index() == 0:
             for step in keeper.checkpoints.steps():
                 self._export_if_missing(step)
         return state
+
+    def _open_log(self) -> dict[str, Any]:
+        """Opens the log and begins the listeners. Returns the facts that provenance.json keeps for the page."""
+        c = self.whole
+        trackers = tracked(c.trackers, self.directory, c.paths.model_name or "", self.start, dataclasses.asdict(c))
+        speed = speed_of(self.step, self.loader.tokens_per_batch, self._peak, self.tokens_before())
+        lengths = {
+            "total_steps": self.total,
+            "start_step": self.start,
+            "print_every": self.config.training.log_interval,
+        }
+        self._cleanup.enter_context(self._listeners)
+        self._cleanup.push(self._end_by_error)
+        send = self._cleanup.enter_context(trackers)
+        options = {"speed": speed, "see": self._listeners.see, "send": send}
+        self.log = self._cleanup.enter_context(RunLog(self.directory, **lengths, **options))
+        self._exports = Exports(self.directory, self.log)
+        self._listeners.begin(self)
+        if not self.is_over:
+            self.log.add_event(self.start - 1, "start", {})
+        for step, why in self._keeper.damaged.items():
+            self.log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
+        if not self.is_over and (changed := self.changes().get(self.start)):
+            self.log.add_event(self.start, "changed", {"settings": changed})
+        return facts_of(self, speed)
+
+    def _end_by_error(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if error is not None and self.done > self.start:
+            self._listeners.end(Ending("failed", in_a_line(error)))
+
+    @property
+    def checkpoints(self) -> str:
+        """Path or URL of the checkpoints."""
+        return self._keeper.checkpoints.store.url
 
     def _export_if_missing(self, step: int) -> None:
         """Exports a checkpoint that a start before this one should have exported, but did not."""
@@ -116,9 +179,7 @@ class Run(Schedule):
             self._export(step)
 
     def _export(self, step: int) -> None:
-        checkpoints = self._keeper.checkpoints
-        checkpoint = f"{checkpoints.store.url}/{directory_of(step)}"
-        self._journal.export(step, checkpoint, checkpoints.saving)
+        self._exports.add(step, f"{self.checkpoints}/{directory_of(step)}", self._keeper.checkpoints.saving)
 
     def _provenance_at(self, step: int) -> dict[str, Any]:
         self.be_at(step)
@@ -144,8 +205,17 @@ class Run(Schedule):
         examine.check_kernels(list(map(self.traced, self.ahead)), self.options)
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the training step. Keeps its HLO text, for a picture."""
-        return self._journal.compile(self.options)
+        """Compiles the training step. Keeps its HLO text, for the picture and the profile."""
+        begin = time.monotonic()
+        with seconds_shown("compiling  the training step"):
+            lowered = self.step.lower()
+            check_metrics(lowered.out_info[1])
+            self.program, self.hlo = compile_step(lowered, self.directory, self.options)
+        self.compiled_s = time.monotonic() - begin
+        log(f"compiled   the training step in {self.compiled_s:.1f} s")
+        examine.check_as_written(self.step, self.hlo, self.provenance["source"])
+        self.log.add_event(self.start - 1, "compiled", {"seconds": round(self.compiled_s, 3)})
+        return self.program
 
     @functools.cached_property
     def _evaluation(self) -> jax.stages.Compiled:
@@ -165,67 +235,65 @@ class Run(Schedule):
 
         ahead = self.config.data.prefetch, self.loader.parallel_loads
         batches = self._cleanup.enter_context(prefetch(load, self.start, self.end_step, *ahead))
-        profiler = self._cleanup.enter_context(self._journal.profile(batches.settle))
+        self.settle = batches.settle
+        self._cleanup.callback(self._listeners.wait)  # also after an error, while the loader is open
         self._stop = self._cleanup.enter_context(StopRequest())
         for step in range(self.start, self.end_step):
-            profiler.before_step(step - self.start)
             first = step == self.start  # takes longer, because it sets up devices and networks
             now_at("waiting for a batch", step + 1, paused=first)
             began = time.perf_counter()
             batch = next(batches)
-            self._journal.log.waited += time.perf_counter() - began
+            self.log.add_wait(time.perf_counter() - began)
             now_at("in the training step", paused=first)
             yield step, batch
-            self._journal.draw(step)
             if self.stopped_by:
                 return
 
-    def log_statistics(self, step: int, state: Any, batch: TokenBatch) -> None:
-        """Logs activation and gradient statistics, the event `microscope`, before a step is dispatched, if due."""
-        interval = self.config.training.microscope_interval
-        if interval is not None and step % interval == 0:
+    def before(self, step: int, state: Any, batch: TokenBatch) -> None:
+        """Tells the listeners that a step is about to be dispatched."""
+        self._listeners.before(step, state, batch)
 
-            def collect():
-                return self._microscope.collect(state, batch, np.int32(step), *self.reference)
+    def after(self, step: int, metrics: Any) -> None:
+        """Queues the metrics of the step just dispatched, writes those of the step before, and tells the listeners.
 
-            self._journal.log.log_event(step, "microscope", collect, before=True)
-
-    @functools.cached_property
-    def _microscope(self) -> Any:
-        return examine.RunStatistics(self.step, self.placement, self.options)
-
-    def log(self, step: int, metrics: object) -> None:
-        """Queues the metrics of the step just dispatched and writes those of the step before, so no device idles.
-
-        `metrics` is a dataclass with fields that RunLog.log accepts, one of them `loss`.
+        No device idles for it. `metrics` is a dataclass with fields that RunLog.log accepts, one of them `loss`.
         """
         self.done = step + 1
-        self._journal.dispatched(step, metrics)
+        self.log.log(step, vars(metrics))
         if step == self.start:
             self._keep_source()  # while the devices work
         self.stopped_by = self._stop.after(step)
-        self._journal.see(step, metrics)
+        self._listeners.after(step, metrics)
 
     def save(self, state: Any) -> None:
         """Saves a checkpoint, in the background except for the last of this start. Raises as Keeper.save does."""
-        done, journal = self.done, self._journal
-        journal.log.events.append((done - 1, "checkpoint"))
+        done = self.done
+        self.log.note(done - 1, "checkpoint")
         metadata = {"loader": self.loader.state(self.batch_of(done - 1) + 1), "provenance": self.provenance}
         is_last = self.is_over or self.stopped_by is not None
-        self._keeper.save(done, state, metadata, journal.settle, journal.replay_of(done), is_last)
+        self._keeper.save(done, state, metadata, self._sync, replay_of(self.directory, done), is_last)
         interval = self.config.training.export_interval
         if interval is not None and self.due(interval):
             self._export(done)
 
+    def _sync(self) -> tuple[dict[str, Any], bool]:
+        """Syncs the log before a checkpoint completes. Returns the state of skipped steps and whether to rotate.
+
+        After a skipped step older checkpoints are kept, because the cause may be in the newest already.
+        """
+        in_all_processes(self.log.sync)
+        steps = self._skipped and self._skipped.steps
+        return (steps.state(), not steps.in_a_row) if steps else (self.skips, True)
+
     def validate(self, evaluation_step: Callable[..., Any], weights: object, average: object = None) -> None:
         """Logs the loss of weights and of their average, or why there is none. Nothing if eval_batches is 0."""
         if self.validation:
-            self._journal.log.flush()  # the steps before end here
+            self.log.flush()  # the steps before end here
             self.log_event(*self.evaluated(evaluation_step, weights, average))
 
     def log_event(self, event: str, values: object) -> None:
         """Logs an event after the steps done so far, as RunLog.log_event does."""
-        self._journal.log.log_event(self.done - 1, event, values)
+        self.log.log_event(self.done - 1, event, values)
 
     @staticmethod
     def to_the_end(train: Callable[[], str | None]) -> str | None:
@@ -239,27 +307,33 @@ class Run(Schedule):
 
         Raises OSError, with the path, if the last checkpoint or metrics cannot be written.
         """
-        if self._journal.is_empty:
+        if self.done == self.start:
             self._finish_exports()
             log(f"{self.start} of {self.total} steps are done already. To continue, train for longer (training.steps).")
             return None
-        self._journal.log.close()
+        self.log.close()
         self._keeper.checkpoints.wait()
         exported = self._finish_exports()
-        self._journal.wait()
+        self._listeners.wait()
         self.stopped_by = self.stopped_by or self._stop.signal  # since the last step
-        if self.done < self.total or not exported:
-            return self._journal.stop(self.stopped_by) if self.stopped_by else self._journal.pause() or CHANGES
-        self._journal.finish(self._keeper.checkpoints.store.url)
-        return None
+        if self.done == self.total and exported:
+            self._listeners.end(Ending("finished"))
+            return None
+        if self.stopped_by:
+            name = self.config.paths.model_name or self.directory.name
+            log(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
+            log(f"To resume: the same command, with {override('paths.model_name', name)}")
+            self._listeners.end(Ending("stopped", self.stopped_by))
+            return self.stopped_by
+        self._listeners.end(Ending("paused"))
+        return CHANGES
 
     def _finish_exports(self) -> bool:
         """Waits for the exports, then removes the checkpoints that they held.
 
         Returns False if a signal stopped the exports.
         """
-        journal = self._journal
-        exported = journal.wait_for_exports(lambda: self.stopped_by or self._stop.signal)
-        if exported and journal.has_exported and not journal.skips.in_a_row:
+        exported = self._exports.wait(lambda: self.stopped_by or self._stop.signal)
+        if exported and self._exports and self._sync()[1]:
             self._keeper.checkpoints.rotate()
         return exported

@@ -21,7 +21,7 @@ FLOORS = [
     ("shardwright.models",),
     ("shardwright.sampling", "shardwright.huggingface"),
     ("shardwright.run.run",),
-    ("shardwright.run.journal",),
+    ("shardwright.run.listeners",),
     ("shardwright.inspect",),
     ("shardwright.run",),
     ("shardwright.optimizers",),
@@ -155,7 +155,7 @@ def test_what_reads_a_step_is_reached_by_one_module():
     for name in modules():
         if name == "train" or name.startswith("shardwright.run."):
             found = {target for target, _ in imports(name) if room(target) == "shardwright.inspect"}
-            is_run = name in ("shardwright.run.run", "shardwright.run.journal")
+            is_run = name in ("shardwright.run.run", "shardwright.run.listeners")
             assert found <= ({"shardwright.inspect.examine"} if is_run else set()), name
             assert '"shardwright.inspect' not in modules()[name].read_text(), name
 

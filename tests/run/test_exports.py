@@ -17,22 +17,18 @@ import tiny
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run import background, journal
-
-
-def a_journal(directory, log):
-    return SimpleNamespace(_directory=directory, _exports={}, _stops_exports=False, _export_started=None, log=log)
+from shardwright.run import background, exports
 
 
 def exported(monkeypatch, directory, run_program, steps):
-    """The events of a journal that exports the checkpoints of these steps, one after another."""
+    """The events of a run that exports the checkpoints of these steps, one after another."""
     events = []
-    log = SimpleNamespace(add_event=lambda step, event, values: events.append((step + 1, event, values)))
-    self: Any = a_journal(directory, log)
-    monkeypatch.setattr(journal, "run_at_low_priority", run_program)
+    log: Any = SimpleNamespace(add_event=lambda step, event, values: events.append((step + 1, event, values)))
+    monkeypatch.setattr(exports, "run_at_low_priority", run_program)
+    made = exports.Exports(directory, log)
     for step in steps:
-        journal.Journal.export(self, step, f"here/{step}", None)
-    self._exports[steps[-1]].result()
+        made.add(step, f"here/{step}", None)
+    assert made.wait(lambda: None)
     return events
 
 
@@ -54,14 +50,15 @@ def test_a_failed_export_is_a_warning_and_an_event(tmp_path, monkeypatch, capsys
 @pytest.mark.quick
 def test_exports_wait_for_their_checkpoint_and_for_each_other(tmp_path, monkeypatch):
     order, saving = [], concurrent.futures.Future()
-    monkeypatch.setattr(journal, "run_at_low_priority", lambda module, run, *_, **options: order.append(run))
-    log = SimpleNamespace(add_event=lambda *_: None)
-    self: Any = a_journal(tmp_path, log)
-    journal.Journal.export(self, 1, "one", saving)
-    journal.Journal.export(self, 2, "two", None)
-    assert not concurrent.futures.wait(self._exports.values(), timeout=0.2).done
+    monkeypatch.setattr(exports, "run_at_low_priority", lambda module, run, *_, **options: order.append(run))
+    log: Any = SimpleNamespace(add_event=lambda *_: None)
+    made = exports.Exports(tmp_path, log)
+    made.add(1, "one", saving)
+    made.add(2, "two", None)
+    time.sleep(0.2)
+    assert made.left() == [1, 2]
     saving.set_result(None)
-    self._exports[2].result(timeout=10)
+    assert made.wait(lambda: None)
     assert ["one" in order[0], "two" in order[1]] == [True, True]
 
 
@@ -113,7 +110,7 @@ def test_only_the_checkpoint_that_an_export_reads_is_kept_longer(tmp_path, monke
         seen.append(checkpoints(tmp_path))
         makes(module, run, output)
 
-    monkeypatch.setattr(journal, "run_at_low_priority", slow)
+    monkeypatch.setattr(exports, "run_at_low_priority", slow)
     trained(settings(8, export_interval=4, keep_checkpoints=1), tmp_path)
     assert seen[0] == [4, 8]
     assert checkpoints(tmp_path) == [8]
@@ -129,12 +126,12 @@ def test_a_signal_stops_an_export_and_a_resume_makes_it(tmp_path, monkeypatch, c
         options["started"] = started_and_stopped
         background.run_at_low_priority("http.server", "0", "--bind", "127.0.0.1", **options)
 
-    monkeypatch.setattr(journal, "run_at_low_priority", slow)
+    monkeypatch.setattr(exports, "run_at_low_priority", slow)
     c = settings(2, export_interval=2, keep_checkpoints=1)
     begun = time.monotonic()
     assert trained(c, tmp_path) == "SIGTERM"
     assert time.monotonic() - begun < 60
     assert "SIGTERM: no exports of the steps [2] yet. Resuming makes them." in capsys.readouterr().out
-    monkeypatch.setattr(journal, "run_at_low_priority", makes)
+    monkeypatch.setattr(exports, "run_at_low_priority", makes)
     assert trained(c, tmp_path) is None
     assert [path.name for path in tmp_path.glob("exports/*")] == [f"{2:010}"]

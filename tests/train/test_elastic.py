@@ -25,7 +25,8 @@ from shipped import load
 import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import COMPUTE_DTYPES, load_model
-from shardwright.run import journal as run_files
+from shardwright.run import run as run_files
+from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -165,7 +166,7 @@ def check(directory: Path, unbroken: Unbroken) -> None:
 
 def forgetting(part: str):
     """Checkpoints from which this part of the state comes back as zeros."""
-    restore = run_files.Checkpointer.restore
+    restore = Checkpointer.restore
 
     def restore_without(self, step, like, orders):
         state = restore(self, step, like, orders)
@@ -178,7 +179,7 @@ def forgetting(part: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["adam_mu", "adam_nu"])
 def test_a_forgotten_moment_leaves_the_band(part, unbroken, broken, monkeypatch):
-    monkeypatch.setattr(run_files.Checkpointer, "restore", forgetting(part))
+    monkeypatch.setattr(Checkpointer, "restore", forgetting(part))
     run(broken, EXCHANGED)
     assert batches(broken) == unbroken.batches
     assert unbroken.excess(losses(broken)) > 3
@@ -201,8 +202,8 @@ RECORDED = f"""
 import os, sys
 sys.path[:0] = [{str(ROOT / "tests")!r}]
 import recorded_run
-from shardwright.run import journal
-journal.compile_step = recorded_run.record(journal)
+from shardwright.run import run
+run.compile_step = recorded_run.record(run)
 """
 
 

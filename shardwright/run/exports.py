@@ -1,0 +1,92 @@
+"""Exports checkpoints during a run, by training.export_interval, in processes of their own."""
+
+import concurrent.futures
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from shardwright.run.background import FAILURES, in_background, run_at_low_priority
+from shardwright.run.directory import quoted
+from shardwright.run.metrics import RunLog
+from shardwright.run.printing import log
+
+EXPORT_S = 4 * 3600.0
+"""Seconds until an export is stopped."""
+
+
+class Exports:
+    """Exports checkpoints one after another, to `<directory>/exports/<step>`. Process 0 does.
+
+    An export is complete or missing. A failure is printed and logged, and training continues.
+
+    Args:
+        directory: of the run.
+        run_log: gets the events `export` and `export_failed`.
+    """
+
+    def __init__(self, directory: Path, run_log: RunLog):
+        self._directory, self._log = directory, run_log
+        self._exports: dict[int, concurrent.futures.Future[None]] = {}
+        self._exporter: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+
+    def add(self, step: int, checkpoint: str, saving: concurrent.futures.Future | None) -> None:
+        """Exports a checkpoint, a path or URL, once it and earlier exports are done. Does not wait."""
+        if jax.process_index() == 0:
+            before = [*([saving] if saving else []), *self._exports.values()]
+            self._exports[step] = in_background(self._make, step, checkpoint, before)
+
+    def _make(self, step: int, checkpoint: str, before: list[concurrent.futures.Future]) -> None:
+        concurrent.futures.wait(before)
+        if self._is_stopped:
+            return
+        output = self._directory / f"exports/{step:010}"
+        shutil.rmtree(output, ignore_errors=True)  # of an earlier start, which this one repeats
+        given = f"run={quoted(checkpoint)}", f"output={quoted(str(output))}", "trust=true"
+        try:
+            options = {"own_modules": True, "timeout": EXPORT_S, "started": self._started}
+            run_at_low_priority("shardwright.tools.checkpoint_to_huggingface", *given, **options)
+        except FAILURES as error:
+            if self._is_stopped:
+                return
+            reason = str(error).removeprefix("Error: ")
+            log(f"WARNING    no export of step {step}: {reason} Training continues.")
+            self._log.add_event(step - 1, "export_failed", {"why": reason})
+        else:
+            log(f"exported   {output}")
+            self._log.add_event(step - 1, "export", {"path": str(output)})
+
+    def _started(self, process: subprocess.Popen[bytes]) -> None:
+        self._exporter = process
+        if self._is_stopped:
+            process.terminate()
+
+    def __bool__(self) -> bool:
+        """True if this process began an export."""
+        return bool(self._exports)
+
+    def left(self) -> list[int]:
+        """Lists the steps whose checkpoints are exported now or later."""
+        return [step for step, export in self._exports.items() if not export.done()]
+
+    def wait(self, stopped_by: Callable[[], str | None]) -> bool:
+        """Waits until all exports are made. Returns False if a signal stopped them.
+
+        `stopped_by` names the signal, if there was one; it is called repeatedly. Resuming makes the exports that are
+        missing.
+        """
+        if waits := self.left():
+            log(f"exporting  the steps {waits}; a signal stops that, and resuming makes them")
+        while self.left() and not self._is_stopped:
+            if stopped_by():
+                log(f"{stopped_by()}: no exports of the steps {self.left()} yet. Resuming makes them.")
+                self._is_stopped = True
+                if self._exporter:
+                    self._exporter.terminate()
+            concurrent.futures.wait(self._exports.values(), timeout=0.2)
+        for export in self._exports.values():
+            export.result()
+        return not self._is_stopped
