@@ -37,17 +37,21 @@ class Dims(NamedTuple):
 
 def dims_of(eqn: Eqn) -> Dims:
     """The dims of an equation; all are None for a primitive without a row."""
-    row = ROWS.get(eqn.primitive.name, _unknown)(eqn)
+    return checked(eqn, ROWS.get(eqn.primitive.name, _unknown)(eqn))
+
+
+def checked(eqn: Eqn, row: Dims) -> Dims:
+    """The dims of an equation without labels that one dim has alone, or dims of several sizes."""
     sizes: dict[Any, list[int]] = {}
     for var, labels in zip((*eqn.invars, *eqn.outvars), (*row.operands, *row.results), strict=True):
         for label, size in zip(labels, shape_of(var), strict=True):
             sizes.setdefault(label, []).append(size)
     kept = {label for label, of_dims in sizes.items() if len(of_dims) > 1 == len({*of_dims})}
 
-    def checked(labels: Labels) -> Labels:
+    def left(labels: Labels) -> Labels:
         return [label if label in kept else None for label in labels]
 
-    return Dims(list(map(checked, row.operands)), list(map(checked, row.results)))
+    return Dims(list(map(left, row.operands)), list(map(left, row.results)))
 
 
 def places(result: Labels, labels: Labels) -> list[int | None]:
@@ -73,6 +77,16 @@ def _same_except(eqn: Eqn, *together: int) -> Dims:
     """
     rank = max(len(shape_of(var)) for var in eqn.invars)
     return _same(eqn, {*range(rank)} - {i % rank for i in together})
+
+
+def _of_entries(eqn: Eqn) -> Dims:
+    """A dim of one entry is repeated."""
+    (shape,) = {*map(shape_of, eqn.outvars)}
+    operands: list[Labels] = []
+    for var in eqn.invars:
+        sizes = zip(shape_of(var), shape, strict=False)
+        operands.append([i if n == m else None for i, (n, m) in enumerate(sizes)])
+    return Dims(operands, [[*range(len(shape))] for _ in eqn.outvars])
 
 
 def _unknown(eqn: Eqn) -> Dims:
@@ -207,7 +221,7 @@ def _of_scatter(eqn: Eqn) -> Dims:
 
 
 ROWS: dict[str, Callable[[Any], Dims]] = {
-    **dict.fromkeys(ELEMENTWISE, _same_except),
+    **dict.fromkeys(ELEMENTWISE, _of_entries),
     **dict.fromkeys(REDUCTIONS, _of_source),
     **dict.fromkeys(SCATTERS, _of_scatter),
     **dict.fromkeys(kinds("running"), _along_axis),

@@ -274,11 +274,14 @@ def _is_linear(eq: Equation) -> bool:
 
     Integers count modulo 2^n. Signed 32-bit integers are assumed not to overflow.
     """
-    before = eq.eqn.invars[0].aval.dtype
-    after = eq.result_type()
-    integers = [jnp.issubdtype(d, jnp.integer) for d in (before, after)]
     if eq.name != "convert_element_type":
         return True
+    return keeps_sums(eq.eqn.invars[0].aval.dtype, eq.result_type())
+
+
+def keeps_sums(before: Any, after: Any) -> bool:
+    """True if the sum of converted terms is the converted sum."""
+    integers = [jnp.issubdtype(d, jnp.integer) for d in (before, after)]
     if jnp.issubdtype(before, jnp.unsignedinteger) and not integers[1]:
         return False  # a term below 0 has wrapped around
     if integers[0] and before.itemsize < 4:

@@ -266,6 +266,11 @@ class Interpreter:
             raise Refused("a number is zero, or of another sign, on some meshes alone", WHOLE_SIZES)
         for k, (dim, n, there) in enumerate(zip(value.dims, shape, twin.shape, strict=True)):
             here = eq.whole_size(dim, n)
+            assert dim is UNIFORM or math.prod(part.size for part in dim.parts) == n, (
+                eq.name,
+                dim,
+                n,
+            )
             is_counted = k in value.count and value.is_local
             if dim is not UNIFORM and not is_counted and here != there:
                 problem = f"dim {k} of the result has {here} entries here and {there} on one device"

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
+
 from shardlib.dims import Labels, dims_of, places
 from shardlib.equations import SCATTERS
 from shardlib.proof import collectives
@@ -66,6 +68,8 @@ def _gather(eq: Equation) -> Value:
     dims = _joined(eq, (of_x, of_ids), order)
     twin_sizes = eq.twin.params["slice_sizes"]
     fills = eq.params["fill_value"] if _has_mode(eq, "FILL_OR_DROP") else None
+    if _has_mode(eq, "FILL_OR_DROP") and not _fills_sums(eq):
+        eq.plain(x)
     looked_up = origin = None
     own = frozenset()
     indices = _indices(ids, len(numbers.start_index_map))
@@ -113,6 +117,14 @@ def _gather(eq: Equation) -> Value:
     drops = looked_up is not None and fills not in (None, 0) and not is_integer(eq.result_type())
     found = Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up)
     return dataclasses.replace(found, origin=origin, drops=drops)
+
+
+def _fills_sums(eq: Equation) -> bool:
+    """True if what a gather fills in is the same in each term of a sum as in the sum: 0 or NaN."""
+    fill = eq.params["fill_value"]
+    if fill is None:  # of floats NaN, else the smallest or largest number
+        return jnp.issubdtype(eq.result_type(), jnp.inexact)
+    return bool(fill == 0 or fill != fill)
 
 
 def _joined(eq: Equation, operands: Iterable[Labels], order: Labels) -> list[Any]:
@@ -178,7 +190,7 @@ class _Scatter:
         in_window = (i for i in range(len(eq.shape())) if i not in gone)
         for i, j in zip(in_window, numbers.update_window_dims, strict=True):
             self.sizes[i] = eq.shape(2)[j], eq.twin_shape(2)[j]
-            if eq.shape(2)[j] != eq.shape()[i]:
+            if self.sizes[i] != (eq.shape()[i], eq.twin_shape()[i]):
                 eq.uncut(self.x, i, "a part is written")
                 eq.uncut(self.updates, j, "a part is written")
                 eq.same_size(2, j)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from shardlib.dims import Dims, Labels, dims_of
+from shardlib.dims import Dims, Labels, checked, dims_of
 from shardlib.equations import (
     COLLECTIVES,
     IDENTITIES,
@@ -113,7 +113,8 @@ def shared_dims(eq: Equation) -> Dims:
 
     here, there = dims_of(eq.eqn), dims_of(eq.twin)
     operands = map(shared, eq.eqn.invars, here.operands, there.operands)
-    return Dims([*operands], [*map(shared, eq.eqn.outvars, here.results, there.results)])
+    row = Dims([*operands], [*map(shared, eq.eqn.outvars, here.results, there.results)])
+    return checked(eq.eqn, row)
 
 
 def joined_dims(

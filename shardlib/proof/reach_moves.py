@@ -249,6 +249,9 @@ def _scatter(eqn: Eqn, x: Reach, starts: Reach, new: Reach) -> Any:
         scattered = (i for i in range(len(new.shape)) if i not in d.update_window_dims)
         at = {i: label for i, label in enumerate(of_new) if isinstance(label, int)}
         index = starts.moved(lambda a: a[..., 0], starts.shape[:-1])
+        if "clip" in str(eqn.params["mode"]).lower():
+            ends = 0, x.shape[inserted[0]] - 1
+            index = dataclasses.replace(index, number=np.clip(index.number, *ends))
         return rows_added(x, inserted[0], index, dict(enumerate(scattered)), new, at)
     gone = (*d.inserted_window_dims, *d.operand_batching_dims)
     windows = [i for i in range(rank) if i not in gone]

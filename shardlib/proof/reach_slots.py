@@ -13,12 +13,25 @@ from typing import Any
 import numpy as np
 
 from shardlib.dims import ROWS, dims_of, of_reshape, places
-from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, Eqn, kinds, shape_of, words
+from shardlib.equations import (
+    COLLECTIVES,
+    ELEMENTWISE,
+    IDENTITIES,
+    REDUCTIONS,
+    Eqn,
+    kinds,
+    shape_of,
+    words,
+)
 from shardlib.proof.reach import Among, Reach, Slots, full, of_all, placed, unknown
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
 SAME |= kinds("unreduced") | words("copy device_put reduce_precision reshape squeeze")
 """Primitives that change no number; among them collectives, because each axis has one device."""
+FOLLOWED = (
+    SAME | ELEMENTWISE | REDUCTIONS | words("broadcast_in_dim dot_general dynamic_slice transpose")
+)
+"""Primitives whose rules in reach take a dim of more entries than its size, one for each choice."""
 
 
 def is_in(x: Reach) -> bool:
@@ -101,9 +114,11 @@ def _dim_after(eqn: Eqn, k: int, dim: int) -> int | None:
     """The dim of the result along which it has the slots of dim `dim` of operand k; None: none."""
     if eqn.primitive.name == "slice" and not eqn.params["strides"]:
         return None if eqn.params["start_indices"][dim] else dim
-    row = dims_of(eqn) if eqn.primitive.name in ROWS else of_reshape(eqn)
-    is_followed = len(row.results) == 1 and shape_of(eqn.invars[k])[dim] > 1
-    return places(row.operands[k], row.results[0])[dim] if is_followed else None
+    name = eqn.primitive.name
+    if name not in FOLLOWED or len(eqn.outvars) > 1 or shape_of(eqn.invars[k])[dim] == 1:
+        return None
+    row = dims_of(eqn) if name in ROWS else of_reshape(eqn)
+    return places(row.operands[k], row.results[0])[dim]
 
 
 def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:

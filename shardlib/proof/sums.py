@@ -22,6 +22,7 @@ from shardlib.proof.domain import (
     real,
     whole,
 )
+from shardlib.proof.elementwise import keeps_sums
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import joined_dims, map_separately, rule, shared_dims
 
@@ -178,6 +179,9 @@ def _dot(eq: Equation) -> Value:
 def _contracted(eq: Equation, row: Dims) -> tuple[frozenset[str], float]:
     """The axes over which a matmul is a partial sum, and its ratio."""
     a, b = eq.ins
+    for x, var in zip(eq.ins, eq.eqn.invars, strict=True):
+        if x.partial and not keeps_sums(var.aval.dtype, eq.result_type()):
+            eq.finished(x)
     partial = a.partial | b.partial
     ratio = a.ratio * b.ratio
     first, second = row.operands

@@ -563,3 +563,46 @@ def test_slots_are_those_of_their_own_choices(name):
     (_, last), (_, most) = reach(f), measured(f)
     assert (most > TOKENS).any()
     assert (last >= most).all()
+
+
+def first_rows(moved):
+    """Adds the sum of the first two chosen rows, after they were `moved`, to later positions."""
+
+    def of_sequence(x):
+        place = jnp.sort(jnp.where(x[:, 0] > 0, PLACE, LENGTH))[:2]
+        rows = moved(x.at[place].get(mode="fill", fill_value=0))
+        return jnp.where((PLACE >= 2)[:, None], x + rows.sum(0, keepdims=True)[..., :WIDTH], x)
+
+    return lambda x: jnp.stack([of_sequence(row) for row in x])
+
+
+MOVED = {  # in which each choice of a slot would have to be moved
+    "padded": lambda rows: jnp.pad(rows, ((0, 0), (0, 1))),
+    "convolved": lambda rows: lax.conv_general_dilated(
+        rows[None], jnp.ones((1, WIDTH, WIDTH)), (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+    )[0],
+    "written": lambda rows: lax.dynamic_update_slice(rows, jnp.ones((1, WIDTH)), (1, 0)),
+    "running sums": lambda rows: jnp.cumsum(rows, 1),
+    "solved": lambda rows: jnp.linalg.solve(jnp.eye(WIDTH) * 2, rows.T).T,
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_slots_that_are_not_followed_know_all_choices(name):
+    f = first_rows(MOVED[name])
+    (_, last), (_, most) = reach(f), measured(f)
+    assert (most > TOKENS).any()
+    assert (last >= most).all()
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_rows_added_outside_of_an_array_come_to_its_end_if_they_are_clipped(adds):
+    at = np.where(PLACE == LENGTH - 1, -5 * LENGTH, PLACE)
+
+    def f(x):
+        zeros = jnp.zeros_like(x).at[:, at]
+        return zeros.add(x, mode="clip") if adds else zeros.subtract(x, mode="clip")
+
+    (_, last), (_, most) = reach(f), measured(f)
+    assert most[0, 0] == LENGTH - 1
+    assert (last >= most).all()

@@ -381,7 +381,10 @@ CHUNKS = {  # what is computed of each chunk, and what is wrong with it
     "other weights": (lambda x, w: (gathered(x).T @ w[::-1], x), "the order is reversed"),
     "a mean": (lambda x, w: (gathered(x).T @ w / len(w), x), "a number that depends on the mesh"),
     "a softmax": (lambda x, w: (jax.nn.softmax(gathered(x), 0).T @ w, x), OWN_MAXIMUM),
-    "running sums": (lambda x, w: (gathered(x).T @ w, scattered(jnp.cumsum(gathered(x), 0))), "a cumsum runs along"),
+    "running sums": (
+        lambda x, w: (gathered(x).T @ w, scattered(jnp.cumsum(gathered(x), 0))),
+        "entries are taken together along",
+    ),
 }
 
 

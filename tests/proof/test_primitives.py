@@ -52,6 +52,28 @@ def subtracted(x, y):
     return x.at[:, jnp.array([2, 0])].subtract(y)
 
 
+def channels_alone(x):
+    """Of a convolution in as many groups as channels, whose filters are all alike: as many here as on one device."""
+    numbers = ("NWC", "WIO", "NWC")
+    k = jnp.ones((3, 1, 2))
+    options = {"dimension_numbers": numbers, "feature_group_count": x.shape[-1]}
+    return lax.psum(lax.conv_general_dilated(x, k, (1,), "SAME", **options).sum(-1), "d")
+
+
+def whole_block(x):
+    """Writes a window of 4 rows, which are all that a device has."""
+    numbers = lax.ScatterDimensionNumbers((0, 1), (), (1,))
+    return lax.scatter(x, jnp.array([0]), jnp.full((4, 1), 5.0), numbers)
+
+
+def filled(value):
+    return lambda x: x.at[:, jnp.array([0, 9, 2])].get(mode="fill", fill_value=value)
+
+
+def widened(x, w):
+    return lax.psum(lax.dot(jnp.sum(x, 0, dtype=x.dtype)[None], w, preferred_element_type=jnp.int32), "d")
+
+
 SEQUENCES, IMAGE = (8, 4, 16), (8, 16)
 SQUARES, PRODUCT = (8, 8, 8), [(BOTH, (8, 16)), (P("t"), (16, 8))]
 CASES = {  # a function, how its arguments are sharded with their shapes, and its result, and what is wrong
@@ -84,9 +106,16 @@ CASES = {  # a function, how its arguments are sharded with their shapes, and it
     "keys": (lambda x: jax.random.key_data(jax.random.wrap_key_data(x)), [(ROWS, (8, 2))], ROWS, None),
     "clones": (jax.random.clone, [(ROWS, (8,))], ROWS, None),
     "subtracted": (subtracted, [(ROWS, IMAGE), (ROWS, (8, 2))], ROWS, None),
+    "one channel of each device": (channels_alone, [(P(None, None, "d"), (2, 6, 2))], NONE, "along dim 2"),
+    "a window of a block": (whole_block, [(ROWS, (8, 4))], ROWS, "a part is written"),
+    "filled in, of a partial sum": (of_partial(filled(5.0)), PRODUCT, ROWS, "partial sum"),
+    "0 filled in, of a partial sum": (of_partial(filled(0.0)), PRODUCT, ROWS, None),
+    "NaN filled in, of a partial sum": (of_partial(filled(None)), PRODUCT, ROWS, None),
+    "sums of 8 bits in a matmul of 32": (widened, [(ROWS, IMAGE), (NONE, (16, 4))], NONE, "partial sum"),
     "subtracted along a sharded dim": (subtracted, [(BOTH, IMAGE), (ROWS, (8, 2))], BOTH, "16 on one device"),
 }
 DTYPES = {"keys": jnp.uint32, "clones": jax.random.key(0).dtype}
+DTYPES |= {"sums of 8 bits in a matmul of 32": jnp.int8}
 
 
 @pytest.mark.parametrize("case", CASES)
