@@ -264,17 +264,7 @@ class Interpreter:
             )
         if math.isnan(value.ratio) and not value.is_constant:
             raise Refused("a number is zero, or of another sign, on some meshes alone", WHOLE_SIZES)
-        for k, (dim, n, there) in enumerate(zip(value.dims, shape, twin.shape, strict=True)):
-            here = eq.whole_size(dim, n)
-            assert dim is UNIFORM or math.prod(part.size for part in dim.parts) == n, (
-                eq.name,
-                dim,
-                n,
-            )
-            is_counted = k in value.count and value.is_local
-            if dim is not UNIFORM and not is_counted and here != there:
-                problem = f"dim {k} of the result has {here} entries here and {there} on one device"
-                raise Refused(problem, ONE_SEED if eq.name.startswith("random") else WHOLE_SIZES)
+        _check_sizes(eq, value, shape, twin.shape)
         one = whole(1)
         value = dataclasses.replace(
             value, dims=tuple(UNIFORM if dim == one else dim for dim in value.dims), token=object()
@@ -339,6 +329,18 @@ class Interpreter:
             for dim in spec.dims
         ]
         return block_of(axes, shape, self.sizes, spec.partial, [dim.name for dim in spec.dims])
+
+
+def _check_sizes(eq: Equation, value: Value, shape: tuple, twin_shape: tuple) -> None:
+    """Raises Refused unless a result's dims are cut from as many entries as on one device."""
+    for k, (dim, n, there) in enumerate(zip(value.dims, shape, twin_shape, strict=True)):
+        if dim is UNIFORM:
+            continue
+        assert math.prod(part.size for part in dim.parts) == n, (eq.name, dim, n)
+        here = eq.whole_size(dim, n)
+        if here != there and not (k in value.count and value.is_local):
+            problem = f"dim {k} of the result has {here} entries here and {there} on one device"
+            raise Refused(problem, ONE_SEED if eq.name.startswith("random") else WHOLE_SIZES)
 
 
 def block_of(
