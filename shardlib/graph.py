@@ -95,7 +95,8 @@ class Graph(Domain[Node]):
 
     Attributes:
         results: those of its results.
-        computed: the first equation that computes a node, for each on which a result depends.
+        needed: those on which the results depend.
+        computed: the first equation that computes a node, for each, needed or not.
         rounded: the equation that casts a value to fewer bits; by the whole array that it is a part
             of, and the dtype.
     """
@@ -114,9 +115,7 @@ class Graph(Domain[Node]):
         self._sums: set[Node] = set()
         self._depth = 0
         self.results = interpret(program, self, self._arguments(program))
-        needed = _inputs_of(self.results)
-        self.computed = {node: at for node, at in self.computed.items() if node in needed}
-        self.rounded = {key: at for key, at in self.rounded.items() if key[0] in needed}
+        self.needed = _inputs_of(self.results)
 
     def _arguments(self, program: object) -> list[Node]:
         """New nodes for the arguments of a program, or of a body that a primitive applies."""

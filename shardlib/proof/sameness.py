@@ -33,7 +33,8 @@ def differences(
     a, b = (Graph(program, nodes, rounding) for program in (ours, theirs))
     if a.results == b.results:
         for x, y, name in ((a, b, names[0]), (b, a, names[1])):
-            for key in [key for key in x.rounded if key not in y.rounded][:1]:
+            only_here = (key for key in x.rounded if key[0] in x.needed and key not in y.rounded)
+            for key in itertools.islice(only_here, 1):
                 problem = f"{x.rounded[key].place()}: only {name} rounds this to {key[1]}"
                 yield f"{problem}\n  remedy: {remedy}"
         return
@@ -41,7 +42,7 @@ def differences(
         [
             op
             for node, op in x.computed.items()
-            if not (node in y.computed or node.is_zero or op.name in VIEWS)
+            if node in x.needed and not (node in y.computed or node.is_zero or op.name in VIEWS)
         ]
         for x, y in ((a, b), (b, a))
     ]

@@ -160,6 +160,12 @@ def test_what_reads_a_step_is_reached_by_one_module():
             assert '"shardwright.inspect' not in modules()[name].read_text(), name
 
 
+def test_one_module_goes_through_the_equations_of_a_jaxpr():
+    nodes = {name: ast.walk(tree(name)) for name in modules()}
+    readers = {name for name, of in nodes.items() if any(getattr(node, "attr", "") == "eqns" for node in of)}
+    assert readers == {"shardlib.interpret"}
+
+
 def test_there_is_no_circle():
     done: set[str] = set()
 
