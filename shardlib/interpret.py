@@ -173,7 +173,7 @@ class Domain(Generic[V]):
         return [*carry, *turn(carry)[len(carry) :]]
 
     def loop(self, op: Operation, of_test: list[V], of_body: list[V], carry: list[V]) -> list[V]:
-        """Of the results of a while loop: what holds after every turn."""
+        """Of the results of a while loop: what holds after every turn, whatever its test reads."""
 
         def turn(carry: list[V]) -> list[V]:
             interpret(op.params["cond_jaxpr"], self, [*of_test, *carry], op)
@@ -182,7 +182,7 @@ class Domain(Generic[V]):
         return fixed_point(carry, turn, self.join)
 
     def branch(self, op: Operation, which: V, args: list[V]) -> list[V]:
-        """Of the results of a conditional: what holds for every branch."""
+        """Of the results of a conditional: what holds for every branch, whatever decides."""
         outs = [interpret(branch, self, args, op) for branch in op.params["branches"]]
         return [functools.reduce(self.join, found) for found in zip(*outs, strict=True)]
 

@@ -179,9 +179,10 @@ def lines_of(
         waits = number(op["exposed"]) if is_sent else 0.0
         line.planned = (line.planned or Time()) + (number(op["seconds"]), waits)
         if op["kind"] in ("collective", "matmul", "attention") and "count" in op:
-            operation = OPCODES.get(str(op["what"]), str(op["what"])) if is_sent else str(op["kind"])
+            what = str(op.get("what", ""))
+            operation = OPCODES.get(what, what) if is_sent else str(op["kind"])
             part = line.part(op["kind"], operation, op.get("axes", ()))
-            amount = sent_in_ring(op, plan.get("mesh", {})) if is_sent else number(op["flops"])
+            amount = sent_in_ring(op, plan.get("mesh", {})) if is_sent else number(op.get("flops"))
             part.planned = (part.planned or 0.0) + amount * number(op["count"])
     for held in plan.get("memory", ()):
         if held["kind"] == "saved":
@@ -200,10 +201,10 @@ def lines_of(
 def sent_in_ring(op: Mapping[str, Any], mesh: Mapping[str, int]) -> float:
     """Bytes that a device sends in a planned collective, if the devices of a group form a ring."""
     members = 1
-    for axis in op["axes"]:
-        members *= mesh.get(axis, 1)
-    share = 1.0 if op["what"] == "ppermute" else (members - 1) / members
-    return number(op["bytes"]) * share * (2 if op["what"] == "psum" else 1)
+    for axis in op.get("axes", ()):
+        members *= max(1, mesh.get(axis, 1))
+    share = 1.0 if op.get("what") == "ppermute" else (members - 1) / members
+    return number(op.get("bytes")) * share * (2 if op.get("what") == "psum" else 1)
 
 
 HEAD = ("planned", "compiled", "measured", "number", "what", "where")

@@ -78,7 +78,7 @@ class Listener:
     """Is told what happens. All processes tell theirs the same. Methods that a listener does not need do nothing."""
 
     def begin(self, run: Training) -> None:
-        """Before the first step: the state is restored, and the log is open. May raise ValueError for a setting."""
+        """After the state was restored, before the log is opened. May raise ValueError for a wrong setting."""
 
     def before(self, step: int, state: Any, batch: Any) -> None:
         """Before a step is dispatched, from this state and batch."""

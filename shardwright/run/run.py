@@ -147,11 +147,11 @@ class Run(Schedule):
         }
         self._cleanup.enter_context(self._listeners)
         self._cleanup.push(self._end_by_error)
+        self._listeners.begin(self)  # before lines of later steps are moved aside: a setting may be wrong
         send = self._cleanup.enter_context(trackers)
         options = {"speed": speed, "see": self._listeners.see, "send": send}
         self.log = self._cleanup.enter_context(RunLog(self.directory, **lengths, **options))
         self._exports = Exports(self.directory, self.log)
-        self._listeners.begin(self)
         if not self.is_over:
             self.log.add_event(self.start - 1, "start", {})
         for step, why in self._keeper.damaged.items():
@@ -282,8 +282,11 @@ class Run(Schedule):
         After a skipped step older checkpoints are kept, because the cause may be in the newest already.
         """
         in_all_processes(self.log.sync)
-        steps = self._skipped and self._skipped.steps
-        return (steps.state(), not steps.in_a_row) if steps else (self.skips, True)
+        return (self._skipped.steps.state() if self._skipped else self.skips), self._rotates
+
+    @property
+    def _rotates(self) -> bool:
+        return not (self._skipped and self._skipped.steps.in_a_row)
 
     def validate(self, evaluation_step: Callable[..., Any], weights: object, average: object = None) -> None:
         """Logs the loss of weights and of their average, or why there is none. Nothing if eval_batches is 0."""
@@ -334,6 +337,6 @@ class Run(Schedule):
         Returns False if a signal stopped the exports.
         """
         exported = self._exports.wait(lambda: self.stopped_by or self._stop.signal)
-        if exported and self._exports and self._sync()[1]:
+        if exported and self._exports and self._rotates:
             self._keeper.checkpoints.rotate()
         return exported

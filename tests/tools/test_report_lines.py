@@ -80,6 +80,16 @@ def test_the_newest_files_are_shown(run):
     assert shown(run)["facts"][2][1] == "0 B"
 
 
+@pytest.mark.parametrize("lacking", ["what", "axes", "bytes", "flops"])
+def test_a_plan_with_less_of_an_operation_or_an_odd_mesh_is_shown(run, lacking):
+    plan = json.loads((run / "plan.json").read_text()) | {"mesh": {"d": 0, "t": -2}}
+    plan["work"] = [{name: value for name, value in op.items() if name != lacking} for op in plan["work"]]
+    (run / "plan.json").write_text(json.dumps(plan))
+    found = shown(run)
+    assert found["problems"] == []
+    assert [row["place"] for row in found["first"]] == ["~train.py:20", "train.py:10", "train.py:30"]
+
+
 def test_a_run_without_a_profile_is_sorted_by_its_plan_and_without_both_by_what_is_sent(run):
     (run / LINES).unlink()
     found = shown(run)
