@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulated import compiled_in, xla_flags
+
+from tests.support.simulated import compiled_in, xla_flags
 
 # Both are read when jax is imported, which happens after this file. The device count holds for the CPU alone, so
 # the CPU is the platform unless one is asked for, e.g. with JAX_PLATFORMS=cuda.
@@ -49,7 +50,8 @@ def own_modules_leave(tmp_path_factory):
 def one_device():
     """The mesh in force has one device."""
     import jax
-    import tiny
+
+    from tests.support import tiny
 
     with jax.set_mesh(tiny.mesh("one device")):
         yield

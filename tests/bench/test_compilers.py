@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from annotated_program import FACTS, TEXT
 
 from bench.plan import compilers, exchanges, programs, schedules, trainers
 from shardwright.inspect.plan.work import Op
 from shardwright.run.compiling import with_mesh
+from tests.support.annotated_program import FACTS, TEXT
 
 
 def test_figures_of_a_row():

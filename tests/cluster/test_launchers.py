@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import launchers
 import pytest
 import yaml
-from processes import ROOT, SMALL, free_port
-from simulated import xla_flags
+
+from tests.support import launchers
+from tests.support.processes import ROOT, SMALL, free_port
+from tests.support.simulated import xla_flags
 
 STEPS = 16
 RUN = [*SMALL, f"training.steps={STEPS}", "training.checkpoint_interval=4", "distributed.auto=true"]
@@ -57,7 +58,7 @@ def environment(request, tmp_path):
         "{problem}", CASES[request.node.callspec.params["case"]][0]
     )
     (tmp_path / "sitecustomize.py").write_text(hook)
-    env = {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}"}
+    env = {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     return os.environ | env
 
 
@@ -73,7 +74,7 @@ def done(root: Path) -> bool:
 def test_the_slurm_script(case, environment, tmp_path):
     _, settings, codes, ends_well = CASES[case]
     for name, body in {
-        "srun": f'exec {sys.executable} {ROOT / "tests" / "launchers.py"} "$@"',
+        "srun": f'exec {sys.executable} -m tests.support.launchers "$@"',
         "scontrol": f"echo $* >> {tmp_path / 'queued'}",
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")

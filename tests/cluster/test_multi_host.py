@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
-from processes import ROOT, Run, free_port
 
 from shardwright.cluster import watch
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
@@ -22,6 +21,7 @@ from shardwright.data.flat_tokens import Writer
 from shardwright.run.checks import register_schema, to_config
 from shardwright.run.config import Config
 from shardwright.settings.exits import LOST, STALLED, STOPPED
+from tests.support.processes import ROOT, Run, free_port
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.

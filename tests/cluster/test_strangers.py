@@ -7,10 +7,10 @@ from pathlib import Path
 
 import jax
 import pytest
-from processes import Run
 
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import kept_programs, start_devices
+from tests.support.processes import Run
 
 ROOT = Path(__file__).parents[2]
 

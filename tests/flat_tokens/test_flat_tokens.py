@@ -8,11 +8,11 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from numpy_checks import check_modules
-from tokenization import tree
 
 from shardwright.data import flat_tokens
 from shardwright.data.flat_tokens import Reader, Writer
+from tests.support.numpy_checks import check_modules
+from tests.support.tokenization import tree
 
 check_modules(flat_tokens)
 

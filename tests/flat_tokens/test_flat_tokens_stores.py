@@ -11,19 +11,19 @@ import jax
 import numpy as np
 import pytest
 import zarr
-from numpy_checks import check_modules
-from s3_server import Huge, S3Server
 
 from shardwright.data import flat_tokens
 from shardwright.data.flat_tokens import Reader, Writer, reader
 from shardwright.data.loader import DataConfig, FlatTokensLoader, flat, prefetch
+from tests.support.numpy_checks import check_modules
+from tests.support.s3_server import Huge, S3Server
 
 check_modules(reader)
 
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
-SERVER = ROOT / "tests/slow_http_store.py"
+SERVER = "tests.support.slow_http_store"
 SEQ_LEN = 10
 
 
@@ -45,7 +45,7 @@ def dataset(tmp_path, monkeypatch):
 @pytest.fixture
 def slow_server(tmp_path):
     """The URL of `tmp_path`, each file of which takes 30 ms to answer."""
-    command = [sys.executable, str(SERVER), str(tmp_path), "0.03"]
+    command = [sys.executable, "-m", SERVER, str(tmp_path), "0.03"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         yield f"http://127.0.0.1:{int(server.stdout.readline())}"
         server.terminate()

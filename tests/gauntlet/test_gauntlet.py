@@ -13,16 +13,16 @@ from pathlib import Path
 
 import jax
 import pytest
-from gauntlet_page import page
 from jax.sharding import AbstractMesh, AxisType
-from proofs import found_soon
-from recipes import train_with
-from shipped import load
-from verifying import verify
 
 from shardwright.modeling.model import load_model
 from shardwright.run.step import trace_step
 from shardwright.tools.verify.__main__ import small
+from tests.support.gauntlet_page import page
+from tests.support.proofs import found_soon
+from tests.support.recipes import train_with
+from tests.support.shipped import load
+from tests.support.verifying import verify
 
 ROOT = Path(__file__).parents[2]
 DATA = tomllib.loads(Path(__file__).with_name("bugs.toml").read_text())
@@ -194,7 +194,7 @@ def test_every_bug_of_the_survey_is_there():
 
 @pytest.mark.quick
 def test_the_page_is_made_of_the_data():
-    """Else run `python tests/gauntlet_page.py > docs/gauntlet.md`."""
+    """Else run `python -m tests.support.gauntlet_page > docs/gauntlet.md`."""
     assert (ROOT / "docs/gauntlet.md").read_text() == page()
 
 

@@ -8,12 +8,12 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-import tiny
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwright.inspect.as_written import Collective, Sent, compare, compared, written_in
+from tests.support import tiny
 
 HERE = "tests/inspect/test_as_written.py"
 PAIRS = [(i, (i + 1) % 4) for i in range(4)]

@@ -9,10 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rule_models
-import tiny
 from jax import lax
-from token_shift import TokenShift
 
 import train
 from shardlib import shardops
@@ -28,6 +25,8 @@ from shardwright.models import gpt2
 from shardwright.run import flops, stages
 from shardwright.run import step as step_module
 from shardwright.tools import check
+from tests.support import rule_models, tiny
+from tests.support.token_shift import TokenShift
 
 C = rule_models.SIZES
 

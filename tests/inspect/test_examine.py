@@ -6,8 +6,6 @@ from types import ModuleType
 
 import jax
 import pytest
-import tiny
-from recipes import SOURCE, module_of
 
 from shardlib.shardtypes import ShardError
 from shardwright.inspect import examine
@@ -15,6 +13,8 @@ from shardwright.inspect.statistics.points import saved_points
 from shardwright.modeling.model import load_model
 from shardwright.run import provenance
 from shardwright.run.step import Step, trace_step
+from tests.support import tiny
+from tests.support.recipes import SOURCE, module_of
 
 NORM = "nx = rms_norm(x, attention_norm, self.config.norm_epsilon)"
 DOWN = 'shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)'

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import pytest
-import tiny
 import yaml
 
 from shardlib.axes import AXES
@@ -21,6 +20,7 @@ from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.planning import best_changes, changes, plan_run, planned_change, planned_step
 from shardwright.modeling.model import load_model
 from shardwright.run.step import trace_step
+from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
 SIZES = dict.fromkeys(AXES, 1) | {"d": 4, "t": 2}

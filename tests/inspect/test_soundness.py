@@ -8,13 +8,13 @@ from pathlib import Path
 
 import jax
 import pytest
-import tiny
 
 import train
 from shardwright.inspect import causality, soundness
 from shardwright.run import provenance
 from shardwright.run.background import run_at_low_priority
 from shardwright.run.step import Step
+from tests.support import tiny
 
 pytestmark = pytest.mark.quick
 MODULE = """

@@ -14,8 +14,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from numpy_checks import check_modules
-from simulated import xla_flags
 
 from shardwright.data import flat_tokens
 from shardwright.data.flat_tokens import Writer
@@ -30,6 +28,8 @@ from shardwright.data.loader import (
     prefetch,
 )
 from shardwright.data.text.tokenizers import ByteLengths, open_tokenizer
+from tests.support.numpy_checks import check_modules
+from tests.support.simulated import xla_flags
 
 check_modules(batches, flat, order, flat_tokens)
 

@@ -5,13 +5,12 @@ import json
 import re
 from pathlib import Path
 
-import dense
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from shardwright.data.loader import DataConfig, StreamConfig, make_loader
+from tests.support import dense, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 LENGTH = 60  # of the first chat with all of its answers

@@ -7,7 +7,6 @@ from dataclasses import asdict
 import jax
 import numpy as np
 import pytest
-from numpy_checks import check_modules
 
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import (
@@ -22,6 +21,7 @@ from shardwright.data.loader import (
 )
 from shardwright.data.loader.order import BLOCK, PERIOD, Quotas
 from shardwright.run.differences import config_differences
+from tests.support.numpy_checks import check_modules
 
 check_modules(config, opening, order)
 

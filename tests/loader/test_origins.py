@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import zarr
-from written_datasets import TEXTS, write
 
 from shardwright.data.flat_tokens import Reader
 from shardwright.data.loader import DataConfig, SourceConfig, make_loader
 from shardwright.data.text.tokenizers import open_tokenizer
+from tests.support.written_datasets import TEXTS, write
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from numpy_checks import check_modules
 
 from shardwright.data.loader import DataConfig, StreamConfig, make_loader, steps_for, stream
 from shardwright.data.text import definitions
+from tests.support.numpy_checks import check_modules
 
 check_modules(stream)
 

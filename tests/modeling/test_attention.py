@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from gradients import assert_close, with_gradients
 
 import train
 from shardlib.shardtypes import dtype_name
@@ -26,6 +24,8 @@ from shardwright.models import gpt2
 from shardwright.run import report
 from shardwright.run.config import Config
 from shardwright.run.step import trace_step
+from tests.support import tiny
+from tests.support.gradients import assert_close, with_gradients
 
 act = dtype_name("act")
 ROWS, HEADS, WIDTH = 8, 2, 4
@@ -313,7 +313,7 @@ def test_the_config_decides_path_and_mask(monkeypatch, masked):
 def test_logits_and_gradients_equal_llama(monkeypatch):
     pytest.importorskip("torch", reason="the Llama oracle needs torch")
     pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
-    from llama_truth import compare
+    from tests.support.llama_truth import compare
 
     called = []
     monkeypatch.setitem(attention_paths.BLOCKS, "cpu", 5)

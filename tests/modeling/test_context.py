@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +18,7 @@ from shardwright.modeling import attention_paths
 from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.model import Tokens
+from tests.support import tiny
 
 act = dtype_name("act")
 ROWS, LENGTH, KV, QUERIES, WIDTH, NEAR = 2, 48, 2, 12, 4, 5

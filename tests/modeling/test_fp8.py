@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import tiny
 
 from shardlib import shardops
 from shardlib.shardtypes import ShardError, f32, typed_shard_map
 from shardwright.data.loader import batch_shapes
 from shardwright.modeling import fp8
 from shardwright.models import gpt2
+from tests.support import tiny
 
 FORMATS = {jnp.float8_e4m3fn: (ml_dtypes.float8_e4m3fn, 448.0), jnp.float8_e5m2: (ml_dtypes.float8_e5m2, 57344.0)}
 

@@ -5,8 +5,6 @@ import re
 import jax
 import numpy as np
 import pytest
-import tiny
-from gradients import assert_close, assert_same, loss_and_gradients, with_gradients
 
 import train
 from shardwright.data.loader import batch_shapes
@@ -15,6 +13,8 @@ from shardwright.modeling import splash as splash_module
 from shardwright.modeling.attention_paths import triton
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.splash import splash
+from tests.support import tiny
+from tests.support.gradients import assert_close, assert_same, loss_and_gradients, with_gradients
 
 KERNELS = {"triton": triton, "splash": splash}
 LENGTH = 384  # three blocks of queries; of Triton six of keys

@@ -7,12 +7,12 @@ import re
 import jax
 import numpy as np
 import pytest
-import tiny
-from gradients import assert_same, loss_and_gradients
 
 from shardlib.equations import jaxprs_of
 from shardwright.data.loader import batch_shapes
 from shardwright.run.checks import check_config
+from tests.support import tiny
+from tests.support.gradients import assert_same, loss_and_gradients
 
 LAYERS = 5
 

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from gradients import assert_same, loss_and_gradients
 
 from shardlib import shardops
 from shardlib.shardtypes import pytree_dataclass
@@ -19,6 +17,8 @@ from shardwright.models import gpt2
 from shardwright.run.checks import check_config
 from shardwright.run.config import check_divides
 from shardwright.tools.verify.__main__ import small
+from tests.support import tiny
+from tests.support.gradients import assert_same, loss_and_gradients
 
 
 def arrays(hlo: str, dim: int) -> set[int]:

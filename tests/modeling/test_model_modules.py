@@ -7,10 +7,10 @@ from pathlib import Path
 
 import jax
 import pytest
-import tiny
 
 from shardwright.modeling.model import load_model, module_of
 from shardwright.modeling.weights import Weight, initialize
+from tests.support import tiny
 
 SOURCE = (Path(__file__).parents[2] / "shardwright/models/gpt2.py").read_text()
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax import lax
 
 import train
@@ -20,6 +19,7 @@ from shardwright.modeling import context as context_module
 from shardwright.modeling.attention_calls import calls_of, check_paths
 from shardwright.modeling.masks import AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.models import gpt2
+from tests.support import tiny
 
 MASKS = (causal, same_document)
 

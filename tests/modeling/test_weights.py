@@ -7,7 +7,6 @@ from typing import ClassVar
 import jax
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.array_types import arrays_in, placeholders
@@ -24,6 +23,7 @@ from shardwright.modeling.weights import (
     table_of,
     unembedding,
 )
+from tests.support import tiny
 
 pytestmark = pytest.mark.quick
 

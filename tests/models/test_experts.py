@@ -7,15 +7,10 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-import experts_truth as truth
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from huggingface_models import assert_same, losses_and_gradients, their_logits, weights
-from recipes import ROOT, train_with
-from verifying import verify
 
 import train
 from shardlib import products, shardops, shardtypes
@@ -30,6 +25,11 @@ from shardwright.modeling.model import Tokens, load_model
 from shardwright.models import family, moe
 from shardwright.run.step import trace_step
 from shardwright.tools.verify.meshes import abstract_mesh_of
+from tests.support import experts_truth as truth
+from tests.support import tiny
+from tests.support.huggingface_models import assert_same, losses_and_gradients, their_logits, weights
+from tests.support.recipes import ROOT, train_with
+from tests.support.verifying import verify
 
 
 def assert_same_experts(gradients: dict, their) -> None:
@@ -53,7 +53,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind, factor, mesh):
         w = weights(c)
         logits, loss, gradients = losses_and_gradients(w, batch, c)
         model = truth.theirs(kind, jax.tree.map(np.asarray, w), c)
-    from llama_truth import to_llama
+    from tests.support.llama_truth import to_llama
 
     gradients = to_llama(gradients)
     assert_same((logits, loss, gradients), their_logits(model, batch, bos_id=0), model, batch)

@@ -4,14 +4,10 @@ import copy
 import dataclasses
 import json
 
-import huggingface_models as models
 import jax
 import numpy as np
 import pytest
-import tiny
-from huggingface_models import assert_same, export, losses_and_gradients, to_run
 from safetensors.numpy import load_file
-from verifying import verify
 
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
@@ -23,6 +19,10 @@ from shardwright.sampling import cache
 from shardwright.tools import generate
 from shardwright.tools.huggingface import families
 from shardwright.tools.verify.meshes import abstract_mesh_of
+from tests.support import huggingface_models as models
+from tests.support import tiny
+from tests.support.huggingface_models import assert_same, export, losses_and_gradients, to_run
+from tests.support.verifying import verify
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8,

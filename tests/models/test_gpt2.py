@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from huggingface_models import assert_same, losses_and_gradients, their_logits
 from jax.sharding import PartitionSpec
 
 import train
@@ -16,6 +14,8 @@ from shardlib.shardtypes import f32, u32
 from shardwright.modeling.weights import initialize
 from shardwright.models import gpt2
 from shardwright.run.checks import check_config
+from tests.support import tiny
+from tests.support.huggingface_models import assert_same, losses_and_gradients, their_logits
 
 
 def model(**changes) -> gpt2.ModelConfig:

@@ -6,12 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_models as models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from huggingface_models import export, to_run
 from safetensors.numpy import load_file
 
 from shardwright.data.flat_tokens import Writer
@@ -19,6 +17,8 @@ from shardwright.data.text.tokenizers import open_tokenizer
 from shardwright.modeling.model import module_of
 from shardwright.models import gpt2
 from shardwright.tools.huggingface import families
+from tests.support import huggingface_models as models
+from tests.support.huggingface_models import export, to_run
 
 ROOT = Path(__file__).parents[2]
 GPT2 = gpt2.ModelConfig(

@@ -7,17 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_models as models
 import hydra
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 import yaml
 import zarr
-from huggingface_models import export
-from huggingface_models import to_run as run
 from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
@@ -38,6 +34,10 @@ from shardwright.run.resuming import fixed_settings, with_defaults
 from shardwright.run.step import trace_step
 from shardwright.tools import huggingface_to_checkpoint as tool
 from shardwright.tools.huggingface import families
+from tests.support import huggingface_models as models
+from tests.support import tiny
+from tests.support.huggingface_models import export
+from tests.support.huggingface_models import to_run as run
 
 pytest.importorskip("transformers", reason="transformers reads config.json")
 ROOT = Path(__file__).parents[2]

@@ -14,12 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
 import zarr
 from jax.sharding import PartitionSpec as P
-from losses_of_runs import losses
-from optax_truth import random_like
-from recipes import changed, module_of
 
 from shardlib.array_types import arrays_in, factor_type
 from shardlib.parsing import parse_shape
@@ -38,6 +34,10 @@ from shardwright.optimizers.rates import Update, updates_of
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.step import trace_step
+from tests.support import tiny
+from tests.support.losses_of_runs import losses
+from tests.support.optax_truth import random_like
+from tests.support.recipes import changed, module_of
 
 ADAFACTOR, SOAP = "adafactor", "soap"
 SETTINGS = {ADAFACTOR: {"algorithm": "adafactor"}, SOAP: {"groups": [GroupConfig("layers.w_*", algorithm="soap")]}}

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
 from optax.contrib import MuonDimensionNumbers
-from optax_truth import SIZES, random_like, same, updated_by_optax, updated_on
-from step_text import KINDS, computations
 
 import train
 from shardlib.shardtypes import Array, f32, i32, pytree_dataclass
@@ -21,6 +18,9 @@ from shardwright.modeling.weights import Weight, matrix, vector
 from shardwright.optimizers import muon as optimizers
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import learning_rate
+from tests.support import tiny
+from tests.support.optax_truth import SIZES, random_like, same, updated_by_optax, updated_on
+from tests.support.step_text import KINDS, computations
 
 State = train.State[train.Transformer]
 

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-from optax_truth import of_kinds, random_like, same, updated_by_optax, updated_on
 
 import train
 from shardlib.array_types import ABSENT, arrays_of
@@ -18,6 +16,8 @@ from shardlib.shardtypes import f32, i32
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import check_optimizer
 from shardwright.optimizers.rates import learning_rate
+from tests.support import tiny
+from tests.support.optax_truth import of_kinds, random_like, same, updated_by_optax, updated_on
 
 State = train.State[train.Transformer]
 

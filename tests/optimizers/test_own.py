@@ -6,11 +6,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import check_steps
 from shardwright.optimizers.config import GroupConfig
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
@@ -19,9 +19,9 @@ def test_the_step_descends_by_them(mesh):
     plain = {"warmup_steps": 0, "schedule": "constant", "schedule_steps": None, "clip_norm": 1e9}
     found = []
     with jax.set_mesh(tiny.mesh(mesh)):
-        for changes in ({"loss": "own_parts:halved", "learning_rate": 1e-2}, {"learning_rate": 5e-3}):
+        for changes in ({"loss": "tests.support.own_parts:halved", "learning_rate": 1e-2}, {"learning_rate": 5e-3}):
             c = tiny.config()
-            c.optimizer = tiny.optimizer(algorithm="own_parts:sgd", **plain | changes)
+            c.optimizer = tiny.optimizer(algorithm="tests.support.own_parts:sgd", **plain | changes)
             state = tiny.state(c)
             before = jax.tree.map(np.asarray, state.weights)
             state, metrics = tiny.training_step(c)(state, tiny.place_batch(c), np.int32(0))
@@ -36,7 +36,9 @@ def test_the_step_descends_by_them(mesh):
 
 def test_an_own_optimizer_has_both_moments_and_a_group_may_name_it():
     c = tiny.config()
-    c.optimizer = tiny.optimizer(algorithm="muon", groups=[GroupConfig(match="layers.w_q", algorithm="own_parts:sgd")])
+    c.optimizer = tiny.optimizer(
+        algorithm="muon", groups=[GroupConfig(match="layers.w_q", algorithm="tests.support.own_parts:sgd")]
+    )
     with jax.set_mesh(tiny.mesh("one device")):
         state = tiny.state(c)
     assert state.adam_nu.layers.w_q is not None
@@ -46,7 +48,10 @@ def test_an_own_optimizer_has_both_moments_and_a_group_may_name_it():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm": "own_parts:sgdd"}, r"'own_parts:sgdd' is not an optimizer \(.*'sgdd'"),
+        (
+            {"algorithm": "tests.support.own_parts:sgdd"},
+            r"'tests.support.own_parts:sgdd' is not an optimizer \(.*'sgdd'",
+        ),
         ({"loss": "no_such_file:loss"}, r"'no_such_file:loss' is not a loss \(No module named 'no_such_file'\)"),
         ({"loss": "cross_entropi"}, r"Did you mean cross_entropy\?"),
     ],
@@ -60,7 +65,7 @@ def test_a_name_that_is_none(changes, message):
 
 def test_an_own_loss_is_proved_with_the_step():
     c = tiny.config()
-    c.optimizer = tiny.optimizer(loss="own_parts:mixes_sequences")
+    c.optimizer = tiny.optimizer(loss="tests.support.own_parts:mixes_sequences")
     with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=r"own_parts\.py:.* another sequence"):
         check_causal(tiny.step(c), None)
 
@@ -74,7 +79,7 @@ def test_an_own_loss_is_proved_with_the_step():
 )
 def test_an_own_loss_that_depends_on_the_mesh_is_refused(loss, message):
     c = tiny.config()
-    c.optimizer = tiny.optimizer(loss=f"own_parts:{loss}")
+    c.optimizer = tiny.optimizer(loss=f"tests.support.own_parts:{loss}")
     with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match=message):
         check_steps(tiny.step(c), None)
 

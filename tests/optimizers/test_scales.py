@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 import train
 from shardlib.shardtypes import typed
@@ -16,6 +15,7 @@ from shardwright.modeling.model import act, load_model
 from shardwright.models import family, gpt2, moe
 from shardwright.optimizers import scales
 from shardwright.optimizers.rates import updates_of
+from tests.support import tiny
 
 BASE = {"d_model": 16, "n_kv": 4, "d_ff": 24}
 WIDE = {"d_model": 64, "n_kv": 16, "d_ff": 96}

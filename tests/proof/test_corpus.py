@@ -2,10 +2,11 @@
 
 import collections
 
-import mutated_programs
 import pytest
-from corpus import RIGHT, WRITTEN, WRONG
-from running import cases, distance, intended, run
+
+from tests.support import mutated_programs
+from tests.support.corpus import RIGHT, WRITTEN, WRONG
+from tests.support.running import cases, distance, intended, run
 
 EQUAL, DIFFERENT = 1e-4, 1e-2
 """A right program differs by rounding only. A wrong one differs by far more, so that nothing lies between."""

@@ -10,10 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import bad_operands
 import pytest
-from corpus import WRONG
-from running import traced
 
 from shardlib.proof import (
     collectives,
@@ -30,6 +27,9 @@ from shardlib.proof import (
 from shardlib.proof.alignment import Different
 from shardlib.proof.check import findings
 from shardlib.proof.equation import Refused
+from tests.support import bad_operands
+from tests.support.corpus import WRONG
+from tests.support.running import traced
 
 MODULES = (collectives, control, elementwise, equation, interpreter, lookups, positions, primitives, shapes, sums)
 DEMANDS = {"block", "finished", "term", "plain", "unscaled", "uncut", "same", "same_size"}

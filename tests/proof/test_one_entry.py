@@ -2,11 +2,11 @@
 
 import jax
 import pytest
-import running
-from corpus import RIGHT, WRITTEN
-from running import Program, abstract_mesh, distance, run, traced
 
 from shardlib.proof.check import prove_function
+from tests.support import running
+from tests.support.corpus import RIGHT, WRITTEN
+from tests.support.running import Program, abstract_mesh, distance, run, traced
 
 ACCEPTED = [program for program in RIGHT if not program.escape and program.name != "ring attention"]
 """Without the ring, whose turns are compared with one device's only where JAX traces both alike."""

@@ -3,8 +3,9 @@
 import collections
 
 import pytest
-import random_programs
-from random_programs import MESHES, OF_ONE_ENTRY, Generator, describe, outcome
+
+from tests.support import random_programs
+from tests.support.random_programs import MESHES, OF_ONE_ENTRY, Generator, describe, outcome
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies

@@ -13,12 +13,12 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from shard_map_programs import draw
 
 import shardlib.proof
 from shardlib.parsing import ShardError
 from shardlib.proof import check as of_check
 from shardlib.proof.check import check
+from tests.support.shard_map_programs import draw
 
 COUNT = 90
 MESH = AbstractMesh((2, 4), ("d", "t"), axis_types=(AxisType.Auto,) * 2)

@@ -4,14 +4,14 @@ import dataclasses
 import inspect
 import re
 
-import bad_operands
 import jax
 import pytest
-from corpus import MUTATED, RIGHT, WRITTEN
-from running import Program, abstract_mesh, gradient_of, traced
 
 from shardlib import shardops
 from shardlib.proof.check import prove_function
+from tests.support import bad_operands
+from tests.support.corpus import MUTATED, RIGHT, WRITTEN
+from tests.support.running import Program, abstract_mesh, gradient_of, traced
 
 
 def refusals(program: Program, mesh: tuple[int, ...] | None = None) -> tuple[str, ...]:

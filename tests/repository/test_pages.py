@@ -15,15 +15,11 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
-import gauntlet_page as gauntlet
 import pytest
-from corpus import RIGHT, WRONG
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from omegaconf import OmegaConf
-from recipes import SOURCE, module_of
-from shipped import CONFIGS, load
 
 from shardlib.shardtypes import ShardError
 from shardwright.modeling.attention_calls import describe_attention
@@ -36,6 +32,10 @@ from shardwright.run.step import trace_step
 from shardwright.settings.written import override_as_written
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
 from shardwright.tools.verify.__main__ import VerifyConfig
+from tests.support import gauntlet_page as gauntlet
+from tests.support.corpus import RIGHT, WRONG
+from tests.support.recipes import SOURCE, module_of
+from tests.support.shipped import CONFIGS, load
 
 pytestmark = pytest.mark.quick
 

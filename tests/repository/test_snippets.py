@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax import lax
-from shipped import load
 
 from shardlib import shardops
 from shardlib.shardtypes import f32, typed_shard_map
 from shardwright.modeling import masks
 from shardwright.models import gpt2
 from shardwright.tools.huggingface import families
+from tests.support import tiny
+from tests.support.shipped import load
 
 pytestmark = pytest.mark.quick
 

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from own_model import MINE
+
+from tests.support.own_model import MINE
 
 pytest.importorskip("basedpyright")
 

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
-from full_disk import files_of_at_most
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -33,12 +32,13 @@ from hypothesis.stateful import (
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import free_port
 
 from shardwright.run import checkpoint_arrays
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.resuming import choose_checkpoint
 from shardwright.run.stores import Damaged, Store
+from tests.support.full_disk import files_of_at_most
+from tests.support.processes import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from clearml_server import ClearMLServer
-from processes import ROOT, SMALL
 
 from shardwright.run.trackers import with_edits
+from tests.support.clearml_server import ClearMLServer
+from tests.support.processes import ROOT, SMALL
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("clearml") is None, reason="clearml is not installed")
 

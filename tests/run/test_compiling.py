@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from simulated import without_cache, xla_flags
 
 from shardwright.inspect.examine import draw_step
 from shardwright.run import background
 from shardwright.run.compiling import compile_step, free_kept_memory, seconds_shown
+from tests.support.simulated import without_cache, xla_flags
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import jax
 import pytest
-from processes import Run
 
 from shardwright.run.best_effort import best_effort
 from shardwright.run.config import PathsConfig
 from shardwright.run.directory import check_place, locked, place, run_directory
 from shardwright.run.opening import checkpoints_of
+from tests.support.processes import Run
 
 quick = pytest.mark.quick
 

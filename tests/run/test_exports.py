@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import pytest
-import tiny
 
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run import background, exports
 from shardwright.run.run import Run
+from tests.support import tiny
 
 
 def exported(monkeypatch, directory, run_program, steps):

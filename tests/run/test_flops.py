@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shipped import load
 
 from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import load_model
@@ -12,6 +11,7 @@ from shardwright.modeling.weights import shapes_of
 from shardwright.models import family, moe
 from shardwright.run import flops
 from shardwright.run.flops import attended_keys, flops_of_model, peak_flops
+from tests.support.shipped import load
 
 # Llama-2-7B, from its published config.
 LAYERS, HEADS, HEAD_DIM, D_MODEL, D_FF, VOCAB = 32, 32, 128, 4096, 11008, 32000

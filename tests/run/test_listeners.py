@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 
 from shardwright.run import forecast
 from shardwright.run.listeners import STANDARD, Ending, Forecast, Listener, Listeners, Report, Skips, Summary
+from tests.support import tiny
 
 pytestmark = pytest.mark.quick
 

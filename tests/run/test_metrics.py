@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from full_disk import files_of_at_most
 
 from shardlib.layers import LayerMetrics
 from shardwright.run.files import read_metrics
 from shardwright.run.flops import PeakFlops, Speed
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.run import Run
+from tests.support.full_disk import files_of_at_most
 
 SPEED = Speed(64, 1000, PeakFlops(1e9, "test"))
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import jax
 import pytest
-import tiny
-from written_runs import write_run
 
 import train
 from shardwright.modeling.model import load_model
@@ -15,6 +13,8 @@ from shardwright.run import background
 from shardwright.run import page as pages
 from shardwright.run.page import Page
 from shardwright.tools.report.reading import read_run
+from tests.support import tiny
+from tests.support.written_runs import write_run
 
 ROOT = Path(__file__).parents[2]
 

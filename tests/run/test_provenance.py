@@ -16,9 +16,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
-from huggingface_models import settings
-from recipes import SOURCE, changed, module_of
 
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
@@ -27,6 +24,9 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import PipelineConfig
 from shardwright.run.step import trace_step
 from shardwright.tools import checkpoint_to_huggingface
+from tests.support import tiny
+from tests.support.huggingface_models import settings
+from tests.support.recipes import SOURCE, changed, module_of
 
 
 def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training) -> dict[str, str]:

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 import zarr
-from losses_of_runs import losses
 
 import train
 from shardwright.cluster.devices import make_mesh
@@ -20,6 +18,8 @@ from shardwright.modeling.model import load_model
 from shardwright.run import checkpoint, keeping, skipping
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.skipping import SkippedSteps
+from tests.support import tiny
+from tests.support.losses_of_runs import losses
 
 BAD_TOKEN, BAD_DOCUMENT, DOCUMENTS = 63, 21, 64
 """All documents but this one have tokens below BAD_TOKEN."""

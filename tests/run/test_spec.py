@@ -7,15 +7,15 @@ import sys
 
 import jax
 import pytest
-import tiny
-from own_model import imported
-from recipes import ROOT, SOURCE, changed, module_of
 
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run.run import Run
 from shardwright.run.spec import load_spec
 from shardwright.run.step import trace_step
+from tests.support import tiny
+from tests.support.own_model import imported
+from tests.support.recipes import ROOT, SOURCE, changed, module_of
 
 OTHER = """
 def my_attention(q, k, v, mask):

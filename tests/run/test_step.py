@@ -5,12 +5,12 @@ import functools
 
 import jax
 import numpy as np
-import tiny
 
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run.opening import fresh_state
 from shardwright.run.step import trace_step
+from tests.support import tiny
 
 
 def test_the_start_is_traced_once_for_the_state_and_both_steps():

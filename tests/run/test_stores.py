@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from s3_server import Huge, S3Server
 
 from shardwright.run.checkpoint import OWNER, Checkpointer, find_checkpoint
 from shardwright.run.stores import Damaged
+from tests.support.s3_server import Huge, S3Server
 
 
 @pytest.fixture

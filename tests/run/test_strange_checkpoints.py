@@ -10,11 +10,11 @@ import sys
 import google_crc32c
 import jax.numpy as jnp
 import pytest
-from signed_manifests import sign
 
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.stores import Damaged
 from shardwright.tools import checkpoint as tool
+from tests.support.signed_manifests import sign
 
 
 @pytest.fixture

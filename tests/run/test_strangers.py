@@ -14,11 +14,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
-from local_server import LocalServer, SilentHandler
 from omegaconf import OmegaConf
 from rich.console import Console
-from signed_manifests import sign
 
 from shardwright.modeling.model import is_shipped, load_model
 from shardwright.modeling.weights import shapes_of
@@ -34,6 +31,9 @@ from shardwright.tools.generate import MeshChoice, Settings, generate
 from shardwright.tools.replay import __main__ as replay
 from shardwright.tools.replay.session import opened
 from shardwright.tools.report import __main__ as report
+from tests.support import tiny
+from tests.support.local_server import LocalServer, SilentHandler
+from tests.support.signed_manifests import sign
 
 ROOT = Path(__file__).parents[2]
 PAYLOAD = """

@@ -235,8 +235,8 @@ def test_wandb_without_a_login_writes_files_and_asks_nothing(mode, is_known, exp
 
 
 def test_a_tracker_of_ones_own_file(tmp_path):
-    with tracked(TrackersConfig(["own_parts:tracker"]), tmp_path, "name", 0, {}) as send:
+    with tracked(TrackersConfig(["tests.support.own_parts:tracker"]), tmp_path, "name", 0, {}) as send:
         send({"step": 3, "loss": 1.5})
-    assert json.loads((tmp_path / "own_parts.jsonl").read_text()) == {"step": 3, "loss": 1.5}
-    with pytest.raises(ValueError, match=r"'own_parts:absent' is not a tracker \(.*absent"):
-        check_or_enqueue(TrackersConfig(["own_parts:absent"]), "name", {})
+    assert json.loads((tmp_path / "tests.support.own_parts.jsonl").read_text()) == {"step": 3, "loss": 1.5}
+    with pytest.raises(ValueError, match=r"'tests.support.own_parts:absent' is not a tracker \(.*absent"):
+        check_or_enqueue(TrackersConfig(["tests.support.own_parts:absent"]), "name", {})

@@ -3,15 +3,10 @@
 import functools
 import math
 
-import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rule_models as models
-import tiny
-from redrawn import redrawn
-from token_shift import TokenShift, shifted
 
 import train
 from shardlib import shardops
@@ -21,6 +16,10 @@ from shardwright.modeling.masks import AttentionMask
 from shardwright.run.step import trace_step
 from shardwright.sampling import cache
 from shardwright.sampling.sampler import Sampler, Sampling
+from tests.support import dense, tiny
+from tests.support import rule_models as models
+from tests.support.redrawn import redrawn
+from tests.support.token_shift import TokenShift, shifted
 
 CONTEXT = 32
 LONG = np.random.default_rng(1).integers(0, models.SIZES.vocab, 12).tolist()

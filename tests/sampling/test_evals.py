@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import tiny
 import zarr
 from rich.console import Console
 
@@ -22,6 +21,7 @@ from shardwright.run.checks import check_config
 from shardwright.sampling import tasks
 from shardwright.sampling.scoring import Scored
 from shardwright.tools.evaluate import Settings, evaluate
+from tests.support import tiny
 
 STEPS, N = 4, 2
 """Steps of a run, and training.average_steps."""

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from redrawn import kept_by_numpy, redrawn
 
 import train
 from shardlib.parsing import ShardError
@@ -16,6 +14,8 @@ from shardlib.shardtypes import bool_, f32, i32, u32
 from shardwright.models import gpt2
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept
+from tests.support import tiny
+from tests.support.redrawn import kept_by_numpy, redrawn
 
 PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third leaves room for 11 tokens
 CONTEXT = 40
@@ -144,7 +144,7 @@ def test_another_model_samples_likewise():
 def test_greedy_text_is_that_of_llama(penalty):
     torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
     pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
-    from llama_truth import llama
+    from tests.support.llama_truth import llama
 
     c, prompts = tiny.model(), PROMPTS[:2] + PROMPTS[3:]
     drawn = generate("one device", Sampling(max_tokens=20, temperature=0, repetition_penalty=penalty), prompts)

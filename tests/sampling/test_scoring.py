@@ -5,14 +5,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import rule_models
-import tiny
 
 import train
 from shardwright.data.loader import DataConfig, make_loader
 from shardwright.run.step import trace_step
 from shardwright.sampling import scoring
 from shardwright.sampling.scoring import POSITIONS, Scorer, log_likelihoods, pieces
+from tests.support import rule_models, tiny
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 2, 16, 17, 3, 9, 17, 5, 4]
@@ -29,7 +28,7 @@ def scorer(c):
 def test_losses_are_those_of_transformers(mesh, batch, monkeypatch):
     """Sequences of all lengths in a row of batches, on any mesh, with any first token."""
     torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
-    llama_truth = pytest.importorskip("llama_truth", reason="the Llama oracle needs transformers")
+    llama_truth = pytest.importorskip("tests.support.llama_truth", reason="the Llama oracle needs transformers")
     monkeypatch.setattr(scoring, "POSITIONS", batch * max(LENGTHS))
     c = tiny.model()
     with jax.set_mesh(tiny.mesh(mesh)):

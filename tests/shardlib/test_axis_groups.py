@@ -5,13 +5,13 @@ import re
 import jax
 import numpy as np
 import pytest
-from abstract_mesh import on_mesh, simulated_mesh
 from jax.sharding import AbstractMesh, AxisType
 
 from shardlib import shardops
 from shardlib.axes import GROUPS
 from shardlib.parsing import ShardError, parse_op, parse_shape
 from shardlib.shardtypes import f32, typed_shard_map
+from tests.support.abstract_mesh import on_mesh, simulated_mesh
 
 pytestmark = pytest.mark.quick
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from primitive_calls import NO_FUNCTION, call_of
 
 from shardlib import dims
 from shardlib.dims import dims_of
 from shardlib.equations import called
 from shardlib.interpret import Domain, interpret, literal_of, run_again
+from tests.support.primitive_calls import NO_FUNCTION, call_of
 
 pytestmark = pytest.mark.quick
 

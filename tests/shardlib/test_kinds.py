@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from jax import lax
-from primitive_calls import NO_FUNCTION, call_of
 
 from shardlib import equations
+from tests.support.primitive_calls import NO_FUNCTION, call_of
 
 pytestmark = pytest.mark.quick
 

@@ -9,13 +9,10 @@ import inspect
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import abstract_mesh
-import golden
 import jax
 import jax.numpy as jnp
 import numpy as np  # noqa: F401 (programs name it)
 import pytest
-from abstract_mesh import MESH, OPERANDS, drop, unsound
 from jax import lax
 
 from shardlib import parsing, shardops, shardtypes
@@ -31,6 +28,8 @@ from shardlib.shardtypes import (
     typed,
     typed_shard_map,
 )
+from tests.support import abstract_mesh, golden
+from tests.support.abstract_mesh import MESH, OPERANDS, drop, unsound
 
 pytestmark = pytest.mark.quick
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from abstract_mesh import simulated_mesh
 
 from shardlib import grouped, products, rows, shardops
 from shardlib.shardtypes import ShardError, f32, i32, typed_shard_map
+from tests.support.abstract_mesh import simulated_mesh
 
 
 def take_rows(spec, x, ids):

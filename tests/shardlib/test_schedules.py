@@ -13,10 +13,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import golden
 import numpy as np
 import pytest
-from tick_tables import check_tick_table
 
 from shardlib import schedules
 from shardlib.schedules import (
@@ -37,6 +35,8 @@ from shardlib.schedules import (
     zb_v,
 )
 from shardlib.tick_tables import Costs, simulate, tick_table
+from tests.support import golden
+from tests.support.tick_tables import check_tick_table
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import golden
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +31,7 @@ from shardlib.shardops import (
     replicate,
 )
 from shardlib.shardtypes import Array, Partial, bf16, f32, f64, i32, pytree_dataclass, typed, typed_shard_map
+from tests.support import golden
 
 SIZES = {"B": 8, "L": 8, "M": 16, "N": 8, "F": 24, "V": 32, "K": 8, "Q": 4, "D": 6, "layers": 3, "1": 1}
 

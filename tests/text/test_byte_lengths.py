@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy_checks import check_modules
-from tokenization import PROBES
-from written_datasets import write
 
 from shardwright.data.flat_tokens import Reader
 from shardwright.data.loader import DataConfig, FlatTokensLoader, SourceConfig
@@ -17,6 +14,9 @@ from shardwright.data.text import tokenizers as module
 from shardwright.data.text.tokenizers import Tokenizer, byte_lengths, byte_lengths_of_datasets, open_tokenizer
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
+from tests.support.numpy_checks import check_modules
+from tests.support.tokenization import PROBES
+from tests.support.written_datasets import write
 
 check_modules(module)
 

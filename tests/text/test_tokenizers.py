@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from numpy_checks import check_modules
-from tokenization import PROBES
 
 from shardwright.data.text import agreement, definitions
 from shardwright.data.text import tokenizers as text_tokenizers
 from shardwright.data.text.definitions import load_definition
 from shardwright.data.text.tokenizers import Tokenizer, fast_encoder, open_tokenizer
+from tests.support.numpy_checks import check_modules
+from tests.support.tokenization import PROBES
 
 check_modules(text_tokenizers)
 

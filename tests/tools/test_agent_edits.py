@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-import agent_edits
 import pytest
 
 from shardwright.tools.init.__main__ import TEMPLATE
+from tests.support import agent_edits
 
 EDITS = {edit["name"]: edit for edit in agent_edits.EDITS}
 

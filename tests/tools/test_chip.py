@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from shipped import load
 
 from shardwright.cluster.chips import chip_of
 from shardwright.tools.chip import __main__ as chip
 from shardwright.tools.chip.__main__ import PARTS, Part, Settings, command_of, settings_for
+from tests.support.shipped import load
 
 ROOT = Path(__file__).parents[2]
 ON_COLAB = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "Tesla T4": "t4", "NVIDIA L4": "l4"}

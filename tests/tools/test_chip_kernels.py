@@ -5,9 +5,6 @@ import json
 import types
 
 import pytest
-from annotated_program import AT, FACTS, TEXT
-from hlo_texts import HEAD
-from traces import written
 
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.compiled.hlo import parse
@@ -15,6 +12,9 @@ from shardwright.inspect.compiled.step import describe
 from shardwright.run.compiling import with_mesh
 from shardwright.tools.chip import kernels
 from shardwright.tools.chip.clock import Clock, attention_matmuls
+from tests.support.annotated_program import AT, FACTS, TEXT
+from tests.support.hlo_texts import HEAD
+from tests.support.traces import written
 
 US = 1e-6
 ROOFLINE = (8 * 3 * 64 + 4 * 64) / 1e6  # bytes of a batched product and of one with wider results, at 1e6 a second

@@ -1,10 +1,10 @@
 import pytest
-from hlo_texts import TEXT
 
 from shardwright.inspect.compiled.files import read_step
 from shardwright.run.compiling import with_mesh
 from shardwright.run.files import write_json
 from shardwright.tools.compiled_step import Settings, run
+from tests.support.hlo_texts import TEXT
 
 pytestmark = pytest.mark.quick
 

@@ -14,8 +14,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
-from own_model import imported
 from rich.console import Console
 
 import train
@@ -31,6 +29,8 @@ from shardwright.run.opening import trusted_options
 from shardwright.settings.program import refusal
 from shardwright.tools import checkpoint_to_huggingface, huggingface_to_checkpoint
 from shardwright.tools.evaluate import MeshChoice, OpenRun, Settings, StepChoice, evaluate
+from tests.support import tiny
+from tests.support.own_model import imported
 
 pytestmark = pytest.mark.long
 

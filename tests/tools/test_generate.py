@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-import tiny
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -23,6 +22,7 @@ from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer
 from shardwright.modeling.model import load_model
 from shardwright.sampling.samples import TrainingSamples
 from shardwright.tools.generate import MeshChoice, Settings, generate, quote_prompt, read_prompts
+from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"

@@ -13,9 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from numpy_checks import check_modules
 from omegaconf import OmegaConf
-from shipped import load
 
 from shardwright.data import flat_tokens
 from shardwright.data.text import sources
@@ -23,6 +21,8 @@ from shardwright.data.text import tokenizers as text_tokenizers
 from shardwright.data.text.definitions import train_bpe
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
+from tests.support.numpy_checks import check_modules
+from tests.support.shipped import load
 
 # Not text.definitions, whose large dictionaries take long to check.
 check_modules(flat_tokens)

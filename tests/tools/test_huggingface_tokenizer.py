@@ -4,14 +4,14 @@ import json
 
 import pytest
 import tokenizers
-from tokenization import PROBES
-from written_datasets import write
 
 from shardwright.data.loader import DataConfig, SourceConfig, StreamConfig
 from shardwright.data.text import definitions
 from shardwright.data.text.definitions import byte_definition, load_definition
 from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer, tokenizer_of_run
 from shardwright.tools.checkpoint_to_huggingface import tokenizer_files
+from tests.support.tokenization import PROBES
+from tests.support.written_datasets import write
 
 TEXTS = [*[text for text in PROBES if "<s>" not in text], "", "It is a truth universally acknowledged, naïve 東京"]
 BYTES = Tokenizer(byte_definition(), "</s>")

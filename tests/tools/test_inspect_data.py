@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy_checks import check_modules
 from rich.console import Console
-from written_datasets import TEXTS, write
 
 from shardwright.data.text.definitions import train_bpe
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.tools import inspect_data
 from shardwright.tools.inspect_data import Settings
+from tests.support.numpy_checks import check_modules
+from tests.support.written_datasets import TEXTS, write
 
 check_modules(inspect_data)
 

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from shardwright.modeling.model import load_model
 from shardwright.models import gpt2, moe
@@ -26,6 +25,7 @@ from shardwright.tools.ladder.coordinates import (
     slope_of,
 )
 from shardwright.tools.ladder.scales import show_scales
+from tests.support import tiny
 
 SLOPES = [(0.0, "ok"), (0.1, "ok"), (0.2, "GROWS"), (0.5, "GROWS"), (1.0, "GROWS"), (-0.5, "ok"), (-1.0, "SHRINKS")]
 

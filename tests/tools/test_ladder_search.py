@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from scipy import interpolate, optimize
-from simulated import xla_flags
 
 from shardwright.run.launch import composed
 from shardwright.settings.composing import is_setting
 from shardwright.tools.ladder import search as program
 from shardwright.tools.ladder.search import SearchConfig, minimum, movement, page, search, sweeps, swept
 from shardwright.tools.report.reading import read_run
+from tests.support.simulated import xla_flags
 
 ROOT = Path(__file__).parents[2]
 RATE = "optimizer.learning_rate"

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, seen
 
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.plan.plan import Plan, plan_of
@@ -16,6 +15,7 @@ from shardwright.inspect.plan.work import Op
 from shardwright.inspect.tables import WIDTH
 from shardwright.tools.plan.page import page, roofline
 from shardwright.tools.plan.screen import GIB, SHOWN, as_text, work
+from tests.support.browser import CHROMIUM, seen
 
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = "f32[2]</script><script>alert(1)</script>"

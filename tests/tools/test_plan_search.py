@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import tiny
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -20,6 +19,7 @@ from shardwright.run.checks import register_schema, to_config
 from shardwright.tools.plan import compare
 from shardwright.tools.plan.search import as_config, as_lines, changes_of, search
 from shardwright.tools.verify.meshes import all_meshes
+from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
 H100 = chip_of("h100")

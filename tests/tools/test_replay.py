@@ -13,10 +13,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import tiny
 import zarr
-from losses_of_runs import losses
-from recipes import SOURCE, line_of
 from rich.console import Console
 
 import train
@@ -33,6 +30,9 @@ from shardwright.tools.replay.__main__ import Settings, compare_with_log, plain,
 from shardwright.tools.replay.documents import token_losses
 from shardwright.tools.replay.session import Done, before, checkpoints_of
 from shardwright.tools.replay.two_runs import rebuilt
+from tests.support import tiny
+from tests.support.losses_of_runs import losses
+from tests.support.recipes import SOURCE, line_of
 
 GARBAGE = 260
 """The document of the dataset with a spike that has tokens as no other."""

@@ -8,8 +8,6 @@ import types
 import jax
 import numpy as np
 import pytest
-import tiny
-from recipes import SOURCE, line_of, module_of
 
 from shardwright.cluster.devices import make_mesh
 from shardwright.data.loader import in_microbatches
@@ -20,6 +18,8 @@ from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright.tools.replay import nonfinite
 from shardwright.tools.replay.documents import _by_starts, on_host
+from tests.support import tiny
+from tests.support.recipes import SOURCE, line_of, module_of
 
 pytestmark = pytest.mark.long
 

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from written_runs import HLO, PROFILE, write_run, write_step
 
 from shardwright.tools.report.comparing import compare_runs
 from shardwright.tools.report.lines import step_by_line
 from shardwright.tools.report.page import page
 from shardwright.tools.report.reading import read_run
+from tests.support.written_runs import HLO, PROFILE, write_run, write_step
 
 pytestmark = pytest.mark.quick
 LINES = f"{PROFILE}/profile_by_line.json"

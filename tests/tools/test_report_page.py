@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, seen
 from rich.console import Console
-from written_runs import PROFILE, write_lines, write_run, write_step
 
 from shardwright.tools.report.__main__ import Settings, show_report
 from shardwright.tools.report.comparing import Comparison, compare_runs
@@ -18,6 +16,8 @@ from shardwright.tools.report.page import as_json
 from shardwright.tools.report.plots import Panel, axes_of, panels_of
 from shardwright.tools.report.reading import read_run
 from shardwright.tools.report.sections import SECTIONS, head, microscope, samples, settings
+from tests.support.browser import CHROMIUM, seen
+from tests.support.written_runs import PROFILE, write_lines, write_run, write_step
 
 
 def report(*directories: Path) -> Comparison:

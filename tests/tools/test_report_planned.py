@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from written_runs import write_plan, write_run, write_step
 
 from shardwright.tools.report.comparing import compare_runs
 from shardwright.tools.report.page import page
 from shardwright.tools.report.planned import planned_and_measured
 from shardwright.tools.report.reading import read_run
+from tests.support.written_runs import write_plan, write_run, write_step
 
 pytestmark = pytest.mark.quick
 

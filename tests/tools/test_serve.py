@@ -18,8 +18,6 @@ from urllib.parse import urlencode, urlsplit
 
 import jax
 import pytest
-import tiny
-from local_server import LocalServer, SilentHandler
 from rich.console import Console
 
 import train
@@ -27,6 +25,8 @@ from shardwright.data.loader import DataConfig, StreamConfig
 from shardwright.modeling.model import load_model
 from shardwright.tools import serve
 from shardwright.tools.generate import Settings, generate
+from tests.support import tiny
+from tests.support.local_server import LocalServer, SilentHandler
 
 ROOT = Path(__file__).parents[2]
 TEXT = "It is a truth universally acknowledged, that a <b>naïve</b> man in possession of a fortune, must be in want"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenization import config, random_texts, small, tree, write_jsonl
 
 from shardwright.data import flat_tokens
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import SplitConfig, TokenizerConfig
+from tests.support.tokenization import config, random_texts, small, tree, write_jsonl
 
 __all__ = ["small"]
 

@@ -8,13 +8,13 @@ import subprocess
 import time
 
 import pytest
-from tokenization import config, driver, random_texts, small, tree, write_jsonl
 
 from shardwright.data.flat_tokens import Writer, work_on
 from shardwright.data.text import definitions
 from shardwright.data.text.worker_pool import map_in_order
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
+from tests.support.tokenization import config, driver, random_texts, small, tree, write_jsonl
 
 __all__ = ["small"]
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import zarr
 from rich.console import Console
-from written_datasets import write
 
 from shardwright.data.loader import DataConfig
 from shardwright.data.text import definitions
@@ -22,6 +21,7 @@ from shardwright.data.untrusted import MEMORY, check_types, read_file, read_obje
 from shardwright.run.files import read_config
 from shardwright.tools import huggingface_to_checkpoint, inspect_data
 from shardwright.tools.generate import Settings, read_prompts
+from tests.support.written_datasets import write
 
 QUIET = Console(file=io.StringIO())
 DEEP = "[" * 10**5 + "]" * 10**5

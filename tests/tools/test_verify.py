@@ -6,9 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import PartitionSpec as P
-from verifying import ROOT, verify
 
 import train
 from shardwright.cluster.config import MeshConfig
@@ -19,6 +17,8 @@ from shardwright.tools.verify.compare import error_of
 from shardwright.tools.verify.inputs import Inputs, with_planted
 from shardwright.tools.verify.meshes import ONE_DEVICE, all_meshes, mesh_of
 from shardwright.tools.verify.step import by_layer, in_order, on_host
+from tests.support import tiny
+from tests.support.verifying import ROOT, verify
 
 SOURCE = (ROOT / "train.py").read_text()
 

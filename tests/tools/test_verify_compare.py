@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shardlib import marks
 from shardlib.proof.domain import UNIFORM, Dim, Part, Value, cut, whole
 from shardwright.tools.verify.compare import assembled, first_difference
+from tests.support import tiny
 
 SIZES = {"r": 2, "d": 2, "t": 2}
 

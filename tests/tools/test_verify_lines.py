@@ -15,10 +15,6 @@ from pathlib import Path
 
 import jax
 import pytest
-import tiny
-from recipes import ROOT, SOURCE
-from simulated import xla_flags
-from wrong_edits import EDITS
 
 import train
 from shardwright.modeling.model import load_model
@@ -28,6 +24,10 @@ from shardwright.tools.verify.compare import causes
 from shardwright.tools.verify.inputs import make_inputs
 from shardwright.tools.verify.meshes import ONE_DEVICE, abstract_mesh_of, mesh_of
 from shardwright.tools.verify.step import fresh_state
+from tests.support import tiny
+from tests.support.recipes import ROOT, SOURCE
+from tests.support.simulated import xla_flags
+from tests.support.wrong_edits import EDITS
 
 BUGS = [edit for edit in EDITS if edit.gate == "verify"]
 SIZES = {2: {"d": (1, 2, 1), "t": (1, 1, 2)}, 4: {"d": (1, 2, 2), "t": (1, 2, 2)}, 8: {"d": (2, 2, 2), "t": (2, 2, 2)}}
@@ -41,7 +41,7 @@ LEAST = 0.9
 def test_the_line_of_a_planted_bug_is_named_first(devices, tmp_path):
     shutil.copyfile(ROOT / "train.py", tmp_path / "train.py")
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
         "PYTHONSAFEPATH": "1",
         "PYTHONDONTWRITEBYTECODE": "1",  # or else a module that is changed twice a second is not read again
         "JAX_PLATFORMS": "cpu",

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from numpy_checks import check_modules
 
 from shardwright.data import flat_tokens, synthetic
 from shardwright.tools import write_synthetic_dataset as tool
+from tests.support.numpy_checks import check_modules
 
 check_modules(flat_tokens, synthetic, tool)
 

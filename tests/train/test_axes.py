@@ -3,14 +3,14 @@
 import jax
 import numpy as np
 import pytest
-import tiny
-from verifying import verify
 
 from shardlib import shardops
 from shardlib.axes import AXES, AXIS_ORDER
 from shardlib.shardtypes import ShardError, i32, typed_shard_map
 from shardwright.cluster.config import MeshConfig
 from shardwright.run.config import check_divides
+from tests.support import tiny
+from tests.support.verifying import verify
 
 
 @pytest.mark.long

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from gradients import loss_and_gradients
 
 from shardwright.data.loader import TokenBatch
 from shardwright.modeling import rope
+from tests.support import tiny
+from tests.support.gradients import loss_and_gradients
 
 
 @pytest.mark.slow

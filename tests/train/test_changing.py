@@ -6,20 +6,14 @@ import json
 import re
 import subprocess
 
-import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
 import yaml
 import zarr
-from huggingface_models import COMPARES, export, read, to_run
 from jax.sharding import AbstractMesh, AxisType
-from recipes import RECIPES, ROOT, SOURCE, changed, module_of
-from redrawn import redrawn
-from verifying import verify
 
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.soundness import find_unsound
@@ -33,6 +27,11 @@ from shardwright.run.opening import fresh_state
 from shardwright.run.reference import read_reference
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
+from tests.support import dense, tiny
+from tests.support.huggingface_models import COMPARES, export, read, to_run
+from tests.support.recipes import RECIPES, ROOT, SOURCE, changed, module_of
+from tests.support.redrawn import redrawn
+from tests.support.verifying import verify
 
 EVERY_LONG = pytest.mark.long(every_case=True)
 MESHES = ("one device", "d=2 t=2", "p=2 d=2 t=2")

@@ -3,10 +3,10 @@
 import re
 
 import pytest
-import tiny
-from step_text import compile_step, computations
 
 import train
+from tests.support import tiny
+from tests.support.step_text import compile_step, computations
 
 
 def kept_for_backward(hlo: str, layers: int) -> list[str]:

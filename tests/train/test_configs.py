@@ -5,12 +5,12 @@ import dataclasses
 
 import jax
 import pytest
-from shipped import RUNS, load
 
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.differences import config_differences
 from shardwright.run.resuming import fixed_settings, with_defaults
+from tests.support.shipped import RUNS, load
 
 SIZES = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1074e6, "2b": 2147e6, "7b": 7248e6}
 PARAMETERS = {name: pytest.approx(size, rel=5e-3) for name, size in SIZES.items()}

@@ -5,7 +5,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import AbstractMesh, AxisType
 
 import train
@@ -19,6 +18,7 @@ from shardwright.tools.verify.compare import TOLERANCE, errors_of
 from shardwright.tools.verify.inputs import make_inputs
 from shardwright.tools.verify.meshes import ONE_DEVICE, mesh_of
 from shardwright.tools.verify.step import fresh_state, tensors_of_step
+from tests.support import tiny
 
 WAYS = {  # training.context, training.attention
     "gather, einsum": ("gather", "einsum"),

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 import train
 from shardlib.shardtypes import f32, u32
+from tests.support import tiny
 
 ROWS = {
     "random": np.random.default_rng(0).normal(size=(8, 4, 64)) * 5,

@@ -16,11 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import recorded_run
 import zarr
-from losses_of_runs import losses
-from processes import SMALL, Run
-from shipped import load
 
 import train
 from shardwright.cluster.devices import make_mesh
@@ -28,6 +24,10 @@ from shardwright.modeling.model import COMPUTE_DTYPES, load_model
 from shardwright.run import run as run_files
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config
+from tests.support import recorded_run
+from tests.support.losses_of_runs import losses
+from tests.support.processes import SMALL, Run
+from tests.support.shipped import load
 
 ROOT = Path(__file__).parents[2]
 DATASET = ROOT / "synthetic_dataset.zarr"
@@ -198,10 +198,9 @@ def test_so_do_f32_muon_and_dropout(kind, tmp_path):
 # ---- programs of their own ----------------------------------------------------------------------------------------
 
 
-RECORDED = f"""
+RECORDED = """
 import os, sys
-sys.path[:0] = [{str(ROOT / "tests")!r}]
-import recorded_run
+from tests.support import recorded_run
 from shardwright.run import run
 run.compile_step = recorded_run.record(run)
 """

@@ -10,14 +10,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-import tiny
-from losses_of_runs import losses
-from s3_server import S3Server
 
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.resuming import check_resumes, choose_checkpoint
+from tests.support import tiny
+from tests.support.losses_of_runs import losses
+from tests.support.s3_server import S3Server
 
 ROOT = Path(__file__).parents[2]
 

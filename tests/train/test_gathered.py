@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import PartitionSpec as P
-from recipes import SOURCE, module_of
 
 from shardlib.op_checks import varying
 from shardlib.shardtypes import ShardError
@@ -15,6 +13,8 @@ from shardwright.modeling.model import compute_scope, load_model
 from shardwright.modeling.weights import gather_ahead, initialize
 from shardwright.models import gpt2
 from shardwright.run.step import trace_step
+from tests.support import tiny
+from tests.support.recipes import SOURCE, module_of
 
 AXES = ("p", "r", "d", "t")
 NORMS, MATRICES = "f32 layers/p M", "act layers/p M K/t D"

@@ -9,11 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-import tiny
 import zarr
-from losses_of_runs import losses as losses_of
-from numpy_checks import check_modules
-from own_model import MINE, PAGE, SIZES, imported
 
 import train
 from shardlib.shardtypes import bool_, u32
@@ -23,6 +19,10 @@ from shardwright.modeling.model import Tokens, load_model
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.tools.verify.inputs import random_batch
 from shardwright.tools.verify.step import type_check
+from tests.support import tiny
+from tests.support.losses_of_runs import losses as losses_of
+from tests.support.numpy_checks import check_modules
+from tests.support.own_model import MINE, PAGE, SIZES, imported
 
 check_modules(flat_tokens)
 

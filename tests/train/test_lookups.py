@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from gradients import assert_same, loss_and_gradients
 from jax.sharding import AbstractMesh, AxisType
 
 from shardlib import products
@@ -17,6 +15,8 @@ from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.models import gpt2, moe
 from shardwright.run.step import trace_step
+from tests.support import tiny
+from tests.support.gradients import assert_same, loss_and_gradients
 
 IDS = {
     "random": np.random.default_rng(0).integers(0, 50, 1000),

@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from gradients import loss_and_gradients
-from step_text import collectives, compile_step
 
 import train
 from shardlib import shardops
@@ -22,6 +19,9 @@ from shardlib.schedules import in_a_ring, schedule_of
 from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
 from shardlib.tick_tables import tick_table
 from shardwright.data.loader import DataConfig, FlatTokensLoader, batch_shapes
+from tests.support import tiny
+from tests.support.gradients import loss_and_gradients
+from tests.support.step_text import collectives, compile_step
 
 MESH = "r=2 d=2 t=2"
 

@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
-import tiny
-from huggingface_models import losses_and_gradients, their_logits
-from llama_truth import compare, llama
 
 import train
 from shardwright.data.loader import TokenBatch
+from tests.support import tiny
+from tests.support.huggingface_models import losses_and_gradients, their_logits
+from tests.support.llama_truth import compare, llama
 
 EVERY_LONG = pytest.mark.long(every_case=True)
 

@@ -17,13 +17,13 @@ import os
 import re
 
 import pytest
-from mutants import Mutant, mutants, spec_changes
-from recipes import ROOT, SOURCE
-from traced_steps import CONFIGS, Program, program
-from verifying import verify
 
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.parsing import OpSpec, ShardError, parse_op, parse_shape
+from tests.support.mutants import Mutant, mutants, spec_changes
+from tests.support.recipes import ROOT, SOURCE
+from tests.support.traced_steps import CONFIGS, Program, program
+from tests.support.verifying import verify
 
 STAGES = "shardwright/run/stages.py"
 

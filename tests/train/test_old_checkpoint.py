@@ -6,13 +6,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
-from losses_of_runs import losses
 
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.resuming import config_of
+from tests.support import tiny
+from tests.support.losses_of_runs import losses
 
 ROOT = Path(__file__).parents[2]
 RECORDED = [6.082516670227051, 5.727694034576416, 5.811829090118408]

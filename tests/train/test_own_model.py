@@ -6,12 +6,12 @@ import sys
 import jax
 import numpy as np
 import pytest
-import tiny
-from own_model import MINE, SIZES, imported
-from redrawn import redrawn
 
 from shardwright.modeling.model import load_model
 from shardwright.sampling.sampler import Sampler, Sampling
+from tests.support import tiny
+from tests.support.own_model import MINE, SIZES, imported
+from tests.support.redrawn import redrawn
 
 PLACES = ("d=4 t=2", "p=2 d=2 t=2")
 

@@ -12,8 +12,6 @@ from fractions import Fraction
 import jax
 import numpy as np
 import pytest
-import tiny
-from losses_of_runs import losses
 from rich.console import Console
 
 import train
@@ -27,6 +25,8 @@ from shardwright.run.resuming import check_resumes, saved_config
 from shardwright.tools.replay.__main__ import Settings, replay
 from shardwright.tools.replay.session import opened
 from shardwright.tools.replay.two_runs import compared, recorded
+from tests.support import tiny
+from tests.support.losses_of_runs import losses
 
 LENGTHS = [{"step": 3, "training.seq_len": 32}, {"step": 6, "training.batch_size": 16, "optimizer.learning_rate": 1e-3}]
 

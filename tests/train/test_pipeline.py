@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax import lax
 
 import train
@@ -39,6 +38,7 @@ from shardwright.modeling.weights import initialize
 from shardwright.models import gpt2
 from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.stages import placement_of, training_table
+from tests.support import tiny
 
 BATCH, LENGTH, LAYERS = 64, 16, 8
 SETTINGS = {

@@ -5,9 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
 import zarr
-from processes import Run
 
 import train
 from shardlib.placement import LayerPlacement
@@ -16,6 +14,8 @@ from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages
+from tests.support import tiny
+from tests.support.processes import Run
 
 PLACES = {  # mesh: settings of the pipeline
     "p=4 t=2": {"virtual_stages": 2},

@@ -8,16 +8,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
-from losses_of_runs import losses
-from recipes import changed, module_of
-from verifying import verify
 
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import saved_arrays
 from shardwright.run.reference import model_of, read_reference, reference_record
 from shardwright.run.resuming import saved_config
+from tests.support import tiny
+from tests.support.losses_of_runs import losses
+from tests.support.recipes import changed, module_of
+from tests.support.verifying import verify
 
 ROOT = Path(__file__).parents[2]
 

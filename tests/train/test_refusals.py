@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from recipes import ROOT, SOURCE
-from simulated import xla_flags
+
+from tests.support.recipes import ROOT, SOURCE
+from tests.support.simulated import xla_flags
 
 
 @pytest.fixture

@@ -5,19 +5,18 @@ Short sequences take the path einsum, long ones blockwise: each rule on either s
 
 import functools
 
-import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rule_models as models
-import tiny
 
 import train
 from shardwright.data.loader import TokenBatch
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.blockwise import BLOCKS
 from shardwright.run.step import trace_step
+from tests.support import dense, tiny
+from tests.support import rule_models as models
 
 ROWS = 4
 LENGTHS = {"einsum": 16, "blockwise": BLOCKS["cpu"] + 32}

@@ -11,8 +11,6 @@ from pathlib import Path
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from shipped import RUNS
-from shipped import load as load_now
 
 import train
 from shardwright.modeling.model import load_model
@@ -20,6 +18,8 @@ from shardwright.modeling.weights import check_table
 from shardwright.run.config import Config, check_divides
 from shardwright.tools.verify.meshes import all_meshes, some_of
 from shardwright.tools.verify.step import type_check
+from tests.support.shipped import RUNS
+from tests.support.shipped import load as load_now
 
 ROOT = Path(__file__).parents[2]
 DEVICES = 2048

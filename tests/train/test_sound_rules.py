@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import jax
 import pytest
-import tiny
-from proofs import found_soon
-from recipes import SOURCE
 
 from shardwright.modeling.model import load_model
 from shardwright.run.step import trace_step
+from tests.support import tiny
+from tests.support.proofs import found_soon
+from tests.support.recipes import SOURCE
 
 RULE = "    mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document))"
 ATTEND = "attention(q, k, v, self.mask)"

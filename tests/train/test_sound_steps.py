@@ -7,14 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
-import tiny
 from jax.sharding import AbstractMesh, AxisType
-from own_model import imported
-from proofs import found_soon
-from recipes import ROOT, SOURCE, module_of, train_with
-from shipped import RUNS, load
-from traced_steps import GPT2, program
-from wrong_edits import EDITS, OF_MODELS
 
 import train
 from shardlib.shardtypes import ShardError
@@ -24,6 +17,13 @@ from shardwright.models import family, gpt2, moe
 from shardwright.optimizers import rates
 from shardwright.run.config import PipelineConfig
 from shardwright.run.step import Step, trace_step
+from tests.support import tiny
+from tests.support.own_model import imported
+from tests.support.proofs import found_soon
+from tests.support.recipes import ROOT, SOURCE, module_of, train_with
+from tests.support.shipped import RUNS, load
+from tests.support.traced_steps import GPT2, program
+from tests.support.wrong_edits import EDITS, OF_MODELS
 
 DEMO, STAGES = "r=2 d=2 t=2", "r=1 d=2 t=2 p=2"
 SETTINGS = {  # the mesh, and what is set beside: of training, the model, the optimizer or the pipeline

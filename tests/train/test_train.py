@@ -9,11 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
 import zarr
 from jax.sharding import AxisType
-from losses_of_runs import losses
-from shipped import load
 
 import train
 from shardlib.shardtypes import f32
@@ -23,6 +20,9 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
 from shardwright.run.config import check_divides
 from shardwright.run.metrics import RunLog
+from tests.support import tiny
+from tests.support.losses_of_runs import losses
+from tests.support.shipped import load
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,9 +1,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo_texts import TEXT
 
 from shardwright.inspect.compiled.hlo import Shape, parse
+from tests.support.hlo_texts import TEXT
 
 pytestmark = pytest.mark.quick
 

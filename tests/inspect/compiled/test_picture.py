@@ -3,14 +3,13 @@ import time
 import xml.etree.ElementTree
 
 import pytest
-import step_text
-import tiny
-from hlo_texts import TEXT
-from step_text import table_of
 
 from shardwright.inspect.compiled.files import show
 from shardwright.inspect.compiled.picture import draw
 from shardwright.run.compiling import with_mesh
+from tests.support import step_text, tiny
+from tests.support.hlo_texts import TEXT
+from tests.support.step_text import table_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 

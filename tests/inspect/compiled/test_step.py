@@ -9,10 +9,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-import step_text
-import tiny
-from hlo_texts import HEAD, TEXT
-from step_text import table_of
 
 from shardwright.cluster.devices import make_mesh
 from shardwright.inspect.by_line import ByLine, as_text, lines_of
@@ -22,6 +18,9 @@ from shardwright.inspect.compiled.table import CompiledStep, read_table
 from shardwright.inspect.tables import in_bytes, in_flops
 from shardwright.models import gpt2
 from shardwright.run.files import write_json
+from tests.support import step_text, tiny
+from tests.support.hlo_texts import HEAD, TEXT
+from tests.support.step_text import table_of
 
 MESH = {"d": 2, "t": 2}
 

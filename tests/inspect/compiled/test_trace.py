@@ -11,11 +11,11 @@ from pathlib import Path
 
 import jax
 import pytest
-from hlo_texts import TEXT
-from step_text import table_of
-from traces import trace
 
 from shardwright.inspect.compiled.trace import devices_of, line_times, read_trace, step_bubble, top_lines
+from tests.support.hlo_texts import TEXT
+from tests.support.step_text import table_of
+from tests.support.traces import trace
 
 STEP = "jit_training_step"
 DATA = Path(__file__).parents[2] / "data/h100"

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import step_text
-import tiny
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.axes import AXES
@@ -27,6 +25,7 @@ from shardwright.modeling.weights import shapes_of
 from shardwright.models import family
 from shardwright.optimizers.config import GroupConfig
 from shardwright.tools.plan.screen import as_text
+from tests.support import step_text, tiny
 
 KINDS = {"all_gather": "all-gather", "psum_scatter": "reduce-scatter", "psum": "all-reduce"}
 KINDS |= {"ppermute": "collective-permute"}

@@ -2,17 +2,14 @@
 
 import functools
 
-import dense
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import tiny
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from recipes import SOURCE, line_of, module_of
 
 import train
 from shardwright.cluster.devices import make_mesh
@@ -24,6 +21,8 @@ from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.model import load_model
 from shardwright.run.stages import placement_of
 from shardwright.run.step import Step, trace_step
+from tests.support import dense, tiny
+from tests.support.recipes import SOURCE, line_of, module_of
 
 # A microbatch is too small for d=8.
 MESHES = {name: functools.partial(tiny.mesh, name) for name in tiny.MESHES if name != "d=8"}

@@ -1,6 +1,6 @@
 """A server of `s3://` for tests: objects in memory, and requests as tensorstore makes them.
 
-As a program it prints its port: python tests/s3_server.py
+As a program it prints its port: python -m tests.support.s3_server
 """
 
 import re
@@ -9,7 +9,7 @@ import threading
 import urllib.parse
 from xml.sax.saxutils import escape
 
-from local_server import LocalServer, SilentHandler
+from tests.support.local_server import LocalServer, SilentHandler
 
 PAGE = 100
 """Keys in one answer to a list, so that tests see lists of several answers."""

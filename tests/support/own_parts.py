@@ -10,7 +10,7 @@ import train
 from shardlib import shardops
 from shardwright.run.trackers import Opened
 
-SGD = "own_parts:sgd"
+SGD = "tests.support.own_parts:sgd"
 
 
 def sgd(state, g, step, rate, c, updates):

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from right_programs import key, offset, ring, scattered
-from running import program, programs_of, row
 
 from shardlib.shardtypes import f32, i32
+from tests.support.right_programs import key, offset, ring, scattered
+from tests.support.running import program, programs_of, row
 
 
 @program

@@ -13,7 +13,7 @@ from shardwright.data.text import sources
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SIZES = [
     (writer, "INNER_CHUNK", 64),
     (writer, "TOKENS_SHARD", 2048),

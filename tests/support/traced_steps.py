@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
-from recipes import train_with
 
 from shardwright.cluster.config import HardwareConfig, MeshConfig
 from shardwright.data.loader import DataConfig, batch_shapes
@@ -16,6 +15,7 @@ from shardwright.modeling.settings import ModelConfig
 from shardwright.models import gpt2
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.run.config import Config, PathsConfig, PipelineConfig, TrainingConfig
+from tests.support.recipes import train_with
 
 NAME = "mutated_train"
 MESHES = [

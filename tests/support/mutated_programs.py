@@ -2,7 +2,7 @@
 
 Which of them compute something else on several devices than on one is known by running them: MUTANTS has their names.
 To write it anew, with eight devices, without which nothing runs:
-`XLA_FLAGS=--xla_force_host_platform_device_count=8 PYTHONPATH=.:tests python tests/mutated_programs.py`.
+`XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.support.mutated_programs`.
 """
 
 import ast
@@ -12,12 +12,11 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-import right_methods
-import right_programs
-from mutants import Source
-from running import Program, distance, one_device, run
+from tests.support import right_methods, right_programs
+from tests.support.mutants import Source
+from tests.support.running import Program, distance, one_device, run
 
-MUTANTS = Path(__file__).parent / "data" / "wrong_mutants.txt"
+MUTANTS = Path(__file__).parents[1] / "data" / "wrong_mutants.txt"
 DIFFERENT = 1e-2
 ANOTHER = {"psum": "pmean", "pmean": "psum", "pmax": "pmin", "pmin": "pmax"}
 MOVES = {"all_gather", "psum_scatter", "ppermute", "all_to_all", "pcast", "whole", "same", "own"}

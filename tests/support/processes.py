@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from simulated import xla_flags
+from tests.support.simulated import xla_flags
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = [
     *("model.layers=2", "model.d_model=32", "model.d_ff=32", "model.n_kv=4", "model.n_q_per_kv=1", "model.d_head=8"),
     *("training.batch_size=8", "training.seq_len=16", "training.compute_dtype=f32", "training.eval_batches=0"),

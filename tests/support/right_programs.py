@@ -8,10 +8,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from running import program, programs_of
 
 from shardlib import shardops
 from shardlib.shardtypes import dtype_name, f32, i32
+from tests.support.running import program, programs_of
 
 key = dtype_name("key")
 

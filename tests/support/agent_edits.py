@@ -1,6 +1,6 @@
 """A session of an agent that edits the model: what tools.check says of each edit, and after how long.
 
-    python tests/agent_edits.py        makes each edit of data/agent_edits.toml and records docs/agents.md anew
+    python -m tests.support.agent_edits        makes each edit of data/agent_edits.toml and records docs/agents.md anew
 
 The edits are made in a copy of the checkout, a repository of its own.
 """
@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes import ROOT
+from tests.support.recipes import ROOT
 
 EDITS = tomllib.loads((ROOT / "tests/data/agent_edits.toml").read_text())["edit"]
 PAGE = ROOT / "docs/agents.md"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 TINY = ("training.compute_dtype=bf16", "verify.small=true", "verify.meshes=[2x2x2]", "mesh.p=2")

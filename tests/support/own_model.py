@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 MINE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)[0]
 SIZES = {"vocab": 64, "d_model": 32, "layers": 4, "n_kv": 4, "n_q_per_kv": 1, "d_head": 8, "d_ff": 8}
 

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from local_server import LocalServer, SilentHandler
+from tests.support.local_server import LocalServer, SilentHandler
 
 _STATUS = {"started": "in_progress", "stopped": "stopped", "completed": "completed", "close": "closed"}
 

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny
 
 import train
 from shardlib.shardtypes import dtype_name, f32, i32
@@ -11,6 +10,7 @@ from shardwright.modeling.masks import CAUSAL, Mask, Positions
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
 from shardwright.run.config import Config
+from tests.support import tiny
 
 act = dtype_name("act")
 

@@ -1,4 +1,4 @@
-"""Small models whose layers attend by other rules than causal, and how tests/dense.py computes the same."""
+"""Small models whose layers attend by other rules than causal, and how tests/support/dense.py computes the same."""
 
 import dataclasses
 import functools
@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny
 
 import train
 from shardlib import shardops
@@ -14,6 +13,7 @@ from shardlib.shardtypes import Array, f32, pytree_dataclass
 from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
 from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import bias
+from tests.support import tiny
 
 WINDOW, PREFIX, CAP = 4, 3, 1.5
 MASKS = (causal, same_document)

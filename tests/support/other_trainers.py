@@ -1,7 +1,8 @@
 """Proves the shard_map parts of public JAX libraries, and compares their numbers on several devices and on one.
 
-`python tests/other_trainers.py` prints the table of docs/other-trainers.md. Each function is taken as it is installed.
-Packages that are missing are named, and their rows left out. Install them beside shardwright, without CUDA or torch:
+`python -m tests.support.other_trainers` prints the table of docs/other-trainers.md. Each function is taken as it is
+installed. Packages that are missing are named, and their rows left out. Install them beside shardwright, without CUDA
+or torch:
 
     pip install ringattention==0.1.2 ejkernel==0.0.80.3 flax==0.12.8 optax==0.2.8
     pip install --no-deps --ignore-requires-python maxtext==0.2.5 aqtp qwix simplejson pathwaysutils fastapi \\
@@ -17,16 +18,13 @@ import importlib.util
 import io
 import math
 import os
-import sys
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # before jax starts
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp

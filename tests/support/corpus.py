@@ -1,9 +1,6 @@
 """The programs that show whether the analysis is right: what is right is accepted, what is wrong is refused."""
 
-import mutated_programs
-import right_methods
-import right_programs
-import wrong_programs
+from tests.support import mutated_programs, right_methods, right_programs, wrong_programs
 
 RIGHT = right_programs.PROGRAMS + right_methods.PROGRAMS
 WRITTEN, MUTATED = wrong_programs.PROGRAMS, mutated_programs.PROGRAMS

@@ -9,11 +9,11 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 from jax import lax
-from right_programs import key, logsumexp, offset, picked
-from running import program, programs_of
 
 from shardlib import shardops
 from shardlib.shardtypes import bool_, f32, i32, typed
+from tests.support.right_programs import key, logsumexp, offset, picked
+from tests.support.running import program, programs_of
 
 
 def own(x, axis: str, size: int, dim: int = 0):

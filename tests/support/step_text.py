@@ -5,12 +5,12 @@ import re
 
 import jax
 import numpy as np
-import tiny
 
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import CompiledStep
 from shardwright.run.compiling import with_mesh
+from tests.support import tiny
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 
-from local_server import LocalServer, SilentHandler
+from tests.support.local_server import LocalServer, SilentHandler
 
 
 class Handler(SilentHandler):

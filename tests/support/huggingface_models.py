@@ -5,7 +5,6 @@ import importlib.util
 
 import jax
 import numpy as np
-import tiny
 
 import train
 from shardlib.shardtypes import f32
@@ -15,6 +14,7 @@ from shardwright.modeling.settings import RopeScaling
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.opening import open_run
 from shardwright.tools import checkpoint_to_huggingface, huggingface_to_checkpoint
+from tests.support import tiny
 
 COMPARES = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 """Whether exports and imports can be compared with transformers here."""

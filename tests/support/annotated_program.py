@@ -1,6 +1,6 @@
 """The optimized program of a step for H100s, written by hand, with the seconds that XLA predicts."""
 
-from hlo_texts import HEAD
+from tests.support.hlo_texts import HEAD
 
 COST = ', backend_config={{"reification_cost":[{{"exec_time_us":9,"name":""}},{{"exec_time_us":{},"name":"sol"}}]}}'
 AT = ', metadata={{op_name="jit(f)/{}" stack_frame_id={}}}'

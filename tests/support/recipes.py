@@ -8,7 +8,7 @@ import sys
 import types
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 SOURCE = (ROOT / "train.py").read_text()

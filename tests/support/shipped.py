@@ -5,7 +5,7 @@ from pathlib import Path
 from shardwright.run.config import Config
 from shardwright.run.launch import composed
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")

@@ -1,6 +1,6 @@
 """The Gauntlet: silent parallelism bugs that other frameworks have published, and where each would be caught.
 
-    python tests/gauntlet_page.py       prints docs/gauntlet.md
+    python -m tests.support.gauntlet_page       prints docs/gauntlet.md
 
 gauntlet/bugs.toml has the bugs as edits of this repository, and what catches each.
 gauntlet/test_gauntlet.py applies them and holds the file to the truth.
@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-FILE = Path(__file__).parent / "gauntlet" / "bugs.toml"
+FILE = Path(__file__).parents[1] / "gauntlet" / "bugs.toml"
 CLASSES = {
     "a": "partial sums, copies and varying values mixed up",
     "b": "local operations, counts or dropout masks along a sharded dim",
@@ -34,7 +34,7 @@ Would shardwright have caught them? Each of these bugs ran silently in another f
 
 A bug with no edit can't be planted, because shardwright has no such part or the bug is in a compiler.
 [bugs.toml](../tests/gauntlet/bugs.toml) describes every bug, its edit, and the message, tensor or test that catches it.
-`python tests/gauntlet_page.py` prints this page.
+`python -m tests.support.gauntlet_page` prints this page.
 
 The last two columns below show what [spmd_types](https://github.com/meta-pytorch/spmd_types) {version}, a type system
 for PyTorch (strict global mode, commit 54cf099), rejects of these bugs, written as short programs. It accepts each

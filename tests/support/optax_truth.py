@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import optax
-import tiny
 
 import train
+from tests.support import tiny
 
 
 def of_kinds(chosen) -> train.Transformer:

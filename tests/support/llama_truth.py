@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-import tiny
-from huggingface_models import assert_same, losses_and_gradients, their_logits
 
 import train
 from shardwright.modeling.settings import ModelConfig
+from tests.support import tiny
+from tests.support.huggingface_models import assert_same, losses_and_gradients, their_logits
 
 torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
 

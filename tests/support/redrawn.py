@@ -2,11 +2,11 @@
 
 import jax
 import numpy as np
-import tiny
 
 from shardlib.shardtypes import f32
 from shardwright.data.loader import TokenBatch
 from shardwright.sampling.sampler import Sampling, gumbel_noise
+from tests.support import tiny
 
 
 def kept_by_numpy(scaled: np.ndarray, s: Sampling) -> list[int]:

@@ -35,7 +35,7 @@ def model(kind: str = "mixtral", **changes) -> moe.ModelConfig:
 def theirs(kind: str, w: moe.Weights, c: moe.ModelConfig):
     """The model of transformers with these weights, which runs one expert after the other."""
     (_, transformers), (prefix, names, _) = oracles(), KINDS[kind]
-    from llama_truth import to_llama
+    from tests.support.llama_truth import to_llama
 
     config = getattr(transformers, f"{prefix}Config")(
         vocab_size=c.vocab,
