@@ -88,11 +88,11 @@ from shardwright.modeling.weights import (
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
-from shardwright.run import launch, stages
+from shardwright.run import launch, listeners, stages
 from shardwright.run.config import Config
 from shardwright.run.run import Run
 from shardwright.run.spec import StepSpec
-from shardwright.sampling.samples import TrainingTexts
+from shardwright.sampling import samples
 
 # ---- weights -------------------------------------------------------------------------------------
 
@@ -608,36 +608,41 @@ SPEC = StepSpec(
 
 # ---- main ----------------------------------------------------------------------------------------
 
+LISTENERS = (
+    listeners.Statistics,
+    listeners.Skips,
+    listeners.Profile,
+    listeners.Summary,
+    listeners.Forecast,
+    listeners.Picture,
+    listeners.Report,
+    samples.Samples,
+    samples.Tasks,
+    listeners.Validation,
+    listeners.Checkpoints,  # last: a resumed run does not log again what the others log of a step
+)
+"""What happens around each step, in this order."""
+
 
 def train(config: Config, model: LanguageModel, directory: Path) -> str | None:
     """A run on the current mesh to its end, or to the next of training.changes.
 
     Returns what Run.end does.
     """
-    with Run(config, model, directory, SPEC) as run:
+    with Run(config, model, directory, SPEC, LISTENERS) as run:
         state = run.begin()  # of the last checkpoint, or of init_state
         if run.is_over:  # resumed after its last step
             return run.end()
-        training = run.config.training  # with the changes until here
-        texts = TrainingTexts(run.config, run)  # samples, and the tasks of training.evals
         # Both steps compute on this mesh what they compute on one device, and no token sees a later
         # one; and what has another form on this platform, such as attention, computes the same.
         run.prove()
         run.check_kernels()
         training_step = run.compile()  # as it was proved
-        evaluation_step = run.evaluation_step  # as it was proved, compiled when it is first called
-        texts.write(state.weights)
         for step, batch in run.steps():
-            run.before(step, state, batch)  # tells its listeners: the profile, statistics
+            run.before(step, state, batch)  # tells the listeners
             state, metrics = training_step(state, batch, np.int32(step))
-            run.after(step, metrics)  # logs those of the step before, so that devices never wait
-            texts.write(state.weights)  # if training.sample_interval or evals_interval is due
-            if run.due(training.eval_interval, training.eval_epochs):
-                run.validate(evaluation_step, state.weights, state.average)
-            saves = run.due(training.checkpoint_interval) or run.due(training.export_interval)
-            if saves or run.stopped_by:
-                # After the log of these steps, which a run resumed from here does not write again.
-                run.save(state)
+            # Tells them, and logs the metrics of the step before, so that devices never wait.
+            run.after(step, state, metrics)
         return run.end()
 
 

@@ -1,13 +1,10 @@
-"""Chooses the checkpoint that a run resumes from, makes its first state, and saves it."""
+"""Chooses the checkpoint that a run resumes from, and makes its first state."""
 
-import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shardlib.placement import LayerPlacement
-from shardwright.cluster.watch import pause
 from shardwright.data.loader import check_skips
 from shardwright.run import reference
 from shardwright.run.checkpoint import Checkpointer
@@ -16,19 +13,12 @@ from shardwright.run.opening import checkpoints_of, fresh_state, read_state
 from shardwright.run.printing import log
 from shardwright.run.provenance import compare_source
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
-from shardwright.run.skipping import are_finite, check_finite
-from shardwright.run.stages import stack_orders
 from shardwright.run.step import Step
-from shardwright.run.stores import Damaged, in_all_processes
-
-MAX_FAILED = 3
-"""Consecutive failed saves after which the run ends."""
-AGAIN_S = 5.0
-"""Seconds before the save after the last step is retried."""
+from shardwright.run.stores import Damaged
 
 
 class Keeper:
-    """Restores the first state of a run and saves its checkpoints.
+    """Restores the first state of a run.
 
     Args:
         whole: the configuration with all changes.
@@ -37,6 +27,7 @@ class Keeper:
         placement: of its layers.
 
     Attributes:
+        checkpoints: the Checkpointer of the run.
         record: entries for provenance.json: the reference, and what was done with the weights of init_from.
         damaged: step of each unusable checkpoint → what is wrong with it.
         source_differs: how the source differs from that of the checkpoint; None if it does not.
@@ -49,7 +40,6 @@ class Keeper:
         self.source_differs: str | None = None
         place = checkpoints_of(directory, whole.paths)
         self.checkpoints = Checkpointer(place, keep=whole.training.keep_checkpoints)
-        self._failed = 0
 
     def last(self, provenance_at: Callable[[int], dict[str, Any]]) -> tuple[int, dict, dict]:
         """Finds the checkpoint to resume from: (step, loader state, SkippedSteps state), or (0, {}, {}).
@@ -95,51 +85,3 @@ class Keeper:
             log(f"WARNING    resuming from step {start}; the checkpoints {later} are moved to {place}")
         if not is_over:
             self.checkpoints.remove_leftovers()
-
-    def save(
-        self, done: int, state: Any, metadata: dict[str, Any], settle: Callable[[], Any], ask: str, is_last: bool
-    ) -> None:
-        """Saves a checkpoint in the background; waits only for the last one of this start.
-
-        A failed save is printed, and the next one is attempted as usual. The last one is retried.
-
-        Args:
-            done: number of steps done.
-            state: the state after them.
-            metadata: what the checkpoint keeps in addition to the configuration.
-            settle: Journal.settle, called before the checkpoint is complete.
-            ask: a command that names what is not finite.
-            is_last: True if no save follows.
-
-        Raises:
-            FloatingPointError: a value of the state is not finite.
-            OSError: MAX_FAILED consecutive saves failed.
-        """
-        finite = are_finite(state)
-        metadata = {"config": dataclasses.asdict(self._whole)} | metadata
-        metadata |= {"reference": made} if (made := self.record["reference"]) else {}
-
-        def complete() -> None:
-            metadata["skips"], self.checkpoints.rotates = settle()
-            check_finite(finite, done, ask)
-
-        orders = stack_orders(self._placement, type(state), state)
-        self._has_ended("Training continues, and the next one is saved as usual.")
-        self.checkpoints.save(done, state, metadata, orders, check=complete)
-        while is_last and not self._has_ended("Retrying."):
-            time.sleep(AGAIN_S)
-            self.checkpoints.save(done, state, metadata, orders, check=complete, again=True)
-
-    def _has_ended(self, then: str) -> bool:
-        """Waits for the last save. Returns True if it succeeded; otherwise prints the error and what happens `then`."""
-        try:
-            with pause("waiting for a checkpoint to be written"):
-                in_all_processes(self.checkpoints.wait)
-        except OSError as error:
-            self._failed += 1
-            if self._failed == MAX_FAILED:
-                raise OSError(f"{error} {MAX_FAILED} checkpoints in a row were not saved.") from error
-            log(f"WARNING: {error} {then}")
-            return False
-        self._failed = 0
-        return True

@@ -16,15 +16,12 @@ from shardwright.data.loader import TokenBatch, prefetch
 from shardwright.inspect import examine
 from shardwright.modeling.model import COMPUTE_DTYPES, LanguageModel
 from shardwright.run.best_effort import in_a_line
-from shardwright.run.changes import config_at, firsts
-from shardwright.run.checkpoint_arrays import directory_of
 from shardwright.run.compiling import compile_step, seconds_shown
 from shardwright.run.config import Config
 from shardwright.run.directory import override
-from shardwright.run.exports import Exports
 from shardwright.run.flops import peak_flops, speed_of
 from shardwright.run.keeping import Keeper
-from shardwright.run.listeners import STANDARD, Ending, Listener, Listeners, Skips, replay_of
+from shardwright.run.listeners import Ending, Listener, Listeners
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.printing import log
 from shardwright.run.provenance import keep_source
@@ -50,7 +47,7 @@ class Run(Schedule):
     Args:
         c, model, spec: as for Schedule.
         directory: of the run.
-        listeners: what happens around the steps, in this order.
+        listeners: classes of what happens around the steps, in this order.
 
     Attributes:
         options: compiler options that the installed XLA knows.
@@ -59,6 +56,7 @@ class Run(Schedule):
         log: the RunLog, since `begin`.
         program, hlo, compiled_s: the compiled step, the file of its text, and how long it took, since `compile`.
         skips: what the checkpoint knows of skipped steps: SkippedSteps.state.
+        keeper: the Keeper of its checkpoints.
 
     Raises:
         ValueError: tools would take another SPEC, the data is too short, or a checkpoint has other settings.
@@ -70,7 +68,7 @@ class Run(Schedule):
         model: LanguageModel,
         directory: Path,
         spec: StepSpec,
-        listeners: Sequence[Callable[[], Listener]] = STANDARD,
+        listeners: Sequence[Callable[[], Listener]],
     ):
         if spec is not load_spec():
             raise ValueError(
@@ -83,22 +81,14 @@ class Run(Schedule):
         self.hlo: Path | None = None
         self._cleanup = contextlib.ExitStack()
         self._stop = StopRequest()
-        made = [listener() for listener in listeners]
-        self._listeners = Listeners(made)
-        self._skipped = next((x for x in made if isinstance(x, Skips)), None)
-        t = self.config.training
-        if self.step.inputs and t.sample_interval is not None:
-            raise ValueError(
-                f"training.sample_interval is {t.sample_interval}, but the model also reads "
-                f"{', '.join(self.step.inputs)}, which generated tokens lack. Set training.sample_interval=null."
-            )
+        self.listeners = Listeners([listener() for listener in listeners])
 
     def __enter__(self) -> "Run":
         with self._cleanup:
             check_processes(deciding_settings(self.whole))
             self.placement = placement_of(self.config, self.model)
-            self._keeper = Keeper(self.whole, self.directory, self.model, self.placement)
-            self._cleanup.enter_context(self._keeper.checkpoints)
+            self.keeper = Keeper(self.whole, self.directory, self.model, self.placement)
+            self._cleanup.enter_context(self.keeper.checkpoints)
             self._peak = peak_flops(
                 [*jax.sharding.get_mesh().devices.flat], COMPUTE_DTYPES[self.config.training.compute_dtype]
             )
@@ -113,7 +103,7 @@ class Run(Schedule):
     def begin(self) -> Any:
         """Restores the state of the last checkpoint, or initializes it. Describes the run and opens its log."""
         state = None
-        keeper = self._keeper
+        keeper = self.keeper
         while state is None:
             start, loader_state, self.skips = keeper.last(self._provenance_at)
             self.resume(start, loader_state)
@@ -129,10 +119,7 @@ class Run(Schedule):
         self._keep_source = functools.partial(keep_source, self.directory, self.start, self.model, about)
         if not self.is_over:
             save_config(self.directory, self.whole)
-        keeper.checkpoints.held = self._exports.left
-        if jax.process_index() == 0:
-            for step in keeper.checkpoints.steps():
-                self._export_if_missing(step)
+        self.listeners.begin(self)
         return state
 
     def _open_log(self) -> dict[str, Any]:
@@ -145,41 +132,32 @@ class Run(Schedule):
             "start_step": self.start,
             "print_every": self.config.training.log_interval,
         }
-        self._cleanup.enter_context(self._listeners)
+        self._cleanup.enter_context(self.listeners)
         self._cleanup.push(self._end_by_error)
-        self._listeners.begin(self)  # before lines of later steps are moved aside: a setting may be wrong
+        self.listeners.check(self)  # before lines of later steps are moved aside
         send = self._cleanup.enter_context(trackers)
-        options = {"speed": speed, "see": self._listeners.see, "send": send}
+        options = {"speed": speed, "see": self.listeners.see, "send": send}
         self.log = self._cleanup.enter_context(RunLog(self.directory, **lengths, **options))
-        self._exports = Exports(self.directory, self.log)
         if not self.is_over:
             self.log.add_event(self.start - 1, "start", {})
-        for step, why in self._keeper.damaged.items():
+        for step, why in self.keeper.damaged.items():
             self.log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
         if not self.is_over and (changed := self.changes().get(self.start)):
             self.log.add_event(self.start, "changed", {"settings": changed})
         return facts_of(self, speed)
 
+    def signal(self) -> str | None:
+        """Names the signal that requested a stop, also since the last step, in this process; None without one."""
+        return self.stopped_by or self._stop.signal
+
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error is not None and self.done > self.start:
-            self._listeners.end(Ending("failed", in_a_line(error)))
+            self.listeners.end(Ending("failed", in_a_line(error)))
 
     @property
     def checkpoints(self) -> str:
         """Path or URL of the checkpoints."""
-        return self._keeper.checkpoints.store.url
-
-    def _export_if_missing(self, step: int) -> None:
-        """Exports a checkpoint that a start before this one should have exported, but did not."""
-        interval = config_at(self.whole, step - 1).training.export_interval
-        if interval is None or not (0 < step <= self.start):
-            return
-        is_due = step % interval == 0 or step in (*firsts(self.whole), self.total)
-        if is_due and not (self.directory / f"exports/{step:010}").exists():
-            self._export(step)
-
-    def _export(self, step: int) -> None:
-        self._exports.add(step, f"{self.checkpoints}/{directory_of(step)}", self._keeper.checkpoints.saving)
+        return self.keeper.checkpoints.store.url
 
     def _provenance_at(self, step: int) -> dict[str, Any]:
         self.be_at(step)
@@ -217,14 +195,6 @@ class Run(Schedule):
         self.log.add_event(self.start - 1, "compiled", {"seconds": round(self.compiled_s, 3)})
         return self.program
 
-    @functools.cached_property
-    def _evaluation(self) -> jax.stages.Compiled:
-        return self.step.other(name="evaluation").lower().compile(compiler_options=self.options)
-
-    def evaluation_step(self, weights: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """Runs the verified evaluation step: sum of losses in nats, number of targets."""
-        return self._evaluation(weights, batch)
-
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
@@ -236,7 +206,6 @@ class Run(Schedule):
         ahead = self.config.data.prefetch, self.loader.parallel_loads
         batches = self._cleanup.enter_context(prefetch(load, self.start, self.end_step, *ahead))
         self.settle = batches.settle
-        self._cleanup.callback(self._listeners.wait)  # also after an error, while the loader is open
         self._stop = self._cleanup.enter_context(StopRequest())
         for step in range(self.start, self.end_step):
             first = step == self.start  # takes longer, because it sets up devices and networks
@@ -251,9 +220,9 @@ class Run(Schedule):
 
     def before(self, step: int, state: Any, batch: TokenBatch) -> None:
         """Tells the listeners that a step is about to be dispatched."""
-        self._listeners.before(step, state, batch)
+        self.listeners.before(step, state, batch)
 
-    def after(self, step: int, metrics: Any) -> None:
+    def after(self, step: int, state: Any, metrics: Any) -> None:
         """Queues the metrics of the step just dispatched, writes those of the step before, and tells the listeners.
 
         No device idles for it. `metrics` is a dataclass with fields that RunLog.log accepts, one of them `loss`.
@@ -263,40 +232,7 @@ class Run(Schedule):
         if step == self.start:
             self._keep_source()  # while the devices work
         self.stopped_by = self._stop.after(step)
-        self._listeners.after(step, metrics)
-
-    def save(self, state: Any) -> None:
-        """Saves a checkpoint, in the background except for the last of this start. Raises as Keeper.save does."""
-        done = self.done
-        self.log.note(done - 1, "checkpoint")
-        metadata = {"loader": self.loader.state(self.batch_of(done - 1) + 1), "provenance": self.provenance}
-        is_last = self.is_over or self.stopped_by is not None
-        self._keeper.save(done, state, metadata, self._sync, replay_of(self.directory, done), is_last)
-        interval = self.config.training.export_interval
-        if interval is not None and self.due(interval):
-            self._export(done)
-
-    def _sync(self) -> tuple[dict[str, Any], bool]:
-        """Syncs the log before a checkpoint completes. Returns the state of skipped steps and whether to rotate.
-
-        After a skipped step older checkpoints are kept, because the cause may be in the newest already.
-        """
-        in_all_processes(self.log.sync)
-        return (self._skipped.steps.state() if self._skipped else self.skips), self._rotates
-
-    @property
-    def _rotates(self) -> bool:
-        return not (self._skipped and self._skipped.steps.in_a_row)
-
-    def validate(self, evaluation_step: Callable[..., Any], weights: object, average: object = None) -> None:
-        """Logs the loss of weights and of their average, or why there is none. Nothing if eval_batches is 0."""
-        if self.validation:
-            self.log.flush()  # the steps before end here
-            self.log_event(*self.evaluated(evaluation_step, weights, average))
-
-    def log_event(self, event: str, values: object) -> None:
-        """Logs an event after the steps done so far, as RunLog.log_event does."""
-        self.log.log_event(self.done - 1, event, values)
+        self.listeners.after(step, state, metrics)
 
     @staticmethod
     def to_the_end(train: Callable[[], str | None]) -> str | None:
@@ -311,32 +247,20 @@ class Run(Schedule):
         Raises OSError, with the path, if the last checkpoint or metrics cannot be written.
         """
         if self.done == self.start:
-            self._finish_exports()
+            self.listeners.wait()
             log(f"{self.start} of {self.total} steps are done already. To continue, train for longer (training.steps).")
             return None
         self.log.close()
-        self._keeper.checkpoints.wait()
-        exported = self._finish_exports()
-        self._listeners.wait()
-        self.stopped_by = self.stopped_by or self._stop.signal  # since the last step
-        if self.done == self.total and exported:
-            self._listeners.end(Ending("finished"))
+        complete = self.listeners.wait()
+        self.stopped_by = self.signal()
+        if self.done == self.total and complete:
+            self.listeners.end(Ending("finished"))
             return None
         if self.stopped_by:
             name = self.config.paths.model_name or self.directory.name
             log(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
             log(f"To resume: the same command, with {override('paths.model_name', name)}")
-            self._listeners.end(Ending("stopped", self.stopped_by))
+            self.listeners.end(Ending("stopped", self.stopped_by))
             return self.stopped_by
-        self._listeners.end(Ending("paused"))
+        self.listeners.end(Ending("paused"))
         return CHANGES
-
-    def _finish_exports(self) -> bool:
-        """Waits for the exports, then removes the checkpoints that they held.
-
-        Returns False if a signal stopped the exports.
-        """
-        exported = self._exports.wait(lambda: self.stopped_by or self._stop.signal)
-        if exported and self._exports and self._rotates:
-            self._keeper.checkpoints.rotate()
-        return exported

@@ -1,18 +1,13 @@
 """Determines the remaining steps of a run, and the settings and data of each."""
 
 import functools
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-import jax
-
 from shardwright.data.loader import Loader, batch_of, make_loader
 from shardwright.modeling.model import LanguageModel, inputs_of
-from shardwright.run.best_effort import in_a_line
 from shardwright.run.changes import config_at, described_change, firsts, loader_at, tokens_before, total_steps
 from shardwright.run.config import Config
-from shardwright.run.evaluation import evaluate
 from shardwright.run.provenance import provenance_of
 from shardwright.run.resuming import check_processes
 from shardwright.run.spec import StepSpec
@@ -107,23 +102,6 @@ class Schedule:
     def tokens_before(self) -> int:
         """Computes Speed.tokens_before: tokens of the steps before the start, minus those at the current batch size."""
         return tokens_before(self.whole, self.start) - self.start * self.loader.tokens_per_batch
-
-    def evaluated(
-        self, evaluation_step: Callable[..., Any], weights: object, average: object = None
-    ) -> tuple[str, dict[str, Any]]:
-        """Evaluates weights, and their average if kept. Returns the event, which may be a failure, and its values."""
-        alone = () if jax.process_count() > 1 else (RuntimeError,)  # only the others are raised in all processes
-        try:
-
-            def evaluate_weights(w: Any) -> dict[str, Any]:
-                return evaluate(evaluation_step, w, self.validation, self.config.training.eval_batches)
-
-            found = evaluate_weights(weights)
-            of_average = {} if average is None else evaluate_weights(average)
-            losses = {f"average_{name}": of_average[name] for name in ("loss", "bits_per_byte") if name in of_average}
-            return "validation", found | losses
-        except (OSError, ValueError, *alone) as error:  # keep training, so that the work is saved
-            return "validation_failed", {"why": in_a_line(error)}
 
     def changes(self) -> dict[int, str]:
         """Describes each change of settings, by the step from which it applies."""

@@ -1,5 +1,6 @@
-"""Samples texts and evaluates tasks during training."""
+"""Samples texts and evaluates tasks during training: two listeners of a run."""
 
+import functools
 import json
 from typing import Any
 
@@ -8,9 +9,8 @@ import jax
 from shardwright.cluster.watch import pause
 from shardwright.data.text.tokenizers import REMEDY, tokenizer_of_run
 from shardwright.run.best_effort import best_effort, in_a_line
-from shardwright.run.config import Config
+from shardwright.run.listeners import Listener, Training
 from shardwright.run.metrics import move_later_lines
-from shardwright.run.run import Run
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.sampling.scoring import Scorer
@@ -21,23 +21,29 @@ SHOWN = 100
 """Most characters of a sample on the terminal."""
 
 
-class TrainingSamples:
-    """Continues training.sample_prompts with the weights of a run during training.
+class Samples(Listener):
+    """Continues training.sample_prompts before the first step and when training.sample_interval is due.
 
     Each sample is a line in `<directory>/samples.jsonl`: step (number of steps done), prompt, text (what was added),
     and ended (true if by the data's end-of-document token). The noise is the same each time, so texts differ only by
-    what was learned. All processes make the same calls; process 0 writes.
-
-    Args:
-        c: configuration of the run.
-        run: the run, which need not have begun. If it resumes, the first `write` removes lines of later steps.
+    what was learned. All processes make the same calls; process 0 writes. A resumed run moves lines of later steps
+    aside when it first writes. If sampling fails, it warns, and training continues without samples.
 
     Raises:
         ValueError: the data's tokenizer cannot encode a prompt, or a setting is out of range.
     """
 
-    def __init__(self, c: Config, run: Run):
-        t = c.training
+    _sampler: Sampler | None = None
+
+    def check(self, run: Training) -> None:
+        c, t = run.config, run.config.training
+        if t.sample_interval is None or run.is_over:
+            return
+        if run.step.inputs:
+            raise ValueError(
+                f"training.sample_interval is {t.sample_interval}, but the model also reads "
+                f"{', '.join(run.step.inputs)}, which generated tokens lack. Set training.sample_interval=null."
+            )
         self._run = run
         self._texts = list(t.sample_prompts)
         try:
@@ -55,22 +61,25 @@ class TrainingSamples:
             self._sampler = Sampler(run.step, settings, context=t.seq_len, source=run.provenance["source"])
         self._path = run.directory / "samples.jsonl"
         self._wrote = False
-        self._failed = False
 
-    def write(self, weights: object) -> None:
-        """Samples with these weights, after the steps done so far.
+    def before(self, step: int, state: Any, batch: Any) -> None:
+        if step == 0:
+            self._write(state.weights)
 
-        On failure, prints a warning and disables samples; training continues.
-        """
-        done = self._run.done
-        weights = without_stages(weights, self._run.placement, self._mesh)
-        if self._failed:
+    def after(self, step: int, state: Any, metrics: Any) -> None:
+        if self._sampler and self._run.due(self._run.config.training.sample_interval):
+            self._write(state.weights)
+
+    def _write(self, weights: object) -> None:
+        if self._sampler is None:
             return
+        done = self._run.done
         try:
             with pause("sampling texts"), jax.set_mesh(self._mesh):
-                drawn = self._sampler.generate(weights, self._prompts)
+                folded = without_stages(weights, self._run.placement, self._mesh)
+                drawn = self._sampler.generate(folded, self._prompts)
         except Exception as error:  # from the user's model, in every process
-            self._failed = True
+            self._sampler = None
             say(f"WARNING: no samples: {type(error).__name__}: {error}\nTraining continues without samples.")
             return
         lines = []
@@ -79,7 +88,7 @@ class TrainingSamples:
             added = self._tokenizer.continuation(prompt, ids[:-1] if ended else ids)
             lines.append(json.dumps({"step": done, "prompt": text, "text": added, "ended": ended}) + "\n")
             shown = " ".join((text + added).split())
-            self._run.log_event("sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)})
+            self._run.log.log_event(done - 1, "sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)})
         if jax.process_index() == 0:
             with best_effort(str(self._path)):
                 if not self._wrote:
@@ -89,15 +98,20 @@ class TrainingSamples:
             self._wrote = True
 
 
-class TrainingTasks:
-    """Evaluates training.evals during training, as tools.evaluate does: the event `evals`, such as cloze/accuracy.
+class Tasks(Listener):
+    """Evaluates training.evals as tools.evaluate does: the event `evals`, such as cloze/accuracy.
 
-    Arguments are those of TrainingSamples. Raises ValueError for an unknown task.
+    They are due at training.evals_interval, or where a validation is. A task that fails is logged as `failed`, and
+    training continues. Raises ValueError for an unknown task.
     """
 
-    def __init__(self, c: Config, run: Run):
+    _scorer: Scorer | None = None
+
+    def check(self, run: Training) -> None:
+        c = self._c = run.config
+        if not c.training.evals or run.is_over:
+            return
         check_tasks(c.training.evals)
-        self._c = c
         self._run = run
         self._mesh = folded_mesh(c)
         with jax.set_mesh(self._mesh):
@@ -105,42 +119,25 @@ class TrainingTasks:
             source = run.provenance["source"]
             self._scorer = Scorer(run.step, loss, c.training.seq_len, source)
 
-    def write(self, weights: object) -> None:
-        """Logs the metrics of all tasks. A task that fails is logged as `failed`, and training continues."""
-        weights = without_stages(weights, self._run.placement, self._mesh)
-        self._run.log_event("evals", lambda: self._metrics(weights))
+    def after(self, step: int, state: Any, metrics: Any) -> None:
+        t = self._c.training
+        epochs = None if t.evals_interval else t.eval_epochs
+        if self._scorer and self._run.due(t.evals_interval or t.eval_interval, epochs):
+            weights = without_stages(state.weights, self._run.placement, self._mesh)
+            found = functools.partial(self._metrics, self._scorer, weights)
+            self._run.log.log_event(step, "evals", found)
 
-    def _metrics(self, weights: object) -> dict[str, Any]:
+    def _metrics(self, scorer: Scorer, weights: object) -> dict[str, Any]:
         c = self._c
         metrics = {}
         failed = []
         for name in c.training.evals:
             try:
                 with pause("evaluating tasks"), jax.set_mesh(self._mesh):
-                    found = evaluate_tasks([name], self._scorer, weights, c, c.training.evals_limit)["results"]
+                    found = evaluate_tasks([name], scorer, weights, c, c.training.evals_limit)["results"]
             except Exception as error:  # from the user's model or data, or lm-eval
                 failed.append(f"{name}: {in_a_line(error)}")
                 continue
             numbers = ((f"{task}/{metric}", x) for task, of_task in found.items() for metric, x in of_task.items())
             metrics |= {key.removesuffix(",none"): float(x) for key, x in numbers if isinstance(x, int | float)}
         return metrics | ({"failed": "; ".join(failed)} if failed else {})
-
-
-class TrainingTexts:
-    """The TrainingSamples and TrainingTasks of a run, as far as its settings ask for them."""
-
-    def __init__(self, c: Config, run: Run):
-        self._run = run
-        self._t = c.training
-        self._samples = TrainingSamples(c, run) if c.training.sample_interval else None
-        self._tasks = TrainingTasks(c, run) if c.training.evals else None
-
-    def write(self, weights: object) -> None:
-        """Writes what is due after the steps done so far. Samples are also due before the first step."""
-        run, t = self._run, self._t
-        begins = run.done == run.start
-        if self._samples and (run.start == 0 if begins else run.due(t.sample_interval)):
-            self._samples.write(weights)
-        epochs = None if t.evals_interval else t.eval_epochs
-        if self._tasks and not begins and run.due(t.evals_interval or t.eval_interval, epochs):
-            self._tasks.write(weights)

@@ -155,7 +155,7 @@ def test_what_reads_a_step_is_reached_by_one_module():
     for name in modules():
         if name == "train" or name.startswith("shardwright.run."):
             found = {target for target, _ in imports(name) if room(target) == "shardwright.inspect"}
-            is_run = name in ("shardwright.run.run", "shardwright.run.listeners")
+            is_run = name in ("shardwright.run.run", "shardwright.run.listeners.standard")
             assert found <= ({"shardwright.inspect.examine"} if is_run else set()), name
             assert '"shardwright.inspect' not in modules()[name].read_text(), name
 

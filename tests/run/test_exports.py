@@ -17,7 +17,6 @@ import pytest
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run import background, exports
-from shardwright.run.run import Run
 from tests.support import tiny
 
 
@@ -61,20 +60,6 @@ def test_exports_wait_for_their_checkpoint_and_for_each_other(tmp_path, monkeypa
     saving.set_result(None)
     assert made.wait(lambda: None)
     assert ["one" in order[0], "two" in order[1]] == [True, True]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("in_a_row", [0, 1])
-def test_the_process_that_exports_rotates_without_the_others(monkeypatch, in_a_row):
-    """Only process 0 exports, so what follows must not wait for all of them."""
-    rotated: list[bool] = []
-    monkeypatch.setattr("shardwright.run.run.in_all_processes", lambda act: pytest.fail("it waits for all processes"))
-    run: Any = object.__new__(Run)
-    run._exports = SimpleNamespace(wait=lambda stopped_by: True)
-    run._skipped = SimpleNamespace(steps=SimpleNamespace(in_a_row=in_a_row))
-    run._keeper = SimpleNamespace(checkpoints=SimpleNamespace(rotate=lambda: rotated.append(True)))
-    assert run._finish_exports()
-    assert rotated == [True] * (not in_a_row)
 
 
 @pytest.mark.long

@@ -1,13 +1,16 @@
 """The listeners of a run: in which order they are told what, and what each of them prints and logs."""
 
-import json
+import concurrent.futures
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import train
 from shardwright.run import forecast
-from shardwright.run.listeners import STANDARD, Ending, Forecast, Listener, Listeners, Report, Skips, Summary
+from shardwright.run.listeners import Ending, Forecast, Listener, Listeners, Report, Skips, Summary
+from shardwright.run.listeners import checkpoints as saving_module
+from shardwright.run.listeners import validation as validation_module
 from tests.support import tiny
 
 pytestmark = pytest.mark.quick
@@ -19,6 +22,9 @@ class Told(Listener):
     def __init__(self, name: str, told: list, fails: str = ""):
         self._name, self._told, self._fails = name, told, fails
 
+    def check(self, run):
+        self._told.append((self._name, "check"))
+
     def begin(self, run):
         if self._fails:
             raise ValueError(self._fails)
@@ -27,7 +33,7 @@ class Told(Listener):
     def before(self, step, state, batch):
         self._told.append((self._name, "before", step))
 
-    def after(self, step, metrics):
+    def after(self, step, state, metrics):
         self._told.append((self._name, "after", step))
 
     def see(self, step, values):
@@ -35,6 +41,7 @@ class Told(Listener):
 
     def wait(self):
         self._told.append((self._name, "wait"))
+        return self._name != "a"  # a signal cut its work short
 
     def end(self, how):
         self._told.append((self._name, how.state))
@@ -47,15 +54,16 @@ def test_listeners_are_told_in_the_order_of_their_list():
     told: list = []
     with Listeners([Told("a", told), Told("b", told)]) as listeners:
         run: Any = None
+        listeners.check(run)
         listeners.begin(run)
         listeners.before(0, None, None)
-        listeners.after(0, None)
+        listeners.after(0, None, None)
         listeners.see(0, {})
-        listeners.wait()
+        assert not listeners.wait()
         listeners.end(Ending("finished"))
-    events = [("begin",), ("before", 0), ("after", 0), ("see", 0), ("wait",), ("finished",)]
-    assert told[:12] == [(name, *event) for event in events for name in "ab"]
-    assert told[12:] == [("b", "close"), ("a", "close")]
+    events = [("check",), ("begin",), ("before", 0), ("after", 0), ("see", 0), ("wait",), ("finished",)]
+    assert told[:14] == [(name, *event) for event in events for name in "ab"]
+    assert told[14:] == [("b", "close"), ("a", "close")]
 
 
 def test_only_listeners_that_have_begun_are_closed():
@@ -112,12 +120,14 @@ def test_a_run_of_skipped_steps_alone_does_not_finish(run):
 
 
 def test_the_summary_of_a_finished_run(run, capsys, monkeypatch):
-    monkeypatch.setattr("shardwright.run.listeners.peak_memory", lambda program, metrics: {"peak_memory_bytes": 7})
+    monkeypatch.setattr(
+        "shardwright.run.listeners.standard.peak_memory", lambda program, metrics: {"peak_memory_bytes": 7}
+    )
     run.program = None
     summary = Summary()
     summary.begin(run)
     for step in range(3):
-        summary.after(step, SimpleNamespace(loss=3.0 - step))
+        summary.after(step, None, SimpleNamespace(loss=3.0 - step))
     assert run.events == [(0, "memory", {"peak_memory_bytes": 7})]
     summary.end(Ending("failed", "no memory"))
     assert capsys.readouterr().out == ""
@@ -140,11 +150,11 @@ def test_losses_are_compared_with_their_forecast(run, capsys, monkeypatch):
         def end_part(self):
             self.tell(2, 0, self.losses[-1][1], bound)
 
-    monkeypatch.setattr("shardwright.run.listeners.Watch", Watch)
-    monkeypatch.setattr("shardwright.run.listeners.parameters_without_embeddings", lambda model: 1)
+    monkeypatch.setattr("shardwright.run.listeners.standard.Watch", Watch)
+    monkeypatch.setattr("shardwright.run.listeners.standard.parameters_without_embeddings", lambda model: 1)
     run.config.training.forecast, run.is_over, run.model = "forecast.json", False, None
     compared = Forecast()
-    compared.begin(run)
+    compared.check(run)
     compared.see(0, {"loss": 3.0})
     compared.end(Ending("finished"))
     assert "is ABOVE its forecast, 1.500 to 2.500" in capsys.readouterr().out
@@ -163,6 +173,136 @@ def test_how_a_run_ends_is_its_last_event(run, capsys, state):
     assert ("metrics.jsonl" in capsys.readouterr().out) == (state != "paused")
 
 
-def test_the_standard_listeners_need_nothing_to_be_made():
-    assert [type(listener()) for listener in STANDARD] == [*STANDARD]
-    json.dumps([listener.__doc__ for listener in STANDARD])
+class Checkpointer:
+    """Keeps what it is told; the first `fails` saves fail."""
+
+    saving = None
+
+    def __init__(self, fails: int = 0):
+        self.saved, self.tries, self.fails, self.rotated = [], 0, fails, 0
+
+    def steps(self):
+        return []
+
+    def wait(self):
+        if self.tries and self.fails:
+            self.fails -= 1
+            raise OSError("the disk is full.")
+
+    def save(self, done, state, metadata, orders, check, again=False):
+        self.tries += 1
+        check()
+        self.saved.append((done, metadata["skips"], self.rotates))
+
+    def rotate(self):
+        self.rotated += 1
+
+
+@pytest.fixture
+def saving(run, monkeypatch):
+    """A function that starts Checkpoints which save to a Checkpointer: (settings of training, …) -> both."""
+    monkeypatch.setattr(saving_module, "AGAIN_S", 0.0)
+    monkeypatch.setattr(saving_module, "stack_orders", lambda placement, kind, state: {})
+
+    def start(*, fails=0, **training):
+        for name, value in training.items():
+            setattr(run.config.training, name, value)
+        run.log.note = lambda *_: None
+        run.log.sync = lambda: None
+        run.keeper = SimpleNamespace(checkpoints=Checkpointer(fails), record={"reference": None})
+        run.provenance, run.placement, run.stopped_by = {}, None, None
+        run.loader.state = lambda batch: {"batch": batch}
+        run.signal = lambda: None
+        skips = Skips()
+        skips.begin(run)
+        run.listeners = Listeners([skips])
+        checkpoints = saving_module.Checkpoints()
+        checkpoints.begin(run)
+        return checkpoints, run.keeper.checkpoints
+
+    return start
+
+
+def after(run, checkpoints, done):
+    run.done = done
+    run.is_over = done == 3
+    run.due = lambda interval: run.is_over or (interval is not None and done % interval == 0)
+    checkpoints.after(done - 1, {}, None)
+
+
+def test_checkpoints_are_saved_when_due_at_the_end_and_when_stopped(run, saving):
+    checkpoints, written = saving(checkpoint_interval=2)
+    for done in (1, 2):
+        after(run, checkpoints, done)
+    assert [done for done, *_ in written.saved] == [2]
+    after(run, checkpoints, 3)
+    run.stopped_by = "SIGTERM"
+    after(run, checkpoints, 1)
+    assert [done for done, *_ in written.saved] == [2, 3, 1]
+
+
+def test_older_checkpoints_stay_after_a_skipped_step(run, saving):
+    checkpoints, written = saving(checkpoint_interval=1)
+    after(run, checkpoints, 1)
+    run.listeners.see(0, {"loss": "NaN", "skipped": True})
+    after(run, checkpoints, 2)
+    run.listeners.see(1, {"loss": 3.0})
+    after(run, checkpoints, 3)
+    assert [rotates for *_, rotates in written.saved] == [True, False, True]
+    assert written.saved[1][1] != written.saved[0][1], "the checkpoint knows of the skipped step"
+
+
+def test_a_save_that_fails_is_told_and_the_last_one_is_tried_again(run, saving, capsys):
+    checkpoints, written = saving(fails=2, checkpoint_interval=1)
+    for done in (1, 2, 3):
+        after(run, checkpoints, done)
+    assert [done for done, *_ in written.saved] == [1, 2, 3]
+    told = capsys.readouterr().out
+    assert told.count("WARNING: the disk is full. Training continues") == 2
+    checkpoints, written = saving(fails=2, checkpoint_interval=1)
+    after(run, checkpoints, 3)
+    assert [done for done, *_ in written.saved] == [3, 3, 3]
+    assert capsys.readouterr().out.count("Retrying.") == 2
+    checkpoints, written = saving(fails=3, checkpoint_interval=1)
+    with pytest.raises(OSError, match=r"the disk is full\. 3 checkpoints in a row were not saved"):
+        after(run, checkpoints, 3)
+
+
+@pytest.mark.parametrize("in_a_row", [0, 1])
+def test_the_process_that_exports_rotates_without_the_others(run, saving, monkeypatch, in_a_row):
+    """Only process 0 exports, so what follows must not wait for all of them."""
+    checkpoints, written = saving(checkpoint_interval=1)
+    checkpoints._exports._exports[2] = concurrent.futures.Future()
+    checkpoints._exports._exports[2].set_result(None)
+    for step in range(in_a_row):
+        run.listeners.see(step, {"loss": "NaN", "skipped": True})
+    monkeypatch.setattr(saving_module, "in_all_processes", lambda act: pytest.fail("it waits for all processes"))
+    assert checkpoints.wait()
+    assert written.rotated == (not in_a_row)
+
+
+def test_a_validation_that_fails_is_an_event(run, monkeypatch):
+    run.log.flush = lambda: None
+    run.due = lambda interval, epochs: True
+    run.validation = object()
+    found = iter([{"loss": 2.0}, {"loss": 1.5, "bits_per_byte": 0.5}, OSError("no file\nmore")])
+
+    def evaluated(step, weights, validation, batches):
+        value = next(found)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    monkeypatch.setattr(validation_module, "evaluate", evaluated)
+    validation = validation_module.Validation()
+    validation._step = None
+    validation.begin(run)
+    validation.after(1, SimpleNamespace(weights=1, average=2), None)
+    validation.after(2, SimpleNamespace(weights=1, average=None), None)
+    values = {"loss": 2.0, "average_loss": 1.5, "average_bits_per_byte": 0.5}
+    assert run.events == [(1, "validation", values), (2, "validation_failed", {"why": "OSError: no file"})]
+
+
+def test_listeners_need_nothing_to_be_made():
+    assert [type(listener()) for listener in train.LISTENERS] == [*train.LISTENERS]
+    assert train.LISTENERS[-1] is saving_module.Checkpoints, "a resumed run logs nothing of earlier steps again"

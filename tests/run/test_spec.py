@@ -50,7 +50,7 @@ def test_a_run_by_another_spec_than_that_of_tools(tmp_path):
     c = tiny.config()
     other = dataclasses.replace(train.SPEC, make_training_step=lambda config, model: None)
     with pytest.raises(ValueError, match=r"trains by the SPEC of .*, and tools take that of train: define SPEC"):
-        Run(c, load_model(c.model), tmp_path, other)
+        Run(c, load_model(c.model), tmp_path, other, [])
 
 
 @pytest.mark.parametrize("step", ["training", "evaluation"])

@@ -164,9 +164,11 @@ def test_tasks_of_lm_eval_are_flattened_and_a_failure_is_an_entry(monkeypatch):
     c, logged = tiny.config(evals=["bad", "arc"]), []
     with jax.set_mesh(tiny.mesh("one device")):
         given = {"step": tiny.step(c), "spec": train.SPEC, "provenance": {"source": None}, "placement": None}
-        run: Any = types.SimpleNamespace(**given)
-        run.log_event = lambda event, values: logged.append((event, values()))
-        samples.TrainingTasks(c, run).write({})
+        run: Any = types.SimpleNamespace(**given, config=c, is_over=False, due=lambda *_: True)
+        run.log = types.SimpleNamespace(log_event=lambda step, event, values: logged.append((event, values())))
+        tasks = samples.Tasks()
+        tasks.check(run)
+        tasks.after(0, types.SimpleNamespace(weights={}), None)
     numbers = {"arc/acc": 0.5, "arc/acc_stderr": 0.1, "arc/exact,strict": 0.25}
     assert logged == [("evals", numbers | {"failed": "bad: RuntimeError: no dataset"})]
 

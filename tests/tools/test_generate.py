@@ -20,7 +20,7 @@ from shardwright.data.loader import DataConfig, StreamConfig
 from shardwright.data.text import definitions
 from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer
 from shardwright.modeling.model import load_model
-from shardwright.sampling.samples import TrainingSamples
+from shardwright.sampling.samples import Samples
 from shardwright.tools.generate import MeshChoice, Settings, generate, quote_prompt, read_prompts
 from tests.support import tiny
 
@@ -101,10 +101,11 @@ def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
 
 
 def samples_of(c, directory):
-    run = SimpleNamespace(
-        step=tiny.step(c), directory=directory, start=0, done=0, placement=None, provenance={"source": None}
-    )
-    return TrainingSamples(c, run)
+    given = {"config": c, "step": tiny.step(c), "directory": directory, "provenance": {"source": None}}
+    run: Any = SimpleNamespace(**given, start=0, done=0, is_over=False, placement=None)
+    samples = Samples()
+    samples.check(run)
+    return samples
 
 
 def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_path):
@@ -123,7 +124,7 @@ def test_a_sample_that_fails_is_one_warning(tmp_path, capsys):
     with jax.set_mesh(tiny.mesh("d=8")):
         samples = samples_of(settings(tmp_path), tmp_path)
         for _ in range(2):
-            samples.write(None)  # no weights: as a model may fail that trains
+            samples.before(0, SimpleNamespace(weights=None), None)  # no weights: as a model may fail that trains
     assert capsys.readouterr().out.count("WARNING: no samples: ") == 1
     assert not (tmp_path / "samples.jsonl").exists()
 

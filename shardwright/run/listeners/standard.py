@@ -1,102 +1,29 @@
-"""What happens around the steps of a run: a list of listeners, each of which is told of every step, in this order."""
+"""Listeners of each run: statistics, skipped steps, profile, summary, forecast, picture of the step, and page."""
 
 import concurrent.futures
-import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from shardwright.inspect import examine
 from shardwright.run.background import in_background
 from shardwright.run.changes import tokens_before
-from shardwright.run.config import Config
 from shardwright.run.directory import override
 from shardwright.run.files import duration
 from shardwright.run.forecast import PARTS, Bound, Watch
+from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.memory import peak_memory
-from shardwright.run.metrics import RunLog
 from shardwright.run.page import Page
 from shardwright.run.printing import log
 from shardwright.run.profile import StepProfiler
 from shardwright.run.report import parameters_without_embeddings
 from shardwright.run.skipping import SkippedSteps, described_documents
-from shardwright.run.step import Step
 
 DRAWN_AFTER = 6
 """Steps of this process before the compiled step is drawn: after the profiled steps."""
-
-
-class Training(Protocol):
-    """What listeners read of a run.Run, which documents it."""
-
-    whole: Config
-    config: Config
-    directory: Path
-    step: Step
-    model: Any
-    placement: Any
-    loader: Any
-    reference: tuple
-    options: dict[str, Any]
-    start: int
-    done: int
-    end_step: int
-    total: int
-    log: RunLog
-    skips: dict[str, Any]
-    hlo: Path | None
-    program: Any
-    compiled_s: float
-
-    @property
-    def checkpoints(self) -> str: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def batch_of(self, step: int) -> int: ...
-
-    def settle(self) -> None: ...
-
-
-class Ending(NamedTuple):
-    """How this start of a run ends.
-
-    Attributes:
-        state: finished, stopped by a signal, failed, or paused: it continues with other settings.
-        why: the signal, or the error; empty for others.
-    """
-
-    state: str
-    why: str = ""
-
-
-class Listener:
-    """Is told what happens. All processes tell theirs the same. Methods that a listener does not need do nothing."""
-
-    def begin(self, run: Training) -> None:
-        """After the state was restored, before the log is opened. May raise ValueError for a wrong setting."""
-
-    def before(self, step: int, state: Any, batch: Any) -> None:
-        """Before a step is dispatched, from this state and batch."""
-
-    def after(self, step: int, metrics: Any) -> None:
-        """After a step was dispatched. Its metrics are arrays, which no later step donates."""
-
-    def see(self, step: int, values: Mapping[str, Any]) -> None:
-        """Takes the metrics of a step as numbers, or as words if they are not finite, after they were written."""
-
-    def wait(self) -> None:
-        """Waits for what it does in the background, after the last step."""
-
-    def end(self, how: Ending) -> None:
-        """Ends, and prints its results."""
-
-    def close(self) -> None:
-        """Lets go of what it holds, however the run ended."""
 
 
 class Statistics(Listener):
@@ -155,9 +82,10 @@ def replay_of(directory: Path, step: int) -> str:
 class Profile(Listener):
     """Profiles a few steps."""
 
+    _profiler: StepProfiler | None = None
+
     def begin(self, run: Training) -> None:
         self._run = run
-        self._profiler: StepProfiler | None = None
 
     def before(self, step: int, state: Any, batch: Any) -> None:
         run = self._run
@@ -166,14 +94,16 @@ class Profile(Listener):
             self._profiler = StepProfiler(run.log, examine.read_trace, run.hlo, count, run.settle)
         self._profiler.before_step(step - run.start)
 
-    def after(self, step: int, metrics: Any) -> None:
+    def after(self, step: int, state: Any, metrics: Any) -> None:
         if self._profiler:
             self._profiler.after_step(step - self._run.start, metrics)
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         self.close()
+        return True
 
     def end(self, how: Ending) -> None:
+        self.close()  # so that the page shows what was measured
         if how.state == "finished" and self._profiler and self._profiler.by_line:
             log(self._profiler.by_line)
 
@@ -190,7 +120,7 @@ class Summary(Listener):
         self._began = time.monotonic()
         self._loss: Any = None
 
-    def after(self, step: int, metrics: Any) -> None:
+    def after(self, step: int, state: Any, metrics: Any) -> None:
         run = self._run
         self._loss = metrics.loss
         if step == run.start:
@@ -208,9 +138,10 @@ class Summary(Listener):
 class Forecast(Listener):
     """Compares the loss with training.forecast, part by part."""
 
-    def begin(self, run: Training) -> None:
+    _watch: Watch | None = None
+
+    def check(self, run: Training) -> None:
         self._run = run
-        self._watch: Watch | None = None
         source = run.config.training.forecast
         if source is not None and not run.is_over:
             size, tokens = parameters_without_embeddings(run.model), tokens_before(run.whole, run.total)
@@ -240,15 +171,16 @@ class Picture(Listener):
         self._run = run
         self._drawing: concurrent.futures.Future[str] | None = None
 
-    def after(self, step: int, metrics: Any) -> None:
+    def after(self, step: int, state: Any, metrics: Any) -> None:
         run = self._run
         late = run.is_over or step - run.start == DRAWN_AFTER
         if run.hlo and self._drawing is None and late:
             self._drawing = in_background(examine.draw_step, run.hlo)
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         if self._drawing:
             self._drawing.exception()  # waits: a signal until then still stops the run
+        return True
 
     def end(self, how: Ending) -> None:
         if self._drawing:
@@ -262,7 +194,7 @@ class Report(Listener):
         self._run = run
         self._page = Page(run.directory, run.config.training.report)
 
-    def after(self, step: int, metrics: Any) -> None:
+    def after(self, step: int, state: Any, metrics: Any) -> None:
         self._page.refresh()
 
     def end(self, how: Ending) -> None:
@@ -276,52 +208,3 @@ class Report(Listener):
 
     def close(self) -> None:
         self._page.close()
-
-
-STANDARD = (Statistics, Skips, Profile, Summary, Forecast, Picture, Report)
-"""The listeners of a run, in their order."""
-
-
-class Listeners:
-    """Tells all listeners of a list, in its order. A context manager, which closes them."""
-
-    def __init__(self, listeners: list[Listener]):
-        self._listeners = listeners
-        self._begun = contextlib.ExitStack()
-
-    def __enter__(self) -> "Listeners":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._begun.close()
-
-    def begin(self, run: Training) -> None:
-        """Begins them; those that have begun are closed at the end."""
-        for listener in self._listeners:
-            listener.begin(run)
-            self._begun.callback(listener.close)
-
-    def before(self, step: int, state: Any, batch: Any) -> None:
-        """Before a step is dispatched."""
-        for listener in self._listeners:
-            listener.before(step, state, batch)
-
-    def after(self, step: int, metrics: Any) -> None:
-        """After a step was dispatched."""
-        for listener in self._listeners:
-            listener.after(step, metrics)
-
-    def see(self, step: int, values: Mapping[str, Any]) -> None:
-        """The metrics of a step were written."""
-        for listener in self._listeners:
-            listener.see(step, values)
-
-    def end(self, how: Ending) -> None:
-        """Ends them."""
-        for listener in self._listeners:
-            listener.end(how)
-
-    def wait(self) -> None:
-        """Waits for what they do in the background."""
-        for listener in self._listeners:
-            listener.wait()

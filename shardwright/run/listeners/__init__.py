@@ -1,0 +1,22 @@
+"""What happens around the steps of a run: listeners, which Run tells of every step, in the order of its list."""
+
+from shardwright.run.listeners.checkpoints import Checkpoints
+from shardwright.run.listeners.listener import Ending, Listener, Listeners, Training
+from shardwright.run.listeners.standard import Forecast, Picture, Profile, Report, Skips, Statistics, Summary
+from shardwright.run.listeners.validation import Validation
+
+__all__ = [
+    "Checkpoints",
+    "Ending",
+    "Forecast",
+    "Listener",
+    "Listeners",
+    "Picture",
+    "Profile",
+    "Report",
+    "Skips",
+    "Statistics",
+    "Summary",
+    "Training",
+    "Validation",
+]

@@ -1,0 +1,123 @@
+"""Saves the checkpoints of a run, and exports those that training.export_interval asks for."""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+
+from shardwright.cluster.watch import pause
+from shardwright.run.changes import config_at, firsts
+from shardwright.run.checkpoint_arrays import directory_of
+from shardwright.run.exports import Exports
+from shardwright.run.listeners.listener import Listener, Training
+from shardwright.run.listeners.standard import Skips, replay_of
+from shardwright.run.printing import log
+from shardwright.run.skipping import are_finite, check_finite
+from shardwright.run.stages import stack_orders
+from shardwright.run.stores import in_all_processes
+
+MAX_FAILED = 3
+"""Consecutive failed saves after which the run ends."""
+AGAIN_S = 5.0
+"""Seconds before the save after the last step is retried."""
+
+
+class Checkpoints(Listener):
+    """Saves the state in the background, when it is due or a signal stops the run, and exports checkpoints.
+
+    It comes last: after the lines of a step in the log, which a run resumed from its checkpoint does not write again.
+    A failed save is printed, and the next one is attempted as usual. The last one of a start is waited for and retried.
+    An export that an earlier start should have made, but did not, is made when the run begins.
+
+    Raises:
+        FloatingPointError: a value of the state is not finite.
+        OSError: MAX_FAILED consecutive saves failed, or the last one.
+    """
+
+    def begin(self, run: Training) -> None:
+        self._run = run
+        self._checkpoints = run.keeper.checkpoints
+        self._skips = run.listeners.of(Skips)
+        self._failed = 0
+        self._exports = Exports(run.directory, run.log)
+        self._checkpoints.held = self._exports.left
+        if jax.process_index() == 0:
+            for step in self._checkpoints.steps():
+                self._export_if_missing(step)
+
+    def after(self, step: int, state: Any, metrics: Any) -> None:
+        run, t = self._run, self._run.config.training
+        exports = t.export_interval is not None and run.due(t.export_interval)
+        if exports or run.due(t.checkpoint_interval) or run.stopped_by:
+            self._save(state)
+        if exports:
+            self._export(run.done)
+
+    def wait(self) -> bool:
+        self._checkpoints.wait()
+        exported = self._exports.wait(self._run.signal)
+        if exported and self._exports and self._rotates:
+            self._checkpoints.rotate()  # removes those that the exports held
+        return exported
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save(self, state: Any) -> None:
+        run = self._run
+        done = run.done
+        run.log.note(done - 1, "checkpoint")
+        finite = are_finite(state)
+        metadata = {
+            "config": dataclasses.asdict(run.whole),
+            "loader": run.loader.state(run.batch_of(done - 1) + 1),
+            "provenance": run.provenance,
+        }
+        metadata |= {"reference": made} if (made := run.keeper.record["reference"]) else {}
+
+        def complete() -> None:
+            in_all_processes(run.log.sync)
+            metadata["skips"] = self._skips.steps.state() if self._skips else run.skips
+            self._checkpoints.rotates = self._rotates
+            check_finite(finite, done, replay_of(run.directory, done))
+
+        orders = stack_orders(run.placement, type(state), state)
+        self._has_ended("Training continues, and the next one is saved as usual.")
+        self._checkpoints.save(done, state, metadata, orders, check=complete)
+        is_last = run.is_over or run.stopped_by is not None
+        while is_last and not self._has_ended("Retrying."):
+            time.sleep(AGAIN_S)
+            self._checkpoints.save(done, state, metadata, orders, check=complete, again=True)
+
+    @property
+    def _rotates(self) -> bool:
+        """False after a skipped step, because its cause may be in the newest checkpoint already."""
+        return not (self._skips and self._skips.steps.in_a_row)
+
+    def _has_ended(self, then: str) -> bool:
+        """Waits for the last save. Returns True if it succeeded; otherwise prints the error and what happens `then`."""
+        try:
+            with pause("waiting for a checkpoint to be written"):
+                in_all_processes(self._checkpoints.wait)
+        except OSError as error:
+            self._failed += 1
+            if self._failed == MAX_FAILED:
+                raise OSError(f"{error} {MAX_FAILED} checkpoints in a row were not saved.") from error
+            log(f"WARNING: {error} {then}")
+            return False
+        self._failed = 0
+        return True
+
+    # ---- exports --------------------------------------------------------------------------------------------------
+
+    def _export_if_missing(self, step: int) -> None:
+        run = self._run
+        interval = config_at(run.whole, step - 1).training.export_interval
+        if interval is None or not 0 < step <= run.start:
+            return
+        is_due = step % interval == 0 or step in (*firsts(run.whole), run.total)
+        if is_due and not (run.directory / f"exports/{step:010}").exists():
+            self._export(step)
+
+    def _export(self, step: int) -> None:
+        self._exports.add(step, f"{self._run.checkpoints}/{directory_of(step)}", self._checkpoints.saving)

@@ -1,0 +1,151 @@
+"""What a listener of a run is, and a list of them, each of which is told of every step, in its order."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from shardwright.run.config import Config
+from shardwright.run.metrics import RunLog
+from shardwright.run.step import Step
+
+L = TypeVar("L", bound="Listener")
+
+
+class Training(Protocol):
+    """What listeners read of a run.Run, which documents it."""
+
+    spec: Any
+
+    whole: Config
+    config: Config
+    directory: Path
+    step: Step
+    model: Any
+    placement: Any
+    loader: Any
+    reference: tuple
+    options: dict[str, Any]
+    validation: Any
+    provenance: Any
+    start: int
+    done: int
+    end_step: int
+    total: int
+    stopped_by: str | None
+    log: RunLog
+    keeper: Any
+    listeners: "Listeners"
+    skips: dict[str, Any]
+    hlo: Path | None
+    program: Any
+    compiled_s: float
+
+    @property
+    def checkpoints(self) -> str: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def due(self, interval: int | None, epochs: float | None = None) -> bool: ...
+
+    def batch_of(self, step: int) -> int: ...
+
+    def signal(self) -> str | None: ...
+
+    def settle(self) -> None: ...
+
+
+class Ending(NamedTuple):
+    """How this start of a run ends.
+
+    Attributes:
+        state: finished, stopped by a signal, failed, or paused: it continues with other settings.
+        why: the signal, or the error; empty for others.
+    """
+
+    state: str
+    why: str = ""
+
+
+class Listener:
+    """Is told what happens. All processes tell theirs the same. Methods that a listener does not need do nothing."""
+
+    def check(self, run: Training) -> None:
+        """Raises ValueError for a wrong setting, before the log is opened: nothing of an earlier start is changed."""
+
+    def begin(self, run: Training) -> None:
+        """After the state was restored and the log opened."""
+
+    def before(self, step: int, state: Any, batch: Any) -> None:
+        """Before a step is dispatched, from this state and batch."""
+
+    def after(self, step: int, state: Any, metrics: Any) -> None:
+        """After a step was dispatched. The next one donates its state, none its metrics; both are arrays."""
+
+    def see(self, step: int, values: Mapping[str, Any]) -> None:
+        """Takes the metrics of a step as numbers, or as words if they are not finite, after they were written."""
+
+    def wait(self) -> bool:
+        """Waits for what it does in the background, after the last step. Returns False if a signal cut that short."""
+        return True
+
+    def end(self, how: Ending) -> None:
+        """Ends, and prints its results."""
+
+    def close(self) -> None:
+        """Lets go of what it holds, however the run ended."""
+
+
+class Listeners:
+    """Tells all listeners of a list, in its order. A context manager, which closes them."""
+
+    def __init__(self, listeners: Sequence[Listener]):
+        self._listeners = listeners
+        self._begun = contextlib.ExitStack()
+
+    def __enter__(self) -> "Listeners":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._begun.close()
+
+    def of(self, kind: type[L]) -> L | None:
+        """Returns the listener of a class; None if there is none."""
+        return next((listener for listener in self._listeners if isinstance(listener, kind)), None)
+
+    def check(self, run: Training) -> None:
+        """Raises ValueError for a wrong setting."""
+        for listener in self._listeners:
+            listener.check(run)
+
+    def begin(self, run: Training) -> None:
+        """Begins them; those that have begun are closed at the end."""
+        for listener in self._listeners:
+            listener.begin(run)
+            self._begun.callback(listener.close)
+
+    def before(self, step: int, state: Any, batch: Any) -> None:
+        """Before a step is dispatched."""
+        for listener in self._listeners:
+            listener.before(step, state, batch)
+
+    def after(self, step: int, state: Any, metrics: Any) -> None:
+        """After a step was dispatched."""
+        for listener in self._listeners:
+            listener.after(step, state, metrics)
+
+    def see(self, step: int, values: Mapping[str, Any]) -> None:
+        """The metrics of a step were written."""
+        for listener in self._listeners:
+            listener.see(step, values)
+
+    def end(self, how: Ending) -> None:
+        """Ends them."""
+        for listener in self._listeners:
+            listener.end(how)
+
+    def wait(self) -> bool:
+        """Waits for what they do in the background. Returns False if a signal cut any of it short."""
+        waited = [listener.wait() for listener in self._listeners]
+        return all(waited)
