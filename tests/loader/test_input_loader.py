@@ -28,6 +28,7 @@ from shardwright.data.loader import (
     prefetch,
 )
 from shardwright.data.text.tokenizers import ByteLengths, open_tokenizer
+from tests.support import tiny
 from tests.support.numpy_checks import check_modules
 from tests.support.simulated import xla_flags
 
@@ -151,6 +152,20 @@ def test_unpacked(dataset, shuffle):
         np.testing.assert_array_equal(targets[:, 0], ids[starts])
 
 
+@pytest.mark.parametrize("length", [3, 7, 15, 24])
+def test_another_length_goes_on_after_the_tokens_that_were_read(dataset, length):
+    """With the first sequence that has no token again, or the first of the next epoch."""
+    path, ids, _ = dataset
+    config, n = DataConfig(filespec=path, shuffle=False), ids.size // SEQ_LEN
+    before = FlatTokensLoader(config, "train", 1, SEQ_LEN)
+    for read in (1, 2, 3, n - 1, n, n + 2):
+        loader = FlatTokensLoader(config, "train", 1, length, after=before, first=read)
+        tokens = read % n * SEQ_LEN
+        starts = [start for start in range(0, ids.size - length + 1, length) if start >= tokens]
+        (targets,) = loader.sequences(read, np.arange(1)).targets
+        np.testing.assert_array_equal(targets, ids[(starts or [0])[0] :][:length])
+
+
 # ---- errors -------------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +198,23 @@ def test_clear_errors(dataset, changes, message):
 
 
 # ---- on the devices -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatches", "padded", "mesh"),
+    [(6, 1, 8, "d=8"), (8, 1, 8, "d=8"), (12, 2, 16, "d=2 e=4"), (4, 4, 32, "d=2 e=4")],
+)
+def test_padding_has_no_targets(batch, microbatches, padded, mesh):
+    with jax.set_mesh(tiny.mesh(mesh)):
+        loader = make_loader(
+            DataConfig(filespec=SYNTHETIC), "validation", batch, 16, 1024, microbatches=microbatches, pad=True
+        )
+        found = jax.tree.map(lambda x: np.asarray(x).reshape(padded, 16), loader.load(1))
+    expected = loader.sequences(1, np.arange(batch))
+    assert found.loss_mask[:batch].all()
+    assert not found.loss_mask[batch:].any()
+    np.testing.assert_array_equal(found.targets[:batch], expected.targets)
+    np.testing.assert_array_equal(found.is_seq_start[:batch], expected.is_seq_start)
 
 
 def make_mesh(**axes):

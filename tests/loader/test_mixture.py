@@ -1,8 +1,10 @@
-"""Mixtures against counting by hand, and against their sources read alone; the length of a run."""
+"""Mixtures against counting by hand, and against their sources read alone; the length of a run; skipped batches."""
 
+import itertools
 import json
 import shutil
 from dataclasses import asdict
+from fractions import Fraction
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ from shardwright.data.loader import (
     order,
     steps_for,
 )
+from shardwright.data.loader.config import batch_of, check_skips
 from shardwright.data.loader.order import BLOCK, PERIOD, Quotas
 from shardwright.run.differences import config_differences
 from tests.support.numpy_checks import check_modules
@@ -70,6 +73,22 @@ def test_shares_are_exact(weights):
             for i in range(len(weights)):
                 np.testing.assert_array_equal(number[source == i], expected[i] + np.arange(counts[i]))
             expected = expected + counts
+
+
+def test_sequences_before_a_number_are_counted_over_periods():
+    """By hand at the end of each period of 1,048,576 sequences; beyond, by counting the sequences that follow."""
+    quotas, period = Quotas([3, 1], seed=3), 2**20
+    for periods in (0, 1, 5):
+        of_periods = np.array([periods * 786_432, periods * 262_144])
+        assert quotas.before(periods * period).tolist() == of_periods.tolist()
+        source, _ = quotas.locate(np.arange(periods * period, periods * period + 1500))
+        counted = of_periods + np.bincount(source)
+        assert quotas.before(periods * period + 1500).tolist() == counted.tolist()
+
+
+def test_epochs_go_on_after_a_period(filespecs):
+    loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
+    assert loader.epochs_before(10**6) == Fraction(7 * 10**6, 300)
 
 
 def test_mixture_is_pinned():
@@ -126,6 +145,38 @@ def test_run_length(filespecs):
     for batch_size in (3, 4, 50, 100):
         loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", batch_size, SEQ_LEN)
         assert [steps_for(loader, epochs=n) for n in range(1, 9)] == [n * 300 // batch_size for n in range(1, 9)]
+
+
+def test_skipped_batches_of_the_epochs_have_no_step(filespecs):
+    """Two epochs have the batches 0 to 84. Batch 84 is named twice, and 85 comes after them."""
+    loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
+    assert steps_for(loader, epochs=2, skip_steps=[0, 84, 85, 84]) == 83
+    assert steps_for(loader, steps=85, skip_steps=[0, 84]) == 85
+
+
+SKIPS = [skips for count in range(6) for skips in itertools.combinations(range(5), count)]
+
+
+def batches(skips, steps: int) -> list[int]:
+    """The batches of the first steps."""
+    return [batch for batch in range(steps + len(skips)) if batch not in skips][:steps]
+
+
+def test_batches_of_steps():
+    for skips in SKIPS:
+        assert [batch_of(step, [*skips, *skips][::-1]) for step in range(8)] == batches(skips, 8)
+
+
+@pytest.mark.parametrize("done", [0, 1, 2, 3, 6])
+def test_batches_that_were_trained_on_stay(done):
+    """Other batches may be skipped where, and only where, the batches of the steps done are the same."""
+    for saved, current in itertools.product(SKIPS, SKIPS):
+        try:
+            check_skips(saved, current, done)
+            may_resume = True
+        except ValueError:
+            may_resume = False
+        assert may_resume == (batches(saved, done) == batches(current, done)), (saved, current)
 
 
 @pytest.mark.parametrize(

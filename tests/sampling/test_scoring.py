@@ -1,19 +1,15 @@
 """Losses of given tokens against transformers."""
 
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
 
 import train
-from shardwright.data.loader import DataConfig, make_loader
 from shardwright.run.step import trace_step
 from shardwright.sampling import scoring
 from shardwright.sampling.scoring import POSITIONS, Scorer, log_likelihoods, pieces
 from tests.support import rule_models, tiny
 
-ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 2, 16, 17, 3, 9, 17, 5, 4]
 SEQUENCES = [np.random.default_rng(n).integers(0, 64, length + 1).tolist() for n, length in enumerate(LENGTHS)]
 """None begins with bos."""
@@ -102,22 +98,3 @@ def test_a_short_text_takes_no_memory_of_a_long_context(monkeypatch):
         monkeypatch.setattr(scorer, "_compute", results)
         assert [len(scored.losses) for scored in scorer.losses(None, [[0, 1, 2]])] == [2]
     assert computed[0] <= POSITIONS
-
-
-# ---- padding --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("batch", "microbatches", "padded", "mesh"),
-    [(6, 1, 8, "d=8"), (8, 1, 8, "d=8"), (12, 2, 16, "d=2 e=4"), (4, 4, 32, "d=2 e=4")],
-)
-def test_padding_has_no_targets(batch, microbatches, padded, mesh):
-    data = DataConfig(filespec=str(ROOT / "synthetic_dataset.zarr"))
-    with jax.set_mesh(tiny.mesh(mesh)):
-        loader = make_loader(data, "validation", batch, 16, 1024, microbatches=microbatches, pad=True)
-        found = jax.tree.map(lambda x: np.asarray(x).reshape(padded, 16), loader.load(1))
-    expected = loader.sequences(1, np.arange(batch))
-    assert found.loss_mask[:batch].all()
-    assert not found.loss_mask[batch:].any()
-    np.testing.assert_array_equal(found.targets[:batch], expected.targets)
-    np.testing.assert_array_equal(found.is_seq_start[:batch], expected.is_seq_start)
