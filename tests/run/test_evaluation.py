@@ -1,11 +1,13 @@
-"""Loss and bits a byte of a validation split, against counts by hand."""
+"""Loss and bits a byte of a validation split, and when it is evaluated, against counts by hand."""
 
 import math
 import types
+from fractions import Fraction
 
 import pytest
 
 from shardwright.run.evaluation import evaluate
+from shardwright.run.schedule import Schedule
 
 pytestmark = pytest.mark.quick
 
@@ -38,9 +40,25 @@ def test_no_bits_where_nobody_knows_the_bytes():
     assert "bits_per_byte" not in evaluated(split({}), batches=4)
 
 
-@pytest.mark.parametrize(("rounds", "batches", "targets"), [(2.9, 4, 16), (0.4, 4, 10), (9.0, 3, 17), (9.0, 1, 10)])
+@pytest.mark.parametrize(
+    ("rounds", "batches", "targets"),
+    [([2.9], 4, 16), ([0.4], 4, 10), ([9.0], 3, 17), ([9.0], 1, 10), ([1.5, 3.2], 4, 17), ([3.2, 0.4], 4, 17)],
+)
 def test_no_row_counts_twice_but_one_batch_always_does(rounds, batches, targets):
-    assert evaluated(split({"a": rounds}), batches)["targets"] == targets
+    """Of several sources, the longest counts."""
+    assert evaluated(split(dict(zip("ab", rounds, strict=False))), batches)["targets"] == targets
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(1.0, [3, 5, 8]), (0.5, [2, 3, 4, 5, 7, 8, 9])])
+def test_a_validation_is_due_where_an_epoch_ends(epochs, expected):
+    """20 sequences in an epoch, 8 in a step: step 5 ends the second epoch with its last sequence."""
+
+    def is_due(done):
+        loader = types.SimpleNamespace(epochs_before=lambda step: Fraction(8 * step, 20))
+        at = types.SimpleNamespace(done=done, is_over=False, loader=loader, batch_of=lambda step: step)
+        return Schedule.due(at, None, epochs)
+
+    assert [done for done in range(1, 10) if is_due(done)] == expected
 
 
 def test_a_validation_without_targets_is_refused():
