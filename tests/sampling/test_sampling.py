@@ -179,6 +179,25 @@ def test_a_text_that_fills_the_context_ends(texts):
     assert [*map(len, texts)] == [20, 20, 11, 20, 20]
 
 
+def test_texts_are_numbered_over_all_batches_and_end_with_the_context(monkeypatch):
+    """Each token that is drawn here is the number of its text. A prompt of 7 tokens leaves room for one."""
+    with jax.set_mesh(tiny.mesh("one device")):
+        sampler = Sampler(tiny.step(tiny.config()), Sampling(max_tokens=6), 8, batch=2, chunk=4)
+
+    def run(program, weights, *args):
+        if len(args) == 1:  # the prompts
+            return (None,)
+        _, texts = args
+        count = np.minimum(texts.left, 4)
+        moved = dataclasses.replace(texts, place=texts.place + count, left=texts.left - count)
+        return None, moved, np.tile(texts.number, (4, 1))
+
+    monkeypatch.setattr(sampler, "run", run)
+    sampler._checked = True  # which compiles programs
+    texts = sampler.generate(None, [[5] * length for length in (7, 3, 0, 2, 6)], first=7)
+    assert texts == [[7], [8] * 5, [9] * 6, [10] * 6, [11] * 2]
+
+
 # ---- the draw -----------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """Losses of given tokens against transformers."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -79,6 +81,24 @@ def test_sequences_that_cannot_be_read():
                 list(s.losses(None, [sequence]))
         with pytest.raises(ValueError, match=r"a continuation has 0 tokens; it must have 1 to 17"):
             list(log_likelihoods(s, tiny.weights(tiny.model()), [([1, 2], [])]))
+
+
+@pytest.mark.parametrize(
+    ("context", "read"), [(3, [2, 3, 4, 8, 9]), (4, [1, 2, 3, 4, 8, 9]), (5, [1, 2, 3, 4, 8, 9]), (1, [4, 8, 9])]
+)
+def test_a_context_that_is_too_long_loses_its_start_alone(context, read):
+    """A sequence has one token more than the five that have losses."""
+    seen = []
+
+    def losses(weights, sequences):
+        for sequence in sequences:
+            seen.append(sequence)
+            yield scoring.Scored(np.arange(1.0, len(sequence)), np.ones(len(sequence) - 1, bool))
+
+    fake = types.SimpleNamespace(length=5, losses=losses)
+    found = list(log_likelihoods(fake, None, [([*range(5)][-context:], [8, 9])]))
+    assert seen == [read]
+    assert found == [(-(len(read) - 1 + len(read) - 2), True)]
 
 
 def test_pieces_have_each_token_once():
