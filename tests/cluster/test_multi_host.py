@@ -15,7 +15,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from shardwright.cluster import watch
-from shardwright.cluster.config import DistributedConfig, HardwareConfig
+from shardwright.cluster.config import DistributedConfig, HardwareConfig, check_distributed
 from shardwright.cluster.devices import start_devices
 from shardwright.data.flat_tokens import Writer
 from shardwright.run.checks import register_schema, to_config
@@ -54,6 +54,15 @@ def test_a_single_process_joins_nothing(overrides, initialized):
     os.environ |= slurm(count=4, i=1)
     start_devices(settings("paths.model_name=run", *overrides.split()).distributed, HardwareConfig())
     assert initialized == []
+
+
+@pytest.mark.quick
+def test_processes_are_numbered_from_0_to_below_their_count():
+    for number in (0, 1):
+        check_distributed(DistributedConfig(count=2, coordinator="a:1", id=number))
+    for number in (-1, 2):
+        with pytest.raises(ValueError, match=rf"distributed\.id is {number}; it must be at least 0 and below 2\."):
+            check_distributed(DistributedConfig(count=2, coordinator="a:1", id=number))
 
 
 @pytest.mark.quick

@@ -231,6 +231,30 @@ def test_logits_with_a_cache_are_those_without(name):
         cache.check_cache(tiny.forward(tiny.config(ours(name))), 16)
 
 
+@pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
+def test_every_nth_layer_has_no_window(name):
+    model = load_model(ours(name, layers=6, full_every=3))
+    assert [model.window_at(place) for place in range(model.period)] == [5, 5, None]
+
+
+def test_every_nth_layer_has_no_rope(one_device, monkeypatch):
+    """Others rotate their queries and keys, in the order in which the layers are traced."""
+    traced, attend, rotate = [], family.Model.attend, family.rope.rotate
+
+    def noted_layer(self, x, w, tokens, attention):
+        traced.append(tokens.index_in_period)
+        return attend(self, x, w, tokens, attention)
+
+    def noted_rotation(x, angles):
+        traced.append("rotate")
+        return rotate(x, angles)
+
+    monkeypatch.setattr(family.Model, "attend", noted_layer)
+    monkeypatch.setattr(family.rope, "rotate", noted_rotation)
+    assert tiny.step(tiny.config(ours("SmolLM3", layers=3, no_rope_every=3))).other(name="logits").traced
+    assert traced == [0, "rotate", "rotate", 1, "rotate", "rotate", 2]
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 

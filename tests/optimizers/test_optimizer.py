@@ -1,5 +1,6 @@
 """Schedule, clipping and AdamW against optax."""
 
+import dataclasses
 import functools
 import re
 import types
@@ -14,7 +15,7 @@ import train
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.shardtypes import f32, i32
 from shardwright.optimizers import rates
-from shardwright.optimizers.config import check_optimizer
+from shardwright.optimizers.config import GroupConfig, check_optimizer
 from shardwright.optimizers.rates import learning_rate
 from tests.support import tiny
 from tests.support.optax_truth import of_kinds, random_like, same, updated_by_optax, updated_on
@@ -79,6 +80,26 @@ def adamw_by_optax(decay_on: tuple[str, ...]):
     mask = of_kinds(decay_on)
     oracle = optax.adamw(schedule, c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=c.weight_decay, mask=mask)
     return updated_by_optax(optax.chain(optax.clip_by_global_norm(c.clip_norm), oracle), train.Llama(MODEL).table)
+
+
+def test_the_share_of_old_weights_halves_in_average_steps():
+    """After the first steps, which have equal shares."""
+    c = types.SimpleNamespace(eval_average="ema", average_steps=3)
+    state = train.State(weights=jnp.float32(0), adam_mu=None, adam_nu=None, average=jnp.float32(0))
+    found = []
+    for step, weight in enumerate([2.0, 4.0, 3.0, *[0.0] * 40]):
+        state = rates.averaged(dataclasses.replace(state, weights=jnp.float32(weight)), jnp.int32(step), c)
+        found.append(float(state.average))
+    np.testing.assert_allclose(found[:3], [2, 3, 3], rtol=1e-6)
+    np.testing.assert_allclose(np.array(found[23::3]) / found[20:-2:3], 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("order", "rate"), [((0, 1), 2.0), ((1, 0), 0.5)])
+def test_a_later_group_replaces_what_an_earlier_one_gives(order, rate):
+    groups = [GroupConfig("layers.w_*", rate=0.5), GroupConfig("layers.w_q", rate=2.0, weight_decay=0.3)]
+    updates = tiny.updates(tiny.optimizer(groups=[groups[i] for i in order]), train.Llama(MODEL).table)
+    assert (updates.layers.w_q.rate, updates.layers.w_q.decay) == (rate, 0.3)
+    assert (updates.layers.w_k.rate, updates.embed.rate) == (0.5, 1.0)
 
 
 def test_an_epsilon_of_nothing_is_refused():

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from shardwright.run.checks import register_schema
 from shardwright.run.config import Config
@@ -10,6 +11,7 @@ from shardwright.run.launch import CONFIGS
 from shardwright.run.opening import CheckpointChoice
 from shardwright.settings.composing import Program, by_name
 from shardwright.settings.program import FULL_ERROR, start
+from shardwright.settings.written import override_as_written, read_as_written
 
 BASE = "--config-name=local_test_synthetic"
 
@@ -101,6 +103,22 @@ def test_texts_keep_what_a_file_has(tmp_path, composed):
     assert (paths.model_name, paths.checkpoints) == ("2_2", None)
     assert (hardware.environment, hardware.compilation_cache) == ({"A": "1_0", "B": "on"}, "1e5")
     assert (config.data.filespec, config.data.skip_steps) == ("2026_01", [10, 11])
+
+
+@pytest.mark.parametrize(
+    ("value", "written"), [("1.5e1", "15"), ("15e0", "15"), ("1.5e0", "1.5e0"), ("[1e1,1.5e0]", "[10,1.5e0]")]
+)
+def test_only_whole_numbers_are_made_whole(value, written):
+    name = "data.skip_steps" if "[" in value else "training.steps"
+    assert override_as_written(Config, f"{name}={value}") == f"{name}={written}"
+
+
+def test_only_whole_numbers_of_a_file_are_made_whole(tmp_path):
+    (tmp_path / "mine.yaml").write_text("training: {steps: 1.5e+0, tokens: 1.5e+1}\ndata: {skip_steps: [1e+1, 2.5]}\n")
+    read_as_written(Config, str(tmp_path))
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        found = compose("mine")
+    assert str(found) == "{'training': {'steps': 1.5, 'tokens': 15}, 'data': {'skip_steps': [10, 2.5]}}"
 
 
 def test_texts_keep_what_a_command_line_has(composed):
