@@ -9,6 +9,7 @@ since it may add up the entries of several devices.
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from shardlib import equations
+from shardlib.dims import ROWS
 from shardlib.equations import Eqn, Jaxpr, body_of, is_variable, shape_of
 from shardlib.interpret import Domain, Operation, equations_of, interpret
 from shardlib.marks import is_region
@@ -336,14 +338,14 @@ def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
             n for n, size in zip(own.params["slice_sizes"], xs[0].shape, strict=True) if size > 1
         )
         params = {**params, "slice_sizes": tuple(next(sizes) if n > 1 else 1 for n in ys[0].shape)}
-    form, shape = _form(own.primitive.name, params, [y.shape for y in ys])
+    form, shape = _form(eqn, [y.shape for y in ys], params)
     # These say which dim is which.
     names = own.params.keys() - OF_SIZES - {"axes", "dimension_numbers"}
     is_other = any(
         not (callable(own.params[n]) or equal_parameters(own.params[n], eqn.params[n]))
         for n in names
     )
-    if is_other or _form(own.primitive.name, own.params, [x.shape for x in xs])[0] != form:
+    if is_other or _form(own, [x.shape for x in xs], own.params)[0] != form:
         return None
     if (xs, shape) == (ys, shape_of(own.outvars[0])):
         return None
@@ -363,65 +365,36 @@ def same_entries(x: Layout) -> tuple:
     return x.root, *((n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1)
 
 
-def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...]]:
-    """What the parameters of a primitive of FORMS say about dims of more than one entry.
+def _form(
+    eqn: Eqn, shapes: Sequence[tuple[int, ...]], params: Mapping
+) -> tuple[Any, tuple[int, ...]]:
+    """Computes what an equation of FORMS does to dims of more than one entry.
 
-    Also returns the result's shape.
+    Also returns the result's shape. For example, a matmul of [4, 1, 8] and [8, 2] that contracts
+    the 8 has the form of one of [4, 8] and [8, 2]. Their results are [4, 1, 2] and [4, 2].
+
+    Args:
+        eqn: the equation.
+        shapes: the shape of each operand.
+        params: its parameters, for operands of these shapes.
     """
-    # For each shape, numbers the dims of more than one entry.
-    ranks = [
-        dict(zip((i for i, n in enumerate(s) if n > 1), itertools.count(), strict=False))
-        for s in shapes
-    ]
-
-    def number(k: int, dims: Sequence[int]) -> list[int | None]:
-        """The numbers of dims of operand k; None for one of one entry."""
-        return [ranks[k].get(i) for i in dims]
-
-    def number_pairs(a: Sequence[int], b: Sequence[int]) -> list:
-        """The numbers of dims of the first two operands that belong together."""
-        pairs = zip(number(0, a), number(1, b), strict=True)
-        return [pair for pair in pairs if pair != (None, None)]
-
-    if name in equations.REDUCTIONS:
-        axes = params["axes"]
-        return {*number(0, axes)} - {None}, tuple(
-            n for i, n in enumerate(shapes[0]) if i not in axes
-        )
-    if name == "dot_general":
-        contracted, batch = params["dimension_numbers"]
-        gone = [{*contracted[k], *batch[k]} for k in (0, 1)]
-        free = [n for k in (0, 1) for i, n in enumerate(shapes[k]) if i not in gone[k]]
-        return (sorted(number_pairs(*contracted)), number_pairs(*batch)), (
-            *(shapes[0][i] for i in batch[0]),
-            *free,
-        )
-    numbers = params["dimension_numbers"]
-    (whole, index, *updates) = shapes
-    if name == "gather":
-        windows = numbers.offset_dims
-        gone = numbers.collapsed_slice_dims
-        to = numbers.start_index_map
-        batch = (numbers.operand_batching_dims, numbers.start_indices_batching_dims)
-        sizes = params["slice_sizes"]
-    else:
-        windows, gone = numbers.update_window_dims, numbers.inserted_window_dims
-        to = numbers.scatter_dims_to_operand_dims
-        batch = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
-    kept = [i for i in range(len(whole)) if i not in (*gone, *batch[0])]
-    if name != "gather":
-        window = dict(zip(kept, (updates[0][j] for j in windows), strict=True))
-        sizes = [window.get(i, 1) for i in range(len(whole))]
-    of_window = iter(kept)
-    of_index = iter(range(len(index) - 1))
-    dims = [
-        (0, next(of_window)) if j in windows else (1, next(of_index))
-        for j in range(len(kept) + len(index) - 1)
-    ]
-    shape = tuple(sizes[i] if k == 0 else index[i] for k, i in dims)
-    order = [(k, ranks[k].get(i)) for n, (k, i) in zip(shape, dims, strict=True) if n > 1]
-    form = [sizes[i] for i in ranks[0]], number(0, to), number_pairs(*batch), order
-    return form, shape if name == "gather" else tuple(whole)
+    name = eqn.primitive.name
+    operands, (result,) = ROWS[name](eqn)
+    # A gather returns a part of each dim of its operand.
+    taken = [params.get("slice_sizes", shapes[0]), *shapes[1:]]
+    sizes = dict(zip(itertools.chain(*operands), itertools.chain(*taken), strict=True))
+    shape = shapes[0] if name in equations.SCATTERS else tuple(sizes[label] for label in result)
+    rows = list(zip([*operands, result], [*shapes, shape], strict=True))
+    long = [[label for label, n in zip(*row, strict=True) if n > 1] for row in rows]
+    counts = Counter(itertools.chain(*long))
+    shared = [label for label in counts if label is not None and counts[label] > 1]
+    same = [[shared.index(x) if x in shared else None for x in labels] for labels in long]
+    dims = [i for i, n in enumerate(shapes[0]) if n > 1]
+    numbers = params.get("dimension_numbers")
+    indexed = getattr(numbers, "scatter_dims_to_operand_dims", ())
+    indexed = getattr(numbers, "start_index_map", indexed)
+    at = [dims.index(i) if i in dims else None for i in indexed]
+    return (same, [taken[0][i] for i in dims], at), tuple(shape)
 
 
 def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout | None:
