@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from jax.extend import core
 
 _KINDS = {
@@ -109,6 +110,11 @@ def is_variable(var: Any) -> bool:
 def shape_of(var: Any) -> tuple[int, ...]:
     """Shape of a variable or a literal; () for a token, which has none."""
     return tuple(getattr(var.aval, "shape", ()))
+
+
+def is_integer(dtype: object) -> bool:
+    """Returns True for an integer dtype; False for those of keys."""
+    return isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
 
 
 def is_program(x: Any) -> bool:

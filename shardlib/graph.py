@@ -131,7 +131,7 @@ class Graph(Domain[Node]):
             x = jax.random.key_data(x)
         x = np.asarray(x)
         x = x.astype(np.float64) if self._rounding and jnp.issubdtype(x.dtype, jnp.floating) else x
-        is_zero = _is_integer(x.dtype) and not x.any()
+        is_zero = equations.is_integer(x.dtype) and not x.any()
         params = str(x.dtype), x.shape, x.tobytes()
         return self._nodes.node("array", params=params, shape=x.shape, is_zero=is_zero)
 
@@ -184,8 +184,9 @@ class Graph(Domain[Node]):
         bodies = [
             interpret(inner, self, self._arguments(inner), at) for inner in equations.jaxprs_of(eqn)
         ]
-        is_zero = name in ("broadcast_in_dim", "convert_element_type", "mul")
-        is_zero = is_zero and _is_integer(eqn.outvars[0].aval.dtype) and any(x.is_zero for x in ins)
+        keeps_zero = name in ("broadcast_in_dim", "convert_element_type", "mul")
+        is_zero = keeps_zero and any(x.is_zero for x in ins)
+        is_zero = is_zero and equations.is_integer(eqn.outvars[0].aval.dtype)
         params = _in_words(eqn.params), *map(len, bodies)
         inputs = itertools.chain(*bodies, ins)
         shape = shape_of(eqn.outvars[0]) if order is None else ins[_whole_operand(eqn, ins)].shape
@@ -446,10 +447,6 @@ def _reshapes(eqn: Eqn) -> bool:
 
 def _types(variables: Any) -> list:
     return [(var.aval.shape, var.aval.dtype) for var in variables]
-
-
-def _is_integer(dtype: object) -> bool:
-    return isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
 
 
 def _in_words(params: Any) -> str:

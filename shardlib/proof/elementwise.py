@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.equations import kinds
+from shardlib.equations import is_integer, kinds
 from shardlib.proof import positions
 from shardlib.proof.domain import Source, Value, added, constant, moved, near
-from shardlib.proof.equation import Equation, Refused, is_integer
+from shardlib.proof.equation import Equation, Refused
 
 
 def _quotient(a: Any, b: Any) -> Any:

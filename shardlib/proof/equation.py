@@ -439,11 +439,6 @@ class Equation(Operation):
         )
 
 
-def is_integer(dtype: object) -> bool:
-    """True for an integer dtype."""
-    return isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
-
-
 def equal_parameters(here: object, there: object) -> bool:
     """True if two parameters are equal.
 

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from shardlib.equations import Eqn, kinds, shape_of
 from shardlib.interpret import Operation, arrays_in, operations_in
-from shardlib.proof.reach import LOW
+from shardlib.proof.reach import LOW, are_equal
 
 ROUNDED = 8
 """Slots of experts are a multiple of this."""
@@ -97,7 +97,7 @@ def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
     if np.shape(long) != np.shape(short):
         return False
     a, b = (np.asarray(x, complex if np.iscomplexobj(x) else float) for x in (long, short))
-    if ((a == b) | ((a != a) & (b != b))).all():
+    if are_equal(a, b).all():
         end = math.inf if np.asarray(short).dtype.kind in "iu" else end
         return not ((np.abs(b) >= at / 2) & (np.abs(b) < end)).any()
     return (

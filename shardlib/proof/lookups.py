@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from shardlib.dims import Labels, dims_of, places
-from shardlib.equations import SCATTERS
+from shardlib.equations import SCATTERS, is_integer
 from shardlib.proof import collectives
 from shardlib.proof.domain import UNIFORM, Value, axes_of_offset, cut, devices, moved, whole
-from shardlib.proof.equation import Equation, Refused, is_integer
+from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import rule
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.equations import kinds
+from shardlib.equations import is_integer, kinds
 from shardlib.proof import domain
 from shardlib.proof.domain import Mask, Offset, Range, Subtracted, Value
-from shardlib.proof.equation import Equation, Refused, is_integer
+from shardlib.proof.equation import Equation, Refused
 
 COMPARISONS = kinds("comparison")
 

@@ -24,11 +24,6 @@ all operands."""
 rule = functools.partial(primitives.rule, of=RULES)
 
 
-def result_shape(eqn: Any, i: int = 0) -> tuple[int, ...]:
-    """Shape of result i of an equation."""
-    return shape_of(eqn.outvars[i])
-
-
 def dtype_of_result(eqn: Eqn) -> np.dtype:
     """Dtype in which to keep the numbers of the result of an equation."""
     return reach.dtype_of(eqn.outvars[0].aval)
@@ -64,7 +59,7 @@ def by_dims(eqn: Eqn, *ins: Reach) -> list[Reach]:
 def _same_entries(eqn: Eqn, *ins: Reach) -> list[Reach] | None:
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
         return None
-    shapes = [result_shape(eqn, i) for i in range(len(eqn.outvars))]
+    shapes = [*map(shape_of, eqn.outvars)]
     if eqn.primitive.name == "reduce_precision":  # differences of rounded sums are not sums
         ins = tuple(dataclasses.replace(x, fact=None) for x in ins)
     return [
@@ -75,14 +70,14 @@ def _same_entries(eqn: Eqn, *ins: Reach) -> list[Reach] | None:
 
 rule("axis_index")(lambda eqn: reach.constant(np.int32(0)))
 rule("rev")(lambda eqn, x: x.moved(lambda a: np.flip(a, eqn.params["dimensions"]), x.shape))
-rule("stack")(lambda eqn, *ins: reach.stacked(ins, eqn.params["axis"], result_shape(eqn)))
+rule("stack")(lambda eqn, *ins: reach.stacked(ins, eqn.params["axis"], shape_of(eqn.outvars[0])))
 
 
 @rule("broadcast_in_dim", "transpose")
 def _moved(eqn: Eqn, x: Reach, *_: Reach) -> Reach:
     operands, (order,) = dims_of(eqn)
     labels = operands[0]
-    return x.moved(lambda a: spread(a, labels, order), result_shape(eqn))
+    return x.moved(lambda a: spread(a, labels, order), shape_of(eqn.outvars[0]))
 
 
 @rule("slice")
@@ -100,7 +95,7 @@ def _split(eqn: Eqn, x: Reach) -> list[Reach]:
 
 @rule("pad")
 def _pad(eqn: Any, x: Reach, filling: Reach) -> Reach:
-    shape = result_shape(eqn)
+    shape = shape_of(eqn.outvars[0])
 
     def padded(pair: Sequence[np.ndarray]) -> np.ndarray:
         array, fill = pair
@@ -117,7 +112,7 @@ def _pad(eqn: Any, x: Reach, filling: Reach) -> Reach:
 @rule("concatenate")
 def _concatenate(eqn: Any, *ins: Reach) -> Reach:
     dim = eqn.params["dimension"]
-    shape = result_shape(eqn)
+    shape = shape_of(eqn.outvars[0])
 
     def together(arrays: Sequence[np.ndarray]) -> np.ndarray:
         parts = [reach.full(x, v.shape, [dim]) for x, v in zip(arrays, ins, strict=True)]
@@ -134,7 +129,7 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
 
 @rule("iota")
 def _iota(eqn: Any) -> Reach:
-    shape = result_shape(eqn)
+    shape = shape_of(eqn.outvars[0])
     dim = eqn.params["dimension"]
     sizes = [n if i == dim else 1 for i, n in enumerate(shape)]
     number = np.arange(shape[dim]).reshape(sizes).astype(dtype_of_result(eqn))
@@ -147,7 +142,7 @@ def _iota(eqn: Any) -> Reach:
 @rule("gather")
 def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
     """Where a part of a dim is read at an unknown index, it may be any part."""
-    shape = result_shape(eqn)
+    shape = shape_of(eqn.outvars[0])
     d = eqn.params["dimension_numbers"]
     labels, of_starts = dims_of(eqn).operands
     order: Labels = [*range(len(shape))]

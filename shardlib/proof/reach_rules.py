@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib.dims import ROWS, dims_of
-from shardlib.equations import ELEMENTWISE, Eqn, kinds, words
+from shardlib.equations import ELEMENTWISE, Eqn, kinds, shape_of, words
 from shardlib.interpret import equations_in
 from shardlib.proof import reach, reach_slots
 from shardlib.proof.elementwise import FOLDS
@@ -24,7 +24,6 @@ from shardlib.proof.reach_moves import (
     RULES,
     by_dims,
     dtype_of_result,
-    result_shape,
     rule,
     spread,
 )
@@ -67,7 +66,7 @@ SMALL = words("cos erf exp exp2 logistic sign sin tanh")
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach:
     name = eqn.primitive.name
-    shape = result_shape(eqn)
+    shape = shape_of(eqn.outvars[0])
     dtype = dtype_of_result(eqn)
     last = functools.reduce(np.maximum, (x.last for x in ins))
     is_followed = name in FOLDS.keys() - UNFOLLOWED and (name != "rem" or dtype.kind in "iu")
@@ -179,7 +178,7 @@ def _converted(eqn: Eqn, x: Reach) -> Reach:
     known = known & reach.exact(number, eqn.outvars[0].aval)
     if dtype.kind == number.dtype.kind == "f":
         number = np.where(known, number, reach.bounds(Reach(x.shape, number, x.known, x.last)))
-    found = reach.make_reach(result_shape(eqn), number, known, x.last, dtype)
+    found = reach.make_reach(shape_of(eqn.outvars[0]), number, known, x.last, dtype)
     is_exact = _holds(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
     found.fact = (
         dataclasses.replace(x.fact, array=None) if isinstance(x.fact, Sums) and is_exact else None
@@ -205,7 +204,7 @@ def _holds(before: Any, after: Any) -> bool:
 
 @rule("select_n")
 def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
-    shape = result_shape(eqn)
+    shape = shape_of(eqn.outvars[0])
     dtype = dtype_of_result(eqn)
     pick = np.where(which.known, which.number, 0).astype(int)
     arrays = list(zip(*(case.arrays() for case in cases), strict=True))
@@ -253,7 +252,7 @@ def _index(eqn: Eqn, x: Reach) -> Reach | Any:
         return by_dims(eqn, x)
     (axis,) = eqn.params["axes"]
     found = getattr(np, eqn.primitive.name)(reach.full(x.number, x.shape, [axis]), axis)
-    return reach.make_reach(result_shape(eqn), found.astype(dtype_of_result(eqn)), True)
+    return reach.make_reach(shape_of(eqn.outvars[0]), found.astype(dtype_of_result(eqn)), True)
 
 
 @rule(*REDUCERS)
@@ -264,7 +263,7 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach | Any:
     """
     name = eqn.primitive.name
     axes = tuple(eqn.params["axes"])
-    shape = result_shape(eqn)
+    shape = shape_of(eqn.outvars[0])
     dtype = dtype_of_result(eqn)
     number, known, decided = x.number, x.known, np.False_
     bound = reach.highest(dtype)
@@ -419,14 +418,14 @@ def _product(eqn: Eqn, *ins: Reach) -> Reach | Any:
     is_live = np.logical_and(*is_live)
     axes = tuple(range(len(kept), len(order)))
     last = np.where(is_live, np.maximum(*last), NONE).max(axes, initial=NONE)
-    return _of_zeros(result_shape(eqn), dtype_of_result(eqn), ~is_live.any(axes), last)
+    return _of_zeros(shape_of(eqn.outvars[0]), dtype_of_result(eqn), ~is_live.any(axes), last)
 
 
 @rule("conv_general_dilated")
 def _convolution(eqn: Eqn, x: Reach, w: Reach) -> Reach | None:
     """Each position of the kernel moves the entries; features are taken together."""
     p = eqn.params
-    shape = result_shape(eqn)
+    shape = shape_of(eqn.outvars[0])
     numbers = p["dimension_numbers"]
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     if p["batch_group_count"] != 1:
