@@ -1,6 +1,9 @@
 """Rules of collectives, and of casts between JAX's types of values under shard_map.
 
-Untiled collectives make dims whose entries stand for devices; on one device they have one entry.
+A collective is right if it does what the type of its operand calls for: gathers the axes that cut a
+dim, sums over the axes of a partial sum. Anything else is refused at its line, because one device,
+where a collective does nothing, would compute something else. An untiled collective makes a dim
+whose entries stand for devices; on one device this dim has one entry (see domain.Sizes).
 """
 
 import dataclasses
@@ -28,9 +31,10 @@ from shardlib.proof.primitives import rule
 
 
 def _collective(*names: str) -> Callable:
-    """Registers the rule (eq, axes) of collectives.
+    """Registers a rule (eq, axes) for collectives.
 
-    Over axes of one device, here and there, they change nothing.
+    It is asked about the axes that have several devices. Over axes of one device, here and there, a
+    tiled collective returns its operand.
     """
 
     def register(function: Callable[..., Any]) -> Callable:
@@ -52,6 +56,11 @@ def _collective(*names: str) -> Callable:
 
 @_collective(*kinds("unreduced"))
 def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
+    """Derives the result of a cast to a partial sum, as of jax.lax.pcast(x, axes, to="unreduced").
+
+    Of a value that all n devices hold, the sum of the terms is n times the value: it gets a ratio,
+    which a division by n may take away.
+    """
     (x,) = eq.ins
     if (new := {*axes} - x.partial) and not x.is_zero:
         # A value that all hold counts once each; a division may fix it.
@@ -65,12 +74,15 @@ def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 
 def _is_pending(x: Value, axes: Iterable[str]) -> bool:
-    """True if a sum or an extreme over one of the axes is still to be taken."""
+    """Returns True if a sum or an extreme over one of the axes is still to be taken."""
     return not {*x.partial, *(x.extreme[1] if x.extreme else ())}.isdisjoint(axes)
 
 
 def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> Dim | Any:
-    """Dim k without `axes`, which must be the last that cut it, or the outermost of merged ones."""
+    """Returns dim k without `axes`. These must be the last that cut it, or its outermost part.
+
+    `verb` says in an error what the collective does, such as "it gathers".
+    """
     dim = x.dims[k]
     have = dim.parts[0].axes if dim is not UNIFORM else ()
     if dim is UNIFORM or have[len(have) - len(axes) :] != axes:
@@ -92,6 +104,11 @@ def _with_dims(x: Value, dims: dict[int, Dim | Any]) -> Value:
 
 @_collective(*kinds("gather"))
 def _all_gather(eq: Equation, axes: tuple[str, ...]) -> Value:
+    """Removes the axes that cut the gathered dim.
+
+    x: f32[8/d 4]    lax.all_gather(x, "d", tiled=True)    f32[8 4]
+    x: f32[8/d 4]    lax.all_gather(x, "d", axis=1, tiled=True)    refused
+    """
     (x,) = eq.ins
     k = eq.params["all_gather_dimension"]
     if not eq.params["tiled"]:
@@ -102,6 +119,7 @@ def _all_gather(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 
 def _add_axes(dim: Dim | Any, size: int, axes: tuple[str, ...]) -> Dim:
+    """Adds axes to those that cut a dim, of which a device then has `size` entries."""
     if dim is UNIFORM:
         return cut(size, axes)
     first, *rest = dim.parts
@@ -113,6 +131,10 @@ def _add_axes(dim: Dim | Any, size: int, axes: tuple[str, ...]) -> Dim:
 
 @_collective(*kinds("scatter"))
 def _reduce_scatter(eq: Equation, axes: tuple[str, ...]) -> Value:
+    """Sums, and cuts a dim over the same axes.
+
+    x: f32[8 +d]    lax.psum_scatter(x, "d", tiled=True)    f32[8/d]
+    """
     (x,) = eq.ins
     k = eq.params["scatter_dimension"]
     eq.unfolded(dataclasses.replace(eq.term(x), folded=x.sharded & set(axes)))
@@ -123,7 +145,10 @@ def _reduce_scatter(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 
 def summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> Value:
-    """Sums over devices. A value that is the same on all of them is multiplied by their number."""
+    """Sums over devices. A value that all of them hold is multiplied by their number.
+
+    So its ratio, the value on one device divided by the value here, is divided by their number.
+    """
     again = [axis for axis in axes if axis not in x.partial and axis not in x.sharded - x.folded]
     ratio = near(x.ratio * devices(eq.twin_sizes, again) / devices(eq.sizes, again))
     left = x.partial - set(axes)
@@ -133,6 +158,15 @@ def summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> Value:
 
 @_collective(*kinds("sum"))
 def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
+    """Turns a partial sum into a finished one.
+
+        x: f32[8/d 4]    lax.psum(jnp.sum(x, 0), "d")    f32[4]
+        x: f32[4]    lax.psum(x, "d")    f32[4], multiplied by a number that depends on the mesh
+        x: f32[8/d 4]    jnp.sum(lax.psum(x, "d"), 0)    f32[4]
+
+    In the last line the psum adds different blocks, entry by entry. That is right only because the
+    sum along the dim follows; until then the value is `folded`.
+    """
     found = []
     here, there = (devices(sizes, axes) for sizes in (eq.sizes, eq.twin_sizes))
     for x in map(eq.settled, eq.ins):
@@ -151,6 +185,12 @@ def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
 
 @_collective(*kinds("extreme"))
 def _pmax(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
+    """Takes an extreme over devices.
+
+    x: f32[8/d 4]    jnp.max(x, 0)    f32[4], the maximum of this device's block over d
+    x: f32[8/d 4]    lax.pmax(jnp.max(x, 0), "d")    f32[4]
+    x: f32[8/d 4]    lax.pmax(x, "d")    refused
+    """
     return [extreme_over(eq, x, eq.name[1:], axes) for x in eq.ins]
 
 
@@ -178,6 +218,10 @@ def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Va
 
 @_collective("all_to_all")
 def _all_to_all(eq: Equation, axes: tuple[str, ...]) -> Value:
+    """Moves axes from the joined dim to the split one.
+
+    x: f32[8/d 4]    lax.all_to_all(x, "d", 1, 0, tiled=True)    f32[8 4/d]
+    """
     (x,) = eq.ins
     split = eq.params["split_axis"]
     joined = eq.params["concat_axis"]
@@ -195,6 +239,12 @@ def _all_to_all(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 @_collective(*kinds("permutation"))
 def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
+    """Returns what all devices hold, if a ppermute moves that; refuses one that moves blocks.
+
+    rings.py has replaced the rings that it understands before the rules are asked.
+
+        x: f32[8/d 4]    lax.ppermute(x, "d", [(0, 1), (1, 0)])    refused
+    """
     (x,) = eq.ins
     sources = {a for a, _ in eq.params.get("perm", ())}
     if x.sharded & set(axes) or _is_pending(x, axes) or len(sources) != devices(eq.sizes, axes):
@@ -236,7 +286,10 @@ def _renamed(dim: Dim | Any, changes: Names) -> Dim | Any:
 
 
 def renamed(eq: Equation, x: Value, changes: Names) -> Value:
-    """Renames axes of `x`, in its dims and in its pending sums and extremes."""
+    """Renames axes of `x`, in its dims and in its pending sums and extremes.
+
+    An untiled collective does so: what devices held becomes entries of an array, and back.
+    """
     eq.block(x)
     moved = {name for old in changes for name in old}
     if any(axis != real(axis) and real(axis) in moved for d in x.dims if d for axis in d.axes):
@@ -257,7 +310,7 @@ def renamed(eq: Equation, x: Value, changes: Names) -> Value:
 
 
 def names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -> tuple[Dim, str]:
-    """The dim whose entries stand for the devices of `axes`, as dim k of `x` does.
+    """Returns the dim whose entries stand for the devices of `axes`, as dim k of `x` does.
 
     Also returns the name of their blocks.
     """
@@ -276,12 +329,15 @@ def names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -
 
 
 def are_devices(x: Value, k: int) -> bool:
-    """True if the entries of dim k stand for devices."""
+    """Returns True if the entries of dim k stand for devices."""
     return x.dims[k] is not UNIFORM and any(axis.startswith(ENTRIES) for axis in x.dims[k].axes)
 
 
 def _gathered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
-    """The result of all_gather(tiled=False), with the new dim k."""
+    """Derives the result of all_gather(tiled=False), with the new dim k.
+
+    x: f32[8/d 4]    lax.all_gather(x, "d").reshape(8, 4)    f32[8 4]
+    """
     found, new = x, UNIFORM
     if axes:
         entries, blocks = names(eq, x, axes)
@@ -292,7 +348,7 @@ def _gathered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
 
 
 def _scattered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
-    """The result of psum_scatter along dim k, after the sum: each device has its entry."""
+    """Derives the result of psum_scatter along dim k, after the sum: each device has its entry."""
     if axes:
         _, blocks = names(eq, x, axes, k)
         x = renamed(eq, x, {(blocks,): axes}) if x.dims[k] is not UNIFORM else x
@@ -301,7 +357,7 @@ def _scattered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
 
 
 def _exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined: int) -> Value:
-    """The result of all_to_all for entries along `split` that stand for devices."""
+    """Derives the result of all_to_all for entries along `split` that stand for devices."""
     entries, blocks = names(eq, x, axes, split)
     if joined != split and eq.shape()[joined] != 1:
         raise Refused(
@@ -332,9 +388,9 @@ def merge_parts(parts: list[Part]) -> list[Part]:
 
 
 def combined(value: Value) -> Value:
-    """Applies what a sum or extreme over entries that stand for devices means.
+    """Reads a sum or extreme over entries that stand for devices as the collective that it is.
 
-    It means the same as a collective.
+    x: f32[8/d 4]    lax.all_gather(jnp.sum(x, 0), "d").sum(0)    f32[4]
     """
     partial = set()
     ratio = value.ratio

@@ -1,4 +1,9 @@
-"""Rules of loops and conditionals, from their bodies and from what decides them."""
+"""Rules of loops and conditionals, from their bodies and from what decides them.
+
+A loop's carry is a block if it is one before and after each turn. A device may also loop over the
+rows of its own block, if each turn does the same to its row. What decides must be the same on all
+devices: those that take another branch would wait forever in a collective.
+"""
 
 import contextlib
 import dataclasses
@@ -31,7 +36,7 @@ class _Interpreter(Protocol):
 
 
 def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
-    """Axes over which JAX says that a value differs; all axes if it does not say."""
+    """Returns the axes over which JAX says that a value differs; all axes if it does not say."""
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(
         a for a in (sizes if kind is None else kind.varying | kind.unreduced) if sizes[a] > 1
@@ -39,7 +44,7 @@ def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
 
 
 def join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
-    """Facts that hold for a value that is either one or the other."""
+    """Joins the facts about two values, of which a result is one or the other."""
     if a.unprovable or b.unprovable:
         return a if a.unprovable else b
     if a == b:
@@ -96,7 +101,7 @@ OTHER = -1
 
 
 def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
-    """How the first dim of `xs` is cut, if a loop may run over each device's own rows.
+    """Returns how the first dim of `xs` is cut, if a loop may run over each device's own rows.
 
     Returns None if it may not. The loop must do the same to each row, and may add up: its results
     are then blocks, and its sums partial. Devices are at different rows, so nothing may be
@@ -114,7 +119,7 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
 
 
 def _of_own_rows(eq: Equation, rows: Dim | Any) -> Aligned | None:
-    """The alignment of a loop's body over a device's own rows, of which one device has one.
+    """Aligns a loop's body over a device's own rows, of which one device has one.
 
     Blocks of each device may then also be parts of as many as there are rows.
     """
@@ -127,7 +132,7 @@ def _of_own_rows(eq: Equation, rows: Dim | Any) -> Aligned | None:
 
 
 def _total(interpreter: _Interpreter, eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
-    """The sum of what a loop adds to `start` for each of a device's own rows."""
+    """Sums what a loop adds to `start` for each of a device's own rows."""
     if start.unprovable or row.unprovable:
         return start if start.unprovable else row
     axes = frozenset(map(real, rows.axes))
@@ -143,7 +148,7 @@ def _total(interpreter: _Interpreter, eq: Equation, start: Value, row: Value, ro
 
 
 def _of_turn(interpreter: _Interpreter, eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
-    """What a loop iterates over, or returns per iteration, with other dims.
+    """Gives what a loop iterates over, or returns in each turn, other dims.
 
     It is unprovable if `demand` refuses it.
     """
@@ -157,6 +162,12 @@ def _of_turn(interpreter: _Interpreter, eq: Equation, x: Value, dims: tuple, dem
 
 
 def _scan(interpreter: _Interpreter, eq: Equation) -> list[Value]:
+    """Derives the results of a scan: the same loop as on one device, or one over own rows.
+
+    x: f32[4]    lax.scan(lambda c, _: (2 * c, c), x, None, 3)[1]    f32[3 4]
+    x: f32[8/d 4]    lax.scan(lambda c, r: (c + r, r), jnp.zeros(4), x)[0]    f32[4 +d]
+    x: f32[8/d 4]    lax.scan(lambda c, r: (c * r, r), jnp.ones(4), x)[0]    refused
+    """
     first, carry, xs = split_scan(eq.eqn, eq.ins)
     carried = len(carry)
     twin = eq.twin.params["jaxpr"]
@@ -209,7 +220,7 @@ def _scan(interpreter: _Interpreter, eq: Equation) -> list[Value]:
 
 
 def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
-    """Names of the collectives over any of the axes in jaxprs."""
+    """Returns the names of the collectives over any of the axes in jaxprs."""
     found = (
         eqn for jaxpr in jaxprs for eqn in equations_in(jaxpr) if not axes.isdisjoint(axes_of(eqn))
     )
@@ -219,7 +230,7 @@ def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
 def _under_predicate(
     interpreter: _Interpreter, eq: Equation, predicate: Value, var: Atom, bodies: Any
 ) -> Unprovable | None:
-    """Why results that depend on a predicate are unknown; None if they are not.
+    """Explains why results that depend on a predicate are unknown; None if they are not.
 
     Records collectives not all reach.
     """
@@ -241,6 +252,7 @@ def _under_predicate(
 
 
 def _while(interpreter: _Interpreter, eq: Equation) -> list[Value]:
+    """Derives the results of a while loop, by a fixed point of what is known of the carry."""
     of_cond, of_body, carry = split_while(eq.eqn, eq.ins)
     test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
     twin_test, twin_body = eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]
@@ -256,6 +268,11 @@ def _while(interpreter: _Interpreter, eq: Equation) -> list[Value]:
 
 
 def _cond(interpreter: _Interpreter, eq: Equation) -> list[Value]:
+    """Derives the results of a conditional, which must be decided alike on all devices.
+
+    x: f32[4], y: f32[8/d]    lax.cond(x[0] > 0, jnp.exp, jnp.sin, y)    f32[8/d]
+    x: f32[8/d]    lax.cond(jnp.max(x) > 0, jnp.exp, jnp.sin, x)    refused
+    """
     which, *args = eq.ins
     branches = eq.params["branches"]
     twins = eq.twin.params["branches"]

@@ -1,4 +1,11 @@
-"""Rules of elementwise primitives."""
+"""Rules of elementwise primitives.
+
+An operation on blocks gives the block of the result if all operands are cut alike, or are equal
+along the dims that others cut. On a partial sum it must also be linear: exp of a sum is not the sum
+of exps. Two more things are followed here: known numbers, so that a division by the number of
+devices is told from one by 2, and the exponentials of a softmax over a sharded dim, of which each
+device subtracts the maximum of its own block.
+"""
 
 import dataclasses
 import math
@@ -53,7 +60,16 @@ def refuse_rbg(eq: Equation) -> None:
 
 
 def elementwise(eq: Equation) -> Value:
-    """Derives facts about the result of an elementwise primitive."""
+    """Derives facts about the result of an elementwise primitive.
+
+        x: f32[8/d 4], y: f32[4]    x + y    f32[8/d 4]
+        x: f32[4 +d]    2 * x    f32[4 +d]
+        x: f32[4 +d]    jnp.exp(x)    refused
+        x: f32[4 +d], y: f32[4]    x + y    refused
+        x: f32[4 +d], y: f32[4]    x + y / lax.axis_size("d")    f32[4 +d]
+
+    In the line before the last each device would add y, so that the sum has it twice.
+    """
     if eq.name == "random_fold_in":
         refuse_rbg(eq)
     ndim = len(eq.result_shape)
@@ -87,7 +103,7 @@ def elementwise(eq: Equation) -> Value:
 
 
 def _is_untaken(value: Value) -> bool:
-    """True for an extreme of this device's block, over none of whose devices it was taken yet."""
+    """Returns True for an extreme of this device's block that was taken over none of the devices."""
     axes = value.source and not value.is_index and {*value.source.axes}
     return value.extreme is not None and value.extreme[1] == axes
 
@@ -96,7 +112,9 @@ def _shifted(eq: Equation, ins: list[Value]) -> Value:
     """Follows extremes of a device's block that are subtracted before an exponential.
 
     They are followed until a factor undoes that. exp(x - m) * exp(m - maximum) is exp(x - maximum)
-    for any m, so each device may use its own.
+    for any m, so each device may use its own. For example, e = jnp.exp(x - jnp.max(x)) of x:
+    f32[8/d] has the shift {(m, -1)}, with m for the maximum of the block; e * jnp.exp(jnp.max(x))
+    has none.
     """
     is_scale = any(v.is_scale for v in ins)
     inexact = jnp.issubdtype(eq.result_type(), jnp.inexact)
@@ -122,7 +140,7 @@ def _shifted(eq: Equation, ins: list[Value]) -> Value:
 
 
 def _total(eq: Equation, ins: list[Value]) -> Source | None:
-    """What `total` says of the result.
+    """Finds `total` of the result.
 
     That is `x` less an own extreme, its exponential, or a sum of these times a factor.
     """
@@ -172,7 +190,10 @@ def _of_rows(eq: Equation, ins: list[Value]) -> Value:
 
 
 def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
-    """The result for known numbers; None if it is not known."""
+    """Computes the result of known numbers, here and on one device; None if it is not known.
+
+    x: f32[4]    2.0 * lax.axis_size("d") + 1    f32[], 5 here and 3 on one device
+    """
     if not all(v.is_constant and not (v.partial or v.extreme) for v in ins):
         return None
     dtypes = [*(var.aval.dtype for var in eq.eqn.invars), eq.result_type()]
@@ -204,7 +225,11 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
 
 
 def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], float]:
-    """The axes over which the result is a partial sum, and its ratio."""
+    """Returns the axes over which the result is a partial sum, and its ratio.
+
+    x: f32[4]  x / lax.axis_size("d")  f32[4], multiplied by a number that depends on the mesh
+    x: f32[4]    lax.psum(x / lax.axis_size("d"), "d")    f32[4]
+    """
     name = eq.name
     kind = eq.result_type()
     is_quotient = name == "div" and not is_integer(kind)
@@ -251,7 +276,7 @@ def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
 
 
 def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | None:
-    """The pending extreme of the operand and other values.
+    """Returns the pending extreme of the operand and other values.
 
     Raises Refused if the operation does not allow one.
     """
@@ -270,7 +295,7 @@ def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | Non
 
 
 def _is_linear(eq: Equation) -> bool:
-    """True unless the operation is a conversion that does not commute with sums.
+    """Returns True unless the operation is a conversion that does not commute with sums.
 
     Integers count modulo 2^n. Signed 32-bit integers are assumed not to overflow.
     """
@@ -280,7 +305,10 @@ def _is_linear(eq: Equation) -> bool:
 
 
 def keeps_sums(before: Any, after: Any) -> bool:
-    """True if the sum of converted terms is the converted sum."""
+    """Returns True if the sum of converted terms is the converted sum.
+
+    It is for f32 to bf16, up to rounding; not for f32 to i32, which truncates each term.
+    """
     integers = [jnp.issubdtype(d, jnp.integer) for d in (before, after)]
     if jnp.issubdtype(before, jnp.unsignedinteger) and not integers[1]:
         return False  # a term below 0 has wrapped around

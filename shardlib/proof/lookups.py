@@ -1,4 +1,9 @@
-"""Rules of lookups, and of writes to a part of an array."""
+"""Rules of lookups, and of writes to a part of an array.
+
+Along a whole dim any index will do. Along a sharded dim a device has only its own entries, so the
+index must be relative to its block: id - n * axis_index, with n entries per device. What it looks
+up is right where that is in 0..n-1. With a mask for the rest it is a term of a sum over devices.
+"""
 
 import dataclasses
 from collections.abc import Iterable
@@ -15,14 +20,14 @@ from shardlib.proof.primitives import rule
 
 
 def _indices(ids: Value, count: int) -> list[Value]:
-    """Facts about each component of index vectors."""
+    """Returns facts about each component of index vectors."""
     return list(ids.components) if len(ids.components) == count else [ids] * count
 
 
 def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | Any:
-    """Axes that shard dim i of operand 1 where an offset index reads or writes.
+    """Returns the axes that shard dim i of operand 1 where an offset index reads or writes.
 
-    It must read or write this device's block of the dim.
+    It must read or write this device's block of the dim. Returns None for other indices.
     """
     if not index.offset or index.mask or index.looked_up is not None:
         return None
@@ -32,7 +37,7 @@ def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | Any:
 
 
 def _drops(eq: Equation, index: Value, i: int) -> bool:
-    """True if indices into the blocks of other devices are dropped.
+    """Returns True if indices into the blocks of other devices are dropped.
 
     They are if they are past the end of dim i.
     """
@@ -43,7 +48,7 @@ def _drops(eq: Equation, index: Value, i: int) -> bool:
 
 
 def _has_mode(eq: Equation, mode: str) -> bool:
-    """True if indices out of range are handled by `mode`.
+    """Returns True if indices out of range are handled by `mode`.
 
     They are clipped (CLIP), or filled in (FILL_OR_DROP).
     """
@@ -51,7 +56,7 @@ def _has_mode(eq: Equation, mode: str) -> bool:
 
 
 def _counts_along(index: Value) -> int | None:
-    """The dim along which an index counts 0, 1, …; None for other indices."""
+    """Returns the dim along which an index counts 0, 1, …; None for other indices."""
     if len(index.count) == 1 and not index.offset and index.known == (0, 0):
         return index.count[0]
     return None
@@ -59,6 +64,15 @@ def _counts_along(index: Value) -> int | None:
 
 @rule("gather")
 def _gather(eq: Equation) -> Value:
+    """Looks up entries at indices.
+
+        w: f32[8 4], i: i32[6/d]    w[i]    f32[6/d 4]
+        w: f32[8 4/d], i: i32[6]    w[i]    f32[6 4/d]
+        w: f32[8/d 4], i: i32[6]    w[i]    refused
+
+    A row of the last w is on one device alone. An index relative to the block finds it there; on
+    other devices the result is wrong until it is masked.
+    """
     x, ids = eq.ins
     eq.term(eq.block(x))
     numbers = eq.params["dimension_numbers"]
@@ -120,7 +134,7 @@ def _gather(eq: Equation) -> Value:
 
 
 def _fills_sums(eq: Equation) -> bool:
-    """True if what a gather fills in is the same in each term of a sum as in the sum: 0 or NaN."""
+    """Returns True if a gather fills in the same in each term of a sum as in the sum: 0 or NaN."""
     fill = eq.params["fill_value"]
     if fill is None:  # of floats NaN, else the smallest or largest number
         return jnp.issubdtype(eq.result_type(), jnp.inexact)
@@ -128,13 +142,21 @@ def _fills_sums(eq: Equation) -> bool:
 
 
 def _joined(eq: Equation, operands: Iterable[Labels], order: Labels) -> list[Any]:
-    """How the dims with the labels `order` are cut, in all operands that have them."""
+    """Returns how the dims with the labels `order` are cut, in all operands that have them."""
     pairs = zip(eq.ins, operands, strict=False)
     return list(eq.join_dims([moved(x, places(order, labels)) for x, labels in pairs]))
 
 
 @rule(*SCATTERS)
 def _scatter(eq: Equation) -> Value:
+    """Writes or adds updates at indices.
+
+        i: i32[6/d], x: f32[6/d 4]    jnp.zeros((8, 4)).at[i].add(x)    f32[8 4 +d]
+        i: i32[6/d], x: f32[6/d 4]    jnp.zeros((8, 4)).at[i].set(x)    refused
+
+    Each device adds its own updates, so the result is a partial sum. Of updates that are written to
+    one entry the last counts, which may be on another device.
+    """
     x, ids, updates = eq.ins
     eq.block(x)
     if ids.places is not None and updates.count and len(eq.shape()) == 1 and eq.name == "scatter":
@@ -218,9 +240,9 @@ class _Scatter:
             self.dims[i] = dim if dim is not UNIFORM else whole(self.eq.shape()[i])
 
     def _counted(self, i: int, index: Value) -> tuple[int, Any]:
-        """The dim of the indices along which this one has each entry of dim i once, and dim i then.
+        """Finds the dim of the indices along which this one has each entry of dim i once.
 
-        UNIFORM if there is none.
+        Also returns how dim i is cut then; UNIFORM if there is no such dim.
         """
         eq = self.eq
         along = _counts_along(index)
@@ -252,7 +274,7 @@ class _Scatter:
         self.own = frozenset() if dropped else frozenset(axes)
 
     def result(self) -> Value:
-        """The result, which is a partial sum or extreme over the axes of updates left over."""
+        """Returns the result, a partial sum or extreme over the axes of updates that are left over."""
         eq, x, updates = self.eq, self.x, self.updates
         kind = {"scatter-max": "max", "scatter-min": "min"}.get(eq.name)
         partial, pending = self._left_over(kind)
@@ -268,7 +290,7 @@ class _Scatter:
         return dataclasses.replace(found, partial=partial, extreme=extreme)
 
     def _left_over(self, kind: str | None) -> tuple[frozenset[str], frozenset[str]]:
-        """Axes over which the result is a partial sum, and those of an extreme still to be taken.
+        """Returns the axes of a partial sum, and those of an extreme that is still to be taken.
 
         `kind` is that of the extreme, max or min; None if the scatter takes none.
         """
@@ -293,7 +315,7 @@ class _Scatter:
 
 
 def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
-    """The inverse of the order of a block: 0, 1, … written where the order says."""
+    """Inverts the order of a block: 0, 1, … written where the order says."""
     sizes = [part.size for dim in (order.dims[0], order.places) if dim for part in dim.parts]
     is_count = counted.known == (0, 0) and not counted.offset and counted.is_local
     if sizes != [eq.shape()[0]] * 2 or not is_count:
@@ -302,7 +324,7 @@ def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
 
 
 def _is_masked(updates: Value, index: Value, of_index: list[Any]) -> bool:
-    """True if updates are zero where this index is outside the block.
+    """Returns True if updates are zero where this index is outside the block.
 
     They are masked by it, entry by entry.
     """
@@ -313,10 +335,10 @@ def _is_masked(updates: Value, index: Value, of_index: list[Any]) -> bool:
 
 
 def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tuple[str, ...]:
-    """Axes that shard a part of a dim of `whole_size`, from `start` on.
+    """Returns the axes that shard a part of a dim of `whole_size`, from `start` on.
 
     `start` must be the start of this device's block of that part. The part begins at the same entry
-    on every mesh, and ends within the dim, as what goes beyond is moved back.
+    on every mesh, and ends within the dim, because JAX moves back what goes beyond it.
     """
     axes = axes_of_offset(start.offset, size, eq.sizes)
     first, first_on_one = start.known or (-1, -1)
@@ -328,6 +350,13 @@ def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tu
 
 @rule("dynamic_slice")
 def _dynamic_slice(eq: Equation) -> Value:
+    """Takes a part of each dim.
+
+    Of x: f32[8], 8 // axis_size entries from there times axis_index on are this device's block,
+    f32[8/d]. Of a sharded dim, no other part may be taken:
+
+        x: f32[8/d], i: i32[]    lax.dynamic_slice(x, [i], [2])    refused
+    """
     (x, *starts) = eq.ins
     dims = []
     eq.block(x)
@@ -356,6 +385,11 @@ def _dynamic_slice(eq: Equation) -> Value:
 
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(eq: Equation) -> Value:
+    """Writes a part of each dim. Blocks written into zeros, each at its place, are terms of a sum.
+
+    With start = [len(y) * lax.axis_index("d")] of a block y: f32[8/d], writing it into jnp.zeros(8)
+    gives f32[8 +d].
+    """
     (x, y, *starts) = eq.ins
     dims = []
     eq.block(x), eq.block(y)

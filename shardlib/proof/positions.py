@@ -1,6 +1,8 @@
 """Rules for arithmetic on positions, and for masks.
 
-Masks say whether an index is in this device's block.
+A device finds its positions by adding axis_index times the size of its block to a count, and finds
+whether an id is in its block by subtracting that and comparing with both ends. Until such a
+computation is complete its values are no blocks. These rules follow it.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ COMPARISONS = kinds("comparison")
 
 
 def apply_rule(eq: Equation, ins: list[Value]) -> Value | None:
-    """The result of an elementwise primitive on positions, offsets or masks.
+    """Derives the result of an elementwise primitive on positions, offsets or masks.
 
     Returns None if no rule here applies.
     """
@@ -52,14 +54,14 @@ def _index_into_own_block(eq: Equation, index: Value, *others: Value) -> Value |
 
 
 def _holds_positions(before: Any, after: Any) -> bool:
-    """True if a conversion leaves positions unchanged."""
+    """Returns True if a conversion leaves positions unchanged."""
     if is_integer(after):
         return is_integer(before) and np.iinfo(after).max >= 2**31 - 1
     return after != np.bool_ and is_integer(before)
 
 
 def _labels(value: Value) -> Subtracted:
-    """`value` as the index that an offset is subtracted from."""
+    """Labels `value` as the index that an offset is subtracted from."""
     return Subtracted(value.token, tuple(range(len(value.dims))))
 
 
@@ -89,7 +91,12 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
-    """Computes a + sign · b."""
+    """Computes a + sign · b.
+
+    With x: f32[8/d] and n = len(x), so 4 here and 8 on one device, jnp.arange(n) counts from the
+    start of a block, and jnp.arange(n) + n * lax.axis_index("d") are positions in the whole dim:
+    i32[8/d].
+    """
     offset = domain.add_offsets(a.offset, b.offset, sign)
     if a.is_index or b.is_index:
         return _first_index(eq, a, b, offset)
@@ -159,7 +166,10 @@ def resolved(eq: Equation, value: Value) -> Value:
 
 
 def _is_same(value: Value) -> bool:
-    """True if the number of a value, or where its count begins, is known and the same on one."""
+    """Returns True if the number of a value is known and the same here and on one device.
+
+    For a count, the number is the one where it begins.
+    """
     return value.known is not None and value.known[0] == value.known[1]
 
 
@@ -167,9 +177,10 @@ def _is_same(value: Value) -> bool:
 
 
 def _compared(eq: Equation, a: Value, b: Value) -> Value:
-    """Handles comparisons of positions within this device's block.
+    """Compares positions within this device's block, or an index less this device's offset.
 
-    Also those of an index less this device's offset.
+    The result of the latter is a mask: `at >= 0` of at = i - n * axis_index is true from the start
+    of the block on, `at < n` before its end.
     """
     name = eq.name
     offset = domain.add_offsets(a.offset, b.offset, -1)
@@ -209,7 +220,7 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
 
 
 def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozenset[str]:
-    """The axes on one device of which a and b are equal, as axis_index(axes) and 0 are.
+    """Finds the axes on one device of which a and b are equal, as axis_index(axes) and 0 are.
 
     They must also be equal on one device. The offset takes each of the values 0, 1, … on one
     device. So it equals a number among them on one device; on a mesh with one device along these
@@ -227,9 +238,11 @@ def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozens
 
 
 def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> Value:
-    """A value that all devices have, on one device of some axes, and zero on the others.
+    """Keeps what all devices have on one device of some axes, with zero on the others.
 
     It is a term of a sum over them.
+
+        x: f32[4]    jnp.where(lax.axis_index("d") == 0, x, 0)    f32[4 +d]
     """
     axes = which.mask.axes
     _ = eq.term(eq.block(value))
@@ -259,12 +272,12 @@ def _combined(eq: Equation, a: Value, b: Value) -> Value:
 
 
 def _is_of(mask: Value, offset: Offset | None, index: Value) -> bool:
-    """True if a mask belongs to an index, or to what was looked up by it."""
+    """Returns True if a mask belongs to an index, or to what was looked up by it."""
     return mask.origin is not None and mask.mask.offset == offset and mask.origin == index.origin
 
 
 def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
-    """The axes for which a mask says which indices are in this device's block."""
+    """Returns the axes for which a mask says which indices are in this device's block."""
     sizes = tuple(n + 1 for n in mask.valid.high)
     axes = domain.axes_of_offset(tuple((axis, -c) for axis, c in mask.offset), sizes[0], eq.sizes)
     wholes = [
@@ -280,9 +293,11 @@ def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
 
 
 def _masked(eq: Equation, ins: list[Value]) -> Value | None:
-    """What a mask leaves of looked-up entries: a partial sum.
+    """Masks looked-up entries: the result is a partial sum.
 
-    Each entry is in the block of one device only.
+    Each entry is in the block of one device only. With w: f32[8/d 4], i: i32[6], n = len(w), at = i
+    - n * axis_index and inside = (0 <= at) & (at < n), each device has the right rows of its own
+    block, and jnp.where(inside[:, None], w[jnp.clip(at, 0, n - 1)], 0) is f32[6 4 +d].
     """
     if eq.name == "mul" and sum(v.mask is not None for v in ins) == 1:
         which, value = ins if ins[0].mask else ins[::-1]
@@ -326,7 +341,7 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value:
-    """An index whose entries out of range were replaced, as jnp does with negative ones."""
+    """Replaces the entries of an index that are out of range, as jnp does with negative ones."""
     if not _is_of(which, index.offset, index):
         eq.block(index)
     valid = which.mask.valid & index.valid
@@ -340,7 +355,7 @@ def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value
 
 
 def _best(eq: Equation, ins: list[Value]) -> Value | None:
-    """True on devices whose own extreme is that of all devices: these may give its index."""
+    """Finds the devices whose own extreme is that of all devices: these may give its index."""
     values = [v for v in ins if not v.is_index]
     local: Any = next((v for v in values if v.extreme and v.source is not None), None)
     taken = next((v for v in values if v.is_taken), None)
@@ -353,7 +368,7 @@ def _best(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
-    """The index of a block's first extreme, counted from the start of the whole dim."""
+    """Counts the index of a block's first extreme from the start of the whole dim."""
     index, start = (a, b) if a.is_index else (b, a)
     axes: Any = domain.axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
     source = index.source
@@ -367,7 +382,11 @@ def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
 
 
 def _best_index(eq: Equation, which: Value, others: Value, index: Value) -> Value:
-    """The index of the first extreme, on the devices that have it."""
+    """Keeps the index of the first extreme on the devices that have it.
+
+    For x: f32[8/d] and m = jnp.max(x), lax.pmin(jnp.where(m == lax.pmax(m, "d"), jnp.argmax(x) + n
+    * axis_index, 2**30), "d") is the argmax of the whole x.
+    """
     is_taken = index.is_index and index.is_taken and index.source == which.mask.source
     if not (is_taken and others.is_constant):
         raise Refused(

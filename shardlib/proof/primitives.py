@@ -1,8 +1,9 @@
-"""Rules of primitives: how facts about the results follow from facts about the operands.
+"""The table of rules, and the rule of primitives that have none of their own.
 
-Each rule states what the primitive does to whole values, and under which conditions doing it to
-blocks gives the blocks of the result. Otherwise it raises Refused. The other modules of this folder
-hold the rules.
+A rule derives facts about the results from facts about the operands. It knows what the primitive
+does to whole values, and when doing that to blocks gives the blocks of the result; otherwise it
+raises Refused. A primitive without a rule is applied to each block, as far as shardlib/dims.py says
+that it treats the entries along a dim separately.
 """
 
 from collections.abc import Callable
@@ -58,7 +59,7 @@ rule(*IDENTITIES)(lambda eq: eq.ins)
 
 @rule("device_put")
 def _device_put(eq: Equation) -> list[Value]:
-    """A move to a device's host memory, or back, changes nothing. One to other devices might."""
+    """Returns what moves to a device's host memory, or back, and refuses a move to other devices."""
     is_move = all(isinstance(place, jax.memory.Space) for place in eq.params["devices"])
     return eq.ins if is_move else everything_whole(eq)
 
@@ -74,6 +75,12 @@ LINEAR_IN |= {"triangular_solve": 1}
 
 @rule(*LINEAR_IN)
 def _linear(eq: Equation) -> list[Value]:
+    """Applies a primitive that is linear in one operand, which may be a term of a sum.
+
+    x: f32[8 +d]    jnp.cumsum(x)    f32[8 +d]
+    x: f32[8/d 4]    jnp.cumsum(x, 1)    f32[8/d 4]
+    x: f32[8/d 4]    jnp.cumsum(x, 0)    refused
+    """
     k = LINEAR_IN[eq.name]
     for value in (*eq.ins[:k], *eq.ins[k + 1 :]):
         eq.plain(value)
@@ -85,6 +92,9 @@ def everything_whole(eq: Equation) -> list[Value]:
     """Handles a primitive without a rule, by its row in shardlib.dims.
 
     Without a row, each device must have all of each operand.
+
+        x: f32[8/d 4 4]    jnp.linalg.cholesky(x)    f32[8/d 4 4]
+        x: f32[4 4/d]    lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "SAME")    refused
     """
     names = [
         eq.name,
@@ -101,7 +111,7 @@ def everything_whole(eq: Equation) -> list[Value]:
 
 
 def shared_dims(eq: Equation) -> Dims:
-    """The dims that are the same here and on one device.
+    """Returns the dims that are the same here and on one device.
 
     Of a dim that has one entry here, what it is on one device counts: a single channel, for
     example, is a group and all channels.
@@ -120,13 +130,13 @@ def shared_dims(eq: Equation) -> Dims:
 def joined_dims(
     eq: Equation, verb: str = "entries are taken together", of: Dims | None = None
 ) -> list[tuple[Any, ...]]:
-    """How the results of an operation that treats entries along some dims separately are cut.
+    """Returns how the results of an operation are cut, from the dims of its operands.
 
-    Raises Refused unless dims along which `verb` happens are whole.
+    Raises Refused unless the dims along which `verb` happens are whole.
 
     Args:
         eq: the equation.
-        verb: what happens along other dims.
+        verb: what happens along other dims, as in "entries are taken together along dim 0".
         of: its dims; the caller checks those whose label no result has. None: as in shardlib.dims.
     """
     operands, results = of or shared_dims(eq)

@@ -1,4 +1,9 @@
-"""Rules of primitives that create arrays or change shapes."""
+"""Rules of primitives that create arrays or change shapes.
+
+A block stays a block if what a device does to its own entries is what one device does to those
+entries of the whole. So a reshape may split a sharded dim as long as its outermost part stays
+sharded, and a slice must leave sharded dims alone.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,6 +33,13 @@ ENDS = ("start_indices", "limit_indices", "strides")
 
 @rule("iota")
 def _iota(eq: Equation) -> Value:
+    """Counts 0, 1, … along a dim.
+
+    If one device counts further, the count is of positions in this device's block, to which the
+    offset of the block is still to be added:
+
+        x: f32[8/d 4]    jnp.arange(len(x))    i32[4], positions within this device's block
+    """
     k = eq.params["dimension"]
     shape = eq.result_shape
     dims = tuple(whole(n) if i == k else UNIFORM for i, n in enumerate(shape))
@@ -37,6 +49,10 @@ def _iota(eq: Equation) -> Value:
 
 @rule("axis_index")
 def _axis_index(eq: Equation) -> Value:
+    """Returns the index of a device: 0 on one device, and here 0 plus an offset for each device.
+
+    x: f32[4]    lax.axis_index("d")    i32[], different on each device of d
+    """
     axes = axes_of(eq.eqn)
     offset = tuple(
         (a, devices(eq.sizes, axes[i + 1 :])) for i, a in enumerate(axes) if eq.sizes[a] > 1
@@ -65,6 +81,10 @@ def _with(x: Value, result: Value) -> Value:
 
 @rule("broadcast_in_dim", "transpose", "squeeze")
 def _moved(eq: Equation) -> Value:
+    """Moves dims, and adds dims along which all entries are equal.
+
+    x: f32[8/d 4]    x.T    f32[4 8/d]
+    """
     x = eq.ins[0]
     (labels, *_), (order,) = dims_of(eq.eqn)
     source = places(order, labels)
@@ -89,7 +109,7 @@ class _Piece:
 def _pieces(
     eq: Equation, x: Value, shape: Sequence[int], twin_shape: Sequence[int]
 ) -> list[_Piece]:
-    """The factors of the entries of `x`, of these shapes here and on one device."""
+    """Factors the entries of `x`, of these shapes here and on one device."""
     pieces: list[_Piece] = []
     for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
         name = dim.name if dim else ""
@@ -107,6 +127,17 @@ def _pieces(
 
 @rule("reshape")
 def _reshape(eq: Equation) -> Value:
+    """Splits and merges dims, in row-major order.
+
+        x: f32[8/d 4]    x.reshape(-1, 2, 4)    f32[4/d 2 4]
+        x: f32[8/d 4]    x.reshape(-1)    f32[32/d]
+        x: f32[4 8/d]    x.reshape(-1)    f32[(4 8/d)]
+        x: f32[4 8/d]    jnp.sum(x.reshape(-1))    f32[+d]
+        x: f32[4 8/d]    jnp.cumsum(x.reshape(-1))    refused
+
+    A block of the merged dim in the third line is not contiguous. Its entries may be summed, as for
+    the norm of flattened gradients, but their order is not that of the whole.
+    """
     (x, *_), new = eq.ins, eq.result_shape
     shape, twin_shape = eq.shape(), eq.twin_shape()
     if (order := eq.params.get("dimensions")) is not None:  # transposed first
@@ -155,7 +186,10 @@ def _reshape(eq: Equation) -> Value:
 
 
 def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None:
-    """For each new dim the old one, if a reshape only adds or removes dims of size 1; else None."""
+    """Finds the old dim that each new one is, if a reshape only adds or removes dims of size 1.
+
+    Returns None if it does more.
+    """
     if [n for n in old if n > 1] != [n for n in new if n > 1]:
         return None
     found: list[int | None] = []
@@ -219,6 +253,13 @@ def _merged(taken: list[_Piece]) -> Dim:
 
 @rule("concatenate")
 def _concatenate(eq: Equation) -> Value:
+    """Joins arrays along a whole dim.
+
+        x: f32[8/d 4]    jnp.concatenate([x, x], 1)    f32[8/d 8]
+        x: f32[8/d 4]    jnp.concatenate([x, x], 0)    refused
+
+    The components of index vectors may be joined before they are positions in whole dims.
+    """
     k = eq.params["dimension"]
     ndim = len(eq.result_shape)
     if (
@@ -259,13 +300,19 @@ def _split(eq: Equation) -> list[Value]:
 
 
 def _piece_of(eq: Equation, x: Value, shape: tuple[int, ...]) -> Value:
-    """Facts about a piece of `x` that holds whole dims, or some entries of unsharded ones."""
+    """Derives facts about a piece of `x` that holds whole dims, or some entries of unsharded ones."""
     sizes = zip(eq.block(x).dims, eq.shape(), shape, strict=True)
     return x.rearranged(d if d is UNIFORM or a == b else whole(b, d.name) for d, a, b in sizes)
 
 
 @rule("slice")
 def _slice(eq: Equation) -> Value:
+    """Takes a part of whole dims. Of a sharded dim, it may take one of every k entries.
+
+    x: f32[8/d 4]    x[:, :2]    f32[8/d 2]
+    x: f32[8/d 4]    x[::2]    f32[4/d 4]
+    x: f32[8/d 4]    x[:2]    refused
+    """
     (x,) = eq.ins
     p = eq.params
     twin = eq.twin.params
@@ -303,7 +350,7 @@ def _slice(eq: Equation) -> Value:
 
 
 def is_block(eq: Equation, dim: Dim | Any) -> bool:
-    """True if a device has a contiguous block of a sharded dim, with entries in order."""
+    """Returns True if a device has a contiguous block of a sharded dim, with entries in order."""
     of_mesh = dim is not UNIFORM and bool(dim.axes) and all(axis in eq.sizes for axis in dim.axes)
     return of_mesh and not dim.is_merged
 
@@ -318,6 +365,11 @@ def _rev(eq: Equation) -> Value:
 
 @rule("pad")
 def _pad(eq: Equation) -> Value:
+    """Adds entries along whole dims.
+
+    x: f32[8/d 4]    jnp.pad(x, ((0, 0), (1, 0)))    f32[8/d 5]
+    x: f32[8/d 4]    jnp.pad(x, ((1, 0), (0, 0)))    refused
+    """
     x, fill = eq.ins
     eq.finished(fill)
     dims = list(x.dims)

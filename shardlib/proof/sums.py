@@ -1,4 +1,8 @@
-"""Rules of reductions, matmuls and other primitives that combine entries."""
+"""Rules of reductions, matmuls and other primitives that combine entries.
+
+A sum along a sharded dim is a partial sum over its axes, a maximum is one that is still to be taken
+over the devices, and whatever needs the entries in their order (sort, cumsum) is refused along it.
+"""
 
 import dataclasses
 import itertools
@@ -49,6 +53,15 @@ def _summable(eq: Equation, x: Value, gone: Iterable[int]) -> None:
 
 @rule("reduce_sum")
 def _sum(eq: Equation) -> Value:
+    """Sums along dims: the result is a partial sum over the axes that cut them.
+
+        x: f32[8/d 4]    jnp.sum(x, 0)    f32[4 +d]
+        x: f32[8/d 4]    jnp.sum(x, 1)    f32[8/d]
+        x: f32[8/d 4]  jnp.mean(x, 0)  f32[4 +d], multiplied by a number that depends on the mesh
+
+    The mean divides by the 4 rows of a block, so the sum of the terms is twice what it is on one
+    device, which divides by 8: its ratio is 1/2.
+    """
     (x,) = eq.ins
     gone = eq.params["axes"]
     _summable(eq, x, gone)
@@ -77,6 +90,10 @@ def _source(x: Value, kind: str, gone: Any) -> Source:
 
 @rule("reduce_max", "reduce_min", "reduce_or", "reduce_and")
 def _extreme(eq: Equation) -> Value:
+    """Takes a maximum or minimum, which is still to be taken over the axes that cut the dims.
+
+    x: f32[8/d 4]    jnp.max(x, 0)    f32[4], the maximum of this device's block over d
+    """
     (x,) = eq.ins
     gone = eq.params["axes"]
     if eq.name in ("reduce_or", "reduce_and") and eq.result_type() != np.bool_:  # bit by bit
@@ -92,6 +109,14 @@ def _extreme(eq: Equation) -> Value:
 
 @rule("argmax", "argmin")
 def _argmax(eq: Equation) -> Value:
+    """Finds the index of an extreme. Along a sharded dim it counts from the start of the block.
+
+    positions.py follows it until it counts from the start of the whole dim, on the devices that
+    have the extreme of all.
+
+        x: f32[8 4/d]    jnp.argmax(x, 0)    i32[4/d]
+        x: f32[8/d]    jnp.argmax(x)    i32[], the maximum of this device's block over d
+    """
     (x,) = eq.ins
     gone = eq.params["axes"]
     eq.finished(x)
@@ -108,6 +133,11 @@ def _argmax(eq: Equation) -> Value:
 
 @rule("sort")
 def _sort(eq: Equation) -> list[Value]:
+    """Sorts along whole dims. A one-dimensional block may also be sorted by itself.
+
+    x: f32[8/d 4]    jnp.sort(x, 1)    f32[8/d 4]
+    x: f32[8/d 4]    jnp.sort(x, 0)    refused
+    """
     found = _sorted_block(eq) if len(eq.shape()) == 1 else None
     return found or map_separately(eq)
 
@@ -153,6 +183,15 @@ def _sorted_block(eq: Equation) -> list[Value] | None:
 
 @rule("dot_general")
 def _dot(eq: Equation) -> Value:
+    """Multiplies. Contracting a sharded dim gives a partial sum, if both operands cut it alike.
+
+        x: f32[4 8/d], w: f32[8/d 2]    x @ w    f32[4 2 +d]
+        x: f32[8/d 4], w: f32[4 6/t]    x @ w    f32[8/d 6/t]
+        x: f32[8/d 4], w: f32[4 6/d]    x @ w    refused
+
+    In the last line one axis would cut both dims of the result, of which a device computes only the
+    block on the diagonal.
+    """
     if any(v.looked_up is not None for v in eq.ins):
         return _dot_of_rows(eq)
     a, b = map(eq.block, eq.ins)
@@ -177,7 +216,7 @@ def _dot(eq: Equation) -> Value:
 
 
 def _contracted(eq: Equation, row: Dims) -> tuple[frozenset[str], float]:
-    """The axes over which a matmul is a partial sum, and its ratio."""
+    """Returns the axes over which a matmul is a partial sum, and its ratio."""
     a, b = eq.ins
     for x, var in zip(eq.ins, eq.eqn.invars, strict=True):
         if x.partial and not keeps_sums(var.aval.dtype, eq.result_type()):
@@ -203,7 +242,7 @@ def _contracted(eq: Equation, row: Dims) -> tuple[frozenset[str], float]:
 
 
 def _dot_of_rows(eq: Equation) -> Value:
-    """A matmul of looked-up rows, each row separately.
+    """Multiplies looked-up rows, each row separately.
 
     Rows out of range still have to be masked.
     """
