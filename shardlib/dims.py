@@ -1,6 +1,8 @@
 """Which dims of the operands and results of a primitive are the same: one table for every analysis.
 
-A primitive without a row is unknown: each entry of its results may depend on all operands.
+The proof reads in it along which dims a primitive may be applied to a block, causality which
+entries depend on which. A primitive without a row is unknown to both: each entry of its results may
+depend on all operands.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +31,10 @@ class Dims(NamedTuple):
     that no result has, entry i of one operand meets entry i of the others, and what comes of all
     these is combined. None: entries are taken together; of a result, each may depend on all of
     them.
+
+    For example, jnp.sum(x, 0) of x: [2, 3] has the operands [[None, 1]] and the results [[1]]. x @
+    w of [2, 3] and [3, 4] has [[0, "contracted 0"], ["contracted 0", 1]] and [[0, 1]], sort along
+    dim 1 of [2, 3] has [[0, None]] and [[0, None]].
     """
 
     operands: list[Labels]
@@ -36,12 +42,12 @@ class Dims(NamedTuple):
 
 
 def dims_of(eqn: Eqn) -> Dims:
-    """The dims of an equation; all are None for a primitive without a row."""
+    """Returns the dims of an equation; all are None for a primitive without a row."""
     return checked(eqn, ROWS.get(eqn.primitive.name, _unknown)(eqn))
 
 
 def checked(eqn: Eqn, row: Dims) -> Dims:
-    """The dims of an equation without labels that one dim has alone, or dims of several sizes."""
+    """Drops labels that one dim has alone, and labels of dims of several sizes."""
     sizes: dict[Any, list[int]] = {}
     for var, labels in zip((*eqn.invars, *eqn.outvars), (*row.operands, *row.results), strict=True):
         for label, size in zip(labels, shape_of(var), strict=True):
@@ -55,7 +61,10 @@ def checked(eqn: Eqn, row: Dims) -> Dims:
 
 
 def places(result: Labels, labels: Labels) -> list[int | None]:
-    """For each label of `result`, which of `labels` it is; None if it is none of them."""
+    """Finds which of `labels` each label of `result` is; None if it is none of them.
+
+    places([2, 0, None], [0, 1, 2]) is [2, 0, None].
+    """
     return [labels.index(x) if x is not None and x in labels else None for x in result]
 
 
@@ -64,14 +73,14 @@ def _labeled(var: Any, known: Mapping[int, Any]) -> Labels:
 
 
 def _same(eqn: Eqn, kept: Iterable[int]) -> Dims:
-    """Dims `kept` of all operands and results are the same."""
+    """Labels dims `kept` of all operands and results as the same."""
     known = {i: i for i in kept}
     operands, results = ([_labeled(var, known) for var in of] for of in (eqn.invars, eqn.outvars))
     return Dims(operands, results)
 
 
 def _same_except(eqn: Eqn, *together: int) -> Dims:
-    """All dims of operands are the same but those `together`, which may count from the last.
+    """Labels all dims of operands as the same but those `together`, which may count from the last.
 
     Others of one size, that is: dims of another size are cut, or hold what one entry consists of.
     """
@@ -80,7 +89,7 @@ def _same_except(eqn: Eqn, *together: int) -> Dims:
 
 
 def _of_entries(eqn: Eqn) -> Dims:
-    """A dim of one entry is repeated."""
+    """Labels the dims of elementwise operations; a dim of one entry is repeated."""
     (shape,) = {*map(shape_of, eqn.outvars)}
     operands: list[Labels] = []
     for var in eqn.invars:
@@ -107,7 +116,7 @@ def _of_windows(eqn: Eqn) -> Dims:
 
 
 def _of_systems(eqn: Eqn) -> Dims:
-    """Each matrix is treated separately, and each vector for which its system is solved."""
+    """Labels systems: each matrix is separate, and each vector for which its system is solved."""
     (a, b), _ = _same_except(eqn, -2, -1)
     vectors = len(b) - (1 if eqn.params["left_side"] else 2)
     b[vectors] = vectors
@@ -122,7 +131,10 @@ def _of_source(eqn: Eqn) -> Dims:
 
 
 def of_reshape(eqn: Eqn) -> Dims:
-    """Dims that have one size, and one number of entries after each of theirs, are the same."""
+    """Labels dims of one size that have one number of entries after each of theirs as the same.
+
+    So the first dim of [6, 4] as [6, 2, 2] is the same, not that of [6, 4] as [3, 8].
+    """
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     order = eqn.params.get("dimensions") or range(len(old))
     known = dict(zip(order, _strides([old[i] for i in order]), strict=True))
@@ -130,7 +142,10 @@ def of_reshape(eqn: Eqn) -> Dims:
 
 
 def _strides(shape: Sequence[int]) -> Labels:
-    """For each dim, its size and the number of entries after one of its own."""
+    """Labels each dim by its size and the number of entries after one of its own.
+
+    Those of [6, 1, 4] are "6 of 4", None and "4 of 1".
+    """
     found = []
     after = 1
     for size in reversed(shape):
@@ -140,13 +155,13 @@ def _strides(shape: Sequence[int]) -> Labels:
 
 
 def _of_pieces(pieces: Sequence, axis: int) -> tuple[list[Labels], list[Labels]]:
-    """The dims of arrays, and of the array that they are along `axis`."""
+    """Labels the dims of arrays, and of the array that they are along `axis`."""
     labels: Labels = [*range(len(shape_of(pieces[0])))]
     return [labels] * len(pieces), [[*labels[:axis], None, *labels[axis:]]]
 
 
 def _of_matmul(eqn: Eqn) -> Dims:
-    """Labels are dims of the result, and names of what is contracted."""
+    """Labels dims by the dims of the result, and by names of what is contracted."""
     contracted, batch = eqn.params["dimension_numbers"]
     operands = []
     free = len(batch[0])
@@ -162,7 +177,10 @@ def _of_matmul(eqn: Eqn) -> Dims:
 
 
 def _of_convolution(eqn: Eqn) -> Dims:
-    """Sequences are separate, and channels if each is a group. A kernel of size 1 moves nothing."""
+    """Labels sequences as separate, and channels if each is a group.
+
+    A kernel of size 1 moves nothing, so its positions are the same too.
+    """
     p = eqn.params
     (batch, feature, *xs), (out, into, *ws), (to_batch, to_feature, *ys) = p["dimension_numbers"]
     x, kernel = map(shape_of, eqn.invars)
@@ -189,13 +207,18 @@ def _of_convolution(eqn: Eqn) -> Dims:
 
 
 def _windows(numbers: Any, var: Any, gone: Sequence[int]) -> list[int]:
-    """Dims of the operand of a gather or scatter that its windows have."""
+    """Returns the dims of the operand of a gather or scatter that its windows have."""
     gone = (*gone, *numbers.operand_batching_dims)
     return [i for i in range(len(shape_of(var))) if i not in gone]
 
 
 def _of_gather(eqn: Eqn) -> Dims:
-    """Labels are dims of the result. What a window does not hold whole is taken together."""
+    """Labels dims by the dims of the result.
+
+    What a window does not hold whole is taken together. x[i] of x: [5, 3] and i: [4] has the
+    operands [[None, 1], [0, None]], whose last dim is that of index vectors, and the results [[0,
+    1]].
+    """
     x = eqn.invars[0]
     d = eqn.params["dimension_numbers"]
     results = [*range(len(shape_of(eqn.outvars[0])))]
@@ -207,7 +230,7 @@ def _of_gather(eqn: Eqn) -> Dims:
 
 
 def _of_scatter(eqn: Eqn) -> Dims:
-    """Labels are dims of the operand, and names of those of the indices."""
+    """Labels dims by the dims of the operand, and by names of those of the indices."""
     x, indices, updates = eqn.invars
     d = eqn.params["dimension_numbers"]
     windows = _windows(d, x, d.inserted_window_dims)

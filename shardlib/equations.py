@@ -1,4 +1,4 @@
-"""Equations of a traced program: kinds of primitives, and the parts of an equation.
+"""Names kinds of primitives, and takes equations of a traced program apart.
 
 Uses public JAX only. shardlib/interpret.py goes through the equations of a program.
 """
@@ -56,7 +56,10 @@ def words(text: str) -> frozenset[str]:
 
 
 def kinds(*names: str) -> frozenset[str]:
-    """All primitives of these kinds."""
+    """Returns all primitives of these kinds.
+
+    kinds("extreme") has pmax and pmin.
+    """
     found = words(" ".join(_KINDS[name] for name in names))
     return found | {name.removesuffix("_p") for name in found}
 
@@ -103,12 +106,12 @@ class Jaxpr(Protocol):
 
 
 def is_variable(var: Any) -> bool:
-    """True if an operand is a variable and not a literal."""
+    """Returns True if an operand is a variable and not a literal."""
     return not isinstance(var, core.Literal)
 
 
 def shape_of(var: Any) -> tuple[int, ...]:
-    """Shape of a variable or a literal; () for a token, which has none."""
+    """Returns the shape of a variable or a literal; () for a token, which has none."""
     return tuple(getattr(var.aval, "shape", ()))
 
 
@@ -118,7 +121,7 @@ def is_integer(dtype: object) -> bool:
 
 
 def is_program(x: Any) -> bool:
-    """True if a parameter is a jaxpr, closed or open."""
+    """Returns True if a parameter is a jaxpr, closed or open."""
     return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
@@ -128,7 +131,7 @@ def body_of(jaxpr: Any) -> tuple[Any, Any]:
 
 
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
-    """How many operands of a scan are constants of its body, and how many are carried."""
+    """Counts the operands of a scan that are constants of its body, and those that are carried."""
     body, _ = body_of(eqn.params["jaxpr"])
     # The arrays a loop iterates over have one more dim outside of it. (The parameters for this
     # differ by JAX version.)
@@ -138,7 +141,7 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
 
 
 def _count_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many variables have as many dims outside of a loop as in its body."""
+    """Counts the variables that have as many dims outside of a loop as in its body."""
     pairs = zip(outside, inside, strict=True)
     return sum(len(shape_of(a)) == len(shape_of(b)) for a, b in pairs)
 
@@ -163,15 +166,19 @@ def split_while(eqn: Eqn, values: list) -> tuple[list, list, list]:
 
 
 def called(eqn: Eqn) -> Any:
-    """The jaxpr that an equation calls, once and with its operands; None if it calls none."""
+    """Returns the jaxpr that an equation calls, once and with its operands.
+
+    Returns None if it calls none.
+    """
     is_call = eqn.primitive.name in CALLS or eqn.primitive.name == "shard_map"
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if is_call else None
 
 
 def source_dims(eqn: Eqn) -> list[int | None]:
-    """For each dim of the result of a reduction or move of dims: which dim of the operand it is.
+    """Returns for each dim of the result of a reduction or move which dim of the operand it is.
 
-    None stands for a new dim.
+    None stands for a new dim. The sum along dim 0 of [2, 3, 4] has [1, 2]; that array, broadcast to
+    [5, 2, 3, 4], has [None, 0, 1, 2].
     """
     name = eqn.primitive.name
     p = eqn.params
@@ -185,13 +192,13 @@ def source_dims(eqn: Eqn) -> list[int | None]:
 
 
 def axes_of(eqn: Eqn) -> tuple:
-    """The axes of a collective; none for other equations."""
+    """Returns the axes of a collective; none for other equations."""
     axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 def frames_of(eqn: Eqn) -> list[tuple[str, int]]:
-    """File and line of each call that led to an equation, outermost first."""
+    """Returns file and line of each call that led to an equation, outermost first."""
     return _frames_of(eqn.source_info.traceback)
 
 
@@ -202,7 +209,7 @@ def _frames_of(trace: Any) -> list[tuple[str, int]]:
 
 
 def jaxprs_of(eqn: Eqn) -> Iterator[Any]:
-    """The jaxprs among the parameters of an equation."""
+    """Yields the jaxprs among the parameters of an equation."""
     for value in eqn.params.values():
         parts = value if isinstance(value, tuple | list) else (value,)
         yield from filter(is_program, parts)

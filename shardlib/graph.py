@@ -1,6 +1,6 @@
-"""A traced program as a graph, in which equal computations are one node.
+"""Reads a traced program as a graph in which equal computations are one node.
 
-`graph_of` reads a program for one device, with what it calls in place of the calls. What changes
+A Graph is of a program for one device, with what it calls in place of the calls. What changes
 nothing there has no node: collectives, casts between JAX's types, offsets by axis_index, a reshape
 that is undone, the order of equations, and what is computed twice. So two programs compute the same
 if their results are the same nodes of one `Nodes`.
@@ -83,7 +83,7 @@ class Nodes:
         shape: tuple[int | None, ...] = (),
         is_zero: bool = False,
     ) -> Node:
-        """The node of this operation, inputs and parameters."""
+        """Returns the node of this operation, inputs and parameters."""
         key = op, inputs, params
         if key not in self._known:
             self._known[key] = Node(op, inputs, params, tuple(shape), len(self._known), is_zero)
@@ -118,12 +118,12 @@ class Graph(Domain[Node]):
         self.needed = _inputs_of(self.results)
 
     def _arguments(self, program: object) -> list[Node]:
-        """New nodes for the arguments of a program, or of a body that a primitive applies."""
+        """Makes nodes for the arguments of a program, or of a body that a primitive applies."""
         variables = enumerate(body_of(program)[0].invars)
         return [self._nodes.node("argument", params=i, shape=shape_of(x)) for i, x in variables]
 
     def constant(self, x: Any) -> Node:
-        """The node of an array, or of a literal."""
+        """Returns the node of an array, or of a literal."""
         return self._array(literal_of(x))
 
     def _array(self, x: object) -> Node:
@@ -144,14 +144,17 @@ class Graph(Domain[Node]):
         shape: Sequence[int | None] | None = None,
         is_zero: bool = False,
     ) -> Node:
-        """The node of what an equation computes, of the shape of its first result by default."""
+        """Returns the node of what an equation computes.
+
+        It has the shape of the first result, unless another one is given.
+        """
         shape = shape_of(at.eqn.outvars[0]) if shape is None else tuple(shape)
         node = self._nodes.node(op, *inputs, params=params, shape=shape, is_zero=is_zero)
         self.computed.setdefault(node, at)
         return node
 
     def follow(self, at: Operation, ins: list[Node]) -> list[Node]:
-        """The nodes of the results of an equation."""
+        """Returns the nodes of the results of an equation."""
         if not at.eqn.outvars:
             return []
         is_call = equations.called(at.eqn) is not None
@@ -159,7 +162,7 @@ class Graph(Domain[Node]):
         return super().follow(at, ins) if same is None else same
 
     def branch(self, at: Operation, which: Node, args: list[Node]) -> list[Node]:
-        """The results of a conditional."""
+        """Returns the results of a conditional."""
         branches = [interpret(branch, self, args, at) for branch in at.params["branches"]]
         return [
             self._made(at, "cond", which, *each, shape=shape_of(var))
@@ -167,7 +170,10 @@ class Graph(Domain[Node]):
         ]
 
     def apply(self, at: Operation, ins: list[Node]) -> list[Node]:
-        """The results of an equation that runs no body, or applies one by itself."""
+        """Returns the results of an equation that runs no body, or applies one by itself.
+
+        The operands of add and mul are in one order, so x + y and y + x are one node.
+        """
         eqn = at.eqn
         name = at.name
         if (rows := self._of_rows(at, ins)) is not None:
@@ -207,7 +213,10 @@ class Graph(Domain[Node]):
         return self._made(at, "transpose", root, params=order)
 
     def _product(self, at: Operation, ins: list[Node]) -> Node:
-        """A matmul; either operand may come first."""
+        """Returns a matmul; either operand may come first.
+
+        So einsum("ab,bc->ac", x, w) and einsum("bc,ab->ac", w, x) are one node.
+        """
         eqn = at.eqn
         contracted, batch = eqn.params["dimension_numbers"]
         ranks = [len(shape_of(var)) for var in eqn.invars]
@@ -230,7 +239,7 @@ class Graph(Domain[Node]):
     def loop(
         self, at: Operation, of_test: list[Node], of_body: list[Node], inits: list[Node]
     ) -> list[Node]:
-        """The results of a while loop. The order in which it reads operands does not count."""
+        """Returns the results of a while loop, whatever the order in which it reads operands."""
         self._depth += 1
         carry = self._carry(at.eqn.outvars)
         outs = interpret(at.params["body_jaxpr"], self, [*of_body, *carry], at)
@@ -251,9 +260,10 @@ class Graph(Domain[Node]):
     def scan(
         self, at: Operation, consts: list[Node], inits: list[Node], xs: list[Node]
     ) -> list[Node]:
-        """The results of a scan.
+        """Returns the results of a scan.
 
-        Two scans count as one if the second continues where the first ends.
+        Two scans count as one if the second continues where the first ends: a pipeline stage scans
+        over the rows of its layers, one device over all rows.
         """
         length, is_back = at.params["length"], at.params["reverse"]
         rows = [(x.inputs[0], x.params[0]) if x.op == "rows" else (x, 0) for x in xs]
@@ -285,7 +295,10 @@ class Graph(Domain[Node]):
         return found
 
     def _of_rows(self, at: Operation, ins: list[Node]) -> list[Node] | None:
-        """Rows of an array, their reshape, or concatenated rows; None for other equations."""
+        """Returns rows of an array, their reshape, or concatenated rows; None for other equations.
+
+        The rows 0 to 2 and 2 to 4 of x: [4, 3], concatenated, are x.
+        """
         eqn = at.eqn
         name = at.name
         params = at.params
@@ -318,7 +331,10 @@ class Graph(Domain[Node]):
         return None
 
     def _reshaped(self, at: Operation, x: Node, old: tuple, new: tuple) -> Node:
-        """`x`, of shape `old`, in the shape `new`. Either may begin with None, as Node.shape."""
+        """Returns `x`, of shape `old`, in the shape `new`.
+
+        Either may begin with None, as Node.shape.
+        """
         root, shape = (x.inputs[0], x.inputs[0].shape) if x.op == "reshape" else (x, old)
         return root if shape == new else self._made(at, "reshape", root, params=new, shape=new)
 
@@ -330,7 +346,7 @@ class Graph(Domain[Node]):
         return self._made(at, "rows", root, params=(start, end), shape=shape)
 
     def _unchanged(self, at: Operation, ins: list[Node]) -> list[Node] | None:
-        """The operands that an equation returns unchanged; None if it computes."""
+        """Returns the operands that an equation returns unchanged; None if it computes."""
         eqn = at.eqn
         name = at.name
         params = at.params
@@ -367,7 +383,7 @@ class Graph(Domain[Node]):
 
 
 def _continued(inits: list[Node], step: list[Node], is_back: bool, first: int) -> Node | None:
-    """The loop whose last carry is `inits`, if it does the same and ends at turn `first`."""
+    """Finds the loop whose last carry is `inits`, if it does the same and ends at turn `first`."""
     if not inits or inits[0].op != "carried" or inits[0].inputs[0].op != "scan":
         return None
     loop = inits[0].inputs[0]
@@ -380,7 +396,7 @@ def _continued(inits: list[Node], step: list[Node], is_back: bool, first: int) -
 
 
 def _follow(nodes: list[Node]) -> bool:
-    """True if all are rows of one array, each from where the one before ends."""
+    """Returns True if all are rows of one array, each from where the one before ends."""
     is_one = all(x.op == "rows" and x.inputs == nodes[0].inputs for x in nodes)
     return is_one and all(a.params[1] == b.params[0] for a, b in itertools.pairwise(nodes))
 
@@ -391,12 +407,15 @@ def _array_of(node: Node) -> np.ndarray:
 
 
 def _moved(x: Node) -> tuple[Node, tuple[int, ...] | None]:
-    """The value whose dims a transpose moved, and their order; the value itself and None."""
+    """Returns the value whose dims a transpose moved, and their order.
+
+    Of another value, returns this value and None.
+    """
     return (x.inputs[0], x.params) if x.op == "transpose" else (x, None)
 
 
 def _entry_of(x: Node) -> Node | None:
-    """A scalar that all entries of a value are; None if they may differ."""
+    """Returns a scalar that all entries of a value are; None if they may differ."""
     if not x.shape:
         return x
     is_even = x.op == "broadcast_in_dim" and not x.inputs[0].shape
@@ -404,10 +423,10 @@ def _entry_of(x: Node) -> Node | None:
 
 
 def _before_moves(eqn: Eqn, ins: list[Node]) -> tuple[list[Node], tuple[int, ...] | None]:
-    """Operands of an elementwise equation before their dims are moved.
+    """Returns operands of an elementwise equation before their dims are moved.
 
-    Also how they are moved, if they are. An operand with equal entries is replaced by one of them,
-    as long as another operand has the shape.
+    Also returns how they are moved, if they are. An operand with equal entries is replaced by one
+    of them, as long as another operand has the shape.
     """
     even = [_entry_of(x) for x in ins]
     if None not in even:
@@ -419,13 +438,13 @@ def _before_moves(eqn: Eqn, ins: list[Node]) -> tuple[list[Node], tuple[int, ...
 
 
 def _whole_operand(eqn: Eqn, ins: list[Node]) -> int:
-    """The index of an operand that has the shape of the result, up to the order of its dims."""
+    """Finds an operand that has the shape of the result, up to the order of its dims."""
     rank = len(shape_of(eqn.outvars[0]))
     return next(i for i, x in enumerate(ins) if len(x.shape) == rank)
 
 
 def _inputs_of(nodes: list[Node]) -> set[Node]:
-    """All nodes on which some depend, and these."""
+    """Returns all nodes on which some depend, and these."""
     found = set(nodes)
     rest = list(nodes)
     while rest:
@@ -436,7 +455,7 @@ def _inputs_of(nodes: list[Node]) -> set[Node]:
 
 
 def _reshapes(eqn: Eqn) -> bool:
-    """True if the result has the entries of the operand in the same order."""
+    """Returns True if the result has the entries of the operand in the same order."""
     name = eqn.primitive.name
     if name in ("reshape", "squeeze"):
         return eqn.params.get("dimensions") is None or name == "squeeze"

@@ -90,12 +90,12 @@ class Operation:
         return tuple(found[::-1])
 
     def place(self) -> str:
-        """`file.py:line` of the user's code that made the equation; ? if there is none."""
+        """Returns `file.py:line` of the user's code that made the equation; ? if there is none."""
         found = self.line()
         return place(*found) if found else "?"
 
     def line(self) -> tuple[str, int] | None:
-        """File and line of the user's code that made the equation; None if there is none.
+        """Returns file and line of the user's code that made the equation; None if there is none.
 
         JAX traces its own jitted functions once. Their equations know only the first caller, so
         this caller is asked.
@@ -104,7 +104,7 @@ class Operation:
         return found[-1] if found else None
 
     def calls(self) -> list[tuple[str, int]]:
-        """File and line of each of the user's calls that led to the equation.
+        """Returns file and line of each of the user's calls that led to the equation.
 
         The outermost comes first; see `line`.
         """
@@ -114,7 +114,7 @@ class Operation:
         return users if users or self.caller is None else self.caller.calls()
 
     def is_of_jax(self) -> bool:
-        """True if the equation calls a jitted function of JAX itself."""
+        """Returns True if the equation calls a jitted function of JAX itself."""
         jaxpr = self.params.get("jaxpr")
         info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
         return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
@@ -133,19 +133,19 @@ class Domain(Generic[V]):
     """
 
     def constant(self, x: Any) -> V:
-        """What is known of a literal, or of an array that the program holds."""
+        """Returns what is known of a literal, or of an array that the program holds."""
         raise NotImplementedError
 
     def apply(self, op: Operation, ins: list[V]) -> list[V]:
-        """What is known of the results of an equation that runs no body."""
+        """Derives what is known of the results of an equation that runs no body."""
         raise NotImplementedError
 
     def join(self, a: V, b: V) -> V:
-        """What is known of a value that is one or the other."""
+        """Joins what is known of two values, of which a value is one or the other."""
         raise NotImplementedError
 
     def follow(self, op: Operation, ins: list[V]) -> list[V]:
-        """What is known of the results of any equation."""
+        """Derives what is known of the results of any equation."""
         if (body := called(op.eqn)) is not None:
             return self.call(op, body, ins)
         if op.name == "scan":
@@ -157,11 +157,11 @@ class Domain(Generic[V]):
         return self.apply(op, ins)
 
     def call(self, op: Operation, body: Any, ins: list[V]) -> list[V]:
-        """Of the results of a call."""
+        """Follows what an equation calls."""
         return interpret(body, self, ins, op)
 
     def scan(self, op: Operation, consts: list[V], carry: list[V], xs: list[V]) -> list[V]:
-        """Of the results of a loop over the rows of `xs`: what holds in every turn.
+        """Finds what holds in every turn of a loop over the rows of `xs`.
 
         What is known of an array is taken to be known of its rows, and the other way round.
         """
@@ -173,7 +173,7 @@ class Domain(Generic[V]):
         return [*carry, *turn(carry)[len(carry) :]]
 
     def loop(self, op: Operation, of_test: list[V], of_body: list[V], carry: list[V]) -> list[V]:
-        """Of the results of a while loop: what holds after every turn, whatever its test reads."""
+        """Finds what holds after every turn of a while loop, whatever its test reads."""
 
         def turn(carry: list[V]) -> list[V]:
             interpret(op.params["cond_jaxpr"], self, [*of_test, *carry], op)
@@ -182,7 +182,7 @@ class Domain(Generic[V]):
         return fixed_point(carry, turn, self.join)
 
     def branch(self, op: Operation, which: V, args: list[V]) -> list[V]:
-        """Of the results of a conditional: what holds for every branch, whatever decides."""
+        """Finds what holds for every branch of a conditional, whatever decides."""
         outs = [interpret(branch, self, args, op) for branch in op.params["branches"]]
         return [functools.reduce(self.join, found) for found in zip(*outs, strict=True)]
 
@@ -214,7 +214,10 @@ def interpret(
 def fixed_point(
     carry: list[V], turn: Callable[[list[V]], Sequence[V]], join: Callable[[V, V], V]
 ) -> list[V]:
-    """What is known of carried values before every turn of a loop, and after the last one.
+    """Finds what is known of carried values before every turn of a loop, and after the last one.
+
+    If a turn adds 1 to what starts as 0, and `join` of different numbers is None, a carry that is
+    known to be 0 is known as None: some number.
 
     Args:
         carry: what is known before the first turn.
@@ -237,7 +240,7 @@ def fixed_point(
 
 
 def equations_of(program: object) -> list[Any]:
-    """The equations of a jaxpr, closed or open, without those of the jaxprs inside it."""
+    """Returns the equations of a jaxpr, closed or open, without those of the jaxprs inside it."""
     return list(body_of(program)[0].eqns)
 
 
@@ -259,7 +262,7 @@ def equations_in(program: object) -> Iterator[Any]:
 
 
 def arrays_in(program: object) -> list[Any]:
-    """The arrays that a jaxpr, and the jaxprs inside it, hold as constants."""
+    """Returns the arrays that a jaxpr, and the jaxprs inside it, hold as constants."""
     inner = (inner for eqn in equations_in(program) for inner in jaxprs_of(eqn))
     return [array for part in (program, *inner) for array in body_of(part)[1]]
 
@@ -270,7 +273,7 @@ def needed_for(
     is_kept: Callable[[Eqn], bool] = lambda eqn: False,
     is_followed: Callable[[Any], bool] = lambda var: True,
 ) -> list[Any]:
-    """The equations of an open jaxpr on which variables depend, in program order.
+    """Finds the equations of an open jaxpr on which variables depend, in program order.
 
     Args:
         jaxpr: the program. Bodies are not looked into.
@@ -291,7 +294,10 @@ def needed_for(
 
 
 def digest_of(program: object) -> str:
-    """Hash of a program: operations, their parameters, constants; not lines and names of values."""
+    """Hashes a program: operations, their parameters, constants; not lines and names of values.
+
+    So lambda x: 2 * x and lambda y: 2 * y have one hash, and lambda x: 3 * x another.
+    """
     return _digest_of(program, {})
 
 
@@ -356,7 +362,7 @@ class Copies(Domain[Any]):
         self.found: list[Any] = []
 
     def constant(self, x: Any) -> Any:
-        """The literal, or the array."""
+        """Returns the literal, or the array."""
         return x
 
     def follow(self, op: Operation, ins: list) -> list:
@@ -385,7 +391,7 @@ def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
 
 
 def literal_of(x: Any) -> Any:
-    """The number of a literal; an array that a jaxpr holds is its own value."""
+    """Returns the number of a literal; an array that a jaxpr holds is its own value."""
     if isinstance(x, core.Literal):
         aval: Any = x.aval
         return np.asarray(x.val, aval.dtype)

@@ -1,9 +1,9 @@
 """Aligns a per-device program with the same program on one device, equation by equation.
 
-Both are traces of one source. If a device has one entry of a dim, JAX adds or leaves out equations
-that only reshape. Such equations need not match: the other equations, which compute, must take the
-same entries in the same shape. The rule of an equation that was left out here is still applied,
-since it may add up the entries of several devices.
+Both are traces of one source, so they have the same equations, but for those that only reshape: if
+a device has one entry of a dim, JAX adds or leaves some out. Such equations need not match. The
+others, which compute, must take the same entries. The rule of an equation that was left out here is
+still applied, because it may add up the entries of several devices.
 """
 
 import dataclasses
@@ -33,9 +33,10 @@ SHAPING = equations.REDUCTIONS | equations.kinds("view") | {"slice"}
 
 
 class Layout(NamedTuple):
-    """The entries that a value has on a device: those of the value `root`, by strides.
+    """Says which entries of a value a device has: those of the value `root`, by strides.
 
-    The stride is 0 along a dim of one entry.
+    The stride is 0 along a dim of one entry. A [2, 3] array as computed is Layout(root, (2, 3), (3,
+    1)), its transpose Layout(root, (3, 2), (1, 3)): the same entries, in another order.
     """
 
     root: object
@@ -44,7 +45,7 @@ class Layout(NamedTuple):
 
 
 def laid_out(root: object, shape: tuple[int, ...]) -> Layout:
-    """All entries of `root`, in row-major order."""
+    """Lays out all entries of `root` in row-major order."""
     strides = (math.prod(shape[i + 1 :]) if n > 1 else 0 for i, n in enumerate(shape))
     return Layout(root, tuple(shape), tuple(strides))
 
@@ -114,7 +115,7 @@ class Aligned(NamedTuple):
 
 
 def _group_sizes(sizes: Mapping[str, int]) -> Iterator[int]:
-    """The number of devices along each subset of the axes of a mesh."""
+    """Yields the number of devices along each subset of the axes of a mesh."""
     for k in range(len(sizes) + 1):
         yield from map(math.prod, itertools.combinations(sizes.values(), k))
 
@@ -170,9 +171,9 @@ class Alignment:
         return Aligned(ours, theirs, pairing.pairs, here, there)
 
     def fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
-        """True if blocks of two shapes may make one whole.
+        """Returns True if blocks of two shapes may make one whole.
 
-        The numbers of devices that may cut a dim are given.
+        On a mesh of 2 x 2 devices, (4, 3) here fits (16, 3) on one device, and not (12, 3).
         """
         sizes = zip(here, there, strict=True) if len(here) == len(there) else [(1, 0)]
         return all(a == b or any(a * n == b * m for n, m in self._devices) for a, b in sizes)
@@ -199,14 +200,14 @@ class _Pairing(Domain[Layout | None]):
         return self._consts.get(x) if is_variable(x) else None
 
     def rest(self, results: Sequence) -> list[Layout | None]:
-        """Which entries the results here have. Raises Different if equations are left."""
+        """Returns which entries the results here have. Raises Different if equations are left."""
         self._views += _views(self._rest, self._here)
         if self._rest:
             raise Different(self._rest[-1], None)
         return self._layouts(results)
 
     def _layouts(self, variables: Any) -> list[Layout | None]:
-        """Entries of some variables here; None for literals."""
+        """Looks up the entries of some variables here; None for literals."""
         return [self._here[var] if is_variable(var) else None for var in variables]
 
     def follow(self, op: Operation, wholes: list[Layout | None]) -> list[Layout | None]:
@@ -238,7 +239,7 @@ class _Pairing(Domain[Layout | None]):
         return [*found]
 
     def _view_of(self, eqn: Eqn, x: Layout) -> Any:
-        """The equation here, among those that reshape, that returns what `eqn` returns there.
+        """Finds the equation here, among those that reshape, that returns what `eqn` returns there.
 
         Returns None if there is none.
         """
@@ -291,7 +292,7 @@ class _Pairing(Domain[Layout | None]):
 
 
 def _result_of_call(var: Any, twin: Any, inner: Layout | None) -> Layout:
-    """The entries of a result of a call, from those that the called jaxpr returns."""
+    """Returns the entries of a result of a call, from those that the called jaxpr returns."""
     if inner is ANY:
         return ANY
     if inner is None:
@@ -302,7 +303,7 @@ def _result_of_call(var: Any, twin: Any, inner: Layout | None) -> Layout:
 def others(
     ours: Sequence, theirs: Sequence, key: Callable[..., Any] | None = None
 ) -> frozenset[int]:
-    """Which of some Layouts differ between here and one device.
+    """Returns which of some Layouts differ between here and one device.
 
     They are compared by key(Layout) if it is given.
     """
@@ -314,12 +315,15 @@ def others(
 
 
 def _may_reshape(eqn: Eqn) -> bool:
-    """True if an equation may only reshape. JAX does not leave out what it makes of literals."""
+    """Returns True if an equation may only reshape.
+
+    JAX does not leave out what it makes of literals.
+    """
     return eqn.primitive.name in SHAPING | AS_IS and is_variable(eqn.invars[0])
 
 
 def _views(rest: list, here: dict) -> Iterator[Any]:
-    """Removes equations that only reshape from the end of `rest`."""
+    """Removes equations that only reshape from the end of `rest`, and yields them."""
     while rest and _may_reshape(rest[-1]) and (x := here[rest[-1].invars[0]]) is not ANY:
         if (found := _view(rest[-1], x, shape_of(rest[-1].outvars[0]))) is None:
             return
@@ -398,7 +402,10 @@ def _form(
 
 
 def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout | None:
-    """The result of an equation, if it only reshapes its operand.
+    """Returns the result of an equation, if it only reshapes its operand.
+
+    A sum along a dim of one entry does: of Layout(root, (4, 1), (1, 0)) along dim 1, it is
+    Layout(root, (4,), (1,)).
 
     Args:
         eqn: the equation.
@@ -528,9 +535,10 @@ class _Completion(Domain[Any]):
 def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
     """Completes the program of one device by operations that it left out.
 
-    These change nothing there. These are collectives that keep the shape, over axes of one device,
-    and multiplications by a number that is 1 there. Each returns its operand, so the program
-    computes the same. Returns `twin` itself if it lacks other operations.
+    The step may have `if lax.axis_size("t") > 1: x = lax.psum(x, "t")`. Then one device lacks the
+    psum. What is added changes nothing there: collectives that keep the shape, over axes of one
+    device, and multiplications by a number that is 1 there. Returns `twin` itself if it lacks other
+    operations.
     """
     completion = _Completion(twin, twin_sizes)
     consts = dict(zip(jaxpr.constvars, twin.constvars, strict=True))
@@ -546,7 +554,7 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
 
 
 def _left_out(eqn: Eqn, ins: list, twin_sizes: Mapping[str, int]) -> Any:
-    """The equation on one device of operands `ins`. Raises _Lacking if it computes there."""
+    """Builds the equation on one device of operands `ins`. Raises _Lacking if it computes there."""
     name = eqn.primitive.name
     if name in ("div", "mul"):
         if len(ins) != 2 or is_variable(eqn.invars[1]):

@@ -46,10 +46,11 @@ TURNS = 2**16
 
 
 def tokens(batch: int, length: int, is_forward: bool = True) -> np.ndarray:
-    """Numbers of a batch's tokens, [batch, length].
+    """Numbers a batch's tokens, [batch, length].
 
     Token i of sequence b is b·L + i, or counted from the last one. Token i is the target of
-    position i, so its logits may depend on the tokens before it.
+    position i, so its logits may depend on the tokens before it. tokens(2, 3) is [[0, 1, 2], [3, 4,
+    5]], and [[5, 4, 3], [2, 1, 0]] counted from the last.
     """
     number = np.arange(batch * length, dtype=np.int32).reshape(batch, length)
     return number if is_forward else number[::-1, ::-1]
@@ -182,7 +183,7 @@ class Interpreter(Domain[Reach]):
         self._entered = ""
 
     def constant(self, source: object) -> Reach:
-        """What is known of a literal, or of an array that the program holds."""
+        """Returns what is known of a literal, or of an array that the program holds."""
         x = reach.constant(literal_of(source))  # whose number may be one that its dtype lacks
         if id(source) not in self.unknown:
             return x
@@ -193,7 +194,7 @@ class Interpreter(Domain[Reach]):
         return reach.make_reach(x.shape, bound, False, dtype=x.number.dtype)
 
     def follow(self, eq: Operation, ins: list[Reach]) -> list[Reach]:
-        """What is known of the results of an equation."""
+        """Derives what is known of the results of an equation."""
         name = eq.name
         if name == "name":
             if (label := eq.params["name"]) in self.named:
@@ -209,7 +210,7 @@ class Interpreter(Domain[Reach]):
         return super().follow(eq, ins)
 
     def apply(self, eq: Operation, ins: list[Reach]) -> list[Reach]:
-        """What is known of the results of an equation that runs no body."""
+        """Derives what is known of the results of an equation that runs no body."""
         name = eq.name
         if name == "select_n" and self.is_shown and not (ins[0].known | (ins[0].last >= 0)).all():
             return self._worked(eq, ins, lambda eqn, ins: [reach.at_most(apply(eqn, ins)[0], ins)])
@@ -245,7 +246,7 @@ class Interpreter(Domain[Reach]):
         return found
 
     def _loss_gets(self, x: Reach, name: str) -> Reach:
-        """What a loss knows of logits or targets: which they are, but not what they depend on.
+        """Returns what a loss knows of logits or targets: which they are, not what they depend on.
 
         Targets have numbers past those of logits, counted from the last one, because the first
         target is looked for.
@@ -315,7 +316,7 @@ class Interpreter(Domain[Reach]):
     def scan(
         self, eq: Operation, fixed: list[Reach], carry: list[Reach], xs: list[Reach]
     ) -> list[Reach]:
-        """Of the results of a loop, which is followed turn by turn."""
+        """Follows a loop turn by turn."""
         body, length = eq.params["jaxpr"], eq.params["length"]
         carried = len(carry)
         rows: list[list[Reach]] = []
@@ -346,7 +347,7 @@ class Interpreter(Domain[Reach]):
     def loop(
         self, eq: Operation, of_test: list[Reach], of_body: list[Reach], carry: list[Reach]
     ) -> list[Reach]:
-        """Of the results of a while loop, which is followed turn by turn if its test is known."""
+        """Follows a while loop turn by turn, as long as its test is known."""
         ins = [*of_test, *of_body, *carry]
         for _ in range(TURNS):
             (go,) = interpret(eq.params["cond_jaxpr"], self, [*of_test, *carry], eq)
@@ -362,7 +363,7 @@ class Interpreter(Domain[Reach]):
         return self._worked(eq, ins, anything)
 
     def branch(self, eq: Operation, which: Reach, args: list[Reach]) -> list[Reach]:
-        """Of the results of a conditional."""
+        """Follows the branch of a conditional that is taken; if that is not known, all together."""
         branches = eq.params["branches"]
         if which.ways:
             return reach.in_each_way(functools.partial(self.follow, eq), [which, *args])
@@ -373,20 +374,20 @@ class Interpreter(Domain[Reach]):
 
 
 def _reads(x: Reach, start: int, end: int) -> np.ndarray:
-    """True at entries whose last token is one of `start` to `end`, without `end`."""
+    """Returns True at entries whose last token is one of `start` to `end`, without `end`."""
     return (start <= x.last) & (x.last < end)
 
 
 def _keep_reads(x: Reach, start: int, end: int) -> Reach:
-    """A value that depends on no other tokens than `start` to `end`, without `end`."""
+    """Drops from a value what it depends on, but for tokens `start` to `end`, without `end`."""
     return dataclasses.replace(x, last=np.where(_reads(x, start, end), x.last, NONE), ways=None)
 
 
 def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
-    """True if the entries have positions along a dim, and depend on nothing hidden from these."""
+    """Returns True if the entries have positions along a dim, and see nothing hidden from these."""
 
     def fits(upper: np.ndarray, *dims: int) -> bool:
-        """True if no entry is above `upper`, whose dims are `dims` of `last`."""
+        """Returns True if no entry is above `upper`, whose dims are `dims` of `last`."""
         shape = [n if i in dims else 1 for i, n in enumerate(last.shape)]
         return not (last > upper.reshape(shape)).any()
 
@@ -410,9 +411,9 @@ def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
 
 
 def _region_rule(label: str) -> tuple[Callable, int] | None:
-    """The rule for shardops that mark their code as per-device, and its number of operands.
+    """Returns the rule of a shardop that marks its code as per-device, and its operands' number.
 
-    They treat each row separately.
+    Such ops treat each row separately.
     """
     if label.startswith("products of rows by ids"):
         return _products_of_rows, 3
@@ -451,7 +452,7 @@ def _sums_of_rows(eqn: Eqn, rows: Reach, ids: Reach) -> Reach | None:
 
 
 def _drop_fact(x: Reach) -> Reach:
-    """A value without what is known of its entries together."""
+    """Drops what is known of the entries of a value together."""
     return dataclasses.replace(together(x), fact=None) if x.fact else x
 
 
@@ -468,12 +469,12 @@ def _stacked(rows: list[Reach], var: Atom) -> Reach:
 
 
 def _digest(args: list[Reach]) -> bytes:
-    """A hash that is equal for equal values."""
+    """Hashes values: equal ones have equal hashes."""
     arrays = [a for x in args for value in (x, *(x.ways or ())) for a in value.arrays()]
     form = repr([(x.shape, x.dtype.str) for x in arrays]).encode()
     return hashlib.sha256(b"".join([form, *(x.tobytes() for x in arrays)])).digest()
 
 
 def operations(program: ClosedJaxpr) -> list[str]:
-    """Names of the primitives of a program that compute, in order, including those in calls."""
+    """Lists the primitives of a program that compute, in order, including those in calls."""
     return [eqn.primitive.name for eqn in equations_in(program) if eqn.primitive.name not in FORM]

@@ -1,4 +1,8 @@
-"""Checks traced programs."""
+"""The entry of the proof: traces a program on a mesh and on one device, and compares them.
+
+`check` is for any function under jax.shard_map, `prove` for the programs of a training step. Both
+report what is not a block of what one device computes, and say whether it is wrong or not proved.
+"""
 
 import contextlib
 import dataclasses
@@ -126,7 +130,7 @@ def prove(
 
 
 def _findings_on_mesh(ours: Programs, theirs: Programs, mesh: Any) -> list[Finding]:
-    """What is wrong with programs on a mesh, next to those on one device of each of its axes."""
+    """Finds what is wrong with programs on a mesh, next to those on one device of each axis."""
     found: list[Finding] = []
     for name, (program, types) in ours.items():
         twin, _ = theirs[name]
@@ -144,7 +148,7 @@ def _findings_on_mesh(ours: Programs, theirs: Programs, mesh: Any) -> list[Findi
 def _findings_on_one_device(
     program: Any, expected: Any, texts: tuple, rounding: bool
 ) -> list[Finding]:
-    """What differs between a program and the `expected` one, both on one device."""
+    """Finds what differs between a program and the `expected` one, both on one device."""
     names, remedy, of_both = texts
     differing = list(differences(program, expected, names, remedy, rounding))
     if not differing:
@@ -159,19 +163,22 @@ def _findings_on_one_device(
 
 
 def _lines_of(program: Any) -> set[str]:
-    """The lines of files that led to the equations of a program."""
+    """Returns the lines of files that led to the equations of a program."""
     return {place(*frame) for eqn in equations_in(program) for frame in frames_of(eqn)}
 
 
 def _in_plain_jax(text: str) -> str:
-    """A finding with remedies for code that does not use shardlib."""
+    """Rewrites the remedies of a finding for code that does not use shardlib.
+
+    `shardops.axis_size` becomes `jax.lax.axis_size`.
+    """
     for pattern, plain in PLAIN.items():
         text = re.sub(pattern, plain, text)
     return text
 
 
 def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> AbstractMesh:
-    """A mesh of one device, of the same kind, along each axis of `mesh`.
+    """Makes a mesh of one device, of the same kind, along each axis of `mesh`.
 
     It lacks the axes in `without`.
     """
@@ -191,7 +198,7 @@ def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> A
 
 @contextlib.contextmanager
 def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[list]:
-    """Context for tracing a program on a mesh.
+    """Sets the mesh on which a program is traced.
 
     Its choices for speed are those of a mesh of sizes `planned`. Yields a list that holds, after
     tracing, the argument types of the program's shard_maps.
@@ -215,7 +222,10 @@ def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[lis
 
 
 def prove_function(function: Callable[[], Any], mesh: Any = None) -> list[Finding]:
-    """`prove` for a program whose jaxpr `function` returns; it is traced on the current mesh."""
+    """Finds what is wrong with a program whose jaxpr `function` returns; see `prove`.
+
+    It is traced on the current mesh.
+    """
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
 
     def trace(at: AbstractMesh) -> Programs:
@@ -232,7 +242,12 @@ def _untraced(error: Exception) -> Finding:
 def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: Any) -> None:
     """Raises unless a function computes, on a mesh, what it computes on one device.
 
-    It is traced, not run.
+    It is traced, not run. With mesh = jax.make_mesh((2,), ("d",)) and x = jnp.ones((8, 4)),
+
+        check(lambda x: jnp.cumsum(x, 0), x, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+
+    raises "cumsum: entries are taken together along dim 0, which is sharded over d: each device
+    sees only its own block", with the line and a remedy. cumsum along dim 1 passes.
 
     Args:
         function: what each device computes, with `specs`; without them, a function that calls
@@ -297,7 +312,7 @@ def raise_for(found: list[Finding], shown: int | None = None) -> None:
 
 
 def _placed(x: Any) -> Any:
-    """An array's shape, dtype and PartitionSpec, for the current mesh."""
+    """Returns an array's shape, dtype and PartitionSpec, for the current mesh."""
     if not hasattr(x, "dtype"):
         return x
     spec = getattr(getattr(x, "sharding", None), "spec", None)

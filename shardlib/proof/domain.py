@@ -2,7 +2,8 @@
 
 The whole value is what the same program computes on one device. A device's value is its block of
 it, a term of a sum of blocks, or something that a later operation turns into a block. Otherwise it
-is `unprovable`, and must not reach a result.
+is `unprovable`, and must not reach a result. Messages and examples write facts as types: f32[8/d 4]
+is a block of an f32[8, 4] whose rows are cut over axis d, f32[4 +d] a partial sum over d.
 """
 
 import dataclasses
@@ -58,12 +59,15 @@ checkers cannot follow what tells them apart."""
 
 
 def whole(size: int, name: str = "") -> Dim:
-    """A dim that every device holds whole."""
+    """Returns a dim that every device holds whole."""
     return Dim((Part(size, ()),), name)
 
 
 def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
-    """A dim of which each device holds a contiguous block of `size` entries."""
+    """Returns a dim of which each device holds a contiguous block of `size` entries.
+
+    The dim B/r/d of 32 entries, on two devices along each axis, is cut(8, ("r", "d"), "B").
+    """
     return Dim((Part(size, axes),), name)
 
 
@@ -139,7 +143,10 @@ class Range(NamedTuple):
         return Range((low, low_on_one), (high, high_on_one))
 
     def covers(self, here: int, there: int) -> bool:
-        """True if it holds all indices into a block of size `here`, and `there` on one device."""
+        """Returns True if it holds all indices into a block.
+
+        The block has `here` entries, and `there` on one device.
+        """
         return max(self.low) <= 0 and self.high[0] >= here - 1 and self.high[1] >= there - 1
 
 
@@ -320,7 +327,7 @@ class Value:
         return frozenset(real(axis) for dim in self.dims if dim for axis in dim.axes)
 
     def rearranged(self, dims: Iterable[Dim | Any]) -> "Value":
-        """The value's entries in other dims.
+        """Returns the value's entries in other dims.
 
         Keeps the sums, extremes and factors that they are parts of.
         """
@@ -329,7 +336,11 @@ class Value:
 
 
 def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
-    """A number, repeated along `ndim` dims."""
+    """Returns facts about a number, repeated along `ndim` dims.
+
+    The number of devices along d, 2 here and 1 on one device, is constant(0, 2, 1): its ratio is
+    0.5.
+    """
     on_mesh, on_one = (
         x.real if isinstance(x, complex) and not x.imag else x for x in (on_mesh, on_one)
     )
@@ -348,7 +359,10 @@ def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
 
 
 def moved(value: Value, source: Sequence[int | None]) -> Value:
-    """Moves dim source[j] of `value` to j; where that is None, entries along j are equal."""
+    """Moves dim source[j] of `value` to j; where that is None, entries along j are equal.
+
+    moved(x, (1, 0)) is the transpose of a matrix, moved(x, (None, 0)) repeats a vector.
+    """
     count = tuple(source.index(i) for i in value.count if i in source)
 
     def pick(items: Sequence, missing: Any) -> tuple:
@@ -372,7 +386,7 @@ def moved(value: Value, source: Sequence[int | None]) -> Value:
 
 
 def added(terms: Iterable[tuple[Source, int]]) -> frozenset[tuple[Source, int]]:
-    """Extremes of this device's block, with the sums of their coefficients."""
+    """Adds the coefficients of equal extremes of this device's block; drops those of sum 0."""
     total: Counter[Source] = Counter()
     for source, coefficient in terms:
         total[source] += coefficient
@@ -380,14 +394,15 @@ def added(terms: Iterable[tuple[Source, int]]) -> frozenset[tuple[Source, int]]:
 
 
 def devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    """Number of devices along `axes`."""
+    """Returns the number of devices along `axes`."""
     return math.prod(sizes[axis] for axis in axes)
 
 
 def axes_of_offset(offset: Offset, size: Number, sizes: Mapping[str, int]) -> tuple[str, ...] | Any:
-    """Axes, slowest first, that cut a dim into blocks of `size` with this offset.
+    """Returns the axes, slowest first, that cut a dim into blocks of `size` with this offset.
 
-    Returns None if there are none.
+    Returns None if there are none. With 2 devices along d and 3 along t, the offset 12 · d + 4 · t
+    is that of blocks of 4 entries over (d, t).
     """
     order = tuple(axis for axis, _ in sorted(offset, key=lambda pair: -pair[1]))
     expected = {axis: size * devices(sizes, order[i + 1 :]) for i, axis in enumerate(order)}
@@ -403,7 +418,7 @@ def add_offsets(a: Offset, b: Offset, factor: int = 1) -> Offset:
 
 
 def describe(value: Value, shape: tuple[int, ...], dtype: object, sizes: Mapping[str, int]) -> str:
-    """Type of a value in shardtypes' notation, such as `f32[B/r/d 64/t] +t`.
+    """Writes a value's type in shardtypes' notation, such as `f32[B/r/d 64 +t]`.
 
     Dims without a name have their global sizes.
     """

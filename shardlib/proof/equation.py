@@ -1,4 +1,9 @@
-"""One equation of a traced program, and the same equation of the program traced on one device."""
+"""One equation of a traced program, next to the same equation of the program on one device.
+
+The rules get an Equation, ask it about operands (`eq.block(x)`, `eq.finished(x)`), and raise
+Refused. The questions hold the texts of messages, so that each problem reads the same wherever it
+is found.
+"""
 
 import dataclasses
 import math
@@ -83,8 +88,11 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
 class Refused(Exception):
     """Raised for a value that is not a block of a whole value.
 
-    `remedy` is what to do; `at` the Equation to blame.
-    `differs`: one device does not compute the value.
+    Attributes:
+        problem: what is wrong, in one sentence.
+        remedy: what to do.
+        at: the Equation to blame; None: the one whose rule raised it.
+        differs: True if one device does not compute the value.
     """
 
     def __init__(
@@ -96,25 +104,35 @@ class Refused(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Equation(Operation):
-    """An equation, its operands, and the same equation on one device."""
+    """An equation, its operands, and the same equation on one device.
+
+    Attributes:
+        twin: the equation on one device.
+        ins: the facts about each operand.
+        sizes: number of devices along each axis of the mesh.
+        twin_sizes: the same for the mesh of one device.
+        inner: for a call, the alignment of what it calls.
+    """
 
     twin: Any = None
     ins: list[Value] = dataclasses.field(default_factory=list)
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     twin_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     inner: Any = None
-    """For a call, the alignment of what it calls."""
 
     def shape(self, i: int = 0) -> tuple[int, ...]:
-        """Shape of operand i on a device."""
+        """Returns the shape of operand i on a device."""
         return self.eqn.invars[i].aval.shape
 
     def twin_shape(self, i: int = 0) -> tuple[int, ...]:
-        """Shape of operand i on one device."""
+        """Returns the shape of operand i on one device."""
         return self.twin.invars[i].aval.shape
 
     def whole_size(self, dim: Dim | Any, size: int) -> int:
-        """Size on one device of a dim that has `size` entries here."""
+        """Returns the size on one device of a dim that has `size` entries here.
+
+        A dim of 4 entries that is cut over d, of 2 devices, has 8.
+        """
         if dim is UNIFORM:
             return size
         return math.prod(
@@ -127,7 +145,7 @@ class Equation(Operation):
         return self.eqn.outvars[0].aval.shape
 
     def result_type(self, i: int = 0) -> np.dtype:
-        """Dtype of result i."""
+        """Returns the dtype of result i."""
         return self.eqn.outvars[i].aval.dtype
 
     # ---- what rules ask of their operands
@@ -168,7 +186,8 @@ class Equation(Operation):
     def block(self, value: Value) -> Value:
         """Returns `value`, a block of a whole value or a term of a sum.
 
-        Raises Refused if it is neither.
+        Raises Refused if it is neither. It is neither if it is an offset index, say, or positions
+        that count from the start of this device's block: see NO_BLOCKS.
         """
         if self.name not in FOLDING:
             self.unfolded(value)
@@ -183,14 +202,18 @@ class Equation(Operation):
         return value
 
     def finished(self, value: Value) -> Value:
-        """Returns `value`; raises Refused if it is not a block, or a term of a sum or maximum."""
+        """Returns `value`, a block. Raises Refused for anything else, also for a partial sum.
+
+        So a rule asks it of the operand of exp, which of f32[4 +d] is refused: "exp of a partial
+        sum over d: the sum of the results is not the result of the sum".
+        """
         self.block(value)
         if value.partial:
             raise Refused(*self._of_partial(value))
         return self.term(value)
 
     def _of_partial(self, value: Value) -> tuple[str, str]:
-        """Problem and remedy for a partial sum in what is not linear."""
+        """Describes a partial sum in what is not linear: the problem and the remedy."""
         axes = ", ".join(sorted(value.partial))
         problem = (
             f"{self.shown} of a partial sum over {axes}: the sum of the results is not the result "
@@ -223,9 +246,10 @@ class Equation(Operation):
         return value
 
     def settled(self, value: Value) -> Value:
-        """Returns `value` with a factor that is this device's own sum as a term.
+        """Returns `value` as a term of a sum, if it has this device's own sum as a factor.
 
-        That factor makes it a term of the sum over devices.
+        If s is the sum of exponentials of a block, s * v is the term of this device in the sum over
+        devices of s * v.
         """
         own = [term for term in value.shift if term[0].kind != "any"]
         if not value.is_scale or len(own) != 1 or own[0][0].kind != "sum" or own[0][1] != 1:
@@ -282,7 +306,7 @@ class Equation(Operation):
         raise Refused(problem, remedy, made, True)
 
     def reduction(self, value: Value) -> str:
-        """The remedy for a partial sum."""
+        """Returns the remedy for a partial sum."""
         axes = sorted(map(real, value.partial))
         n = devices(self.sizes, axes) / devices(self.twin_sizes, axes)
         # Sums over blocks are divided by the blocks' size.
@@ -294,7 +318,10 @@ class Equation(Operation):
         return "reduce the partial sum first, with psum or psum_scatter"
 
     def of_gradient(self) -> str:
-        """The remedy for a sum over devices that JAX adds to a gradient; "" for another sum."""
+        """Returns the remedy for a sum over devices that JAX adds to a gradient.
+
+        Returns "" for another sum.
+        """
         is_added = self.name == "psum_invariant" and "transpose(" in str(
             self.eqn.source_info.name_stack
         )
@@ -318,7 +345,10 @@ class Equation(Operation):
             raise Refused(problem, MASKED if verb.endswith("written") else remedy)
 
     def joined_dim(self, i: int, dims: Iterable[Dim | Any]) -> Dim | Any:
-        """How dim i of several operands is cut; raises Refused if they differ."""
+        """Returns how dim i of several operands is cut. UNIFORM fits any cut.
+
+        Raises Refused if two operands cut it in different ways, such as 8/d and 8.
+        """
         found: list[Dim] = []
         for dim in dims:
             if dim is not UNIFORM and dim not in found:
@@ -335,14 +365,14 @@ class Equation(Operation):
         return found[0] if found else UNIFORM
 
     def join_dims(self, values: list[Value]) -> tuple[Dim | Any, ...]:
-        """The dims of operands of one shape."""
+        """Returns how the dims of operands of one shape are cut."""
         return tuple(
             self.joined_dim(i, dims)
             for i, dims in enumerate(zip(*(v.dims for v in values), strict=True))
         )
 
     def parts(self, values: list[Value]) -> list[Value]:
-        """Takes a value of which each of n devices counts 1/n for a partial sum.
+        """Takes 1/n of a value that n devices hold for a partial sum.
 
         It does so if another one is a partial sum. With check_vma=False, the gradient of what all
         devices have is such a value.
@@ -370,7 +400,7 @@ class Equation(Operation):
         return list(map(part, values))
 
     def joined_partial(self, values: list[Value]) -> frozenset[str]:
-        """The axes over which all values, except zeros, are partial sums.
+        """Returns the axes over which all values, except zeros, are partial sums.
 
         Raises Refused if they differ.
         """
@@ -386,7 +416,7 @@ class Equation(Operation):
         return live.pop() if live else frozenset()
 
     def joined_ratio(self, values: Iterable[Value]) -> float:
-        """The ratio of all values, except zeros; raises Refused if they differ."""
+        """Returns the ratio of all values, except zeros; raises Refused if they differ."""
         live = [value for value in values if not value.is_zero]
         if any(not math.isclose(value.ratio, live[0].ratio, rel_tol=ROUNDING) for value in live):
             for value in live:
@@ -420,9 +450,9 @@ class Equation(Operation):
     # ---- texts
 
     def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
-        """The calls that led to the equation, and its operands' types.
+        """Returns the calls that led to the equation, and its operands' types.
 
-        Also where a size on which it depends may come from.
+        Also says where a size on which it depends may come from.
         """
         # Of a conditional outside jax.shard_map, the facts about its operands are not known.
         pairs = zip(self.ins, self.eqn.invars, strict=bool(self.ins))
@@ -440,7 +470,7 @@ class Equation(Operation):
 
 
 def equal_parameters(here: object, there: object) -> bool:
-    """True if two parameters are equal.
+    """Returns True if two parameters are equal.
 
     Jaxprs are compared by text, and NaN (a fill value) equals NaN.
     """

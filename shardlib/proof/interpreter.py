@@ -1,6 +1,8 @@
-"""Interprets a per-device program over facts about its values.
+"""Derives facts about the values of a per-device program, next to the program on one device.
 
-Next to it runs the same program on one device.
+The Interpreter goes through both programs, as alignment.py has paired their equations, and applies
+to each the rule of its primitive. What a rule refuses becomes an unprovable value with the place
+and the reason; values computed from it keep that reason, so that the first place is reported.
 """
 
 import dataclasses
@@ -60,7 +62,8 @@ PLACING = (
 class Interpreter:
     """Derives facts about the results of a program.
 
-    Also finds problems that hold whatever becomes of its results.
+    It also finds problems that hold whatever becomes of its results. outside.py makes one for each
+    jax.shard_map, and runs it on the facts that in_specs state.
 
     Attributes:
         sizes: number of devices along each axis of the mesh.
@@ -117,7 +120,7 @@ class Interpreter:
     def _read(
         self, env: Mapping, var: Atom, twin: Any, is_other: bool, eq: Equation | None
     ) -> Value:
-        """Facts about a variable, looked up by its twin on one device, or about a literal."""
+        """Reads facts about a variable, looked up by its twin on one device, or about a literal."""
         if is_other:
             problem = "has other entries here than on one device, or the same in another order"
             problem = f"{eq.shown}: an operand {problem}" if eq else f"a result {problem}"
@@ -145,6 +148,7 @@ class Interpreter:
             self._callers.pop()
 
     def _applied(self, eq: Equation) -> list[Value]:
+        """Applies the rule of an equation; a refusal makes its results unprovable."""
         mark = mark_of(eq.eqn)
         try:
             if mark is not None or (eq.name in PLACING and eq.name not in CONTROL):
@@ -197,9 +201,9 @@ class Interpreter:
         return Unprovable(eq.place(), problem, refusal.remedy, operands, refusal.differs, own)
 
     def blamed(self, reason: Unprovable) -> Unprovable:
-        """`reason` at the line that calls a function that is right elsewhere.
+        """Moves a reason to the line that calls a function which is right elsewhere.
 
-        The function is right where other lines call it.
+        The function is right where other lines call it. Returns other reasons as they are.
         """
         own = reason.eq.calls() if reason.eq else []
         shared = 0
@@ -280,7 +284,7 @@ class Interpreter:
         )
 
     def _marked(self, eq: Equation, mark: Mark) -> Value:
-        """Facts about a value that enters or leaves code that is per-device on purpose."""
+        """Derives facts about a value that enters or leaves code that is per-device on purpose."""
         (x,) = eq.ins
         shape = eq.result_shape
         aval = eq.eqn.outvars[0].aval
@@ -318,7 +322,7 @@ class Interpreter:
         return Value(entered.dims, over, unprovable=entered.unprovable)
 
     def _declared(self, text: str, shape: tuple[int, ...]) -> Value:
-        """The declared type of an argument or result of per-device code."""
+        """Reads the declared type of an argument or result of per-device code."""
         spec = parse_shape(text)
         axes = [
             tuple(
@@ -350,7 +354,10 @@ def block_of(
     partial: Any = (),
     names: Any = None,
 ) -> Value:
-    """A device's block of an array whose dims are sharded over `axes`."""
+    """Returns facts about a device's block of an array whose dims are sharded over `axes`.
+
+    For example, block_of([("d",), ()], (4, 4), {"d": 2}) is f32[8/d 4], of any dtype.
+    """
     live = [tuple(axis for axis in a if sizes[axis] > 1) for a in axes]
     names = names or [""] * len(shape)
     dims = tuple(
@@ -361,7 +368,7 @@ def block_of(
 
 
 def read_array(here: Any, there: Any) -> Value:
-    """Facts about a constant array here and on one device.
+    """Reads facts about a constant array here and on one device.
 
     It is a number, or an array that is the same on both.
     """

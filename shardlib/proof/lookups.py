@@ -120,17 +120,25 @@ def _gather(eq: Equation) -> Value:
             own |= set(dim.axes)
             continue
         looked_up, origin = index.offset, moved(index, places(order, of_ids)).origin
-    for i in range(len(shape)):
-        if of_x[i] is None and i not in numbers.start_index_map:
-            eq.uncut(x, i, "a part is taken")
-    rest = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    windows = (i for i in range(len(shape)) if i not in rest)
-    for i, j in zip(windows, numbers.offset_dims, strict=True):
-        if of_x[i] is None and x.dims[i] is not UNIFORM:
-            dims[j] = whole(sizes[i])
+    _take_windows(eq, of_x, dims)
     drops = looked_up is not None and fills not in (None, 0) and not is_integer(eq.result_type())
     found = Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up)
     return dataclasses.replace(found, origin=origin, drops=drops)
+
+
+def _take_windows(eq: Equation, of_x: Labels, dims: list[Any]) -> None:
+    """Sets those of `dims` that are a part of a dim, which must be whole."""
+    (x, _), numbers = eq.ins, eq.params["dimension_numbers"]
+    rest = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    to = iter(numbers.offset_dims)
+    for i, size in enumerate(eq.params["slice_sizes"]):
+        j = None if i in rest else next(to)
+        if of_x[i] is not None:
+            continue
+        if i not in numbers.start_index_map:
+            eq.uncut(x, i, "a part is taken")
+        if j is not None and x.dims[i] is not UNIFORM:
+            dims[j] = whole(size)
 
 
 def _fills_sums(eq: Equation) -> bool:
@@ -274,7 +282,7 @@ class _Scatter:
         self.own = frozenset() if dropped else frozenset(axes)
 
     def result(self) -> Value:
-        """Returns the result, a partial sum or extreme over the axes of updates that are left over."""
+        """Returns the result, a sum or extreme still to be taken over axes that are left over."""
         eq, x, updates = self.eq, self.x, self.updates
         kind = {"scatter-max": "max", "scatter-min": "min"}.get(eq.name)
         partial, pending = self._left_over(kind)

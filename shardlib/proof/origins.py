@@ -1,6 +1,7 @@
-"""Finds the origin of an equation.
+"""Finds the line of a user's file that made an equation, for messages.
 
-That is the calls that led to it, and the choice that makes two programs differ.
+An equation knows the calls that led to it. Where two programs differ, because of a choice by a
+size, the sources are read to name the choice, and the line where the size got its name.
 """
 
 import ast
@@ -22,7 +23,7 @@ Line = tuple[str, int]
 
 
 def is_helper(file: str) -> bool:
-    """True if a file belongs to a package whose functions a model calls.
+    """Returns True if a file belongs to a package whose functions a model calls.
 
     The model's own file is not one.
     """
@@ -30,7 +31,7 @@ def is_helper(file: str) -> bool:
 
 
 def callers_text(eqn: Any, within: str | None = None) -> str:
-    """The lines of users' files that led to an equation within a layer, innermost first.
+    """Names the lines of users' files that led to an equation within a layer, innermost first.
 
     The line of its place is left out. `called from family.py:231, 208; train.py:317`, or the
     innermost two `within` a file; empty without callers.
@@ -68,14 +69,17 @@ class _Uses(Domain[bool]):
 
 
 def use_of(array: object, program: Any) -> Operation | None:
-    """The first equation that computes with an array that a program holds; None if none does."""
+    """Finds the first equation that computes with an array that a program holds.
+
+    Returns None if there is none.
+    """
     uses = _Uses(array)
     interpret(program, uses, [False] * len(body_of(program)[0].invars))
     return uses.found
 
 
 def choice_between(here: Eqn | None, there: Eqn | None) -> str:
-    """Where the sources of two equations part; or empty.
+    """Names the choice where the sources of two equations part; or returns "".
 
     For example, `by the choice moe.py:384, slots is None, of moe.py:383`. The last line is the
     assignment of what the choice depends on.
@@ -90,12 +94,12 @@ def choice_between(here: Eqn | None, there: Eqn | None) -> str:
 
 
 def _holds(branch: Sequence[ast.stmt | ast.expr], line: int | None) -> bool:
-    """True if a line is within one of the statements of a branch."""
+    """Returns True if a line is within one of the statements of a branch."""
     return line is not None and any(_is_at(node, line) for node in branch)
 
 
 def _choice(here: Line | None, there: Line | None) -> str:
-    """The choice by a size, in words, on whose sides two lines are; empty if there is none."""
+    """Names the choice by a size on whose sides two lines are; returns "" if there is none."""
     files = {frame[0] for frame in (here, there) if frame}
     lines = [x and x[1] for x in (here, there)]
     if len(files) != 1:
@@ -128,7 +132,7 @@ def _tree(file: str) -> ast.AST:
 
 
 def size_text(frames: Iterable[Line]) -> str:
-    """`of a size at moe.py:383`: where a size gets a name; or empty.
+    """Names the line where a size gets a name, such as `of a size at moe.py:383`; or returns "".
 
     The size is one on this device, or a number of devices. It looks before the innermost of the
     calls `frames` that uses the name. A call that has a size itself needs no more.
@@ -151,7 +155,7 @@ _SIZE = re.compile(
 
 
 def _is_of_size(file: str, node: ast.AST, line: int) -> bool:
-    """True if a node at a line depends on a size.
+    """Returns True if a node at a line depends on a size.
 
     Others, such as flags, are alike on every mesh.
     """
@@ -162,7 +166,7 @@ def _is_of_size(file: str, node: ast.AST, line: int) -> bool:
 
 
 def _is_simple(node: ast.AST) -> TypeGuard[ast.stmt]:
-    """True if a node is a statement without statements inside."""
+    """Returns True if a node is a statement without statements inside."""
     return isinstance(node, ast.stmt) and not hasattr(node, "body")
 
 
@@ -175,7 +179,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _assignments(file: str, line: int, names: set[str]) -> Iterator[ast.stmt]:
-    """Statements before a line, in the same function, that assign one of the names."""
+    """Yields statements before a line, in the same function, that assign one of the names."""
     functions = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.FunctionDef))
     around = [node for node in functions if _is_at(node, line)]
     for node in ast.walk(max(around, key=lambda node: node.lineno)) if around else ():

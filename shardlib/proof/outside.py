@@ -1,9 +1,10 @@
 """Finds what is wrong with a whole traced program, next to the same program on one device.
 
-Outside of jax.shard_map both compute the same. If one shard_map takes what another returned, with
-the same spec, each device gets its own block back, whatever it is. So facts about blocks pass on,
-and the spec declares nothing. JAX keeps what a backward pass needs this way, stacked along dim 0
-over all axes.
+Inside each jax.shard_map an Interpreter runs on the types that in_specs state. Outside, both
+programs compute the same on whole arrays. If one shard_map takes what another returned, with the
+same spec, each device gets its own block back, whatever it is. So facts about blocks pass on, and
+the spec declares nothing: JAX keeps what a backward pass needs this way, stacked along dim 0 over
+all axes.
 """
 
 import dataclasses
@@ -88,7 +89,7 @@ def findings(
 
 
 def shard_maps_in(program: object) -> list[Any]:
-    """The equations that call jax.shard_map."""
+    """Returns the equations that call jax.shard_map."""
     return [eqn for eqn in equations_in(program) if eqn.primitive.name == "shard_map"]
 
 
@@ -174,7 +175,10 @@ class _Outside:
     def _read(
         self, env: Mapping, pairs: Mapping, ours: Sequence, theirs: Sequence, eqn: Eqn | None = None
     ) -> list[_Passed | None]:
-        """What is known of the operands of an equation, or of the results of a jaxpr."""
+        """Returns what is known of the operands of an equation, or of the results of a jaxpr.
+
+        None stands for a value that is the same on one device.
+        """
         if len(ours) != len(theirs) or not all(
             isinstance(b, Literal) if isinstance(a, Literal) else pairs.get(a) is b
             for a, b in zip(ours, theirs, strict=True)
@@ -201,14 +205,14 @@ class _Outside:
         return self.found[-1]
 
     def _number(self, eqn: Eqn | None) -> _Suspect:
-        """A number of an equation, or a result, depends on the mesh."""
+        """Reports that a number of an equation, or a result, depends on the mesh."""
         where = f"{Operation(eqn).place()}: {Operation(eqn).shown}" if eqn else "result"
         return self._suspect(
             f"{where}: a number outside of jax.shard_map depends on the mesh\n  remedy: {REMEDY}"
         )
 
     def _constant(self, here: Any, there: Any, program: Any) -> _Passed | None:
-        """An array that was made outside of the program."""
+        """Reports an array that was made outside of the program, if it depends on the mesh."""
         value = read_array(here, there)
         if not value.unprovable and value.ratio == 1.0 and here.shape == there.shape:
             return None
@@ -224,7 +228,7 @@ class _Outside:
         return _Passed(value, suspects=(self._suspect("\n  ".join([*lines, f"remedy: {REMEDY}"])),))
 
     def _results(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
-        """What is known of the results of an equation."""
+        """Returns what is known of the results of an equation."""
         name = eqn.primitive.name
         if name == "shard_map":
             return self._of_shard_map(eqn, twin, ins)
@@ -336,7 +340,10 @@ class _Outside:
 def _argument(
     x: _Passed | None, axes: Sharding, declared: Value, sizes: Mapping[str, int]
 ) -> Value:
-    """Facts about an argument of a shard_map that its spec shards over `axes`."""
+    """Returns facts about an argument of a shard_map that its spec shards over `axes`.
+
+    These are `declared`, unless the argument is what another shard_map returned with this spec.
+    """
     if (
         x is None
         or (x.spec is None and x.value.unprovable)
@@ -352,7 +359,7 @@ def _argument(
 
 
 def _in_turns(x: _Passed, dims: tuple, spec: Sharding | None) -> _Passed | None:
-    """What is known of a value in any turn of a loop, or in all of them together."""
+    """Returns what is known of a value in any turn of a loop, or in all of them together."""
     if not (x.value.unprovable or x.value.is_block):
         _use([x])
         return None
@@ -362,7 +369,7 @@ def _in_turns(x: _Passed, dims: tuple, spec: Sharding | None) -> _Passed | None:
 
 
 def _either(eqn: Eqn, a: _Passed | None, b: _Passed | None) -> _Passed | None:
-    """What is known of a result of a conditional from those of two branches."""
+    """Returns what is known of a result of a conditional from those of two branches."""
     if (
         a is None
         or b is None
@@ -384,7 +391,7 @@ def _names(jaxpr: Any) -> list[str]:
 
 
 def _numbers(eqn: Eqn) -> dict:
-    """The parameters of an equation that consist of numbers, dtypes and choices."""
+    """Returns the parameters of an equation that consist of numbers, dtypes and choices."""
     kinds = int | float | np.dtype | enum.Enum
     return {
         name: value
@@ -394,7 +401,7 @@ def _numbers(eqn: Eqn) -> dict:
 
 
 def _place_of(var: Any, body: Any) -> str:
-    """`file.py:line: ` of the code that makes a result."""
+    """Returns `file.py:line: ` of the code that makes a result."""
     made = {out: eqn for eqn in equations_of(body) for out in eqn.outvars}
     while (eqn := made.get(var)) is not None:
         place = Operation(eqn).place()
@@ -416,7 +423,10 @@ def _finding(
     body: Any,
     there: tuple[int, ...],
 ) -> Finding | None:
-    """What is wrong with result i of a shard_map; None if nothing is."""
+    """Compares result i of a shard_map with its spec; returns None if it is what that says.
+
+    The sum of a block, declared with P(), gives "result 0 is f32[4 +d], and is declared f32[4]".
+    """
     if value.unprovable:
         return Finding(str(interpreter.blamed(value.unprovable)), differs=value.unprovable.differs)
     if value.shift or value.folded or (value.ratio != 1.0 and value.scaled is not None):

@@ -59,7 +59,7 @@ rule(*IDENTITIES)(lambda eq: eq.ins)
 
 @rule("device_put")
 def _device_put(eq: Equation) -> list[Value]:
-    """Returns what moves to a device's host memory, or back, and refuses a move to other devices."""
+    """Returns what moves to a device's host memory, or back; refuses other moves."""
     is_move = all(isinstance(place, jax.memory.Space) for place in eq.params["devices"])
     return eq.ins if is_move else everything_whole(eq)
 

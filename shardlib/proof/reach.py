@@ -1,8 +1,9 @@
-"""Which tokens the entries of a value may depend on, and which entries are known numbers.
+"""Facts for causality: which tokens an entry may depend on, and which entries are known numbers.
 
-Tokens are numbered through the batch, from its first token or from its last. For each entry, this
-keeps the last token that it may depend on; and its number, if it is the same for all tokens and
-weights.
+Tokens are numbered through the batch, from its first token or from its last. For each entry of a
+value, this keeps the last token that it may depend on; and its number, if it is the same for all
+tokens and weights. The numbers are needed because a causal mask is made of them: a score that a
+known -1e9 was added to depends on its tokens, but its exponential is 0.
 """
 
 import dataclasses
@@ -74,7 +75,7 @@ class Reach:
         return self.number, self.known, self.last
 
     def over(self, dims: Iterable[int]) -> np.ndarray:
-        """Last token of all entries along `dims` together; these dims get size 1."""
+        """Returns the last token of all entries along `dims` together; these dims get size 1."""
         return self.last.max(tuple(dims), keepdims=True, initial=NONE)
 
     def alike(self) -> "Reach":
@@ -162,9 +163,10 @@ class Sums:
         return dataclasses.replace(self, at=np.where(is_first, -1, self.at - self.step), array=None)
 
     def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray]:
-        """For differences of entries: where one sum is part of the other.
+        """Finds where one sum is part of the other, for differences of entries.
 
-        Also returns the last token of the rest.
+        Also returns the last token of the rest. The sum up to 5 less the sum up to 2 depends on the
+        entries 3 to 5 alone.
         """
         low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
 
@@ -203,7 +205,7 @@ def sums_of(
 
 
 def dtype_of(aval: core.ShapedArray) -> np.dtype:
-    """Dtype in which to keep the numbers of a value."""
+    """Returns the dtype in which to keep the numbers of a value."""
     dtype = getattr(aval, "dtype", None)
     if not isinstance(dtype, np.dtype):
         return np.dtype(np.int32)  # keys
@@ -211,18 +213,21 @@ def dtype_of(aval: core.ShapedArray) -> np.dtype:
 
 
 def highest(dtype: Any) -> Any:
-    """Bound of a number of which nothing is known."""
+    """Returns the bound of a number of which nothing is known."""
     dtype = np.dtype(dtype)
     return dtype.type(np.inf) if dtype.kind in "fc" else dtype.type(0)
 
 
 def are_equal(a: Any, b: Any) -> Any:
-    """True where two numbers are equal, or both are NaN."""
+    """Returns True where two numbers are equal, or both are NaN."""
     return (a == b) | ((a != a) & (b != b))
 
 
 def sizes(x: "Reach") -> Any:
-    """Size of the largest known number that went into each entry; 0 if it is not beyond LOW."""
+    """Returns the size of the largest known number that went into each entry.
+
+    It is 0 if that is not beyond LOW.
+    """
     if x.number.dtype.kind in "biu":  # unknown ones have a number if they were LOW as floats
         return np.where(x.known, 0, x.number)
     size = np.abs(x.number)
@@ -231,18 +236,21 @@ def sizes(x: "Reach") -> Any:
 
 
 def bounds(x: "Reach") -> Any:
-    """The bounds of the entries of floats; of a known one that of an unknown one as large."""
+    """Returns the bounds of the entries of floats.
+
+    That of a known entry is the bound of an unknown one as large.
+    """
     return np.where((x.number < 0) & ~(x.known & (x.number >= LOW)), x.number, sizes(x))
 
 
 def union(a: Any, b: Any) -> Any:
-    """Bound of an entry that is one of two, or a sum of two that are not LOW."""
+    """Returns the bound of an entry that is one of two, or a sum of two that are not LOW."""
     least, most = np.minimum(a, b), np.maximum(a, b)
     return np.where((least >= 0) | (most < LOW), most, np.where(most <= 0, MAYBE_LOW, np.inf))
 
 
 def at_most(x: "Reach", ins: Sequence["Reach"]) -> "Reach":
-    """The result of a choice by ins[0].
+    """Bounds the result of a choice by ins[0].
 
     Where this depends on no token, it is the larger of the others if one may mask.
     """
@@ -275,7 +283,8 @@ def make_reach(
 ) -> Reach:
     """Builds a Reach from arrays that broadcast to `shape`.
 
-    Dims along which all entries are alike have size 1.
+    Dims along which all entries are alike have size 1. For example, make_reach((2, 3), [7, 8, 9],
+    True) is a value with two equal rows of known numbers, of which one is kept.
     """
     dtype = np.dtype(dtype or np.asarray(number).dtype)
     rank = len(shape)
@@ -299,7 +308,7 @@ def make_reach(
 
 
 def exact(number: Any, aval: object) -> np.ndarray:
-    """True where the dtype of a value holds a number exactly.
+    """Returns True where the dtype of a value holds a number exactly.
 
     Others are rounded, in an unknown way.
     """
@@ -311,12 +320,15 @@ def exact(number: Any, aval: object) -> np.ndarray:
 
 
 def unknown(shape: Sequence[int], dtype: Any, last: Any = NONE) -> Reach:
-    """A value without known numbers."""
+    """Builds a value without known numbers."""
     return make_reach(shape, highest(dtype), False, last, dtype)
 
 
 def constant(array: Any) -> Reach:
-    """A known array. The numbers of one that is large, or not of numbers, count as unknown."""
+    """Builds a known array.
+
+    The numbers of one that is large, or not of numbers, count as unknown.
+    """
     shape = tuple(np.shape(array))
     if math.prod(shape) > MOST or not isinstance(
         getattr(array, "dtype", np.dtype(float)), np.dtype
@@ -337,7 +349,7 @@ def full(x: np.ndarray, shape: Sequence[int], dims: Iterable[int]) -> np.ndarray
 
 
 def of_all(values: Iterable[Reach]) -> np.int32:
-    """Last token of all entries of all values."""
+    """Returns the last token of all entries of all values."""
     return max((value.last.max(initial=NONE) for value in values), default=NONE)
 
 
@@ -371,7 +383,10 @@ def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarra
 
 
 def taken(x: np.ndarray, dim: int, at: np.ndarray, size: int, fill: Any) -> np.ndarray:
-    """Takes entries `at` of dim `dim` of size `size`; `fill` for those outside it."""
+    """Takes entries `at` of dim `dim` of size `size`; `fill` for those outside it.
+
+    taken([5, 6, 7], 0, [2, 3], 3, -1) is [7, -1].
+    """
     inside = (at >= 0) & (at < size)
     if x.shape[dim] == 1 and inside.all():
         return x
@@ -433,7 +448,7 @@ def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> l
 
 
 def _in_both(x: Reach, a: Reach, b: Reach) -> Reach:
-    """`x`, where numbers that are known and equal in both ways become known."""
+    """Returns `x`, where numbers that are known and equal in both ways become known."""
     if any(isinstance(value.fact, Slots) for value in (x, a, b)):
         return x
     same = a.known & b.known & are_equal(a.number, b.number)

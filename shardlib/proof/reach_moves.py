@@ -1,6 +1,7 @@
-"""Rules over shardlib.proof.reach for primitives that move or look up entries.
+"""Rules over reach.py for primitives that move or look up entries.
 
-They find which tokens each may depend on.
+A moved entry keeps its number and its last token. Where an index is not known, an entry may be any
+of those that could be read, and depends on their tokens and on those of the index.
 """
 
 import dataclasses
@@ -25,18 +26,26 @@ rule = functools.partial(primitives.rule, of=RULES)
 
 
 def dtype_of_result(eqn: Eqn) -> np.dtype:
-    """Dtype in which to keep the numbers of the result of an equation."""
+    """Returns the dtype in which to keep the numbers of the result of an equation."""
     return reach.dtype_of(eqn.outvars[0].aval)
 
 
 def spread(x: np.ndarray, labels: Labels, order: Labels) -> np.ndarray:
-    """Moves the dims of an array to where `order` has their labels; others have one entry."""
+    """Moves the dims of an array to where `order` has their labels; others have one entry.
+
+    An array of shape [2, 3] with the labels ["a", "b"] has the shape [3, 1, 2] in the order ["b",
+    "c", "a"].
+    """
     at = {i: order.index(x) for i, x in enumerate(labels) if x is not None and x in order}
     return reach.placed(x, at, len(order))
 
 
 def by_dims(eqn: Eqn, *ins: Reach) -> list[Reach]:
-    """Results of which shardlib.dims says on which entries of the operands theirs depend."""
+    """Derives results as shardlib.dims says on which entries of the operands theirs depend.
+
+    A sort along dim 1 of x: [2, 3], whose last tokens are [[0, 1, 2], [3, 4, 5]], gives [[2], [5]]:
+    entries of a row depend on the whole row, not on the other one.
+    """
     operands, results = dims_of(eqn)
 
     def last_of(order: Labels) -> Any:
@@ -141,7 +150,11 @@ def _iota(eqn: Any) -> Reach:
 
 @rule("gather")
 def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
-    """Where a part of a dim is read at an unknown index, it may be any part."""
+    """Takes rows at known indices; at an unknown index, an entry may be any part.
+
+    With last tokens [0, 1, 2] of x, x[jnp.array([2, 0])] has [2, 0]. With an index that depends on
+    token 5, each entry has 5.
+    """
     shape = shape_of(eqn.outvars[0])
     d = eqn.params["dimension_numbers"]
     labels, of_starts = dims_of(eqn).operands
@@ -193,7 +206,7 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
 def _starts(
     starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int]
 ) -> list[int] | None:
-    """Where a part of `sizes` entries begins in each dim; None if unknown."""
+    """Returns where a part of `sizes` entries begins in each dim; None if unknown."""
     pairs = list(zip(starts, shape, sizes, strict=True))
     if not all(start.is_known or n == size for start, n, size in pairs):
         return None
@@ -227,7 +240,7 @@ def _dynamic_update(eqn: Eqn, x: Reach, new: Reach, *starts: Reach) -> Reach | N
 
 @rule("scatter", "scatter-add", "scatter-sub")
 def _scatter(eqn: Eqn, x: Reach, starts: Reach, new: Reach) -> Any:
-    """Exact for one part or added rows at known indices.
+    """Writes one part, or adds rows, at known indices.
 
     Otherwise every entry may come from any update.
     """

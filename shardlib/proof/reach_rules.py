@@ -1,6 +1,8 @@
-"""Rules over shardlib.proof.reach for primitives that compute.
+"""Rules over reach.py for primitives that compute.
 
-They find which tokens each entry of a result may depend on.
+An entry of a result depends on the tokens of all entries that it is computed from, but for three
+cases: a factor of 0 leaves nothing of the other; a LOW number gives way to one that is not, in a
+maximum, and is 0 after exp; and the difference of two running sums depends on what is between.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ from shardlib.proof.reach_moves import (
 
 
 def apply(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
-    """What is known of the results of an equation that runs no body."""
+    """Derives what is known of the results of an equation that runs no body."""
     rule = RULES.get(eqn.primitive.name, _default(eqn))
     if any(reach_slots.is_in(x) for x in ins):
         if (result := reach_slots.apply(eqn, ins, rule)) is not None:
@@ -50,7 +52,7 @@ def _default(eqn: Eqn) -> Callable[..., Any]:
 
 
 def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
-    """Results whose entries may each depend on all that shardlib.dims does not rule out."""
+    """Derives results whose entries may depend on all that shardlib.dims does not rule out."""
     return [dataclasses.replace(x, blurred=True) for x in by_dims(eqn, *ins)]
 
 
@@ -65,6 +67,10 @@ SMALL = words("cos erf exp exp2 logistic sign sin tanh")
 
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach:
+    """Computes known numbers; an unknown entry depends on the tokens of all operands.
+
+    With last tokens [0, 1] and [1, 0], the sum has [1, 1].
+    """
     name = eqn.primitive.name
     shape = shape_of(eqn.outvars[0])
     dtype = dtype_of_result(eqn)
@@ -86,9 +92,10 @@ def _elementwise(eqn: Any, *ins: Reach) -> Reach:
 
 
 def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
-    """Where a result is known though not all operands are, and its number.
+    """Finds where a result is known though not all operands are, and its number.
 
-    Unknown numbers are finite, and not 0/0.
+    Unknown numbers are finite, and not 0/0. So 0 times an unknown number is 0, and exp of one whose
+    bound is -1e9 is 0.
     """
 
     def any_of(arrays: Sequence[Any]) -> Any:
@@ -114,7 +121,11 @@ def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
 
 
 def _bound(name: str, ins: Sequence[Reach]) -> Any:
-    """Bounds of results."""
+    """Bounds unknown results.
+
+    A score plus -1e9 is at most about -1e9: a sum with a LOW number stays LOW if nothing as large
+    went into the other.
+    """
     size = functools.reduce(np.maximum, map(reach.sizes, ins))
     if name in SMALL:
         return 0.0
@@ -145,7 +156,10 @@ def _negative(x: Reach) -> Reach:
 
 @rule("add", "add_any", "sub")
 def _added(eqn: Eqn, a: Reach, b: Reach) -> Reach:
-    """For a difference of two running sums along a dim, only what lies between them remains."""
+    """Adds or subtracts; of a difference of two running sums along a dim, the rest remains.
+
+    That is what lies between the ends of the two.
+    """
     found = _elementwise(eqn, a, b)
     sign = -1 if eqn.primitive.name == "sub" else 1
     x, y = (z.fact if isinstance(z.fact, Sums) else None for z in (a, b))
@@ -187,7 +201,7 @@ def _converted(eqn: Eqn, x: Reach) -> Reach:
 
 
 def _holds(before: Any, after: Any) -> bool:
-    """True if a conversion leaves running sums what they are.
+    """Returns True if a conversion leaves running sums what they are.
 
     Rounding of large integers does not count.
     """
@@ -227,7 +241,7 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
 
 @rule("max")
 def _larger(eqn: Eqn, *ins: Reach) -> Reach:
-    """A LOW number gives way to one that is not, and cannot be."""
+    """Takes the larger number; a LOW one gives way to one that is not, and cannot be."""
     result = _elementwise(eqn, *ins)
     if result.number.dtype.kind != "f" or result.is_known:
         return result
@@ -257,9 +271,10 @@ def _index(eqn: Eqn, x: Reach) -> Reach | Any:
 
 @rule(*REDUCERS)
 def _reduced(eqn: Eqn, x: Reach) -> Reach | Any:
-    """Known where all entries are, where all are 0 in a sum, and where one decides.
+    """Reduces dims, whose entries an entry of the result depends on together.
 
-    LOW numbers give way to others.
+    The result is known where all entries are, where all are 0 in a sum, and where one decides. In a
+    maximum, entries that are LOW give way.
     """
     name = eqn.primitive.name
     axes = tuple(eqn.params["axes"])
@@ -292,6 +307,10 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach | Any:
 
 @rule(*kinds("running"))
 def _cumulative(eqn: Eqn, x: Reach) -> Reach:
+    """Adds up along a dim: each entry depends on those before it, or after it if reversed.
+
+    With last tokens [0, 3, 1], cumsum has [0, 3, 3], and the reversed one [3, 3, 1].
+    """
     name = eqn.primitive.name
     axis = eqn.params["axis"]
     back = eqn.params["reverse"]
@@ -319,9 +338,10 @@ def _cumulative(eqn: Eqn, x: Reach) -> Reach:
 
 @rule("triangular_solve")
 def _solve(eqn: Eqn, a: Reach, b: Reach) -> Reach:
-    """Row i of a solution depends on the rows for which row i of the triangle is not zero.
+    """Solves triangular systems.
 
-    These rows depend on others in the same way, recursively.
+    Row i of a solution depends on the rows for which row i of the triangle is not zero. These rows
+    depend on others in the same way, recursively.
     """
     p = eqn.params
     is_lower = p["lower"] == (p["transpose_a"] != p["left_side"])
@@ -357,7 +377,7 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
 
 
 def _is_by_lu(eqn: Eqn) -> bool:
-    """True if a custom_linear_solve computes what jnp.linalg.solve does.
+    """Returns True if a custom_linear_solve computes what jnp.linalg.solve does.
 
     It must be no approximation, nor of a part of `a`.
     """
@@ -372,14 +392,14 @@ def _is_by_lu(eqn: Eqn) -> bool:
 
 
 def _steps(program: object) -> list[tuple[str, list]]:
-    """The primitives of a program, and the shapes of their operands."""
+    """Lists the primitives of a program, and the shapes of their operands."""
     return [(x.primitive.name, [var.aval.shape for var in x.invars]) for x in equations_in(program)]
 
 
 def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
-    """The solution of a @ x = b for a triangle `a`, by substitution.
+    """Solves a @ x = b for a triangle `a`, by substitution.
 
-    It is 0 where all terms are.
+    The solution is 0 where all terms are.
     """
     size = a.shape[-1]
     is_live, of_a = (
@@ -399,13 +419,17 @@ def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
 
 
 def _of_zeros(shape: Sequence[int], dtype: np.dtype, zeros: Any, last: Any) -> Reach:
-    """A value of which no numbers are known but these zeros."""
+    """Builds a value of which no numbers are known but these zeros."""
     return reach.make_reach(shape, np.where(zeros, 0, reach.highest(dtype)), zeros, last, dtype)
 
 
 @rule("dot_general")
 def _product(eqn: Eqn, *ins: Reach) -> Reach | Any:
-    """Leaves out a term if one of its factors is 0."""
+    """Multiplies matrices, leaving out a term if one of its factors is 0.
+
+    So a lower triangle of known ones times x, whose rows have the last tokens [0, 1, 2], has [0, 1,
+    2], and a full matrix of ones [2, 2, 2].
+    """
     a, b = (x.alike() for x in ins)
     operands, (kept,) = dims_of(eqn)
     order = [*kept, *(label for label in operands[0] if label not in kept)]
@@ -423,7 +447,11 @@ def _product(eqn: Eqn, *ins: Reach) -> Reach | Any:
 
 @rule("conv_general_dilated")
 def _convolution(eqn: Eqn, x: Reach, w: Reach) -> Reach | None:
-    """Each position of the kernel moves the entries; features are taken together."""
+    """Moves the entries for each position of the kernel; takes features together.
+
+    A causal convolution of size 2, padded by (1, 0), has the last tokens [0, 1, 2] of an operand
+    with [0, 1, 2]; one that is padded by (0, 1) has [1, 2, 2].
+    """
     p = eqn.params
     shape = shape_of(eqn.outvars[0])
     numbers = p["dimension_numbers"]

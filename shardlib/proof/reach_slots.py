@@ -1,9 +1,10 @@
 """Slots that hold the first choices of a sequence, as in a mixture of experts.
 
-Finds which tokens may affect a slot. Choices that are not made get one number past the others, and
-all are sorted. Which choice a slot holds is not known, so what is computed of a slot is kept for
-each choice that it may hold: whether a slot holds choice v depends on the choices up to v, and on
-none after. What is then added at the position of its choice is known to come from no later one.
+An expert with C slots takes the first C tokens that choose it: choices that are not made get one
+number past the others, and all are sorted. Which choice a slot holds is not known, so what is
+computed of a slot is kept for each choice that it may hold: whether a slot holds choice v depends
+on the choices up to v, and on none after. What is then added at the position of its choice is known
+to come from no later one.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ FOLLOWED = (
 
 
 def is_in(x: Reach) -> bool:
-    """True if a value has slots."""
+    """Returns True if a value has slots."""
     return isinstance(x.fact, Slots)
 
 
@@ -51,7 +52,7 @@ def _with_end(a: np.ndarray, end: np.ndarray, dim: int) -> np.ndarray:
 
 
 def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
-    """The choices in slots; None if the sorted values are not choices.
+    """Derives the choices in slots; None if the sorted values are not choices.
 
     Whether a choice gets a slot depends on those before it, also in other documents. For documents,
     where tokens are numbered from the last one on, this is left out.
@@ -105,13 +106,16 @@ def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
 
 
 def _blurred(x: Reach, last: object = None) -> Reach:
-    """A value without its numbers; with one last token, unless it is given."""
+    """Drops a value's numbers; it gets one last token, unless it is given."""
     found = unknown(x.shape, x.number.dtype, of_all([x]) if last is None else last)
     return dataclasses.replace(found, fact=x.fact if last is not None and is_in(x) else None)
 
 
 def _dim_after(eqn: Eqn, k: int, dim: int) -> int | None:
-    """The dim of the result along which it has the slots of dim `dim` of operand k; None: none."""
+    """Finds the dim of the result along which it has the slots of dim `dim` of operand k.
+
+    Returns None if there is none.
+    """
     if eqn.primitive.name == "slice" and not eqn.params["strides"]:
         return None if eqn.params["start_indices"][dim] else dim
     name = eqn.primitive.name
@@ -122,7 +126,7 @@ def _dim_after(eqn: Eqn, k: int, dim: int) -> int | None:
 
 
 def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:
-    """An operand with slots along `dim`: those of `fact`, or all alike."""
+    """Gives an operand slots along `dim`: those of `fact`, or all alike."""
     if is_in(x) and (x.fact.source is not fact.source or x.fact.dim != dim):
         x = together(x)
     if is_in(x) or dim is None or not x.shape or all(a.shape[dim] == 1 for a in x.arrays()):

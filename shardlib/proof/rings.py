@@ -1,11 +1,13 @@
-"""Rings: blocks pass around the devices of an axis.
+"""Rings: blocks pass around the devices of an axis, and each device meets all of them.
 
-Each device accumulates what it computes with each of them. n turns, unrolled or in a loop, are the
-sum over all blocks of what one turn computes, like a matmul that contracts a sharded dim. On one
-device it is a single turn. So the turns are replaced by one, with an axis standing for the turns.
+In each turn a device computes something with the block that it has, adds it up, and passes the
+block on by ppermute. After n turns it has the sum over all blocks, like a matmul that contracts a
+sharded dim. On one device there is a single turn. So the n turns, unrolled or in a loop, are
+replaced by one, with an axis that stands for the turns: entering the ring moves the block from the
+device axis to this axis, and leaving it sums over it.
 
-Or a sum passes around, to which each device adds what it computes for the device at which the sum
-ends. Then the turns stand for those devices: a reduce-scatter.
+Instead, a sum may pass around, to which each device adds what it computes for the device at which
+the sum ends. Then the turns stand for those devices: a reduce-scatter.
 """
 
 import itertools
@@ -50,13 +52,13 @@ _NUMBERS = itertools.count()
 
 
 def _permutes(eqn: Eqn, axis: str | None = None) -> str | None:
-    """The axis around which a ppermute passes a value; None for other equations."""
+    """Returns the axis around which a ppermute passes a value; None for other equations."""
     names = axes_of(eqn) if eqn.primitive.name == "ppermute" else ()
     return names[0] if len(names) == 1 and axis in (None, names[0]) else None
 
 
 def _same_params(x: Any, y: Any) -> bool:
-    """True if two equations of one primitive have equal parameters."""
+    """Returns True if two equations of one primitive have equal parameters."""
     pairs = [(value, y.params.get(name)) for name, value in x.params.items()]
     if all(a is b for a, b in pairs):
         return True
@@ -65,7 +67,7 @@ def _same_params(x: Any, y: Any) -> bool:
 
 
 def _turns(eqn: Eqn) -> bool:
-    """True if an equation is a loop in which values are passed on."""
+    """Returns True if an equation is a loop in which values are passed on."""
     return eqn.primitive.name == "scan" and any(map(_permutes, equations_of(eqn.params["jaxpr"])))
 
 
@@ -118,7 +120,15 @@ def closed(
 ) -> tuple[Any, Any]:
     """Replaces each ring in both programs by one turn.
 
-    Returns them unchanged if a ring is not understood.
+    Returns them unchanged if a ring is not understood. On two devices, with i for axis_index and y
+    for ppermute(x), the program x @ w[i] + y @ w[1 - i] becomes
+
+        a = ring_enter(x)
+        j = ring_index(i)
+        ring_close(a @ w[j])
+
+    The axis that cuts x is that of the turns in a, so the matmul is a partial sum over the turns,
+    which ring_close sums.
     """
     if not any(_permutes(e) or _turns(e) for e in equations_of(jaxpr)):
         return jaxpr, twin
@@ -130,7 +140,7 @@ def closed(
 
 
 class _Ring:
-    """The rings over an axis of n devices in an unrolled jaxpr."""
+    """Finds the rings over an axis of n devices in an unrolled jaxpr."""
 
     def __init__(self, jaxpr: Any, axis: str, n: int):
         self.jaxpr, self.axis, self.n = jaxpr, axis, n
@@ -161,7 +171,7 @@ class _Ring:
             self.turns = {}
 
     def closed(self) -> Any:
-        """The jaxpr with one turn of each ring whose turns do the same."""
+        """Returns the jaxpr with one turn of each ring whose turns do the same."""
         for eqn in self.equations:
             if eqn.primitive.name in GATHERING:
                 self._close(eqn)
@@ -184,7 +194,7 @@ class _Ring:
         return self.jaxpr.replace(eqns=eqns)
 
     def _entries(self, variables: list, clones: Mapping) -> list[Eqn]:
-        """The equations by which variables enter a turn, as `clones`."""
+        """Builds the equations by which variables enter a turn, as `clones`."""
         eqns = []
         for var in variables:
             mark = self.marks.get(var)
@@ -196,7 +206,7 @@ class _Ring:
         return eqns
 
     def _gathered(self, var: object, name: str) -> list[Any]:
-        """The equations that accumulate one turn after the other, last first."""
+        """Finds the equations that accumulate one turn after the other, last first."""
         found = []
         while (
             is_variable(var)
@@ -276,7 +286,10 @@ class _Ring:
         self.start = 0
 
     def _match(self, a: Any, b: Any, k: int, marks: dict, seen: dict) -> bool:
-        """True if `a` is in turn k what `b` is in the first. Marks in `b` what passes around."""
+        """Returns True if `a` is in turn k what `b` is in the first.
+
+        Marks in `b` what passes around.
+        """
         if not (is_variable(a) and is_variable(b)):
             return not is_variable(a) and not is_variable(b) and np.array_equal(a.val, b.val)
         turn = self.turns.get(a)
@@ -320,7 +333,7 @@ class _Ring:
         return same and marks.setdefault(b, self) is self
 
     def _table(self, var: Any) -> list | None:
-        """The number on each device of the axis, if its index alone determines it."""
+        """Computes the number on each device of the axis, if its index alone determines it."""
         if var not in self.tables:
             eqn = self.made.get(var) if _is_number(var.aval) else None
             found = None
@@ -334,7 +347,7 @@ class _Ring:
         return self.tables[var]
 
     def _one_turn(self, last: Eqn, start: Any, first: list, read: Any) -> list[Any]:
-        """The equations that accumulate one turn, over an axis that stands for the turns."""
+        """Builds the equations that accumulate one turn, over an axis that stands for the turns."""
         close, first = (SCATTER, first[1:]) if first[0] is SCATTER else (CLOSE, first)
         turn = list(map(read, first))
         (out,) = last.outvars
@@ -395,7 +408,7 @@ class _Numbers(Domain[Any]):
 
 @rule("ring_enter", "ring_index", "ring_close", "ring_scatter")
 def _ring(eq: Equation) -> Value:
-    """Facts about what enters a ring, an index of it, and the result of all turns together."""
+    """Derives facts about what enters a ring, an index of it, and the result of all turns."""
     (x,) = eq.ins
     turns = eq.params["turns"]
     if eq.name == "ring_index":

@@ -1,6 +1,8 @@
 """Compares two programs, each traced on one device: do they compute the same?
 
-They are two forms of one step. Both are read as graphs with the same nodes (shardlib/graph.py).
+A pipeline stage runs other code than a single device, and a mesh without the axis t other code than
+one with t=1. Both are read as graphs of the same nodes (shardlib/graph.py), in which equal
+computations are one node, so equal results are the same node.
 """
 
 import itertools
@@ -58,7 +60,7 @@ def differences(
 
 
 def _firsts(only_in_one: list[list[Operation]]) -> list[list[Operation]]:
-    """The first equation that one program has and the other lacks.
+    """Finds the first equation that one program has and the other lacks.
 
     It is the first of each if they have different ones. What follows from it is another value in
     each, from the same operations.

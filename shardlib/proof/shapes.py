@@ -300,7 +300,7 @@ def _split(eq: Equation) -> list[Value]:
 
 
 def _piece_of(eq: Equation, x: Value, shape: tuple[int, ...]) -> Value:
-    """Derives facts about a piece of `x` that holds whole dims, or some entries of unsharded ones."""
+    """Derives facts about a piece of `x`: whole dims, or some entries of unsharded ones."""
     sizes = zip(eq.block(x).dims, eq.shape(), shape, strict=True)
     return x.rearranged(d if d is UNIFORM or a == b else whole(b, d.name) for d, a, b in sizes)
 
