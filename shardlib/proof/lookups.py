@@ -70,8 +70,7 @@ def _gather(eq: Equation) -> Value:
         w: f32[8 4/d], i: i32[6]    w[i]    f32[6 4/d]
         w: f32[8/d 4], i: i32[6]    w[i]    refused
 
-    A row of the last w is on one device alone. An index relative to the block finds it there; on
-    other devices the result is wrong until it is masked.
+    A device has only some rows of the last w, and i is not relative to its block.
     """
     x, ids = eq.ins
     eq.term(eq.block(x))
