@@ -310,9 +310,10 @@ def renamed(eq: Equation, x: Value, changes: Names) -> Value:
 
 
 def names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -> tuple[Dim, str]:
-    """Returns the dim whose entries stand for the devices of `axes`, as dim k of `x` does.
+    """Makes the dim whose entries stand for the devices of `axes`.
 
-    Also returns the name of their blocks.
+    Also returns the name of their blocks. Raises Refused unless dim k of `x` is that dim; for None,
+    unless `x` has no such blocks yet.
     """
     n = devices(eq.sizes, axes)
     entries = cut(n, (f"{ENTRIES}{n}",))

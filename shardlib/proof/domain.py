@@ -32,7 +32,8 @@ class Part(NamedTuple):
 class Dim:
     """How a dim is cut: its factors, major to minor; all but the first are cut.
 
-    Only merged dims have several.
+    Only merged dims have several. On two devices, a reshape of f32[4 8/d] to one dim gives the
+    factors Part(4, ()) and Part(4, ("d",)), written (4 8/d).
     """
 
     parts: tuple[Part, ...]
@@ -76,8 +77,9 @@ class Sizes(dict[str, int]):
 
     An array of n entries that stand for devices, as an untiled all_gather makes, is cut as on n
     devices: over ENTRIES n along the dim that has them, and over BLOCKS n along the dim whose
-    blocks they are. If each device has reordered its block of a dim, the axes of the dim have names
-    with ~ and a number.
+    blocks they are. With two devices, lax.all_gather(x, "d") of x: f32[8/d 4] is f32[1/entries of 2
+    8/blocks of 2 4]. If each device has reordered its block of a dim, the axes of the dim have
+    names with ~ and a number.
     """
 
     def __missing__(self, axis: str) -> Any:
@@ -104,9 +106,13 @@ def real(axis: str) -> str:
 
 
 class Subtracted(NamedTuple):
-    """The index that an offset was subtracted from.
+    """Identifies the index that an offset was subtracted from.
 
-    For each dim of a value, it also has the dim of that index.
+    A lookup and a mask belong together if both are of one such index.
+
+    Attributes:
+        token: of the index.
+        dims: for each dim of the value that has this, the dim of the index that it is.
     """
 
     token: object
@@ -114,12 +120,17 @@ class Subtracted(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What an extreme, or its index, was taken of: dim `along` of the value with this token.
+    """Says what an extreme, its index, or an exponential was computed of.
 
-    `dims` gives, for each dim of a value, the dim of the extreme. For the kind "sum", the
-    exponentials of the value were added; the kind "exp" is these, and "less" their exponent, both
-    with nothing taken yet. The kind "any" is a number that depends on the mesh, the same on all
-    devices of the axes: it may only cancel out.
+    Attributes:
+        token: of the value that it was computed of.
+        kind: max or min for an extreme; sum for the sum of the exponentials of the value; exp for
+            these exponentials, and less for their exponents, of which nothing was taken yet; any
+            for a number that depends on the mesh, and is the same on all devices of the axes, so
+            that it may only cancel out.
+        along: the dims over which an extreme or a sum was taken.
+        axes: the axes that cut them.
+        dims: for each dim of the value that has this, the dim of the extreme that it is.
     """
 
     token: object
@@ -153,8 +164,9 @@ class Range(NamedTuple):
 class Mask(NamedTuple):
     """True where an offset index is in a range, or outside it.
 
-    With a source: where this device has the extreme. With axes: on one device of these, and on one
-    device's mesh. Then the index, offset and range count for nothing.
+    For at = ids - n * axis_index("d"), (0 <= at) & (at < n) has the offset of `at` and the range 0
+    to n - 1. With a source: true where this device has the extreme. With axes: true on one device
+    of these, and on one device's mesh. Then the index, offset and range count for nothing.
     """
 
     valid: Range

@@ -372,10 +372,10 @@ class Equation(Operation):
         )
 
     def parts(self, values: list[Value]) -> list[Value]:
-        """Takes 1/n of a value that n devices hold for a partial sum.
+        """Returns `values`, of which n devices may each hold 1/n.
 
-        It does so if another one is a partial sum. With check_vma=False, the gradient of what all
-        devices have is such a value.
+        Those are partial sums, if another value is one. With check_vma=False, the gradient of what
+        all devices have is such a value.
         """
         first = max(values, key=lambda value: len(value.partial))
 

@@ -220,11 +220,11 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
 
 
 def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozenset[str]:
-    """Finds the axes on one device of which a and b are equal, as axis_index(axes) and 0 are.
+    """Finds the axes of which a == b holds on exactly one device, as for axis_index("d") == 0.
 
-    They must also be equal on one device. The offset takes each of the values 0, 1, … on one
-    device. So it equals a number among them on one device; on a mesh with one device along these
-    axes it is 0 everywhere.
+    The offset takes each of the values 0, 1, … on one of the devices, so it equals a number among
+    them there alone. On a mesh with one device along these axes it is 0, so a == b must hold for 0
+    in the program on one device. Returns none if any of this is not so.
     """
     if any(v.known is None or v.count or v.valid or v.is_index for v in (a, b)):
         return frozenset()

@@ -1,9 +1,11 @@
 """The table of rules, and the rule of primitives that have none of their own.
 
-A rule derives facts about the results from facts about the operands. It knows what the primitive
-does to whole values, and when doing that to blocks gives the blocks of the result; otherwise it
-raises Refused. A primitive without a rule is applied to each block, as far as shardlib/dims.py says
-that it treats the entries along a dim separately.
+A rule derives facts about the results of an equation from facts about its operands. It knows what
+the primitive does to whole values, and when doing that to blocks gives the blocks of the result;
+otherwise it raises Refused. So `reduce_sum` along the dim that d cuts turns f32[8/d 4] into f32[4
++d], `psum` over d turns this into f32[4], and `exp` refuses f32[4 +d]. A primitive without a rule
+is applied to each block, as far as shardlib/dims.py says that it treats the entries along a dim
+separately.
 """
 
 from collections.abc import Callable
@@ -31,7 +33,17 @@ them."""
 
 
 def rule(*names: str, of: dict = RULES) -> Callable:
-    """Registers a function as the rule of the primitives of these names."""
+    """Registers a function as the rule of the primitives of these names.
+
+    For example, the order of entries may be reversed along a whole dim only:
+
+        @rule("rev")
+        def _rev(eq):
+            (x,) = eq.ins
+            for i in eq.params["dimensions"]:
+                eq.uncut(x, i, "the order is reversed")  # raises Refused if dim i is sharded
+            return x.rearranged(x.dims)
+    """
 
     def register(function: Callable[..., Any]) -> Callable:
         of.update(dict.fromkeys(names, function))

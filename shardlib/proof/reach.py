@@ -29,15 +29,22 @@ MAYBE_LOW = -1.0
 
 @dataclasses.dataclass(eq=False)
 class Reach:
-    """What is known of a value.
+    """Facts about the entries of a value.
 
-    Each array has the value's dims, with size 1 where all entries along a dim are alike. An unknown
-    entry has a bound. Below LOW, the entry is at most its bound. From 0 on, the largest known
-    number that went into the entry has at most this size, 0 if none is beyond LOW; infinity if one
-    of them masks. MAYBE_LOW: one or the other. The proof takes a number into which no larger known
-    number went as at most half as large as a LOW one that meets it in a sum or a maximum. It takes
-    no entry for small that may itself be LOW: the largest score of a row that sees no key is a
-    number that masks, and the others of its row, less this one, are not LOW.
+    Each array has the value's dims, with size 1 where all entries along a dim are alike.
+
+    Numbers are kept because of masks. A number below LOW masks: its exponential is 0. So an unknown
+    entry, such as a score to which -1e9 was added, has a bound in place of its number:
+
+        below LOW    the entry is at most this
+        0 or more    the largest known number that went into the entry has at most this size: 0 if
+                     none is beyond LOW, infinity if one of them masks
+        MAYBE_LOW    one or the other
+
+    The proof takes a number into which no larger known number went as at most half as large as a
+    LOW one that meets it in a sum or a maximum. It takes no entry for small that may itself be LOW:
+    the largest score of a row that sees no key is a number that masks, and the others of its row,
+    less this one, are not LOW.
 
     Attributes:
         shape: the value's shape.
@@ -45,6 +52,9 @@ class Reach:
         known: True where an entry is the same number for all tokens and weights.
         last: last token that an entry may depend on; NONE: none.
         why: where tokens first came in that a position must not see; None: nowhere.
+        fact: what else is known of the entries together: Among, Sums or Slots.
+        ways: the value for each of two ways in which later documents may begin, without their
+            tokens; None: it is the same.
         blurred: True for a result whose entries count as depending on all entries of the operands.
     """
 
@@ -54,10 +64,7 @@ class Reach:
     last: np.ndarray
     why: Any = None
     fact: Any = None
-    """What else is known of the entries together: Among, Sums or Slots."""
     ways: tuple["Reach", "Reach"] | None = None
-    """The value for two ways in which later documents may begin; None: it is the same. Their tokens
-    do not count."""
     blurred: bool = False
 
     @property
