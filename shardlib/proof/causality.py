@@ -1,10 +1,10 @@
 """Checks in a traced forward pass what a position's logits depend on.
 
-That must be no later token and no other document. It is interpreted over shardlib.proof.reach, at
-its own sizes, on one device. Token ids and weights are unknown, but positions are known numbers, so
-masks are too. The starts of documents are known: given in one way, or in two ways that differ after
-a position. What then differs before that position depends on later documents. See
-docs/soundness.md.
+That must be no later token and no other document. The pass is interpreted over the facts of
+shardlib.proof.reach, at its own sizes, on one device. Token ids and weights are unknown, but
+positions are known numbers, so masks are too. The starts of documents are known: given in one way,
+or in two ways that differ after a position. What then differs before that position depends on later
+documents. See docs/soundness.md.
 """
 
 import dataclasses
@@ -61,7 +61,9 @@ def find_later(
 ) -> str | None:
     """Finds where logits of a position come to depend on what the position must not see.
 
-    Returns None if they do nowhere.
+    Returns None if they do nowhere. A mean over positions that is added to their embeddings gives
+    `model.py:7: reduce_sum: the logits of position 0 depend on the token of position 2, that it is
+    to predict, or a later one`.
 
     Args:
         program: a closed jaxpr, whose first result is the logits [B, L, V], or which names them
