@@ -248,8 +248,7 @@ class Equation(Operation):
     def settled(self, value: Value) -> Value:
         """Returns `value` as a term of a sum, if it has this device's own sum as a factor.
 
-        If s is the sum of exponentials of a block, s * v is the term of this device in the sum over
-        devices of s * v.
+        With s for the sum of this device's exponentials, s * v is its term of the sum over devices.
         """
         own = [term for term in value.shift if term[0].kind != "any"]
         if not value.is_scale or len(own) != 1 or own[0][0].kind != "sum" or own[0][1] != 1:

@@ -172,8 +172,9 @@ class Sums:
     def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray]:
         """Finds where one sum is part of the other, for differences of entries.
 
-        Also returns the last token of the rest. The sum up to 5 less the sum up to 2 depends on the
-        entries 3 to 5 alone.
+        Also returns the last token of the rest. The sum up to 5 less the sum up to 2 is that of the
+        entries 3 to 5. So it depends on no token past those of the entries up to 5, nor past those
+        from 3 on.
         """
         low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
 

@@ -1,8 +1,9 @@
 """Rules over reach.py for primitives that compute.
 
-An entry of a result depends on the tokens of all entries that it is computed from, but for three
-cases: a factor of 0 leaves nothing of the other; a LOW number gives way to one that is not, in a
-maximum, and is 0 after exp; and the difference of two running sums depends on what is between.
+An entry of a result depends on the tokens of all entries that it is computed from, with few
+exceptions: a factor of 0 leaves nothing of the other; a LOW number gives way to one that is not, in
+a maximum, and is 0 after exp; a known condition chooses one of the cases; and the difference of two
+running sums depends on what is between.
 """
 
 import dataclasses
@@ -123,8 +124,8 @@ def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
 def _bound(name: str, ins: Sequence[Reach]) -> Any:
     """Bounds unknown results.
 
-    A score plus -1e9 is at most about -1e9: a sum with a LOW number stays LOW if nothing as large
-    went into the other.
+    A score plus -1e9 is at most -5e8, because a score is taken as at most half as large as a number
+    that masks.
     """
     size = functools.reduce(np.maximum, map(reach.sizes, ins))
     if name in SMALL:
