@@ -336,6 +336,10 @@ def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
 
     They do if they do the same to all of these dims.
     """
+    # These say which dim is which.
+    names_of_dims = ("axes", "dimension_numbers")
+    if xs == ys and all(own.params.get(n) == eqn.params.get(n) for n in names_of_dims):
+        return None  # most equations
     params = eqn.params
     if own.primitive.name == "gather":
         sizes = iter(
@@ -343,8 +347,7 @@ def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
         )
         params = {**params, "slice_sizes": tuple(next(sizes) if n > 1 else 1 for n in ys[0].shape)}
     form, shape = _form(eqn, [y.shape for y in ys], params)
-    # These say which dim is which.
-    names = own.params.keys() - OF_SIZES - {"axes", "dimension_numbers"}
+    names = own.params.keys() - OF_SIZES - {*names_of_dims}
     is_other = any(
         not (callable(own.params[n]) or equal_parameters(own.params[n], eqn.params[n]))
         for n in names
