@@ -3,11 +3,6 @@
 import dataclasses
 import io
 import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -23,16 +18,13 @@ from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import make_loader
 from shardwright.modeling.model import load_model
 from shardwright.run.opening import StagesChoice
-from shardwright.run.provenance import ROOT, keep_source, source_of
 from shardwright.run.stages import placement_of
 from shardwright.tools.replay import __main__ as program
 from shardwright.tools.replay.__main__ import Settings, compare_with_log, plain, replay
 from shardwright.tools.replay.documents import token_losses
 from shardwright.tools.replay.session import Done, before, checkpoints_of
-from shardwright.tools.replay.two_runs import rebuilt
 from tests.support import tiny
 from tests.support.losses_of_runs import losses
-from tests.support.recipes import SOURCE, line_of
 
 GARBAGE = 260
 """The document of the dataset with a spike that has tokens as no other."""
@@ -224,91 +216,6 @@ def test_a_batch_without_a_spike_has_no_culprit(of_spike):
     usual = np.median([x["loss"] for x in lines_of(directory) if "event" not in x and x["step"] < step - 1][-16:])
     assert found["before"]["loss"] <= usual
     assert "loss did not jump" in text
-
-
-# ---- two runs -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_equal_runs_do_not_differ(of_demo, tmp_path, dataset):
-    other = str(run(tmp_path / "b", dataset))
-    found, text = replayed(of_demo, against=other)
-    assert found["first"] is None
-    assert "bit-identical in all 10 steps that both runs logged" in text
-    log = Path(other) / "metrics.jsonl"
-    log.write_text(log.read_text().replace(f'"loss": {losses(log.parent)[3]!r}', '"loss": 1.5'))
-    found, text = replayed(of_demo, against=other)
-    assert (found["step"], found["first"]) == (4, None)
-    assert "tensors     bit-identical up to step 4, each with its own source, on the same mesh" in text
-    for settings in ({"bisect": "loss"}, {"step": 3}):
-        with pytest.raises(ValueError, match="drop step= and bisect=, which are for one run: against= compares two"):
-            replayed(of_demo, against=other, **settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "first", "step"),
-    [
-        ({"seed": 1}, (1, "the batch, targets, sequence 0"), 1),
-        # The rate of step 1 is 0: the loss of step 3 differs first.
-        ({"learning_rate": 0.011}, (2, "the update of embed"), 3),
-    ],
-)
-def test_the_first_value_that_differs_is_named(of_demo, tmp_path, dataset, changes, first, step):
-    found, text = replayed(of_demo, against=str(run(tmp_path / "b", dataset, **changes)))
-    assert found["first"] == first
-    assert f"metrics     differ first in step {step}" in text
-
-
-@pytest.mark.long
-def test_the_source_that_a_run_kept_is_written_again(tmp_path):
-    def keep(**other):
-        return keep_source(tmp_path, 4, load_model(tiny.model()), {"source": source_of() | other})
-
-    def again(trust):
-        return rebuilt(str(tmp_path), 7, tmp_path / "again", trust)
-
-    keep()
-    assert again(trust=False) == ROOT
-    keep(**{"train.py": "another hash"})
-    with pytest.raises(ValueError, match=r"was made by other source, kept in .*0000000004.*give trust=true"):
-        again(trust=False)
-    assert (again(trust=True) / "train.py").read_text() == SOURCE
-    assert (tmp_path / "again/shardwright/tools/replay/two_runs.py").exists()
-    (tmp_path / "source/0000000004/source.zip").write_bytes(b"cut")
-    with pytest.raises(ValueError, match=r"source\.zip cannot be read: File is not a zip file\. Check out"):
-        again(trust=True)
-
-
-@pytest.mark.slow
-def test_each_run_is_replayed_by_its_own_source(of_demo, tmp_path, dataset):
-    """A line that differs is found although only one of both sources is here; and its place in each."""
-    (line,) = (line for line in SOURCE.splitlines() if line.strip().startswith("up = save_for_backward("))
-    changed, here = tmp_path / "changed", Path(__file__).parents[2]
-    tracked = subprocess.run(["git", "ls-files"], cwd=here, capture_output=True, text=True, check=True).stdout
-    for name in filter(
-        lambda name: name.endswith((".py", ".yaml", ".csv")) and name[:6] != "tests/", tracked.splitlines()
-    ):
-        (changed / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(here / name, changed / name)
-    moved = "# A line more.\n" + SOURCE.replace(line, line.replace("nx, w_up)", "nx, w_up) * (1 + 1e-6)"))
-    assert "1e-6" in moved
-    (changed / "train.py").write_text(moved)
-    code = "import sys, pathlib, test_replay; test_replay.run(pathlib.Path(sys.argv[1]), sys.argv[2])"
-    path = os.pathsep.join(map(str, (changed, here / "tests", here / "tests/tools")))
-    command = [sys.executable, "-P", "-c", code, str(tmp_path / "b"), dataset]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    shutil.rmtree(changed)
-    with pytest.raises(ValueError, match=r"/b was made by other source, kept in .*give trust=true"):
-        replayed(of_demo, against=str(tmp_path / "b"))
-    with pytest.raises(ValueError, match=r"train.py: the source differs .* computes something else in training"):
-        replayed(tmp_path / "b", step=1)
-    found, text = replayed(of_demo, against=str(tmp_path / "b"), trust=True)
-    number = line_of("up = save")
-    where = f"Llama.layer up in layer 0, train.py:{number} (train.py:{number + 1} in the other run)"
-    assert found["first"] == (1, where), text
-    assert text.count("with its saved source") == 1
 
 
 class TrainsDifferently(train.Llama):

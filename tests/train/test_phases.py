@@ -23,8 +23,6 @@ from shardwright.run.checks import check_config
 from shardwright.run.opening import StagesChoice
 from shardwright.run.resuming import check_resumes, saved_config
 from shardwright.tools.replay.__main__ import Settings, replay
-from shardwright.tools.replay.session import opened
-from shardwright.tools.replay.two_runs import compared, recorded
 from tests.support import tiny
 from tests.support.losses_of_runs import losses
 
@@ -220,17 +218,6 @@ def test_replay_does_a_step_again(on_two_meshes, tmp_path, step, without):
         shutil.rmtree(directory / f"checkpoints/{done:010}")
     settings = Settings(run=str(directory), step=step + 1, microscope=False, mesh=StagesChoice(d=4, t=2))
     assert replay(settings, Console(file=io.StringIO()))["loss"] == losses(on_two_meshes)[step]
-
-
-@pytest.mark.slow
-def test_two_runs_are_compared_across_a_change(on_two_meshes):
-    """Step 6, the first of a larger batch, is the same from the checkpoint of 4 and from its own."""
-    found = {}
-    for first in (4, 6):
-        with opened(str(on_two_meshes), first, StagesChoice(d=4, t=2), False, False, print) as session:
-            found[first] = [x for x in recorded(session, 6)[6] if not x[0].startswith("the state, ")]
-    assert compared({6: found[4]}, {6: found[6]}) is None
-    assert len(found[6]) > 9
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Builds a second program for the training step that computes statistics of its values, by name and source line."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +21,9 @@ class Statistics:
     Args:
         program: the jaxpr of the step: (state, batch, …) -> (state, metrics), with weights first in the state.
         weights: the state's weights, or their shapes: a dataclass whose field `layers` stacks those of the layers.
-        measure: the statistic to compute: `sums`, or `bits` for `fingerprints`.
     """
 
-    def __init__(self, program: object, weights: object, measure: Callable[..., Any] = sums):
-        self._measure = measure
+    def __init__(self, program: object, weights: object):
         self._points = saved_points(program)
         self._gradients = gradient_paths(program, weights)
         leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
@@ -36,8 +34,8 @@ class Statistics:
 
     def _visit(self, path: Path, i: int, turns: tuple, operands: list, x: jax.Array, knobs: object) -> tuple:
         if path in self._gradients:
-            return x, self._measure(x, self._stacks[self._gradients.index(path)], of_gradient=True)
-        return x, self._measure(x)
+            return x, sums(x, self._stacks[self._gradients.index(path)], of_gradient=True)
+        return x, sums(x)
 
     def __call__(self, *args: object) -> dict[str, list]:
         """Computes the input of `described`. Arguments as for the step; under jit, on the mesh where it was traced."""
@@ -45,7 +43,7 @@ class Statistics:
         results, values = self._replay(*leaves)
         of_path = {note.path: value for note, value in zip(self._replay.notes, values, strict=True)}
         of_weights = zip(leaves, results, self._stacks, strict=False)
-        both = [(self._measure(w, rows), self._measure(new - w, rows)) for w, new, rows in of_weights]
+        both = [(sums(w, rows), sums(new - w, rows)) for w, new, rows in of_weights]
         return {
             "points": [[of_path[path] for path in point.paths] for point in self._points],
             "gradients": [of_path[path] for path in self._gradients],
@@ -72,22 +70,6 @@ class Statistics:
                 ratio = _plain({"update": update["rms"] / w["rms"]}, rows)
             weights.append({"name": name, **_plain(w, rows), "gradient": _plain(g, rows), **ratio})
         return {"points": points, "weights": weights}
-
-    def fingerprints(self, found: Mapping[str, Sequence]) -> list[tuple[str, str, np.ndarray]]:
-        """Returns name, place and `bits` of each value, in the order in which a step computes them."""
-        found = jax.tree.map(np.asarray, found)
-        values = []
-        first = next((i for i, point in enumerate(self._points) if any(point.of_layers)), 0)
-        for i, point in enumerate(self._points):
-            found_there = _in_order(point, found["points"][i])[0]
-            for layer, x in enumerate(found_there.T):  # one layer after the other
-                of_layer, order = (f" in layer {layer}", (first, layer, i)) if any(point.of_layers) else ("", (i, 0, i))
-                values.append((order, (point.name + of_layer, point.place, x)))
-        values = [value for _, value in sorted(values, key=lambda pair: pair[0])]
-        for kind in ("gradients", "updates"):
-            of = f"the {kind.removesuffix('s')} of "
-            values += [(of + n, "", x.reshape(-1)) for n, x in zip(self._weights, found[kind], strict=True)]
-        return values
 
 
 def _in_order(point: Point, arrays: Sequence[np.ndarray]) -> np.ndarray:

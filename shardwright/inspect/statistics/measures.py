@@ -43,29 +43,6 @@ def sums(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Arr
     return jnp.concatenate([reduce(lax.psum, total), peak[None]])
 
 
-def bits(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Array:
-    """Sums a hash of each entry's bits and position: u32[1], or with `rows` u32[1, rows]. Arguments as for `sums`.
-
-    Values that differ, even only in signs or in the order of entries, have different sums with a chance of error of one
-    in billions. Compare them only on one mesh. `of_gradient` makes no difference.
-    """
-    over = sort_axes(jax.typeof(x).manual_axis_type.varying)
-    words = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(4, x.dtype.itemsize)}")).astype(jnp.uint32)
-    place = lax.iota(jnp.uint32, words.size).reshape(words.shape)
-    if over:
-        place += jnp.uint32(words.size) * lax.axis_index(over).astype(jnp.uint32)
-    total = jnp.sum(_mixed(words ^ _mixed(place)), axis=tuple(range(int(rows), words.ndim)), dtype=jnp.uint32)
-    return (lax.psum(total, over) if over else total)[None]
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """Hashes each u32, one to one: the finalizer of MurmurHash3, after shifting where 0 goes."""
-    x = x + jnp.uint32(0x9E3779B9)
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
 def finished(found: np.ndarray) -> dict[str, np.ndarray]:
     """Computes the statistics, by NAMES, from the results f32[6, parts, values] of `sums`: one entry per value."""
     squares, zeros, bf16, of_fp8, count = found[:5].astype(np.float64).sum(1)

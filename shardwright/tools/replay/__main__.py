@@ -1,9 +1,8 @@
-"""Replays a step of a run: shows its documents and statistics, what caused a spike, or where two runs diverge.
+"""Replays a step of a run: shows its documents and statistics, or what caused a spike or a NaN.
 
     python -m tools.replay run=runs/<name> step=123
     python -m tools.replay run=runs/<name> step=123 mesh.d=4 mesh.t=2
     python -m tools.replay run=runs/<name> step=123 bisect=loss
-    python -m tools.replay run=runs/<name> against=runs/<other>
 
 Starts from the last checkpoint at or before the step, reads the same batches, and writes nothing to the run. On the
 run's own mesh the step is bit-identical. docs/replay.md has examples.
@@ -20,14 +19,14 @@ import numpy as np
 from omegaconf import MISSING
 from rich.console import Console
 
-from shardwright.data.checks import check_choice, within
+from shardwright.data.checks import check_choice
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.run.files import write_whole
 from shardwright.run.opening import StagesChoice
 from shardwright.run.skipping import are_finite
 from shardwright.settings.program import run_program
-from shardwright.tools.replay import bisect, show, two_runs
+from shardwright.tools.replay import bisect, show
 from shardwright.tools.replay.documents import Document, documents_of, on_host, token_losses, tokenizer_of, with_losses
 from shardwright.tools.replay.nonfinite import Explainer
 from shardwright.tools.replay.session import Done, Session, logged, metrics_of, opened
@@ -40,12 +39,10 @@ class Settings:
 
     run: str = MISSING
     """Directory of a run."""
-    step: int | None = within(0, 2**31, None)
+    step: int = MISSING
     """Number of the step, from 1, as in metrics.jsonl and in what the run prints."""
     bisect: str | None = None
     """Finds the documents that make the step's `loss` or `grad_norm` jump."""
-    against: str | None = None
-    """Directory of another run: shows the first step and tensor in which the two differ."""
     mesh: StagesChoice = field(default_factory=StagesChoice)
     """Devices along p, r, d, e, c and t; -1 for one of them except p: all remaining. Null: the run's mesh."""
     microscope: bool = True
@@ -53,13 +50,10 @@ class Settings:
     other_source: bool = False
     """Allows source that computes something else than the checkpoint's source did."""
     trust: bool = False
-    """Allows what the run names: imports its own modules, runs its saved source, fetches data from other hosts, and
-    reads weights of other runs. If the run is not yours, read its config.yaml first."""
+    """Allows what the run names: imports its own modules, fetches data from other hosts, and reads weights of other
+    runs. If the run is not yours, read its config.yaml first."""
     out: str | None = None
     """File for the result, a JSON object."""
-    since: int | None = within(0, 2**31, None)
-    """First step of which to write fingerprints, up to `step`, to `out`; against= compares these. Here both count from
-    0, as in all versions, because each run is replayed with its own source."""
 
 
 def compare_with_log(done: Done, record: dict[str, Any] | None) -> str | None:
@@ -78,19 +72,11 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
     """Replays, prints and returns the result.
 
     Raises:
-        ValueError: as tools.replay.session.opened; there is no such step; or settings exclude each other.
+        ValueError: as tools.replay.session.opened; or there is no such step.
     """
     console = console or Console()
     write = functools.partial(print_line, console)
-    if config.step is None and config.against is None:
-        raise ValueError("give step=<step>, a step in metrics.jsonl, or against=<another run>.")
-    if config.since is not None:
-        return two_runs.record(config, write)
-    if config.against is not None:
-        if config.bisect is not None or config.step is not None:
-            raise ValueError("drop step= and bisect=, which are for one run: against= compares two.")
-        return two_runs.compare_runs(config, write)
-    number = config.step or 0
+    number = config.step
     logs = metrics_of(config.run)
     last = max(logs, default=2**31)
     if not 1 <= number <= last:
@@ -169,7 +155,7 @@ def bisected(
 
 
 def run(config: Settings) -> None:
-    """Replays a step or compares two runs, and writes the result to `out`."""
+    """Replays a step, and writes the result to `out`."""
     if config.bisect is not None:
         check_choice("bisect", config.bisect, ("loss", "grad_norm"))
     found = replay(config)

@@ -1,7 +1,6 @@
 """Reopens a run at one of its steps: state from a checkpoint, batches, and the compiled step."""
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,18 +112,8 @@ def before(run: str, checkpoints: Checkpointer, step: int) -> tuple[int, dict[st
             f"the run's checkpoints are below {place!r}: copy them to {run}/checkpoints, or make that directory, "
             "empty, to replay from the first step."
         )
-    kept = kept_by(run, 0)
-    return 0, first | ({"provenance": kept[1]} if kept else {})
-
-
-def kept_by(run: str, step: int) -> tuple[Path, dict[str, Any]] | None:
-    """Returns where a run saved its source at its last start up to a step, and its provenance.json; None: nowhere."""
-    starts = [path.parent for path in (Path(run) / "source").glob("*/provenance.json")]
-    starts = [path for path in starts if re.fullmatch("[0-9]+", path.name) and int(path.name) <= step]
-    if not starts:
-        return None
-    last = max(starts, key=lambda path: int(path.name))
-    return last, read_object(last / "provenance.json", {"source": dict})
+    kept = Path(run) / f"source/{0:010}/provenance.json"  # of its first start
+    return 0, first | ({"provenance": read_object(kept, {"source": dict})} if kept.exists() else {})
 
 
 @contextlib.contextmanager

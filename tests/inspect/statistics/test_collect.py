@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.inspect.statistics.collect import Statistics
-from shardwright.inspect.statistics.measures import bits, finished, sums
+from shardwright.inspect.statistics.measures import finished, sums
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.inspect.statistics.points import saved_points
 from shardwright.jax_extra import save_for_backward
@@ -220,18 +220,3 @@ def test_the_marks_leave_no_trace_in_the_program():
 def test_a_step_without_marks_is_refused():
     with pytest.raises(ValueError, match="the step marks 0 gradients of 12 weights"):
         Statistics(traced(SOURCE.replace(MARK, "g")).jaxpr, load_model(config().model).table)
-
-
-def test_the_bits_tell_signs_order_and_devices_apart():
-    x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    split, whole = P("d"), P()
-    on_devices = jax.jit(jax.shard_map(bits, mesh=mesh, in_specs=split, out_specs=whole))
-    for of in (jax.jit(bits), on_devices):
-        others = [x, -x, x[::-1], x[:, ::-1], np.roll(x, 2, 0), np.where(x == x[3, 2], np.nextafter(x, 9), x)]
-        assert len({int(of(y)[0]) for y in others}) == len(others)
-        assert of(x) == of(x.copy())
-    rows = np.asarray(jax.jit(functools.partial(bits, rows=True))(x))
-    changed = x.copy()
-    changed[5, 1] *= -1
-    assert list(np.flatnonzero(rows[0] != np.asarray(jax.jit(functools.partial(bits, rows=True))(changed))[0])) == [5]
