@@ -59,13 +59,14 @@ FORMS: dict[str, Mapping[str, Any]] = {
     # Microbatches one after another instead of side by side: a statistic of a layer is that of one microbatch.
     "one after the other": {"training.side_by_side": 1},
     # Attention kernels as opaque calls, which are not computed: JAX traces cuDNN's only where cuDNN is, and plans need
-    # the share of pairs that a kernel computes.
+    # the share of pairs that a kernel computes, which the code of blockwise attention and of the ring doesn't state.
     "kernels as calls": {},
     # Without settings that may change when a run resumes: two microbatches, of one sequence or of two.
     "plain": {**_PLAIN, "training.batch_size": 2},
     "plain, of pairs": {**_PLAIN, "training.batch_size": 4},
 }
-"""Variants of a step, by name, as edits of its settings. No program is traced with any other edits."""
+"""Variants of a step, by name, as edits of its settings. Beside these, `Step.other` takes other sizes of a microbatch,
+and LOSSES are traced with one microbatch, or with two side by side."""
 
 
 def with_forms(c: Config, *forms: str) -> Config:
