@@ -57,7 +57,7 @@ test-slow: $(DEVELOPMENT) ## only the slow tests: some hours on two cores
 test-shardlib: check-python ## the tests of shardlib, where only it and pytest are installed: a few minutes
 	rm -rf build $(VENV)-shardlib && $(PYTHON) -m venv $(VENV)-shardlib
 	$(VENV)-shardlib/bin/pip install --quiet ./shardlib pytest $(CONSTRAINTS:%=-c %)
-	JAX_ENABLE_COMPILATION_CACHE=false $(VENV)-shardlib/bin/pytest -o addopts="--import-mode=importlib --strict-markers" -o pythonpath=tests \
+	JAX_ENABLE_COMPILATION_CACHE=false $(VENV)-shardlib/bin/pytest -o addopts="--import-mode=importlib --strict-markers" -o pythonpath=. \
 	  -m "not long and not slow" tests/shardlib tests/proof
 
 # Each wheel would take along what another build left in build/.

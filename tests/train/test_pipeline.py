@@ -84,13 +84,14 @@ def pairs_of(case: Case) -> set:
 
 def chosen() -> list[Case]:
     """Few cases in which all pairs of values meet that can: the one with the most new pairs, again and again."""
-    possible = [case for case in itertools.starmap(Case, itertools.product(*SETTINGS.values())) if case.is_possible]
-    left, found = set().union(*map(pairs_of, possible)), []
+    cases = [case for case in itertools.starmap(Case, itertools.product(*SETTINGS.values())) if case.is_possible]
+    possible = {case: pairs_of(case) for case in cases}
+    left, found = set().union(*possible.values()), []
     while left:
         # Of those with as many new pairs, the one with the fewest devices and ticks.
-        best = max(possible, key=lambda case: (len(pairs_of(case) & left), -case.devices * case.v, -case.m))
+        best = max(possible, key=lambda case: (len(possible[case] & left), -case.devices * case.v, -case.m))
         found.append(best)
-        left -= pairs_of(best)
+        left -= possible[best]
     return found
 
 
