@@ -71,6 +71,10 @@ class Operation:
         """Parameters of the primitive."""
         return self.eqn.params
 
+    def body(self, name: str, i: int | None = None) -> Any:
+        """Returns the program in a parameter, or the i-th of those in it, for `Domain.run`."""
+        return self.params[name] if i is None else self.params[name][i]
+
     @property
     def callers(self) -> list[Any]:
         """The loops, branches and calls around it, outermost first."""
@@ -140,9 +144,13 @@ class Domain(Generic[V]):
         """Derives what is known of the results of an equation that runs no body."""
         raise NotImplementedError
 
-    def join(self, a: V, b: V) -> V:
-        """Joins what is known of two values, of which a value is one or the other."""
+    def join(self, op: Operation, a: V, b: V) -> V:
+        """Joins what is known of two values, of which one that `op` computes is either."""
         raise NotImplementedError
+
+    def run(self, program: Any, ins: list[V], op: Operation) -> list[V]:
+        """Follows a program that an equation runs."""
+        return interpret(program, self, ins, op)
 
     def follow(self, op: Operation, ins: list[V]) -> list[V]:
         """Derives what is known of the results of any equation."""
@@ -158,7 +166,7 @@ class Domain(Generic[V]):
 
     def call(self, op: Operation, body: Any, ins: list[V]) -> list[V]:
         """Follows what an equation calls."""
-        return interpret(body, self, ins, op)
+        return self.run(body, ins, op)
 
     def scan(self, op: Operation, consts: list[V], carry: list[V], xs: list[V]) -> list[V]:
         """Finds what holds in every turn of a loop over the rows of `xs`.
@@ -167,36 +175,43 @@ class Domain(Generic[V]):
         """
 
         def turn(carry: list[V]) -> list[V]:
-            return interpret(op.params["jaxpr"], self, [*consts, *carry, *xs], op)
+            return self.run(op.body("jaxpr"), [*consts, *carry, *xs], op)
 
-        carry = fixed_point(carry, lambda carry: turn(carry)[: len(carry)], self.join)
+        carry = fixed_point(carry, turn, functools.partial(self.join, op))
         return [*carry, *turn(carry)[len(carry) :]]
 
     def loop(self, op: Operation, of_test: list[V], of_body: list[V], carry: list[V]) -> list[V]:
         """Finds what holds after every turn of a while loop, whatever its test reads."""
 
         def turn(carry: list[V]) -> list[V]:
-            interpret(op.params["cond_jaxpr"], self, [*of_test, *carry], op)
-            return interpret(op.params["body_jaxpr"], self, [*of_body, *carry], op)
+            self.run(op.body("cond_jaxpr"), [*of_test, *carry], op)
+            return self.run(op.body("body_jaxpr"), [*of_body, *carry], op)
 
-        return fixed_point(carry, turn, self.join)
+        return fixed_point(carry, turn, functools.partial(self.join, op))
 
     def branch(self, op: Operation, which: V, args: list[V]) -> list[V]:
         """Finds what holds for every branch of a conditional, whatever decides."""
-        outs = [interpret(branch, self, args, op) for branch in op.params["branches"]]
-        return [functools.reduce(self.join, found) for found in zip(*outs, strict=True)]
+        count = len(op.params["branches"])
+        outs = [self.run(op.body("branches", i), args, op) for i in range(count)]
+        join = functools.partial(self.join, op)
+        return [functools.reduce(join, found) for found in zip(*outs, strict=True)]
 
 
 def interpret(
-    program: object, domain: Domain[V], ins: Iterable[V], caller: Operation | None = None
+    program: object,
+    domain: Domain[V],
+    ins: Iterable[V],
+    caller: Operation | None = None,
+    operations: Iterable[Operation] | None = None,
 ) -> list[V]:
     """Follows a program over a domain, and returns what is known of its results.
 
     Args:
         program: a jaxpr, closed or open.
         domain: the analysis.
-        ins: what is known of its arguments.
+        ins: what is known of its arguments, after the constants of an open jaxpr.
         caller: the equation that runs it; None: none does.
+        operations: what the domain follows for each equation; None: the equation itself.
     """
     jaxpr, consts = body_of(program)
     variables = [*jaxpr.constvars, *jaxpr.invars]
@@ -205,8 +220,10 @@ def interpret(
     def read(var: Any) -> V:
         return env[var] if is_variable(var) else domain.constant(var)
 
-    for eqn in jaxpr.eqns:
-        found = domain.follow(Operation(eqn, caller), list(map(read, eqn.invars)))
+    if operations is None:
+        operations = (Operation(eqn, caller) for eqn in jaxpr.eqns)
+    for eqn, op in zip(jaxpr.eqns, operations, strict=True):
+        found = domain.follow(op, list(map(read, eqn.invars)))
         env.update(zip(eqn.outvars, found, strict=True))
     return list(map(read, jaxpr.outvars))
 

@@ -12,21 +12,23 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from shardlib import equations
 from shardlib.dims import ROWS
-from shardlib.equations import Eqn, Jaxpr, body_of, is_variable, shape_of
+from shardlib.equations import Atom, Eqn, Jaxpr, body_of, is_variable, shape_of
 from shardlib.interpret import Domain, Operation, equations_of, interpret
 from shardlib.marks import is_region
 from shardlib.proof import rings
-from shardlib.proof.equation import equal_parameters
+from shardlib.proof.domain import Sizes, SizesOnOne
+from shardlib.proof.equation import Equation, Twins, equal_parameters
 from shardlib.proof.origins import callers_text, choice_between
 from shardlib.proof.primitives import OF_SIZES
 
+V = TypeVar("V")
 AS_IS = equations.words("copy pvary convert_element_type")
 """Primitives that keep all entries and the shape, if they keep the dtype."""
 SHAPING = equations.REDUCTIONS | equations.kinds("view") | {"slice"}
@@ -50,25 +52,6 @@ def laid_out(root: object, shape: tuple[int, ...]) -> Layout:
     return Layout(root, tuple(shape), tuple(strides))
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """An equation of the per-device program, and the same one on one device.
-
-    Attributes:
-        eqn: the equation here; if JAX left it out, what it would be here.
-        twin: the equation on one device.
-        others: operands whose value here differs from that on one device.
-        is_own: True if it is in the per-device program as it is on one device.
-        inner: for a call, the alignment of what it calls.
-    """
-
-    eqn: Any
-    twin: Any
-    others: frozenset[int] = frozenset()
-    is_own: bool = True
-    inner: "Aligned | None" = None
-
-
 class Different(Exception):
     """Raised if the program is another one on one device."""
 
@@ -82,14 +65,6 @@ class Different(Exception):
         lines = [problem, choice_between(here, there), callers_text(here or there)]
         super().__init__("\n  ".join(filter(None, lines)))
 
-    @classmethod
-    def between(cls, ours: Sequence, theirs: Sequence) -> "Different":
-        """Creates the error for the first difference of two lists of equations."""
-        pairs = itertools.zip_longest(ours, theirs)
-        return cls(
-            *next((p for p in pairs if len({e and e.primitive.name for e in p}) > 1), (None, None))
-        )
-
 
 ANY = Layout(object(), (), ())
 """Stands for the entries of what per-device code computes."""
@@ -102,14 +77,14 @@ class Aligned(NamedTuple):
         ours: the jaxpr here, with one turn instead of each ring.
         theirs: that on one device, completed by what it left out because of a choice by the number
             of devices.
-        pairs: the equations, in the order on one device.
+        pairs: the equations, in the order on one device, without their callers.
         here: entries of each result of the per-device program.
         there: the entries that it should have according to the program on one device.
     """
 
     ours: Any
     theirs: Any
-    pairs: list[Pair]
+    pairs: list[Equation]
     here: list[Layout | None]
     there: list[Layout | None]
 
@@ -179,6 +154,66 @@ class Alignment:
         return all(a == b or any(a * n == b * m for n, m in self._devices) for a, b in sizes)
 
 
+class Paired(Domain[V]):
+    """An analysis of a program next to the same one on one device. It follows Equations.
+
+    Attributes:
+        sizes: number of devices along each axis of the mesh.
+        twin_sizes: the same for the twin's mesh: 1, except for axes that both have.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
+        self.sizes, self.twin_sizes = Sizes(sizes), SizesOnOne(twin_sizes)
+        self._alignment = Alignment(self.sizes, self.twin_sizes)
+
+    def number(self, here: Any, there: Any, op: Equation | None) -> V:
+        """Returns what is known of a literal or an array that the programs hold."""
+        raise NotImplementedError
+
+    def other(self, var: Atom, op: Equation | None) -> V:
+        """Returns what is known of an operand of `op` that is another value on one device.
+
+        Without `op`, it is a result of the program.
+        """
+        raise NotImplementedError
+
+    def constant(self, x: object) -> Any:
+        """Leaves literals to `read`."""
+
+    def run(self, program: Twins, ins: list[V], op: Any = None) -> list[V]:
+        """Follows both programs, as they are aligned."""
+        (ours, consts), (theirs, twin_consts) = map(body_of, program)
+        known = op and op.inner
+        found = known or self._alignment.align(ours, theirs)
+        pairs = (
+            dataclasses.replace(pair, caller=op, sizes=self.sizes, twin_sizes=self.twin_sizes)
+            for pair in found.pairs
+        )
+        numbers = (self.number(a, b, None) for a, b in zip(consts, twin_consts, strict=True))
+        outs = interpret(found.theirs, self, [*numbers, *ins], op, pairs)
+        wrong = others(found.here, found.there, same_entries if known else None)
+        return self.read(found.ours.outvars, found.theirs.outvars, outs, wrong, op)
+
+    def read(
+        self, ours: list, theirs: list, values: list[V], wrong: frozenset, op: Equation | None
+    ) -> list[V]:
+        """Replaces what is known of literals, and of the values `wrong`."""
+        return [
+            self.other(a, op)
+            if i in wrong
+            else self.number(a, b, op)
+            if isinstance(a, Literal)
+            else x
+            for i, (a, b, x) in enumerate(zip(ours, theirs, values, strict=True))
+        ]
+
+    def call(self, op: Any, body: object, ins: list[V]) -> list[V]:
+        """Follows what an equation calls on each device."""
+        if op.name == "shard_map":
+            return self.apply(op, ins)
+        return self.run(Twins(*map(equations.called, (op.eqn, op.twin))), ins, op)
+
+
 class _Pairing(Domain[Layout | None]):
     """Follows a program on one device, and pairs its equations with those here.
 
@@ -186,7 +221,7 @@ class _Pairing(Domain[Layout | None]):
     """
 
     def __init__(self, alignment: Alignment, ours: Any, theirs: Any):
-        self.pairs: list[Pair] = []
+        self.pairs: list[Equation] = []
         self._alignment = alignment
         variables = zip(
             [*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True
@@ -221,7 +256,7 @@ class _Pairing(Domain[Layout | None]):
                 self._views = [other for other in self._views if other is not own]
                 is_own = own is not None and self._here[own.invars[0]] == x
                 cut = own if is_own else _cut(eqn, [x], found.shape)
-                self.pairs.append(Pair(cut, eqn, is_own=is_own))
+                self.pairs.append(Equation(cut, twin=eqn))
                 return [found]
         if not self._rest:
             raise Different(None, eqn)
@@ -230,7 +265,7 @@ class _Pairing(Domain[Layout | None]):
             raise Different(own, eqn)
         # What it keeps for its backward pass, a ring for each of its turns, depends on the mesh.
         if is_region(eqn):
-            self.pairs.append(Pair(own, eqn))
+            self.pairs.append(Equation(own, twin=eqn))
             self._here |= dict.fromkeys(own.outvars, ANY)
             return [ANY] * len(eqn.outvars)
         pair, results, found = self._paired(own, eqn, wholes)
@@ -259,7 +294,7 @@ class _Pairing(Domain[Layout | None]):
 
     def _paired(
         self, own: Eqn, eqn: Eqn, ys: list[Layout | None]
-    ) -> tuple[Pair, list[Layout], list[Layout]]:
+    ) -> tuple[Equation, list[Layout], list[Layout]]:
         """Pairs two equations that compute; also returns the entries of their results."""
         if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
             raise Different(own, eqn)
@@ -276,8 +311,9 @@ class _Pairing(Domain[Layout | None]):
                 list(map(_result_of_call, own.outvars, eqn.outvars, side))
                 for side in (found.here, found.there)
             )
-            return Pair(own, eqn, others(xs, ys, same_entries), inner=found), ours, theirs
-        pair = Pair(own, eqn, others(xs, ys))
+            wrong = others(xs, ys, same_entries)
+            return Equation(own, twin=eqn, inner=found, others=wrong), ours, theirs
+        pair = Equation(own, twin=eqn, others=others(xs, ys))
         if (
             own.primitive.name in FORMS
             and None not in (*xs, *ys)
@@ -331,7 +367,7 @@ def _views(rest: list, here: dict) -> Iterator[Any]:
         yield rest.pop()
 
 
-def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
+def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Equation | None:
     """Pairs two equations with the same entries, if they treat dims of more than one entry alike.
 
     They do if they do the same to all of these dims.
@@ -356,7 +392,7 @@ def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
         return None
     if (xs, shape) == (ys, shape_of(own.outvars[0])):
         return None
-    return Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
+    return Equation(_cut(eqn, ys, shape, params), twin=eqn)
 
 
 FORMS = equations.REDUCTIONS | equations.SCATTERS | {"dot_general", "gather"}

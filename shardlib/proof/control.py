@@ -7,32 +7,16 @@ devices: those that take another branch would wait forever in a collective.
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from jax import core
 
-from shardlib.equations import COLLECTIVES, Atom, axes_of, body_of, called, split_scan, split_while
-from shardlib.interpret import Domain, Operation, equations_in, fixed_point, interpret
-from shardlib.proof.alignment import Aligned, Alignment, others
+from shardlib.equations import COLLECTIVES, Atom, axes_of, called, split_scan
+from shardlib.interpret import Domain, Operation, equations_in, interpret
+from shardlib.proof.alignment import Aligned, Alignment, Paired, others
 from shardlib.proof.domain import UNIFORM, Dim, Unprovable, Value, constant, real, whole
-from shardlib.proof.equation import Equation, Refused
-
-
-class _Interpreter(Protocol):
-    """What the rules of this module use of interpreter.Interpreter, which documents it."""
-
-    is_unchecked: bool
-    problems: dict[Any, Unprovable]
-
-    def run(
-        self, jaxpr: object, twin: object, args: list[Value], known: Aligned | None = None
-    ) -> list[Value]: ...
-
-    def explain(self, eq: Equation, refusal: Refused) -> Unprovable: ...
-
-    def unprovable(self, eq: Equation, reason: Unprovable) -> list[Value]: ...
+from shardlib.proof.equation import Equation, Refused, Twins
 
 
 def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
@@ -43,7 +27,7 @@ def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
     )
 
 
-def join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
+def join(eq: Equation, a: Value, b: Value) -> Value:
     """Joins the facts about two values, of which a result is one or the other."""
     if a.unprovable or b.unprovable:
         return a if a.unprovable else b
@@ -61,7 +45,7 @@ def join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
             found, extreme=a.extreme or b.extreme, scaled=a.scaled or b.scaled
         )
     except Refused as refusal:
-        return Value(a.dims, unprovable=interpreter.explain(eq, refusal))
+        return Value(a.dims, unprovable=eq.explain(refusal))
 
 
 def anonymous(value: Value) -> Value:
@@ -73,10 +57,6 @@ def anonymous(value: Value) -> Value:
         value, origin=None, source=None, total=None, is_taken=False, masked=None
     )
     return dataclasses.replace(unknown, components=(), token=object())
-
-
-def _joined(interpreter: _Interpreter, eq: Equation) -> Callable[[Value, Value], Value]:
-    return functools.partial(join, eq, interpreter=interpreter)
 
 
 class _Totals(Domain[int | None]):
@@ -126,12 +106,11 @@ def _of_own_rows(eq: Equation, rows: Dim | Any) -> Aligned | None:
     if rows is None:
         return None
     sizes = {**eq.sizes, "rows": eq.params["length"]}
-    bodies = (body_of(e.params["jaxpr"])[0] for e in (eq.eqn, eq.twin))
-    found = Alignment(sizes, eq.twin_sizes).align(*bodies)
+    found = Alignment(sizes, eq.twin_sizes).align(*(x.jaxpr for x in eq.body("jaxpr")))
     return None if others(found.here, found.there) else found
 
 
-def _total(interpreter: _Interpreter, eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
+def _total(eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
     """Sums what a loop adds to `start` for each of a device's own rows."""
     if start.unprovable or row.unprovable:
         return start if start.unprovable else row
@@ -144,10 +123,10 @@ def _total(interpreter: _Interpreter, eq: Equation, start: Value, row: Value, ro
         values = [start, Value(eq.block(row).dims, row.partial | axes, ratio=row.ratio)]
         return dataclasses.replace(eq.join(eq.join_dims(values), values), scaled=row.scaled)
     except Refused as refusal:
-        return Value(row.dims, unprovable=interpreter.explain(eq, refusal))
+        return Value(row.dims, unprovable=eq.explain(refusal))
 
 
-def _of_turn(interpreter: _Interpreter, eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
+def _of_turn(eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
     """Gives what a loop iterates over, or returns in each turn, other dims.
 
     It is unprovable if `demand` refuses it.
@@ -158,65 +137,7 @@ def _of_turn(interpreter: _Interpreter, eq: Equation, x: Value, dims: tuple, dem
         known = None if x.count else x.known
         return dataclasses.replace(anonymous(x), dims=dims, count=(), known=known)
     except Refused as refusal:
-        return Value(dims, unprovable=interpreter.explain(eq, refusal))
-
-
-def _scan(interpreter: _Interpreter, eq: Equation) -> list[Value]:
-    """Derives the results of a scan: the same loop as on one device, or one over own rows.
-
-    x: f32[4]    lax.scan(lambda c, _: (2 * c, c), x, None, 3)[1]    f32[3 4]
-    x: f32[8/d 4]    lax.scan(lambda c, r: (c + r, r), jnp.zeros(4), x)[0]    f32[4 +d]
-    x: f32[8/d 4]    lax.scan(lambda c, r: (c * r, r), jnp.ones(4), x)[0]    refused
-    """
-    first, carry, xs = split_scan(eq.eqn, eq.ins)
-    carried = len(carry)
-    twin = eq.twin.params["jaxpr"]
-    rows = _own_rows(eq, xs)
-
-    def demand_rows(x: Value) -> None:
-        if eq.block(x).dims[0] != rows:
-            eq.uncut(x, 0, "a loop runs")
-
-    items = [_of_turn(interpreter, eq, x, x.dims[1:], demand_rows) for x in xs]
-    if eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
-        reason = Refused(
-            f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times "
-            "on one device",
-            "loop over a global size; over its own rows a device may map, and add up with `+`, "
-            "without collectives; each turn of a ring over devices must do the same, and add up "
-            "what it gives",
-        )
-        unprovable = interpreter.explain(eq, reason)
-        args = [*first, *(Value(c.dims, unprovable=unprovable) for c in carry), *items]
-        interpreter.run(eq.params["jaxpr"], twin, args)
-        return interpreter.unprovable(eq, unprovable)
-
-    aligned = _of_own_rows(eq, rows)
-
-    def run(carry: list[Value]) -> list[Value]:
-        return interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items], aligned)
-
-    if rows is None:
-        carry = fixed_point(list(map(anonymous, carry)), run, _joined(interpreter, eq))
-        outs = run(carry)
-        results = list(carry)
-    else:
-        outs = run([constant(len(value.dims), 0, 0) for value in carry])
-        results = [
-            _total(interpreter, eq, *pair, rows) for pair in zip(carry, outs[:carried], strict=True)
-        ]
-    n = eq.params["length"]
-    axes = {*map(real, rows.axes)} if rows else set()
-    of_loop = rows or (whole(n) if n > 1 else UNIFORM)
-
-    def demand_finished(out: Value) -> None:
-        if eq.block(out).extreme and out.extreme[1] & axes:
-            eq.finished(out)
-
-    return results + [
-        _of_turn(interpreter, eq, out, (of_loop, *out.dims), demand_finished)
-        for out in outs[carried:]
-    ]
+        return Value(dims, unprovable=eq.explain(refusal))
 
 
 def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
@@ -227,78 +148,121 @@ def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
     return [eqn.primitive.name for eqn in found if eqn.primitive.name in COLLECTIVES]
 
 
-def _under_predicate(
-    interpreter: _Interpreter, eq: Equation, predicate: Value, var: Atom, bodies: Any
-) -> Unprovable | None:
-    """Explains why results that depend on a predicate are unknown; None if they are not.
+class Control(Paired[Value]):
+    """Derives the results of loops and conditionals.
 
-    Records collectives not all reach.
+    Attributes:
+        is_unchecked: True if JAX does not say over which axes a value differs: check_vma=False.
+        problems: by equation: collectives under a condition that differs, which not all devices
+            reach; and what is wrong with the arguments of per-device code.
     """
-    with contextlib.suppress(Refused):
-        # The choice is the same on all devices, and as on one device.
-        if not predicate.unprovable and eq.plain(predicate):
-            return None
-    axes = frozenset(eq.sizes) if interpreter.is_unchecked else varying(var.aval, eq.sizes)
-    over = ", ".join(sorted(axes)) or "the mesh"
-    if collectives := _collectives(axes, *bodies):
-        problem = (
-            f"devices of {over} decide for themselves, and {collectives[0]} within waits for all"
-        )
-        waits = Refused(f"{problem} of them", "reduce the condition first, or communicate outside")
-        interpreter.problems.setdefault(id(eq.eqn), interpreter.explain(eq, waits))
-    problem = f"the condition differs between devices of {over}: they take different branches"
-    remedy = "reduce the condition over these axes first, e.g. with psum or pmax"
-    return predicate.unprovable or interpreter.explain(eq, Refused(problem, remedy))
 
+    is_unchecked: bool
+    problems: dict[Any, Unprovable]
 
-def _while(interpreter: _Interpreter, eq: Equation) -> list[Value]:
-    """Derives the results of a while loop, by a fixed point of what is known of the carry."""
-    of_cond, of_body, carry = split_while(eq.eqn, eq.ins)
-    test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
-    twin_test, twin_body = eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]
+    def join(self, op: Any, a: Value, b: Value) -> Value:
+        """Joins the facts of two turns, or of two branches."""
+        return join(op, a, b)
 
-    def turn(carry: list[Value]) -> list[Value]:
-        return interpreter.run(body, twin_body, [*of_body, *carry])
+    def scan(
+        self, op: Any, consts: list[Value], carry: list[Value], xs: list[Value]
+    ) -> list[Value]:
+        """Derives the results of a scan: the same loop as on one device, or one over own rows.
 
-    carry = fixed_point(list(map(anonymous, carry)), turn, _joined(interpreter, eq))
-    (go,) = interpreter.run(test, twin_test, [*of_cond, *carry])
-    if reason := _under_predicate(interpreter, eq, go, test.jaxpr.outvars[0], [test, body]):
-        return interpreter.unprovable(eq, reason)
-    return carry
+        x: f32[4]    lax.scan(lambda c, _: (2 * c, c), x, None, 3)[1]    f32[3 4]
+        x: f32[8/d 4]    lax.scan(lambda c, r: (c + r, r), jnp.zeros(4), x)[0]    f32[4 +d]
+        x: f32[8/d 4]    lax.scan(lambda c, r: (c * r, r), jnp.ones(4), x)[0]    refused
+        """
+        op.same("reverse")
+        rows = _own_rows(op, xs)
+        n = op.params["length"]
 
+        def demand_rows(x: Value) -> None:
+            if op.block(x).dims[0] != rows:
+                op.uncut(x, 0, "a loop runs")
 
-def _cond(interpreter: _Interpreter, eq: Equation) -> list[Value]:
-    """Derives the results of a conditional, which must be decided alike on all devices.
+        xs = [_of_turn(op, x, x.dims[1:], demand_rows) for x in xs]
+        if op.twin.params["length"] != op.whole_size(rows, n):
+            reason = Refused(
+                f"a loop runs {n} times here and {op.twin.params['length']} times on one device",
+                "loop over a global size; over its own rows a device may map, and add up with `+`, "
+                "without collectives; each turn of a ring over devices must do the same, and add "
+                "up what it gives",
+            )
+            unprovable = op.explain(reason)
+            carry = [Value(value.dims, unprovable=unprovable) for value in carry]
+            self.run(op.body("jaxpr"), [*consts, *carry, *xs], op)
+            return op.unprovable(unprovable)
+        if rows is None:
+            outs = super().scan(op, consts, list(map(anonymous, carry)), xs)
+            results = outs[: len(carry)]
+        else:
+            op.inner = _of_own_rows(op, rows)
+            zeros = [constant(len(value.dims), 0, 0) for value in carry]
+            outs = self.run(op.body("jaxpr"), [*consts, *zeros, *xs], op)
+            results = [_total(op, *pair, rows) for pair in zip(carry, outs, strict=False)]
+        axes = {*map(real, rows.axes)} if rows else set()
+        of_loop = rows or (whole(n) if n > 1 else UNIFORM)
 
-    x: f32[4], y: f32[8/d]    lax.cond(x[0] > 0, jnp.exp, jnp.sin, y)    f32[8/d]
-    x: f32[8/d]    lax.cond(jnp.max(x) > 0, jnp.exp, jnp.sin, x)    refused
-    """
-    which, *args = eq.ins
-    branches = eq.params["branches"]
-    twins = eq.twin.params["branches"]
-    if len(twins) != len(branches):
-        raise Refused(
-            "the number of branches depends on the mesh",
-            "let no choice in the code depend on sizes",
-        )
-    outs = [
-        interpreter.run(branch, twin, args) for branch, twin in zip(branches, twins, strict=True)
-    ]
-    if reason := _under_predicate(interpreter, eq, which, eq.eqn.invars[0], branches):
-        return interpreter.unprovable(eq, reason)
-    result = outs[0]
-    for other in outs[1:]:
-        result = [join(eq, a, b, interpreter) for a, b in zip(result, other, strict=True)]
-    return result
+        def demand_finished(out: Value) -> None:
+            if op.block(out).extreme and out.extreme[1] & axes:
+                op.finished(out)
 
+        return results + [
+            _of_turn(op, out, (of_loop, *out.dims), demand_finished) for out in outs[len(carry) :]
+        ]
 
-def _linear_solve(interpreter: _Interpreter, eq: Equation) -> list[Value]:
-    """Follows the function that solves; the others are for derivatives, in which JAX calls them."""
-    names, counts = zip(*eq.params["const_lengths"]._asdict().items(), strict=True)
-    start = sum(counts[: names.index("solve")])
-    args = [*eq.ins[start : start + counts[names.index("solve")]], *eq.ins[sum(counts) :]]
-    return interpreter.run(eq.params["jaxprs"].solve, eq.twin.params["jaxprs"].solve, args)
+    def loop(
+        self, op: Any, of_test: list[Value], of_body: list[Value], carry: list[Value]
+    ) -> list[Value]:
+        """Derives the results of a while loop, by a fixed point of what is known of the carry."""
+        carry = super().loop(op, of_test, of_body, list(map(anonymous, carry)))
+        (go,) = self.run(op.body("cond_jaxpr"), [*of_test, *carry], op)
+        bodies = [op.params["cond_jaxpr"], op.params["body_jaxpr"]]
+        return self._decided(op, go, bodies[0].jaxpr.outvars[0], bodies, carry)
 
+    def branch(self, op: Any, which: Value, args: list[Value]) -> list[Value]:
+        """Derives the results of a conditional, which must be decided alike on all devices.
 
-CONTROL = {"custom_linear_solve": _linear_solve, "scan": _scan, "while": _while, "cond": _cond}
-"""Rules of primitives that run a body, by name. They take the Interpreter, which runs it."""
+        x: f32[4], y: f32[8/d]    lax.cond(x[0] > 0, jnp.exp, jnp.sin, y)    f32[8/d]
+        x: f32[8/d]    lax.cond(jnp.max(x) > 0, jnp.exp, jnp.sin, x)    refused
+        """
+        branches = op.params["branches"]
+        if len(op.twin.params["branches"]) != len(branches):
+            raise Refused(
+                "the number of branches depends on the mesh",
+                "let no choice in the code depend on sizes",
+            )
+        found = super().branch(op, which, args)
+        return self._decided(op, which, op.eqn.invars[0], branches, found)
+
+    def linear_solve(self, eq: Equation) -> list[Value]:
+        """Follows the function that solves; the others are for derivatives, which call them."""
+        names, counts = zip(*eq.params["const_lengths"]._asdict().items(), strict=True)
+        start = sum(counts[: names.index("solve")])
+        args = [*eq.ins[start : start + counts[names.index("solve")]], *eq.ins[sum(counts) :]]
+        return self.run(Twins(*(x.solve for x in eq.body("jaxprs"))), args, eq)
+
+    def _decided(
+        self, eq: Equation, predicate: Value, var: Atom, bodies: Any, found: list[Value]
+    ) -> list[Value]:
+        """Returns results that depend on a predicate; unprovable ones if devices differ in it.
+
+        Records collectives not all reach.
+        """
+        with contextlib.suppress(Refused):
+            # The choice is the same on all devices, and as on one device.
+            if not predicate.unprovable and eq.plain(predicate):
+                return found
+        axes = frozenset(eq.sizes) if self.is_unchecked else varying(var.aval, eq.sizes)
+        over = ", ".join(sorted(axes)) or "the mesh"
+        if collectives := _collectives(axes, *bodies):
+            problem = (
+                f"devices of {over} decide for themselves, and {collectives[0]} within waits for "
+                "all of them"
+            )
+            waits = Refused(problem, "reduce the condition first, or communicate outside")
+            self.problems.setdefault(id(eq.eqn), eq.explain(waits))
+        problem = f"the condition differs between devices of {over}: they take different branches"
+        remedy = "reduce the condition over these axes first, e.g. with psum or pmax"
+        return eq.unprovable(predicate.unprovable or eq.explain(Refused(problem, remedy)))

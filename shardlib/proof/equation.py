@@ -8,13 +8,22 @@ is found.
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardlib.equations import axes_of, frames_of, is_program, kinds, words
+from shardlib.equations import axes_of, frames_of, is_program, kinds, shape_of, words
 from shardlib.interpret import Operation
-from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, real
+from shardlib.proof.domain import (
+    ROUNDING,
+    UNIFORM,
+    Dim,
+    Unprovable,
+    Value,
+    describe,
+    devices,
+    real,
+)
 from shardlib.proof.origins import callers_text, is_helper, size_text
 
 WHOLE_SIZES = (
@@ -102,16 +111,26 @@ class Refused(Exception):
         self.problem, self.remedy, self.at, self.differs = problem, remedy, at, differs
 
 
+class Twins(NamedTuple):
+    """A program, closed or open, and the same program on one device."""
+
+    here: Any
+    there: Any
+
+
 @dataclasses.dataclass(eq=False)
 class Equation(Operation):
     """An equation, its operands, and the same equation on one device.
+
+    If JAX left the equation out here, `eqn` is what it would be.
 
     Attributes:
         twin: the equation on one device.
         ins: the facts about each operand.
         sizes: number of devices along each axis of the mesh.
         twin_sizes: the same for the mesh of one device.
-        inner: for a call, the alignment of what it calls.
+        inner: the alignment of what it runs, if that is about other shapes of the same entries.
+        others: operands whose value here differs from that on one device.
     """
 
     twin: Any = None
@@ -119,6 +138,11 @@ class Equation(Operation):
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     twin_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     inner: Any = None
+    others: frozenset[int] = frozenset()
+
+    def body(self, name: str, i: int | None = None) -> Twins:
+        """Returns the program in a parameter, or the i-th of those in it, and its twin."""
+        return Twins(*(Operation(eqn).body(name, i) for eqn in (self.eqn, self.twin)))
 
     def shape(self, i: int = 0) -> tuple[int, ...]:
         """Returns the shape of operand i on a device."""
@@ -446,7 +470,20 @@ class Equation(Operation):
                 f"per-device code that takes {taken} is given {given}", "pass it what it takes"
             )
 
-    # ---- texts
+    # ---- refusals
+
+    def unprovable(self, reason: Unprovable) -> list[Value]:
+        """Marks all results as unprovable."""
+        variables = self.eqn.outvars
+        return [Value((UNIFORM,) * len(shape_of(var)), unprovable=reason) for var in variables]
+
+    def explain(self, refusal: Refused) -> Unprovable:
+        """Adds the place and the operands' types to a refusal."""
+        own = None if refusal.at else self
+        at = refusal.at or self
+        operands = at.operand_texts("size" in refusal.remedy)
+        problem = f"{at.shown}: {refusal.problem}"
+        return Unprovable(at.place(), problem, refusal.remedy, operands, refusal.differs, own)
 
     def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
         """Returns the calls that led to the equation, and its operands' types.

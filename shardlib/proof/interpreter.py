@@ -14,29 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
-from shardlib.equations import (
-    CALLS,
-    ELEMENTWISE,
-    IDENTITIES,
-    SCATTERS,
-    Atom,
-    body_of,
-    called,
-    kinds,
-    shape_of,
-)
+from shardlib.equations import CALLS, ELEMENTWISE, IDENTITIES, SCATTERS, Atom, kinds, shape_of
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import ZIGZAG, parse_shape
 from shardlib.places import place
 from shardlib.proof import collectives, elementwise, lookups, primitives, rings, shapes, sums
-from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
-from shardlib.proof.control import CONTROL, varying
+from shardlib.proof.control import Control, varying
 from shardlib.proof.domain import (
     UNIFORM,
-    Sizes,
-    SizesOnOne,
     Unprovable,
     Value,
     constant,
@@ -49,156 +35,96 @@ from shardlib.proof.primitives import KEEPING, OF_SIZES
 
 MODULES = collectives, lookups, rings, shapes, sums
 """Modules that add their rules to primitives.RULES."""
-PLACING = (
-    KEEPING
-    | ELEMENTWISE
-    | IDENTITIES
-    | SCATTERS
-    | {"dynamic_slice", "dynamic_update_slice", "device_put"}
-)
+PLACING = KEEPING | ELEMENTWISE | IDENTITIES | SCATTERS
+PLACING |= {"dynamic_slice", "dynamic_update_slice", "device_put"}
+PLACING -= {"scan", "while", "cond"}
 """Primitives that accept operands which are not blocks yet."""
 
 
-class Interpreter:
+class Interpreter(Control):
     """Derives facts about the results of a program.
 
     It also finds problems that hold whatever becomes of its results. outside.py makes one for each
     jax.shard_map, and runs it on the facts that in_specs state.
 
     Attributes:
-        sizes: number of devices along each axis of the mesh.
-        twin_sizes: the same for the twin's mesh: 1, except for axes that both have.
-        is_unchecked: True if JAX does not say over which axes a value differs: check_vma=False.
-        problems: by equation: collectives under a condition that differs, which not all devices
-            reach; and what is wrong with the arguments of per-device code.
-        noted: each equation with the facts about its results, in program order, by its path.
+        noted: each equation with the facts about its results, by its path.
     """
 
     def __init__(
         self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False
     ):
-        self.sizes = Sizes(sizes)
-        self.twin_sizes = SizesOnOne(twin_sizes)
+        super().__init__(sizes, twin_sizes)
         self.is_unchecked = is_unchecked
-        self.problems: dict[Any, Unprovable] = {}
+        self.problems = {}
         self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
         self._proved: dict[tuple[int, ...], Equation] = {}  # in some turn of their loops
         self._entered: dict[str, Value] = {}
         self._in_stages = False
-        self._alignment = Alignment(self.sizes, self.twin_sizes)
-        self._callers: list[Equation | Any] = [None]
 
-    def run(
-        self, jaxpr: object, twin: object, args: list[Value], known: Aligned | None = None
-    ) -> list[Value]:
-        """Derives facts about the results of a jaxpr from those about its arguments.
+    def number(self, here: Any, there: Any, op: Equation | None) -> Value:
+        """Reads a literal or an array."""
+        return read_array(*(getattr(x, "val", x) for x in (here, there)))
 
-        The jaxpr may be closed or open. `known` is its alignment, for a call whose facts may be
-        about other shapes of the same entries.
-        """
-        (jaxpr, consts), (twin, twin_consts) = body_of(jaxpr), body_of(twin)
-        found = known or self._alignment.align(jaxpr, twin)
-        is_as_traced = found.ours is jaxpr and found.theirs is twin
-        wrong = others(found.here, found.there, same_entries if known else None)
-        env = dict(zip(found.theirs.invars, args, strict=True))
-        env |= zip(found.theirs.constvars, map(read_array, consts, twin_consts), strict=True)
-        for pair in found.pairs:
-            sizes = self.sizes, self.twin_sizes
-            eq = Equation(pair.eqn, self._callers[-1], pair.twin, [], *sizes, pair.inner)
-            if is_region(pair.eqn):  # may have other operands and results here
-                env |= dict.fromkeys(pair.twin.outvars, next(iter(self.apply(eq)), None))
-                continue
-            operands = enumerate(zip(pair.eqn.invars, pair.twin.invars, strict=True))
-            eq.ins = [self._read(env, a, b, i in pair.others, eq) for i, (a, b) in operands]
-            env.update(
-                zip(pair.twin.outvars, self.apply(eq, pair.is_own and is_as_traced), strict=True)
-            )
-        results = enumerate(zip(found.ours.outvars, found.theirs.outvars, strict=True))
-        last = self._callers[-1]
-        return [self._read(env, a, b, i in wrong, last) for i, (a, b) in results]
+    def other(self, var: Atom, op: Equation | None) -> Value:
+        """Refuses a value that is another one on one device."""
+        problem = "has other entries here than on one device, or the same in another order"
+        problem = f"{op.shown}: an operand {problem}" if op else f"a result {problem}"
+        remedy = (
+            "let no reshape, slice or choice depend on the size of a block: "
+            "shardops.rearrange names the dims"
+        )
+        reason = Unprovable(op.place() if op else "?", problem, remedy)
+        return Value((UNIFORM,) * len(shape_of(var)), unprovable=reason)
 
-    def _read(
-        self, env: Mapping, var: Atom, twin: Any, is_other: bool, eq: Equation | None
-    ) -> Value:
-        """Reads facts about a variable, looked up by its twin on one device, or about a literal."""
-        if is_other:
-            problem = "has other entries here than on one device, or the same in another order"
-            problem = f"{eq.shown}: an operand {problem}" if eq else f"a result {problem}"
-            remedy = (
-                "let no reshape, slice or choice depend on the size of a block: "
-                "shardops.rearrange names the dims"
-            )
-            reason = Unprovable(eq.place() if eq else "?", problem, remedy)
-            return Value((UNIFORM,) * len(shape_of(var)), unprovable=reason)
-        if isinstance(var, core.Literal):
-            return read_array(var.val, twin.val)
-        return env[twin]
-
-    def apply(self, eq: Equation, is_noted: bool = True) -> list[Value]:
-        """Derives facts about the results of one equation."""
-        self._callers.append(eq)
+    def follow(self, op: Any, ins: list[Value]) -> list[Value]:
+        """Derives facts about the results of an equation; a refusal makes them unprovable."""
         try:
-            found = self._applied(eq)
-            if is_noted:
-                self.noted[eq.path] = eq, found
-                if not any(value.unprovable for value in found):
-                    self._proved[eq.path] = eq
-            return found
-        finally:
-            self._callers.pop()
-
-    def _applied(self, eq: Equation) -> list[Value]:
-        """Applies the rule of an equation; a refusal makes its results unprovable."""
-        mark = mark_of(eq.eqn)
-        try:
-            if mark is not None or (eq.name in PLACING and eq.name not in CONTROL):
-                for value in filter(lambda value: value.folded, eq.ins):
-                    eq.block(value)
-            if mark is None and eq.name not in SHIFTING:
-                eq.ins = [
-                    eq.term(value) if value.shift else value for value in map(eq.settled, eq.ins)
-                ]
-            if mark is not None:
-                return [self._marked(eq, mark)]
-            if is_region(eq.eqn):
-                return self.unprovable(
-                    eq, Unprovable(eq.place(), "a value of per-device code is used outside of it")
-                )
-            if control := CONTROL.get(eq.name):
-                eq.same("reverse", "cond_nconsts", "body_nconsts")
-                return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
-            if eq.name in CALLS:
-                return self.run(called(eq.eqn), called(eq.twin), eq.ins, eq.inner)
-            if eq.name != "ring_index" and (
-                unprovable := next((v.unprovable for v in eq.ins if v.unprovable), None)
-            ):
-                return self.unprovable(eq, unprovable)
-            eq.same(
-                *(
-                    name
-                    for name, value in eq.params.items()
-                    if name not in OF_SIZES and not callable(value)
-                )
-            )
-            if eq.name not in PLACING:
-                for value in eq.ins:
-                    eq.block(value)
-            if eq.name in ELEMENTWISE:
-                found = elementwise.elementwise(eq)
-            else:
-                found = primitives.RULES.get(eq.name, primitives.everything_whole)(eq)
-            found = found if isinstance(found, list) else [found]
-            return [self._checked(eq, i, value) for i, value in enumerate(found)]
+            found = self._followed(op, ins)
         except Refused as refusal:
-            return self.unprovable(eq, self.explain(eq, refusal))
+            found = op.unprovable(op.explain(refusal))
+        self.noted[op.path] = op, found
+        if not any(value.unprovable for value in found):
+            self._proved[op.path] = op
+        return found
 
-    def explain(self, eq: Equation, refusal: Refused) -> Unprovable:
-        """Adds the place and the operands' types to a refusal."""
-        own = None if refusal.at else eq
-        eq = refusal.at or eq
-        operands = eq.operand_texts("size" in refusal.remedy)
-        problem = f"{eq.shown}: {refusal.problem}"
-        return Unprovable(eq.place(), problem, refusal.remedy, operands, refusal.differs, own)
+    def _followed(self, eq: Equation, ins: list[Value]) -> list[Value]:
+        if is_region(eq.eqn):  # may have other operands and results here
+            reason = Unprovable(eq.place(), "a value of per-device code is used outside of it")
+            return eq.unprovable(reason)[:1] * len(eq.twin.outvars)
+        eq.ins = self.read(eq.eqn.invars, eq.twin.invars, ins, eq.others, eq)
+        mark = mark_of(eq.eqn)
+        if mark is not None or eq.name in PLACING:
+            for value in filter(lambda value: value.folded, eq.ins):
+                eq.block(value)
+        if mark is not None:
+            return [self._marked(eq, mark)]
+        if eq.name not in SHIFTING:
+            eq.ins = [eq.term(value) if value.shift else value for value in map(eq.settled, eq.ins)]
+        if eq.name == "custom_linear_solve":
+            found = self.linear_solve(eq)
+        else:
+            found = super().follow(eq, eq.ins)
+        if eq.name in CALLS:
+            return found
+        return [self._checked(eq, i, value) for i, value in enumerate(found)]
+
+    def apply(self, op: Any, ins: list[Value]) -> list[Value]:
+        """Applies the rule of an equation."""
+        if op.name != "ring_index" and (
+            unprovable := next((v.unprovable for v in ins if v.unprovable), None)
+        ):
+            return op.unprovable(unprovable)
+        params = op.params.items()
+        op.same(*(name for name, x in params if name not in OF_SIZES and not callable(x)))
+        if op.name not in PLACING:
+            for value in ins:
+                op.block(value)
+        if op.name in ELEMENTWISE:
+            found = elementwise.elementwise(op)
+        else:
+            found = primitives.RULES.get(op.name, primitives.everything_whole)(op)
+        return found if isinstance(found, list) else [found]
 
     def blamed(self, reason: Unprovable) -> Unprovable:
         """Moves a reason to the line that calls a function which is right elsewhere.
@@ -223,10 +149,6 @@ class Interpreter:
         return dataclasses.replace(
             reason, place=place(*own[-1 - shared]), problem=problem, remedy=remedy
         )
-
-    def unprovable(self, eq: Equation, reason: Unprovable) -> list[Value]:
-        """Marks all results of an equation as unprovable."""
-        return [Value((UNIFORM,) * len(shape_of(var)), unprovable=reason) for var in eq.eqn.outvars]
 
     def _checked(self, eq: Equation, i: int, value: Value) -> Value:
         """Checks that `value` can have the shape of result i, also on one device.
@@ -304,7 +226,7 @@ class Interpreter:
                 if mark.spec and not problem:
                     eq.like(x, self._declared(mark.spec, shape))
             except Refused as refusal:
-                problem = self.explain(eq, refusal)
+                problem = eq.explain(refusal)
             if problem:
                 self.problems[problem] = problem
             self._in_stages |= of_stages

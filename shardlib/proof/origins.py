@@ -64,7 +64,7 @@ class _Uses(Domain[bool]):
             self.found = op
         return [False] * len(op.eqn.outvars)
 
-    def join(self, a: bool, b: bool) -> bool:
+    def join(self, op: Operation, a: bool, b: bool) -> bool:
         return a or b
 
 

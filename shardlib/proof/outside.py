@@ -9,7 +9,6 @@ all axes.
 
 import dataclasses
 import enum
-import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,20 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from shardlib.equations import (
-    IDENTITIES,
-    Eqn,
-    body_of,
-    called,
-    jaxprs_of,
-    shape_of,
-    split_scan,
-)
-from shardlib.interpret import Operation, equations_in, equations_of
-from shardlib.proof.alignment import Different, completed
+from shardlib.equations import IDENTITIES, Eqn, body_of, jaxprs_of, shape_of
+from shardlib.interpret import Domain, Operation, equations_in, interpret
+from shardlib.proof.alignment import Paired
 from shardlib.proof.control import anonymous, join, varying
-from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices, near, whole
-from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Value, describe, devices, near, whole
+from shardlib.proof.equation import Equation, Refused, Twins
 from shardlib.proof.interpreter import Interpreter, block_of, read_array
 from shardlib.proof.origins import callers_text, use_of
 from shardlib.values import Sharding, axes_of_spec
@@ -58,7 +49,7 @@ class Finding:
 
 
 Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
-"""Each equation inside a shard_map, with the facts about its results: Interpreter.noted."""
+"""Each equation inside a shard_map, by its path, with the facts about its results."""
 
 
 def findings(
@@ -81,11 +72,10 @@ def findings(
         Different: the twin has other operations.
     """
     count = len(shard_maps_in(program))
-    outside = _Outside(types if types and len(types) == count else [None] * count)
-    _use(outside.run(program, twin))
-    return list(
-        dict.fromkeys(s.finding for s in outside.found if s.is_used or not s.is_taken)
-    ), outside.facts
+    outside = _Outside(program, types if types and len(types) == count else [None] * count)
+    _use(outside.run(Twins(program, twin), [None] * len(program.jaxpr.invars)))
+    found = (s.finding for s in outside.found if s.is_used or not s.is_taken)
+    return list(dict.fromkeys(found)), outside.facts
 
 
 def shard_maps_in(program: object) -> list[Any]:
@@ -138,160 +128,137 @@ def _use(values: Iterable[_Passed | None]) -> None:
 REMEDY = "compute it inside jax.shard_map, or make it the same on every mesh"
 
 
-class _Outside:
-    """Follows a program outside of jax.shard_map."""
+class _Outside(Paired[_Passed | None]):
+    """Follows a program outside of jax.shard_map. None is known of a value like on one device."""
 
-    def __init__(self, types: Sequence):
+    def __init__(self, program: object, types: Sequence):
+        super().__init__({}, {})
         self.found: list[_Suspect] = []  # in program order
         self.facts: Facts = {}
+        self._program = program
         self._types = iter(types)
 
-    def run(
-        self, program: Any, twin: Any, args: Sequence[_Passed | None] = ()
-    ) -> list[_Passed | None]:
-        """Follows a jaxpr, closed or open.
-
-        Returns what is known of its results; None for one like on one device.
-        """
-        (ours, consts), (theirs, twin_consts) = body_of(program), body_of(twin)
-        if _names(ours) != _names(theirs):  # JAX divides by the number of devices, unless it is 1
-            theirs = completed(ours, theirs, {})
-        if _names(ours) != _names(theirs) or len(consts) != len(twin_consts):
-            raise Different.between(equations_of(ours), equations_of(theirs))
-        env = dict(zip(ours.invars, args, strict=False))
-        env |= {
-            v: self._constant(a, b, program)
-            for v, a, b in zip(ours.constvars, consts, twin_consts, strict=True)
-        }
-        pairs = dict(
-            zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True)
-        )
-        for eqn, other in zip(equations_of(ours), equations_of(theirs), strict=True):
-            ins = self._read(env, pairs, eqn.invars, other.invars, eqn)
-            env.update(zip(eqn.outvars, self._results(eqn, other, ins), strict=True))
-            pairs.update(zip(eqn.outvars, other.outvars, strict=True))
-        return self._read(env, pairs, ours.outvars, theirs.outvars)
-
-    def _read(
-        self, env: Mapping, pairs: Mapping, ours: Sequence, theirs: Sequence, eqn: Eqn | None = None
-    ) -> list[_Passed | None]:
-        """Returns what is known of the operands of an equation, or of the results of a jaxpr.
-
-        None stands for a value that is the same on one device.
-        """
-        if len(ours) != len(theirs) or not all(
-            isinstance(b, Literal) if isinstance(a, Literal) else pairs.get(a) is b
-            for a, b in zip(ours, theirs, strict=True)
-        ):
-            where = f"{Operation(eqn).place()}: " if eqn else ""
-            self._suspect(
-                f"{where}outside jax.shard_map, another value is used than on one device\n  "
-                f"remedy: {REMEDY}"
-            )
-            return [None] * len(ours)
-        return [
-            self._literal(a, b, eqn) if isinstance(a, Literal) else env.get(a)
-            for a, b in zip(ours, theirs, strict=True)
-        ]
-
-    def _literal(self, here: Any, there: Any, eqn: Eqn | None) -> _Passed | None:
-        is_same = str(here.val) == str(there.val)
-        if is_same:
-            return None
-        return _Passed(read_array(here.val, there.val), suspects=(self._number(eqn),))
-
-    def _suspect(self, finding: Finding | str) -> _Suspect:
-        self.found.append(_Suspect(Finding(finding) if isinstance(finding, str) else finding))
-        return self.found[-1]
-
-    def _number(self, eqn: Eqn | None) -> _Suspect:
-        """Reports that a number of an equation, or a result, depends on the mesh."""
-        where = f"{Operation(eqn).place()}: {Operation(eqn).shown}" if eqn else "result"
-        return self._suspect(
-            f"{where}: a number outside of jax.shard_map depends on the mesh\n  remedy: {REMEDY}"
+    def other(self, var: object, op: Equation | None) -> None:
+        """Notes that an operand, or a result of the program, is another value on one device."""
+        where = f"{op.place()}: " if op else ""
+        self._suspect(
+            f"{where}outside jax.shard_map, another value is used than on one device\n  "
+            f"remedy: {REMEDY}"
         )
 
-    def _constant(self, here: Any, there: Any, program: Any) -> _Passed | None:
-        """Reports an array that was made outside of the program, if it depends on the mesh."""
-        value = read_array(here, there)
-        if not value.unprovable and value.ratio == 1.0 and here.shape == there.shape:
+    def number(self, here: Any, there: Any, op: Equation | None) -> _Passed | None:
+        """Reads a literal, or an array that was made outside of the program."""
+        arrays = [getattr(x, "val", x) for x in (here, there)]
+        value = read_array(*arrays)
+        is_same = len({*map(np.shape, arrays)}) == 1
+        if is_same and not value.unprovable and value.ratio == 1.0:
             return None
+        if isinstance(here, Literal):
+            return _Passed(value, suspects=(self._of_number(op),))
         text = (
             "an array that was made outside of the program depends on the mesh: "
             f"{here.dtype}{list(here.shape)}"
         )
-        use = use_of(here, program)
+        use = use_of(here, self._program)
         if use:
             lines = [f"{use.place()}: {text}", *filter(None, [callers_text(use.eqn)])]
         else:
             lines = [text]
         return _Passed(value, suspects=(self._suspect("\n  ".join([*lines, f"remedy: {REMEDY}"])),))
 
-    def _results(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
-        """Returns what is known of the results of an equation."""
-        name = eqn.primitive.name
-        if name == "shard_map":
-            return self._of_shard_map(eqn, twin, ins)
-        numbers = (self._number(eqn),) if _numbers(eqn) != _numbers(twin) else ()
-        blank = Value((UNIFORM,) * len(shape_of(eqn.outvars[0])) if eqn.outvars else ())
+    def _suspect(self, finding: Finding | str) -> _Suspect:
+        """Adds what may be wrong."""
+        self.found.append(_Suspect(Finding(finding) if isinstance(finding, str) else finding))
+        return self.found[-1]
+
+    def _of_number(self, op: Equation | None) -> _Suspect:
+        """Notes that a number of an equation, or a result, depends on the mesh."""
+        where = f"{op.place()}: {op.shown}" if op else "result"
+        return self._suspect(
+            f"{where}: a number outside of jax.shard_map depends on the mesh\n  remedy: {REMEDY}"
+        )
+
+    def follow(self, op: Any, ins: list[_Passed | None]) -> list[_Passed | None]:
+        """Derives what is known of the results of an equation."""
+        ins = self.read(op.eqn.invars, op.twin.invars, ins, op.others, op)
+        if op.name == "shard_map":
+            return self._of_shard_map(op.eqn, op.twin, ins)
+        numbers = (self._of_number(op),) if _numbers(op.eqn) != _numbers(op.twin) else ()
+        blank = Value((UNIFORM,) * len(shape_of(op.eqn.outvars[0]) if op.eqn.outvars else ()))
         # With check_vma=False, JAX divides a gradient by the number of devices that take it, and
         # sums it inside.
         if (
-            name == "div"
+            op.name == "div"
             and ins[0] is None
             and ins[1]
             and ins[1].is_positive_number
-            and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)  # an integer is truncated
+            and jnp.issubdtype(op.eqn.outvars[0].aval.dtype, jnp.inexact)  # an integer is truncated
         ):
-            made = Equation(eqn, ins=[blank, ins[1].value])
-            ratio = near(1 / ins[1].value.ratio)
-            return [
-                _Passed(
-                    dataclasses.replace(blank, ratio=ratio, scaled=made), suspects=ins[1].suspects
-                )
-            ]
+            made = Equation(op.eqn, ins=[blank, ins[1].value])
+            value = dataclasses.replace(blank, ratio=near(1 / ins[1].value.ratio), scaled=made)
+            return [_Passed(value, suspects=ins[1].suspects)]
         # A branch of a cond returns zeros in place of what another branch keeps.
-        if name.startswith("empty") or (
-            name == "broadcast_in_dim" and ins[0] and ins[0].value.is_zero
+        if op.name.startswith("empty") or (
+            op.name == "broadcast_in_dim" and ins[0] and ins[0].value.is_zero
         ):
             for suspect in numbers:
                 suspect.is_taken = True
             return [_Passed(dataclasses.replace(blank, known=(0, 0)), suspects=numbers)]
-        if name in IDENTITIES:
-            return ins
-        if name == "scan":
-            return self._of_scan(eqn, twin, ins)
-        if name == "cond":
-            return self._of_cond(eqn, twin, ins)
-        if called(eqn) is not None:
-            return self.run(called(eqn), called(twin), ins)
-        _use(ins)
-        for inner, other in zip(jaxprs_of(eqn), jaxprs_of(twin), strict=True):
-            _use(self.run(inner, other))
-        return [None] * len(eqn.outvars)
+        return ins if op.name in IDENTITIES else super().follow(op, ins)
 
-    def _of_scan(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
-        first, carry, xs = split_scan(eqn, ins)
+    def apply(self, op: Any, ins: list[_Passed | None]) -> list[_Passed | None]:
+        """Notes that an equation uses its operands, as do those in its bodies."""
+        _use(ins)
+        for bodies in zip(jaxprs_of(op.eqn), jaxprs_of(op.twin), strict=True):
+            _use(self.run(Twins(*bodies), [None] * len(body_of(bodies[0])[0].invars), op))
+        return [None] * len(op.eqn.outvars)
+
+    def loop(self, op: Operation, *ins: list[_Passed | None]) -> list[_Passed | None]:
+        """Follows the bodies of a while loop by themselves."""
+        return self.apply(op, [*itertools.chain(*ins)])
+
+    def scan(
+        self,
+        op: Operation,
+        consts: list[_Passed | None],
+        carry: list[_Passed | None],
+        xs: list[_Passed | None],
+    ) -> list[_Passed | None]:
+        """Derives the results of a scan, of whose carry nothing is known."""
         _use(carry)
         _use(x for x in xs if x and x.is_cut)
-        xs = [
+        rows = [
             None if x is None or x.is_cut else _in_turns(x, x.value.dims[1:], x.spec and x.spec[1:])
             for x in xs
         ]
-        outs = self.run(
-            eqn.params["jaxpr"], twin.params["jaxpr"], [*first, *[None] * len(carry), *xs]
-        )
+        outs = self.run(op.body("jaxpr"), [*consts, *[None] * len(carry), *rows], op)
         carried, ys = outs[: len(carry)], outs[len(carry) :]
         _use(carried)
-        turns = whole(eqn.params["length"])
+        turns = whole(op.params["length"])
         ys = [y and _in_turns(y, (turns, *y.value.dims), y.spec and ((), *y.spec)) for y in ys]
         return [*[None] * len(carried), *ys]
 
-    def _of_cond(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
-        _use(ins[:1])
-        pairs = zip(eqn.params["branches"], twin.params["branches"], strict=True)
-        outs = zip(*[self.run(branch, other, ins[1:]) for branch, other in pairs], strict=True)
-        return [functools.reduce(functools.partial(_either, eqn), found) for found in outs]
+    def branch(
+        self, op: Operation, which: _Passed | None, args: list[_Passed | None]
+    ) -> list[_Passed | None]:
+        """Derives the results of a conditional; what decides is used."""
+        _use([which])
+        return super().branch(op, which, args)
+
+    def join(self, op: Any, a: _Passed | None, b: _Passed | None) -> _Passed | None:
+        """Joins what is known of a result of a conditional from two branches."""
+        if (
+            a is None
+            or b is None
+            or not (a.has_known_layout and b.has_known_layout)
+            or len({a.spec, b.spec} - {None}) != 1
+        ):
+            _use([a, b])
+            return None
+        x = a if b.spec is None else b
+        eq = dataclasses.replace(op, sizes=Sizes(x.sizes), twin_sizes=SizesOnOne({}))
+        suspects = a.suspects + b.suspects
+        return dataclasses.replace(x, value=join(eq, a.value, b.value), suspects=suspects)
 
     def _of_shard_map(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
         # Over other axes the compiler shards, without a trace in the program.
@@ -310,7 +277,7 @@ class _Outside:
             args.append(
                 _argument(x, axes, block_of(axes, var.aval.shape, sizes, names=name), sizes)
             )
-        values = interpreter.run(eqn.params["jaxpr"], twin.params["jaxpr"], args)
+        values = interpreter.run(Twins(eqn.params["jaxpr"], twin.params["jaxpr"]), args)
         self.facts |= interpreter.noted
         for unprovable in interpreter.problems.values():
             self._suspect(str(interpreter.blamed(unprovable)))
@@ -368,28 +335,6 @@ def _in_turns(x: _Passed, dims: tuple, spec: Sharding | None) -> _Passed | None:
     return dataclasses.replace(x, value=value, spec=spec)
 
 
-def _either(eqn: Eqn, a: _Passed | None, b: _Passed | None) -> _Passed | None:
-    """Returns what is known of a result of a conditional from those of two branches."""
-    if (
-        a is None
-        or b is None
-        or not (a.has_known_layout and b.has_known_layout)
-        or len({a.spec, b.spec} - {None}) != 1
-    ):
-        _use([a, b])
-        return None
-    x = a if b.spec is None else b
-    interpreter = Interpreter(x.sizes, {})
-    eq = Equation(eqn, sizes=interpreter.sizes, twin_sizes=interpreter.twin_sizes)
-    return dataclasses.replace(
-        x, value=join(eq, a.value, b.value, interpreter), suspects=a.suspects + b.suspects
-    )
-
-
-def _names(jaxpr: Any) -> list[str]:
-    return [eqn.primitive.name for eqn in equations_of(jaxpr)]
-
-
 def _numbers(eqn: Eqn) -> dict:
     """Returns the parameters of an equation that consist of numbers, dtypes and choices."""
     kinds = int | float | np.dtype | enum.Enum
@@ -400,15 +345,16 @@ def _numbers(eqn: Eqn) -> dict:
     }
 
 
-def _place_of(var: Any, body: Any) -> str:
-    """Returns `file.py:line: ` of the code that makes a result."""
-    made = {out: eqn for eqn in equations_of(body) for out in eqn.outvars}
-    while (eqn := made.get(var)) is not None:
-        place = Operation(eqn).place()
-        if place != "?":  # "?": a cast that JAX added
-            return f"{place}: "
-        var = eqn.invars[0] if not isinstance(eqn.invars[0], Literal) else None
-    return ""
+class _Places(Domain[str]):
+    """Where each value is made: `file.py:line: `; of a cast that JAX added, what it casts."""
+
+    def constant(self, x: object) -> str:
+        return ""
+
+    def follow(self, op: Operation, ins: list[str]) -> list[str]:
+        place = op.place()
+        found = f"{place}: " if place != "?" else next(iter(ins), "")
+        return [found] * len(op.eqn.outvars)
 
 
 def _whole_shape(aval: Any, axes: Sharding, sizes: Any) -> tuple[int, ...]:
@@ -434,7 +380,7 @@ def _finding(
         try:
             origin.unscaled(origin.unfolded(origin.term(value)))
         except Refused as refusal:
-            return Finding(str(interpreter.explain(origin, refusal)), is_wrong=True)
+            return Finding(str(origin.explain(refusal)), is_wrong=True)
         return None
     aval = body.outvars[i].aval
     sizes = interpreter.sizes
@@ -452,7 +398,8 @@ def _finding(
         )
     else:
         return None
-    return Finding(f"{_place_of(body.outvars[i], body)}result {i} {problem}", is_wrong=True)
+    places = interpret(body, _Places(), [""] * len([*body.constvars, *body.invars]))
+    return Finding(f"{places[i]}result {i} {problem}", is_wrong=True)
 
 
 DECLARED = (

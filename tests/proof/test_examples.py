@@ -20,6 +20,7 @@ from shardlib.equations import body_of
 from shardlib.parsing import parse_shape
 from shardlib.proof.check import on_one_device
 from shardlib.proof.domain import describe
+from shardlib.proof.equation import Twins
 from shardlib.proof.interpreter import Interpreter, block_of
 from shardlib.proof.outside import shard_maps_in
 
@@ -64,7 +65,7 @@ def result_of(arguments: str, code: str) -> str:
         for (_, _, spec), shape in zip(types, shapes, strict=True)
     ]
     interpreter = Interpreter(SIZES, dict.fromkeys(SIZES, 1), is_unchecked=True)
-    (found,) = interpreter.run(here, there, args)
+    (found,) = interpreter.run(Twins(here, there), args)
     aval = body_of(here)[0].outvars[0].aval
     return "refused" if found.unprovable else describe(found, aval.shape, aval.dtype, interpreter.sizes)
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shardlib.equations import body_of
 from shardlib.proof.check import on_one_device
 from shardlib.proof.domain import Value
+from shardlib.proof.equation import Twins
 from shardlib.proof.interpreter import Interpreter
 from shardlib.proof.outside import axes_of_spec, block_of, shard_maps_in
 
@@ -43,7 +44,7 @@ def value_of(code: str) -> Value:
     here, there = traced(mesh), traced(on_one_device(mesh))
     shapes = [var.aval.shape for var in body_of(here)[0].invars]
     args = [block_of(axes_of_spec(s, len(shape)), shape, {"d": 4}) for s, shape in zip(SPECS, shapes, strict=True)]
-    (found,) = Interpreter({"d": 4}, {"d": 1}).run(here, there, args)
+    (found,) = Interpreter({"d": 4}, {"d": 1}).run(Twins(here, there), args)
     return found
 
 

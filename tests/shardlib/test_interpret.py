@@ -74,7 +74,7 @@ class Reads(Domain):
     def apply(self, op, ins):
         return [frozenset().union(*ins)] * len(op.eqn.outvars)
 
-    def join(self, a, b):
+    def join(self, op, a, b):
         return a | b
 
 
@@ -91,7 +91,7 @@ def test_facts_of_a_loop_hold_in_all_turns_and_those_of_branches_in_all_of_them(
 
 
 class Unsettled(Reads):
-    def join(self, a, b):
+    def join(self, op, a, b):
         return object()
 
 
