@@ -287,24 +287,29 @@ def arrays_in(program: object) -> list[Any]:
 def needed_for(
     jaxpr: Any,
     variables: Iterable,
-    is_kept: Callable[[Eqn], bool] = lambda eqn: False,
-    is_followed: Callable[[Any], bool] = lambda var: True,
-) -> list[Any]:
-    """Finds the equations of an open jaxpr on which variables depend, in program order.
+    reads: Callable[[Eqn, bool], Iterable | None] = lambda eqn, is_used: (
+        eqn.invars if is_used else None
+    ),
+) -> tuple[list[Any], set]:
+    """Finds the equations and variables of an open jaxpr on which variables depend.
 
     Args:
         jaxpr: the program. Bodies are not looked into.
         variables: some of its variables, and literals.
-        is_kept: True for other equations to return, with what they depend on.
-        is_followed: False for operands that do not count.
+        reads: for an equation, and whether a result is needed: the operands that it is needed
+            with; None: it is not needed.
+
+    Returns:
+        The equations, in program order, and the variables, among them `variables`.
     """
     used = set(filter(is_variable, variables))
     found = []
     for eqn in reversed(jaxpr.eqns):
-        if is_kept(eqn) or not used.isdisjoint(eqn.outvars):
+        operands = reads(eqn, not used.isdisjoint(eqn.outvars))
+        if operands is not None:
             found.append(eqn)
-            used |= set(filter(is_followed, filter(is_variable, eqn.invars)))
-    return found[::-1]
+            used |= set(filter(is_variable, operands))
+    return found[::-1], used
 
 
 # ---- as a hash -----------------------------------------------------------------------------------
@@ -413,8 +418,3 @@ def literal_of(x: Any) -> Any:
         aval: Any = x.aval
         return np.asarray(x.val, aval.dtype)
     return x
-
-
-def values_of(variables: Any, env: dict) -> list:
-    """Looks up variables and literals in `env`; None for variables that it lacks."""
-    return [env.get(var) if is_variable(var) else literal_of(var) for var in variables]

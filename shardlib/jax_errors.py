@@ -107,7 +107,11 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
         error.remedy = "gather with shardops.all_gather: JAX does not know that jax.lax.all_gather "
         error.remedy += f"returns the same on every device; {MAY_BE_RIGHT}"
         return
-    led = needed_for(jaxpr, jaxpr.outvars, is_followed=differing.varies)
+
+    def reads(eqn: Any, is_used: bool) -> list | None:
+        return [*filter(differing.varies, eqn.invars)] if is_used else None
+
+    led, _ = needed_for(jaxpr, jaxpr.outvars, reads)
     for eqn in reversed(led):
         names = [
             eqn.primitive.name,

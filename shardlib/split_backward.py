@@ -8,7 +8,9 @@ except cheap elementwise operations on values that the second half has anyway. L
 and calls are split inside in the same way.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +23,13 @@ from shardlib.equations import Eqn, body_of, is_variable
 from shardlib.interpret import (
     Domain,
     Operation,
-    equations_of,
+    equations_in,
+    fixed_point,
     interpret,
     literal_of,
+    needed_for,
     program_of,
     run_again,
-    values_of,
 )
 from shardlib.op_checks import zeros_like_traced
 from shardlib.values import varying
@@ -40,8 +43,13 @@ CHEAP = (
 a varying one."""
 
 
-class SplitBackward:
-    """A jaxpr split in two halves.
+FIRST, GIVEN, LATE = "first", "given", "late"
+"""Which half has a value: the first, which keeps what the second reads; both, because the second
+has it anyway or computes it again; or the second."""
+
+
+class SplitBackward(Domain[str]):
+    """A jaxpr split in two halves. As a domain it finds which half has each value.
 
     Attributes:
         late: for each result, True if the second half returns it.
@@ -66,102 +74,108 @@ class SplitBackward:
         late: Sequence[bool] | None = None,
         over: tuple[str, ...] = (),
     ):
-        self._jaxpr, self._consts = jaxpr, _ = body_of(program)
-        self._over = over
-        needed = _needed(jaxpr, wanted)
-        self._late = {
-            var for var, is_late in zip(jaxpr.invars, late or [], strict=False) if is_late
-        }
-        self._given = {
-            *jaxpr.constvars,
-            *(var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given),
-        }
-        self._steps: list[Any] = []
-        self._again: set[int] = set()
-        for eqn in equations_of(jaxpr):
-            is_wanted = [var in needed for var in eqn.outvars]
-            is_late = [is_variable(var) and var in self._late for var in eqn.invars]
-            step = _step(eqn, is_wanted, is_late, over)
-            self._late |= {
-                var for var, is_late in zip(eqn.outvars, step.late, strict=True) if is_late
-            }
-            if _is_cheap(eqn) and all(var in self._given for var in eqn.invars if is_variable(var)):
-                self._again.add(id(eqn))
-                self._given |= set(eqn.outvars)
-            self._steps.append(step)
-        self.defer([is_variable(var) and var in self._late for var in jaxpr.outvars])
+        self._program, self._over = program, over
+        self._jaxpr, _ = body_of(program)
+        needing, _ = dce_jaxpr(self._jaxpr, list(wanted))
+        _, self._needed = needed_for(needing, needing.outvars, lambda eqn, _: eqn.invars)
+        late = late or [False] * len(given)
+        self._args = [
+            LATE if a else GIVEN if b else FIRST for a, b in zip(late, given, strict=True)
+        ]
+        self._steps: dict[int, Any] = {}  # by id of their equations, in program order
+        self.defer([out == LATE for out in interpret(program, self, self._args)])
+
+    def constant(self, x: object) -> str:
+        """Both halves have literals and arrays."""
+        return GIVEN
+
+    def follow(self, op: Operation, ins: list[str]) -> list[str]:
+        """Decides what each half does of an equation."""
+        is_wanted = [var in self._needed for var in op.eqn.outvars]
+        step = _step(op.eqn, is_wanted, [x == LATE for x in ins], self._over)
+        step.is_again = _is_cheap(op.eqn) and all(x == GIVEN for x in ins)
+        self._steps[id(op.eqn)] = step
+        return [LATE if is_late else GIVEN if step.is_again else FIRST for is_late in step.late]
 
     def defer(self, late: Sequence[bool]) -> None:
         """Sets which results the second half returns.
 
         They must include all that its own equations produce.
         """
-        self.late = list(late)
-        reads = {
-            var
-            for var, is_late in zip(self._jaxpr.outvars, late, strict=True)
-            if is_late and is_variable(var)
-        }
-        self._second = []
-        for step in reversed(self._steps):
-            of_step = [
-                var for var, is_read in zip(step.eqn.invars, step.reads, strict=True) if is_read
-            ]
+
+        def reads(eqn: Eqn, is_used: bool) -> Iterable | None:
+            step = self._steps[id(eqn)]
             if any(step.late):
-                self._second.append(step)
-            elif id(step.eqn) in self._again and not reads.isdisjoint(step.eqn.outvars):
-                self._second.append(step)
-                of_step = step.eqn.invars
-            else:
-                continue
-            reads |= set(filter(is_variable, of_step))
-        self._second.reverse()
-        order = [*self._jaxpr.invars, *(var for step in self._steps for var in step.eqn.outvars)]
-        self._kept = [
-            var
-            for var in order
-            if var in reads and var not in self._late and var not in self._given
-        ]
-        self.reads = [var in reads and var not in self._kept for var in self._jaxpr.invars]
+                return itertools.compress(eqn.invars, step.reads)
+            return eqn.invars if step.is_again and is_used else None
+
+        self.late = list(late)
+        results = itertools.compress(self._jaxpr.outvars, late)
+        second, read = needed_for(self._jaxpr, results, reads)
+        self._second = set(map(id, second))
+        for step in self._steps.values():
+            outs = zip(step.eqn.outvars, step.late, strict=True)
+            step.kept = [var in read and not (is_late or step.is_again) for var, is_late in outs]
+        args = list(zip(self._jaxpr.invars, self._args, strict=True))
+        self._kept = [var in read and x == FIRST for var, x in args]
+        self.reads = [var in read and x != FIRST for var, x in args]
 
     def first(self, args: Sequence[Any]) -> tuple[list, Any]:
         """Runs the first half.
 
         Returns its results, None for late ones, and a pytree of what the second half needs.
         """
-        env = self._start(args)
         of_steps = []
-        for step in self._steps:
-            outs, kept = step.first(values_of(step.eqn.invars, env))
-            env.update(zip(step.eqn.outvars, self._vary(outs), strict=True))
-            of_steps.append(kept)
-        outs = zip(self._vary(values_of(self._jaxpr.outvars, env)), self.late, strict=True)
-        return [None if is_late else out for out, is_late in outs], (
-            [env[var] for var in self._kept],
-            of_steps,
-        )
+
+        def run(eqn: Eqn, ins: list) -> list:
+            step = self._steps[id(eqn)]
+            outs, own = step.first(ins)
+            of_steps.append((list(itertools.compress(outs, step.kept)), own))
+            return outs
+
+        outs = self._run(run, args, [not is_late for is_late in self.late])
+        return outs, (list(itertools.compress(args, self._kept)), of_steps)
 
     def second(self, args: Sequence[Any], kept: Any) -> list:
         """Runs the second half. Returns the late results, None for the others.
 
         Reads only the arguments in `reads`.
         """
-        own, of_steps = kept
-        env = self._start(args) | dict(zip(self._kept, own, strict=True))
-        of_steps = {id(step): found for step, found in zip(self._steps, of_steps, strict=True)}
-        for step in self._second:
-            outs = step.second(values_of(step.eqn.invars, env), of_steps[id(step)])
-            outs = zip(step.eqn.outvars, self._vary(outs), strict=True)
-            env.update((var, out) for var, out in outs if out is not None)
-        outs = self._vary(values_of(self._jaxpr.outvars, env))
-        return [out if is_late else None for out, is_late in zip(outs, self.late, strict=True)]
+        of_args, of_steps = kept
+        rest = iter(of_steps)
 
-    def _start(self, args: Sequence[Any]) -> dict:
-        variables = [*self._jaxpr.constvars, *self._jaxpr.invars]
-        return dict(zip(variables, self._vary([*self._consts, *args]), strict=True))
+        def run(eqn: Eqn, ins: list) -> list:
+            step = self._steps[id(eqn)]
+            values, own = next(rest)
+            outs = step.second(ins, own) if id(eqn) in self._second else [None] * len(eqn.outvars)
+            return _filled(outs, step.kept, values)
 
-    def _vary(self, values: Sequence[Any]) -> list:
-        return [x if x is None else varying(x, self._over) for x in values]
+        return self._run(run, _filled(args, self._kept, of_args), self.late)
+
+    def _run(self, run: Callable[[Eqn, list], list], args: Sequence[Any], which: list) -> list:
+        """Runs one half, and returns the results marked by `which`."""
+        args = varying(list(args), self._over)
+        outs = varying(interpret(self._program, _Half(run, self._over), args), self._over)
+        return [out if is_own else None for out, is_own in zip(outs, which, strict=True)]
+
+
+def _filled(values: Sequence[Any], which: Sequence[bool], others: Iterable) -> list:
+    """Replaces the values marked by `which` by `others`."""
+    others = iter(others)
+    return [next(others) if is_other else x for x, is_other in zip(values, which, strict=True)]
+
+
+class _Half(Domain[Any]):
+    """Runs the equations of one half. None stands for a value of the other half."""
+
+    def __init__(self, run: Callable[[Eqn, list], list], over: tuple[str, ...]):
+        self._run, self._over = run, over
+
+    def constant(self, x: object) -> Any:
+        return literal_of(x)
+
+    def follow(self, op: Operation, ins: list) -> list:
+        return varying(self._run(op.eqn, ins), self._over)
 
 
 # ---- equations -----------------------------------------------------------------------------------
@@ -175,6 +189,8 @@ class _Equation:
     Attributes:
         late: for each result, True if the second half returns it.
         reads: for each operand, True if the second half reads it.
+        is_again: True if the second half can run it again, from what it has anyway.
+        kept: for each result, True if the first half keeps it for the second.
     """
 
     def __init__(
@@ -255,6 +271,8 @@ class _Loop:
     Each iteration of the second reads what that of the first kept.
     """
 
+    _halves: SplitBackward
+
     def __init__(
         self, eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]
     ):
@@ -265,13 +283,13 @@ class _Loop:
         is_carry = slice(n, n + carried)
         wanted = _wanted_in_loop(eqn, wanted)
         given = [not n <= i < n + carried for i in range(len(eqn.invars))]
-        late = list(late)
-        while True:
-            self._halves = SplitBackward(eqn.params["jaxpr"], wanted, given, late, over)
-            carry = [a or b for a, b in zip(late[is_carry], self._halves.late, strict=False)]
-            if carry == late[is_carry]:
-                break
-            late[is_carry] = carry
+
+        def turn(carry: list[bool]) -> list[bool]:
+            of_turn = [*late[:n], *carry, *late[n + carried :]]
+            self._halves = SplitBackward(eqn.params["jaxpr"], wanted, given, of_turn, over)
+            return self._halves.late
+
+        carry = fixed_point(list(late[is_carry]), turn, operator.or_)
         self.late = [*carry, *self._halves.late[carried:]]
         self._halves.defer(self.late)
         self.reads = list(self._halves.reads)
@@ -359,27 +377,16 @@ def _run_again(eqn: Eqn, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
             )
         return run_again(eqn, [varying(x, over) for x in ins])
 
-    return _named(eqn, interpret)(equations.called(eqn), _Again(over), ins)
-
-
-class _Again(Domain[Any]):
-    """Runs what an equation calls again. None stands for a value of the other half."""
-
-    def __init__(self, over: tuple[str, ...]):
-        self._over = over
-
-    def constant(self, x: Any) -> Any:
-        return literal_of(x)
-
-    def follow(self, op: Operation, ins: list) -> list:
-        return [varying(x, self._over) for x in _run_again(op.eqn, ins, self._over)]
+    again = _Half(lambda eqn, ins: _run_again(eqn, ins, over), over)
+    return _named(eqn, interpret)(equations.called(eqn), again, ins)
 
 
 def _is_cheap(eqn: Any) -> bool:
+    """True for an equation to run again, and for a call of only such ones."""
     name = eqn.primitive.name
-    if name in CHEAP or name not in equations.CALLS:
+    if name not in equations.CALLS:
         return name in CHEAP
-    return all(map(_is_cheap, equations_of(equations.called(eqn))))
+    return all(map(_is_cheap, equations_in(equations.called(eqn))))
 
 
 def _is_heavy(eqn: Eqn) -> bool:
@@ -397,16 +404,6 @@ def _is_heavy(eqn: Eqn) -> bool:
     return (
         communicates or any(True for _ in equations.jaxprs_of(eqn)) or "conv" in eqn.primitive.name
     )
-
-
-# ---- what a result needs -------------------------------------------------------------------------
-
-
-def _needed(jaxpr: Any, wanted: Sequence[bool]) -> set:
-    """The variables on which the wanted results depend."""
-    needing, _ = dce_jaxpr(jaxpr, list(wanted))
-    variables = [*needing.outvars, *(var for eqn in equations_of(needing) for var in eqn.invars)]
-    return set(filter(is_variable, variables))
 
 
 def _wanted_in_loop(eqn: Eqn, wanted: Sequence[bool]) -> list[bool]:

@@ -108,11 +108,12 @@ def _live(jaxpr: Jaxpr) -> Any:
     Loops and branches stay: they may hold collectives that not all devices reach, even if results
     are unused.
     """
-    return jaxpr.replace(eqns=needed_for(jaxpr, jaxpr.outvars, _stays))
 
+    def reads(eqn: Eqn, is_used: bool) -> list | None:
+        stays = bool(eqn.effects) or eqn.primitive.name in ("cond", "while", "scan")
+        return eqn.invars if stays or is_used else None
 
-def _stays(eqn: Eqn) -> bool:
-    return bool(eqn.effects) or eqn.primitive.name in ("cond", "while", "scan")
+    return jaxpr.replace(eqns=needed_for(jaxpr, jaxpr.outvars, reads)[0])
 
 
 def closed(

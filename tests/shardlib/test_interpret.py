@@ -124,9 +124,16 @@ def test_a_copy_has_new_variables_and_computes_the_same():
 
 def test_what_no_variable_depends_on_is_not_needed():
     jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x) + 1))(X).jaxpr
-    assert [eqn.primitive.name for eqn in needed_for(jaxpr, jaxpr.outvars[1:])] == ["cos", "add"]
-    kept = needed_for(jaxpr, jaxpr.outvars[1:], lambda eqn: eqn.primitive.name == "sin")
-    assert [eqn.primitive.name for eqn in kept] == ["sin", "cos", "add"]
+    found, used = needed_for(jaxpr, jaxpr.outvars[1:])
+    assert [eqn.primitive.name for eqn in found] == ["cos", "add"]
+    assert used == {*jaxpr.invars, *jaxpr.outvars[1:], *found[0].outvars}
+
+    def reads(eqn, is_used):
+        return [] if is_used or eqn.primitive.name == "sin" else None
+
+    found, used = needed_for(jaxpr, jaxpr.outvars[1:], reads)
+    assert [eqn.primitive.name for eqn in found] == ["sin", "add"]
+    assert used == {*jaxpr.outvars[1:]}
 
 
 def test_a_digest_tells_programs_apart_and_not_where_they_are_written():
