@@ -9,7 +9,7 @@ if their results are the same nodes of one `Nodes`.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib import equations
-from shardlib.equations import Eqn, body_of, shape_of
-from shardlib.interpret import Domain, Operation, interpret, literal_of
+from shardlib.equations import Atom, Eqn, body_of, shape_of
+from shardlib.interpret import Domain, Operation, in_words, interpret, literal_of
 from shardlib.marks import GRADIENT_SUMS, LAYER_NUMBERS
 
 _CASTS = equations.kinds("unreduced") | equations.words(
@@ -114,7 +114,9 @@ class Graph(Domain[Node]):
         # Sums of gradients, which take the dtype that their weight has in the step.
         self._sums: set[Node] = set()
         self._depth = 0
+        self._changed: list[Node] = []  # the last equation on a reference
         self.results = interpret(program, self, self._arguments(program))
+        self.results += self._changed
         self.needed = _inputs_of(self.results)
 
     def _arguments(self, program: object) -> list[Node]:
@@ -154,12 +156,30 @@ class Graph(Domain[Node]):
         return node
 
     def follow(self, at: Operation, ins: list[Node]) -> list[Node]:
-        """Returns the nodes of the results of an equation."""
-        if not at.eqn.outvars:
+        """Returns the nodes of the results of an equation.
+
+        One that reads or writes references depends on all that did so before, and its bodies count
+        as they are written.
+        """
+        eqn = at.eqn
+        if equations.called(eqn) is not None:
+            return super().follow(at, ins)
+        if _are_references([*eqn.invars, *eqn.outvars]):
+            params = _in_words(eqn.params, with_bodies=True)
+            node = self._made(at, at.name, *ins, *self._changed, params=params, shape=())
+            self._changed = [node]
+            return self._parts(at, node)
+        if not eqn.outvars:
             return []
-        is_call = equations.called(at.eqn) is not None
-        same = None if is_call else self._unchanged(at, ins)
+        same = self._unchanged(at, ins)
         return super().follow(at, ins) if same is None else same
+
+    def _parts(self, at: Operation, node: Node) -> list[Node]:
+        """Returns nodes of the results that an equation computes together."""
+        return [
+            self._nodes.node("part", node, params=i, shape=shape_of(var))
+            for i, var in enumerate(at.eqn.outvars)
+        ]
 
     def branch(self, at: Operation, which: Node, args: list[Node]) -> list[Node]:
         """Returns the results of a conditional."""
@@ -187,23 +207,22 @@ class Graph(Domain[Node]):
             ins, order = _before_moves(eqn, ins)
         if name in ("add", "mul"):
             ins = sorted(ins, key=lambda node: node.number)
-        bodies = [
-            interpret(inner, self, self._arguments(inner), at) for inner in equations.jaxprs_of(eqn)
-        ]
+        inner = list(equations.jaxprs_of(eqn))
+        # That of a kernel works on references.
+        is_kernel = any(_are_references(body_of(body)[0].invars) for body in inner)
+        if is_kernel:
+            inner = []
+        bodies = [interpret(body, self, self._arguments(body), at) for body in inner]
         keeps_zero = name in ("broadcast_in_dim", "convert_element_type", "mul")
         is_zero = keeps_zero and any(x.is_zero for x in ins)
         is_zero = is_zero and equations.is_integer(eqn.outvars[0].aval.dtype)
-        params = _in_words(eqn.params), *map(len, bodies)
+        params = _in_words(eqn.params, is_kernel), *map(len, bodies)
         inputs = itertools.chain(*bodies, ins)
         shape = shape_of(eqn.outvars[0]) if order is None else ins[_whole_operand(eqn, ins)].shape
         node = self._made(at, name, *inputs, params=params, shape=shape, is_zero=is_zero)
         if order is not None:
             return [self._transposed(at, node, order)]
-        further = [
-            self._nodes.node("part", node, params=i, shape=shape_of(var))
-            for i, var in enumerate(eqn.outvars)
-        ]
-        return [node, *further[1:]]
+        return [node, *self._parts(at, node)[1:]]
 
     def _transposed(self, at: Operation, x: Node, order: tuple[int, ...]) -> Node:
         root, old = _moved(x)
@@ -468,17 +487,16 @@ def _types(variables: Any) -> list:
     return [(var.aval.shape, var.aval.dtype) for var in variables]
 
 
-def _in_words(params: Any) -> str:
-    """Formats the parameters of an equation.
+def _are_references(variables: Iterable[Atom]) -> bool:
+    """Returns True if one of them is a reference: an array that changes in place."""
+    return any(hasattr(var.aval, "inner_aval") for var in variables)
 
-    Those of the mesh, programs, and Python functions are left out.
-    """
+
+def _in_words(params: Mapping[str, Any], with_bodies: bool = False) -> str:
+    """Describes the parameters of an equation, but for those of the mesh, and for bodies."""
     found = {}
     for name, value in params.items():
         parts = value if isinstance(value, tuple | list) else (value,)
-        is_function = callable(value) and not isinstance(value, type)
-        is_program = any(map(equations.is_program, parts))
-        if name not in _OF_MESHES and not is_function and not is_program:
-            is_array = isinstance(value, np.ndarray | jax.Array)
-            found[name] = f"{value.dtype}{value.tolist()}" if is_array else str(value)
-    return str(sorted(found.items()))
+        if name not in _OF_MESHES and (with_bodies or not any(map(equations.is_program, parts))):
+            found[name] = value
+    return in_words(found)

@@ -28,13 +28,14 @@ from shardlib.equations import (
     jaxprs_of,
     split_scan,
     split_while,
+    words,
 )
 from shardlib.places import is_users, place
 
 V = TypeVar("V")
 _JAX = str(Path(jax.__file__).parent)
-_NOT_COMPUTED = ("ctx_mesh",)
-"""Parameters that say where a function was traced."""
+_NOT_COMPUTED = words("ctx_mesh debug_info origin")
+"""Parameters, and parts of them, that say where a function was traced and how a value is named."""
 SHOWN = {
     "iota": "arange",
     "add_any": "add",
@@ -341,23 +342,12 @@ class _Digest(Domain[str]):
         return f"{self._count}:{var.aval}"
 
     def constant(self, x: Any) -> str:
-        if hasattr(x, "val"):
-            return f"{x.val!r}:{x.aval}"
-        is_key = jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)
-        self.hash.update(np.asarray(jax.random.key_data(x) if is_key else x).tobytes())
-        self._count += 1
-        return f"{self._count}:{jax.typeof(x)}"
+        return f"{x.val!r}:{x.aval}" if hasattr(x, "val") else in_words(x)
 
     def follow(self, op: Operation, ins: list[str]) -> list[str]:
-        own = {}
-        for name, value in sorted(op.params.items()):
-            parts = value if isinstance(value, tuple | list) else (value,)
-            if name not in _NOT_COMPUTED and not any(map(is_program, parts)):
-                own[name] = sorted(value) if isinstance(value, frozenset) else value
-        shown = re.sub(r"0x[0-9a-f]{6,}", "", repr(own))  # without addresses of functions
-        inner = [_digest_of(x, self._known) for x in jaxprs_of(op.eqn)]
+        own = {name: x for name, x in op.params.items() if name not in _NOT_COMPUTED}
         outs = list(map(self.number, op.eqn.outvars))
-        self.write(op.name, shown, inner, ins, outs)
+        self.write(op.name, in_words(own, self._known), ins, outs)
         return outs
 
 
@@ -369,6 +359,34 @@ def _digest_of(program: Any, known: dict[int, str]) -> str:
     domain.write(arguments)
     domain.write(interpret(program, domain, arguments))
     return known.setdefault(id(program), domain.hash.hexdigest()[:20])
+
+
+def in_words(x: Any, known: dict[int, str] | None = None) -> str:
+    """Describes a parameter of an equation. Parameters that mean the same have one text.
+
+    A program stands there by its hash, an array by its content, and functions without addresses.
+    `known` has hashes of programs.
+    """
+    if x is None or isinstance(x, int | float | str | np.dtype):
+        return repr(x)
+    known = {} if known is None else known
+    if is_program(x):
+        return _digest_of(x, known)
+    if isinstance(x, np.ndarray | jax.Array):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        content = np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+        return f"{jax.typeof(x)}:{hashlib.sha256(content).hexdigest()}"
+    if isinstance(x, dict):
+        return f"{{{', '.join(sorted(f'{key}: {in_words(y, known)}' for key, y in x.items()))}}}"
+    if isinstance(x, set | frozenset):
+        return f"{{{', '.join(sorted(in_words(part, known) for part in x))}}}"
+    if isinstance(x, tuple | list):
+        return f"[{', '.join([in_words(part, known) for part in x])}]"
+    if dataclasses.is_dataclass(x) and not callable(x):
+        names = [field.name for field in dataclasses.fields(x)]
+        own = {name: getattr(x, name) for name in names if name not in _NOT_COMPUTED}
+        return f"{type(x).__name__}{in_words(own, known)}"
+    return re.sub(r"0x[0-9a-f]{6,}", "", repr(x))
 
 
 # ---- running equations again ---------------------------------------------------------------------

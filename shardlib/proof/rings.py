@@ -26,14 +26,12 @@ from shardlib.equations import (
     axes_of,
     body_of,
     is_variable,
-    jaxprs_of,
     split_scan,
 )
 from shardlib.interpret import (
     Copies,
     Domain,
     Operation,
-    arrays_in,
     equations_of,
     interpret,
     needed_for,
@@ -41,7 +39,7 @@ from shardlib.interpret import (
 from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, Value
 from shardlib.proof.elementwise import FOLDS
-from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.equation import Equation, Refused, equal_parameters
 from shardlib.proof.primitives import rule
 
 ENTER, INDEX, CLOSE, SCATTER = (
@@ -55,15 +53,6 @@ def _permutes(eqn: Eqn, axis: str | None = None) -> str | None:
     """Returns the axis around which a ppermute passes a value; None for other equations."""
     names = axes_of(eqn) if eqn.primitive.name == "ppermute" else ()
     return names[0] if len(names) == 1 and axis in (None, names[0]) else None
-
-
-def _same_params(x: Any, y: Any) -> bool:
-    """Returns True if two equations of one primitive have equal parameters."""
-    pairs = [(value, y.params.get(name)) for name, value in x.params.items()]
-    if all(a is b for a, b in pairs):
-        return True
-    has_arrays = any(map(arrays_in, jaxprs_of(x)))  # which the text of a jaxpr does not show
-    return not has_arrays and all(str(a) == str(b) and not hasattr(a, "shape") for a, b in pairs)
 
 
 def _turns(eqn: Eqn) -> bool:
@@ -319,7 +308,9 @@ class _Ring:
             x is None
             or y is None
             or x.primitive is not y.primitive
-            or not _same_params(x, y)
+            or not all(
+                equal_parameters(value, y.params.get(name)) for name, value in x.params.items()
+            )
             or x.effects
         ):
             return False

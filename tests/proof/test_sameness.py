@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +22,46 @@ def twice(x):
 def once(x):
     one, s = jnp.float32(1), jnp.sin(x)
     return s * s + one
+
+
+def by_kernel(of=lambda row: row * 2, index=lambda i: (i, 0)):
+    """Applies `of` to each row in a Pallas kernel; `index` says to which row in each turn."""
+
+    def kernel(row, out):
+        out[...] = of(row[...])
+
+    shape, own = jax.ShapeDtypeStruct((3, 4), np.float32), pl.BlockSpec((1, 4), lambda i: (i, 0))
+    rows = pl.BlockSpec((1, 4), index)
+    return pl.pallas_call(kernel, out_shape=shape, grid=(3,), in_specs=[rows], out_specs=own, interpret=True)
+
+
+def by_kernel_of_other_names(x):
+    def kernel(taken, given):
+        given[...] = taken[...] * 2
+
+    each = pl.BlockSpec((1, 4), lambda step: (step, 0))
+    shape = jax.ShapeDtypeStruct((3, 4), np.float32)
+    return pl.pallas_call(kernel, out_shape=shape, grid=(3,), in_specs=[each], out_specs=each, interpret=True)(x)
+
+
+def in_place(change, is_read_first=False):
+    """Changes an array in place; gives what it was before, or what it is after."""
+
+    def run(x):
+        array = jax.new_ref(x)
+        before = array[...]
+        change(array)
+        return before if is_read_first else array[...]
+
+    return run
+
+
+def write(array):
+    array[0] = array[1] * 2
+
+
+def write_in_turns(array):
+    lax.fori_loop(0, 2, lambda i, _: array.__setitem__(i, array[i + 1]), None)
 
 
 def over_columns(x, y):
@@ -95,6 +136,9 @@ def doubled_until(limit):
 
 
 SAME = {
+    "a kernel": (by_kernel(), by_kernel_of_other_names),
+    "an array that changes in place": (in_place(write), in_place(write)),
+    "an array that a loop changes": (in_place(write_in_turns), in_place(write_in_turns)),
     "a loop in two parts": in_parts(lambda c, r: (jnp.sin(c) * r, c * r)),
     "a loop over pairs of rows in two parts": (in_pairs((2, 4)), in_pairs((6,))),
     "computed twice": (twice, once),
@@ -125,6 +169,11 @@ def without_a_row(x):
 
 
 OTHER = {
+    "what a kernel computes": (by_kernel(), by_kernel(lambda row: row * 3)),
+    "the rows that a kernel reads": (by_kernel(), by_kernel(index=lambda i: (2 - i, 0))),
+    "the changes of an array": (in_place(write), in_place(lambda array: None)),
+    "an array that a loop changes": (in_place(write_in_turns), in_place(lambda array: None)),
+    "when an array is read": (in_place(write), in_place(write, is_read_first=True)),
     "a row that is left out": (without_a_row, lambda x: lax.scan(lambda c, r: (c * r + r, None), jnp.ones(4), x)[0]),
     "rows beside the next ones": (
         lambda x: lax.scan(summed, jnp.zeros(4), (x[:-1], x[1:]))[0],

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 from shardlib.interpret import (
     Copies,
@@ -151,6 +152,18 @@ def test_a_digest_tells_programs_apart_and_not_where_they_are_written():
         lambda x: lax.scan(lambda c, row: (c, jnp.sin(row) + table), 0.0, x)[1],
         lambda x: lax.scan(lambda c, row: (c, jnp.cos(row) + table), 0.0, x)[1],
     ]
+
+    def of_rows(index):
+        rows = pl.BlockSpec((1, 4), index)
+        shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+
+        def kernel(x, out):
+            out[...] = x[...]
+
+        return pl.pallas_call(kernel, out_shape=shape, grid=(3,), in_specs=[rows], out_specs=rows)
+
+    assert digest(of_rows(lambda i: (i, 0)), X) == digest(of_rows(lambda turn: (turn, 0)), X)
+    others += [of_rows(lambda i: (i, 0)), of_rows(lambda i: (2 - i, 0))]
     assert len({digest(f, X) for f in same}) == 1
     assert len({digest(f, X) for f in [same[0], *others]}) == len(others) + 1
     assert digest(same[0], X) != digest(same[0], X.astype(np.float16))
