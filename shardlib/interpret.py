@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -214,19 +214,38 @@ def interpret(
         caller: the equation that runs it; None: none does.
         operations: what the domain follows for each equation; None: the equation itself.
     """
+    walk = steps(program, domain.constant, ins, caller, operations)
+    op, values = next(walk)
+    while op is not None:
+        op, values = walk.send(domain.follow(op, values))
+    return values
+
+
+def steps(
+    program: object,
+    constant: Callable[[Any], V],
+    ins: Iterable[V],
+    caller: Operation | None = None,
+    operations: Iterable[Operation] | None = None,
+) -> Generator[tuple[Operation | None, list[V]], Iterable[V]]:
+    """Goes through a program, as `interpret` does, which goes on by itself.
+
+    Yields each operation with what is known of its operands, and takes what is known of its
+    results. At the end it yields None with what is known of the results of the program.
+    """
     jaxpr, consts = body_of(program)
     variables = [*jaxpr.constvars, *jaxpr.invars]
-    env = dict(zip(variables, [*map(domain.constant, consts), *ins], strict=True))
+    env = dict(zip(variables, [*map(constant, consts), *ins], strict=True))
 
-    def read(var: Any) -> V:
-        return env[var] if is_variable(var) else domain.constant(var)
+    def read(variables: Iterable) -> list[V]:
+        return [env[var] if is_variable(var) else constant(var) for var in variables]
 
     if operations is None:
         operations = (Operation(eqn, caller) for eqn in jaxpr.eqns)
     for eqn, op in zip(jaxpr.eqns, operations, strict=True):
-        found = domain.follow(op, list(map(read, eqn.invars)))
-        env.update(zip(eqn.outvars, found, strict=True))
-    return list(map(read, jaxpr.outvars))
+        outs = yield op, read(eqn.invars)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    yield None, read(jaxpr.outvars)
 
 
 def fixed_point(
@@ -257,26 +276,23 @@ def fixed_point(
 # ---- the equations of a program ------------------------------------------------------------------
 
 
-def equations_of(program: object) -> list[Any]:
-    """Returns the equations of a jaxpr, closed or open, without those of the jaxprs inside it."""
-    return list(body_of(program)[0].eqns)
-
-
-def operations_in(program: object, caller: Operation | None = None) -> Iterator[Operation]:
+def operations_in(
+    program: object, caller: Operation | None = None, inside: bool = True
+) -> Iterator[Operation]:
     """Iterates over the equations of a jaxpr, closed or open, in program order.
 
-    Each comes before those of the jaxprs in its parameters.
+    Each comes before those of the jaxprs in its parameters; without `inside`, these are left out.
     """
     for eqn in body_of(program)[0].eqns:
         op = Operation(eqn, caller)
         yield op
-        for inner in jaxprs_of(eqn):
+        for inner in jaxprs_of(eqn) if inside else ():
             yield from operations_in(inner, op)
 
 
-def equations_in(program: object) -> Iterator[Any]:
+def equations_in(program: object, inside: bool = True) -> Iterator[Any]:
     """Iterates over the equations of `operations_in`."""
-    return (op.eqn for op in operations_in(program))
+    return (op.eqn for op in operations_in(program, inside=inside))
 
 
 def arrays_in(program: object) -> list[Any]:

@@ -10,17 +10,17 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import Literal, Var
 
 from shardlib import equations
 from shardlib.dims import ROWS
 from shardlib.equations import Atom, Eqn, Jaxpr, body_of, is_variable, shape_of
-from shardlib.interpret import Domain, Operation, equations_of, interpret
+from shardlib.interpret import Domain, Operation, equations_in, interpret, steps
 from shardlib.marks import is_region
 from shardlib.proof import rings
 from shardlib.proof.domain import Sizes, SizesOnOne
@@ -121,8 +121,7 @@ class Alignment:
             Different: an equation is on one side only, and does more than reshape.
         """
         if (len(ours.constvars), len(ours.invars)) != (len(theirs.constvars), len(theirs.invars)):
-            first = ((equations_of(jaxpr) or [None])[0] for jaxpr in (ours, theirs))
-            raise Different(*first)
+            raise Different(*(next(equations_in(jaxpr), None) for jaxpr in (ours, theirs)))
         shapes = tuple(map(shape_of, ours.invars)) if shapes is None else tuple(shapes)
         key = id(ours), id(theirs), shapes  # of objects that the two programs keep
         if key not in self._known:
@@ -137,10 +136,14 @@ class Alignment:
         return self._known[key]
 
     def _made(self, ours: Any, theirs: Any, shapes: tuple) -> Aligned:
-        pairing = _Pairing(self, ours, theirs)
-        wholes = [laid_out(b, shape) for b, shape in zip(theirs.invars, shapes, strict=True)]
-        there = interpret(ClosedJaxpr(theirs, theirs.constvars), pairing, wholes)
-        here = pairing.rest(ours.outvars)
+        variables = [*theirs.constvars, *theirs.invars]
+        own = list(map(shape_of, [*ours.constvars, *ours.invars]))
+        whole = [*own[: len(ours.constvars)], *shapes]
+        pairing = _Pairing(self, ours, map(laid_out, variables, own))
+        there = interpret(theirs, pairing, map(laid_out, variables, whole))
+        if pairing.own is not None:
+            raise Different(pairing.own.eqn, None)
+        here = pairing.ins
         if len(here) != len(there):
             raise Different(None, None)
         return Aligned(ours, theirs, pairing.pairs, here, there)
@@ -214,82 +217,83 @@ class Paired(Domain[V]):
         return self.run(Twins(*map(equations.called, (op.eqn, op.twin))), ins, op)
 
 
+class _View(NamedTuple):
+    """An equation here that only reshapes, with the entries of its operand and of its result."""
+
+    eqn: Eqn
+    operand: Layout
+    result: Layout
+
+
 class _Pairing(Domain[Layout | None]):
     """Follows a program on one device, and pairs its equations with those here.
 
     It knows of a value which entries a device has of it; None for a literal.
     """
 
-    def __init__(self, alignment: Alignment, ours: Any, theirs: Any):
+    def __init__(self, alignment: Alignment, ours: Any, args: Iterable[Layout]):
         self.pairs: list[Equation] = []
         self._alignment = alignment
-        variables = zip(
-            [*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True
-        )
-        self._here = {a: laid_out(b, shape_of(a)) for a, b in variables}
-        self._consts = dict(zip(theirs.constvars, map(self._here.get, ours.constvars), strict=True))
-        self._rest = equations_of(ours)[::-1]
-        self._views: list[Any] = []
+        self._ours = steps(ours, self.constant, args)
+        self._views: list[_View] = []
+        self._go_on(*next(self._ours))
 
-    def constant(self, x: Any) -> Layout | None:
-        return self._consts.get(x) if is_variable(x) else None
+    def constant(self, x: Any) -> None:
+        """Knows no entries of a literal."""
 
-    def rest(self, results: Sequence) -> list[Layout | None]:
-        """Returns which entries the results here have. Raises Different if equations are left."""
-        self._views += _views(self._rest, self._here)
-        if self._rest:
-            raise Different(self._rest[-1], None)
-        return self._layouts(results)
-
-    def _layouts(self, variables: Any) -> list[Layout | None]:
-        """Looks up the entries of some variables here; None for literals."""
-        return [self._here[var] if is_variable(var) else None for var in variables]
+    def _go_on(self, own: Operation | None, ins: list[Any]) -> None:
+        """Goes to the next equation here that does more than reshape, and sets others aside."""
+        while own and _may_reshape(own.eqn) and (x := ins[0]) is not ANY:
+            found = _view(own.eqn, x, shape_of(own.eqn.outvars[0]))
+            if found is None:
+                break
+            self._views.append(_View(own.eqn, x, found))
+            own, ins = self._ours.send([found])
+        self.own, self.ins = own, ins
 
     def follow(self, op: Operation, wholes: list[Layout | None]) -> list[Layout | None]:
         eqn = op.eqn
-        self._views += _views(self._rest, self._here)
         x = wholes[0] if _may_reshape(eqn) else None
         if x is not None and x is not ANY:
-            own = self._view_of(eqn, x)
-            found = self._here[own.outvars[0]] if own else _view(eqn, x)
+            view = self._view_of(eqn, x)
+            found = view.result if view else _view(eqn, x)
             if found is not None:
-                self._views = [other for other in self._views if other is not own]
-                is_own = own is not None and self._here[own.invars[0]] == x
-                cut = own if is_own else _cut(eqn, [x], found.shape)
+                self._views = [other for other in self._views if other is not view]
+                cut = view.eqn if view and view.operand == x else _cut(eqn, [x], found.shape)
                 self.pairs.append(Equation(cut, twin=eqn))
                 return [found]
-        if not self._rest:
+        if self.own is None:
             raise Different(None, eqn)
-        own = self._rest.pop()
+        own = self.own.eqn
         if own.primitive.name != op.name or is_region(own) != is_region(eqn):
             raise Different(own, eqn)
         # What it keeps for its backward pass, a ring for each of its turns, depends on the mesh.
         if is_region(eqn):
             self.pairs.append(Equation(own, twin=eqn))
-            self._here |= dict.fromkeys(own.outvars, ANY)
+            self._go_on(*self._ours.send([ANY] * len(own.outvars)))
             return [ANY] * len(eqn.outvars)
         pair, results, found = self._paired(own, eqn, wholes)
         self.pairs.append(pair)
-        self._here |= zip(own.outvars, results, strict=True)
+        self._go_on(*self._ours.send(results))
         return [*found]
 
-    def _view_of(self, eqn: Eqn, x: Layout) -> Any:
-        """Finds the equation here, among those that reshape, that returns what `eqn` returns there.
+    def _view_of(self, eqn: Eqn, x: Layout) -> "_View | None":
+        """Finds the equation here, among those set aside, that returns what `eqn` returns there.
 
         Returns None if there is none.
         """
-        alike = [own for own in self._views if own.primitive is eqn.primitive]
-        for own in alike:
-            shape = shape_of(own.outvars[0])
+        alike = [view for view in self._views if view.eqn.primitive is eqn.primitive]
+        for view in alike:
+            shape = view.result.shape
             is_fitting = self._alignment.fits(shape, shape_of(eqn.outvars[0]))
-            if is_fitting and _view(eqn, x, shape) == self._here[own.outvars[0]]:
-                return own
+            if is_fitting and _view(eqn, x, shape) == view.result:
+                return view
         # Entries that stand for devices: as many as devices here, one on one device.
         if eqn.primitive.name == "reshape":
             rank = len(shape_of(eqn.outvars[0]))
-            for own in alike:
-                if self._here[own.invars[0]] == x and len(shape_of(own.outvars[0])) == rank:
-                    return own
+            for view in alike:
+                if view.operand == x and len(view.result.shape) == rank:
+                    return view
         return None
 
     def _paired(
@@ -298,7 +302,7 @@ class _Pairing(Domain[Layout | None]):
         """Pairs two equations that compute; also returns the entries of their results."""
         if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
             raise Different(own, eqn)
-        xs = self._layouts(own.invars)
+        xs = self.ins
         if own.primitive.name in equations.CALLS:
             shapes = [
                 shape_of(a) if y in (None, ANY) else y.shape
@@ -356,15 +360,6 @@ def _may_reshape(eqn: Eqn) -> bool:
     JAX does not leave out what it makes of literals.
     """
     return eqn.primitive.name in SHAPING | AS_IS and is_variable(eqn.invars[0])
-
-
-def _views(rest: list, here: dict) -> Iterator[Any]:
-    """Removes equations that only reshape from the end of `rest`, and yields them."""
-    while rest and _may_reshape(rest[-1]) and (x := here[rest[-1].invars[0]]) is not ANY:
-        if (found := _view(rest[-1], x, shape_of(rest[-1].outvars[0]))) is None:
-            return
-        here[rest[-1].outvars[0]] = found
-        yield rest.pop()
 
 
 def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Equation | None:
@@ -521,53 +516,53 @@ class _Lacking(Exception):
 class _Completion(Domain[Any]):
     """Goes through a program next to that of one device, and adds what this one left out.
 
-    It knows of a value which variable or literal it is on one device.
+    It knows of a value which variable or literal it is on one device, and which was the same value
+    before something was added.
     """
 
     def __init__(self, twin: Jaxpr, twin_sizes: Mapping[str, int]):
         self.found: list[Any] = []
-        self.rest = equations_of(twin)
+        self._twin = steps(twin, lambda x: x, [*twin.constvars, *twin.invars])
+        self.next, _ = next(self._twin)
         self._twin_sizes = twin_sizes
-        self._before: dict[Any, Any] = {}  # the variable that is the same value as a new one
 
-    def constant(self, x: Any) -> Any:
-        return x
-
-    def _resolve(self, var: Any) -> Any:
-        return self._before.get(var, var) if is_variable(var) else var
+    def constant(self, x: Any) -> tuple[Any, Any]:
+        return x, x
 
     def rename(self, ours: Sequence, ins: Sequence, theirs: Sequence) -> list:
         """Renames variables on one device to those whose value they have here: `ins`."""
         if len(ours) != len(theirs):
             return list(theirs)
 
-        def is_same(a: Any, x: Any, b: Any) -> bool:
-            value = self._resolve(x)
-            are_literals = not (is_variable(value) or is_variable(b))
-            return is_variable(a) and (value is b or (are_literals and str(value) == str(b)))
+        def is_same(a: Any, before: Any, b: Any) -> bool:
+            are_literals = not (is_variable(before) or is_variable(b))
+            return is_variable(a) and (before is b or (are_literals and str(before) == str(b)))
 
-        return [x if is_same(a, x, b) else b for a, x, b in zip(ours, ins, theirs, strict=True)]
+        return [
+            x if is_same(a, before, b) else b
+            for a, (x, before), b in zip(ours, ins, theirs, strict=True)
+        ]
 
     def follow(self, op: Operation, ins: list) -> list:
         eqn = op.eqn
-        other = self.rest[0] if self.rest and self.rest[0].primitive is eqn.primitive else None
+        other = self.next.eqn if self.next and self.next.eqn.primitive is eqn.primitive else None
         if other is not None:
             other = other.replace(invars=self.rename(eqn.invars, ins, other.invars))
         if other is None or (op.name in OPERATIONS and not self._does_same(eqn, ins, other)):
-            other = _left_out(eqn, ins, self._twin_sizes)
-            old = map(self._resolve, other.invars)
-            self._before |= dict(zip(other.outvars, old, strict=False))
+            other = _left_out(eqn, [x for x, _ in ins], self._twin_sizes)
+            values = [before for _, before in ins]
         else:
-            self.rest.pop(0)
+            values = other.outvars
+            self.next, _ = self._twin.send(values)
         if len(other.outvars) != len(eqn.outvars):
             raise _Lacking
         self.found.append(other)
-        return other.outvars
+        return list(zip(other.outvars, values, strict=False))
 
     def _does_same(self, eqn: Eqn, ins: list, other: Eqn) -> bool:
         operands = zip(eqn.invars, ins, other.invars, strict=False)
         return equations.axes_of(eqn) == equations.axes_of(other) and all(
-            not is_variable(a) or x is b for a, x, b in operands
+            not is_variable(a) or x is b for a, (x, _), b in operands
         )
 
 
@@ -580,13 +575,11 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
     operations.
     """
     completion = _Completion(twin, twin_sizes)
-    consts = dict(zip(jaxpr.constvars, twin.constvars, strict=True))
-    program = ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*consts, *jaxpr.invars]), [])
     try:
-        outs = interpret(program, completion, [*consts.values(), *twin.invars])
+        outs = interpret(jaxpr, completion, [(x, x) for x in [*twin.constvars, *twin.invars]])
     except _Lacking:
         return twin
-    if completion.rest:
+    if completion.next:
         return twin
     outs = completion.rename(jaxpr.outvars, outs, twin.outvars)
     return twin.replace(eqns=completion.found, outvars=outs)

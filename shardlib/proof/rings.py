@@ -10,9 +10,10 @@ Instead, a sum may pass around, to which each device adds what it computes for t
 the sum ends. Then the turns stand for those devices: a reduce-scatter.
 """
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from shardlib.interpret import (
     Copies,
     Domain,
     Operation,
-    equations_of,
+    equations_in,
     interpret,
     needed_for,
 )
@@ -57,7 +58,12 @@ def _permutes(eqn: Eqn, axis: str | None = None) -> str | None:
 
 def _turns(eqn: Eqn) -> bool:
     """Returns True if an equation is a loop in which values are passed on."""
-    return eqn.primitive.name == "scan" and any(map(_permutes, equations_of(eqn.params["jaxpr"])))
+    return eqn.primitive.name == "scan" and any(_passing(eqn.params["jaxpr"]))
+
+
+def _passing(jaxpr: object) -> Iterator[str]:
+    """Iterates over the axes around which a jaxpr passes values, outside the jaxprs inside it."""
+    return filter(None, map(_permutes, equations_in(jaxpr, inside=False)))
 
 
 class _Unrolled(Copies):
@@ -87,7 +93,7 @@ class _Unrolled(Copies):
 
 def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
     copies = _Unrolled(sizes)
-    results = interpret(ClosedJaxpr(jaxpr, jaxpr.constvars), copies, jaxpr.invars)
+    results = interpret(jaxpr, copies, [*jaxpr.constvars, *jaxpr.invars])
     return _live(jaxpr.replace(eqns=copies.found, outvars=results))
 
 
@@ -120,240 +126,239 @@ def closed(
     The axis that cuts x is that of the turns in a, so the matmul is a partial sum over the turns,
     which ring_close sums.
     """
-    if not any(_permutes(e) or _turns(e) for e in equations_of(jaxpr)):
+    if not any(_permutes(eqn) or _turns(eqn) for eqn in equations_in(jaxpr, inside=False)):
         return jaxpr, twin
     here, there = _unrolled(jaxpr, sizes), _unrolled(twin, twin_sizes)
-    for axis in filter(None, {*map(_permutes, equations_of(here))}):
+    for axis in set(_passing(here)):
         if sizes[axis] > 1 and twin_sizes[axis] == 1:
-            here = _live(_Ring(here, axis, sizes[axis]).closed())
-    return (jaxpr, twin) if any(map(_permutes, equations_of(here))) else (here, there)
+            here = _with_one_turn(here, axis, sizes[axis])
+    return (jaxpr, twin) if any(_passing(here)) else (here, there)
 
 
-class _Ring:
-    """Finds the rings over an axis of n devices in an unrolled jaxpr."""
+@dataclasses.dataclass(eq=False)
+class _Point:
+    """A value of an unrolled program.
+
+    Attributes:
+        var: its variable, or the literal.
+        eqn: the equation that makes it; None for an argument or a literal.
+        ins: the operands of that equation.
+        numbers: its number on each device of the axis, if their index alone determines it.
+        turn: of a block that passes around: the first of its ring, the turn, the step.
+    """
+
+    var: Any
+    eqn: Any = None
+    ins: list["_Point"] = dataclasses.field(default_factory=list)
+    numbers: list | None = None
+    turn: tuple["_Point", int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive that makes it."""
+        return self.eqn.primitive.name if self.eqn else ""
+
+
+class _Ring(Domain[_Point]):
+    """The rings over an axis of n devices in an unrolled jaxpr."""
 
     def __init__(self, jaxpr: Any, axis: str, n: int):
-        self.jaxpr, self.axis, self.n = jaxpr, axis, n
-        self.equations = equations_of(jaxpr)
-        self.made = {out: eqn for eqn in self.equations for out in eqn.outvars}
-        # For a block: the first of its ring, the turn, the step.
-        self.turns: dict[Any, tuple[Any, int, int]] = {}
-        self.tables: dict[Any, list | None] = {}
+        self.axis, self.n = axis, n
+        self._numbers = _Numbers(axis, n)
+        self._gathering: list[_Point] = []
+        self._steps: set[int] = set()
         # For a variable of the first turn: ENTER, its coefficient, or self (computed).
         self.marks: dict[Any, Any] = {}
-        self.found: dict[int, tuple] = {}
+        # By id of the equation after which one turn stands: CLOSE or SCATTER, the last equation of
+        # the ring, what there was before, and what the turn accumulates.
+        self.found: dict[int, tuple[Any, Any, _Point | None, list[_Point]]] = {}
         # Steps from a device to the one whose block's number it has in the first turn.
         self.start = 0
-        self.turn_axis = f"{BLOCKS}{n}.{next(_NUMBERS)}"
-        for eqn in self.equations:
-            if not _permutes(eqn, axis) or len(eqn.invars) != 1:
-                continue
-            (x,) = eqn.invars
-            (out,) = eqn.outvars
-            steps = {(b - a) % n for a, b in eqn.params["perm"]}
-            if not is_variable(x) or len(steps) != 1 or len(set(eqn.params["perm"])) != n:
-                continue
-            (step,) = steps
-            root, turn, before = self.turns.get(x, (x, 0, step))
-            if math.gcd(step, n) == 1 and before == step:
-                self.turns |= {root: (root, 0, step), out: (root, turn + 1, step)}
-        if len({step for _, _, step in self.turns.values()}) > 1:
-            self.turns = {}
+        interpret(jaxpr, self, map(_Point, [*jaxpr.constvars, *jaxpr.invars]))
+        for last in self._gathering if len(self._steps) == 1 else ():
+            self._close(last)
+            if last.name in ("add", "add_any") and id(last.eqn) not in self.found:
+                self._close_sums(last)
 
-    def closed(self) -> Any:
-        """Returns the jaxpr with one turn of each ring whose turns do the same."""
-        for eqn in self.equations:
-            if eqn.primitive.name in GATHERING:
-                self._close(eqn)
-            if eqn.primitive.name in ("add", "add_any") and id(eqn) not in self.found:
-                self._close_sums(eqn)
-        clones = {var: core.Var(var.aval) for var, mark in self.marks.items() if mark is not None}
+    def constant(self, x: Any) -> _Point:
+        """Makes the point of a literal."""
+        return _Point(x, numbers=self._numbers.constant(x))
 
-        def read(var: Any) -> Any:
-            return clones.get(var, var) if is_variable(var) else var
+    def follow(self, op: Operation, ins: list[_Point]) -> list[_Point]:
+        """Makes the points of the results of an equation."""
+        eqn = op.eqn
+        numbers: list[Any] = [None] * len(eqn.outvars)
+        if any(_is_number(var.aval) for var in eqn.outvars):
+            numbers = self._numbers.follow(op, [x.numbers for x in ins])
+        outs = [_Point(var, eqn, ins, x) for var, x in zip(eqn.outvars, numbers, strict=True)]
+        if _permutes(eqn, self.axis) and len(ins) == 1 and is_variable(ins[0].var):
+            step, *others = {(b - a) % self.n for a, b in eqn.params["perm"]} or {0}
+            is_whole = not others and len(set(eqn.params["perm"])) == self.n
+            root, turn, before = ins[0].turn or (ins[0], 0, step)
+            if is_whole and math.gcd(step, self.n) == 1 and before == step:
+                self._steps.add(step)
+                root.turn = root, 0, step
+                outs[0].turn = root, turn + 1, step
+        self._gathering += outs if op.name in GATHERING else []
+        return outs
 
-        replaced = {id(last) for last, *_ in self.found.values()}
-        eqns = self._entries([*self.jaxpr.constvars, *self.jaxpr.invars], clones)
-        for eqn in self.equations:
-            eqns += [eqn] if id(eqn) not in replaced else []
-            eqns += self._one_turn(*self.found[id(eqn)], read=read) if id(eqn) in self.found else []
-            if any(self.marks.get(out) is self for out in eqn.outvars):
-                outs = [clones.get(out, core.Var(out.aval)) for out in eqn.outvars]
-                eqns.append(eqn.replace(invars=list(map(read, eqn.invars)), outvars=outs))
-            eqns += self._entries(eqn.outvars, clones)
-        return self.jaxpr.replace(eqns=eqns)
-
-    def _entries(self, variables: list, clones: Mapping) -> list[Eqn]:
-        """Builds the equations by which variables enter a turn, as `clones`."""
-        eqns = []
-        for var in variables:
-            mark = self.marks.get(var)
-            if mark is None or mark is self:
-                continue
-            primitive, coefficient = (ENTER, None) if mark is ENTER else (INDEX, mark)
-            params = {"axis": self.axis, "turns": self.turn_axis, "coefficient": coefficient}
-            eqns.append(_equation(self.equations[0], primitive, [var], clones[var], params))
-        return eqns
-
-    def _gathered(self, var: object, name: str) -> list[Any]:
-        """Finds the equations that accumulate one turn after the other, last first."""
-        found = []
-        while (
-            is_variable(var)
-            and var not in self.turns
-            and var in self.made
-            and self.made[var].primitive.name == name
-        ):
-            found.append(self.made[var])
-            var = self.made[var].invars[0]
-        return found
-
-    def _close(self, last: Eqn) -> None:
+    def _close(self, last: _Point) -> None:
         """Records the ring that ends with `last`, if the turns before it do the same."""
-        chain = self._gathered(last.outvars[0], last.primitive.name)
+        chain = []  # what accumulates one turn after the other, last first
+        x = last
+        while x.name == last.name and not x.turn:
+            chain.append(x)
+            x = x.ins[0]
         n = self.n
-        terms = [eqn.invars[1:] for eqn in chain[: n - 1]][::-1]
+        terms = [x.ins[1:] for x in chain[: n - 1]][::-1]
         if len(terms) < n - 1:
             return
-        places = last.primitive.name == "dynamic_update_slice"
+        places = last.name == "dynamic_update_slice"
         # The first turn is accumulated into what was there before, or is all that there is yet.
-        if len(chain) >= n:
-            ways = [(chain[n - 1], chain[n - 1].invars[0], chain[n - 1].invars[1:])]
-        else:
-            ways = []
-        ways += [(chain[n - 2], None, [chain[n - 2].invars[0]])] if not places else []
+        ways: list[tuple] = [(x, x.ins[0], x.ins[1:]) for x in chain[n - 1 : n]]
+        ways += [(chain[n - 2], None, chain[n - 2].ins[:1])] if not places else []
         for at, start, first in ways:
             marks = dict(self.marks)
-            pairs = [
-                (a, b, k)
-                for k, term in enumerate(terms, 1)
-                for a, b in zip(term, first, strict=True)
-            ]
-            if not all(self._match(a, b, k, marks, {}) for a, b, k in pairs):
+            turns = (zip(term, first, strict=True) for term in terms)
+            if not all(
+                self._match(*pair, k, marks, {})
+                for k, pairs in enumerate(turns, 1)
+                for pair in pairs
+            ):
                 continue
             # Where each turn writes must depend on whose block it has, or the last turn would
             # overwrite the others.
-            if any(is_variable(v) and marks.get(v) is not None for v in first) and (
-                not places
-                or any(isinstance(marks.get(v), int) for v in first[1:] if is_variable(v))
-            ):
+            of_first = [marks.get(x.var) for x in first if is_variable(x.var)]
+            if any(isinstance(mark, int) if places else mark is not None for mark in of_first):
                 self.marks = marks
-                self.found[id(at)] = last, start, first
+                self.found[id(at.eqn)] = CLOSE, last.eqn, start, first
                 return
 
-    def _close_sums(self, last: Eqn) -> None:
+    def _close_sums(self, last: _Point) -> None:
         """Records the ring of a sum that passes around and ends with `last`.
 
         It is one if all devices add the same to it.
         """
         terms = []
-        eqn = last
-        while eqn is not None and eqn.primitive is last.primitive and len(terms) < self.n:
-            passed = [  # what came from another device
-                var
-                for var in eqn.invars
-                if is_variable(var)
-                and var in self.turns
-                and var in self.made
-                and _permutes(self.made[var], self.axis)
-            ]
+        x = last
+        while x.name == last.name and len(terms) < self.n:
+            # What came from another device.
+            passed = [y for y in x.ins if y.turn and y.eqn and _permutes(y.eqn, self.axis)]
             if len(passed) != 1:
                 break
-            terms.append(eqn.invars[1 - eqn.invars.index(passed[0])])
-            before = self.made[passed[0]].invars[0]
-            eqn = self.made.get(before) if is_variable(before) else None
+            terms.append(x.ins[1 - x.ins.index(passed[0])])
+            x = passed[0].ins[0]
         if len(terms) < self.n - 1:
             return
         # After n steps, what was there before is at the device that had it.
-        start, terms = (before, terms) if len(terms) == self.n else (None, [*terms, before])
+        start, terms = (x, terms) if len(terms) == self.n else (None, [*terms, x])
         marks = dict(self.marks)
         self.start = 1 - self.n
         # What was added k turns before the end was added k steps before the device where the sum is
         # now.
         if all(self._match(term, terms[-1], -k, marks, {}) for k, term in enumerate(terms[:-1])):
             self.marks = marks
-            self.found[id(last)] = last, start, [SCATTER, terms[-1]]
+            self.found[id(last.eqn)] = SCATTER, last.eqn, start, terms[-1:]
         self.start = 0
 
-    def _match(self, a: Any, b: Any, k: int, marks: dict, seen: dict) -> bool:
+    def _match(self, a: _Point, b: _Point, k: int, marks: dict, seen: dict) -> bool:
         """Returns True if `a` is in turn k what `b` is in the first.
 
         Marks in `b` what passes around.
         """
-        if not (is_variable(a) and is_variable(b)):
-            return not is_variable(a) and not is_variable(b) and np.array_equal(a.val, b.val)
-        turn = self.turns.get(a)
-        if b in self.turns and turn and turn[:2] == (b, k):
-            return marks.setdefault(b, ENTER) is ENTER
+        variables = [x.var for x in (a, b) if is_variable(x.var)]
+        if len(variables) < 2:
+            return not variables and np.array_equal(a.var.val, b.var.val)
+        if a.turn and a.turn[:2] == (b, k):
+            return marks.setdefault(b.var, ENTER) is ENTER
         if (a, b) not in seen:
             seen[a, b] = self._is_same(a, b, k, marks, seen)
         return seen[a, b]
 
-    def _is_same(self, a: object, b: object, k: int, marks: dict, seen: dict) -> bool:
-        here, first = self._table(a), self._table(b)
+    def _is_same(self, a: _Point, b: _Point, k: int, marks: dict, seen: dict) -> bool:
+        here, first = a.numbers, b.numbers
         if here is not None and first is not None:
             if here == first:
-                return marks.setdefault(b, None) is None
-            step = next((step for _, _, step in self.turns.values()), 0)
+                return marks.setdefault(b.var, None) is None
+            (step,) = self._steps
             here, first = (
                 [x[(i + step * j) % self.n] for i in range(self.n)]
                 for x, j in ((here, k), (first, self.start))
             )
             c = first[1] - first[0]
-            return here == first == [c * i for i in range(self.n)] and marks.setdefault(b, c) == c
+            is_multiple = here == first == [c * i for i in range(self.n)]
+            return is_multiple and marks.setdefault(b.var, c) == c
         if a is b:
-            return marks.setdefault(b, None) is None
-        x, y = self.made.get(a), self.made.get(b)
-        if (
-            x is None
-            or y is None
-            or x.primitive is not y.primitive
-            or not all(
-                equal_parameters(value, y.params.get(name)) for name, value in x.params.items()
-            )
-            or x.effects
-        ):
+            return marks.setdefault(b.var, None) is None
+        if a.name != b.name or a.name in ("", "ppermute", "axis_index") or a.eqn.effects:
             return False
-        if x.outvars.index(a) != y.outvars.index(b) or x.primitive.name in (
-            "ppermute",
-            "axis_index",
-        ):
+        if a.eqn.outvars.index(a.var) != b.eqn.outvars.index(b.var):
             return False
-        same = all(
-            self._match(c, d, k, marks, seen) for c, d in zip(x.invars, y.invars, strict=True)
-        )
-        return same and marks.setdefault(b, self) is self
+        params = ((x, b.eqn.params.get(name)) for name, x in a.eqn.params.items())
+        operands = zip(a.ins, b.ins, strict=True)
+        same = all(equal_parameters(*pair) for pair in params)
+        same = same and all(self._match(*pair, k, marks, seen) for pair in operands)
+        return same and marks.setdefault(b.var, self) is self
 
-    def _table(self, var: Any) -> list | None:
-        """Computes the number on each device of the axis, if its index alone determines it."""
-        if var not in self.tables:
-            eqn = self.made.get(var) if _is_number(var.aval) else None
-            found = None
-            if eqn:
-                numbers = _Numbers(self.axis, self.n)
-                ins = [
-                    self._table(x) if is_variable(x) else numbers.constant(x) for x in eqn.invars
-                ]
-                found = numbers.follow(Operation(eqn), ins)
-            self.tables[var] = found[eqn.outvars.index(var)] if eqn and found else None
-        return self.tables[var]
 
-    def _one_turn(self, last: Eqn, start: Any, first: list, read: Any) -> list[Any]:
-        """Builds the equations that accumulate one turn, over an axis that stands for the turns."""
-        close, first = (SCATTER, first[1:]) if first[0] is SCATTER else (CLOSE, first)
-        turn = list(map(read, first))
+class _OneTurn(Copies):
+    """Copies a jaxpr with one turn of each ring, over an axis that stands for the turns.
+
+    It knows of a value which variable it is in a turn.
+    """
+
+    def __init__(self, ring: _Ring):
+        super().__init__()
+        self._ring = ring
+        self._axis = f"{BLOCKS}{ring.n}.{next(_NUMBERS)}"
+        marks = ring.marks.items()
+        self._clones = {var: core.Var(var.aval) for var, mark in marks if mark is not None}
+        self._replaced = {id(last): last for _, last, _, _ in ring.found.values()}
+
+    def follow(self, op: Operation, ins: list) -> list:
+        """Adds an equation, what enters a turn after it, and the turn."""
+        eqn = op.eqn
+        self.found += [eqn] if id(eqn) not in self._replaced else []
+        if id(eqn) in self._ring.found:
+            self._add_turn(*self._ring.found[id(eqn)])
+        if any(self._ring.marks.get(out) is self._ring for out in eqn.outvars):
+            outs = [self._clones.get(out, core.Var(out.aval)) for out in eqn.outvars]
+            self.found.append(eqn.replace(invars=ins, outvars=outs))
+        return list(map(self.enter, eqn.outvars))
+
+    def enter(self, var: Any) -> Any:
+        """Adds the equation by which a variable enters a turn, if it does."""
+        mark = self._ring.marks.get(var)
+        if mark is not None and mark is not self._ring:
+            like = next(iter(self._replaced.values()))
+            primitive, coefficient = (ENTER, None) if mark is ENTER else (INDEX, mark)
+            params = {"axis": self._ring.axis, "turns": self._axis, "coefficient": coefficient}
+            self.found.append(_equation(like, primitive, [var], self._clones[var], params))
+        return self._clones.get(var, var)
+
+    def _add_turn(self, close: Any, last: Eqn, start: _Point | None, first: list[_Point]) -> None:
+        """Adds the equations that accumulate one turn."""
+        turn = [self._clones.get(x.var, x.var) if is_variable(x.var) else x.var for x in first]
         (out,) = last.outvars
-        inner = core.Var(last.outvars[0].aval)
-        params = {"turns": self.turn_axis, "kind": last.primitive.name, "passed": self.axis}
+        inner = core.Var(out.aval)
+        params = {"turns": self._axis, "kind": last.primitive.name, "passed": self._ring.axis}
         if start is None:
-            return [_equation(last, close, turn, out, params)]
-        if last.primitive.name == "dynamic_update_slice":
-            gathered = last.replace(invars=[start, *turn], outvars=[inner])
-            return [gathered, _equation(last, CLOSE, [inner], out, params)]
-        return [
-            _equation(last, close, turn, inner, params),
-            last.replace(invars=[start, inner], outvars=[out]),
-        ]
+            self.found.append(_equation(last, close, turn, out, params))
+        elif last.primitive.name == "dynamic_update_slice":
+            self.found.append(last.replace(invars=[start.var, *turn], outvars=[inner]))
+            self.found.append(_equation(last, CLOSE, [inner], out, params))
+        else:
+            self.found.append(_equation(last, close, turn, inner, params))
+            self.found.append(last.replace(invars=[start.var, inner], outvars=[out]))
+
+
+def _with_one_turn(jaxpr: Any, axis: str, n: int) -> Any:
+    ring = _Ring(jaxpr, axis, n)
+    if not ring.found:
+        return jaxpr
+    copies = _OneTurn(ring)
+    interpret(jaxpr, copies, map(copies.enter, [*jaxpr.constvars, *jaxpr.invars]))
+    return _live(jaxpr.replace(eqns=copies.found))
 
 
 def _equation(like: Eqn, primitive: Any, ins: list, out: Any, params: dict) -> Any:

@@ -160,10 +160,30 @@ def test_what_reads_a_step_is_reached_by_one_module():
             assert '"shardwright.inspect' not in modules()[name].read_text(), name
 
 
+def hand_loops(name: str) -> list[int]:
+    """The lines of loops over equations, from any list, that go from their operands to their results."""
+    found = []
+    kinds = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+    for loop in ast.walk(tree(name)):
+        if isinstance(loop, kinds):
+            inside = [*ast.walk(loop)]
+            own = {x.id for x in inside if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+            parts = [ast.unparse(x).split(".") for x in inside if isinstance(x, ast.Attribute)]
+            read = {part[-1] for part in parts if part[0] in own}
+            of_results = isinstance(loop, ast.DictComp) and any(
+                ast.unparse(x.iter).endswith(".outvars") for x in loop.generators
+            )
+            if {"invars", "outvars"} <= read or of_results:
+                found.append(loop.lineno)
+    return found
+
+
 def test_one_module_goes_through_the_equations_of_a_jaxpr():
+    """No other reads them off a jaxpr, or keeps what it knows of their operands and results."""
     nodes = {name: ast.walk(tree(name)) for name in modules()}
     readers = {name for name, of in nodes.items() if any(getattr(node, "attr", "") == "eqns" for node in of)}
     assert readers == {"shardlib.interpret"}
+    assert [name for name in modules() if hand_loops(name)] == ["shardlib.interpret"]
 
 
 def test_there_is_no_circle():
