@@ -1,42 +1,27 @@
-"""Checkpoints: the format, meshes, several processes, and a machine that saves, fails, is killed, and finds damage."""
+"""Checkpoints: the format, meshes and several processes. What kills and damage do is in test_resuming.py."""
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
-import threading
 from pathlib import Path
 
 import google_crc32c
-import hypothesis
-import hypothesis.strategies as some
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
 import zarr
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwright.run import checkpoint_arrays
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.resuming import choose_checkpoint
-from shardwright.run.stores import Damaged, Store
+from shardwright.run.stores import Store
 from tests.support.full_disk import files_of_at_most
 from tests.support.processes import free_port
 
@@ -208,178 +193,7 @@ def test_restored_arrays_can_be_donated(tmp_path):
             np.testing.assert_array_equal(shard.data, np.arange(4096.0) * factor)
 
 
-# ---- a store that fails, kills and damage ----------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """In the place of SIGKILL: nothing handles it."""
-
-
-class Failing:
-    """Makes one call of a store fail, or the last that is made: the process is killed there."""
-
-    def __init__(self):
-        self.left, self.error, self.after, self._lock = None, None, False, threading.Lock()
-
-    def wrapped(self, function):
-        def called(*args, **named):
-            with self._lock:
-                self.left = None if self.left is None else self.left - 1
-                fails = self.left == 0 or (self.left is not None and self.left < 0 and self.error is Killed)
-            if not fails or self.after:
-                result = function(*args, **named)
-            if fails:
-                raise self.error("stopped here")
-            return result
-
-        return called
-
-
-def state_of(seed):
-    """Arrays of several chunks, one of zeros, and a scalar; the same seed gives the same."""
-    mesh = make_mesh(4, 2)
-
-    def put(x, *spec):
-        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
-
-    x = np.random.default_rng(seed).standard_normal((8, 4)).astype(np.float32)
-    return {"a": {"x": put(x, "d", "t"), "zeros": put(np.zeros(8, np.int32), "d")}, "n": put(np.int32(seed))}
-
-
-class Drill(RuleBasedStateMachine):
-    """A run that saves, is killed and started again, on a store that fails and a disk that rots.
-
-    What is listed and not damaged is what was saved, to the bit. What is damaged is told. The newest whole one is
-    always found.
-    """
-
-    keep = 3
-
-    def __init__(self):
-        super().__init__()
-        self.scratch = tempfile.mkdtemp()
-        self.place, self.failing = Path(self.scratch, "checkpoints"), Failing()
-        self.patch = pytest.MonkeyPatch()
-        for name in ("read", "write", "directories", "remove", "sync"):
-            self.patch.setattr(Store, name, self.failing.wrapped(getattr(Store, name)))
-        self.saved, self.damaged, self.next = set(), set(), 1
-
-    def teardown(self):
-        self.patch.undo()
-        shutil.rmtree(self.scratch)
-
-    @initialize()
-    def start(self):
-        self.checkpoints = Checkpointer(self.place, keep=self.keep)
-        self.checkpoints.remove_leftovers()
-        assert {path.name for path in self.place.glob("[0-9]*")} == {f"{step:010}" for step in self.checkpoints.steps()}
-
-    def save(self, error=None, left=None, after=False):
-        step, self.next = self.next, self.next + 1
-        before = self.checkpoints.steps()
-        told = None
-        try:
-            self.failing.error, self.failing.left, self.failing.after = error, left, after
-            self.checkpoints.save(step, state_of(step), {"step": step})
-            self.checkpoints.wait()
-        except (OSError, Killed) as caught:
-            told = caught
-        finally:
-            self.failing.left = None
-        steps = self.checkpoints.steps()
-        if step in steps:  # a failure may come after the commit
-            self.saved.add(step)
-        assert told is not None or step in steps
-        assert {*before} <= {*steps} or len(steps) >= self.keep, "rotation leaves the newest"
-        if told is not None and not isinstance(told, Killed):
-            assert f"{step:010} was not saved. " in str(told)
-            assert {*before} <= {*steps}, "a save that fails removes nothing"
-
-    @rule()
-    def saves(self):
-        self.save()
-
-    @rule(left=some.integers(1, 40), after=some.booleans())
-    def fails(self, left, after):
-        self.save(OSError, left, after)
-
-    @rule(left=some.integers(1, 40), after=some.booleans())
-    def is_killed(self, left, after):
-        self.save(Killed, left, after)
-        self.start()
-
-    @precondition(lambda self: len({*self.checkpoints.steps()} - self.damaged) > 1)
-    @rule(data=some.data(), how=some.sampled_from(["flip", "cut", "grow", "remove", "older", "exchange", "edit"]))
-    def rots(self, data, how):
-        oldest, *whole = sorted({*self.checkpoints.steps()} - self.damaged)
-        step = data.draw(some.sampled_from(whole))
-        directory = self.place / f"{step:010}"
-        manifest = directory / "zarr.json"
-        files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "zarr.json")
-        # One without a manifest is a leftover.
-        files += [] if how in ("remove", "exchange") else [manifest]
-        path = manifest if how == "edit" else data.draw(some.sampled_from(files))
-        before, older = path.read_bytes(), self.place / f"{oldest:010}" / path.relative_to(directory)
-        other = data.draw(some.sampled_from([file for file in files if file != path]))
-        # What is before the attributes is not read.
-        at = data.draw(some.integers(max(0, before.find(b'"attributes"')), len(before) - 1))
-        text = {"flip": before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :], "cut": before[:at]}
-        text |= {"grow": before + b"x", "older": older.read_bytes(), "exchange": other.read_bytes()}
-        if how == "remove":
-            path.unlink()
-        elif how == "edit":
-            content = json.loads(before)
-            attributes = content["attributes"]
-            changes = [{"step": step + 1}, {"metadata": {"step": 7}}, {"format_version": 1}, {"sha256": ""}]
-            arrays = attributes["arrays"] | {"n": attributes["arrays"]["n"] | {"crc32c": "0" * 8}}
-            attributes |= data.draw(some.sampled_from([*changes, {"arrays": arrays}]))
-            path.write_text(json.dumps(content))
-        elif text[how].strip() == before.strip():  # a chunk of zeros is that of an older step
-            return
-        else:
-            path.write_bytes(text[how])
-        self.damaged.add(step)
-
-    @precondition(lambda self: self.checkpoints.steps())
-    @rule(data=some.data())
-    def goes_back(self, data):
-        step = data.draw(some.sampled_from(self.checkpoints.steps()))
-        later = [x for x in self.checkpoints.steps() if x > step]
-        aside = self.checkpoints.set_aside(later)
-        assert {*later} <= {*Checkpointer(aside).steps()}
-
-    @invariant()
-    def what_is_listed_is_what_was_saved_or_is_told(self):
-        whole = []
-        mesh, steps = make_mesh(2, 4), self.checkpoints.steps()
-        assert {*steps} <= self.saved
-        for step in steps:
-            structs = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), state_of(step)
-            )
-            problems = self.checkpoints.verify(step)
-            try:
-                assert_bits_equal(self.checkpoints.restore(step, structs), state_of(step))
-                assert self.checkpoints.metadata(step) == {"step": step}
-                whole.append(step)
-            except Damaged:
-                assert step in self.damaged
-                assert problems
-            else:
-                assert step not in self.damaged
-                assert not problems
-        with contextlib.suppress(ValueError):  # none is whole
-            found = choose_checkpoint(self.checkpoints, None, dict.fromkeys(self.damaged, ""))
-            assert (found and found[0]) == max(whole, default=None)
-
-
-@pytest.mark.parametrize(
-    ("examples", "steps"),
-    [(4, 15), pytest.param(12, 15, marks=pytest.mark.long), pytest.param(150, 30, marks=pytest.mark.slow)],
-)
-def test_the_drill(capsys, examples, steps):
-    settings = hypothesis.settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None)
-    run_state_machine_as_test(Drill, settings=settings)
+# ---- what is told --------------------------------------------------------------------------------------------------
 
 
 def test_what_fills_the_disk_is_told_and_leaves_nothing_visible(tmp_path):
@@ -463,10 +277,9 @@ def test_large_shards_are_several_chunks(tmp_path, monkeypatch, each_shard_has_a
     assert_bits_equal(Checkpointer(tmp_path).restore(4, like(make_mesh(1, 8))), make_state())
 
 
-@pytest.mark.parametrize("processes", [8, 64])
-def test_a_process_syncs_what_it_wrote(tmp_path, monkeypatch, processes):
+def test_a_process_syncs_what_it_wrote(tmp_path, monkeypatch):
     """Each has one chunk, and asks the store for two files. The first also asks for one of each other process."""
-    synced, asked, at = [], [], f"{tmp_path}/0000000001"
+    processes, synced, asked, at = 8, [], [], f"{tmp_path}/0000000001"
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     for name in ("read", "write"):

@@ -18,6 +18,9 @@ import train
 from shardwright.modeling.model import load_model
 from shardwright.run import background, exports
 from tests.support import tiny
+from tests.support.exact_step import exact, train_on
+
+__all__ = ["exact"]
 
 
 def exported(monkeypatch, directory, run_program, steps):
@@ -87,8 +90,7 @@ def settings(steps, **training):
 
 
 def trained(c, directory):
-    with jax.set_mesh(tiny.mesh("d=8")):
-        return train.train(c, load_model(c.model), directory)
+    return train_on("d=4 t=2", c, directory)
 
 
 def checkpoints(directory):
@@ -99,8 +101,7 @@ def makes(module, run, output, *_, **options):
     Path(output.partition("=")[2].strip("'\"")).mkdir(parents=True)
 
 
-@pytest.mark.long
-def test_only_the_checkpoint_that_an_export_reads_is_kept_longer(tmp_path, monkeypatch):
+def test_only_the_checkpoint_that_an_export_reads_is_kept_longer(tmp_path, monkeypatch, exact):
     seen = []
 
     def slow(module, run, output, *_, **options):
@@ -116,8 +117,7 @@ def test_only_the_checkpoint_that_an_export_reads_is_kept_longer(tmp_path, monke
     assert checkpoints(tmp_path) == [8]
 
 
-@pytest.mark.long
-def test_a_signal_stops_an_export_and_a_resume_makes_it(tmp_path, monkeypatch, capsys):
+def test_a_signal_stops_an_export_and_a_resume_makes_it(tmp_path, monkeypatch, capsys, exact):
     def slow(module, run, output, *_, started, **options):
         def started_and_stopped(process):
             started(process)

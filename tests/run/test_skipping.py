@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +13,15 @@ import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.data.flat_tokens import Writer
 from shardwright.modeling.model import load_model
-from shardwright.run import checkpoint, keeping, skipping
+from shardwright.run import checkpoint, skipping
 from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.listeners import checkpoints
 from shardwright.run.skipping import SkippedSteps
-from tests.support import tiny
+from tests.support import exact_step, tiny
+from tests.support.exact_step import exact
 from tests.support.losses_of_runs import losses
+
+__all__ = ["exact"]
 
 BAD_TOKEN, BAD_DOCUMENT, DOCUMENTS = 63, 21, 64
 """All documents but this one have tokens below BAD_TOKEN."""
@@ -266,44 +268,17 @@ def test_a_run_whose_steps_are_all_skipped_fails_and_keeps_all_checkpoints(tmp_p
     assert Checkpointer(tmp_path / "run" / "checkpoints").steps() == [1, 2, 3]
 
 
-@pytest.mark.long
-def test_metrics_are_on_the_disk_before_a_checkpoint_is_complete(tmp_path, dataset, monkeypatch):
-    fsync, order = os.fsync, []
-
-    def noted(descriptor):
-        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    run(tmp_path / "run", dataset, 1)
-    assert order.index("metrics.jsonl") < order.index("0000000001")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failures", [1, 2, 3])
-def test_a_save_after_the_last_step_is_tried_again(tmp_path, dataset, monkeypatch, capsys, failures):
-    """There is no next one. With the third failure in a row the run ends."""
-    left, write = [failures], checkpoint.write_arrays
-
-    def write_arrays(*args):
-        left[0] -= 1
-        if left[0] >= 0:
-            raise OSError("the disk is gone")
-        return write(*args)
+def test_three_failed_saves_in_a_row_end_the_run(tmp_path, dataset, monkeypatch, exact):
+    def write_arrays(*_):
+        raise OSError("the disk is gone")
 
     monkeypatch.setattr(checkpoint, "write_arrays", write_arrays)
-    monkeypatch.setattr(keeping, "AGAIN_S", 0.01)
-    if failures == 3:
-        with pytest.raises(OSError, match=r"the disk is gone.*3 checkpoints in a row were not saved\."):
-            run(tmp_path / "some", dataset, steps=2)
-        return
-    run(tmp_path / "some", dataset, steps=2)
-    assert capsys.readouterr().out.count("the disk is gone. The checkpoint ") == failures
-    assert [path.name for path in (tmp_path / "some/checkpoints").iterdir()] == ["0000000002"]
+    monkeypatch.setattr(checkpoints, "AGAIN_S", 0.01)
+    with pytest.raises(OSError, match=r"the disk is gone.*3 checkpoints in a row were not saved\."):
+        run(tmp_path / "some", dataset, steps=2, model=lambda _: exact_step.MODEL)
 
 
-@pytest.mark.long
-def test_a_save_that_is_there_although_it_failed_is_written_again(tmp_path, dataset, monkeypatch, capsys):
+def test_a_save_that_is_there_although_it_failed_is_written_again(tmp_path, dataset, monkeypatch, capsys, exact):
     """As where the store loses the answer to the last write, and cannot remove what is there either."""
     commit, failures = checkpoint.commit, ["the answer is lost"]
 
@@ -318,7 +293,7 @@ def test_a_save_that_is_there_although_it_failed_is_written_again(tmp_path, data
         raise OSError("gone")
 
     monkeypatch.setattr(checkpoint, "commit", fail_after)
-    monkeypatch.setattr(keeping, "AGAIN_S", 0.01)
-    run(tmp_path / "some", dataset, steps=2)
+    monkeypatch.setattr(checkpoints, "AGAIN_S", 0.01)
+    run(tmp_path / "some", dataset, steps=2, model=lambda _: exact_step.MODEL)
     assert capsys.readouterr().out.count("the answer is lost. The checkpoint ") == 1
     assert Checkpointer(tmp_path / "some/checkpoints").verify(2) == []

@@ -55,15 +55,6 @@ def test_no_file_outside_of_the_checkpoint_is_read(signed):
             Checkpointer(directory.parent).verify(7)
 
 
-def test_an_edited_manifest_is_told(signed):
-    directory, _ = signed
-    content = json.loads((directory / "zarr.json").read_text())
-    content["attributes"]["metadata"] = {"tokens": 13}
-    (directory / "zarr.json").write_text(json.dumps(content))
-    with pytest.raises(Damaged, match="its own checksum differs"):
-        Checkpointer(directory.parent).manifest(7)
-
-
 def test_nothing_of_a_manifest_reaches_the_terminal_raw(signed, capsys):
     directory, change = signed
     for values in ({"step": "\x1b]0;x\x07\x1b[2J"}, {"step": 7, "saved_at": "\x1b[31m"}):

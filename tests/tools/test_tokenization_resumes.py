@@ -1,5 +1,8 @@
 """A run that was ended at any moment goes on with the same command, and ends with the bytes of one that was not."""
 
+import contextlib
+import gzip
+import itertools
 import os
 import random
 import shlex
@@ -7,67 +10,158 @@ import signal
 import subprocess
 import time
 
+import hypothesis
+import hypothesis.strategies as some
 import pytest
 
-from shardwright.data.flat_tokens import Writer, work_on
+from shardwright.data import flat_tokens
+from shardwright.data.flat_tokens import Writer, work_on, writer
 from shardwright.data.text import definitions
 from shardwright.data.text.worker_pool import map_in_order
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
+from tests.support.crashes import Crashed
 from tests.support.tokenization import config, driver, random_texts, small, tree, write_jsonl
 
 __all__ = ["small"]
 
 
-class Killed(BaseException):
-    pass
+# ---- crashes ------------------------------------------------------------------------------------------------------
 
 
-def kill_after(monkeypatch, num_states):
-    """The run ends, without a chance to clean up in what it writes, when it has written its state so often."""
-    save = Writer.save
+class Store:
+    """A tensorstore.KvStore whose writes may crash."""
 
-    def killed(self, place):
-        nonlocal num_states
-        save(self, place)
-        num_states -= 1
-        if num_states == 0:
-            raise Killed
+    def __init__(self, kvstore, count):
+        self._kvstore, self._count = kvstore, count
+        self.write, self.delete_range = count(self._write), count(self._delete_range)
 
-    monkeypatch.setattr(Writer, "save", killed)
+    def __truediv__(self, path):
+        return Store(self._kvstore / path, self._count)
 
+    def __getattr__(self, name):
+        return getattr(self._kvstore, name)
 
-def run_killed(monkeypatch, run, out, num_states):
-    """Runs until the end, each time for so many states; returns how often the run was killed."""
-    for kills in range(200):
-        with monkeypatch.context() as patch:
-            kill_after(patch, num_states)
-            try:
-                run(out)
-                return kills
-            except Killed:
-                assert (out / "unfinished.json").exists()
-    raise AssertionError("it does not end")
+    def _write(self, key, content):
+        written = self._kvstore.write(key, content)
+        written.result()
+        return written
+
+    def _delete_range(self, keys):
+        return self._kvstore.delete_range(keys)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["bytes", pytest.param("train_bpe", marks=pytest.mark.slow)])
-def test_every_place_to_stop(tmp_path, small, monkeypatch, kind):
-    source = write_jsonl(tmp_path / "a.jsonl", random_texts(90))
-    tokenizer = TokenizerConfig(kind=kind, vocab_size=280)
+def crash_at(patch, left):
+    """Crashes the tool before or after one of its writes, after so many others."""
 
-    def run(out):
-        tool.run(config(out, [source], tokenizer=tokenizer, train_max_tokens=5000, validation_max_documents=40))
+    def tick():
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            raise Crashed
 
-    run(tmp_path / "unbroken")
-    expected = tree(tmp_path / "unbroken")
-    assert len(expected) > 12
-    stopped = 0
-    for step in (1, 2, 3, 7, 19):
-        out = tmp_path / f"stopped_{step}"
-        stopped += run_killed(monkeypatch, run, out, step)
+    def counted(function):
+        def called(*args):
+            tick()
+            result = function(*args)
+            tick()
+            return result
+
+        return called
+
+    for of, name in [(Writer, "save"), (Writer, "append_encoded"), (writer.GrowingArray, "_write_file")]:
+        patch.setattr(of, name, counted(getattr(of, name)))
+    for of in (writer, flat_tokens):
+        patch.setattr(of, "open_kvstore", lambda *given, opens=of.open_kvstore: Store(opens(*given), counted))
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory):
+    """By source and setting: the source's settings, and what an unbroken run writes."""
+    directory, found = tmp_path_factory.mktemp("wholes"), {}
+
+    def get(kind, most):
+        source, settings = source_of(kind, directory)
+        options = settings | {"train_max_tokens": most, "validation_max_documents": 20}
+        if (kind, most) not in found:
+            tool.run(config(directory / f"{kind} {most}", source, **options))
+            found[kind, most] = tree(directory / f"{kind} {most}")
+        return source, options, found[kind, most]
+
+    return get
+
+
+def source_of(kind, directory):
+    """A source of random texts: its files and other settings."""
+    path, texts = directory / f"a.{kind}", ["\U0010ffff", *random_texts(60)]  # the largest id comes first
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        if not path.exists():
+            parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=5)
+        return [str(path)], {}
+    if kind == "huggingface":
+        pytest.importorskip("datasets")
+        path.mkdir(exist_ok=True)
+        if not (path / "a.jsonl").exists():
+            write_jsonl(path / "a.jsonl", texts)
+        return [], {"dataset": str(path), "train_source": "train", "validation_source": "train"}
+    if not path.exists():
+        write_jsonl(path, texts)
+        if kind == "jsonl.gz":
+            path.write_bytes(gzip.compress(path.read_bytes()))
+    return [str(path)], {}
+
+
+KINDS = ["jsonl", "jsonl.gz", "parquet"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "examples"),
+    [
+        (KINDS, 12),
+        pytest.param(KINDS, 150, marks=pytest.mark.long),
+        pytest.param(["huggingface"], 5, marks=pytest.mark.long(every_case=True)),
+    ],
+)
+def test_wherever_it_crashes_it_ends_with_the_bytes_of_an_unbroken_run(small, wholes, tmp_path, kinds, examples):
+    numbers = itertools.count()
+
+    @hypothesis.settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @hypothesis.given(some.sampled_from(kinds), some.sampled_from([None, 700]), some.lists(some.integers(1, 250)))
+    def crashes(kind, most, points):
+        files, options, expected = wholes(kind, most)
+        out = tmp_path / str(next(numbers))
+        whole = {}
+        for point in [*points, 10**6]:
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crashed):
+                crash_at(patch, point)
+                tool.run(config(out, files, **options))
+            assert {path: path.stat().st_mtime_ns for path in whole} == whole, "a whole split is not written again"
+            for split in ("train", "validation"):
+                if (out / split / "zarr.json").exists():
+                    assert tree(out / split) == below(expected, split), "what readers see is whole"
+                    whole |= {path: path.stat().st_mtime_ns for path in (out / split).rglob("*")}
         assert tree(out) == expected
-    assert stopped > 30
+
+    crashes()
+
+
+def test_each_start_goes_on_where_the_last_one_was(small, wholes, tmp_path):
+    files, options, expected = wholes("jsonl", None)
+    crashes = 0
+    while not (tmp_path / "d/finished.json").exists() and crashes < 40:
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crashed):
+            crash_at(patch, 40)
+            tool.run(config(tmp_path / "d", files, **options))
+        crashes += 1
+    assert 5 < crashes < 40
+    tool.run(config(tmp_path / "d", files, **options))
+    assert tree(tmp_path / "d") == expected
+
+
+def below(files, split):
+    return {path.removeprefix(f"{split}/"): x for path, x in files.items() if path.startswith(f"{split}/")}
 
 
 @pytest.mark.slow
@@ -109,42 +203,13 @@ def processes_of(session):
     return found
 
 
-@pytest.mark.parametrize("kind", ["gz", "parquet", pytest.param("huggingface", marks=pytest.mark.long)])
-def test_every_source_goes_on(tmp_path, small, monkeypatch, kind):
-    texts = random_texts(60)
-    settings = {}
-    if kind == "parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        source = str(tmp_path / "a.parquet")
-        parquet.write_table(pyarrow.table({"text": texts}), source, row_group_size=5)
-    else:
-        (tmp_path / "data").mkdir()
-        source = write_jsonl(tmp_path / "data/a.jsonl", texts)
-        if kind == "gz":
-            subprocess.run(["gzip", source], check=True)
-            source += ".gz"
-        else:
-            pytest.importorskip("datasets")
-            settings |= {"dataset": str(tmp_path / "data"), "train_source": "train"}
-            source = None
-
-    def run(out):
-        made = config(out, [source] if source else [], **settings)
-        made.validation = None
-        tool.run(made)
-
-    run(tmp_path / "unbroken")
-    run_killed(monkeypatch, run, tmp_path / "stopped", 2)
-    assert tree(tmp_path / "stopped") == tree(tmp_path / "unbroken")
-
-
 def stopped(tmp_path, monkeypatch, **settings):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
     with monkeypatch.context() as patch:
-        kill_after(patch, 3)
-        with pytest.raises(Killed):
+        crash_at(patch, 30)
+        with pytest.raises(Crashed):
             tool.run(config(tmp_path / "d", [source], **settings))
+    assert (tmp_path / "d/unfinished.json").exists()
     return source
 
 
@@ -199,42 +264,18 @@ def test_another_tokenizer_of_the_same_name_is_refused(tmp_path, small, monkeypa
         tool.run(config(tmp_path / "d", [source], tokenizer=tokenizer))
 
 
-@pytest.mark.parametrize("last", ["train", "validation"])
-def test_a_finished_split_is_not_written_again(tmp_path, small, monkeypatch, capsys, last):
+def test_a_finished_dataset_is_not_written_again(tmp_path, small, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
-    with monkeypatch.context() as patch:
-        close = Writer.close
-
-        def killed(self):
-            close(self)
-            if self.path.endswith(last):
-                raise Killed
-
-        patch.setattr(Writer, "close", killed)
-        with pytest.raises(Killed):
-            tool.run(config(tmp_path / "d", [source]))
-
-    def times(split):
-        return {path: path.stat().st_mtime_ns for path in (tmp_path / "d" / split).rglob("*")}
-
-    begun = (tmp_path / "d/unfinished.json").read_bytes()
-    before = times(last)
     tool.run(config(tmp_path / "d", [source]))
-    assert before == times(last)
-    assert f"d/{last}: complete" in capsys.readouterr().out
-    # After the end too, and while the last files are deleted.
-    before, whole = times(""), tree(tmp_path / "d")
+    whole = tree(tmp_path / "d")
+    capsys.readouterr()
     tool.run(config(tmp_path / "d", [source]))
     told = [f"{tmp_path}/d/{name}: complete\n" for name in ("train", "validation")]
     assert capsys.readouterr().out.startswith("".join([*told, "vocabulary: "]))
-    (tmp_path / "d/unfinished.json").write_bytes(begun)
-    tool.run(config(tmp_path / "d", [source]))
-    assert tree(tmp_path / "d") == whole
-    assert times("train") | times("validation") == {path: before[path] for path in times("train") | times("validation")}
     with pytest.raises(ValueError, match="d/train exists already"):
         tool.run(config(tmp_path / "d", [source], train_max_tokens=50))
     tool.run(config(tmp_path / "d", [source], overwrite=True))
-    assert times("train") != {path: before[path] for path in times("train")}
+    assert "complete" not in capsys.readouterr().out
     assert tree(tmp_path / "d") == whole
 
 

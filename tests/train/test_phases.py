@@ -1,6 +1,6 @@
-"""Settings that change during a run: its batches and steps, kills, other meshes, replay, branches, and what is refused.
+"""Settings that change during a run: mixtures, left-out batches, replay, branches, and what is refused.
 
-The oracle slices the tokens in numpy, and calls a step that was made with the settings of that step alone.
+What batches and losses a run has then, however it is resumed, is in tests/run/test_resuming.py.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from rich.console import Console
 
 import train
 from shardwright.data.flat_tokens import Writer
-from shardwright.data.loader import SourceConfig, TokenBatch
+from shardwright.data.loader import SourceConfig
 from shardwright.modeling.model import load_model
 from shardwright.run.changes import loader_at, steps_of, tokens_before
 from shardwright.run.checks import check_config
@@ -24,7 +24,10 @@ from shardwright.run.opening import StagesChoice
 from shardwright.run.resuming import check_resumes, saved_config
 from shardwright.tools.replay.__main__ import Settings, replay
 from tests.support import tiny
+from tests.support.exact_step import exact, train_on
 from tests.support.losses_of_runs import losses
+
+__all__ = ["exact"]
 
 LENGTHS = [{"step": 3, "training.seq_len": 32}, {"step": 6, "training.batch_size": 16, "optimizer.learning_rate": 1e-3}]
 
@@ -72,26 +75,15 @@ def targets(c, step: int) -> np.ndarray:
     return loader.sequences(step, np.arange(loader.batch_size)).targets
 
 
-@pytest.mark.long
-def test_tokens_in_order_are_read_once_whatever_changes(data):
-    c = config(data, shuffle=False)
-    read = np.concatenate([targets(c, step).reshape(-1) for step in range(9)])
-    assert [targets(c, step).shape for step in (2, 3, 6)] == [(8, 16), (8, 32), (16, 32)]
-    np.testing.assert_array_equal(read, np.arange(read.size) % 29)
-    assert read.size == tokens_before(c, 9) == 3 * 128 + 3 * 256 + 3 * 512
+def test_tokens_before_a_step_and_steps_of_tokens(data):
+    c = config(data)
+    assert [tokens_before(c, step) for step in (3, 6, 9)] == [3 * 128, 3 * 128 + 3 * 256, 3 * 128 + 3 * 256 + 3 * 512]
     assert [steps_of(c, tokens) for tokens in (127, 128, 384, 640, 1152, 1663, 1664)] == [0, 1, 3, 4, 6, 6, 7]
 
 
-def test_another_batch_size_leaves_the_order_and_each_epoch_exact(data):
+def test_epochs_before_a_batch_count_those_of_other_sizes(data):
     grows = [{"step": step, "training.batch_size": 8 * step} for step in (2, 4)]
-
-    def of(c, steps):
-        return np.concatenate([targets(c, step) for step in range(steps)])
-
-    plain, grown = of(config(data, []), 31), of(config(data, grows), 9)
-    np.testing.assert_array_equal(grown[:248], plain[: len(grown)][:248])
-    loader = loader_at(config(data, grows), 8)
-    assert loader.epochs_before(8) == Fraction(2 * 8 + 2 * 16 + 4 * 32, 250)
+    assert loader_at(config(data, grows), 8).epochs_before(8) == Fraction(2 * 8 + 2 * 16 + 4 * 32, 250)
 
 
 def test_the_sources_of_a_mixture_go_on_and_new_data_begins(tmp_path):
@@ -143,70 +135,12 @@ def test_batches_that_are_left_out_move_no_earlier_one(data):
 # ---- runs ---------------------------------------------------------------------------------------------------------
 
 
-def by_hand(c, changes, steps: int) -> list[float]:
-    """Losses of the steps, each made with the settings of the step, of tokens that are sliced one after the other."""
-    c = dataclasses.replace(c, training=dataclasses.replace(c.training, changes=[]))
-    found, at = [], 0
-    with jax.set_mesh(tiny.mesh("one device")):
-        state, program = tiny.state(c), tiny.training_step(c)
-        for step in range(steps):
-            for change in (change for change in changes if change["step"] == step):
-                for name, value in change.items():
-                    section, _, setting = name.partition(".")
-                    setting and setattr(getattr(c, section), setting, value)
-                program = tiny.training_step(c)
-            shape = c.training.batch_size, c.training.seq_len
-            places = at + np.arange(shape[0] * shape[1])
-            at += places.size
-            batch = TokenBatch(
-                (places % 29).astype(np.uint32).reshape(shape),
-                (places % 10 == 0).reshape(shape),
-                np.ones(shape, bool),
-            )
-            state, metrics = program(state, tiny.place_batch(c, batch), np.int32(step))
-            found.append(float(metrics.loss))
-    return found
-
-
-@pytest.fixture(scope="module")
-def of_changes(tmp_path_factory, data):
-    directory = tmp_path_factory.mktemp("runs") / "whole"
-    assert run(directory, config(data, shuffle=False)) == 3
-    return directory
-
-
-@pytest.mark.long
-def test_each_step_is_that_of_its_settings(of_changes, data):
-    c = config(data, shuffle=False)
-    assert losses(of_changes) == by_hand(c, LENGTHS, 9)
-    changed = [(x["step"], x["settings"]) for x in lines(of_changes) if x.get("event") == "changed"]
-    assert changed == [
-        (4, "training.seq_len 16 -> 32"),
-        (7, "optimizer.learning_rate 0.01 -> 0.001, training.batch_size 8 -> 16"),
-    ]
-    steps = [x for x in lines(of_changes) if "event" not in x]
-    assert [x["tokens"] for x in steps] == [tokens_before(c, step + 1) for step in range(9)]
-
-
-@pytest.mark.long
-def test_a_killed_run_ends_equal_to_the_bit(of_changes, data, tmp_path):
-    """Resumed within a phase, at a change, and with a change that was not known at first."""
-    for steps, changes in ((2, LENGTHS[:1]), (3, LENGTHS[:1]), (5, LENGTHS), (6, LENGTHS), (9, LENGTHS)):
-        run(tmp_path / "run", config(data, changes, shuffle=False, steps=steps))
-    assert losses(tmp_path / "run") == losses(of_changes)
-
-
 @pytest.fixture(scope="module")
 def on_two_meshes(tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("runs") / "moved"
     run(directory, config(data, shuffle=False, steps=4))
     run(directory, config(data, shuffle=False), "d=4 t=2")
     return directory
-
-
-@pytest.mark.slow
-def test_another_mesh_goes_on_with_the_same_batches(of_changes, on_two_meshes):
-    np.testing.assert_allclose(losses(on_two_meshes), losses(of_changes), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -270,8 +204,10 @@ def test_what_was_done_does_not_change(tmp_path, data, changes, settings, messag
         check_resumes(saved_config(saved), config(data, changes, **settings), tmp_path, 4)
 
 
-@pytest.mark.long
-def test_other_data_is_refused_with_the_remedy(data, tmp_path):
+def test_other_data_is_refused_with_the_remedy(data, tmp_path, exact):
+    def run(directory, c):
+        return train_on("one device", c, directory)
+
     run(tmp_path / "run", config(data, [], steps=2))
     other = written(tmp_path / "b.zarr", 2000, 30)
     with pytest.raises(ValueError, match="change them from this step on"):
@@ -302,17 +238,6 @@ def test_a_phase_whose_steps_are_skipped_ends_no_run(data, tmp_path):
     changes = [{"step": 1, "optimizer.z_loss": 3e38}, {"step": 2, "optimizer.z_loss": 0.0}]  # the loss is infinite
     run(tmp_path / "run", config(data, changes, steps=3))
     assert [x["step"] for x in lines(tmp_path / "run") if x.get("event") == "skipped"] == [2]
-
-
-def test_microbatches_change_no_batch(data):
-    mixture = {name: SourceConfig(data, weight) for name, weight in (("a", 1.0), ("b", 2.0))}
-
-    def of(changes):
-        return config(None, changes, mixture=mixture)
-
-    changed = of([{"step": 3, "training.microbatches": 2}])
-    np.testing.assert_array_equal(targets(changed, 5), targets(of([]), 5))
-    assert loader_at(changed, 5).microbatches == 2
 
 
 # ---- branches, and epochs -----------------------------------------------------------------------------------------

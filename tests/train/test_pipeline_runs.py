@@ -134,13 +134,14 @@ def test_processes_run_as_one(count, devices, mesh, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_over_other_stages_and_processes(tmp_path):
-    """p=2 v=2 in two processes, then two stages in one, then none: as the unbroken run without stages."""
+    """p=2 v=2 in two processes, two stages in one, none in one, in two: as the unbroken run without stages."""
     settings = ["model.layers=4", "training.microbatches=4", "training.batch_size=16", "training.checkpoint_interval=4"]
-    unbroken = Run(tmp_path / "unbroken", 1, 4, *settings, "mesh.d=4", "mesh.t=1", "training.steps=12").succeed()
+    unbroken = Run(tmp_path / "unbroken", 1, 4, *settings, "mesh.d=4", "mesh.t=1", "training.steps=16").succeed()
     root = tmp_path / "moved"
     Run(root, 2, 2, *settings, "pipeline.virtual_stages=2", "mesh.p=2", "mesh.t=1", "training.steps=4").succeed()
     Run(root, 1, 4, *settings, "mesh.p=2", "mesh.d=1", "mesh.t=2", "training.steps=8").succeed()
-    moved = Run(root, 1, 4, *settings, "mesh.d=1", "mesh.t=4", "training.steps=12").succeed()
+    Run(root, 1, 4, *settings, "mesh.d=1", "mesh.t=4", "training.steps=12").succeed()
+    moved = Run(root, 2, 2, *settings, "mesh.d=2", "mesh.t=2", "training.steps=16").succeed()
     np.testing.assert_allclose(moved.losses(), unbroken.losses(), rtol=2e-4)
 
 

@@ -1,0 +1,247 @@
+"""A training program of integers, whose losses numpy knows to the bit, and runs of it that start in milliseconds.
+
+Each loss is a hash of the whole state, the whole batch with the place of each token, the step and the settings, and the
+state after a step depends on it: whatever is wrong once shows in every later loss, on any mesh.
+"""
+
+import dataclasses
+import functools
+import os
+import signal
+from collections.abc import Iterator
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train
+from shardlib.shardtypes import Array, f32, make_shardings, pytree_dataclass
+from shardwright.modeling.weights import Weight, shapes_of
+from shardwright.run import changes, run, schedule, step
+from shardwright.run.listeners import Checkpoints, Listener, Skips, checkpoints
+from tests.support import tiny
+
+PRIME = 4093
+"""Above every number of the state, so that f32 holds the integers below its square."""
+
+
+@pytree_dataclass
+class Layer:
+    w: f32["M/d F/t"]
+
+
+@pytree_dataclass
+class Weights:
+    embed: f32["V/t M/d"]
+    layers: Array["layers", Layer]
+
+
+class Model:
+    """Has the weights of a model, and computes nothing."""
+
+    Weights = Weights
+
+    def __init__(self, c):
+        self.config = c
+        self.table = Weights(Weight((16, 8), "embedding"), Layer(Weight((2, 8, 8), "matrix")))
+
+
+# ---- the arithmetic, by jax and by numpy --------------------------------------------------------------------------
+
+
+def mixed(np_or_jnp, x, place):
+    """A hash of each number of an array at its place."""
+    x = (x.astype(np.uint32) + np.uint32(1)) * np.uint32(2654435761) + place * np.uint32(40503)
+    return np_or_jnp.sum((x ^ (x >> np.uint32(15))) * np.uint32(2246822519), dtype=np.uint32)
+
+
+def hash_of_batch(np_or_jnp, batch, places):
+    numbers = batch.targets * np.uint32(4) + batch.is_seq_start * np.uint32(2) + batch.loss_mask
+    return mixed(np_or_jnp, numbers, places)
+
+
+def loss_and_state(np_or_jnp, leaves, places, of_batch, number, rate):
+    """Loss, and state after, of a step: leaves of weights, of adam_mu and of adam_nu."""
+    of_settings = np.uint32(round(rate * 1e6) * 8191 % 2**32)
+    total = of_batch * np.uint32(31) + number * np.uint32(1000003) + of_settings
+    for i, (x, place) in enumerate(zip(leaves, places, strict=True)):
+        total = total * np.uint32(3) + mixed(np_or_jnp, x, place + np.uint32(977 * i))
+    total = total ^ (total >> np.uint32(13))
+    count = len(leaves) // 3
+    w, mu, nu = ([x.astype(np.uint32) for x in leaves[i * count : (i + 1) * count]] for i in range(3))
+    mu = [(x * np.uint32(3) + (total & np.uint32(255))) % np.uint32(PRIME) for x in mu]
+    nu = [(x * np.uint32(5) + (total >> np.uint32(24)) + m) % np.uint32(PRIME) for x, m in zip(nu, mu, strict=True)]
+    w = [(x * np.uint32(7) + m + n) % np.uint32(PRIME) for x, m, n in zip(w, mu, nu, strict=True)]
+    return (total >> np.uint32(12)).astype(np.float32) / np.float32(1024), [x.astype(np.float32) for x in w + mu + nu]
+
+
+def first_weights(np_or_jnp, seed, i, place):
+    return ((place * np.uint32(31) + np.uint32(104729 * i) + seed * np.uint32(7919)) % np.uint32(PRIME)).astype(
+        np.float32
+    )
+
+
+# ---- the program --------------------------------------------------------------------------------------------------
+
+
+def placed(shape, spec=None):
+    """The number of each entry of an array, sharded as it is."""
+    numbers = jnp.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
+    return numbers if spec is None else jax.sharding.reshard(numbers, spec)
+
+
+def like(x):
+    return placed(x.shape, jax.typeof(x).sharding.spec)
+
+
+def init_state(key, config, model):
+    seed = jax.random.key_data(key)[1]
+    shapes, tree = jax.tree.flatten(shapes_of(model.table))
+    specs = [x.spec for x in jax.tree.leaves(make_shardings(Weights, like=shapes_of(model.table)))]
+    made = [first_weights(jnp, seed, i, placed(x.shape, s)) for i, (x, s) in enumerate(zip(shapes, specs, strict=True))]
+    w = jax.tree.unflatten(tree, made)
+    return train.State(w, *(jax.tree.map(jnp.zeros_like, w) for _ in range(2)))
+
+
+def make_training_step(config, model):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def training_step(state, batch, number):
+        leaves, tree = jax.tree.flatten(state)
+        of_batch = hash_of_batch(jnp, batch, like(batch.targets))
+        number = number.astype(np.uint32)
+        loss, leaves = loss_and_state(
+            jnp, leaves, list(map(like, leaves)), of_batch, number, config.optimizer.learning_rate
+        )
+        zero = jnp.zeros(())
+        return jax.tree.unflatten(tree, leaves), train.Metrics(loss, loss, zero, None, jnp.zeros((), bool))
+
+    return training_step
+
+
+SPEC = dataclasses.replace(
+    train.SPEC,
+    init_state=init_state,
+    make_training_step=make_training_step,
+)
+
+
+# ---- what numpy expects -------------------------------------------------------------------------------------------
+
+
+def expected(seed: int, batches: Iterator) -> Iterator[float]:
+    """The loss of each step, from the (TokenBatch of sequences, learning rate) of each."""
+    shapes = [w.shape for w in jax.tree.leaves(Model(None).table, is_leaf=lambda x: isinstance(x, Weight))]
+    places = [np.arange(np.prod(shape), dtype=np.uint32).reshape(shape) for shape in shapes]
+    leaves = [first_weights(np, np.uint32(seed), i, place) for i, place in enumerate(places)]
+    leaves += [np.zeros(shape, np.float32) for shape in shapes * 2]
+    with np.errstate(over="ignore"):
+        for number, (batch, rate) in enumerate(batches):
+            of_batch = hash_of_batch(
+                np, batch, np.arange(batch.targets.size, dtype=np.uint32).reshape(batch.targets.shape)
+            )
+            loss, leaves = loss_and_state(np, leaves, places * 3, of_batch, np.uint32(number), rate)
+            yield float(loss)
+
+
+MODEL = Model(tiny.model(layers=2))
+_STEPS, _PROGRAMS, _CONFIGS = {}, {}, {}
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+class Stopping(Listener):
+    """Sends this process SIGTERM in a step."""
+
+    at = None
+    """Steps done before it."""
+
+    def before(self, step, state, batch):
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Bare(run.Run):
+    """A Run that counts skipped steps, and that a signal may stop: nothing is drawn or profiled."""
+
+    began: ClassVar[list[int]] = []
+    """Where each start resumed."""
+
+    def __init__(self, *args):
+        super().__init__(*args[:-1], listeners=[Skips, Stopping, Checkpoints])
+
+    def begin(self):
+        state = super().begin()
+        self.began.append(self.start)
+        return state
+
+
+class Compiled:
+    """A lowered program that is compiled once."""
+
+    def __init__(self, lowered):
+        self._lowered, self.out_info = lowered, lowered.out_info
+
+    @functools.cache  # noqa: B019
+    def compile(self, compiler_options=None):
+        return self._lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+
+
+def remembered(config_at):
+    """`config_at`, which takes longer than all else of a start, once for each configuration and step."""
+
+    def at(c, step):
+        free = {"steps": c.training.steps, "resume_step": c.training.resume_step}
+        key = repr(dataclasses.replace(c, training=dataclasses.replace(c.training, **dict.fromkeys(free)))), step
+        found = _CONFIGS[key] = _CONFIGS.get(key) or config_at(c, step)
+        return dataclasses.replace(found, training=dataclasses.replace(found.training, **free))
+
+    return at
+
+
+def use(patch) -> None:
+    """Patches what runs use: programs are traced and compiled once, and not proved, planned or described."""
+    at = remembered(changes.config_at)
+    for module in (changes, schedule, checkpoints):
+        patch.setattr(module, "config_at", at)
+    lower = step.Step.lower
+
+    def trace(c, model, spec=None):
+        t = c.training
+        mesh = jax.sharding.get_mesh()
+        key = (mesh, t.batch_size, t.seq_len, t.microbatches, t.seed, c.optimizer.learning_rate)
+        return _STEPS.setdefault(key, step.Step(c, MODEL, mesh, SPEC))
+
+    def lower_once(self):
+        if self not in _PROGRAMS:
+            _PROGRAMS[self] = Compiled(lower(self))
+        return _PROGRAMS[self]
+
+    patch.setattr(train, "SPEC", SPEC)
+    patch.setattr(train, "Run", Bare)
+    patch.setattr(schedule, "trace_step", trace)
+    patch.setattr(schedule, "provenance_of", lambda step: {"source": {}, "programs": {}, "traced_by": ""})
+    patch.setattr(step.Step, "lower", lower_once)
+    patch.setattr(step.Step, "calls", [])
+    patch.setattr(run, "load_spec", lambda: SPEC)
+    patch.setattr(run, "introduce", lambda run, *_: run.changes() and {})
+    patch.setattr(run, "compile_step", lambda lowered, *_: (lowered.compile(), None))
+    patch.setattr(run, "keep_source", lambda *_: None)
+    patch.setattr(Bare, "_planned", lambda self: None)
+    patch.setattr(Bare, "prove", lambda self: None)
+    patch.setattr(Bare, "check_kernels", lambda self: None)
+    patch.setattr(run.examine, "check_as_written", lambda *_: None)
+
+
+def train_on(mesh: str, c, directory) -> str | None:
+    """A run, to its end, on a mesh of tests/support/tiny.py. `use` must have been called."""
+    with jax.set_mesh(tiny.mesh(mesh)):
+        return train.Run.to_the_end(lambda: train.train(c, MODEL, directory))
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Runs are of this program."""
+    use(monkeypatch)
