@@ -5,6 +5,7 @@ The format is specified in docs/pytree-zarr-checkpoint.md.
 
 import concurrent.futures
 import contextlib
+import datetime
 import functools
 import json
 import os
@@ -265,7 +266,8 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def set_aside(self, steps: Iterable[int]) -> str:
         """Moves checkpoints, damaged or not, into a new directory under SET_ASIDE. Returns its path or URL."""
-        place = time.strftime(f"{SET_ASIDE}/%Y%m%dT%H%M%SZ", time.gmtime())
+        now = datetime.datetime.now(datetime.UTC)  # to the microsecond: two starts within a second have two directories
+        place = now.strftime(f"{SET_ASIDE}/%Y%m%dT%H%M%S.%fZ")
         for name in map(directory_of, steps):
             self.store.move(name, f"{place}/{name}")
         return f"{self.store.url}/{place}"

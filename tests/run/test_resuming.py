@@ -5,7 +5,6 @@ The program is of integers (tests/support/exact_step.py), so numpy says what eac
 
 import copy
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import TokenBatch
 from shardwright.data.loader.order import permute
-from shardwright.run import checkpoint, exports, run
+from shardwright.run import exports, run
 from shardwright.run.listeners import checkpoints
 from tests.support import exact_step, tiny
 from tests.support.crashes import Crashed, Disk
@@ -91,7 +90,6 @@ class Machine(RuleBasedStateMachine):
         exact_step.use(self.patch)
         self.scratch = Path(tempfile.mkdtemp(dir=FAST))
         self.directory = self.scratch / "run"
-        self.starts = itertools.count()
 
     def teardown(self):
         self.patch.undo()
@@ -151,7 +149,6 @@ class Machine(RuleBasedStateMachine):
         c.training.steps = first + more
         exact_step.Bare.began.clear()
         self.patch.setattr(exact_step.Stopping, "at", None if stop is None else first + stop)
-        self.patch.setattr(checkpoint, "SET_ASIDE", f"set_aside/{next(self.starts)}")  # it is named by the second
         self.disk.fail(error, *moment)
         raised = ended = None
         try:
