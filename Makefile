@@ -28,7 +28,7 @@ DEVELOPMENT := $(VENV)/.installed-$(EXTRAS)
 SITE := $(VENV)/.installed-for-docs
 fail = { echo "make: $(1)" >&2; exit 1; }
 
-.PHONY: help demo verify setup test test-quick test-long test-slow test-shardlib wheels docs pictures lint format constraints clean check-python check-venv
+.PHONY: help demo verify setup test test-quick test-long test-slow test-shardlib mutants wheels docs pictures lint format constraints clean check-python check-venv
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS) ARGS=$(ARGS)"
@@ -59,6 +59,10 @@ test-shardlib: check-python ## the tests of shardlib, where only it and pytest a
 	$(VENV)-shardlib/bin/pip install --quiet ./shardlib pytest $(CONSTRAINTS:%=-c %)
 	JAX_ENABLE_COMPILATION_CACHE=false $(VENV)-shardlib/bin/pytest -o addopts="--import-mode=importlib --strict-markers" -o pythonpath=. \
 	  -m "not long and not slow" tests/shardlib tests/proof
+
+mutants: $(DEVELOPMENT) ## plant single faults in copies of the source, and see that tests still catch them: an hour or two
+	$(RUN) pip install --quiet coverage
+	$(RUN) bench.mutants $(ARGS)
 
 # Each wheel would take along what another build left in build/.
 wheels: $(RUNTIME) ## the wheels of shardwright, which has shardlib, and of shardlib alone, in dist/

@@ -1,0 +1,1 @@
+"""Plants single faults in a copy of the source and records which tests fail."""
