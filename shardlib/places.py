@@ -29,7 +29,12 @@ def is_installed(file: str) -> bool:
     package = _within_packages(file)
     if package:
         return package.partition("/")[0] not in _OURS
-    return file.startswith(("<frozen ", _PYTHON))
+    return is_of_python(file)
+
+
+def is_of_python(file: str) -> bool:
+    """True for a file of Python's standard library."""
+    return file.startswith(("<frozen ", _PYTHON)) and not _within_packages(file)
 
 
 def _within_packages(file: str) -> str:

@@ -24,4 +24,4 @@ def assert_sound(name: str, mesh: str, *overrides: str, configs: str | Path = "c
     """
     sizes = sizes_of(mesh)
     c = composed(name, *overrides, *(f"mesh.{axis}={size}" for axis, size in sizes.items()), own=configs)
-    examine.prove(open_steps(c, sizes), None)
+    examine.prove(open_steps(c, sizes))

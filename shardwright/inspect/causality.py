@@ -19,7 +19,7 @@ from shardlib.proof.check import Finding, on_one_device
 from shardlib.proof.lengths import compared
 from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, make_reach, reshaped, unknown
 from shardwright.data.loader import TokenBatch
-from shardwright.inspect.soundness import Unproved, devices_of, refuse
+from shardwright.inspect.soundness import Unproved, code_of, devices_of, refuse
 from shardwright.modeling import fp8
 from shardwright.modeling.attention_calls import mask_of, sees_later
 from shardwright.modeling.masks import AttentionMask
@@ -61,15 +61,14 @@ def remedied(problem: str, form: str) -> Finding:
     return Finding(f"{problem}\n  remedy: {remedy}", form=form)
 
 
-def check_causal(step: Step, source: Any = None, context: int | None = None) -> str:
+def check_causal(step: Step, context: int | None = None) -> str:
     """Raises if the logits of a model depend on a later token of the document, or on another document or sequence.
 
     The evaluation and the training step of one microbatch are traced for one device, and not run; what their losses
     depend on is checked. In sampling, the forward pass is traced.
 
     Args:
-        step: a step of a run, or of its model.
-        source: hashes of the source, from provenance.source_of, for which each model is checked once; None: each time.
+        step: a step of a run, or of its model. It is checked once for the same programs and code.
         context: positions of a text, which is one document; None: check the run, not texts.
 
     Returns:
@@ -93,15 +92,15 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
         return (*(each.digest for each in checked), "causality", settings)
 
     try:
-        refuse(lambda: list(dict.fromkeys(_findings(checked))), source, key)
+        refuse(lambda: list(dict.fromkeys(_findings(checked))), key, *code_of(step))
     except Unproved as why:
         return str(why)
     return ""
 
 
-def describe_causality(step: Step, source: object) -> str:
+def describe_causality(step: Step) -> str:
     """The line of a run's log: the model is causal, or why that is not proved. Raises ShardError like check_causal."""
-    if unproved := check_causal(step, source):
+    if unproved := check_causal(step):
         return f"causality  not proved: {unproved}"
     return "causality  the logits of a position depend on no later token, and on no other document"
 

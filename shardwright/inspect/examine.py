@@ -26,21 +26,20 @@ from shardwright.run.stores import in_all_processes
 __all__ = "RunStatistics", "check_as_written", "check_kernels", "draw_step", "plan_run", "prove", "read_trace"
 
 
-def prove(steps: Sequence[Step], source: object) -> None:
+def prove(steps: Sequence[Step]) -> None:
     """Raises unless the steps compute on their mesh what they compute on one device, and look at no later token.
 
     Args:
         steps: the training step with the current settings, and those with the settings of later steps.
-        source: hashes of the source, from provenance.source_of, for which each step is proved once; None: each time.
     """
     mesh = steps[0].mesh
     if mesh.size > 1 or any(step.config.training.loss_chunk for step in steps):  # chunks are proved as devices are
         for step in steps:
-            check_steps(step, source)
+            check_steps(step)
         staged = PIPELINE_AXIS in mesh.shape
         what = "the parts of the steps that stages run, in order," if staged else "training and evaluation"
         log(f"proof      {what} compute on this mesh what they compute on one device")
-    for line in dict.fromkeys(describe_causality(step, source) for step in steps):
+    for line in dict.fromkeys(describe_causality(step) for step in steps):
         log(line)
 
 
@@ -56,23 +55,23 @@ def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
     products.check_sums()
 
 
-def check_as_written(step: Step, hlo: Path | None, source: object) -> None:
+def check_as_written(step: Step, hlo: Path | None) -> None:
     """Prints whether the compiled step communicates as written, and what differs. All processes call it.
 
-    The result for this HLO text is kept, as those of `prove` are for their `source`, and read again unless
-    hardware.strict, under which a difference raises ValueError, as does process 0 without an HLO text.
+    The result for this HLO text is kept, as those of `prove` are. Under hardware.strict, a difference raises
+    ValueError, as does process 0 without an HLO text.
     """
 
     def check(strict: bool) -> None:
         try:
             text = hlo.read_text() if hlo else ""
-            summary, lines = keep_result(
+            kept = keep_result(
                 "as_written",
-                None if strict else source,
-                key=lambda: (step.digest, read_by(step), devices_of(step.mesh), text),
+                key=lambda: (step.digest, read_by(step), devices_of(step.mesh), text, strict),
                 make=lambda: {"found": [*compared(step.jaxpr, step.mesh, text, strict)]},
                 kinds={"found": (str, [str])},
-            )["found"]
+            )
+            summary, lines = kept["found"]
         except Exception as error:  # another XLA may write its programs differently
             if strict:
                 raise ValueError(

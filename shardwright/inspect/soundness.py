@@ -17,13 +17,15 @@ from shardlib.interpret import digest_of
 from shardlib.places import place
 from shardlib.proof.check import Finding, on_one_device, prove, prove_function, raise_for, tracing
 from shardlib.proof.domain import BLOCKS
-from shardwright.inspect.fresh import reimport
+from shardwright.inspect.fresh import OTHER_VALUES, reimport
+from shardwright.inspect.loaded_code import digest_of_code
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.masks import numbers_in
 from shardwright.optimizers.rates import own_functions
 from shardwright.run.config import TrainingConfig
 from shardwright.run.provenance import keep_result, read_by
+from shardwright.run.reference import model_of
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import in_all_processes
 
@@ -38,15 +40,14 @@ class Unproved(Exception):
     """Raised if nothing is known of a program; says why."""
 
 
-def check_steps(step: Step, source: object) -> None:
+def check_steps(step: Step) -> None:
     """Raises unless the steps compute on their mesh what they compute on one device. They are not run.
 
     With pipeline stages, the parts that stages run, and the embedding and loss, which all stages run together, are
     checked one after the other and compared with what one device runs; shardlib.schedules checks the schedule.
 
     Args:
-        step: one of the programs, as it is run. All of them are checked.
-        source: hashes of the source, from provenance.source_of, for which each step is checked once; None: each time.
+        step: one of the programs, as it is run. All of them are checked, once for the same programs and code.
 
     Raises:
         ShardError: names the lines of the source that are wrong or not proved, with the values there and the remedy.
@@ -55,10 +56,10 @@ def check_steps(step: Step, source: object) -> None:
     def key() -> tuple:
         return [step.other(name=name).digest for name in NAMES], read_by(step), devices_of(step.mesh)
 
-    refuse(lambda: find_unsound(step), source, key)
+    refuse(lambda: find_unsound(step), key, *code_of(step))
 
 
-def check_program(program: Any, args: object, source: Any, *settings: Any) -> None:
+def check_program(program: Any, args: object, *settings: Any) -> None:
     """Checks a jitted program, which calls typed_shard_map, like check_steps, for arguments of these shapes.
 
     `settings` are what its source reads besides the arguments.
@@ -71,7 +72,12 @@ def check_program(program: Any, args: object, source: Any, *settings: Any) -> No
     def key() -> tuple:
         return digest_of(trace()), program.__name__, settings, repr(shapes)
 
-    refuse(lambda: prove_function(trace), source, key)
+    refuse(lambda: prove_function(trace), key, program)
+
+
+def code_of(step: Step) -> list[object]:
+    """What the code that a step runs is reached from."""
+    return [step.model, step.spec, own_functions(step.config.optimizer), model_of(step.config)]
 
 
 def devices_of(mesh: Any) -> tuple:
@@ -80,18 +86,25 @@ def devices_of(mesh: Any) -> tuple:
     return (*mesh.shape.items(), device and device.device_kind)
 
 
-def refuse(find: Callable[[], list[Finding]], source: object, key: Callable[[], object]) -> None:
-    """Raises ShardError for what `find` finds, unless all was proved before for `source` and `key`.
+def refuse(find: Callable[[], list[Finding]], key: Callable[[], object], *code: object) -> None:
+    """Raises ShardError for what `find` finds, unless all was proved before for `key` and `code`.
 
     `find` may raise Unproved. If several processes call this with the same program, as they all must, the first one
-    proves it and keeps the record. `source` and `key` are those of provenance.keep_result.
+    proves it and keeps the record.
+
+    Args:
+        find: proves a program.
+        key: returns the digest of the program on its mesh, and the settings that it reads.
+        code: functions and objects from which the code that it runs is reached. On one device that may be other code.
     """
 
     def key_here() -> tuple:
-        return key(), tuple(jax.sharding.get_abstract_mesh().shape.items())
+        return key(), digest_of_code(*code), tuple(jax.sharding.get_abstract_mesh().shape.items())
 
     def prove() -> dict:
-        return keep_result("soundness", source, key_here, lambda: raise_for(find(), SHOWN) or {})
+        return keep_result(
+            "soundness", key_here, lambda: raise_for(find(), SHOWN) or {}, may_keep=lambda: not OTHER_VALUES
+        )
 
     in_all_processes(lambda: prove() if jax.process_index() == 0 else {}, Unproved)
 
@@ -108,6 +121,8 @@ def find_unsound(step: Step) -> list[Finding]:
     makers += own_functions(step.config.optimizer)
     if found := list(dict.fromkeys(finding for part in (*makers, *kinds) for finding in _machines(part))):
         return found
+    with reimport(step):  # raises if its functions are not those of its files
+        pass
     found, is_einsum = _check_rules(step)
     found = found or _unsound(step if is_einsum else step.other("einsum attention"), to_single=True)
     return found if found or is_einsum else _unsound(step)

@@ -123,10 +123,8 @@ class SavedRun:
     metadata: dict[str, Any]
     config: run_config.Config
 
-    def read_weights(
-        self, model: LanguageModel, other_source: bool, write_line: Write, average: bool = False
-    ) -> tuple[Any, Any]:
-        """Reads the weights, or their average, sharded as in training on the current mesh; and the source's hashes.
+    def read_weights(self, model: LanguageModel, other_source: bool, write_line: Write, average: bool = False) -> Any:
+        """Reads the weights, or their average, sharded as in training on the current mesh.
 
         Reports with `write_line` how the source differs from that of the checkpoint, and weights that are not finite.
         Raises ValueError if the source computes something else, unless `other_source`, or if no average was kept.
@@ -142,7 +140,7 @@ class SavedRun:
         weights = self.checkpoints.restore(self.step, {part: like})[part]
         if odd := [name for name, is_finite in named_leaves(are_finite(weights)).items() if not is_finite]:
             write_line(shown(f"WARNING     {odd[0]} is not finite: texts and losses of these weights are meaningless"))
-        return weights, now["source"]
+        return weights
 
 
 def read_state(

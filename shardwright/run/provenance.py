@@ -82,7 +82,17 @@ def files_of_source() -> dict[str, list[Path]]:
 
 def source_of() -> dict[str, str]:
     """Hashes each part of the source, by name."""
+    return _digests(files_of_source())
 
+
+@functools.cache
+def version() -> tuple[str, ...]:
+    """What a result of this project depends on besides its arguments: its own files, and JAX."""
+    files = {name: paths for name, paths in files_of_project().items() if name in PACKAGES}
+    return *_digests(files).values(), *map(importlib.metadata.version, ("jax", "jaxlib"))
+
+
+def _digests(files: Mapping[str, list[Path]]) -> dict[str, str]:
     # Two files of one name may change places: their folders tell them apart.
     def part(path):
         return f"{path.parent.name}/{path.name} {len(bytes_of(path))}\n".encode() + bytes_of(path)
@@ -90,7 +100,7 @@ def source_of() -> dict[str, str]:
     def digest(paths):
         return hashlib.sha256(b"".join(map(part, paths))).hexdigest()[:20]
 
-    return {name: digest(paths) for name, paths in files_of_source().items()}
+    return {name: digest(paths) for name, paths in files.items()}
 
 
 def _device() -> Device:
@@ -112,45 +122,49 @@ def read_by(step: Step) -> tuple:
 
 def keep_result(
     name: str,
-    source: object,
     key: Callable[[], object],
     make: Callable[[], dict[str, Any]],
     kinds: object = dict,
+    may_keep: Callable[[], bool] = lambda: True,
 ) -> dict[str, Any]:
-    """Returns what `make` returns, or what it returned before for the same source and key.
+    """Returns what `make` returns, or what it returned before for the same key.
 
     That is kept next to compiled programs. A record that cannot be read or written is ignored,
     with a line.
 
     Args:
-        name: directory of the records.
-        source: hashes of the source, from source_of; None: nothing is kept.
-        key: returns what else the facts follow from, above all Step.digest of the programs that
-            run: Python may have loaded another text than a file has now. If it raises, nothing is
-            kept.
+        name: what the facts are, and directory of the records.
+        key: returns what the facts follow from besides `version`, above all Step.digest of the
+            programs that run. If it raises, nothing is kept.
         make: returns the facts, of types that JSON has.
         kinds: types of its values, as for untrusted.check_types.
+        may_keep: called after `make`. False: what it returned is of this start only.
     """
-    directory = kept_programs(name) if source else None
+    directory = kept_programs(name)
     if directory is None:
         return make()
     try:
-        known = source, key(), jax.__version__, jax.local_devices()[0].device_kind
+        known = version(), key(), jax.local_devices()[0].device_kind
     except Exception:  # such as of a program that cannot be traced, which `make` describes
         return make()
     config = cast(Any, jax.config)
     known += config.jax_default_prng_impl, config.jax_enable_x64
-    record = directory / hashlib.sha256(repr(known).encode()).hexdigest()[:32]
+    about = {"kind": name, "key": hashlib.sha256(repr(known).encode()).hexdigest()}
+    record = directory / about["key"][:32]
     try:
-        return read_object(record, kinds)
+        kept = read_object(record, {"kind": str, "key": str, "found": kinds})
+        if about == {part: kept[part] for part in about}:
+            return kept["found"]
+        say(f"WARNING: a kept result is made again: {record} is the record of something else.")
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         say(f"WARNING: a kept result is made again: {str(error).removesuffix(COPY_AGAIN)}")
     found = make()
-    with best_effort(str(record)):
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(record, json.dumps(found))
+    if may_keep():
+        with best_effort(str(record)):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(record, json.dumps({**about, "found": found}))
     return found
 
 

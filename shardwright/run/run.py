@@ -176,7 +176,7 @@ class Run(Schedule):
 
     def prove(self) -> None:
         """Raises if a step does not compute on this mesh what it computes on one device, or is not causal."""
-        examine.prove(list(map(self.traced, self.ahead)), self.provenance["source"])
+        examine.prove(list(map(self.traced, self.ahead)))
 
     def check_kernels(self) -> None:
         """Runs each platform-specific kernel and its reference implementation, and raises if they differ."""
@@ -191,7 +191,7 @@ class Run(Schedule):
             self.program, self.hlo = compile_step(lowered, self.directory, self.options)
         self.compiled_s = time.monotonic() - begin
         log(f"compiled   the training step in {self.compiled_s:.1f} s")
-        examine.check_as_written(self.step, self.hlo, self.provenance["source"])
+        examine.check_as_written(self.step, self.hlo)
         self.log.add_event(self.start - 1, "compiled", {"seconds": round(self.compiled_s, 3)})
         return self.program
 

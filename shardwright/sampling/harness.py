@@ -81,7 +81,7 @@ def _sampling(options: Mapping[str, Any], tokenizer: Tokenizer) -> Sampling:
 def _generate(scorer: Scorer, weights: Any, settings: Sampling, prompts: list[list[int]]) -> list[list[int]]:
     with jax.set_mesh(scorer.mesh):
         context = min(scorer.length, max(map(len, prompts)) + settings.max_tokens)
-        return Sampler(scorer.step, settings, context, source=scorer.source).generate(weights, prompts)
+        return Sampler(scorer.step, settings, context).generate(weights, prompts)
 
 
 def _cut(text: str, until: str | list[str]) -> str:

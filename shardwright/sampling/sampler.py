@@ -138,7 +138,6 @@ class Programs:
     Args:
         step: a Step of the model. Of its settings, training.gather_weights decides if weights are gathered in each
             layer for each token, or once for CHUNK tokens.
-        source: hashes of the source, from provenance.source_of; None: verifies programs each time.
         settings: everything the programs read in addition to the model and `training`.
         forms: of run.step.FORMS, in addition to "for texts".
 
@@ -146,7 +145,7 @@ class Programs:
         ValueError: the model has inputs other than tokens.
     """
 
-    def __init__(self, step: Step, source: Any, settings: tuple = (), *forms: str):
+    def __init__(self, step: Step, settings: tuple = (), *forms: str):
         if inputs := step.inputs:
             raise ValueError(
                 f"model.module {step.model.config.module!r} also reads {', '.join(inputs)}, which texts do not have. "
@@ -155,7 +154,6 @@ class Programs:
         self.step = step.other("for texts", *forms, name="logits")
         self.forward, self.config = self.step.forward, step.model.config
         self.mesh = jax.sharding.get_mesh()
-        self.source = source
         self._settings = (self.config, self.forward.training, *settings)
         self._compiled: dict[Any, Any] = {}
 
@@ -180,7 +178,7 @@ class Programs:
         key = (program, tuple(np.shape(x) for x in jax.tree.leaves(args)))
         if key not in self._compiled:
             if self.mesh.size > 1:
-                check_program(program, args, self.source, *self._settings)
+                check_program(program, args, *self._settings)
             self._compiled[key] = program.lower(*args).compile()
         return self._compiled[key](*args)
 
@@ -194,22 +192,19 @@ class Sampler(Programs):
         context: number of tokens that the next one can attend to, with bos; at most the model's positions. A text that
             fills it ends.
         batch: most texts at once; rounded up to a multiple of the devices.
-        source: as for Programs.
         chunk: tokens per text that are drawn before the host reads them.
 
     Raises:
         ValueError: a setting is out of range, or the model has inputs other than tokens.
     """
 
-    def __init__(
-        self, step: Step, settings: Sampling, context: int, batch: int = 64, source: Any = None, chunk: int = CHUNK
-    ):
+    def __init__(self, step: Step, settings: Sampling, context: int, batch: int = 64, chunk: int = CHUNK):
         check_ranges("sampling", settings)
         check_ids("stop", settings.stop, step.model.config.vocab)
         step.model.config.check(context)
         self.settings, self.context, self._batch = settings, context, batch
         self._chunk = min(chunk, settings.max_tokens)
-        super().__init__(step, source, (settings, context, self._chunk))
+        super().__init__(step, (settings, context, self._chunk))
         self._t = self.mesh.shape["t"]
         self._checked = False
         self._prefill, self._decode = self._programs()
@@ -304,7 +299,7 @@ class Sampler(Programs):
                 raise ValueError(f"prompt {i} has {len(prompt)} tokens; it must have fewer than {self.context}.")
         if not self._checked:
             positions = padded(self.context, self.context, self._t)
-            if unproved := check_causal(self.step, self.source, positions):
+            if unproved := check_causal(self.step, positions):
                 raise ValueError(f"cannot sample texts, because the model is not proved to be causal: {unproved}")
             check_cache(self.forward, self.context)
             self._checked = True

@@ -58,7 +58,7 @@ class Samples(Listener):
         settings = Sampling(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
         self._mesh = folded_mesh(c)
         with jax.set_mesh(self._mesh):
-            self._sampler = Sampler(run.step, settings, context=t.seq_len, source=run.provenance["source"])
+            self._sampler = Sampler(run.step, settings, context=t.seq_len)
         self._path = run.directory / "samples.jsonl"
         self._wrote = False
 
@@ -116,8 +116,7 @@ class Tasks(Listener):
         self._mesh = folded_mesh(c)
         with jax.set_mesh(self._mesh):
             loss = run.spec.cross_entropy
-            source = run.provenance["source"]
-            self._scorer = Scorer(run.step, loss, c.training.seq_len, source)
+            self._scorer = Scorer(run.step, loss, c.training.seq_len)
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
         t = self._c.training

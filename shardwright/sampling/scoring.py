@@ -57,15 +57,14 @@ class Scorer(Programs):
         step: as for Programs.
         loss: train.cross_entropy.
         length: most tokens of a sequence after the first.
-        source: as for Programs.
 
     Raises:
         ValueError: the model has inputs other than tokens.
     """
 
-    def __init__(self, step: Step, loss: Callable, length: int, source: Any = None):
+    def __init__(self, step: Step, loss: Callable, length: int):
         # document_mask must be on: the padding is another document, which non-causal masks must not see.
-        super().__init__(step, source, (), "document mask")
+        super().__init__(step, (), "document mask")
         sizes = dict.fromkeys("ct", 1) | dict(self.mesh.shape)
         self.length = length
         self._rows = self.mesh.size // (sizes["c"] * sizes["t"])

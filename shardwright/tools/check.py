@@ -45,7 +45,6 @@ from shardwright.inspect.tables import in_bytes, in_seconds
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.config import Config
 from shardwright.run.launch import start_with_section
-from shardwright.run.provenance import source_of
 from shardwright.run.report import parameters_of
 from shardwright.run.step import NAMES, Step, open_steps, trace_step
 from shardwright.settings.words import listed, say
@@ -83,10 +82,9 @@ def checks(steps: Sequence[Step], settings: CheckConfig) -> Iterator[tuple[str, 
     """
     programs = [step.other(name=name) for step in steps for name in NAMES]
     yield "types", lambda: None if [program.traced for program in programs] else ""
-    source = source_of()
     if steps[0].mesh.size > 1 or any(step.config.training.loss_chunk for step in steps):
-        yield "mesh", lambda: next(filter(None, (check_steps(step, source) for step in steps)), None)
-    yield "causality", lambda: next(filter(None, (check_causal(step, source) for step in steps)), None)
+        yield "mesh", lambda: next(filter(None, (check_steps(step) for step in steps)), None)
+    yield "causality", lambda: next(filter(None, (check_causal(step) for step in steps)), None)
     unknown = {"ok": None, "text": "not compiled (check.compile=true)"}
     yield "compiled", lambda: compiled(steps[0]) if settings.compile else unknown
 

@@ -114,7 +114,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         model = load_model(saved.config.model)
         if inputs := inputs_of(model):
             raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
-        weights, _ = saved.read_weights(model, config.other_source, log, config.average)
+        weights = saved.read_weights(model, config.other_source, log, config.average)
     weights = jax.tree.map(np.asarray, weights)
     merged = jax.tree.map(np.asarray, getattr(model, "merged", lambda weights: weights)(weights))
     content, tensors = mapping_of(c.model.module).to_huggingface(merged, c.model)

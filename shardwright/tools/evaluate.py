@@ -33,7 +33,6 @@ from shardwright.run import opening
 from shardwright.run.evaluation import evaluate as evaluate_batches
 from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, StepChoice
-from shardwright.run.provenance import source_of
 from shardwright.run.spec import load_spec
 from shardwright.run.step import trace_step
 from shardwright.sampling.harness import language_model
@@ -93,17 +92,14 @@ class OpenRun:
             self.mesh = opening.mesh_for(_choice(config), self.c)
             self.model = load_model(self.c.model)
             with jax.set_mesh(self.mesh):
-                found = saved.read_weights(self.model, config.other_source, write_line, config.average)
-                self.weights, self.source = found
-                if why := check_causal(trace_step(self.c, self.model), self.source):
+                self.weights = saved.read_weights(self.model, config.other_source, write_line, config.average)
+                if why := check_causal(trace_step(self.c, self.model)):
                     write_line(f"not proved that a position sees no later token: {why}")
 
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
         with jax.set_mesh(self.mesh):
-            return Scorer(
-                trace_step(self.c, self.model), load_spec().cross_entropy, self.c.training.seq_len, self.source
-            )
+            return Scorer(trace_step(self.c, self.model), load_spec().cross_entropy, self.c.training.seq_len)
 
     def tokenizer(self) -> Tokenizer:
         """That of the settings, or else of the run's data. Raises ValueError if it is missing."""
@@ -131,7 +127,7 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
         options = known_options(opening.trusted_options(c, run.config.trust, write_line), write_line)
         evaluation_step = load_spec().make_evaluation_step(c, run.model, options)
         if run.mesh.size > 1:  # it may be a mesh that no run was proved on
-            check_program(evaluation_step, (run.weights, loader.load(0)), source_of(), c.model, c.optimizer, t)
+            check_program(evaluation_step, (run.weights, loader.load(0)), c.model, c.optimizer, t)
         found: dict[str, Any] = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}
     return about | result_of(found["loss"] * found["targets"], found["targets"], found.get("utf8_bytes"))

@@ -140,13 +140,13 @@ def make_sampler(
     """A sampler of texts of at most `context` tokens, on the current mesh, and the weights."""
     c = saved.config
     model = load_model(c.model)
-    weights, source = saved.read_weights(model, config.other_source, say, config.average)
+    weights = saved.read_weights(model, config.other_source, say, config.average)
     if config.context and getattr(c.model, "rope_scaling", None):
         scaling = dataclasses.replace(c.model.rope_scaling, length=config.context)
         model = load_model(dataclasses.replace(c.model, rope_scaling=scaling))
     drawing: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling)}
     settings = Sampling(**{**drawing, "stop": stop})
-    return Sampler(trace_step(c, model), settings, context, config.batch, source), weights
+    return Sampler(trace_step(c, model), settings, context, config.batch), weights
 
 
 def print_text(result: dict[str, Any], sampler: Sampler, console: Console) -> None:

@@ -83,9 +83,7 @@ class Model:
             self.c = saved.config
             self.model = load_model(saved.config.model)
             self.tokenizer = tokenizer_of_run(saved.config.data, self.config.tokenizer)
-            self.weights, self.source = saved.read_weights(
-                self.model, self.config.other_source, print, self.config.average
-            )
+            self.weights = saved.read_weights(self.model, self.config.other_source, print, self.config.average)
             self.step, self.metadata = saved.step, saved.metadata
 
     def _sampler(self, temperature: float, min_p: float) -> Sampler:
@@ -95,7 +93,7 @@ class Model:
         settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
         if self._any is not None:
             return self._any.with_settings(settings)
-        self._any = Sampler(trace_step(self.c, self.model), settings, context, 1, self.source, chunk=1)
+        self._any = Sampler(trace_step(self.c, self.model), settings, context, 1, chunk=1)
         return self._any
 
     def compile(self) -> None:

@@ -717,7 +717,7 @@ def test_a_loss_that_fails_is_rejected_unless_the_settings_waive_it(monkeypatch)
     with jax.set_mesh(tiny.mesh("one device")):
         step = tiny.step(tiny.config(C))
         with pytest.raises(ValueError, match=error):
-            examine.prove([step], None)
+            examine.prove([step])
         found = dict(check.checks([step], check.CheckConfig()))
         with pytest.raises(ValueError, match=error):
             found["causality"]()

@@ -264,31 +264,39 @@ def records(monkeypatch, tmp_path):
     return tmp_path / "found"
 
 
-def made(of: str = "a program", source: object = "a source") -> int:
+def made(of: str = "a program", code: object = "its code", name: str = "found") -> int:
     """How often a start makes a result."""
     makes, result = [], {"programs": {"training": of}}
 
     def make():
         return makes.append(1) or result
 
-    assert provenance.keep_result("found", source, lambda: of, make, {"programs": {str: str}}) == result
+    assert provenance.keep_result(name, lambda: (of, code), make, {"programs": {str: str}}) == result
     return len(makes)
 
 
 @pytest.mark.quick
-def test_a_result_is_made_again_when_what_it_follows_from_differs(records):
-    """The program, the source, a flag of JAX."""
+def test_a_result_is_made_again_when_what_it_follows_from_differs(records, monkeypatch):
+    """The program, the code, the project's own files, a flag of JAX."""
     assert [made(), made()] == [1, 0]
     assert [made("another program"), made()] == [1, 0]
-    assert [made(source="another source"), made()] == [1, 0]
+    assert [made(code="other code"), made()] == [1, 0]
+    monkeypatch.setattr(provenance, "version", lambda: "another version")
+    assert [made(), made()] == [1, 0]
     with jax.enable_x64(True):
         assert [made(), made()] == [1, 0]
-    assert made(source=None) == made(source=None) == 1
+
+
+def _edit(record: Path, **parts) -> None:
+    record.write_text(json.dumps(json.loads(record.read_text()) | parts))
 
 
 DAMAGE = {
     "damaged": (lambda path: path.write_text("{"), "is not JSON"),
-    "of another kind": (lambda path: path.write_text('{"programs": 3}'), "programs is 3; it must be an object"),
+    "of no kind": (lambda path: path.write_text('{"programs": {}}'), "kind is missing"),
+    "of another kind": (lambda path: _edit(path, kind="other"), "is the record of something else"),
+    "of another key": (lambda path: _edit(path, key="other"), "is the record of something else"),
+    "of other facts": (lambda path: _edit(path, found={"programs": 3}), "programs is 3; it must be an object"),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "it is a directory, a pipe or a device"),
     "a directory": (lambda path: (path.unlink(), path.mkdir()), "it is a directory, a pipe or a device"),
     "below a file": (lambda path: (shutil.rmtree(path.parent), path.parent.write_text("")), "found"),

@@ -163,7 +163,7 @@ def test_tasks_of_lm_eval_are_flattened_and_a_failure_is_an_entry(monkeypatch):
     monkeypatch.setattr(samples, "evaluate_tasks", found)
     c, logged = tiny.config(evals=["bad", "arc"]), []
     with jax.set_mesh(tiny.mesh("one device")):
-        given = {"step": tiny.step(c), "spec": train.SPEC, "provenance": {"source": None}, "placement": None}
+        given = {"step": tiny.step(c), "spec": train.SPEC, "placement": None}
         run: Any = types.SimpleNamespace(**given, config=c, is_over=False, due=lambda *_: True)
         run.log = types.SimpleNamespace(log_event=lambda step, event, values: logged.append((event, values())))
         tasks = samples.Tasks()

@@ -75,7 +75,7 @@ def export(run, output, **settings) -> str:
 def read(run) -> tuple:
     """The model section and the weights of the last checkpoint of a run."""
     with jax.set_mesh(tiny.mesh("one device")), open_run(str(run), None, True) as saved:
-        weights, _ = saved.read_weights(load_model(saved.config.model), False, print)
+        weights = saved.read_weights(load_model(saved.config.model), False, print)
     return saved.config.model, weights
 
 

@@ -21,7 +21,7 @@ from shardwright.run.config import Config as RunConfig
 from shardwright.run.differences import flat
 from shardwright.run.files import read_config, read_metrics
 from shardwright.run.opening import StagesChoice, fresh_state, mesh_for, read_state, trusted_options
-from shardwright.run.provenance import compare_source, provenance_of, source_of
+from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.reference import check_reference, read_reference, reference_record
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.spec import load_spec
@@ -81,7 +81,7 @@ class Session:
         state = jax.tree.map(jnp.copy, self.state)  # the step donates its memory
         if self._program is None:
             if self.traced.mesh.size > 1:  # the mesh may be one that the run was not proved on
-                check_steps(self.traced, source_of())
+                check_steps(self.traced)
             self._program = self.traced.lower().compile(compiler_options=self.options)
         state, metrics = self._program(state, batch, np.int32(self.step), *self.reference)
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
