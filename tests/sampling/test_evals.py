@@ -152,7 +152,7 @@ def test_tasks_of_lm_eval_are_flattened_and_a_failure_is_an_entry(monkeypatch):
     from shardwright.sampling import samples
 
     monkeypatch.setattr(samples, "check_tasks", lambda names: None)
-    monkeypatch.setattr(samples, "Scorer", lambda *args, **options: None)
+    monkeypatch.setattr(samples, "Scorer", lambda *args, **options: object())
     theirs = {"arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact,strict": 0.25}}
 
     def found(names, *_):
