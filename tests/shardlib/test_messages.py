@@ -249,15 +249,46 @@ def traced(edit: str) -> None:
     on_mesh(module["step"], shape(4, 6, 8), weights, shape(8), shape(4, 6, dtype=jnp.int32))
 
 
-def message_of(edit: str) -> str:
+def refusal(edit: str) -> ShardError:
     with pytest.raises(ShardError) as raised:
         traced(edit)
-    return str(raised.value)
+    return raised.value
 
 
 @pytest.mark.parametrize("name", golden.read(EDITS))
 def test_an_edit(name):
-    golden.check(EDITS, name, message_of)
+    """What is wrong and what to do about it, at the line of the edit, or at another where it is not its own fault."""
+    place = ""
+
+    def said(edit: str) -> str:
+        nonlocal place
+        error = refusal(edit)
+        number = int(error.place.removeprefix("<model>:"))
+        place = MODEL.replace("EDIT", edit).splitlines()[number - 1].strip()
+        remedy = f"remedy: {error.remedy}" if error.remedy else ""
+        certainty = parsing.MAY_BE_RIGHT if str(error).endswith(parsing.MAY_BE_RIGHT) else ""
+        return "\n".join(filter(None, (error.problem, remedy, certainty)))
+
+    golden.check(EDITS, name, said)
+    edit, _ = golden.read(EDITS)[name]
+    assert place in PLACES.get(name, edit)
+
+
+PLACES = {
+    "a result, at the def of its function": "@typed",
+    "the innermost line of the user": "return jnp.square(x)",
+}
+
+
+def test_a_message_has_the_place_and_the_types_of_the_values_there():
+    assert str(refusal("parts = [x, whole]; z = jnp.stack(parts)")) == (
+        "<model>:27: `jnp.stack(parts)`: All input arrays must have the same shape. Got (2, 3, 8), (2, 6, 8)\n"
+        "  parts[0]: `B/d L/t M`, f32[2,3,8] {varying over t, d}\n"
+        "  parts[1]: `B/d L M`, f32[2,6,8] {varying over d; gathered over t}\n"
+        "  sizes so far: B=4, L=6, M=8, F=12; mesh: d=2, t=2\n"
+        "  remedy: dim L/t of parts[0] has a block of 3 here, where the other has 6: "
+        "all_gather('B/d L/t M -> B/d L M', parts[0]) first, or shard the other over t too"
+    )
 
 
 @pytest.mark.parametrize(
