@@ -1,6 +1,6 @@
 """A session of an agent that edits the model: what tools.check says of each edit, and after how long.
 
-    python -m tests.support.agent_edits        makes each edit of data/agent_edits.toml and records docs/agents.md anew
+    python -m tests.support.agent_edits        makes the edits of the session and records docs/agents.md again
 
 The edits are made in a copy of the checkout, a repository of its own.
 """
@@ -15,13 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.edits import EDITS, Edit
 from tests.support.recipes import ROOT
 
-EDITS = tomllib.loads((ROOT / "tests/data/agent_edits.toml").read_text())["edit"]
+SESSION = sorted((edit for edit in EDITS.values() if edit.session), key=lambda edit: edit.session)
 PAGE = ROOT / "docs/agents.md"
 CALL = re.compile(r"[\w.]+[(\[][^`]*?'[^']*'[^`]*?[)\]]+")
 """Code in a message that is not marked as code: `matmul('B M, M F -> B F')`, `f32['B M']`."""
@@ -47,15 +47,13 @@ def checkout(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def edited(directory: Path, edit: dict, *more: list[str]) -> Iterator[str]:
-    """Context in which an edit is made in a checkout, and after it `more` changes; yields the file's text."""
-    path = directory / edit["file"]
-    before = text = path.read_text()
-    for old, new in (*edit["change"], *more):
-        assert text.count(old) == 1, (
-            f"{edit['file']} has {text.count(old)} times {old!r}: change tests/data/agent_edits.toml"
-        )
-        text = text.replace(old, new)
+def edited(directory: Path, edit: Edit, with_fix: bool = False) -> Iterator[str]:
+    """Context in which a checkout has an edit, or also the change that follows its remedy; yields the file's text."""
+    ((file, text),) = edit.files.items()
+    if with_fix:
+        text = edit.fix.apply(text)
+    path = directory / file
+    before = path.read_text()
     path.write_text(text)
     try:
         yield text
@@ -102,11 +100,11 @@ def record(directory: Path) -> list[str]:
     environment = {"JAX_COMPILATION_CACHE_DIR": str(directory / ".cache")}  # without earlier proofs
     check(directory, **environment)
     rows, loads, shown = [], [], []
-    sessions = [(str(number), edit["name"], edit, []) for number, edit in enumerate(EDITS, start=1)]
-    (fixed,) = (edit for edit in EDITS if "fix" in edit)
-    sessions.append(("", f"{EDITS.index(fixed) + 1}, with its remedy", fixed, [fixed["fix"]]))
-    for number, name, edit, more in sessions:
-        with edited(directory, edit, *more) as text:
+    sessions = [(str(edit.session), edit.id, edit, False) for edit in SESSION]
+    (fixed,) = (edit for edit in SESSION if edit.fix)
+    sessions.append(("", f"{fixed.session}, with its remedy", fixed, True))
+    for number, name, edit, with_fix in sessions:
+        with edited(directory, edit, with_fix) as text:
             begin, computed = time.perf_counter(), cpu_seconds()
             _, found = check(directory, **environment)
             took = f"{time.perf_counter() - begin:.1f} | {cpu_seconds() - computed:.1f}"

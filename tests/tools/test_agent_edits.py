@@ -7,8 +7,9 @@ import pytest
 
 from shardwright.tools.init.__main__ import TEMPLATE
 from tests.support import agent_edits
+from tests.support.edits import Edit
 
-EDITS = {edit["name"]: edit for edit in agent_edits.EDITS}
+EDITS = {edit.id: edit for edit in agent_edits.SESSION}
 
 
 def rows() -> list[tuple[str, str]]:
@@ -21,7 +22,7 @@ def rows() -> list[tuple[str, str]]:
 
 @pytest.mark.quick
 def test_the_page_has_each_edit_with_its_verdict():
-    rejected = {name: f"**rejected** by `{edit['by']}` at " for name, edit in EDITS.items() if "by" in edit}
+    rejected = {name: f"**rejected** by `{edit.check}` at " for name, edit in EDITS.items() if edit.check}
     expected = [*((name, rejected.get(name, "accepted")) for name in EDITS), ("10, with its remedy", "accepted")]
     assert [name for name, _ in rows()] == [name for name, _ in expected]
     for (name, text), (_, begin) in zip(rows(), expected, strict=True):
@@ -38,40 +39,37 @@ def checkout(tmp_path_factory) -> Path:
     return agent_edits.checkout(tmp_path_factory.mktemp("checkout"))
 
 
-def check(checkout: Path, edit: dict, *more: list[str]) -> tuple[dict, list[str]]:
-    """What tools.check says, and the lines of the edited file."""
-    with agent_edits.edited(checkout, edit, *more) as text:
+def check(checkout: Path, edit: Edit, with_fix: bool = False) -> dict:
+    """What tools.check says."""
+    with agent_edits.edited(checkout, edit, with_fix):
         status, found = agent_edits.check(checkout)
     assert status == (found["verdict"] == "rejected")
-    return found, text.splitlines()
+    return found
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("name", [name for name, edit in EDITS.items() if "by" in edit])
+@pytest.mark.parametrize("name", [name for name, edit in EDITS.items() if edit.check])
 def test_a_wrong_edit_is_rejected_at_its_line(checkout, name):
     edit = EDITS[name]
-    found, lines = check(checkout, edit)
-    assert (found["verdict"], found["checks"][-1]["name"]) == ("rejected", edit["by"])
+    found = check(checkout, edit)
+    assert (found["verdict"], found["checks"][-1]["name"]) == ("rejected", edit.check)
     file, _, number = found["place"].partition(":")
-    line, text = lines[int(number) - 1], "\n".join(lines[int(number) - 1 :])
-    assert file == edit["file"]
-    assert text.find(edit["at"]) in range(len(line)), f"{found['place']}: {line}"
+    assert int(number) in edit.lines[file], found["place"]
     said = dict(rows())[name].replace("`", "")
     assert found["problem"].replace("`", "") in said
     assert found["remedy"].replace("`", "") in said
-    if "fix" in edit:
-        assert check(checkout, edit, edit["fix"])[0]["verdict"] == "accepted"
+    if edit.fix:
+        assert check(checkout, edit, with_fix=True)["verdict"] == "accepted"
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("name", [name for name, edit in EDITS.items() if "by" not in edit])
+@pytest.mark.parametrize("name", [name for name, edit in EDITS.items() if not edit.check])
 def test_a_right_edit_is_accepted_and_compared(checkout, name):
     edit = EDITS[name]
-    found, lines = check(checkout, edit)
+    found = check(checkout, edit)
     assert found["verdict"] == "accepted"
     difference = found["difference"]
-    assert difference["same_program"] == edit.get("same", False)
-    new = [line.strip() for _, text in edit["change"] for line in text.splitlines()]
-    changed = [lines[int(line.partition(":")[2]) - 1] for line in difference["lines"]]
-    assert bool(changed) == edit["file"].endswith(".py")
-    assert all(any(text in line for text in new) for line in changed), changed
+    assert difference["same_program"] == edit.same
+    lines = edit.lines.get("train.py", set())  # none of a configuration
+    assert bool(difference["lines"]) == bool(lines)
+    assert all(int(line.partition(":")[2]) in lines for line in difference["lines"])

@@ -25,11 +25,11 @@ from shardwright.tools.verify.inputs import make_inputs
 from shardwright.tools.verify.meshes import ONE_DEVICE, abstract_mesh_of, mesh_of
 from shardwright.tools.verify.step import fresh_state
 from tests.support import tiny
-from tests.support.recipes import ROOT, SOURCE
+from tests.support.edits import EDITS
+from tests.support.recipes import ROOT
 from tests.support.simulated import xla_flags
-from tests.support.wrong_edits import EDITS
 
-BUGS = [edit for edit in EDITS if edit.gate == "verify"]
+BUGS = [edit for edit in EDITS.values() if edit.named_along]
 SIZES = {2: {"d": (1, 2, 1), "t": (1, 1, 2)}, 4: {"d": (1, 2, 2), "t": (1, 2, 2)}, 8: {"d": (2, 2, 2), "t": (2, 2, 2)}}
 """The mesh for so many devices, along r, d and t, and for a bug along an axis."""
 LEAST = 0.9
@@ -49,11 +49,11 @@ def test_the_line_of_a_planted_bug_is_named_first(devices, tmp_path):
     }
     command = [sys.executable, __file__, str(devices)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    wrong, old = [], SOURCE.splitlines()
+    wrong = []
     for bug, said in zip(BUGS, map(json.loads, done.stdout.splitlines()), strict=True):
         place = re.search(r"train\.py:(\d+)", said[0]) if said else None
-        if place is None or bug.source.splitlines()[int(place[1]) - 1] in old:
-            wrong.append((bug.name, said[:1]))
+        if place is None or int(place[1]) not in bug.lines["train.py"]:
+            wrong.append((bug.id, said[:1]))
     assert len(BUGS) >= 12
     assert len(wrong) <= (1 - LEAST) * len(BUGS), wrong
 
@@ -67,14 +67,14 @@ def main(devices: int) -> None:
     with mesh_of(ONE_DEVICE):
         inputs = make_inputs(c, fresh_state(trace_step(c, load_model(c.model))))
     for bug in BUGS:
-        Path(train.__file__).write_text(bug.source)
+        Path(train.__file__).write_text(bug.files["train.py"])
         linecache.checkcache()
         importlib.reload(train)
         with abstract_mesh_of(ONE_DEVICE):
             state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, load_model(c.model)))
         # Of the classes read last.
         inputs.state = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(inputs.state))
-        sizes = dict(zip("rdt", SIZES[devices][bug.where[0]], strict=True))
+        sizes = dict(zip("rdt", SIZES[devices][bug.named_along], strict=True))
         print(json.dumps(causes(c, inputs, {"p": 1, **sizes})), flush=True)
 
 

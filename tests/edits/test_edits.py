@@ -1,0 +1,153 @@
+"""The edits of edits.toml, each made in a copy of the source: types, proof, tools.verify or a test catches it."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.edits import CONFIGS, EDITS, GATES, Edit, refusal
+from tests.support.gauntlet_page import page
+from tests.support.recipes import ROOT
+from tests.support.verifying import verify
+
+SHORT = (
+    "w_up is gathered over t instead",
+    "a norm weight is gathered over t first",
+    "a weight is stored in the other axis order",
+    "the embedding is not gathered",
+    "the MLP's output is not reduced",
+    "the MLP's output is reduced whole",
+    "the + of a product is left out",
+    "a local is annotated as if it were whole",
+    "each device takes its own maximum",
+    "a stage gathers the layers of all stages",
+    "NVIDIA/Megatron-LM#7452, finding on gathered logits",
+    "pytorch/torchtitan#2106",
+    "a number of the mesh of the run",
+    "devices of the machine, in an optimizer",
+    "targets of one device counted",
+    "sequences in the reverse order",
+    "scores divided by this device's heads",
+    "a softmax over a block of hidden entries",
+    "the embedding is scaled in what stages run alone",
+)
+"""Edits that types and proof reject in about a second, for different reasons."""
+LONG = ("NVIDIA-NeMo/Automodel#3530", "NVIDIA/Megatron-LM#1464 (= TransformerEngine#1557)")
+"""Edits for which all of tools.verify runs in the long tests: a wrong gradient, and one under zigzag order."""
+
+
+def caught_by(*gates: str) -> list[Edit]:
+    return [edit for edit in EDITS.values() if edit.changes and any(getattr(edit, gate) for gate in gates)]
+
+
+# ---- types and proof ----------------------------------------------------------------------------------------------
+
+
+def rejected() -> list:
+    """The edits that types or proof reject, with each of their configurations."""
+    found = []
+    for edit in caught_by("type", "proof"):
+        marks = [] if edit.id in SHORT else [pytest.mark.long(every_case=True)]
+        marks += [pytest.mark.quick] * (edit.id in SHORT and bool(edit.type))
+        found += [pytest.param(edit, config, id=f"{edit}, {config}", marks=marks) for config in edit.config]
+    return found
+
+
+@pytest.mark.parametrize(("edit", "config"), rejected())
+def test_types_reject_it_or_the_proof_at_its_line(edit, config):
+    gate = "type" if edit.type else "proof"
+    problem = ".*?".join(map(re.escape, getattr(edit, gate).split("…")))
+
+    def is_shown(text: str) -> bool:
+        return bool(re.search(problem, text, re.DOTALL)) and (gate == "type" or edit.is_named_in(text))
+
+    found, text = refusal(edit, config, is_shown)
+    assert found == gate, text
+    assert is_shown(text), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", caught_by("verify", "test"), ids=str)
+def test_types_and_proof_accept_what_only_a_later_check_catches(edit):
+    for config in edit.config:
+        assert refusal(edit, config) == ("", ""), "say so in edits.toml"
+
+
+# ---- tools.verify -------------------------------------------------------------------------------------------------
+
+
+def write(files: dict[str, str], directory: Path) -> None:
+    """Writes the edited files, with the other files of the packages that they are in, and configs/ beside them."""
+    (directory / "configs").symlink_to(ROOT / "configs")
+    for file, text in files.items():
+        package = Path(file).parts[0]
+        if package != file and not (directory / package).exists():
+            shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
+        (directory / file).write_text(text)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(x, id=x.id, marks=[pytest.mark.long, pytest.mark.slow][x.id not in LONG])
+        for x in caught_by("verify")
+    ],
+)
+def test_verify_names_the_tensor(edit, tmp_path):
+    write(edit.files, tmp_path)
+    config = CONFIGS[edit.config[0]]
+    mesh = "".join(axis.replace("=", "") for axis in config["mesh"].split() if not axis.endswith("=1"))
+    settings = [*config.get("overrides", ()), "training.compute_dtype=f32", f"verify.meshes=[{mesh}]"]
+    done = verify(tmp_path, *settings, name=config["name"])
+    assert done.returncode == 1, done.stdout + done.stderr
+    line = next(line for line in done.stdout.splitlines() if "the first tensor that differs is" in line)
+    assert edit.verify in line
+    if config["mesh"] == "r=2 d=2 t=2":  # nothing within the schedule of stages is compared
+        assert f"{edit.changes[0].file}:" in done.stdout
+
+
+# ---- tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", caught_by("test"), ids=str)
+def test_a_test_fails(edit, tmp_path):
+    """In a copy of the repository."""
+    skipped = shutil.ignore_patterns("__pycache__", ".*", "runs", "*.egg-info")
+    shutil.copytree(ROOT, tmp_path / "copy", ignore=skipped, symlinks=True)
+    for file, text in edit.files.items():
+        (tmp_path / "copy" / file).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", edit.test]
+    done = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed" in done.stdout
+
+
+# ---- the collection -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("edit", EDITS.values(), ids=str)
+def test_an_edit_has_its_place_and_what_catches_it(edit):
+    assert all(text != (ROOT / file).read_text() for file, text in edit.files.items())
+    gates = [gate for gate in GATES if getattr(edit, gate)]
+    assert len(gates) == bool(edit.changes) or edit.session
+    assert bool(edit.why) == (not edit.changes)
+    assert bool(edit.bug) == (edit.kind in {*"abcde"})
+    file, _, name = edit.test.partition("::")
+    assert not name or f"def {name}(" in (ROOT / file).read_text()
+
+
+@pytest.mark.quick
+def test_the_page_is_made_of_the_collection():
+    """Else run `python -m tests.support.gauntlet_page > docs/gauntlet.md`."""
+    assert (ROOT / "docs/gauntlet.md").read_text() == page()
+
+
+@pytest.mark.quick
+def test_what_can_be_expressed_is():
+    """Of kinds a, b and c; the others wait for a part that the repository lacks, or have no known cause."""
+    assert sum(bool(edit.changes) and edit.kind in {*"abc"} for edit in EDITS.values()) >= 78
