@@ -306,22 +306,6 @@ def test_the_config_decides_path_and_mask(monkeypatch, masked):
     assert (mask.pattern, mask.learned, mask.sinks, mask.drop, mask.heads) == (CAUSAL, (k,), v, len, None)
 
 
-# ---- in the training step -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_logits_and_gradients_equal_llama(monkeypatch):
-    pytest.importorskip("torch", reason="the Llama oracle needs torch")
-    pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
-    from tests.support.llama_truth import compare
-
-    called = []
-    monkeypatch.setitem(attention_paths.BLOCKS, "cpu", 5)
-    monkeypatch.setattr(attention_paths, "blockwise", lambda *args: called.append(args) or blockwise(*args))
-    compare("r=2 d=2 t=2", {"qk_norm": True}, attention="blockwise")
-    assert called
-
-
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 

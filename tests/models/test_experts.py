@@ -1,4 +1,4 @@
-"""Mixtures of experts, against transformers' and against one device."""
+"""Mixtures of experts: layers against plain loops and transformers. Whole steps: tests/train/test_oracles.py."""
 
 import dataclasses
 import importlib.util
@@ -25,39 +25,19 @@ from shardwright.modeling.model import Tokens, load_model
 from shardwright.models import family, moe
 from shardwright.run.step import trace_step
 from shardwright.tools.verify.meshes import abstract_mesh_of
-from tests.support import experts_truth as truth
 from tests.support import tiny
-from tests.support.huggingface_models import assert_same, losses_and_gradients, their_logits, weights
 from tests.support.recipes import ROOT, train_with
 from tests.support.verifying import verify
 
 
-def assert_same_experts(gradients: dict, their) -> None:
-    """The gradient of each expert, up to 1e-5 of its own largest entry."""
-    for name, parameter in their.named_parameters():
-        if ".experts." in name:
-            for i, (ours, expected) in enumerate(zip(gradients[name], parameter.grad, strict=True)):
-                error, scale = float((ours - expected).abs().max()), float(expected.abs().max())
-                assert error <= 1e-5 * scale, f"{name}, expert {i}: {error} of {scale}"
+def oracles():
+    """torch and transformers, which take seconds to import."""
+    return pytest.importorskip("torch"), pytest.importorskip("transformers")
 
 
-@pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("mesh", ["one device", "e=2 c=2 t=2"])
-@pytest.mark.parametrize(
-    ("kind", "factor"), [("mixtral", None), ("qwen3_moe", None), ("olmoe", None), ("mixtral", 2.0)]
-)
-def test_logits_and_gradients_are_those_of_transformers(kind, factor, mesh):
-    """Where all experts compute all tokens, and where two pools have slots for all choices."""
-    c, batch = truth.model(kind, capacity_factor=factor, pools=factor and 2), tiny.host_batch()
-    with jax.set_mesh(tiny.mesh(mesh)):
-        w = weights(c)
-        logits, loss, gradients = losses_and_gradients(w, batch, c)
-        model = truth.theirs(kind, jax.tree.map(np.asarray, w), c)
-    from tests.support.llama_truth import to_llama
-
-    gradients = to_llama(gradients)
-    assert_same((logits, loss, gradients), their_logits(model, batch, bos_id=0), model, batch)
-    assert_same_experts(gradients, model)
+def small(**changes) -> moe.ModelConfig:
+    sizes = {"vocab": 64, "d_model": 32, "layers": 2, "n_kv": 8, "n_q_per_kv": 2, "d_head": 8, "d_ff": 24}
+    return moe.ModelConfig(**sizes | {"experts": 8, "experts_per_token": 3} | changes)
 
 
 # ---- one layer ----------------------------------------------------------------------------------------------------
@@ -159,7 +139,7 @@ BIASED = [(mesh, *of, True) for mesh in ("one device", "e=2 c=2 t=2") for of in 
 @pytest.mark.parametrize(("mesh", "slots", "pools", "bias"), [*((*fitting, False) for fitting in FITTING), *BIASED])
 def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
     """Values and all gradients, with drops and without, of each expert by its own largest entry."""
-    c = truth.model(pools=pools, expert_bias=bias, activation="clamped" if bias else "silu")
+    c = small(pools=pools, expert_bias=bias, activation="clamped" if bias else "silu")
     x, out = np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32)
     w = layer_of(c)
     if bias:  # beyond the limits of the activation
@@ -212,7 +192,7 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
 def test_an_expert_without_tokens_has_a_zero_gradient(platform, slots, pools, monkeypatch):
     """Not NaN, and not what was there before: https://github.com/openxla/tokamax/issues/887."""
     monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform=platform))
-    c, x = truth.model(pools=pools), np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32)
+    c, x = small(pools=pools), np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32)
     w = layer_of(c)
     x[..., 0], w.router[0] = 1.0, np.where(np.arange(8) == 5, -100.0, 0.0)
 
@@ -259,10 +239,10 @@ def extras(c, w, x, mesh, counts=None):
 
 @pytest.mark.parametrize("mesh", ONE_AND_ALL)
 def test_the_balance_loss_is_that_of_transformers_for_each_sequence(mesh):
-    torch, _ = truth.oracles()
+    torch, _ = oracles()
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    c = truth.model(balance_loss=0.25, router_z_loss=0.5)
+    c = small(balance_loss=0.25, router_z_loss=0.5)
     x, w = np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32), layer_of(c)
     router = torch.tensor(w.router, requires_grad=True)
     logits = torch.tensor(x) @ router
@@ -279,7 +259,7 @@ def test_the_balance_loss_is_that_of_transformers_for_each_sequence(mesh):
 @pytest.mark.parametrize("mesh", ONE_AND_ALL)
 def test_padding_counts_in_no_loss_and_no_metric(mesh):
     """Against the same of the tokens that count alone, in numpy: no padding is there."""
-    c = truth.model(balance_loss=0.25, router_z_loss=0.5, correction_bias=True, bias_rate=0.5)
+    c = small(balance_loss=0.25, router_z_loss=0.5, correction_bias=True, bias_rate=0.5)
     x, w = np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32), layer_of(c)
     w.router_bias = np.linspace(-0.3, 0.3, c.experts).astype(np.float32)
     x[~PADDED] = 7  # all alike, which would move each mean
@@ -301,7 +281,7 @@ def test_padding_counts_in_no_loss_and_no_metric(mesh):
 
 def test_the_correction_bias_moves_alone():
     """Its own gradient is compared above; the loss and the router's gradient are 0."""
-    c = truth.model(correction_bias=True, bias_rate=0.5)
+    c = small(correction_bias=True, bias_rate=0.5)
     value, g, _ = extras(c, layer_of(c), np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32), MESHES[2])
     assert value == 0
     assert not g.router.any()
@@ -312,7 +292,7 @@ def test_the_correction_bias_moves_alone():
 @pytest.mark.parametrize("mesh", ["e=2 c=2", "p=2 d=2"])
 def test_microbatches_change_no_gradient_and_no_metric(mesh):
     """Nor does the loss: those of the layers are means over the tokens that count, of which a microbatch has more."""
-    c = truth.model(correction_bias=True, bias_rate=0.5, balance_loss=0.25, router_z_loss=0.5, capacity_factor=0.5)
+    c = small(correction_bias=True, bias_rate=0.5, balance_loss=0.25, router_z_loss=0.5, capacity_factor=0.5)
     batch = tiny.host_batch()
     batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & (np.arange(len(batch.targets)) % 4 < 3)[:, None])
     found = []
@@ -350,9 +330,7 @@ ALL |= {"expert_bias": True, "activation": "clamped"}
 @pytest.mark.parametrize("sizes", ["r2 d2 e2 c2 t2", "d2 e4", pytest.param("p2 e2 t2", marks=pytest.mark.slow)])
 def test_steps_are_proved(sizes, factor, pools, settings):
     """Routing, both exchanges and the losses are followed. Of pools only the products are taken to be right."""
-    c = truth.model(
-        layers=2, capacity_factor=factor, pools=pools, balance_loss=0.1, router_z_loss=0.1, d_head=16, **settings
-    )
+    c = small(layers=2, capacity_factor=factor, pools=pools, balance_loss=0.1, router_z_loss=0.1, d_head=16, **settings)
     together = 2 if sizes == "d2 e4" else 1
     c = tiny.config(dataclasses.replace(c, experts=16), microbatches=2, side_by_side=together, batch_size=16)
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
@@ -367,7 +345,7 @@ def test_losses_of_layers_that_one_device_alone_scales_are_refused():
     file, old = "train.py", "loss + jnp.sum(aux.loss) / groups"
     source = (ROOT / file).read_text()
     assert source.count(old) == 1
-    c = tiny.config(truth.model(layers=2, balance_loss=0.1, d_head=16), microbatches=2)
+    c = tiny.config(small(layers=2, balance_loss=0.1, d_head=16), microbatches=2)
     changed = train_with({file: source.replace(old, old.replace("jnp.sum", "50 * jnp.sum"))})
     with changed as module, abstract_mesh_of({"r": 1, "d": 2, "t": 1, "p": 2}):
         found = find_unsound(trace_step(c, load_model(c.model), spec=module.SPEC))
@@ -378,7 +356,7 @@ def test_losses_of_layers_that_one_device_alone_scales_are_refused():
 @pytest.mark.parametrize("sizes", ["e2 c2 t2", "p2 d2 c2"])
 def test_steps_by_muon_are_proved(sizes):
     """Of matrices whose last axis is t or c."""
-    c = tiny.config(truth.model(layers=2, capacity_factor=1.0, d_head=16), microbatches=2, batch_size=16)
+    c = tiny.config(small(layers=2, capacity_factor=1.0, d_head=16), microbatches=2, batch_size=16)
     c.optimizer = tiny.optimizer(algorithm="muon")
     with abstract_mesh_of(dict.fromkeys("prdect", 1) | {word[0]: int(word[1:]) for word in sizes.split()}):
         assert find_unsound(trace_step(c, load_model(c.model))) == []
@@ -387,7 +365,7 @@ def test_steps_by_muon_are_proved(sizes):
 @pytest.mark.parametrize("pools", [None, 1, pytest.param(2, marks=pytest.mark.long)])
 def test_experts_are_causal(pools):
     """What is sampled and evaluated drops nothing. In training the first choices of a sequence have the slots."""
-    c = tiny.config(truth.model(layers=1, capacity_factor=1.0, pools=pools))
+    c = tiny.config(small(layers=1, capacity_factor=1.0, pools=pools))
     with jax.set_mesh(tiny.mesh("one device")):
         assert check_causal(tiny.step_of(tiny.forward(c), 64, 2)) == ""
 
@@ -412,7 +390,7 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
     spec = importlib.util.spec_from_file_location("last_choices", tmp_path / "last_choices.py")
     edited = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(edited)
-    c = tiny.config(truth.model(layers=1, capacity_factor=0.25))
+    c = tiny.config(small(layers=1, capacity_factor=0.25))
     ids, starts = tiny.host_batch().targets[:2], np.arange(tiny.LENGTH)[None] == np.zeros((2, 1))
 
     def moved(of: train.Forward) -> float:
@@ -437,11 +415,11 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
 
 def test_the_block_of_deepseek_v3():
     """Router, experts and two shared ones: values and all gradients, each expert by its own largest entry."""
-    torch, transformers = truth.oracles()
+    torch, transformers = oracles()
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
     settings = {"scores": "sigmoid", "groups": 4, "groups_per_token": 2, "correction_bias": True, "weight_scale": 2.5}
-    c = truth.model(**settings, experts=16, experts_per_token=3, shared_experts=2)
+    c = small(**settings, experts=16, experts_per_token=3, shared_experts=2)
     w, (x, out) = layer_of(c), np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32)
     config = transformers.DeepseekV3Config(
         hidden_size=32, moe_intermediate_size=c.d_ff, n_routed_experts=16, num_experts_per_tok=3, n_group=4,
@@ -506,7 +484,7 @@ def test_a_step_is_that_of_one_device_in_f64(factor, pools, tmp_path):
 @pytest.mark.parametrize("mesh", ["one device", pytest.param("e=2 c=2 t=2", marks=pytest.mark.long)])
 def test_evaluation_computes_the_chosen_experts_alone(mesh, monkeypatch):
     """The logits are those of all experts; too few tokens for a pool are left to all experts."""
-    c, ids = tiny.config(truth.model(capacity_factor=0.25, experts_per_token=1)), tiny.host_batch().targets
+    c, ids = tiny.config(small(capacity_factor=0.25, experts_per_token=1)), tiny.host_batch().targets
     starts = np.arange(tiny.LENGTH)[None] == np.zeros((len(ids), 1))
     everywhere, used_all = moe.everywhere, []
     monkeypatch.setattr(moe, "everywhere", lambda *args: used_all.append(1) or everywhere(*args))
@@ -551,7 +529,7 @@ WRONG_WAYS = {
 @pytest.mark.parametrize("mesh", ["one device", pytest.param("p=2 e=2 d=2", marks=pytest.mark.long)])
 def test_the_two_ways_of_validation_are_compared(mesh, way, monkeypatch):
     """By numbers at the start of a run, since the proof sees the one that is faster on this mesh."""
-    c = tiny.config(truth.model(expert_bias=True, shared_experts=1, experts_per_token=2))
+    c = tiny.config(small(expert_bias=True, shared_experts=1, experts_per_token=2))
     with jax.set_mesh(tiny.mesh(mesh)):
         step = trace_step(c, load_model(c.model), jax.sharding.get_mesh())
         check_kernels([step], {})
@@ -570,7 +548,7 @@ def test_the_layer_that_chooses_a_way_of_validation_is_compared():
             out, aux = super().layer(x, w, tokens, attention)
             return (out if self.in_pools or tokens.training else x + 1.5 * (out - x)), aux
 
-    c = tiny.config(truth.model(experts_per_token=2))
+    c = tiny.config(small(experts_per_token=2))
     with jax.set_mesh(tiny.mesh("one device")):
         moe.Model(c.model).check_paths()
         with pytest.raises(ValueError, match="differs by"):

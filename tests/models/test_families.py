@@ -1,6 +1,5 @@
-"""Models of each family against transformers' own: logits, gradients, greedy texts, there and back."""
+"""Models of each family against transformers' own: logits, greedy texts, there and back. Gradients: test_oracles."""
 
-import copy
 import dataclasses
 import json
 
@@ -21,66 +20,9 @@ from shardwright.tools.huggingface import families
 from shardwright.tools.verify.meshes import abstract_mesh_of
 from tests.support import huggingface_models as models
 from tests.support import tiny
-from tests.support.huggingface_models import assert_same, export, losses_and_gradients, to_run
+from tests.support.huggingface_models import export, to_run
+from tests.support.transformers_models import KINDS, config_of, for_length, logits_of_documents, theirs
 from tests.support.verifying import verify
-
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 96, "bos_token_id": 3, "eos_token_id": 1, "pad_token_id": None,
-    "tie_word_embeddings": False, "attn_implementation": "eager",
-}  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "beta_fast": 8.0, "beta_slow": 1.0,
-    "original_max_position_embeddings": 24,
-}  # fmt: skip
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 2.0],
-    "long_factor": [1.5, 4.0], "original_max_position_embeddings": 64, "factor": 1.5,
-}  # fmt: skip
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
-KINDS = {
-    "Llama": {},
-    "Qwen3": {"head_dim": 8},
-    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},
-    "Qwen3Moe": {"head_dim": 8, "moe_intermediate_size": 48, "norm_topk_prob": True} | EXPERTS,
-    "Olmoe": EXPERTS,
-    "Qwen2": {},
-    "Mistral": {"sliding_window": 5},
-    "Olmo2": {},
-    "SmolLM3": {"no_rope_layer_interval": 2},
-    "Gemma2": {
-        "sliding_window": 5, "head_dim": 8, "hidden_act": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 11, "attn_logit_softcapping": 0.5,
-        "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
-    },
-    "Phi3": {"sliding_window": 5},
-    "Phi3 longrope": {
-        "rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "Llama yarn": {"rope_parameters": YARN, "head_dim": 16},
-    "Llama dynamic": {
-        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64, "head_dim": 8,
-    },
-    "Gemma3": {
-        "sliding_window": 5, "head_dim": 8, "query_pre_attn_scalar": 11, "num_hidden_layers": 8,
-        "sliding_window_pattern": 3, "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        },
-    },
-    "GptOss default": {
-        "sliding_window": 5, "head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 8,
-        "num_experts_per_tok": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    },
-    "GptOss": {
-        "sliding_window": 5, "head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 8,
-        "num_experts_per_tok": 3, "rope_parameters": YARN | {"truncate": False},
-    },
-}  # fmt: skip
-"""Of each: settings of a small one. The first word is the class."""
-
 
 OURS = {
     "Qwen2": {"qkv_bias": True},
@@ -114,41 +56,6 @@ def ours(name: str, **changes) -> family.ModelConfig:
     return (moe if "experts" in settings else family).ModelConfig(**settings)
 
 
-def config_of(name: str, **changes):
-    """The configuration of a small model of transformers. It completes the dicts that it is given."""
-    kind = name.split()[0].replace("Gemma3", "Gemma3Text")
-    given = copy.deepcopy(SIZES | KINDS[name] | changes)
-    return getattr(pytest.importorskip("transformers"), f"{kind}Config")(**given)
-
-
-def for_length(c, length: int):
-    """The model with RoPE for sequences of `length`, as transformers takes it from the text."""
-    scaling = c.rope_scaling and dataclasses.replace(c.rope_scaling, length=length)
-    return dataclasses.replace(c, rope_scaling=scaling)
-
-
-def theirs(name: str, **changes):
-    """A small model of transformers whose weights are all random: norms and biases too."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    model = getattr(transformers, f"{name.split()[0]}ForCausalLM")(config_of(name, **changes)).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(parameter + 0.3 * noise if parameter.ndim == 1 else 0.2 * noise)
-            if key.endswith("gate_up_proj_bias"):  # so that 7 is a limit that is met
-                parameter.mul_(30)
-    return model
-
-
-def their_logits(model, batch, bos_id: int):
-    """Logits of a model of transformers by masks of its own, where each row is one document."""
-    import torch
-
-    ids = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)), constant_values=bos_id)
-    return model(input_ids=torch.tensor(ids.astype(np.int64)), use_cache=False).logits
-
-
 def imported(model, tmp_path) -> tuple:
     """Its ModelConfig and weights, as a run has them."""
     model.save_pretrained(tmp_path / "model")
@@ -159,8 +66,11 @@ def imported(model, tmp_path) -> tuple:
 LONG = ("Llama", "Mixtral", "Olmoe", "Gemma2", "GptOss")
 
 
-@pytest.mark.long(every_case=True)(every_case=True)
-@pytest.mark.parametrize("name", [x if x in LONG else pytest.param(x, marks=pytest.mark.slow) for x in KINDS])
+OF_FAMILIES = [name for name in KINDS if name != "GPT2"]
+
+
+@pytest.mark.long(every_case=True)
+@pytest.mark.parametrize("name", [x if x in LONG else pytest.param(x, marks=pytest.mark.slow) for x in OF_FAMILIES])
 def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
     """Logits and greedy text of a run are theirs; the export has the same tensors, to the bit, and the same class."""
     import transformers
@@ -171,7 +81,7 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
     module = families.KINDS[kind].module if kind in families.KINDS else "train"
     assert (c.module, getattr(c, "family", kind)) == (module, kind)
     batch, logits = models.rows(c), models.logits_of(for_length(c, models.LENGTH))
-    expected = their_logits(model, batch, c.bos_id).detach().numpy()
+    expected = logits_of_documents(model, batch, c.bos_id).detach().numpy()
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(logits(w, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
@@ -186,23 +96,6 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
     before, after = (load_file(tmp_path / directory / "model.safetensors") for directory in ("model", "exported"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[key], after[key]) for key in before)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", ["r=2 d=2 t=2", pytest.param("e=2 c=2 t=2", marks=pytest.mark.slow)])
-# Those of other experts have other names in memory than on disk: tests/models/test_experts.py.
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("Mixtral", "Qwen3Moe", "Olmoe")])
-def test_gradients_are_those_of_transformers(name, mesh, one_device, tmp_path):
-    model = theirs(name)
-    c, w = imported(model, tmp_path)
-    batch = tiny.host_batch()
-    batch.is_seq_start[:] = np.arange(tiny.LENGTH) == 0
-    with jax.set_mesh(tiny.mesh(mesh)):
-        w = tiny.place(jax.tree.map(np.asarray, w), load_model(c).Weights)
-        logits, loss, gradients = losses_and_gradients(w, batch, for_length(c, tiny.LENGTH))
-    gradients = families.names_of(c).to_tensors(gradients, load_model(c).table)
-    expected = their_logits(model, batch, c.bos_id)
-    assert_same((logits, loss, gradients), expected, model, batch)
 
 
 @pytest.mark.long

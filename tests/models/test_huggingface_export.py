@@ -52,12 +52,10 @@ def saved(tmp_path, one_device):
 # ---- there and back -----------------------------------------------------------------------------------------------
 
 
-BACK = [case if case == "qk_norm tied llama3" else pytest.param(case, marks=pytest.mark.slow) for case in models.CASES]
-BACK += [GPT2]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("case", BACK, ids=lambda case: case if isinstance(case, str) else "gpt2")
+@pytest.mark.parametrize(
+    "case", ["qk_norm tied llama3", GPT2], ids=lambda case: case if isinstance(case, str) else "gpt2"
+)
 def test_there_and_back_is_the_same_to_the_bit(saved, tmp_path, case):
     w, c, run = saved(case)
     said = export(run, tmp_path / "exported")

@@ -67,8 +67,6 @@ def test_learning_rate_equals_optax(name):
 
 ALL_KINDS = ("matrix", "embedding", "unembedding", "vector")
 DECAY = [("r=2 d=2 t=2", ALL_KINDS), ("d=4 t=2", ("matrix", "unembedding"))]
-LONG = [*((mesh, ALL_KINDS) for mesh in tiny.MESHES[:-1]), ("d=8", ("vector", "embedding"))]
-DECAY += [pytest.param(*case, marks=pytest.mark.long) for case in LONG]
 # d_head is 8, which t·d divides on every mesh: the norms of queries and keys are sharded over both.
 MODEL = tiny.model(layers=1, d_head=8, qk_norm=True)
 

@@ -16,6 +16,7 @@ from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept
 from tests.support import tiny
 from tests.support.redrawn import kept_by_numpy, redrawn
+from tests.support.transformers_models import exported
 
 PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third leaves room for 11 tokens
 CONTEXT = 40
@@ -143,12 +144,9 @@ def test_another_model_samples_likewise():
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_text_is_that_of_llama(penalty):
     torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
-    pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
-    from tests.support.llama_truth import llama
-
     c, prompts = tiny.model(), PROMPTS[:2] + PROMPTS[3:]
     drawn = generate("one device", Sampling(max_tokens=20, temperature=0, repetition_penalty=penalty), prompts)
-    model = llama(weights("one device"), c).eval()
+    model = exported(c, weights("one device"))
     for prompt, found in zip(prompts, drawn, strict=True):
         ids = torch.tensor([[c.bos_id, *prompt]])
         options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -11,6 +11,7 @@ from shardwright.run.step import trace_step
 from shardwright.sampling import scoring
 from shardwright.sampling.scoring import POSITIONS, Scorer, log_likelihoods, pieces
 from tests.support import rule_models, tiny
+from tests.support.transformers_models import exported
 
 LENGTHS = [1, 2, 16, 17, 3, 9, 17, 5, 4]
 SEQUENCES = [np.random.default_rng(n).integers(0, 64, length + 1).tolist() for n, length in enumerate(LENGTHS)]
@@ -26,13 +27,12 @@ def scorer(c):
 def test_losses_are_those_of_transformers(mesh, batch, monkeypatch):
     """Sequences of all lengths in a row of batches, on any mesh, with any first token."""
     torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
-    llama_truth = pytest.importorskip("tests.support.llama_truth", reason="the Llama oracle needs transformers")
     monkeypatch.setattr(scoring, "POSITIONS", batch * max(LENGTHS))
     c = tiny.model()
     with jax.set_mesh(tiny.mesh(mesh)):
         w = tiny.weights(c)
         found = list(scorer(c).losses(w, SEQUENCES))
-    model = llama_truth.llama(w, c)
+    model = exported(c, w)
     for ids, scored in zip(SEQUENCES, found, strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0]

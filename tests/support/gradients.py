@@ -29,13 +29,6 @@ def loss_and_gradients(c: Config, mesh, batch=None, dtype="float32"):
         return program.as_text(), jax.tree.map(np.asarray, program(w, batch))
 
 
-def assert_same(found, expected, tolerance):
-    """Each gradient up to a part of its largest entry; where they are 0 but for rounding, of that of all."""
-    largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=tolerance * max(np.abs(b).max(), 1e-3 * largest), rtol=0)
-
-
 def assert_close(found, expected, tolerance):
     """What `with_gradients` gives for two paths of attention, each up to a part of its largest entry."""
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):

@@ -23,10 +23,8 @@ LLAMA3 = RopeScaling(kind="llama3", factor=4.0, original_length=64, low_frequenc
 """With a base of 100 and heads of 8: a wavelength that is kept, two that are interpolated, and one that is stretched,
 on documents longer than original_length."""
 CASES = {
-    "multi-head": {"n_q_per_kv": 1},
     "grouped": {},
     "tied": {"tied_embeddings": True},
-    "linear": {"rope_scaling": RopeScaling(kind="linear", factor=4.0)},
     "llama3": {"rope_scaling": LLAMA3},
     "qk_norm": {"qk_norm": True, "norm_epsilon": 1e-3},
     "qk_norm tied llama3": {"qk_norm": True, "tied_embeddings": True, "rope_scaling": LLAMA3},
@@ -103,51 +101,3 @@ def logits_of(c: train.ModelConfig):
 
     compiled = tiny.per_device(compute)
     return lambda w, batch: np.asarray(compiled(w, tiny.place(batch, TokenBatch)))
-
-
-def losses_and_gradients(w, batch: TokenBatch, c, z_loss: float = 0.0, **training):
-    """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
-    config = tiny.config(c, **training)
-    config.optimizer.z_loss = z_loss
-
-    def everything(w: type(w), batch: TokenBatch, of_step: train.Batch) -> tuple[f32["B/b L/c V/t"], f32[""], type(w)]:
-        return tiny.logits(w, batch, config), *tiny.loss_and_gradients(w, of_step, config)
-
-    batches = tiny.place(batch, TokenBatch), tiny.place_batch(config, batch)
-    return jax.tree.map(np.asarray, tiny.per_device(everything)(w, *batches))
-
-
-def their_logits(model, batch: TokenBatch, bos_id: int):
-    """Logits of a model of transformers where documents in a row do not see one another, and count from 0."""
-    import torch
-
-    before = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)), constant_values=bos_id)
-    inputs = np.where(batch.is_seq_start, bos_id, before).astype(np.int64)
-    document, length = np.cumsum(batch.is_seq_start, axis=1), inputs.shape[1]
-    visible = (document[:, :, None] == document[:, None, :]) & np.tri(length, dtype=bool)
-    mask = torch.where(torch.tensor(visible)[:, None], 0.0, torch.finfo(torch.float32).min)
-    starts = np.where(batch.is_seq_start, np.arange(length), 0)
-    positions = torch.tensor(np.arange(length) - np.maximum.accumulate(starts, axis=1))
-    return model(input_ids=torch.tensor(inputs), attention_mask=mask, position_ids=positions, use_cache=False).logits
-
-
-def assert_same(ours, expected, their, batch: TokenBatch, z_loss: float = 0.0, least: float = 0.0) -> None:
-    """Compares our logits, loss and gradients, by their names, with those of a model of transformers.
-
-    `expected` are its logits, `least` is the least scale of a gradient.
-    """
-    import torch
-
-    logits, loss, gradients = ours
-    flat = expected.flatten(0, 1)
-    targets = torch.tensor(batch.targets.astype(np.int64)).flatten()
-    losses = torch.nn.functional.cross_entropy(flat, targets, reduction="none")
-    losses = losses + z_loss * torch.logsumexp(flat, dim=-1) ** 2
-    expected_loss = losses[torch.tensor(batch.loss_mask).flatten()].mean()
-    expected_loss.backward()
-    np.testing.assert_allclose(logits, expected.detach(), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(loss, expected_loss.detach(), rtol=1e-4)
-    for name, parameter in their.named_parameters():
-        # Entries far below a tensor's largest are sums of cancelling terms: they carry its absolute rounding error.
-        scale = max(float(parameter.grad.abs().max()), least)
-        np.testing.assert_allclose(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale, err_msg=name)

@@ -13,13 +13,6 @@ from tests.support import tiny
 from tests.support.verifying import verify
 
 
-@pytest.mark.long
-def test_every_tensor_is_that_of_one_device(tmp_path):
-    meshes = "verify.meshes=[d2e2t2,d2c2t2,d2e2c2,e2c2t2,p2e2c2]"
-    done = verify(tmp_path, meshes, "model.qk_norm=true", "training.loss_chunk=8", "mesh.p=1")
-    assert done.stdout.splitlines()[-1] == "In f64, all 5 meshes agree with one device.", done.stdout + done.stderr
-
-
 @pytest.mark.slow
 def test_dropout_does_not_depend_on_the_mesh(tmp_path):
     """That of residuals and embeddings; of attention weights, c has none."""

@@ -1,4 +1,4 @@
-"""The model against transformers' Llama; with QK-norm, against its Qwen3."""
+"""What the loss of a target depends on. The model itself: test_oracles.py."""
 
 import jax
 import numpy as np
@@ -7,46 +7,6 @@ import pytest
 import train
 from shardwright.data.loader import TokenBatch
 from tests.support import tiny
-from tests.support.huggingface_models import losses_and_gradients, their_logits
-from tests.support.llama_truth import compare, llama
-
-EVERY_LONG = pytest.mark.long(every_case=True)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "changes", "z_loss"),
-    [
-        *(pytest.param(name, {}, 0.0, marks=EVERY_LONG) for name in tiny.MESHES),
-        pytest.param("r=2 d=2 t=2", {"tied_embeddings": True}, 0.0, marks=EVERY_LONG),
-        ("d=4 t=2", {}, 0.01),
-        pytest.param("r=2 d=2 t=2", {"qk_norm": True}, 0.0, marks=EVERY_LONG),
-        pytest.param("d=4 t=2", {"logit_softcap": 0.5}, 0.0, marks=EVERY_LONG),
-    ],
-)
-def test_logits_loss_and_gradients_equal_llama(mesh, changes, z_loss):
-    compare(mesh, changes, z_loss)
-
-
-@pytest.mark.long
-def test_without_the_mask_a_row_is_one_document():
-    c, batch = tiny.model(), tiny.host_batch()
-    assert batch.is_seq_start[:, 1:].any()
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        w = tiny.weights(c)
-        logits, *_ = losses_and_gradients(w, batch, c, document_mask=False)
-    row = TokenBatch(batch.targets, np.zeros_like(batch.is_seq_start), batch.loss_mask)
-    row.is_seq_start[:, 0] = True
-    np.testing.assert_allclose(logits, their_logits(llama(w, c), row, bos_id=0).detach(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.long
-def test_rope_base_and_grouping_matter():
-    """The comparison above can tell: another base, or queries grouped otherwise, gives other logits."""
-    batch = tiny.host_batch()
-    with jax.set_mesh(tiny.mesh("one device")):
-        w = tiny.weights(tiny.model())
-        logits, _, _ = losses_and_gradients(w, batch, tiny.model(rope_base=100.0))
-    assert np.abs(logits - their_logits(llama(w, tiny.model()), batch, bos_id=0).detach().numpy()).max() > 1e-2
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """The executor of pipeline schedules in the training step: losses, gradients and updates against one device.
 
-The one-device run is the whole program without p, which test_model.py holds to transformers and test_optimizer.py to
+The one-device run is the whole program without p, which test_oracles.py holds to transformers and test_optimizer.py to
 optax. Settings are combined so that every two values of two settings meet (`PAIRS`); the meshes of 16 devices, which
 are long to compile, are slow.
 """

@@ -1,0 +1,183 @@
+"""Whole training steps against oracles: model × settings × mesh.
+
+A row is a model, the mesh, and settings of training. One step must have the loss and the gradients of the oracle, which
+is transformers' own class or, for rules that no class has, the dense computation of tests/support/dense.py; and move
+the weights as AdamW and Muon in NumPy move them by these gradients.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import train
+from shardlib import products
+from shardwright.modeling.model import load_model
+from shardwright.modeling.weights import Weight
+from shardwright.optimizers.config import OptimizerConfig
+from shardwright.run.config import PipelineConfig
+from tests.support import dense, rule_models, tiny
+from tests.support.transformers_models import Truth, truth_of
+
+C2, STAGES = "e=2 c=2 t=2", "p=2 d=2 t=2"
+BLOCKS = {"attention": "blockwise", "attention_block": 5}
+STEP = {"microbatches": 2, "gather_weights": "step"}
+LAYER = {"microbatches": 2, "gather_weights": "layer"}
+BESIDE = {"microbatches": 4, "side_by_side": 2}
+OWN = {"algorithm": "tests.support.own_parts:sgd", "loss": "tests.support.own_parts:halved", "learning_rate": 100.0}
+POOLS = {"pools": 4, "capacity_factor": 8.0}  # which drop nothing
+
+
+def row(name: str, mesh: str, quick: bool = False, **settings):
+    marks = [] if quick else pytest.mark.long(every_case=True)
+    return pytest.param(name, mesh, settings, marks=marks, id=f"{name}, {mesh}")
+
+
+ROWS = [
+    # Of training: `gpu` adds up lookups as on a GPU, `optimizer` and `model` are settings of those.
+    row("Llama", "d=4 t=2", quick=True, **STEP, **BLOCKS, loss_chunk=4, optimizer={"z_loss": 0.01}),
+    row("Llama", "one device", save="everything", unroll=None, document_mask=False),
+    row("Llama", "r=2 d=2 t=2", quick=True, optimizer=OWN),
+    row("Llama", "d=8", save="nothing", unroll=2, loss_chunk=2, optimizer={"algorithm": "muon"}),
+    row("Llama tied", STAGES, **LAYER, schedule="1f1b", gpu=True, optimizer={"z_loss": 0.01}),
+    row("Llama tied", "r=2 d=2 t=2", **STEP, side_by_side=2, save="dots", loss_chunk=4),
+    row("Qwen3", "r=2 d=2 t=2", **LAYER, **BLOCKS, save="more", unroll=2),
+    row("Qwen3", "d=2 c=2 t=2", context="ring", attention_block=5, optimizer={"algorithm": "muon"}),
+    row("GPT2", "d=4 t=2", **STEP, gpu=True, save="nothing", loss_chunk=2),
+    row("GPT2", "c=4 t=2", **LAYER, context="gather", save="offload"),
+    row("GPT2", STAGES, **STEP, schedule="zb_h1", optimizer={"algorithm": "muon"}),
+    row("Mixtral", C2, **LAYER, model=POOLS, optimizer={"algorithm": "muon"}),
+    row("Mixtral", "one device", model={"capacity_factor": 3.0}),
+    row("Qwen3Moe", "p=2 e=2 d=2", **STEP, gpu=True, model={"capacity_factor": 3.0}, schedule="1f1b"),
+    row("Olmoe", "e=4 t=2", **STEP, save="dots", unroll=None, gpu=True),
+    row("Qwen2", C2, context="ulysses", attention="einsum", loss_chunk=8),
+    row("Mistral", "d=2 c=4", context="ring", attention_block=3, **LAYER, save="dots"),
+    row("Mistral", "d=2 t=4", **BLOCKS, save="everything"),
+    row("Olmo2", "d=2 t=4", **BESIDE),
+    row("SmolLM3", STAGES, **BLOCKS, **STEP, schedule="zb_h1", loss_chunk=4),
+    row("Gemma2", C2, context="gather", attention="blockwise", attention_block=5, unroll=2, gpu=True),
+    row("Gemma2", STAGES, **LAYER, schedule="1f1b", save="more"),
+    row("Gemma3", "r=2 d=2 t=2", **STEP, unroll=None, loss_chunk=4),
+    row("Phi3", "r=2 t=4", **LAYER, save="nothing"),
+    row("Phi3 longrope", "d=8", **BLOCKS),
+    row("Llama yarn", "r=4 d=2", gpu=True, gather_weights="step"),
+    row("Llama dynamic", C2, context="ulysses", **BLOCKS),
+    row("GptOss", "d=2 c=2 t=2", context="ring", attention_block=5, **LAYER, gpu=True),
+    row("GptOss", "e=4 t=2", **BLOCKS, model=POOLS, loss_chunk=4),
+    row("GptOss default", "p=2 e=2 t=2", **LAYER, schedule="1f1b"),
+    row("window", STAGES, **BLOCKS, **STEP, schedule="zb_h1"),
+    row("alibi", "d=2 c=2 t=2", context="ulysses", **BLOCKS, **STEP),
+    row("soft-cap", "p=2 c=2 t=2", **STEP, context="ring", attention_block=2),
+    row("alternating", "r=2 d=2 t=2", **BLOCKS, **STEP),
+    row("sinks", STAGES, **LAYER, schedule="interleaved_1f1b", save="dots", unroll=2),
+    row("prefix", "p=2 c=2 t=2", context="gather", **BLOCKS, **LAYER, schedule="1f1b"),
+    row("prefix", "d=4 t=2", unroll=None),
+    row("no positions", "d=2 c=2 t=2", **BESIDE, context="gather", unroll=None),
+]
+
+
+def batch():
+    return tiny.host_batch(vocab=32)  # of the models of rules, whose vocabulary is the smaller one
+
+
+@functools.cache
+def of_dense(name: str) -> Truth:
+    """What the dense computation gives for a model of rules."""
+    given, c = batch(), rule_models.SIZES
+
+    def loss(w):
+        logits = dense.logits(w, dense.tokens_of(given), c, **rule_models.DENSE[name])
+        return dense.cross_entropy(logits, given)
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        w = rule_models.host_weights(name)
+        return Truth(c, w, *jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(w)))
+
+
+def truth(name: str, settings: dict) -> Truth:
+    if name in rule_models.KINDS:
+        return of_dense(name)
+    pytest.importorskip("torch")
+    z_loss = settings.get("optimizer", {}).get("z_loss", 0.0)
+    return truth_of(name, settings.get("document_mask", True), z_loss, batch)
+
+
+def config(of: Truth, settings: dict):
+    """The configuration of a row."""
+    settings = dict(settings)
+    parts = {name: settings.pop(name, {}) for name in ("model", "optimizer", "schedule", "gpu")}
+    c = tiny.config(dataclasses.replace(of.config, **parts["model"]), **settings)
+    c.optimizer = tiny.optimizer(schedule="constant", schedule_steps=None, **parts["optimizer"])
+    c.pipeline = PipelineConfig(parts["schedule"] or "gpipe")
+    return c
+
+
+STEPS = 4
+"""Of which the moments are corrected for: the step is behind the warmup."""
+
+
+def moved(c: OptimizerConfig, weight: Weight, w: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """A weight that Muon, or AdamW, moves by a gradient, where the moments were 0."""
+    w, g = np.float64(w), np.float64(g)
+    if c.algorithm == "muon" and weight.kind == "matrix":
+        sides = weight.shape[-weight.inputs - weight.outputs :]
+        rows, columns = math.prod(sides[: weight.inputs]), math.prod(sides[weight.inputs :])
+        x = g.reshape(-1, rows, columns)
+        x = x / np.linalg.norm(x, axis=(1, 2), keepdims=True)
+        for _ in range(c.muon_iterations):
+            square = x @ x.swapaxes(1, 2)
+            x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        change = c.muon_rms * max(rows, columns) ** 0.5 * x.reshape(w.shape)
+    else:
+        mu = (1 - c.adam_b1) * g / (1 - c.adam_b1**STEPS)
+        nu = (1 - c.adam_b2) * g**2 / (1 - c.adam_b2**STEPS)
+        change = mu / (np.sqrt(nu) + c.adam_epsilon)
+    return w - c.learning_rate * (change + c.weight_decay * w * (weight.kind in c.decay_on))
+
+
+def close(found: np.ndarray, expected: np.ndarray, least: float, where: str) -> None:
+    """A gradient, up to f32 rounding of its largest entry, of `least` at least; each expert up to its own."""
+    of_experts = where.endswith(("w_gate", "w_up", "w_down")) and expected.ndim == 4
+    scale = np.abs(expected).max(axis=(2, 3) if of_experts else None, keepdims=True)
+    np.testing.assert_allclose((found - expected) / np.maximum(scale, least), 0, atol=2e-5, err_msg=where)
+
+
+@pytest.mark.parametrize(("name", "mesh", "settings"), ROWS)
+def test_a_step_is_that_of_its_oracle(name, mesh, settings, monkeypatch):
+    if settings.get("gpu"):
+        monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
+    of = truth(name, settings)
+    c = config(of, settings)
+    model = rule_models.KINDS[name](c.model) if name in rule_models.KINDS else load_model(c.model)
+    kind = train.State[type(of.weights)]
+    with jax.set_mesh(tiny.mesh(mesh)):
+        fresh = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
+        start = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), fresh)
+        start = tiny.place(dataclasses.replace(start, weights=of.weights), kind)
+        step = train.make_training_step(c, model)
+        state, metrics = step(start, tiny.place_batch(c, batch()), np.int32(STEPS - 1))
+        state = jax.tree.map(np.asarray, state)
+    is_own = c.optimizer.algorithm == OWN["algorithm"]
+    of_loss = jax.tree.map(lambda g: np.float64(g) / (1 + is_own), of.gradients)
+    norm = math.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(of_loss)))
+    np.testing.assert_allclose(metrics.loss, of.loss / (1 + is_own), rtol=1e-5)
+    np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
+    assert norm > c.optimizer.clip_norm, "gradients are clipped"
+    # Those of the biases of keys are 0 but for rounding: they add the same to all scores of a query.
+    least = 1e-2 * max(np.abs(g).max() for g in jax.tree.leaves(of_loss))
+    trees = of.weights, state.weights, state.adam_mu, model.table
+    for (path, g), *of_weight in zip(
+        jax.tree_util.tree_leaves_with_path(of_loss), *map(jax.tree.leaves, trees), strict=True
+    ):
+        where, (w, new, mu, weight) = jax.tree_util.keystr(path), of_weight
+        is_muon = c.optimizer.algorithm == "muon" and weight.kind == "matrix"
+        share = 1 - (c.optimizer.muon_momentum if is_muon else c.optimizer.adam_b1)
+        found = (w - new) / c.optimizer.learning_rate if is_own else mu / share
+        close(found * norm / c.optimizer.clip_norm, g, least, where)
+        if not is_own:
+            expected = moved(c.optimizer, weight, w, found)
+            np.testing.assert_allclose(new, expected, rtol=1e-6, atol=1e-5, err_msg=where)
