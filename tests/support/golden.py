@@ -1,9 +1,13 @@
-"""Golden files: programs, and the text that each of them gives.
+"""Golden files: programs, and the problem and the remedy that each of them gives.
 
     == name of a case
     program
     --
-    the text
+    the problem
+    remedy: …
+
+The place must be in the last statement of the program, or at its line that ends in `# here`. What else a message shows,
+such as the types of the values there, test_messages.py compares for some programs.
 
 `GOLDEN=write python -m pytest <the test>` writes what the programs give now: read the difference before you keep it.
 """
@@ -33,18 +37,25 @@ def read(path: Path) -> dict[str, tuple[str, str]]:
 
 
 def check(path: Path, name: str, run: Callable[[str], str]) -> None:
-    """Asserts that `run` gives for the program of a case what its file says, but for lines of Python files.
+    """Asserts that the message that `run` gives for the program of a case has the problem and the remedy of its file.
 
     If GOLDEN is `write`, what it gives is written there.
     """
     cases = read(path)
     program, text = cases[name]
-    found = re.sub(r"(\.py):\d+", r"\1:…", run(program))
+    found = without_context(run(program))
     if os.environ.get("GOLDEN") == "write":
         cases[name] = program, found
         path.write_text("\n".join(f"== {name}\n{program}\n--\n{text}\n" for name, (program, text) in cases.items()))
         return
     assert found == text
+
+
+def without_context(message: str) -> str:
+    """The problem, the remedy, and whether it is proved that the program is wrong."""
+    problem, *lines = re.sub(r"(\.py):\d+", r"\1:…", message).splitlines()
+    kept = [line.strip() for line in lines if re.match(r" *(remedy: |not proved|wrong: )", line)]
+    return "\n".join([re.sub(r"^\S+:[\d…]+: ", "", problem), *kept])
 
 
 def in_file(source: str, file: str = FILE) -> ast.Module:
@@ -60,4 +71,8 @@ def refused(program: str, execute: Callable[[ast.stmt], None]) -> str:
         execute(statement)
     with pytest.raises(ShardError) as raised:
         execute(wrong)
+    file, line = re.match(r"(\S+):(\d+): ", str(raised.value)).groups()
+    marked = [i for i, text in enumerate(program.splitlines(), 1) if text.endswith("# here")]
+    lines = marked or range(wrong.lineno, wrong.end_lineno + 1)
+    assert int(line) in lines if file == FILE else file.endswith(".py"), f"not at {lines}: {raised.value}"
     return str(raised.value)
