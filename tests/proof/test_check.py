@@ -1,6 +1,5 @@
 """`check` on functions of other projects: bodies with specs, functions that map, any kind of mesh."""
 
-import functools
 import re
 from pathlib import Path
 
@@ -91,176 +90,17 @@ def update(state, g):
     return {"w": [state["w"][0] - 0.1 * lax.pmean(g, "d")]}
 
 
-def looked_up(find):
-    """A lookup in a table that is sharded over t: `find` gives the entries of the block, zero elsewhere."""
-
-    def lookup(table, ids):
-        n = table.shape[0]
-        i = ids - n * lax.axis_index("t")
-        return lax.psum(find(table, i, ((i >= 0) & (i < n))[:, None]), "t")
-
-    return lookup
-
-
-def drawn(seed):
-    return lambda x: x * jax.random.normal(jax.random.key(seed(x)))
-
-
-def scattered_sum(x, start=1, turns=4):
-    """A psum_scatter by hand, whose turns each add a block of their own."""
-    x, n, i = x.sum(1), lax.axis_size("t"), lax.axis_index("t")
-
-    def block(k):
-        return lax.dynamic_slice_in_dim(x, (i - k) % n * (len(x) // n), len(x) // n)
-
-    total = block(start)
-    for turn in range(2, min(turns, n) + 1):
-        total = lax.ppermute(total, "t", [(j, (j + 1) % n) for j in range(n)]) + block(turn)
-    return total
-
-
-def rescaled_softmax(x, y=None, axis=1, factor=lambda m, top: jnp.exp(m - top), total=lax.psum, devices="t"):
-    """Each device subtracts its own maximum, and a factor makes up for that when the devices' sums are added."""
-    m, of_y = (jnp.max(z, axis=axis, keepdims=True) for z in (x, x if y is None else y))
-    e, top = jnp.exp(x - m), lax.pmax(m, devices)
-    return e * factor(of_y, top) / total(jnp.sum(e, axis=1, keepdims=True) * factor(of_y, top), devices)
-
-
-def first_largest(is_here):
-    def body(x):
-        best, own = x.max(1), lax.axis_index("t") * x.shape[1] + jnp.argmax(x, axis=1).astype(jnp.int32)
-        return lax.pmin(jnp.where(is_here(best, lax.pmax(best, "t")), own, 2**30), "t")
-
-    return body
-
-
 STATE = {"w": [shape(16)]}
 OF_STATE = {"in_specs": (P("t"), BLOCKS), "out_specs": P("t")}
 FIRST = {"in_specs": P(None, "t"), "out_specs": P(None, "t")}
-SCATTERED = FIRST | {"out_specs": P("t")}
-ALONE = {"in_specs": P("t"), "out_specs": P("t")}
-TABLE, IDS, OF_TABLE = shape(16, 6), shape(5, dtype=jnp.int32), {"in_specs": (P("t"), P()), "out_specs": P()}
-COUNTS, SUMS = shape(8, 16, dtype=jnp.uint32), {"in_specs": BLOCKS, "out_specs": P("t")}
-BODIES = {  # the body, its arguments, its specs, what is wrong
+BODIES = {  # the body, its arguments, its specs, what is wrong; other bodies are in tests/programs
     "to a host and back": (lambda x: right(there_and_back(x)), [X], SPECS, None),
     "reduced from a host": (lambda x: lax.psum(there_and_back(x.sum()), ("d", "t")) * x, [X], SPECS, None),
     "wrong on a host": (lambda x: wrong(there_and_back(x)), [X], SPECS, OWN_MAXIMUM),
     "pytrees": (lambda state, g: update(state, g.mean(0)), [STATE, X], OF_STATE, None),
-    "scaled pytrees": (lambda s, g: update(s, g.sum(0) / 4), [STATE, X], OF_STATE, "multiplied into a value"),
     # JAX traces a slice of one entry as a squeeze.
     "first of one": (lambda x: x + lax.psum(x[:, 0], "d")[:, None], [shape(6, 4)], FIRST, "along dim"),
-    "first of two": (lambda x: x + lax.psum(x[:, 0], "d")[:, None], [shape(6, 8)], FIRST, "along dim"),
     "largest of one": (lambda x: x + lax.pmax(x.max(1), "t")[:, None], [shape(6, 4)], FIRST, None),
-    "rows and pairs of rows": (lambda x: x[:, 0::2] - x[:, 1::2], [shape(6, 16)], FIRST, None),
-    "pairs that blocks cut": (lambda x: x[:, 0::2], [shape(6, 12)], FIRST, r"reshape\(-1, 2\)"),
-    "a scattered sum by hand": (scattered_sum, [X], SCATTERED, None),
-    "of another block": (functools.partial(scattered_sum, start=0), [X], SCATTERED, "scatter a sum with lax.psum_s"),
-    "a turn too few": (functools.partial(scattered_sum, turns=3), [X], SCATTERED, "scatter a sum with lax.psum_s"),
-    "choice by one entry": (lambda x: jnp.sin(x) if x.shape[0] < 4 else x, [shape(4, 6)], ALONE, "another one on this"),
-    "choice by entries": (
-        lambda x: jnp.sin(x) if x.shape[0] < 4 else x,
-        [shape(8, 6)],
-        ALONE,
-        "operations depend|anoth",
-    ),
-    "selected": (looked_up(lambda x, i, own: jnp.where(own, jnp.take(x, i, 0), 0)), [TABLE, IDS], OF_TABLE, None),
-    "clipped": (looked_up(lambda x, i, own: jnp.take(x, i, 0, mode="clip") * own), [TABLE, IDS], OF_TABLE, None),
-    "NaN times 0": (
-        looked_up(lambda x, i, own: jnp.take(x, i, 0) * own),
-        [TABLE, IDS],
-        OF_TABLE,
-        "multiplying by a mask",
-    ),
-    "whole positions": (
-        lambda x: looked_up(lambda x, i, own: jnp.where(own, jnp.take(x, i, 0), 0))(x, jnp.arange(12)),
-        [X],
-        {"in_specs": P("t"), "out_specs": P()},
-        None,
-    ),
-    "a seed": (drawn(lambda x: 20240101), [shape(16)], ALONE, None),
-    "integers are not rounded": (drawn(lambda x: 20240101 + x.shape[0]), [shape(16)], ALONE, "a number that depends"),
-    "sum of unsigned": (lambda x: lax.psum(x.sum(0), "d").astype(jnp.float32), [COUNTS], SUMS, None),
-    "wraps around": (lambda x: lax.psum(x.sum(0).astype(jnp.float32), "d"), [COUNTS], SUMS, "partial sum"),
-    "own maxima": (rescaled_softmax, [X], SPECS, None),
-    "own maxima, of sequences": (
-        lambda x: jax.vmap(rescaled_softmax, 1, 1)(x),
-        [shape(8, 3, 16)],
-        {"in_specs": P("d", None, "t"), "out_specs": P("d", None, "t")},
-        None,
-    ),
-    "own maxima of another array": (rescaled_softmax, [X, X], SPECS | {"in_specs": (BLOCKS, BLOCKS)}, OWN_MAXIMUM),
-    "own maxima the other way": (
-        functools.partial(rescaled_softmax, factor=lambda m, top: jnp.exp(top - m)),
-        [X],
-        SPECS,
-        OWN_MAXIMUM,
-    ),
-    "own maxima twice": (
-        functools.partial(rescaled_softmax, factor=lambda m, top: jnp.exp(2 * (m - top))),
-        [X],
-        SPECS,
-        OWN_MAXIMUM,
-    ),
-    "own maxima squared": (
-        functools.partial(rescaled_softmax, factor=lambda m, top: jnp.exp(m - top) * jnp.exp(m - top)),
-        [X],
-        SPECS,
-        OWN_MAXIMUM,
-    ),
-    "own maxima, of some devices": (
-        lambda x: rescaled_softmax(x, factor=lambda m, top: jnp.exp(lax.pmax(m, "d") - top), devices=("d", "t")),
-        [X],
-        {"in_specs": P(None, ("d", "t")), "out_specs": P(None, ("d", "t"))},
-        OWN_MAXIMUM,
-    ),
-    "own maxima, of all devices": (
-        functools.partial(rescaled_softmax, devices=("d", "t")),
-        [X],
-        {"in_specs": P(None, ("d", "t")), "out_specs": P(None, ("d", "t"))},
-        None,
-    ),
-    "own maxima, not made up for": (
-        functools.partial(rescaled_softmax, factor=lambda m, top: 1.0),
-        [X],
-        SPECS,
-        OWN_MAXIMUM,
-    ),
-    "own maxima, not summed": (
-        functools.partial(rescaled_softmax, total=lambda e, _: e),
-        [X],
-        SPECS,
-        "div of a partial sum over t",
-    ),
-    "own maxima of columns": (functools.partial(rescaled_softmax, axis=0), [X], SPECS, "compares different blocks"),
-    "index of the largest": (first_largest(lambda best, top: best >= top), [X], SPECS | {"out_specs": P("d")}, None),
-    "index of any": (
-        first_largest(lambda best, top: best <= top),
-        [X],
-        SPECS | {"out_specs": P("d")},
-        OWN_MAXIMUM,
-    ),
-    "index of every one": (
-        first_largest(lambda best, top: top >= best),
-        [X],
-        SPECS | {"out_specs": P("d")},
-        OWN_MAXIMUM,
-    ),
-    "less an own maximum": (lambda x: x - x.max(1, keepdims=True), [X], SPECS, OWN_MAXIMUM),
-    "exp less an own maximum": (lambda x: jnp.exp(x - x.max(1, keepdims=True)), [X], SPECS, OWN_MAXIMUM),
-    "own maxima from turn to turn": (
-        lambda x: lax.scan(
-            lambda e, _: (jnp.exp(x - jnp.max(x, 1, keepdims=True)) * e, None), jnp.ones_like(x), length=3
-        )[0],
-        [X],
-        SPECS,
-        OWN_MAXIMUM,
-    ),
-    "own maxima of a choice": (
-        lambda x: lax.cond(lax.psum(x.sum(), ("d", "t")) > 0, lambda x: x - x.max(1, keepdims=True), jnp.sin, x),
-        [X],
-        SPECS,
-        OWN_MAXIMUM,
-    ),
     "wrong": (lambda x: x.sum(1), [X], {**SPECS, "out_specs": P("d")}, r"\nwrong: it does not compute[^\n]*$"),
     "not proved": (wrong, [X], SPECS, r"\nnot proved, though it may be right[^\n]*$"),
 }

@@ -27,9 +27,9 @@ from shardlib.proof import (
 from shardlib.proof.alignment import Different
 from shardlib.proof.check import findings
 from shardlib.proof.equation import Refused
-from tests.support import bad_operands
-from tests.support.corpus import WRONG
-from tests.support.running import traced
+from tests.programs import bad_operands
+from tests.programs.corpus import WRONG
+from tests.programs.program import traced
 
 MODULES = (collectives, control, elementwise, equation, interpreter, lookups, positions, primitives, shapes, sums)
 DEMANDS = {"block", "finished", "term", "plain", "unscaled", "uncut", "same", "same_size"}

@@ -4,9 +4,9 @@ import jax
 import pytest
 
 from shardlib.proof.check import prove_function
-from tests.support import running
-from tests.support.corpus import RIGHT, WRITTEN
-from tests.support.running import Program, abstract_mesh, distance, run, traced
+from tests.programs import program as of_program
+from tests.programs.corpus import RIGHT, WRITTEN
+from tests.programs.program import Program, abstract_mesh, distance, run, traced
 
 ACCEPTED = [program for program in RIGHT if not program.escape and program.name != "ring attention"]
 """Without the ring, whose turns are compared with one device's only where JAX traces both alike."""
@@ -40,7 +40,7 @@ def verdicts(program: Program, monkeypatch):
     for sizes in settings:
         with monkeypatch.context() as patch:
             for name, n in sizes.items():
-                patch.setitem(running.SIZES, name, n)
+                patch.setitem(of_program.SIZES, name, n)
             try:
                 found, wrong_by = prove_function(trace, abstract_mesh(program, mesh)), None
                 if bool(found) == (program in ACCEPTED):  # it may be another program at this size

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib.parsing import ShardError
 from shardlib.proof.check import check
-from tests.support import other_trainers
-from tests.support.other_trainers import CASES, VERSIONS, Case, difference, number_text, version
+from tests.programs import other_trainers
+from tests.programs.other_trainers import CASES, VERSIONS, Case, difference, number_text, version
 
 PAGE = (Path(__file__).parents[2] / "docs" / "other-trainers.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and line.count("|") == 6][1:]

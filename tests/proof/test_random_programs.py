@@ -4,8 +4,8 @@ import collections
 
 import pytest
 
-from tests.support import random_programs
-from tests.support.random_programs import MESHES, OF_ONE_ENTRY, Generator, describe, outcome
+from tests.programs import in_numpy
+from tests.programs.in_numpy import MESHES, OF_ONE_ENTRY, Generator, describe, outcome
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
@@ -47,6 +47,6 @@ def test_no_accepted_program_differs(meshes, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.03, 0.08, 0.3])
 def test_no_accepted_program_differs_among_many(share, monkeypatch):
-    monkeypatch.setattr(random_programs, "WRONG", share)
+    monkeypatch.setattr(in_numpy, "WRONG", share)
     found = campaign(3400)
     assert found["accepted"] >= 200

@@ -10,7 +10,7 @@ from jax import lax
 
 from shardlib.proof.check import prove_function
 from shardlib.shardtypes import f32, i32
-from tests.support.running import abstract_mesh, program, traced
+from tests.programs.program import abstract_mesh, program, traced
 
 PAGE = Path(__file__).parents[2] / "docs" / "refused.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)

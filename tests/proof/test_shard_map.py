@@ -18,7 +18,7 @@ import shardlib.proof
 from shardlib.parsing import ShardError
 from shardlib.proof import check as of_check
 from shardlib.proof.check import check
-from tests.support.shard_map_programs import draw
+from tests.programs.drawn import draw
 
 COUNT = 90
 MESH = AbstractMesh((2, 4), ("d", "t"), axis_types=(AxisType.Auto,) * 2)

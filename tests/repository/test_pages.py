@@ -32,7 +32,7 @@ from shardwright.run.step import trace_step
 from shardwright.settings.written import override_as_written
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
 from shardwright.tools.verify.__main__ import VerifyConfig
-from tests.support.corpus import RIGHT, WRONG
+from tests.programs.corpus import RIGHT, WRONG
 from tests.support.gauntlet_page import BUGS, catcher
 from tests.support.recipes import SOURCE, module_of
 from tests.support.shipped import CONFIGS, load

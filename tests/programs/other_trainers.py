@@ -1,6 +1,6 @@
 """Proves the shard_map parts of public JAX libraries, and compares their numbers on several devices and on one.
 
-`python -m tests.support.other_trainers` prints the table of docs/other-trainers.md. Each function is taken as it is
+`python -m tests.programs.other_trainers` prints the table of docs/other-trainers.md. Each function is taken as it is
 installed. Packages that are missing are named, and their rows left out. Install them beside shardwright, without CUDA
 or torch:
 

@@ -1,7 +1,9 @@
-"""Per-device programs with the functions that they are meant to compute, and how both are run."""
+"""Per-device programs with the functions that they are meant to compute, and how both are run.
+
+A function becomes a program by a decorator, `@right` or `@wrong("the problem")`.
+"""
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +29,7 @@ MESHES = {1: ((2,), (4,)), 2: ((2, 2), (4, 2), (2, 4)), 3: ((2, 2, 2),)}
 """Sizes of the meshes on which a program with so many axes is run."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A per-device program, and the function on whole arrays that it is meant to compute.
 
@@ -39,11 +41,11 @@ class Program:
         ins: the type of each argument, in dicts, lists and tuples as the argument.
         outs: the type of the result, in dicts, lists and tuples as the result.
         axes: axes of the mesh, major to minor.
+        problem: what the proof says of a wrong program; "" of a right one.
         vma: the value of check_vma: False for a program that JAX refuses otherwise.
         hangs: whether devices wait for each other for ever, so that it may be traced but not run. Its `whole` is
             called by no test.
-        escape: whether it is right although some step in it computes no block of a whole value.
-        reason: why it is right, or what is wrong with it, where the name does not say it.
+        escape: why it is right, if some step in it computes no block of a whole value.
     """
 
     name: str
@@ -51,11 +53,11 @@ class Program:
     whole: Callable
     ins: dict[str, Any]
     outs: Any
+    problem: str = ""
     axes: tuple[str, ...] = ("d", "t")
     vma: bool = True
     hangs: bool = False
-    escape: bool = False
-    reason: str = ""
+    escape: str = ""
 
     def __repr__(self) -> str:
         return self.name
@@ -71,34 +73,36 @@ def one_device(*_):
     raise NotImplementedError
 
 
-def program(body: Callable | None = None, *, whole: Callable = one_device, **options):
-    """Decorator: the Program with this body. Its annotations are the types, its name is the program's.
-
-    The other options are fields of Program.
-    """
-    if body is None:
-        return functools.partial(program, whole=whole, **options)
+def program(body: Callable, *, whole: Callable = one_device, **options) -> Program:
+    """The Program with this body. Its annotations are the types, its name is the program's; see Program for options."""
     ins = inspect.get_annotations(body)
     outs = ins.pop("return")
     return Program(body.__name__.replace("_", " "), body, whole, ins, outs, **options)
 
 
-def type_of(text: str) -> ArrayType:
-    """`B/d M` is of f32, `i32 B/d` is not."""
-    dtype, _, shape = text.strip().partition(" ")
-    return DTYPES[dtype][shape] if dtype in DTYPES else f32[text.strip()]
+def right(body: Callable | None = None, **options):
+    """Registers a body as a right program, which the proof accepts, or with `escape` refuses until that is given."""
+
+    def register(body: Callable) -> Program:
+        RIGHT.append(program(body, **options))
+        return RIGHT[-1]
+
+    return register(body) if body else register
 
 
-def row(name: str, types: str, body: Callable, **options) -> Program:
-    """The Program with this body, of types such as `B/d M, i32 B/d -> B/d`."""
-    arguments, result = types.split("->")
-    ins = dict(zip(inspect.signature(body).parameters, map(type_of, arguments.split(",")), strict=True))
-    return Program(name, body, one_device, ins, type_of(result), **options)
+def wrong(problem: str, **options):
+    """Registers a body as a wrong program, of which the proof says `problem`, at the line that ends in `# here`."""
+
+    def register(body: Callable) -> Program:
+        WRONG.append(program(body, problem=problem, **options))
+        return WRONG[-1]
+
+    return register
 
 
-def programs_of(module: dict[str, Any]) -> list[Program]:
-    """The programs among the names of a module, in their order."""
-    return [value for value in module.values() if isinstance(value, Program)]
+RIGHT: list[Program] = []
+WRONG: list[Program] = []
+"""What was registered, in the order of the files."""
 
 
 def abstract_mesh(program: Program, sizes: tuple[int, ...]) -> AbstractMesh:

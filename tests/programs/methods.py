@@ -1,6 +1,6 @@
 """Right per-device programs of methods that papers describe. Each is to compute what it computes on one device.
 
-A program with `escape` holds values on the way that are no blocks of a whole value; its reason says why it is right.
+A program with `escape` holds values on the way that are no blocks of a whole value; `escape` says why it is right.
 """
 
 import functools
@@ -12,8 +12,8 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.shardtypes import bool_, f32, i32, typed
-from tests.support.right_programs import key, logsumexp, offset, picked
-from tests.support.running import program, programs_of
+from tests.programs.program import right
+from tests.programs.right import key, logsumexp, offset, picked
 
 
 def own(x, axis: str, size: int, dim: int = 0):
@@ -36,7 +36,7 @@ def same(x, axis: str, dim: int = 0):
     return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
 
 
-@program(axes=("d", "expert"))
+@right(axes=("d", "expert"))
 def top_2_experts_with_a_capacity_per_sequence(
     x: f32["B/d/expert L M"], router: f32["M E"], w: f32["E/expert M F"]
 ) -> f32["B/d/expert L F"]:
@@ -52,21 +52,21 @@ def top_2_experts_with_a_capacity_per_sequence(
     return jnp.einsum("blkec,blk,becf->blf", placed, gates, back)
 
 
-@program
+@right
 def expert_choice_with_the_router_sharded(x: f32["T M"], router: f32["M E/t"], w: f32["E/t M F"]) -> f32["T F"]:
     gates, ids = lax.top_k((x @ router).T, 4)
     y = jnp.einsum("ecm,emf->ecf", x[ids], w) * jax.nn.sigmoid(gates)[..., None]
     return lax.psum(jnp.zeros((x.shape[0], w.shape[2])).at[ids].add(y), "t")
 
 
-@program
+@right
 def balance_by_a_bias_from_global_loads(x: f32["T/d M"], router: f32["M E"], bias: f32["E"]) -> f32["E"]:
     chosen = lax.top_k(jax.nn.sigmoid(x @ router) + bias, 2)[1]
     load = lax.psum(jnp.zeros(bias.shape).at[chosen.reshape(-1)].add(1.0), "d")
     return bias + 1e-3 * jnp.sign(load.mean() - load)
 
 
-@program
+@right
 def tokens_sorted_by_expert_and_back(x: f32["T/d M"], router: f32["M E"], scale: f32["E"]) -> f32["T/d M"]:
     chosen = jnp.argmax(x @ router, axis=-1)
     order = jnp.argsort(chosen)
@@ -91,7 +91,7 @@ def rotated(x, where, base=100.0):
     return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)], -1)
 
 
-@program
+@right
 def latent_attention(
     x: f32["B/d L M"], down: f32["M 8"], rope: f32["M D"], up: f32["8 2 K/t D"], q: f32["M K/t 8"], o: f32["K/t D M"]
 ) -> f32["B/d L M"]:
@@ -104,7 +104,7 @@ def latent_attention(
     return lax.psum(jnp.einsum("bkld,kdm->blm", attend(q, k, v, causal(x.shape[1])), o), "t")
 
 
-@program
+@right
 def sliding_window_with_biases_of_global_heads(
     q: f32["B/d K/t L D"], k: f32["B/d K/t L D"], v: f32["B/d K/t L D"]
 ) -> f32["B/d K/t L D"]:
@@ -114,21 +114,21 @@ def sliding_window_with_biases_of_global_heads(
     return jax.nn.softmax(jnp.where((distance >= 0) & (distance < 5), scores, -1e9)) @ v
 
 
-@program
+@right
 def grouped_queries(q: f32["B/d L F/t D"], k: f32["B/d L K/t D"], v: f32["B/d L K/t D"]) -> f32["B/d L F/t D"]:
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.where(causal(q.shape[1]), jnp.einsum("blkgd,bskd->bkgls", grouped, k), -1e9)
     return jnp.einsum("bkgls,bskd->blkgd", jax.nn.softmax(scores), v).reshape(q.shape)
 
 
-@program
+@right
 def positions_restarted_at_each_document(starts: bool_["B/d L"], x: f32["B/d L D"]) -> f32["B/d L D"]:
     where = jnp.arange(x.shape[1])
     begin = lax.cummax(jnp.where(starts, where, 0), axis=1)
     return jax.vmap(rotated)(x, where - begin)
 
 
-@program
+@right
 def caches_written_at_the_length_of_each_row(
     cache: f32["B/d L K/t D"], new: f32["B/d K/t D"], length: i32["B/d"]
 ) -> f32["B/d L K/t D"]:
@@ -139,7 +139,7 @@ def caches_written_at_the_length_of_each_row(
     return jax.vmap(write)(cache, new, length)
 
 
-@program
+@right
 def delta_rule(
     q: f32["L B/d K/t D"], k: f32["L B/d K/t D"], v: f32["L B/d K/t D"], beta: f32["L B/d K/t"]
 ) -> f32["L B/d K/t D"]:
@@ -154,14 +154,14 @@ def delta_rule(
     return lax.scan(step, jnp.einsum("bkd,bke->bkde", k[0], 0 * v[0]), (q, k, v, beta))[1]
 
 
-@program
+@right
 def long_convolution_by_fourier_transforms(x: f32["B/d L F/t"], taps: f32["L F/t"]) -> f32["B/d L F/t"]:
     n = 2 * x.shape[1]
     spectrum = jnp.fft.rfft(x, n=n, axis=1) * jnp.fft.rfft(taps, n=n, axis=0)
     return jnp.fft.irfft(spectrum, n=n, axis=1)[:, : x.shape[1]]
 
 
-@program(escape=True, reason="the rows next to the block come from the neighbours, and zeros beyond the image")
+@right(escape="the rows next to the block come from the neighbours, and zeros beyond the image")
 def convolution_of_an_image_with_halos(x: f32["B/d C H/t W"], kernel: f32["R C 3 3"]) -> f32["B/d R H/t W"]:
     n = lax.axis_size("t")
     above = lax.ppermute(x[:, :, -1:], "t", [(i, i + 1) for i in range(n - 1)])
@@ -169,22 +169,22 @@ def convolution_of_an_image_with_halos(x: f32["B/d C H/t W"], kernel: f32["R C 3
     return lax.conv(jnp.concatenate([above, x, below], axis=2), kernel, (1, 1), [(0, 0), (1, 1)])
 
 
-@program
+@right
 def convolution_with_sharded_input_channels(x: f32["B/d F/t H W"], kernel: f32["R F/t 3 3"]) -> f32["B/d R H W"]:
     return lax.psum(lax.conv(jax.nn.relu(x), kernel, (2, 2), "SAME"), "t")
 
 
-@program
+@right
 def depthwise_convolution_of_sharded_channels(x: f32["B/d F/t H W"], kernel: f32["F/t 1 3 3"]) -> f32["B/d F/t H W"]:
     return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", feature_group_count=x.shape[1])
 
 
-@program
+@right
 def max_pooling_of_sharded_channels(x: f32["B/d H W F/t"]) -> f32["B/d 4 4 F/t"]:
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
 
-@program
+@right
 def graph_layer_with_sharded_nodes(x: f32["T/d M"], edges: i32["T/d 2"], w: f32["M F/t"]) -> f32["T/d F/t"]:
     nodes = whole(x, "d") @ w
     messages = jnp.zeros_like(nodes).at[edges[:, 1]].add(jnp.tanh(nodes[edges[:, 0]]))
@@ -197,7 +197,7 @@ def log_probabilities(x, table, ids):
     return jnp.sum(picked(logits, ids, "t") - logsumexp(logits, "t"), axis=-1)
 
 
-@program
+@right
 def direct_preference_loss(
     x: f32["2 B/d L M"], table: f32["V/t M"], reference: f32["V/t M"], ids: i32["2 B/d L"]
 ) -> f32[""]:
@@ -209,14 +209,14 @@ def direct_preference_loss(
     return -lax.pmean(jnp.mean(jax.nn.log_sigmoid(0.1 * advantage)), "d")
 
 
-@program
+@right
 def groups_of_rewards_across_devices(rewards: f32["B/d"]) -> f32["B/d"]:
     groups = whole(rewards, "d").reshape(-1, 4)
     advantage = (groups - groups.mean(axis=1, keepdims=True)) / (groups.std(axis=1, keepdims=True) + 1e-4)
     return own(advantage.reshape(-1), "d", rewards.shape[0])
 
 
-@program
+@right
 def sampled_softmax(x: f32["B/d M"], table: f32["V/t M"], ids: i32["B/d"], k: key[""]) -> f32[""]:
     def rows(ids):
         local = ids - offset("t", table.shape[0])
@@ -229,21 +229,21 @@ def sampled_softmax(x: f32["B/d M"], table: f32["V/t M"], ids: i32["B/d"], k: ke
     return lax.pmean(-jnp.mean(jax.nn.log_softmax(logits)[:, 0]), "d")
 
 
-@program
+@right
 def queue_of_negatives(x: f32["B/d M"], queue: f32["S M"], at: i32[""]) -> (f32[""], f32["S M"]):
     logits = jnp.concatenate([jnp.ones_like(x[:, :1]), x @ queue.T / 0.1], axis=1)
     new = lax.dynamic_update_slice_in_dim(queue, same(x, "d"), at % 2 * 8, axis=0)
     return lax.pmean(-jnp.mean(jax.nn.log_softmax(logits)[:, 0]), "d"), new
 
 
-@program
+@right
 def distillation_of_the_best_logits(x: f32["B/d V/t"], teacher: f32["B/d 3"], ids: i32["B/d 3"]) -> f32[""]:
     logp = jnp.stack([picked(x, ids[:, i], "t") for i in range(3)], axis=1) - logsumexp(x, "t")[:, None]
     p = jax.nn.softmax(teacher)
     return lax.pmean(jnp.mean(jnp.sum(p * (jnp.log(p) - logp), axis=1)), "d")
 
 
-@program
+@right
 def nearest_code_of_a_sharded_codebook(x: f32["B/d D"], codes: f32["V/t D"]) -> (i32["B/d"], f32["B/d D"]):
     distance = jnp.sum((x[:, None] - codes) ** 2, axis=-1)
     best = jnp.min(distance, axis=1)
@@ -253,24 +253,24 @@ def nearest_code_of_a_sharded_codebook(x: f32["B/d D"], codes: f32["V/t D"]) -> 
     return at, lax.psum(hot @ codes, "t")
 
 
-@program
+@right
 def largest_values_of_each_segment(x: f32["T/d M"], segment: i32["T/d"]) -> f32["8 M"]:
     return lax.pmax(jnp.full((8, x.shape[1]), -9.0).at[segment % 8].max(x), "d")
 
 
-@program
+@right
 def count_of_distinct_tokens(ids: i32["B/d L/t"]) -> i32[""]:
     seen = jnp.zeros(16, jnp.int32).at[ids.reshape(-1)].max(1)
     return jnp.sum(lax.pmax(seen, ("d", "t")))
 
 
-@program
+@right
 def kronecker_factors_solved_for_sharded_columns(g: f32["M F/t"], x: f32["B/d M"]) -> f32["M F/t"]:
     a = lax.pmean(x.T @ x / x.shape[0], "d") + jnp.eye(x.shape[1])
     return jnp.linalg.solve(a, g)
 
 
-@program
+@right
 def conjugate_gradients_to_convergence(a: f32["M/d"], b: f32["M/d"]) -> f32["M/d"]:
     def dot(x, y):
         return lax.psum(jnp.sum(x * y), "d")
@@ -290,7 +290,7 @@ def conjugate_gradients_to_convergence(a: f32["M/d"], b: f32["M/d"]) -> f32["M/d
     return lax.while_loop(lambda s: (s[3] > 1e-6) & (s[4] < 20), step, start)[0]
 
 
-@program
+@right
 def low_rank_compression_of_a_gradient(g: f32["M/d F/t"], q: f32["F/t 2"]) -> (f32["M/d F/t"], f32["F/t 2"]):
     p = lax.psum(g @ q, "t")
     p = own(jnp.linalg.qr(whole(p, "d"))[0], "d", g.shape[0])
@@ -298,7 +298,7 @@ def low_rank_compression_of_a_gradient(g: f32["M/d F/t"], q: f32["F/t 2"]) -> (f
     return p @ q.T, q
 
 
-@program
+@right
 def sharded_gradients_and_states(
     w: f32["M N"], m: f32["M/d N"], x: f32["B/d M"]
 ) -> {"w": f32["M N"], "m": f32["M/d N"], "norm": f32[""]}:
@@ -313,7 +313,7 @@ def error(w, x):
     return jnp.mean(jnp.square(jnp.tanh(x @ w)))
 
 
-@program
+@right
 def gradients_accumulated_over_a_dim_of_microbatches(w: f32["M N"], x: f32["4 B/d M"]) -> f32["M N"]:
     def add(total, x):
         return total + jax.grad(lambda w: lax.pmean(error(w, x), "d"))(w), None
@@ -321,7 +321,7 @@ def gradients_accumulated_over_a_dim_of_microbatches(w: f32["M N"], x: f32["4 B/
     return lax.scan(add, 0 * w, x)[0] / x.shape[0]
 
 
-@program
+@right
 def gradients_of_interleaved_rows_accumulated(w: f32["M N"], x: f32["T/d M"]) -> f32["M N"]:
     pieces = x.reshape(-1, 2, x.shape[1]).swapaxes(0, 1)
     local = lax.pcast(w, "d", to="varying")
@@ -329,7 +329,7 @@ def gradients_of_interleaved_rows_accumulated(w: f32["M N"], x: f32["T/d M"]) ->
     return lax.pmean(total, "d") / 2
 
 
-@program
+@right
 def gradient_through_rows_mapped_one_by_one(w: f32["M F/t"], x: f32["B/d L M"]) -> (f32["M F/t"], f32["B/d L M"]):
     def loss(w, x):
         w, x = lax.pcast(w, "d", to="varying"), lax.pcast(x, "t", to="varying")  # once, not for each row
@@ -338,36 +338,36 @@ def gradient_through_rows_mapped_one_by_one(w: f32["M F/t"], x: f32["B/d L M"]) 
     return jax.grad(loss, (0, 1))(w, x)
 
 
-@program
+@right
 def partial_sums_of_microbatches_stacked_by_a_scan(x: f32["4 B/d F/t"], w: f32["F/t M"]) -> f32["4 B/d M"]:
     return lax.psum(lax.scan(lambda _, x: (None, x @ w), None, x)[1], "t")
 
 
-@program
+@right
 def sum_over_devices_before_the_sum_along_their_blocks(x: f32["B/d M"], y: f32["B/d M"]) -> f32["M"]:
     return jnp.sum(lax.psum(x, "d") - lax.psum(y, "d"), axis=0) + lax.psum(x, "d").sum(axis=0)
 
 
-@program
+@right
 def dropped_lookups_are_zero(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
     at = ids - offset("t", table.shape[0])
     at = jnp.where((at >= 0) & (at < table.shape[0]), at, table.shape[0])
     return lax.psum(table.at[at].get(mode="fill", fill_value=0.0), "t")
 
 
-@program
+@right
 def partial_sums_joined_before_one_reduction(
     x: f32["B/d F/t"], a: f32["F/t M"], b: f32["F/t N"]
 ) -> (f32["B/d M"], f32["B/d N"]):
     return tuple(jnp.split(lax.psum(jnp.concatenate([x @ a, x @ b], axis=1), "t"), 2, axis=1))
 
 
-@program
+@right
 def metrics_stacked_before_one_reduction(x: f32["B/d L/t"], y: f32["B/d L/t"]) -> f32["3"]:
     return lax.psum(jnp.stack([jnp.sum(x * y), jnp.sum(x * x), jnp.sum(y * y)]), ("d", "t"))
 
 
-@program
+@right
 def tree_flattened_before_one_reduction(
     g: {"a": f32["R/d M N"], "b": f32["R/d M"]},
 ) -> {"a": f32["M N"], "b": f32["M"]}:
@@ -403,7 +403,7 @@ def equilibrium_backward(f, kept, g):
 equilibrium.defvjp(equilibrium_forward, equilibrium_backward)
 
 
-@program
+@right
 def implicit_gradient_of_an_equilibrium(w: f32["M M"], x: f32["B/d M"]) -> (f32[""], f32["M M"]):
     def layer(w, z, x):
         return jnp.tanh(0.05 * z @ w + x)
@@ -411,13 +411,13 @@ def implicit_gradient_of_an_equilibrium(w: f32["M M"], x: f32["B/d M"]) -> (f32[
     return jax.value_and_grad(lambda w: lax.pmean(jnp.mean(equilibrium(layer, w, x) ** 2), "d"))(w)
 
 
-@program
+@right
 def switch_by_a_schedule(w: f32["M/d F/t"], g: f32["M/d F/t"], step: i32[""]) -> f32["M/d F/t"]:
     rate = lax.switch(step % 3, [lambda: 0.1, lambda: 0.01 * lax.psum(jnp.sum(g * g), ("d", "t")), lambda: 0.0])
     return w - rate * g
 
 
-@program
+@right
 def loss_scale_lowered_by_any_overflow(
     g: f32["M/d F/t"], scale: f32[""], good: i32[""]
 ) -> (f32["M/d F/t"], f32[""], i32[""]):
@@ -426,7 +426,7 @@ def loss_scale_lowered_by_any_overflow(
     return g, jnp.where(finite, scale, scale / 2), jnp.where(finite, good + 1, 0)
 
 
-@program
+@right
 def chunks_of_logits_in_a_scan(x: f32["B/d L M"], table: f32["V/t M"], ids: i32["B/d L"]) -> (f32[""], f32["V/t M"]):
     def loss(table):
         @jax.checkpoint
@@ -442,7 +442,7 @@ def chunks_of_logits_in_a_scan(x: f32["B/d L M"], table: f32["V/t M"], ids: i32[
     return jax.value_and_grad(loss)(table)
 
 
-@program
+@right
 def nucleus_of_gathered_logits(x: f32["B/d V/t"], keys: key["B/d"]) -> i32["B/d"]:
     x = same(x, "t", 1)
     ordered = jnp.sort(jax.nn.softmax(x), axis=-1)[:, ::-1]
@@ -450,7 +450,7 @@ def nucleus_of_gathered_logits(x: f32["B/d V/t"], keys: key["B/d"]) -> i32["B/d"
     return jax.vmap(jax.random.categorical)(keys, jnp.where(jax.nn.softmax(x) >= least, x, -jnp.inf))
 
 
-@program
+@right
 def perturbed_argmax_over_sharded_vocabulary(x: f32["B/d V/t"], keys: key["B/d"]) -> i32["B/d"]:
     noise = jax.vmap(lambda k: jax.random.gumbel(k, (x.shape[1] * lax.axis_size("t"),)))(keys)
     x = x + own(noise, "t", x.shape[1], 1)
@@ -459,7 +459,7 @@ def perturbed_argmax_over_sharded_vocabulary(x: f32["B/d V/t"], keys: key["B/d"]
     return lax.pmin(jnp.where(best == lax.pmax(best, "t"), at, 2**30), "t")
 
 
-@program
+@right
 def step_of_a_beam_search(
     logits: f32["B/d 3 V"], scores: f32["B/d 3"], done: bool_["B/d 3"], cache: f32["B/d 3 L K/t D"]
 ) -> (f32["B/d 3"], i32["B/d 3"], f32["B/d 3 L K/t D"]):
@@ -472,7 +472,7 @@ def step_of_a_beam_search(
     return best, (at % v).astype(jnp.int32), cache
 
 
-@program
+@right
 def decoding_until_all_rows_end(x: f32["B/d M"], w: f32["M M"], table: f32["M V"]) -> i32["B/d L"]:
     def step(state):
         x, tokens, done, i = state
@@ -488,7 +488,7 @@ def decoding_until_all_rows_end(x: f32["B/d M"], w: f32["M M"], table: f32["M V"
     return lax.while_loop(more, step, (x, tokens, done, 0))[1]
 
 
-@program(axes=("context",))
+@right(axes=("context",))
 def scan_over_positions_after_an_exchange(x: f32["B L/context F"], a: f32["F"]) -> f32["B L/context F"]:
     x = lax.all_to_all(x, "context", split_axis=2, concat_axis=1, tiled=True)
     a = own(jax.nn.sigmoid(a), "context", x.shape[2])
@@ -500,7 +500,7 @@ def scan_over_positions_after_an_exchange(x: f32["B L/context F"], a: f32["F"]) 
     return lax.all_to_all(y, "context", split_axis=1, concat_axis=2, tiled=True)
 
 
-@program
+@right
 def masks_as_arguments_and_results(
     a: bool_["B/d L/t"], b: bool_["B/d L/t"]
 ) -> (bool_["B/d L/t"], bool_["B/d"], bool_[""]):
@@ -509,19 +509,19 @@ def masks_as_arguments_and_results(
     return both, some, lax.psum(jnp.sum(some), "d") == 8
 
 
-@program
+@right
 def complex_rotations(x: f32["B/d L D"], q: f32["D 2"]) -> f32["B/d L D 2"]:
     z = lax.complex(x, jnp.ones_like(x)) * lax.complex(q[:, 0], q[:, 1])
     z = z * jnp.exp(1j * jnp.arange(x.shape[1], dtype=jnp.float32)[:, None])
     return jnp.stack([z.real, jnp.conj(z).imag], axis=-1)
 
 
-@program
+@right
 def rows_mapped_one_by_one(x: f32["B/d L M"], w: f32["M F/t"]) -> f32["B/d F/t"]:
     return lax.map(lambda x: jnp.max(jnp.tanh(x @ w), axis=0), x)
 
 
-@program
+@right
 @typed
 def causal_attention_by_typed_ops(x: f32["B/d L/t M"], w: f32["3 M/d K/t D"], o: f32["K/t D M/d"]) -> f32["B/d L/t M"]:
     w = shardops.all_gather("3 M/d K/t D -> 3 M K/t D", w)
@@ -537,6 +537,3 @@ def causal_attention_by_typed_ops(x: f32["B/d L/t M"], w: f32["3 M/d K/t D"], o:
         "B/d K/t L D, K/t D M -> B/d L M +t", y, shardops.all_gather("K/t D M/d -> K/t D M", o)
     )
     return x + shardops.psum_scatter("B/d L M +t -> B/d L/t M", out)
-
-
-PROGRAMS = programs_of(globals())

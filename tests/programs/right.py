@@ -1,6 +1,6 @@
 """Per-device programs that compute what is meant on every mesh, and so must be accepted.
 
-A program with `escape` holds values on the way that are no blocks of a whole value; its reason says why it is right.
+A program with `escape` holds values on the way that are no blocks of a whole value; `escape` says why it is right.
 """
 
 import functools
@@ -11,7 +11,7 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.shardtypes import dtype_name, f32, i32
-from tests.support.running import program, programs_of
+from tests.programs.program import right
 
 key = dtype_name("key")
 
@@ -27,29 +27,29 @@ def offset(axis: str, block: int):
     return lax.axis_index(axis) * block
 
 
-@program
+@right
 def pairs_of_rows_by_strides(lp: f32["B/d"]) -> f32[""]:
     """The loss of DPO, whose two answers are one after the other."""
     return lax.psum(jnp.sum(jax.nn.log_sigmoid(lp[0::2] - lp[1::2])), "d")
 
 
-@program
+@right
 def layer_norm(x: f32["B/d L/t M"], scale: f32["M"], bias: f32["M"]) -> f32["B/d L/t M"]:
     normed = (x - jnp.mean(x, axis=-1, keepdims=True)) * lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-5)
     return normed * scale + bias
 
 
-@program
+@right
 def cumulative_sum_over_whole_positions(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
     return jnp.cumsum(x, axis=1)
 
 
-@program
+@right
 def token_shift_of_whole_positions(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
     return 0.5 * x + 0.5 * jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
 
-@program
+@right
 def linear_recurrence_by_associative_scan(a: f32["B/d L F/t"], x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
     def combine(left, right):
         return (left[0] * right[0], right[0] * left[1] + right[1])
@@ -57,12 +57,12 @@ def linear_recurrence_by_associative_scan(a: f32["B/d L F/t"], x: f32["B/d L F/t
     return lax.associative_scan(combine, (jax.nn.sigmoid(a), x), axis=1)[1]
 
 
-@program
+@right
 def image_convolution_with_sharded_filters(x: f32["B/d C H W"], kernel: f32["R/t C 3 3"]) -> f32["B/d R/t H W"]:
     return lax.conv(x, kernel, (1, 1), "SAME")
 
 
-@program
+@right
 def advantages_by_a_reversed_scan_over_whole_time(deltas: f32["L B/d"]) -> f32["L B/d"]:
     def step(following, delta):
         return (delta + 0.95 * following,) * 2
@@ -70,7 +70,7 @@ def advantages_by_a_reversed_scan_over_whole_time(deltas: f32["L B/d"]) -> f32["
     return lax.scan(step, 0 * deltas[0], deltas, reverse=True)[1]
 
 
-@program
+@right
 def mixture_of_depths_over_whole_positions(x: f32["B/d L M"], w: f32["M"]) -> f32["B/d L M"]:
     scores = x @ w
     rows = jnp.arange(x.shape[0])[:, None]
@@ -78,12 +78,12 @@ def mixture_of_depths_over_whole_positions(x: f32["B/d L M"], w: f32["M"]) -> f3
     return x.at[rows, best].add(jnp.tanh(x[rows, best]))
 
 
-@program
+@right
 def fourier_mixing_of_whole_positions(x: f32["B/d L M/t"]) -> f32["B/d L M/t"]:
     return jnp.fft.fft(x, axis=1).real
 
 
-@program
+@right
 def sliding_window_attention(q: f32["B/d K/t L D"], k: f32["B/d K/t L D"], v: f32["B/d K/t L D"]) -> f32["B/d K/t L D"]:
     distance = jnp.arange(q.shape[2])[:, None] - jnp.arange(k.shape[2])
     scores = jnp.where((distance >= 0) & (distance < 4), q @ k.swapaxes(2, 3), -1e9)
@@ -106,7 +106,7 @@ def cross_entropy(x, ids):
     return -jnp.take_along_axis(jax.nn.log_softmax(x), ids[..., None], axis=-1)[..., 0]
 
 
-@program(whole=cross_entropy)
+@right(whole=cross_entropy)
 def cross_entropy_over_sharded_vocabulary(x: f32["B/d V/t"], ids: i32["B/d"]) -> f32["B/d"]:
     peak = lax.pmax(jnp.max(x, axis=1), "t")
     total = lax.psum(jnp.sum(jnp.exp(x - peak[:, None]), axis=1), "t")
@@ -116,7 +116,7 @@ def cross_entropy_over_sharded_vocabulary(x: f32["B/d V/t"], ids: i32["B/d"]) ->
     return peak + jnp.log(total) - lax.psum(jnp.where(found, logit, 0.0), "t")
 
 
-@program(whole=jax.grad(lambda w, x, ids: jnp.mean(cross_entropy(x @ w, ids))))
+@right(whole=jax.grad(lambda w, x, ids: jnp.mean(cross_entropy(x @ w, ids))))
 def gradient_of_cross_entropy(w: f32["M V/t"], x: f32["B/d M"], ids: i32["B/d"]) -> f32["M V/t"]:
     def loss(w):
         logits = x @ w
@@ -125,7 +125,7 @@ def gradient_of_cross_entropy(w: f32["M V/t"], x: f32["B/d M"], ids: i32["B/d"])
     return jax.grad(loss)(w)
 
 
-@program(whole=jax.grad(lambda b, a: -jnp.sum(jnp.diag(jax.nn.log_softmax(a @ b.T)))))
+@right(whole=jax.grad(lambda b, a: -jnp.sum(jnp.diag(jax.nn.log_softmax(a @ b.T)))))
 def contrastive_gradient_through_the_gather(b: f32["B/d M"], a: f32["B/d M"]) -> f32["B/d M"]:
     def loss(b):
         logits = a @ lax.all_gather(b, "d", tiled=True).T
@@ -135,17 +135,16 @@ def contrastive_gradient_through_the_gather(b: f32["B/d M"], a: f32["B/d M"]) ->
     return jax.grad(loss)(b)
 
 
-@program(whole=lambda table, ids: table[ids])
+@right(whole=lambda table, ids: table[ids])
 def embedding_by_typed_ops(table: f32["V/t M"], ids: i32["B/d L"]) -> f32["B/d L/t M"]:
     table = shardops.replicate("V/t M -> V/t M *d", table)
     found = shardops.index_unreduced("[V/t] M, B/d L -> B/d L M +t", table, ids)
     return shardops.psum_scatter("B/d L M +t -> B/d L/t M", found)
 
 
-@program(
+@right(
     whole=lambda table, ids: table[ids],
-    escape=True,
-    reason="the number of a block and the place in it are an id, and a device takes those of its own block alone",
+    escape="the number of a block and the place in it are an id, and a device takes those of its own block alone",
 )
 def embedding_by_ids_within_blocks(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
     n = table.shape[0]
@@ -153,33 +152,33 @@ def embedding_by_ids_within_blocks(table: f32["V/t M"], ids: i32["B/d"]) -> f32[
     return lax.psum(jnp.where(own[:, None], table[ids % n], 0.0), "t")
 
 
-@program(whole=lambda table, ids, g: jnp.zeros_like(table).at[ids].add(g))
+@right(whole=lambda table, ids, g: jnp.zeros_like(table).at[ids].add(g))
 def embedding_gradient_scattered_by_shifted_ids(table: f32["V/t M"], ids: i32["B/d"], g: f32["B/d M"]) -> f32["V/t M"]:
     own = ids - lax.axis_index("t") * table.shape[0]
     own = jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
     return lax.psum(jnp.zeros_like(table).at[own].add(g, mode="drop"), "d")
 
 
-@program(whole=lambda ids: jnp.zeros(16).at[ids].add(1.0))
+@right(whole=lambda ids: jnp.zeros(16).at[ids].add(1.0))
 def histogram_of_sharded_rows(ids: i32["B/d"]) -> f32["V"]:
     return lax.psum(jnp.zeros(16).at[ids].add(1.0), "d")
 
 
-@program(whole=lambda x: jax.nn.softmax(x, axis=-1))
+@right(whole=lambda x: jax.nn.softmax(x, axis=-1))
 def softmax_with_own_maxima(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
     own = jnp.max(x, axis=-1, keepdims=True)
     e = jnp.exp(x - own) * jnp.exp(own - lax.pmax(own, "t"))
     return e / lax.psum(jnp.sum(e, axis=-1, keepdims=True), "t")
 
 
-@program(whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
+@right(whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
 def greedy_token_over_sharded_vocabulary(x: f32["B/d V/t"]) -> i32["B/d"]:
     best = jnp.max(x, axis=1)
     own = lax.axis_index("t") * x.shape[1] + jnp.argmax(x, axis=1).astype(jnp.int32)
     return lax.pmin(jnp.where(best == lax.pmax(best, "t"), own, 2**30), "t")
 
 
-@program(whole=lambda x: lax.top_k(x, 2), escape=True, reason="the best of all are among the best of each block")
+@right(whole=lambda x: lax.top_k(x, 2), escape="the best of all are among the best of each block")
 def top_k_of_the_best_of_each_block(x: f32["B/d V/t"]) -> [f32["B/d 2"], i32["B/d 2"]]:
     values, ids = lax.top_k(x, 2)
     ids += offset("t", x.shape[1])
@@ -188,19 +187,19 @@ def top_k_of_the_best_of_each_block(x: f32["B/d V/t"]) -> [f32["B/d 2"], i32["B/
     return [best, jnp.take_along_axis(ids, where, axis=1)]
 
 
-@program(whole=lambda x: x + jnp.sin(jnp.arange(16)[:, None] / 10.0 ** jnp.linspace(0, 1, 16)))
+@right(whole=lambda x: x + jnp.sin(jnp.arange(16)[:, None] / 10.0 ** jnp.linspace(0, 1, 16)))
 def sinusoidal_positions_of_a_block(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
     where = offset("t", x.shape[1]) + jnp.arange(x.shape[1])
     return x + jnp.sin(where[:, None] / 10.0 ** jnp.linspace(0, 1, x.shape[2]))
 
 
-@program(whole=lambda x: x + jnp.arange(16.0))
+@right(whole=lambda x: x + jnp.arange(16.0))
 def positions_over_two_axes(x: f32["M/t/d"]) -> f32["M/t/d"]:
     block = lax.axis_index("t") * lax.axis_size("d") + lax.axis_index("d")
     return x + block * x.shape[0] + jnp.arange(x.shape[0])
 
 
-@program(whole=lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down)
+@right(whole=lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down)
 def gated_feed_forward_by_typed_ops(
     x: f32["B/d M"], gate: f32["M/d F/t"], up: f32["M/d F/t"], down: f32["F/t M/d"]
 ) -> f32["B/d M"]:
@@ -214,7 +213,7 @@ def gated_feed_forward_by_typed_ops(
     return shardops.psum("B/d M +t -> B/d M", shardops.einsum_unreduced("B/d F/t, F/t M -> B/d M +t", hidden, down))
 
 
-@program
+@right
 def grouped_keys_repeated_over_sharded_heads(k: f32["B/d K/t D"]) -> f32["B/d T/t D"]:
     return jnp.repeat(k, 2, axis=1)
 
@@ -223,13 +222,13 @@ def attention(q, k, v):
     return jnp.einsum("bkls,bskd->blkd", jax.nn.softmax(jnp.einsum("blkd,bskd->bkls", q, k)), v)
 
 
-@program(whole=attention)
+@right(whole=attention)
 def ulysses_attention(q: f32["B/d L/t K D"], k: f32["B/d L/t K D"], v: f32["B/d L/t K D"]) -> f32["B/d L/t K D"]:
     q, k, v = (lax.all_to_all(x, "t", split_axis=2, concat_axis=1, tiled=True) for x in (q, k, v))
     return lax.all_to_all(attention(q, k, v), "t", split_axis=1, concat_axis=2, tiled=True)
 
 
-@program(whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v, axes=("d", "x"))
+@right(whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v, axes=("d", "x"))
 def ring_attention(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]) -> f32["B/d L/x D"]:
     total, weight = 0.0, 0.0
     for _ in range(lax.axis_size("x")):
@@ -239,11 +238,10 @@ def ring_attention(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]
     return total / weight
 
 
-@program(
+@right(
     whole=lambda q, k, v: jax.nn.softmax(jnp.where(jnp.tri(16, dtype=bool), q @ k.swapaxes(1, 2), -1e9)) @ v,
     axes=("d", "x"),
-    escape=True,
-    reason="each step masks by the global positions of the block that it holds",
+    escape="each step masks by the global positions of the block that it holds",
 )
 def causal_ring_attention_in_a_scan(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]) -> f32["B/d L/x D"]:
     n, here, local = lax.axis_size("x"), lax.axis_index("x"), jnp.arange(q.shape[1])
@@ -267,21 +265,19 @@ def window(x, width: int):
     return sum(x[:, i : x.shape[1] - width + 1 + i] / (i + 1) for i in range(width))
 
 
-@program(
+@right(
     whole=lambda x: window(jnp.pad(x, ((0, 0), (3, 0))), 4),
     axes=("d", "x"),
-    escape=True,
-    reason="the last entries of the block before are this block's halo; the first device has zeros",
+    escape="the last entries of the block before are this block's halo; the first device has zeros",
 )
 def causal_window_with_a_halo(x: f32["B/d L/x"]) -> f32["B/d L/x"]:
     halo = lax.ppermute(x[:, -3:], "x", [(i, i + 1) for i in range(lax.axis_size("x") - 1)])
     return window(jnp.concatenate([halo, x], axis=1), 4)
 
 
-@program(
+@right(
     whole=lambda x: jnp.cumsum(x, axis=1),
-    escape=True,
-    reason="to the sums within a block come the totals of all blocks before it",
+    escape="to the sums within a block come the totals of all blocks before it",
 )
 def prefix_sum_over_devices(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     totals = lax.all_gather(x.sum(axis=1), "t")
@@ -289,18 +285,17 @@ def prefix_sum_over_devices(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     return jnp.cumsum(x, axis=1) + jnp.einsum("t,tb->b", before.astype(x.dtype), totals)[:, None]
 
 
-@program(whole=lambda x, w, router: jnp.einsum("tm,tmf->tf", x, w[jnp.argmax(x @ router, -1)]))
+@right(whole=lambda x, w, router: jnp.einsum("tm,tmf->tf", x, w[jnp.argmax(x @ router, -1)]))
 def experts_selected_by_a_mask(x: f32["T/d M"], w: f32["E/t M F"], router: f32["M E"]) -> f32["T/d F"]:
     chosen = jnp.argmax(x @ router, axis=-1)
     own = offset("t", w.shape[0]) + jnp.arange(w.shape[0])
     return lax.psum(jnp.einsum("te,tm,emf->tf", (chosen[:, None] == own).astype(x.dtype), x, w), "t")
 
 
-@program(
+@right(
     whole=lambda x, w, router: jnp.einsum("tm,tmf->tf", x, w[jnp.argmax(x @ router, -1)]),
     axes=("d", "e"),
-    escape=True,
-    reason="slots are counted on each device, and there are as many as tokens: none is dropped",
+    escape="slots are counted on each device, and there are as many as tokens: none is dropped",
 )
 def top_1_experts_by_all_to_all(x: f32["T/d/e M"], w: f32["E/e M F"], router: f32["M E"]) -> f32["T/d/e F"]:
     hot = jax.nn.one_hot(jnp.argmax(x @ router, axis=-1), 8)
@@ -312,11 +307,10 @@ def top_1_experts_by_all_to_all(x: f32["T/d/e M"], w: f32["E/e M F"], router: f3
     return jnp.einsum("tec,ecf->tf", placed, lax.all_to_all(y, "e", split_axis=1, concat_axis=0, tiled=True))
 
 
-@program(
+@right(
     whole=lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x),
     axes=("stage",),
-    escape=True,
-    reason="the last stage has each row after it went through all stages in order",
+    escape="the last stage has each row after it went through all stages in order",
 )
 def pipeline_of_stages(w: f32["stages/stage M M"], x: f32["B M"]) -> f32["B M"]:
     n, here = lax.axis_size("stage"), lax.axis_index("stage")
@@ -327,7 +321,7 @@ def pipeline_of_stages(w: f32["stages/stage M M"], x: f32["B M"]) -> f32["B M"]:
     return lax.psum(jnp.where(here == n - 1, out, 0.0), "stage")
 
 
-@program(whole=lambda w, x: w - 0.1 * jnp.tanh(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
+@right(whole=lambda w, x: w - 0.1 * jnp.tanh(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
 def gradients_scattered_and_weights_gathered(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(lax.pcast(w, "d", to="varying"))
     g = lax.psum_scatter(g, "d", tiled=True) / lax.axis_size("d")
@@ -344,17 +338,17 @@ def mean_square(w, x):
     return jnp.mean(jnp.square(x @ w))
 
 
-@program(whole=jax.grad(mean_square))
+@right(whole=jax.grad(mean_square))
 def gradients_of_local_means_averaged(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     return lax.pmean(jax.grad(mean_square)(lax.pcast(w, "d", to="varying"), x), "d")
 
 
-@program(whole=jax.grad(mean_square))
+@right(whole=jax.grad(mean_square))
 def gradient_of_a_sharded_weight(w: f32["M/d N/t"], x: f32["B/d M"]) -> f32["M/d N/t"]:
     return jax.grad(lambda w: lax.pmean(mean_square(lax.all_gather(w, "d", tiled=True), x), ("d", "t")))(w)
 
 
-@program(whole=jax.grad(lambda ws, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)))
+@right(whole=jax.grad(lambda ws, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)))
 def layers_gathered_in_a_rematerialized_scan(ws: f32["layers M/d M"], x: f32["B/d M"]) -> f32["layers M/d M"]:
     @jax.checkpoint
     def layer(x, w):
@@ -367,18 +361,18 @@ def halved(g, square):
     return lax.while_loop(lambda g: square(g) > 1.0, lambda g: 0.9 * g, g)
 
 
-@program(whole=lambda g: halved(g, lambda g: jnp.sum(g * g)))
+@right(whole=lambda g: halved(g, lambda g: jnp.sum(g * g)))
 def loop_until_the_global_norm_is_small(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
     return halved(g, lambda g: lax.psum(jnp.sum(g * g), ("d", "t")))
 
 
-@program(whole=lambda w, g: jnp.where(jnp.max(jnp.abs(g)) > 2, w, w - 0.1 * g))
+@right(whole=lambda w, g: jnp.where(jnp.max(jnp.abs(g)) > 2, w, w - 0.1 * g))
 def step_skipped_by_all_devices(w: f32["M/d F/t"], g: f32["M/d F/t"]) -> f32["M/d F/t"]:
     peak = lax.pmax(jnp.max(jnp.abs(g)), ("d", "t"))
     return lax.cond(peak > 2, lambda: w, lambda: w - 0.1 * g)
 
 
-@program(whole=lambda x, i: jnp.where(i % 2 == 0, x - x.mean(0), jnp.cos(x)))
+@right(whole=lambda x, i: jnp.where(i % 2 == 0, x - x.mean(0), jnp.cos(x)))
 def collective_beneath_a_replicated_branch(x: f32["B/d M"], i: i32[""]) -> f32["B/d M"]:
     return lax.cond(i % 2 == 0, lambda x: x - lax.pmean(x.mean(axis=0), "d"), jnp.cos, x)
 
@@ -399,64 +393,63 @@ def gathered(w):
 gathered.defvjp(lambda w: (gathered(w), None), lambda _, g: (lax.psum_scatter(g, "d", tiled=True),))
 
 
-@program(whole=jax.grad(lambda w, x: jnp.sum(jnp.square(x @ w))))
+@right(whole=jax.grad(lambda w, x: jnp.sum(jnp.square(x @ w))))
 def custom_gradient_of_a_gather(w: f32["M/d N"], x: f32["B/d M"]) -> f32["M/d N"]:
     return jax.grad(lambda w: jnp.sum(jnp.square(x @ gathered(w))))(w)
 
 
-@program
+@right
 def dropout_mask_shared_by_all_rows(x: f32["B/d L M"], k: key[""]) -> f32["B/d L M"]:
     return x * jax.random.bernoulli(k, 0.5, x.shape[1:])
 
 
-@program
+@right
 def samples_by_a_key_for_each_row(logits: f32["B/d V"], keys: key["B/d"]) -> i32["B/d"]:
     return jax.vmap(jax.random.categorical)(keys, logits)
 
 
-@program(whole=lambda w, k: w + jax.random.normal(k, w.shape))
+@right(whole=lambda w, k: w + jax.random.normal(k, w.shape))
 def block_of_noise_that_is_the_same_everywhere(w: f32["M/d N"], k: key[""]) -> f32["M/d N"]:
     noise = jax.random.normal(k, (w.shape[0] * lax.axis_size("d"), w.shape[1]))
     return w + lax.dynamic_slice_in_dim(noise, lax.axis_index("d") * w.shape[0], w.shape[0])
 
 
-@program(
+@right(
     whole=lambda x, k: jnp.sum(x, axis=0),
-    escape=True,
-    reason="the noise of each device is subtracted by the next one, so that the sum is without noise",
+    escape="the noise of each device is subtracted by the next one, so that the sum is without noise",
 )
 def sum_with_noise_that_cancels(x: f32["B/d M"], k: key[""]) -> f32["M"]:
     noise = jax.random.normal(jax.random.fold_in(k, lax.axis_index("d")), x.shape[1:])
     return lax.psum(jnp.sum(x, axis=0) + noise - lax.ppermute(noise, "d", ring("d")), "d")
 
 
-@program(whole=lambda x, w: x @ w, axes=("data", "model"))
+@right(whole=lambda x, w: x @ w, axes=("data", "model"))
 def other_names_of_axes(x: f32["B/data F/model"], w: f32["F/model M"]) -> f32["B/data M/model"]:
     return lax.psum_scatter(x @ w, "model", scatter_dimension=1, tiled=True)
 
 
-@program(vma=False)
+@right(vma=False)
 def rows_gathered_untiled_and_merged(x: f32["B/t M"], w: f32["B M"]) -> f32["M"]:
     return (lax.all_gather(x, "t").reshape(-1, x.shape[1]) * w).sum(0)
 
 
-@program(vma=False)
+@right(vma=False)
 def columns_gathered_before_the_rows_and_moved(x: f32["B/d M/t"], w: f32["M F"]) -> f32["B/d F"]:
     return lax.all_gather(x, "t").transpose(1, 0, 2).reshape(x.shape[0], -1) @ w
 
 
-@program(vma=False)
+@right(vma=False)
 def partial_sums_gathered_and_added(x: f32["B/d M/t"], w: f32["M/t F"]) -> f32["B/d F"]:
     return lax.all_gather(x @ w, "t").sum(axis=0)
 
 
-@program(vma=False)
+@right(vma=False)
 def softmax_from_gathered_maxima(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
     e = jnp.exp(x - lax.all_gather(x.max(axis=-1), "t").max(axis=0)[:, None])
     return e / lax.all_gather(e.sum(axis=-1), "t").sum(axis=0)[:, None]
 
 
-@program
+@right
 def experts_exchanged_by_an_untiled_all_to_all(x: f32["E T/t M"], w: f32["E/t M F"]) -> f32["E T/t F"]:
     n = lax.axis_size("t")
     sent = x.reshape(n, -1, *x.shape[1:])
@@ -465,7 +458,7 @@ def experts_exchanged_by_an_untiled_all_to_all(x: f32["E T/t M"], w: f32["E/t M 
     return lax.all_to_all(y, "t", split_axis=0, concat_axis=0).reshape(x.shape[0], x.shape[1], -1)
 
 
-@program
+@right
 def heads_exchanged_for_positions_untiled(x: f32["B/d L/t K D"]) -> f32["B/d L K/t D"]:
     b, l, k, d = x.shape
     n = lax.axis_size("t")
@@ -473,42 +466,42 @@ def heads_exchanged_for_positions_untiled(x: f32["B/d L/t K D"]) -> f32["B/d L K
     return y.reshape(b, n * l, k // n, d)
 
 
-@program
+@right
 def gradients_scattered_untiled(x: f32["B/t M"], y: f32["B/t F"]) -> f32["M/t F"]:
     grads = x.T @ y
     return lax.psum_scatter(grads.reshape(lax.axis_size("t"), -1, grads.shape[1]), "t", scatter_dimension=0)
 
 
-@program
+@right
 def ranks_of_each_row(x: f32["B/d V"]) -> i32["B/d V"]:
     return jnp.argsort(jnp.argsort(x, axis=-1), axis=-1)
 
 
-@program
+@right
 def rows_sorted_by_expert_and_back(x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]) -> f32["T/d F"]:
     order = jnp.argsort(ids)
     y = jnp.tanh(x[order] @ w)
     return y[jnp.argsort(order)]
 
 
-@program
+@right
 def inverse_permutation_by_a_scatter(x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]) -> f32["T/d F"]:
     order = jnp.argsort(ids)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
     return ((x[order] @ w) ** 2)[back]
 
 
-@program
+@right
 def buckets_of_distances(x: f32["B/d"], edges: f32["V"]) -> i32["B/d"]:
     return jnp.searchsorted(jnp.sort(edges), x)
 
 
-@program
+@right
 def inverse_of_a_cumulative_distribution(p: f32["V"], u: f32["B/d"]) -> i32["B/d"]:
     return jnp.searchsorted(jnp.cumsum(jax.nn.softmax(p)), jax.nn.sigmoid(u), side="right")
 
 
-@program
+@right
 def embedding_masked_after_a_projection(ids: i32["B/d L"], table: f32["V/t M"], w: f32["M F"]) -> f32["B/d L F"]:
     local = ids - lax.axis_index("t") * table.shape[0]
     ok = (local >= 0) & (local < table.shape[0])
@@ -516,7 +509,7 @@ def embedding_masked_after_a_projection(ids: i32["B/d L"], table: f32["V/t M"], 
     return lax.psum(jnp.where(ok[..., None], y, 0.0), "t")
 
 
-@program
+@right
 def embedding_masked_after_a_scale(ids: i32["B/d L"], table: f32["V/t M"]) -> f32["B/d L M"]:
     local = ids - lax.axis_index("t") * table.shape[0]
     ok = (local >= 0) & (local < table.shape[0])
@@ -524,7 +517,7 @@ def embedding_masked_after_a_scale(ids: i32["B/d L"], table: f32["V/t M"]) -> f3
     return lax.psum(rows * ok[..., None], "t")
 
 
-@program
+@right
 def logit_of_the_label_masked_after_a_shift(logits: f32["B/d V/t"], labels: i32["B/d"]) -> f32["B/d"]:
     local = labels - lax.axis_index("t") * logits.shape[1]
     ok = (local >= 0) & (local < logits.shape[1])
@@ -535,25 +528,25 @@ def logit_of_the_label_masked_after_a_shift(logits: f32["B/d V/t"], labels: i32[
     return jnp.log(lax.psum(jnp.exp(shifted).sum(axis=-1), "t")) - label
 
 
-@program(vma=False)
+@right(vma=False)
 def last_position_of_all_texts(x: f32["B/d L/t M"], w: f32["M V"]) -> f32["B/d V"]:
     everything = lax.all_gather(x, "t", axis=1, tiled=True)
     return everything[:, -1:].squeeze(1) @ w
 
 
-@program
+@right
 def one_query_for_each_group(q: f32["B/d K/t D"], k: f32["B/d S K/t D"], v: f32["B/d S K/t D"]) -> f32["B/d K/t D"]:
     p = jax.nn.softmax(jnp.einsum("bukd,bskd->bkus", q[:, None], k))
     return jnp.einsum("bkus,bskd->bukd", p, v)[:, 0]
 
 
-@program(vma=False)
+@right(vma=False)
 def sum_where_there_are_several_devices(x: f32["B/d M/t"], w: f32["M/t F"]) -> f32["B/d F"]:
     y = x @ w
     return lax.psum(y, "t") if lax.axis_size("t") > 1 else y
 
 
-@program(vma=False)
+@right(vma=False)
 def mean_over_devices_if_there_are_several(x: f32["B/d M"]) -> f32["M"]:
     loss = x.mean(axis=0)
     if lax.axis_size("d") > 1:
@@ -561,7 +554,7 @@ def mean_over_devices_if_there_are_several(x: f32["B/d M"]) -> f32["M"]:
     return loss
 
 
-@program(vma=False)
+@right(vma=False)
 def ring_of_sums_unrolled(x: f32["B/t M"]) -> f32["M"]:
     part = total = x.sum(axis=0)
     for _ in range(lax.axis_size("t") - 1):
@@ -570,7 +563,7 @@ def ring_of_sums_unrolled(x: f32["B/t M"]) -> f32["M"]:
     return total
 
 
-@program(vma=False)
+@right(vma=False)
 def ring_of_sums_in_a_loop(x: f32["B/t M"]) -> f32["M"]:
     def turn(_, carry):
         total, part = carry
@@ -580,25 +573,25 @@ def ring_of_sums_in_a_loop(x: f32["B/t M"]) -> f32["M"]:
     return lax.fori_loop(0, lax.axis_size("t"), turn, (jnp.zeros_like(part), part))[0]
 
 
-def scattered(x: jax.Array, w: jax.Array, first: int = 1):
+def scattered(x: jax.Array, w: jax.Array, first: int = 1, turns: int = 99):
     """The blocks of x w, as a sum of all devices that passes around: the last to add is the one that keeps it."""
     n, me, rows = lax.axis_size("t"), lax.axis_index("t"), x.shape[0] // lax.axis_size("t")
 
     def term(turn):
-        return lax.dynamic_slice_in_dim(x, (me - turn) % n * rows, rows) @ w
+        return lax.dynamic_slice_in_dim(x, (me - turn) % n * rows, rows) @ w  # here
 
     total = term(first)
-    for turn in range(2, n + 1):
-        total = lax.ppermute(total, "t", ring("t")) + term(turn)
+    for turn in range(2, min(n, turns) + 1):
+        total = lax.ppermute(total, "t", ring("t")) + term(turn)  # here
     return total
 
 
-@program
+@right
 def matmul_scattered_around_a_ring(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t F"]:
     return scattered(x, w)
 
 
-@program(vma=False)
+@right(vma=False)
 def matmul_scattered_in_a_loop_from_zero(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t F"]:
     n, me = lax.axis_size("t"), lax.axis_index("t")
     blocks = x.reshape(n, -1, x.shape[1])
@@ -609,7 +602,7 @@ def matmul_scattered_in_a_loop_from_zero(x: f32["B M/t"], w: f32["M/t F"]) -> f3
     return lax.fori_loop(0, n, add, jnp.zeros((blocks.shape[1], w.shape[1])))
 
 
-@program
+@right
 def logit_of_the_label_outside_of_a_block(logits: f32["B/d V/t"], labels: i32["B/d"]) -> f32["B/d"]:
     """As Megatron's vocab_parallel_cross_entropy masks."""
     n = logits.shape[1]
@@ -619,7 +612,7 @@ def logit_of_the_label_outside_of_a_block(logits: f32["B/d V/t"], labels: i32["B
     return lax.psum(jnp.where(outside, 0.0, found), "t")
 
 
-@program
+@right
 def attention_over_keys_in_a_ring_unrolled(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
     n, above, below = lax.axis_size("t"), 0.0, 0.0
     for i in range(n):
@@ -630,7 +623,7 @@ def attention_over_keys_in_a_ring_unrolled(q: f32["L/t D"], k: f32["S/t D"], v: 
     return above / below[:, None]
 
 
-@program
+@right
 def matmul_whose_rows_pass_around_in_a_loop(x: f32["B M/t"], w: f32["M F/t"]) -> f32["B F/t"]:
     n, me, size = lax.axis_size("t"), lax.axis_index("t"), x.shape[1]
 
@@ -642,7 +635,7 @@ def matmul_whose_rows_pass_around_in_a_loop(x: f32["B M/t"], w: f32["M F/t"]) ->
     return lax.fori_loop(0, n, turn, (jnp.zeros_like(x[:, :1] * w[0]), x))[0]
 
 
-@program
+@right
 def gathered_matmul_of_passing_blocks(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
     n, me, size = lax.axis_size("t"), lax.axis_index("t"), x.shape[0]
     y = jnp.zeros((n * size, w.shape[1]))
@@ -653,7 +646,7 @@ def gathered_matmul_of_passing_blocks(x: f32["B/t M"], w: f32["M F/t"]) -> f32["
     return y
 
 
-@program
+@right
 def nearest_key_of_all_in_a_ring(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
     n, best = lax.axis_size("t"), jnp.max(q @ k.T, axis=1)
     for _ in range(n - 1):
@@ -662,39 +655,39 @@ def nearest_key_of_all_in_a_ring(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]
     return best
 
 
-@program(whole=lambda x: x)
+@right(whole=lambda x: x)
 def broadcast_from_the_first_device(x: f32["B/d M"]) -> f32["B/d M"]:
     return lax.psum(jnp.where(lax.axis_index("t") == 0, x, 0), "t")
 
 
-@program(whole=lambda x: 2 * x)
+@right(whole=lambda x: 2 * x)
 def broadcast_from_the_last_device_by_a_factor(x: f32["B/d M"]) -> f32["B/d M"]:
     return lax.psum(x * 2 * (lax.axis_index("t") == lax.axis_size("t") - 1), "t")
 
 
-@program(whole=lambda x, w, b: x @ w + b)
+@right(whole=lambda x, w, b: x @ w + b)
 def bias_added_by_the_first_device(x: f32["B/d F/t"], w: f32["F/t M"], b: f32["M"]) -> f32["B/d M"]:
     return lax.psum(x @ w + jnp.where(lax.axis_index("t") != 0, 0, b), "t")
 
 
-@program(whole=lambda x: jnp.sin(x))
+@right(whole=lambda x: jnp.sin(x))
 def broadcast_from_the_first_device_of_two_axes(x: f32["M"]) -> f32["M"]:
     is_first = (lax.axis_index("d") == 0) & (lax.axis_index("t") == 0)
     return jnp.sin(lax.psum(jnp.where(is_first, x, 0), ("d", "t")))
 
 
-@program(whole=lambda x: x)
+@right(whole=lambda x: x)
 def broadcast_from_the_first_device_by_its_number(x: f32["M"]) -> f32["M"]:
     return lax.psum(jnp.where(lax.axis_index(("d", "t")) == 0, x, 0), ("d", "t"))
 
 
-@program(whole=lambda x: jnp.pad(x, ((0, 0), (0, 1)))[:, 1:])
+@right(whole=lambda x: jnp.pad(x, ((0, 0), (0, 1)))[:, 1:])
 def next_token_of_whole_positions(x: i32["B/d L"]) -> i32["B/d L/t"]:
     n = x.shape[1] // lax.axis_size("t")
     return lax.dynamic_slice_in_dim(jnp.pad(x, ((0, 0), (0, 1))), offset("t", n) + 1, n, 1)
 
 
-@program(whole=lambda x, w: sum(w[i] * jnp.pad(x, ((0, 0), (3, 0)))[:, i : i + 16] for i in range(4)))
+@right(whole=lambda x, w: sum(w[i] * jnp.pad(x, ((0, 0), (3, 0)))[:, i : i + 16] for i in range(4)))
 def causal_convolution_of_gathered_positions(x: f32["B/d L/t"], w: f32["4"]) -> f32["B/d L/t"]:
     n = x.shape[1]
     padded = jnp.pad(lax.all_gather(x, "t", axis=1, tiled=True), ((0, 0), (3, 0)))
@@ -709,7 +702,7 @@ def decoded(q, k, v):
     return jnp.einsum("bks,bskd->bkd", jax.nn.softmax(scores(q, k)), v)
 
 
-@program(whole=decoded)
+@right(whole=decoded)
 def decoding_with_own_maxima(q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]) -> f32["B/d K D"]:
     s = scores(q, k)
     own = jnp.max(s, axis=-1)
@@ -718,7 +711,7 @@ def decoding_with_own_maxima(q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B
     return lax.psum(scale[..., None] * jnp.einsum("bks,bskd->bkd", e, v), "t") / total[..., None]
 
 
-@program(whole=decoded)
+@right(whole=decoded)
 def decoding_scaled_within_the_einsum(
     q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
 ) -> f32["B/d K D"]:
@@ -730,7 +723,7 @@ def decoding_scaled_within_the_einsum(
     return total[..., :-1] / total[..., -1:]
 
 
-@program(whole=decoded)
+@right(whole=decoded)
 def decoding_of_blocks_each_divided_by_its_sum(
     q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
 ) -> f32["B/d K D"]:
@@ -743,7 +736,7 @@ def decoding_of_blocks_each_divided_by_its_sum(
     return lax.psum(y * share[..., None], "t") / lax.psum(share, "t")[..., None]
 
 
-@program(whole=decoded)
+@right(whole=decoded)
 def decoding_combined_by_logarithms_of_sums(
     q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
 ) -> f32["B/d K D"]:
@@ -761,7 +754,7 @@ def unlikelihood(x, ids):
     return -jnp.sum(hit * jnp.log(1 - jax.nn.softmax(x) + 1e-6), axis=1)
 
 
-@program(whole=unlikelihood)
+@right(whole=unlikelihood)
 def unlikelihood_of_candidates_written_in_a_mask(x: f32["B/d V/t"], ids: i32["B/d K"]) -> f32["B/d"]:
     n = x.shape[1]
     own = ids - offset("t", n)
@@ -771,4 +764,45 @@ def unlikelihood_of_candidates_written_in_a_mask(x: f32["B/d V/t"], ids: i32["B/
     return -lax.psum(jnp.sum(hit * jnp.log(1 - p + 1e-6), axis=1), "t")
 
 
-PROGRAMS = programs_of(globals())
+@right(whole=lambda x: jax.nn.softmax(x, axis=2))
+def softmax_of_each_sequence_with_own_maxima(x: f32["B/d 3 V/t"]) -> f32["B/d 3 V/t"]:
+    def of_one(x):
+        own = jnp.max(x, axis=1, keepdims=True)
+        e, scale = jnp.exp(x - own), jnp.exp(own - lax.pmax(own, "t"))
+        return e * scale / lax.psum(jnp.sum(e, axis=1, keepdims=True) * scale, "t")
+
+    return jax.vmap(of_one, 1, 1)(x)
+
+
+@right(whole=lambda x: jax.nn.softmax(x, axis=1))
+def softmax_with_own_maxima_over_two_axes(x: f32["B V/t/d"]) -> f32["B V/t/d"]:
+    own = jnp.max(x, axis=1, keepdims=True)
+    e, scale = jnp.exp(x - own), jnp.exp(own - lax.pmax(own, ("t", "d")))
+    return e * scale / lax.psum(jnp.sum(e, axis=1, keepdims=True) * scale, ("t", "d"))
+
+
+@right(whole=lambda table: table[:12])
+def rows_looked_up_by_positions(table: f32["V/t M"]) -> f32["12 M"]:
+    own = jnp.arange(12) - offset("t", table.shape[0])
+    found = (own >= 0) & (own < table.shape[0])
+    return lax.psum(jnp.where(found[:, None], jnp.take(table, own, axis=0), 0), "t")
+
+
+@right
+def noise_by_a_large_seed(x: f32["L/t"]) -> f32["L/t"]:
+    return x * jax.random.normal(jax.random.key(20240101))
+
+
+@right
+def counts_summed_before_they_are_floats(x: i32["B/d L/t"]) -> f32["L/t"]:
+    return lax.psum(x.astype(jnp.uint32).sum(axis=0), "d").astype(jnp.float32)
+
+
+def first_largest(x, is_here):
+    best, own = x.max(axis=1), offset("t", x.shape[1]) + jnp.argmax(x, axis=1).astype(jnp.int32)
+    return lax.pmin(jnp.where(is_here(best, lax.pmax(best, "t")), own, 2**30), "t")  # here
+
+
+@right(whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
+def first_index_that_is_at_least_the_largest(x: f32["B/d V/t"]) -> i32["B/d"]:
+    return first_largest(x, lambda best, top: best >= top)

@@ -2,7 +2,7 @@
 
 Which of them compute something else on several devices than on one is known by running them: MUTANTS has their names.
 To write it anew, with eight devices, without which nothing runs:
-`XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.support.mutated_programs`.
+`XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.programs.mutated`.
 """
 
 import ast
@@ -12,11 +12,11 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support import right_methods, right_programs
+from tests.programs import methods, right
+from tests.programs.program import RIGHT, Program, distance, one_device, run
 from tests.support.mutants import Source
-from tests.support.running import Program, distance, one_device, run
 
-MUTANTS = Path(__file__).parents[1] / "data" / "wrong_mutants.txt"
+MUTANTS = Path(__file__).parent / "wrong_mutants.txt"
 DIFFERENT = 1e-2
 ANOTHER = {"psum": "pmean", "pmean": "psum", "pmax": "pmin", "pmin": "pmax"}
 MOVES = {"all_gather", "psum_scatter", "ppermute", "all_to_all", "pcast", "whole", "same", "own"}
@@ -101,13 +101,14 @@ def mutants_of(program: Program) -> Iterator[Program]:
         outs = ins.pop("return")
         name = f"{program.name}: {what} ({i})"
         yield dataclasses.replace(
-            program, name=name, body=body, ins=ins, outs=outs, whole=one_device, vma=False, escape=False, reason=""
+            program, name=name, body=body, ins=ins, outs=outs, whole=one_device, vma=False, escape=""
         )
 
 
 def all_mutants() -> list[Program]:
-    """Those of all right programs, which may also be right, or no programs at all."""
-    return [mutant for right in right_programs.PROGRAMS + right_methods.PROGRAMS for mutant in mutants_of(right)]
+    """Those of the programs of two files, which may also be right, or no programs at all."""
+    files = {right.__name__, methods.__name__}
+    return [mutant for program in RIGHT if program.body.__module__ in files for mutant in mutants_of(program)]
 
 
 def differs(program: Program) -> bool:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.shardtypes import f32, i32
-from tests.support.running import Program, one_device
+from tests.programs.program import Program, one_device
 
 INS = {"x": f32["L S"], "f": f32["L F/t"], "w": f32["F/t S"], "table": f32["V/t S"], "ids": i32["L"]}
 
