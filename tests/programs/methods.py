@@ -314,14 +314,6 @@ def error(w, x):
 
 
 @right
-def gradients_accumulated_over_a_dim_of_microbatches(w: f32["M N"], x: f32["4 B/d M"]) -> f32["M N"]:
-    def add(total, x):
-        return total + jax.grad(lambda w: lax.pmean(error(w, x), "d"))(w), None
-
-    return lax.scan(add, 0 * w, x)[0] / x.shape[0]
-
-
-@right
 def gradients_of_interleaved_rows_accumulated(w: f32["M N"], x: f32["T/d M"]) -> f32["M N"]:
     pieces = x.reshape(-1, 2, x.shape[1]).swapaxes(0, 1)
     local = lax.pcast(w, "d", to="varying")
@@ -360,11 +352,6 @@ def partial_sums_joined_before_one_reduction(
     x: f32["B/d F/t"], a: f32["F/t M"], b: f32["F/t N"]
 ) -> (f32["B/d M"], f32["B/d N"]):
     return tuple(jnp.split(lax.psum(jnp.concatenate([x @ a, x @ b], axis=1), "t"), 2, axis=1))
-
-
-@right
-def metrics_stacked_before_one_reduction(x: f32["B/d L/t"], y: f32["B/d L/t"]) -> f32["3"]:
-    return lax.psum(jnp.stack([jnp.sum(x * y), jnp.sum(x * x), jnp.sum(y * y)]), ("d", "t"))
 
 
 @right
@@ -514,11 +501,6 @@ def complex_rotations(x: f32["B/d L D"], q: f32["D 2"]) -> f32["B/d L D 2"]:
     z = lax.complex(x, jnp.ones_like(x)) * lax.complex(q[:, 0], q[:, 1])
     z = z * jnp.exp(1j * jnp.arange(x.shape[1], dtype=jnp.float32)[:, None])
     return jnp.stack([z.real, jnp.conj(z).imag], axis=-1)
-
-
-@right
-def rows_mapped_one_by_one(x: f32["B/d L M"], w: f32["M F/t"]) -> f32["B/d F/t"]:
-    return lax.map(lambda x: jnp.max(jnp.tanh(x @ w), axis=0), x)
 
 
 @right

@@ -40,11 +40,6 @@ def layer_norm(x: f32["B/d L/t M"], scale: f32["M"], bias: f32["M"]) -> f32["B/d
 
 
 @right
-def cumulative_sum_over_whole_positions(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
-    return jnp.cumsum(x, axis=1)
-
-
-@right
 def token_shift_of_whole_positions(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
     return 0.5 * x + 0.5 * jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
@@ -81,13 +76,6 @@ def mixture_of_depths_over_whole_positions(x: f32["B/d L M"], w: f32["M"]) -> f3
 @right
 def fourier_mixing_of_whole_positions(x: f32["B/d L M/t"]) -> f32["B/d L M/t"]:
     return jnp.fft.fft(x, axis=1).real
-
-
-@right
-def sliding_window_attention(q: f32["B/d K/t L D"], k: f32["B/d K/t L D"], v: f32["B/d K/t L D"]) -> f32["B/d K/t L D"]:
-    distance = jnp.arange(q.shape[2])[:, None] - jnp.arange(k.shape[2])
-    scores = jnp.where((distance >= 0) & (distance < 4), q @ k.swapaxes(2, 3), -1e9)
-    return jax.nn.softmax(scores) @ v
 
 
 def logsumexp(x, axis: str):
@@ -159,23 +147,11 @@ def embedding_gradient_scattered_by_shifted_ids(table: f32["V/t M"], ids: i32["B
     return lax.psum(jnp.zeros_like(table).at[own].add(g, mode="drop"), "d")
 
 
-@right(whole=lambda ids: jnp.zeros(16).at[ids].add(1.0))
-def histogram_of_sharded_rows(ids: i32["B/d"]) -> f32["V"]:
-    return lax.psum(jnp.zeros(16).at[ids].add(1.0), "d")
-
-
 @right(whole=lambda x: jax.nn.softmax(x, axis=-1))
 def softmax_with_own_maxima(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
     own = jnp.max(x, axis=-1, keepdims=True)
     e = jnp.exp(x - own) * jnp.exp(own - lax.pmax(own, "t"))
     return e / lax.psum(jnp.sum(e, axis=-1, keepdims=True), "t")
-
-
-@right(whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
-def greedy_token_over_sharded_vocabulary(x: f32["B/d V/t"]) -> i32["B/d"]:
-    best = jnp.max(x, axis=1)
-    own = lax.axis_index("t") * x.shape[1] + jnp.argmax(x, axis=1).astype(jnp.int32)
-    return lax.pmin(jnp.where(best == lax.pmax(best, "t"), own, 2**30), "t")
 
 
 @right(whole=lambda x: lax.top_k(x, 2), escape="the best of all are among the best of each block")
@@ -321,26 +297,8 @@ def pipeline_of_stages(w: f32["stages/stage M M"], x: f32["B M"]) -> f32["B M"]:
     return lax.psum(jnp.where(here == n - 1, out, 0.0), "stage")
 
 
-@right(whole=lambda w, x: w - 0.1 * jnp.tanh(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
-def gradients_scattered_and_weights_gathered(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(lax.pcast(w, "d", to="varying"))
-    g = lax.psum_scatter(g, "d", tiled=True) / lax.axis_size("d")
-    own = lax.dynamic_slice_in_dim(w, lax.axis_index("d") * g.shape[0], g.shape[0])
-    return lax.all_gather(own - 0.1 * jnp.tanh(g), "d", tiled=True, to="invarying")
-
-
-def preconditioned(g, statistic):
-    values, vectors = jnp.linalg.eigh(statistic + jnp.eye(16))
-    return g @ (vectors * values**-0.25) @ vectors.T
-
-
 def mean_square(w, x):
     return jnp.mean(jnp.square(x @ w))
-
-
-@right(whole=jax.grad(mean_square))
-def gradients_of_local_means_averaged(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    return lax.pmean(jax.grad(mean_square)(lax.pcast(w, "d", to="varying"), x), "d")
 
 
 @right(whole=jax.grad(mean_square))
@@ -377,35 +335,9 @@ def collective_beneath_a_replicated_branch(x: f32["B/d M"], i: i32[""]) -> f32["
     return lax.cond(i % 2 == 0, lambda x: x - lax.pmean(x.mean(axis=0), "d"), jnp.cos, x)
 
 
-@jax.custom_vjp
-def straight_through(x):
-    return jnp.round(x)
-
-
-straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
-
-
-@jax.custom_vjp
-def gathered(w):
-    return lax.all_gather(w, "d", tiled=True)
-
-
-gathered.defvjp(lambda w: (gathered(w), None), lambda _, g: (lax.psum_scatter(g, "d", tiled=True),))
-
-
-@right(whole=jax.grad(lambda w, x: jnp.sum(jnp.square(x @ w))))
-def custom_gradient_of_a_gather(w: f32["M/d N"], x: f32["B/d M"]) -> f32["M/d N"]:
-    return jax.grad(lambda w: jnp.sum(jnp.square(x @ gathered(w))))(w)
-
-
 @right
 def dropout_mask_shared_by_all_rows(x: f32["B/d L M"], k: key[""]) -> f32["B/d L M"]:
     return x * jax.random.bernoulli(k, 0.5, x.shape[1:])
-
-
-@right
-def samples_by_a_key_for_each_row(logits: f32["B/d V"], keys: key["B/d"]) -> i32["B/d"]:
-    return jax.vmap(jax.random.categorical)(keys, logits)
 
 
 @right(whole=lambda w, k: w + jax.random.normal(k, w.shape))
@@ -421,11 +353,6 @@ def block_of_noise_that_is_the_same_everywhere(w: f32["M/d N"], k: key[""]) -> f
 def sum_with_noise_that_cancels(x: f32["B/d M"], k: key[""]) -> f32["M"]:
     noise = jax.random.normal(jax.random.fold_in(k, lax.axis_index("d")), x.shape[1:])
     return lax.psum(jnp.sum(x, axis=0) + noise - lax.ppermute(noise, "d", ring("d")), "d")
-
-
-@right(whole=lambda x, w: x @ w, axes=("data", "model"))
-def other_names_of_axes(x: f32["B/data F/model"], w: f32["F/model M"]) -> f32["B/data M/model"]:
-    return lax.psum_scatter(x @ w, "model", scatter_dimension=1, tiled=True)
 
 
 @right(vma=False)
@@ -526,18 +453,6 @@ def logit_of_the_label_masked_after_a_shift(logits: f32["B/d V/t"], labels: i32[
     picked = jnp.take_along_axis(shifted, jnp.where(ok, local, 0)[:, None], axis=1)[:, 0]
     label = lax.psum(jnp.where(ok, picked, 0.0), "t")
     return jnp.log(lax.psum(jnp.exp(shifted).sum(axis=-1), "t")) - label
-
-
-@right(vma=False)
-def last_position_of_all_texts(x: f32["B/d L/t M"], w: f32["M V"]) -> f32["B/d V"]:
-    everything = lax.all_gather(x, "t", axis=1, tiled=True)
-    return everything[:, -1:].squeeze(1) @ w
-
-
-@right
-def one_query_for_each_group(q: f32["B/d K/t D"], k: f32["B/d S K/t D"], v: f32["B/d S K/t D"]) -> f32["B/d K/t D"]:
-    p = jax.nn.softmax(jnp.einsum("bukd,bskd->bkus", q[:, None], k))
-    return jnp.einsum("bkus,bskd->bukd", p, v)[:, 0]
 
 
 @right(vma=False)

@@ -483,20 +483,20 @@ def product_summed_over_devices_in_eight_bits(x: f32["B L/t"], w: f32["L/t M"]) 
     return jnp.float32(lax.psum((x @ w).astype(jnp.float8_e4m3fn), "t"))
 
 
-@wrong("mul: dim 0 is 16/d~0 in one operand and 16/d in another: they hold different entries of it")
+@wrong("mul: dim 0 is 16/d~ in one operand and 16/d in another: they hold different entries of it")
 def sorted_tokens_meet_unsorted_gates(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
     order = jnp.argsort(scores)
     return (x[order] * scores[:, None])[jnp.argsort(order)]  # here
 
 
-@wrong("slice: a part is taken along dim 0, which is sharded over d~1: each device sees only its own block")
+@wrong("slice: a part is taken along dim 0, which is sharded over d~: each device sees only its own block")
 def difference_to_the_token_before_in_order(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
     order = jnp.argsort(scores)
     y = x[order]
     return (y - jnp.roll(y, 1, axis=0))[jnp.argsort(order)]  # here
 
 
-@wrong("cumsum: entries are taken together along dim 0, which is sharded over d~2: each device sees only its own")
+@wrong("cumsum: entries are taken together along dim 0, which is sharded over d~: each device sees only its own")
 def prefix_sums_in_the_order_of_experts(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
     order = jnp.argsort(scores)
     return jnp.cumsum(x[order], axis=0)[jnp.argsort(order)]  # here

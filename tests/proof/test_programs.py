@@ -84,7 +84,8 @@ def first_refusal(program: Program) -> str | None:
 
     A ring of two turns is right on two devices, and wrong on four; an axis for another, where their sizes differ.
     """
-    return next((found[0] for mesh in (None, *program.meshes[1:]) if (found := refusals(program, mesh))), None)
+    found = next((found for mesh in (None, *program.meshes[1:]) if (found := refusals(program, mesh))), [None])[0]
+    return found and re.sub(r"~\d+", "~", found)  # numbers of orders and rings, which count on
 
 
 def test_right_programs_are_accepted():
@@ -119,8 +120,8 @@ def test_each_problem_has_its_remedy():
     """Once for all axes, numbers and operations."""
 
     def plain(text):
-        text = re.sub(r"(?<![\w'/])[dt](~\d)?(, [dt](~\d)?)*(?![\w'])", "AXES", without_context(text))
-        return re.sub(r"^[\w-]+: ", "", re.sub(r"(?<!\*)\b[1-9]\d*(\.\d+)?\b(?!\*)", "N", text))
+        text = re.sub(r"(?<![\w'/])[dt]~?(, [dt]~?)*(?![\w'])", "AXES", without_context(text))
+        return re.sub(r"^[\w-]+: ", "", re.sub(r"(?<!\*)\b(\d+\.\d+|[1-9]\d*)\b(?!\*)", "N", text))
 
     text = "\n\n".join(sorted({plain(first_refusal(program)) for program in WRITTEN})) + "\n"
     if os.environ.get("GOLDEN") == "write":
@@ -149,7 +150,7 @@ def test_no_primitive_makes_a_block_of_what_is_none(every):
     assert [program.name for program in bad_operands.PROGRAMS[::every] if not refusals(program)] == []
 
 
-REFUSED_GRADIENTS = {"rows mapped one by one", "gradient through rows mapped one by one"}
+REFUSED_GRADIENTS = {"gradient through rows mapped one by one"}
 """Loops over a device's own rows: JAX puts the reductions of their gradients into the loop."""
 REFUSED_GRADIENTS |= {"ring attention", "attention over keys in a ring unrolled", "nearest key of all in a ring"}
 REFUSED_GRADIENTS |= {"matmul whose rows pass around in a loop", "gathered matmul of passing blocks"}
