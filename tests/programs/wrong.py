@@ -1206,3 +1206,8 @@ def blocks_weighted_by_the_largest_logarithm_of_some_devices(x: f32["B V/t/d"]) 
     share = jnp.exp(log - lax.pmax(log, "d"))
     mean = jnp.sum(e * x, axis=1) / total
     return lax.psum(mean * share, ("t", "d")) / lax.psum(share, ("t", "d"))
+
+
+@wrong("all_gather: it gathers dim 0 over d, t, but it is sharded over t, d", vma=False)
+def gather_of_axes_in_another_order(x: f32["V/t/d"]) -> f32["V"]:
+    return lax.all_gather(x, ("d", "t"), tiled=True)

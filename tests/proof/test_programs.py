@@ -24,6 +24,7 @@ from tests.support.golden import without_context
 
 EQUAL, DIFFERENT = 1e-4, 1e-2
 """A right program differs by rounding only. A wrong one differs by far more, so that nothing lies between."""
+FILES = {inspect.getsourcefile(program.body) for program in RIGHT + WRITTEN}
 REMEDIES = Path(__file__).parents[1] / "programs" / "remedies.txt"
 """Each problem with its remedy. `GOLDEN=write python -m pytest tests/proof/test_programs.py -k remedy` renews it."""
 
@@ -94,7 +95,7 @@ def test_right_programs_are_accepted():
 
 def is_at_its_line(program: Program, file: str, line: int) -> bool:
     """At the line that ends in `# here`, in the program or in what it calls; without one, anywhere in the program."""
-    (path,) = (path for path in {inspect.getsourcefile(p.body) for p in RIGHT + WRITTEN} if path.endswith(file))
+    (path,) = (path for path in FILES if path.endswith(file))
     source, start = inspect.getsourcelines(program.body)
     is_inside = path == inspect.getsourcefile(program.body) and start < line < start + len(source)
     is_marked = linecache.getline(path, line).rstrip().endswith("# here")
