@@ -124,3 +124,8 @@ def nan_filled_into_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/
 def sums_of_8_bits_in_a_matmul_of_32(x: i32["B/d L"], w: i32["L M"]) -> i32["1 M"]:
     total = jnp.sum(x.astype(jnp.int8) * jnp.int8(9), axis=0, dtype=jnp.int8)[None]
     return lax.psum(lax.dot(total, w.astype(jnp.int8), preferred_element_type=jnp.int32), "d")  # here
+
+
+@wrong("reduce_window_max: entries are taken together along dim 1, which is sharded over t")
+def maxima_of_neighbors_in_a_block(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3), (1, 1), "SAME")

@@ -407,6 +407,11 @@ def four_groups_of_the_features_of_a_block(x: f32["B/d 8/t L"]) -> f32["B/d 8/t 
     return lax.conv_general_dilated(x, kernel, (1,), "SAME", feature_group_count=4)  # here
 
 
+@wrong("conv_general_dilated: entries are taken together along dim 3, which is sharded over t: each device sees only")
+def image_convolution_over_a_sharded_width(x: f32["B/d 1 H W/t"], kernel: f32["1 1 3 3"]) -> f32["B/d 1 H W/t"]:
+    return lax.conv(x, kernel, (1, 1), "SAME")
+
+
 @wrong("sub: sub of a partial sum over d: the sum of the results is not the result of the sum", vma=False)
 def looked_up_by_a_partial_sum(table: f32["V/t"], ids: i32["B/d 4"]) -> f32["4"]:
     own, found = own_and_found(table, jnp.sum(ids, axis=0))
@@ -1211,3 +1216,8 @@ def blocks_weighted_by_the_largest_logarithm_of_some_devices(x: f32["B V/t/d"]) 
 @wrong("all_gather: it gathers dim 0 over d, t, but it is sharded over t, d", vma=False)
 def gather_of_axes_in_another_order(x: f32["V/t/d"]) -> f32["V"]:
     return lax.all_gather(x, ("d", "t"), tiled=True)
+
+
+@wrong("dynamic_update_slice: a value differs between devices of t by their index, and is not a", vma=False)
+def part_written_with_the_index_of_a_device(x: f32["L"]) -> f32["L"]:
+    return lax.dynamic_update_slice_in_dim(x, jnp.ones(2) + lax.axis_index("t"), jnp.int32(3), axis=0)
