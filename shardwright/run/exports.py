@@ -83,10 +83,14 @@ class Exports:
         while self.left() and not self._is_stopped:
             if stopped_by():
                 log(f"{stopped_by()}: no exports of the steps {self.left()} yet. Resuming makes them.")
-                self._is_stopped = True
-                if self._exporter:
-                    self._exporter.terminate()
+                self.stop()
             concurrent.futures.wait(self._exports.values(), timeout=0.2)
         for export in self._exports.values():
             export.result()
         return not self._is_stopped
+
+    def stop(self) -> None:
+        """Ends the export that is being made, and makes no more. Resuming makes them."""
+        self._is_stopped = True
+        if self._exporter:
+            self._exporter.terminate()

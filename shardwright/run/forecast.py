@@ -79,7 +79,6 @@ class Watch:
 
     Args:
         source: training.forecast.
-        directory: the run's, which keeps a copy.
         params: parameters of this run's model without embeddings.
         tokens: of this run.
         tell: called with the last step of a part, the part's number, its mean loss, and its Bound.
@@ -89,9 +88,7 @@ class Watch:
         OSError: the file cannot be read.
     """
 
-    def __init__(
-        self, source: Path, directory: Path, params: int, tokens: int, tell: Callable[[int, int, float, Bound], None]
-    ):
+    def __init__(self, source: Path, params: int, tokens: int, tell: Callable[[int, int, float, Bound], None]):
         known = read_forecast(source)
         if (known.params, known.tokens) != (params, tokens):
             raise ValueError(
@@ -103,7 +100,11 @@ class Watch:
         self._step = 0
         self._part = 0
         self._losses = []
-        write_whole(directory / FILE, source.read_text())
+        self._source = source
+
+    def keep_copy(self, directory: Path) -> None:
+        """Copies the forecast into the directory of the run, for its page."""
+        write_whole(directory / FILE, self._source.read_text())
 
     def see(self, step: int, tokens: int, loss: Any) -> None:
         """Takes the loss of a step that ends after so many tokens of the run."""

@@ -74,6 +74,7 @@ class Samples(Listener):
         if self._sampler is None:
             return
         done = self._run.done
+        self._run.log.flush()  # so that the time of sampling is not that of a step
         try:
             with pause("sampling texts"), jax.set_mesh(self._mesh):
                 folded = without_stages(weights, self._run.placement, self._mesh)

@@ -160,7 +160,9 @@ def test_the_parts_of_a_run_are_told(tmp_path):
     told = []
     (tmp_path / "run").mkdir()
     file = written(tmp_path / "f.json")
-    watch = of_run.Watch(file, tmp_path / "run", 7, 100, lambda *of: told.append(of))
+    watch = of_run.Watch(file, 7, 100, lambda *of: told.append(of))
+    assert not [*(tmp_path / "run").iterdir()], "a refused start leaves the copy of an earlier one"
+    watch.keep_copy(tmp_path / "run")
     for step, loss in enumerate([4.0, 4.0, 9.0, 9.0, "NaN", 4.0, math.nan, "NaN"]):
         watch.see(step, 5 * (step + 1), loss)
     watch.end_part()
@@ -169,13 +171,13 @@ def test_the_parts_of_a_run_are_told(tmp_path):
     assert [(step, part, loss) for step, part, loss, _ in told][2:] == [(5, 2, 4.0)], "skipped steps do not count"
     assert [bound.low <= loss <= bound.high for *_, loss, bound in told] == [True, False, True]
     assert (tmp_path / "run" / of_run.FILE).read_text() == file.read_text()
-    of_run.Watch(tmp_path / "run" / of_run.FILE, tmp_path / "run", 7, 100, print)  # a resumed run
+    of_run.Watch(tmp_path / "run" / of_run.FILE, 7, 100, print).keep_copy(tmp_path / "run")  # a resumed run
 
 
 def test_a_copy_does_not_write_through_a_link(tmp_path):
     (tmp_path / "other").write_text("kept")
     (tmp_path / of_run.FILE).symlink_to(tmp_path / "other")
-    of_run.Watch(written(tmp_path / "f.json"), tmp_path, 7, 100, print)
+    of_run.Watch(written(tmp_path / "f.json"), 7, 100, print).keep_copy(tmp_path)
     assert (tmp_path / "other").read_text() == "kept"
 
 
@@ -196,7 +198,7 @@ def test_a_copy_does_not_write_through_a_link(tmp_path):
 )
 def test_another_forecast_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        of_run.Watch(written(tmp_path / "f.json", **changes), tmp_path, 7, 100, print)
+        of_run.Watch(written(tmp_path / "f.json", **changes), 7, 100, print)
 
 
 @pytest.mark.parametrize(

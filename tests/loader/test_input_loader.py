@@ -359,6 +359,16 @@ def test_no_load_runs_once_prefetch_has_settled():
         assert next(batches) == 1
 
 
+def test_prefetch_that_was_closed_has_settled():
+    """Loads that are cancelled never end: to wait for them hung a run that failed while its profile was taken."""
+    with prefetch(lambda step: time.sleep(0.05), 0, 20, 4, 1) as batches:
+        next(batches)
+    settled = threading.Thread(target=batches.settle, daemon=True)
+    settled.start()
+    settled.join(5)
+    assert not settled.is_alive()
+
+
 def test_prefetch_ends_while_full_and_while_loading():
     before = threading.active_count()
     with prefetch(lambda step: step, 0, 10**9) as batches:

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,30 @@ def test_exports_wait_for_their_checkpoint_and_for_each_other(tmp_path, monkeypa
     saving.set_result(None)
     assert made.wait(lambda: None)
     assert ["one" in order[0], "two" in order[1]] == [True, True]
+
+
+@pytest.mark.quick
+def test_no_export_is_made_once_they_are_stopped(tmp_path, monkeypatch):
+    """After an error in the step a process would else stay for hours, until all exports are made."""
+    made, began = [], threading.Event()
+
+    def slow(module, run, *_, started, **options):
+        process = SimpleNamespace(terminate=lambda: made.append("ended"))
+        started(process)
+        began.set()
+        while not made:
+            time.sleep(0.01)
+        raise RuntimeError("terminated")
+
+    monkeypatch.setattr(exports, "run_at_low_priority", slow)
+    log: Any = SimpleNamespace(add_event=lambda *event: made.append(event))
+    both = exports.Exports(tmp_path, log)
+    both.add(1, "one", None)
+    both.add(2, "two", None)
+    assert began.wait(10)
+    both.stop()
+    concurrent.futures.wait(both._exports.values(), timeout=10)
+    assert (made, both.left()) == (["ended"], [])
 
 
 @pytest.mark.long

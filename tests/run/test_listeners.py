@@ -141,7 +141,7 @@ def test_losses_are_compared_with_their_forecast(run, capsys, monkeypatch):
     bound = forecast.Bound(2.0, 1.5, 2.5)
 
     class Watch:
-        def __init__(self, source, directory, size, tokens, tell):
+        def __init__(self, source, size, tokens, tell):
             self.tell, self.losses = tell, []
 
         def see(self, step, tokens, loss):
@@ -278,6 +278,7 @@ def test_the_process_that_exports_rotates_without_the_others(run, saving, monkey
         run.listeners.see(step, {"loss": "NaN", "skipped": True})
     monkeypatch.setattr(saving_module, "in_all_processes", lambda act: pytest.fail("it waits for all processes"))
     assert checkpoints.wait()
+    checkpoints.close()
     assert written.rotated == (not in_a_row)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -102,7 +103,8 @@ def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
 
 def samples_of(c, directory):
     given = {"config": c, "step": tiny.step(c), "directory": directory, "provenance": {"source": None}}
-    run: Any = SimpleNamespace(**given, start=0, done=0, is_over=False, placement=None)
+    log = SimpleNamespace(flush=lambda: None)
+    run: Any = SimpleNamespace(**given, start=0, done=0, is_over=False, placement=None, log=log)
     samples = Samples()
     samples.check(run)
     return samples

@@ -251,7 +251,7 @@ class prefetch(contextlib.AbstractContextManager, Iterator[T]):
 
     def settle(self) -> None:
         """Waits until no call runs and none will start before the next result is taken."""
-        wait(self._ahead)
+        wait([result for result in self._ahead if not result.cancelled()])  # a cancelled one is never called done
 
     def __exit__(self, *exc_info: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

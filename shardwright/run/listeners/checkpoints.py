@@ -61,6 +61,9 @@ class Checkpoints(Listener):
             self._checkpoints.rotate()  # removes those that the exports held
         return exported
 
+    def close(self) -> None:
+        self._exports.stop()  # after an error: otherwise the process would stay until all of them are made
+
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save(self, state: Any) -> None:

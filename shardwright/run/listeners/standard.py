@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardwright.inspect import examine
@@ -145,7 +146,11 @@ class Forecast(Listener):
         source = run.config.training.forecast
         if source is not None and not run.is_over:
             size, tokens = parameters_without_embeddings(run.model), tokens_before(run.whole, run.total)
-            self._watch = Watch(Path(source), run.directory, size, tokens, self._tell)
+            self._watch = Watch(Path(source), size, tokens, self._tell)
+
+    def begin(self, run: Training) -> None:
+        if self._watch and jax.process_index() == 0:
+            self._watch.keep_copy(run.directory)
 
     def see(self, step: int, values: Mapping[str, Any]) -> None:
         if self._watch:
