@@ -177,7 +177,8 @@ class Edit:
     def lines(self) -> dict[str, set[int]]:
         """Numbers of the lines that may be named, by file."""
         python = [(file, text) for file, text in self.files.items() if file.endswith(".py")]
-        return {file: lines_of(text, (ROOT / file).read_text(), self.line) for file, text in python}
+        line = "" if self.line == ANY else self.line
+        return {file: lines_of(text, (ROOT / file).read_text(), line) for file, text in python}
 
     def is_named_in(self, message: str) -> bool:
         """True if a message names one of these lines as its place, or as one from which that is called."""
