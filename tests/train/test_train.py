@@ -119,7 +119,7 @@ def test_a_validation_that_fails_costs_no_checkpoint(tmp_path, monkeypatch, caps
     def fail(*_):
         raise ValueError("the validation has no target")
 
-    monkeypatch.setattr("shardwright.run.schedule.evaluate", fail)
+    monkeypatch.setattr("shardwright.run.listeners.validation.evaluate", fail)
     directory = run(tmp_path / "run", 2)
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["0000000002"]
     (event,) = events(directory)
