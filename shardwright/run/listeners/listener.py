@@ -16,7 +16,6 @@ class Training(Protocol):
     """What listeners read of a run.Run, which documents it."""
 
     spec: Any
-
     whole: Config
     config: Config
     directory: Path
