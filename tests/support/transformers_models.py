@@ -108,6 +108,8 @@ def theirs(name: str, **changes):
 
 def for_length(c, length: int):
     """The model with RoPE for sequences of `length`, as transformers takes it from the text."""
+    if not hasattr(c, "rope_scaling"):  # GPT-2's positions are learned
+        return c
     scaling = c.rope_scaling and dataclasses.replace(c.rope_scaling, length=length)
     return dataclasses.replace(c, rope_scaling=scaling)
 

@@ -167,7 +167,6 @@ def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset
     [
         ("a", {"step": 11}, r"step is 11; .* has steps 1 to 10"),
         ("a", {"step": 0}, r"step is 0; .* has steps 1 to 10"),
-        ("a", {}, "give step=<step>"),
         ("none", {"step": 1}, r"none/config.yaml cannot be read: .* no such file"),
     ],
 )
