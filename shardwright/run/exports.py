@@ -32,12 +32,15 @@ class Exports:
         self._exports: dict[int, concurrent.futures.Future[None]] = {}
         self._exporter: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
+        self._is_elsewhere = False
 
     def add(self, step: int, checkpoint: str, saving: concurrent.futures.Future | None) -> None:
         """Exports a checkpoint, a path or URL, once it and earlier exports are done. Does not wait."""
-        if jax.process_index() == 0:
-            before = [*([saving] if saving else []), *self._exports.values()]
-            self._exports[step] = in_background(self._make, step, checkpoint, before)
+        if jax.process_index() != 0:
+            self._is_elsewhere = True
+            return
+        before = [*([saving] if saving else []), *self._exports.values()]
+        self._exports[step] = in_background(self._make, step, checkpoint, before)
 
     def _make(self, step: int, checkpoint: str, before: list[concurrent.futures.Future]) -> None:
         concurrent.futures.wait(before)
@@ -78,6 +81,8 @@ class Exports:
         `stopped_by` names the signal, if there was one; it is called repeatedly. Resuming makes the exports that are
         missing.
         """
+        if self._is_elsewhere:  # all processes know of the signal: process 0 stops an export, of the last step at least
+            return stopped_by() is None
         if waits := self.left():
             log(f"exporting  the steps {waits}; a signal stops that, and resuming makes them")
         while self.left() and not self._is_stopped:

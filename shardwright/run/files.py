@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,15 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any] | None]:
     """Reads a metrics.jsonl of any version as `read_records` does, with `step` the number of steps done."""
     for record in read_records(path):
         yield record if record is None else record | {"step": steps_done(record)}
+
+
+def end_of(records: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    """Returns the event `end` that follows the last step of a metrics.jsonl; None if the run did not get to it."""
+    end = None
+    for record in filter(None, records):
+        if record.get("event", "end") == "end":
+            end = record
+    return end if end and "event" in end else None
 
 
 def duration(seconds: float) -> str:

@@ -133,11 +133,11 @@ class Run(Schedule):
             "print_every": self.config.training.log_interval,
         }
         self._cleanup.enter_context(self.listeners)
-        self._cleanup.push(self._end_by_error)
         self.listeners.check(self)  # before lines of later steps are moved aside
         send = self._cleanup.enter_context(trackers)
         options = {"speed": speed, "see": self.listeners.see, "send": send}
         self.log = self._cleanup.enter_context(RunLog(self.directory, **lengths, **options))
+        self._cleanup.push(self._end_by_error)  # before trackers are closed, which take the last lines too
         if not self.is_over:
             self.log.add_event(self.start - 1, "start", {})
         for step, why in self.keeper.damaged.items():
@@ -152,7 +152,10 @@ class Run(Schedule):
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error is not None and self.done > self.start:
-            self.listeners.end(Ending("failed", in_a_line(error)))
+            try:
+                self.log.close()  # the lines of the last steps precede the end
+            finally:
+                self.listeners.end(Ending("failed", in_a_line(error)))
 
     @property
     def checkpoints(self) -> str:
@@ -247,9 +250,8 @@ class Run(Schedule):
         Raises OSError, with the path, if the last checkpoint or metrics cannot be written.
         """
         if self.done == self.start:
-            self.listeners.wait()
             log(f"{self.start} of {self.total} steps are done already. To continue, train for longer (training.steps).")
-            return None
+            self._cleanup.enter_context(self._stop)  # an export that is missing may take long
         self.log.close()
         complete = self.listeners.wait()
         self.stopped_by = self.signal()

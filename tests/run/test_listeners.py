@@ -77,6 +77,21 @@ def test_only_listeners_that_have_begun_are_closed():
     assert told == [("a", "begin"), ("a", "close")]
 
 
+def test_an_error_in_the_end_of_one_reaches_the_others_as_the_only_end():
+    told: list = []
+
+    class Fails(Told):
+        def end(self, how):
+            super().end(how)
+            raise OSError("no space")
+
+    listeners = Listeners([Told("a", told), Fails("b", told), Fails("c", told), Told("d", told)])
+    with pytest.raises(OSError, match="no space"):
+        listeners.end(Ending("finished"))
+    listeners.end(Ending("failed", "OSError: no space"))  # what a run does then
+    assert told == [("a", "finished"), ("b", "finished"), ("c", "failed"), ("d", "failed")]
+
+
 @pytest.fixture
 def run(tmp_path) -> Any:
     """What listeners read of a run that has done 3 of 3 steps."""
@@ -171,6 +186,26 @@ def test_how_a_run_ends_is_its_last_event(run, capsys, state):
     expected = {"state": state} | ({"why": "SIGTERM"} if state == "stopped" else {})
     assert run.events == ([] if state == "paused" else [(2, "end", expected)])
     assert ("metrics.jsonl" in capsys.readouterr().out) == (state != "paused")
+
+
+@pytest.mark.parametrize(
+    ("lines", "writes"),
+    [
+        (["{}"], True),  # killed before its end
+        (["{}", '"event": "end", "state": "finished"'], False),
+        (["{}", '"event": "end", "state": "failed"'], False),
+        (["{}", '"event": "end", "state": "stopped"'], True),  # with exports missing, which are made now
+        (['"event": "end", "state": "finished"', "{}"], True),
+    ],
+)
+def test_a_start_with_nothing_left_to_do_writes_the_end_that_is_missing(run, lines, writes):
+    records = [f'{{"step": 3, "unix_time": 1.0, {line.strip("{}")}'.rstrip(", ") + "}\n" for line in lines]
+    (run.directory / "metrics.jsonl").write_text("".join(records))
+    run.start = 3
+    report = Report()
+    report.begin(run)
+    report.end(Ending("finished"))
+    assert run.events == ([(2, "end", {"state": "finished"})] if writes else [])
 
 
 class Checkpointer:
@@ -280,6 +315,15 @@ def test_the_process_that_exports_rotates_without_the_others(run, saving, monkey
     assert checkpoints.wait()
     checkpoints.close()
     assert written.rotated == (not in_a_row)
+
+
+@pytest.mark.parametrize("stopped_by", [None, "SIGTERM"])
+def test_processes_that_do_not_export_agree_with_the_one_that_does(run, saving, monkeypatch, stopped_by):
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    checkpoints, _ = saving(export_interval=1)
+    after(run, checkpoints, 3)
+    run.signal = lambda: stopped_by
+    assert checkpoints.wait() is (stopped_by is None)
 
 
 def test_a_validation_that_fails_is_an_event(run, monkeypatch):

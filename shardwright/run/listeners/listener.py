@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from shardwright.run.best_effort import in_a_line
 from shardwright.run.config import Config
 from shardwright.run.metrics import RunLog
 from shardwright.run.step import Step
@@ -102,6 +103,7 @@ class Listeners:
     def __init__(self, listeners: Sequence[Listener]):
         self._listeners = listeners
         self._begun = contextlib.ExitStack()
+        self._has_ended = False
 
     def __enter__(self) -> "Listeners":
         return self
@@ -140,9 +142,22 @@ class Listeners:
             listener.see(step, values)
 
     def end(self, how: Ending) -> None:
-        """Ends them."""
+        """Ends them, once. After an error of one, which is raised at the end, the others are told that the run failed.
+
+        So each prints and writes what it has, and the log names one end.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        first = None
         for listener in self._listeners:
-            listener.end(how)
+            try:
+                listener.end(how)
+            except Exception as error:
+                first = first or error
+                how = Ending("failed", in_a_line(first))
+        if first:
+            raise first
 
     def wait(self) -> bool:
         """Waits for what they do in the background. Returns False if a signal cut any of it short."""

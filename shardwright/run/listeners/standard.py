@@ -13,7 +13,7 @@ from shardwright.inspect import examine
 from shardwright.run.background import in_background
 from shardwright.run.changes import tokens_before
 from shardwright.run.directory import override
-from shardwright.run.files import duration
+from shardwright.run.files import duration, end_of, read_metrics
 from shardwright.run.forecast import PARTS, Bound, Watch
 from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.memory import peak_memory
@@ -129,7 +129,7 @@ class Summary(Listener):
 
     def end(self, how: Ending) -> None:
         run = self._run
-        if how.state == "finished":
+        if how.state == "finished" and run.done > run.start:
             seconds = time.monotonic() - self._began
             log(f"time       {duration(seconds)}, of it {run.compiled_s:.0f} s to compile the step")
             log(f"loss       {float(self._loss):.3f} nats a token at the last step")
@@ -204,7 +204,7 @@ class Report(Listener):
 
     def end(self, how: Ending) -> None:
         run = self._run
-        if how.state == "paused":
+        if how.state == "paused" or (run.done == run.start and self._is_finished()):
             return
         run.log.add_event(run.done - 1, "end", {"state": how.state} | ({"why": how.why} if how.why else {}))
         if (page := self._page.finish()) or (run.directory / "metrics.jsonl").exists():
@@ -213,3 +213,10 @@ class Report(Listener):
 
     def close(self) -> None:
         self._page.close()
+
+    def _is_finished(self) -> bool:
+        """Whether an earlier start has written the end of the run; it may have been killed just before."""
+        if jax.process_index() != 0:
+            return True
+        found = end_of(read_metrics(self._run.directory / "metrics.jsonl"))
+        return found is not None and found.get("state") != "stopped"

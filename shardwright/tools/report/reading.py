@@ -5,7 +5,7 @@ import glob
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwright.data.untrusted import number, read_object
 from shardwright.run.differences import flat
-from shardwright.run.files import LOCK, OF_A_STEP, read_config, read_metrics, read_records
+from shardwright.run.files import LOCK, OF_A_STEP, end_of, read_config, read_metrics, read_records
 from shardwright.run.forecast import FILE, Forecast, read_forecast
 
 Curve = np.ndarray
@@ -101,7 +101,7 @@ def _runs_in(top: str) -> Iterator[Path]:
 def read_run(directory: Path) -> Run:
     """Reads the files of a run as far as possible; `notes` lists the rest."""
     notes: list[str] = []
-    steps, events, ended, wall_seconds = _read_metrics(directory, notes)
+    steps, events, end, wall_seconds = _read_metrics(directory, notes)
     own = sorted({*itertools.chain(*steps)} - {"skipped", *COMMON_METRICS, *OF_A_STEP})
     metrics = {name: _curve(steps, name) for name in [*COMMON_METRICS, *own]}
     step, tokens, seconds = (_curve(steps, name) for name in ("step", "tokens", "seconds"))
@@ -109,7 +109,7 @@ def read_run(directory: Path) -> Run:
     settings = _read_settings(directory, notes)
     run = Run(directory, settings, *_read_starts(directory), events, metrics, step, tokens, np.nancumsum(seconds))
     run.wall_seconds, run.notes = wall_seconds, notes
-    run.state, run.why = _state(run, ended)
+    run.state, run.why = _state(run, end)
     if not steps:
         return run
     run.values = _values(run, steps, seconds)
@@ -170,36 +170,33 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], bool, float]:
-    """Returns the lines of steps, in order, those of events, whether the run ended after them, and Run.wall_seconds."""
+def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], Mapping[str, Any] | None, float]:
+    """Returns the lines of steps, in order, those of events, the one of the run's end, and Run.wall_seconds."""
     steps: dict[int, dict] = {}
     events = []
     unreadable = 0
-    ended = False
     try:
         records = list(read_metrics(directory / "metrics.jsonl"))
     except FileNotFoundError:
         notes.append("no metrics.jsonl: the run did not start")
-        return [], [], False, 0.0
+        return [], [], None, 0.0
     except ValueError as error:
         notes.append(str(error))
-        return [], [], False, 0.0
+        return [], [], None, 0.0
     for record in records:
         if record is None or ("event" not in record and record["step"] < 1):
             unreadable += 1
         elif "event" in record:
             events.append(record | {"event": str(record["event"])})
-            ended |= record["event"] == "end"
         else:
             steps[record["step"]] = record
-            ended = False
     if unreadable:
         notes.append(f"{unreadable} unreadable line{'s' * (unreadable > 1)} in metrics.jsonl")
     if not steps:
         notes.append("no step was logged in metrics.jsonl")
     clock = [(number(x["unix_time"]), x.get("event") == "start") for x in records if x and "unix_time" in x]
     lengths = (now - before for (before, _), (now, starts) in itertools.pairwise(clock) if not starts)
-    return [steps[step] for step in sorted(steps)], events, ended, sum(x for x in lengths if x > 0)
+    return [steps[step] for step in sorted(steps)], events, end_of(records), sum(x for x in lengths if x > 0)
 
 
 def _read_starts(directory: Path) -> tuple[list[int], dict[str, Any]]:
@@ -225,10 +222,9 @@ def _curve(steps: list[dict], name: str) -> Curve:
     return np.array(values, float)
 
 
-def _state(run: Run, ended: bool) -> tuple[str, str]:
+def _state(run: Run, end: Mapping[str, Any] | None) -> tuple[str, str]:
     """Determines the state and the reason. Events that are known later, such as step_bubble, may follow the end."""
-    if ended:
-        end = run.of_event("end")[-1]
+    if end:
         known = end.get("state") in ("finished", "stopped", "failed")
         return end["state"] if known else "unknown", str(end.get("why", ""))
     return "running" if _is_locked(run.directory) else "broke off" if len(run.step) else "not begun", ""
