@@ -428,7 +428,7 @@ def loss_and_gradients(
 
 @pytree_dataclass
 class State(Generic[W]):
-    """Contents of a checkpoint: f32 arrays, sharded over every axis but r."""
+    """Contents of a checkpoint: f32 arrays, sharded as the weights are at rest."""
 
     weights: W
     adam_mu: shardtypes.Subset[W]  # momentum of matrices under Muon; None for frozen weights
@@ -440,14 +440,23 @@ class State(Generic[W]):
 def global_norm(g: W) -> f32[""]:
     """Root of the sum of the squares of all entries."""
 
-    # Every array is sharded over all axes but r, so that the flattened blocks of all devices hold
-    # each entry once. N is another number for each array.
+    # An array is sharded over all axes but r, so that the flattened blocks of all devices hold each
+    # entry once. N is another number for each array.
     @shardtypes.scope
     def sum_of_squares(x: jax.Array) -> Any:
         return shardops.einsum_unreduced("N/t/fsdp/p -> +t +fsdp +p", jnp.square(x.reshape(-1)))
 
-    squares = [sum_of_squares(leaf) for leaf in jax.tree.leaves(g)]
-    return jnp.sqrt(shardops.psum("+t +fsdp +p ->", functools.reduce(lambda a, b: a + b, squares)))
+    # A small vector may be whole over some axes, whose devices must not count it again.
+    def squares_of_small(kind: shardtypes.ArrayType, x: jax.Array) -> jax.Array:
+        marks = " ".join(f"+{axis}" for axis in sorted(kind.spec.sharded))
+        square = shardops.einsum_unreduced(f"{kind.spec} -> {marks}", jnp.square(x))
+        return shardops.psum(f"{marks} ->", square) if marks else square
+
+    kinds = [(kind, leaf) for _, kind, leaf in shardtypes.arrays_in(type(g), g)]
+    squares = [sum_of_squares(leaf) for kind, leaf in kinds if not kind.whole]
+    total = shardops.psum("+t +fsdp +p ->", functools.reduce(lambda a, b: a + b, squares))
+    small = [squares_of_small(kind, leaf) for kind, leaf in kinds if kind.whole]
+    return jnp.sqrt(functools.reduce(jnp.add, small, total))
 
 
 @typed

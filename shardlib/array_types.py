@@ -15,7 +15,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.axes import GROUPS
 from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes, spec_text
 from shardlib.scopes import current_scope
-from shardlib.values import SHORT_DTYPES, describe, devices_along, is_opaque, on_mesh
+from shardlib.values import (
+    SHORT_DTYPES,
+    Copy,
+    describe,
+    devices_along,
+    inside_shard_map,
+    is_opaque,
+    mesh_axes,
+    on_mesh,
+    planned_axes,
+    planned_devices,
+    unwrap,
+)
 
 # ---- types ---------------------------------------------------------------------------------------
 
@@ -31,12 +43,14 @@ class _Type:
 class ArrayType(_Type):
     """The type `f32['B/d M']`: the short name of a dtype, and a spec.
 
-    With `spread`, the last dim is also sharded over those axes of t and w that the other dims lack.
+    With `spread`, the last dim is also sharded over as many of the axes t and fsdp as the other
+    dims lack and as divide it. Each device of the axes `whole` then holds the same.
     """
 
     dtype: str
     spec: ShapeSpec
     spread: bool = False
+    whole: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"{self.dtype}['{self.spec}']"
@@ -358,14 +372,50 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
     return [(f"{path}[{i}]", a, part) for i, (a, part) in enumerate(zip(args, parts, strict=True))]
 
 
-def _stacked(dims: str, t: ArrayType) -> ArrayType:
-    """The array type with leading dims `dims`, as it reads on the current mesh."""
+def _stacked(dims: str, t: ArrayType, value: typing.Any) -> ArrayType:
+    """The array type with leading dims `dims`, as an array has it on the current mesh."""
     spec = parse_shape(f"{dims} {t.spec}")
-    if t.spread:
+    if not t.spread:
+        return dataclasses.replace(t, spec=on_mesh(spec))
+    added = sort_axes({*GROUPS["fsdp"], "t"} - spec.sharded)
+    if t.spec.dims:
         *others, last = spec.dims
-        axes = sort_axes((*last.axes, *({*GROUPS["fsdp"], "t"} - spec.sharded)))
-        spec = dataclasses.replace(spec, dims=(*others, Dim(last.name, axes)))
-    return dataclasses.replace(t, spec=on_mesh(spec))
+        last = dataclasses.replace(last, axes=sort_axes((*last.axes, *added)), written=())
+        spec = dataclasses.replace(spec, dims=(*others, last))
+    added = [axis for axis in added if axis in planned_axes()]
+    whole = _whole_over(spec.dims[-1], added, value) if added and t.spec.dims else added
+    return dataclasses.replace(t, spec=on_mesh(spec).without(whole), whole=tuple(whole))
+
+
+def _whole_over(dim: Dim, added: list[str], value: typing.Any) -> list[str]:
+    """Those of the axes `added` of the last dim of an array that do not shard it.
+
+    They do not divide it together with the others, on the mesh of the run also where one device is
+    traced. A weight at rest is a copy over these axes, so its type may name them.
+    """
+    if isinstance(value, Copy):
+        value = unwrap(value)
+    if not getattr(value, "shape", ()) or is_opaque(value):
+        return []
+
+    def left_out(size: int) -> list[str]:
+        found = []
+        blocks = planned_devices(axis for axis in dim.axes if axis not in added)
+        for axis in added:
+            fits = size % (blocks * planned_devices([axis])) == 0
+            blocks *= planned_devices([axis]) if fits else 1
+            found += [] if fits else [axis]
+        return found
+
+    if not (isinstance(value, jax.Array) and inside_shard_map()):
+        return left_out(value.shape[-1])
+    # This device's block. JAX knows over which axes arguments, and what is computed of them, are
+    # sharded. What it knows does not fit a constant, which may have any type.
+    varying = jax.typeof(value).manual_axis_type.varying
+    same = {axis for axis in added if axis in mesh_axes() and axis not in varying}
+    size = value.shape[-1] * devices_along(axis for axis in dim.axes if axis not in same)
+    found = left_out(size)
+    return found if same == {axis for axis in found if axis in mesh_axes()} else []
 
 
 def arrays_of(
@@ -382,7 +432,7 @@ def arrays_of(
     """
     options = {"dims": dims, "only_arrays": only_arrays}
     if isinstance(t, ArrayType):
-        yield path, _stacked(dims, t), value
+        yield path, _stacked(dims, t, value), value
     elif isinstance(t, Array):
         yield from arrays_of(t.inner, value, path, dims=f"{dims} {t.dims}", only_arrays=only_arrays)
     elif isinstance(t, Separate):

@@ -168,6 +168,8 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
     if isinstance(x, AtRest):
         with checked_collective("all_gather", spec, x, copies=True) as (op, _, rhs, _, _):
             block = unwrap(x)
+            if op.lhs == op.rhs:  # a scalar, or what this mesh does not shard
+                return block.astype(dtype or x.used_dtype)
             if not rhs.sharded.isdisjoint(copy_axes(block)):
                 raise wrong_spec(op, "the weight is gathered ahead: leave out all axes that it was")
         block = replicate("... -> ... *r", block.astype(x.reduced_dtype))

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shardlib.array_types import (
     ArrayType,
     Factor,
+    arrays_in,
     dtype_name,
     make_shardings,
     map_arrays,

@@ -187,8 +187,14 @@ def planned_devices(axes: Iterable[str]) -> int:
 
     Two traces that are compared must make these choices alike.
     """
-    sizes = dict(_PLANNED.value.sizes) or mesh_axes()
+    sizes = planned_axes()
     return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+@_refused_in_steps
+def planned_axes() -> Mapping[str, int]:
+    """Axes and sizes of the mesh by which such choices are made."""
+    return dict(_PLANNED.value.sizes) or mesh_axes()
 
 
 # ---- opaque values -------------------------------------------------------------------------------

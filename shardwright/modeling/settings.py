@@ -50,7 +50,7 @@ class ModelConfig:
     """Number of token ids, above the largest id in the data. A multiple of t·p devices, over which its tables are
     sharded. Round it up: an unused id only costs a row of the tables."""
     d_model: int = within(1, 2**24, kw_only=True)
-    """Width of the residual stream. A multiple of t·c·d·e·p devices, over which the final norm is sharded."""
+    """Width of the residual stream. A multiple of c·d·e devices, and of p."""
     layers: int = within(1, 2**16, kw_only=True)
     n_kv: int = within(1, 2**24, kw_only=True)
     """Key/value heads. Sharded over t."""
@@ -73,8 +73,7 @@ class ModelConfig:
     weight_init_scale: float = at_least_0(1.0)
     """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
     qk_norm: bool = False
-    """RMSNorm over each head of the queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388). Its weights are
-    sharded at rest, so d_head must be a multiple of t·c·d·e devices."""
+    """RMSNorm over each head of the queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388)."""
     logit_softcap: float | None = above_0(None)
     """Logits x become softcap·tanh(x/softcap) (arXiv 2408.00118, section 2). Null: no cap."""
     bos_id: int = 0

@@ -8,10 +8,13 @@
 
 A matrix has its inputs before the arrow and its outputs after it. Its initial values have a standard deviation of
 scale/√fan-in. The type is that at rest. A layer gathers a weight on the line above its use (shardops.all_gather), which
-also casts it to the compute dtype, or a gain to f32; a second item names another dtype: `bias["M", f32]`. A vector is
-written without the axes that shard its last dim at rest: those of t and w that its other dims lack. Outside a stack of
-layers it names p: `gain["M/p"]` is M/t/fsdp/p at rest. `if` or `if not` names a setting on which the weight depends: it
-is None in a model without it.
+also casts it to the compute dtype, or a gain to f32; a second item names another dtype: `bias["M", f32]`.
+
+A vector is written without the axes that shard its last dim at rest: those of t and fsdp that its other dims lack, as
+many as divide it. Devices along the rest hold the same. A layer names them all where it gathers, whatever the mesh:
+`all_gather("D/t/fsdp -> D", w.q_norm)`. Outside a stack of layers a vector names p: `gain["M/p"]`, M/t/fsdp/p at rest.
+
+`if` or `if not` names a setting on which the weight depends: it is None in a model without it.
 
 `table_of` makes the model's `table`: its dataclass of weights with a `Weight` instead of each array.
 """
@@ -207,7 +210,7 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
             return None
         shape = tuple(dim.literal_size or sizes[dim.name] for dim in t.spec.dims)
         ends = len(shape) - t.outputs
-        fan_in = math.prod(shape[ends - t.inputs : ends]) if t.inputs else shape[-1]
+        fan_in = math.prod(shape[ends - t.inputs : ends]) if t.inputs else (1, *shape)[-1]
         deviation = {"vector": 0.0, "embedding": 1.0}.get(t.kind)
         deviation = std(fan_in) if deviation is None else deviation
         share = getattr(c, t.share) if t.share else 1.0
@@ -242,11 +245,14 @@ def shapes_of(table):
 def at_rest(w: T, reduce_dtype: str) -> T:
     """Wraps each array of `w` for `shardops.all_gather`, which casts it, and reduces its gradient. Per-device code.
 
+    What is whole over an axis becomes a copy on each of its devices, whose gradient is summed here, once for all uses.
     Gradients are reduced in f32 with reduce_dtype="f32", else in the dtype in which the weight is used.
     """
 
     def wrapped(path: str, t: WeightType, x: jax.Array) -> AtRest:
         used = t.used_dtype.dtype
+        if t.whole:
+            x = shardops.replicate(f"... -> ... {' '.join(f'*{axis}' for axis in t.whole)}", x)
         return AtRest(x, (), used_dtype=used, reduced_dtype=x.dtype if reduce_dtype == "f32" else used)
 
     return map_arrays(wrapped, w)
@@ -289,7 +295,7 @@ def check_table(table) -> None:
             raise _not_a_weight(leaf)
     for path, array, weight in arrays_in(type(table), table):
         what = f"the model's table: {path.removeprefix('.')}: {array!r}"
-        if missing := ({*AXES} & {*mesh_axes()} or {"t", "d"}) - {"r"} - array.spec.sharded:
+        if missing := ({*AXES} & {*mesh_axes()} or {"t", "d"}) - {"r", *array.whole} - array.spec.sharded:
             raise ValueError(
                 f"{what} is not sharded over {' and '.join(sorted(missing))}; weights and optimizer state are "
                 "sharded over every axis but r, like M/t/fsdp/p or a matrix in a stack `layers/p`, and are gathered "

@@ -39,10 +39,10 @@ class ModelConfig:
     positions: int = within(1, 2**25, 1024)
     """Number of learned positions, the length of the longest sequence. Sharded over t and p."""
     d_model: int = within(1, 2**24, 768)
-    """Width of the residual stream. A multiple of t·c·d·e·p devices."""
+    """Width of the residual stream. A multiple of c·d·e devices, and of p."""
     layers: int = within(1, 2**16, 12)
     heads: int = within(1, 2**24, 12)
-    """Sharded over t. The entries of a head, d_model / heads of them, are sharded over c, d and e at rest."""
+    """Sharded over t. Each has d_model / heads entries."""
     dropout: float = within(0, 1, 0.0)
     """Probability, in [0, 1), that an entry of embeddings, attention weights and layer outputs is 0 while training."""
     norm_epsilon: float = at_least_0(1e-5)

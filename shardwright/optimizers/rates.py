@@ -80,6 +80,11 @@ class Update:
     epsilon: float = 1.0
     """Factor on Adam's epsilon."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight, from which its sharding follows."""
+        return self.weight.shape
+
 
 def has_nu(update: Update) -> bool:
     """Whether a weight has a second moment: with AdamW, and with optimizers of the user's own."""

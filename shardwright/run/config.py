@@ -209,7 +209,8 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True, of_
 
     `of_batch` and `of_sequences` also check the batch size and the sequence lengths, not only the weights.
     """
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # types with all their axes
+    sizes_of_mesh = axes_of_mesh(mesh)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((*sizes_of_mesh.values(),), (*sizes_of_mesh,))):
         weights = arrays_in(type(table := load_model(c.model).table), table)
     settings = {dim: f"model.{name}" for dim, name in getattr(c.model, "dims", {}).items()}
     sized = [(path, zip(array.spec.dims, weight.shape, strict=False)) for path, array, weight in weights]
@@ -223,7 +224,7 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True, of_
         sizes.append(("training.seq_len", t.seq_len, ("c", "t")))
         sizes += [] if t.loss_chunk is None else [("training.loss_chunk", t.loss_chunk, ("c", "t"))]
         sizes += [("training.seq_len", t.seq_len, ("2", "c"))] if in_ring else []  # a device has two chunks
-    factors = {"training.microbatches": t.microbatches, "2": 2, **axes_of_mesh(mesh)}
+    factors = {"training.microbatches": t.microbatches, "2": 2, **sizes_of_mesh}
     of_mesh = [(name, size, [axis for axis in axes if axis in factors]) for name, size, axes in sizes]
     for name, size, axes in sorted(of_mesh, key=lambda found: -len(found[2])):  # so that one message has all axes
         if size % (devices := math.prod(factors[axis] for axis in axes)):

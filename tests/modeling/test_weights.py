@@ -131,6 +131,20 @@ def test_shape_and_initial_values_follow_from_the_declaration(name):
     assert getattr(table().layers, name) == Weight((6, *shape), kind, std, mean, inputs, outputs, used)
 
 
+@pytest.mark.parametrize(
+    ("size", "at_rest"),
+    [(8, "D/t/d"), (16, "D/t/d"), (4, "D/t"), (6, "D/t"), (20, "D/t"), (12, "D/t"), (3, "D"), (1, "D"), (7, "D")],
+)
+def test_a_vector_is_sharded_over_as_many_axes_as_divide_it(size, at_rest):
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        for value in (jax.ShapeDtypeStruct((6, size), np.float32), Weight((6, size), "vector")):
+            (found,) = [t for _, t, _ in arrays_in(Array["layers/p", gain["D"]], value)]
+            assert str(found.spec) == f"layers {at_rest}"
+            assert {*found.spec.sharded} | {*found.whole} == {"t", "d"}
+        (scalar,) = [t for _, t, _ in arrays_in(Array["layers/p", gain[""]], Weight((6,), "vector"))]
+    assert (str(scalar.spec), {*scalar.whole}) == ("layers", {"t", "d"})
+
+
 def test_tables_of_ids_and_changes():
     """An embedding begins with std 1, an output projection by its fan-in, the width."""
     found = table(final={"mean": 0.5}, w_q={"std": 0.1}, embed={"kind": "unembedding"})

@@ -64,7 +64,7 @@ class NoPositions(train.Llama):
 
 @pytree_dataclass
 class SinkLayer(train.TransformerLayer):
-    sinks: bias["K/t/fsdp Q", f32]
+    sinks: bias["K/t Q", f32]
 
 
 @pytree_dataclass
@@ -82,7 +82,7 @@ class Sinks(train.Llama):
 
     def layer(self, x, w, tokens, attention):
         def with_sinks(q: train.act["B/b L/c K/t Q D"], k, v, rule):
-            sinks = shardops.all_gather("K/t/fsdp Q -> K/t Q *fsdp", w.sinks)
+            sinks = shardops.all_gather("K/t Q/fsdp -> K/t Q *fsdp", w.sinks)
             return attention(q, k, v, rule, sinks=repeated(q, sinks))
 
         return super().layer(x, w, tokens, with_sinks)

@@ -40,6 +40,7 @@ KINDS = {
     "Llama": {},
     "Llama tied": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 8},
+    "Qwen3 small": {"head_dim": 4},
     "GPT2": {},
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "Qwen3Moe": {"head_dim": 8, "moe_intermediate_size": 48, "norm_topk_prob": True} | EXPERTS,

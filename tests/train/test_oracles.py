@@ -47,6 +47,10 @@ ROWS = [
     row("Llama tied", "r=2 d=2 t=2", **STEP, side_by_side=2, save="dots", loss_chunk=4),
     row("Qwen3", "r=2 d=2 t=2", **LAYER, **BLOCKS, save="more", unroll=2),
     row("Qwen3", "d=2 c=2 t=2", context="ring", attention_block=5, optimizer={"algorithm": "muon"}),
+    # Vectors of 4 entries, which d and e do not divide.
+    row("Qwen3 small", "d=8", quick=True, save="dots"),
+    row("Qwen3 small", "p=2 d=2 t=2", **LAYER, schedule="1f1b", optimizer={"algorithm": "muon"}),
+    row("GptOss", "e=8", **STEP),
     row("GPT2", "d=4 t=2", **STEP, gpu=True, save="nothing", loss_chunk=2),
     row("GPT2", "c=4 t=2", **LAYER, context="gather", save="offload"),
     row("GPT2", STAGES, **STEP, schedule="zb_h1", optimizer={"algorithm": "muon"}),
