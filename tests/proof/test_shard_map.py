@@ -20,7 +20,7 @@ from shardlib.proof import check as of_check
 from shardlib.proof.check import check
 from tests.programs.drawn import draw
 
-COUNT = 90
+COUNT = 99
 MESH = AbstractMesh((2, 4), ("d", "t"), axis_types=(AxisType.Auto,) * 2)
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 BLOCKS, STACKED = P("d", "t"), P(("d", "t"))
@@ -93,23 +93,16 @@ def mistakes(seeds, transforms) -> list[str]:
     ]
 
 
-def test_programs_keep_their_verdict_under_a_transform():
+@pytest.mark.parametrize("seeds", [range(11), pytest.param(range(11, COUNT), marks=pytest.mark.long)])
+def test_programs_keep_their_verdict_under_a_transform(seeds):
     names = list(TRANSFORMS)
-    assert mistakes(range(len(names)), lambda seed: [names[seed]]) == []
+    assert mistakes(seeds, lambda seed: [names[seed % len(names)]]) == []
 
 
-@pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_programs_keep_their_verdict_under_each_transform(transform):
-    drawn = [program for seed in range(COUNT) for program in draw(seed)]
-    assert sum(not program.how for program in drawn) >= 80
-    assert sum(bool(program.how) for program in drawn) >= 80
-    assert mistakes(range(COUNT), lambda seed: [transform]) == []
-
-
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, COUNT), marks=pytest.mark.long(every_case=True))])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.long)])
 def test_the_drawn_verdicts_are_those_of_a_run(seeds):
     drawn = [program for seed in seeds for program in draw(seed)]
+    assert {bool(program.how) for program in drawn} == {False, True}
     assert [p.name for p in drawn if p.differs(TRANSFORMS["as it is"]) != bool(p.how)] == []
     assert [p.name for p in drawn if not p.how and p.differs(TRANSFORMS["grad"])] == []
 
@@ -315,16 +308,13 @@ def test_what_all_devices_have_is_added_to_a_partial_sum_as_parts(share, problem
 # ---- a whole training step, as JAX programs are written: shard_map for the layers, and the rest outside
 
 
-def training_step(check_vma, mistake=""):
-    """A transformer of three layers, with a loss over a sharded vocabulary; `mistake` names what is wrong with it."""
+def training_step(check_vma):
+    """A transformer of three layers, with a loss over a sharded vocabulary."""
 
     part = functools.partial(mapped, check_vma=check_vma)
 
     def mlp(x, up, down):
-        y = jax.nn.gelu(x @ up) @ down
-        return {"no psum": lambda y: y, "pmean": lambda y: lax.pmean(y, "t")}.get(mistake, lambda y: lax.psum(y, "t"))(
-            y
-        )
+        return lax.psum(jax.nn.gelu(x @ up) @ down, "t")
 
     def attention(q, k, v):
         scores = jnp.einsum("blhd,bmhd->bhlm", q, k)
@@ -338,9 +328,7 @@ def training_step(check_vma, mistake=""):
         normalizer = jnp.log(lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "t")) + top
         hit = jnp.arange(n) == (targets - lax.axis_index("t") * n)[..., None]
         total = lax.psum((normalizer - lax.psum(jnp.where(hit, logits, 0).sum(-1), "t")).sum(), "d")
-        if mistake == "summed twice":
-            total = lax.psum(lax.pcast(total, "t", to="varying"), "t") if check_vma else lax.psum(total, "t")
-        return total / (targets.size * (1 if mistake == "local count" else lax.axis_size("d")))
+        return total / (targets.size * lax.axis_size("d"))
 
     heads = P("d", None, "t")
 
@@ -363,33 +351,15 @@ def training_step(check_vma, mistake=""):
 
 
 WEIGHTS = {"embed": (64, 32), "out": (32, 64), "layers": {"qkv": (3, 32, 96), "up": (3, 32, 64), "down": (3, 64, 32)}}
-MISTAKES = {
-    "no psum": (r"y = jax.nn.gelu", r"result 0 is f32\[8/d 16 32 \+t\], and is declared f32\[8/d 16 32\]"),
-    "pmean": (r"return \{", "it is 0.25 times what it is on one device"),
-    "summed twice": (r"total = lax.psum\(lax.pcast", "each device adds a value that is whole already"),
-    "local count": (r"return total / ", "it is 2 times what it is on one device"),
-}
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("mistake", ["", *(pytest.param(mistake, marks=pytest.mark.long) for mistake in MISTAKES)])
-def test_a_training_step(mistake, check_vma):
+def test_a_training_step(check_vma):
     shapes = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s, jnp.float32), WEIGHTS, is_leaf=lambda x: isinstance(x, tuple)
     )
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-
-    def run():
-        return check(training_step(check_vma, mistake), shapes, tokens, tokens, mesh=MESH)
-
-    if not mistake:
-        return run()
-    if mistake == "no psum" and check_vma:
-        pytest.skip("JAX refuses it")
-    text, problem = MISTAKES[mistake]
-    (line,) = (i for i, found in enumerate(Path(__file__).read_text().splitlines(), 1) if re.match(rf" +{text}", found))
-    with pytest.raises(ShardError, match=rf"^\S*test_shard_map.py:{line}: .*{problem}"):
-        run()
+    check(training_step(check_vma), shapes, tokens, tokens, mesh=MESH)
 
 
 # ---- messages
@@ -399,31 +369,21 @@ OURS = re.compile(r"shardops|einsum_unreduced|index_unreduced|shardlib\.pipeline
 
 
 def test_messages_speak_plain_jax():
-    messages = [
-        refusal(p, transform) or ""
-        for seed in range(16)
-        for p in draw(seed)[1:]
-        for transform in ("as it is", "grad")[: 1 + seed % 2]
-    ]
+    messages = [refusal(p, "grad" if seed % 2 else "as it is") or "" for seed in range(16) for p in draw(seed)[1:]]
     assert all("remedy: " in message and not OURS.search(message) for message in messages)
     unsure = [message for message in messages if "though it may be right" in message]
     assert unsure
     assert not re.search("multiplied into a value|adds different blocks|whole already", "\n".join(unsure))
 
 
-def test_no_remedy_lets_a_wrong_program_pass():
-    files = Path(shardlib.proof.__path__[0]).glob("*.py")
-    texts = [n.value for file in files for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Constant)]
-    assert not [text for text in texts if isinstance(text, str) and "shardops.per_device" in text]
-
-
-def test_each_remedy_that_names_our_functions_has_one_in_plain_jax():
+def test_remedies_have_a_form_in_plain_jax_and_none_lets_a_wrong_program_pass():
     trees = [ast.parse(file.read_text()) for file in Path(shardlib.proof.__path__[0]).glob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     documents = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [
         n.value for n in nodes if isinstance(n, ast.Constant) and id(n) not in documents and isinstance(n.value, str)
     ]
+    assert not [text for text in texts if "shardops.per_device" in text]
     named = [text for text in texts if OURS.search(text) and text not in of_check.PLAIN]
     assert len(named) > 5
 
