@@ -42,7 +42,7 @@ pytestmark = pytest.mark.quick
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
-settings.register_profile("schedules", max_examples=60, deadline=None, database=None, derandomize=True)
+settings.register_profile("schedules", max_examples=25, deadline=None, database=None, derandomize=True)
 settings.load_profile("schedules")
 
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weights": "W"}
@@ -89,7 +89,7 @@ def torch_stage(p, v, chunk=0):
 
 def test_schedules_as_in_torch():
     pipelining = pytest.importorskip("torch.distributed.pipelining")
-    for p, m in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 3, 8, 16, 19, 32)):
+    for p, m in itertools.product((1, 2, 4, 5), (1, 3, 8, 19, 20)):
         compare_with_torch(pipelining, p, m)
 
 
@@ -127,17 +127,16 @@ IDLE = {
 """Time that a device of the schedule is idle, of which a forward of all its layers is 1, and a backward 2."""
 
 
-@pytest.mark.parametrize("m", [8, 32])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_bubbles_are_the_formulas(name, m):
-    p = 4
+def test_bubbles_are_the_formulas(name):
+    p, m = 4, 8
     for v in (CHUNKS[name],) if name in CHUNKS else (1, 2, 4):
         timeline, idle = simulated(SCHEDULES[name](p, m, v)), IDLE[name](p, v)
         assert timeline.total == pytest.approx(3 * m + idle)
         assert timeline.bubble == pytest.approx(idle / (3 * m + idle))
 
 
-@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@pytest.mark.parametrize("p", [1, 4])
 def test_memory(p):
     """Activations alive are those of the papers, and the executor's buffers do not grow with the microbatches."""
     most = {

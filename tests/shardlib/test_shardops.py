@@ -43,16 +43,9 @@ def mesh_of(**sizes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)
 
 
-MESHES = {"one device": (1, 1), "d=8": (8, 1), "d=4 t=2": (4, 2), "d=2 t=4": (2, 4)}
-
-
-QUICK = ("one device", "d=2 t=4")  # in a ring of two each shift is the other
-EACH_MESH = [pytest.param(x, marks=[] if x in QUICK else pytest.mark.long(every_case=True)) for x in MESHES]
-
-
-@pytest.fixture(params=EACH_MESH)
+@pytest.fixture(params=["d=2 t=4", pytest.param("one device", marks=pytest.mark.long)])
 def mesh(request):
-    d, t = MESHES[request.param]
+    d, t = (1, 1) if request.param == "one device" else (2, 4)  # in a ring of two each shift is the other
     with jax.set_mesh(mesh_of(d=d, t=t)):
         yield {"d": d, "t": t}
 
@@ -210,7 +203,7 @@ def test_ops_against_dense(mesh):
         body = functools.partial(ppermute, "B/d M/t", axis="t", shift=shift)
         rolled = functools.partial(jnp.roll, shift=shift * 16 // mesh["t"], axis=1)
         cases[f"ppermute by {shift}"] = Case(body, (f32["B/d M/t"],), f32["B/d M/t"], rolled)
-    assert_same_values_and_gradients(cases | {f"rearrange {seed}": random_rearrange(seed) for seed in range(6)})
+    assert_same_values_and_gradients(cases | {f"rearrange {seed}": random_rearrange(seed) for seed in range(4)})
 
 
 def test_axis_size_and_index(mesh):
@@ -281,7 +274,7 @@ def einsum_case(seed: int) -> Case:
 
 def test_random_einsums_against_jnp():
     with jax.set_mesh(mesh_of(d=2, t=4)):
-        assert_same_values_and_gradients({f"seed {seed}": einsum_case(seed) for seed in range(12)})
+        assert_same_values_and_gradients({f"seed {seed}": einsum_case(seed) for seed in range(6)})
 
 
 def grouped(rng, names: list[str], shardings: dict[str, str]) -> list[list[str]]:
