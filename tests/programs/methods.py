@@ -36,29 +36,6 @@ def same(x, axis: str, dim: int = 0):
     return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
 
 
-@right(axes=("d", "expert"))
-def top_2_experts_with_a_capacity_per_sequence(
-    x: f32["B/d/expert L M"], router: f32["M E"], w: f32["E/expert M F"]
-) -> f32["B/d/expert L F"]:
-    gates, chosen = lax.top_k(jax.nn.softmax(x @ router), 2)
-    hot = jax.nn.one_hot(chosen, router.shape[1])  # b l 2 e
-    first, second = jnp.moveaxis(hot, 2, 0)
-    slots = jnp.stack([jnp.cumsum(first, 1), jnp.cumsum(second, 1) + first.sum(1, keepdims=True)], axis=2) - 1
-    placed = hot[..., None] * jax.nn.one_hot(jnp.where(slots < 6, slots, -1).astype(int), 6)
-    sent = jnp.einsum("blkec,blm->becm", placed, x)
-    received = lax.all_to_all(sent, "expert", split_axis=1, concat_axis=0, tiled=True)
-    y = jnp.einsum("becm,emf->becf", received, w)
-    back = lax.all_to_all(y, "expert", split_axis=0, concat_axis=1, tiled=True)
-    return jnp.einsum("blkec,blk,becf->blf", placed, gates, back)
-
-
-@right
-def expert_choice_with_the_router_sharded(x: f32["T M"], router: f32["M E/t"], w: f32["E/t M F"]) -> f32["T F"]:
-    gates, ids = lax.top_k((x @ router).T, 4)
-    y = jnp.einsum("ecm,emf->ecf", x[ids], w) * jax.nn.sigmoid(gates)[..., None]
-    return lax.psum(jnp.zeros((x.shape[0], w.shape[2])).at[ids].add(y), "t")
-
-
 @right
 def balance_by_a_bias_from_global_loads(x: f32["T/d M"], router: f32["M E"], bias: f32["E"]) -> f32["E"]:
     chosen = lax.top_k(jax.nn.sigmoid(x @ router) + bias, 2)[1]
@@ -92,19 +69,6 @@ def rotated(x, where, base=100.0):
 
 
 @right
-def latent_attention(
-    x: f32["B/d L M"], down: f32["M 8"], rope: f32["M D"], up: f32["8 2 K/t D"], q: f32["M K/t 8"], o: f32["K/t D M"]
-) -> f32["B/d L M"]:
-    latent = x @ down
-    k, v = jnp.einsum("blc,cjkd->jbkld", latent * lax.rsqrt(jnp.mean(latent**2, -1, keepdims=True) + 1e-6), up)
-    shared = rotated(x @ rope, jnp.arange(x.shape[1]))[:, None]
-    k = jnp.concatenate([k, jnp.broadcast_to(shared, k.shape)], axis=-1)
-    q = jnp.einsum("blm,mkd->bkld", x, q)
-    q = jnp.concatenate([q[..., :4], rotated(q[..., 4:], jnp.arange(x.shape[1]))], axis=-1)
-    return lax.psum(jnp.einsum("bkld,kdm->blm", attend(q, k, v, causal(x.shape[1])), o), "t")
-
-
-@right
 def sliding_window_with_biases_of_global_heads(
     q: f32["B/d K/t L D"], k: f32["B/d K/t L D"], v: f32["B/d K/t L D"]
 ) -> f32["B/d K/t L D"]:
@@ -112,13 +76,6 @@ def sliding_window_with_biases_of_global_heads(
     bias = -(2.0 ** -(1.0 + places("t", q.shape[1])))[:, None, None] * distance
     scores = jnp.einsum("bkld,bksd->bkls", q, k) + bias
     return jax.nn.softmax(jnp.where((distance >= 0) & (distance < 5), scores, -1e9)) @ v
-
-
-@right
-def grouped_queries(q: f32["B/d L F/t D"], k: f32["B/d L K/t D"], v: f32["B/d L K/t D"]) -> f32["B/d L F/t D"]:
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    scores = jnp.where(causal(q.shape[1]), jnp.einsum("blkgd,bskd->bkgls", grouped, k), -1e9)
-    return jnp.einsum("bkgls,bskd->blkgd", jax.nn.softmax(scores), v).reshape(q.shape)
 
 
 @right
@@ -170,50 +127,8 @@ def convolution_of_an_image_with_halos(x: f32["B/d C H/t W"], kernel: f32["R C 3
 
 
 @right
-def convolution_with_sharded_input_channels(x: f32["B/d F/t H W"], kernel: f32["R F/t 3 3"]) -> f32["B/d R H W"]:
-    return lax.psum(lax.conv(jax.nn.relu(x), kernel, (2, 2), "SAME"), "t")
-
-
-@right
-def depthwise_convolution_of_sharded_channels(x: f32["B/d F/t H W"], kernel: f32["F/t 1 3 3"]) -> f32["B/d F/t H W"]:
-    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", feature_group_count=x.shape[1])
-
-
-@right
 def max_pooling_of_sharded_channels(x: f32["B/d H W F/t"]) -> f32["B/d 4 4 F/t"]:
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-
-
-@right
-def graph_layer_with_sharded_nodes(x: f32["T/d M"], edges: i32["T/d 2"], w: f32["M F/t"]) -> f32["T/d F/t"]:
-    nodes = whole(x, "d") @ w
-    messages = jnp.zeros_like(nodes).at[edges[:, 1]].add(jnp.tanh(nodes[edges[:, 0]]))
-    return lax.psum_scatter(messages, "d", tiled=True)
-
-
-def log_probabilities(x, table, ids):
-    """Of each sequence: b l m, a vocabulary over t, b l."""
-    logits = x @ table.T
-    return jnp.sum(picked(logits, ids, "t") - logsumexp(logits, "t"), axis=-1)
-
-
-@right
-def direct_preference_loss(
-    x: f32["2 B/d L M"], table: f32["V/t M"], reference: f32["V/t M"], ids: i32["2 B/d L"]
-) -> f32[""]:
-    def margin(table):
-        chosen, rejected = (log_probabilities(x[i], table, ids[i]) for i in range(2))
-        return chosen - rejected
-
-    advantage = margin(table) - lax.stop_gradient(margin(reference))
-    return -lax.pmean(jnp.mean(jax.nn.log_sigmoid(0.1 * advantage)), "d")
-
-
-@right
-def groups_of_rewards_across_devices(rewards: f32["B/d"]) -> f32["B/d"]:
-    groups = whole(rewards, "d").reshape(-1, 4)
-    advantage = (groups - groups.mean(axis=1, keepdims=True)) / (groups.std(axis=1, keepdims=True) + 1e-4)
-    return own(advantage.reshape(-1), "d", rewards.shape[0])
 
 
 @right
@@ -227,13 +142,6 @@ def sampled_softmax(x: f32["B/d M"], table: f32["V/t M"], ids: i32["B/d"], k: ke
     negatives = jnp.where(sampled == ids[:, None], -1e9, x @ rows(sampled).T)
     logits = jnp.concatenate([jnp.sum(x * rows(ids), axis=1, keepdims=True), negatives], axis=1)
     return lax.pmean(-jnp.mean(jax.nn.log_softmax(logits)[:, 0]), "d")
-
-
-@right
-def queue_of_negatives(x: f32["B/d M"], queue: f32["S M"], at: i32[""]) -> (f32[""], f32["S M"]):
-    logits = jnp.concatenate([jnp.ones_like(x[:, :1]), x @ queue.T / 0.1], axis=1)
-    new = lax.dynamic_update_slice_in_dim(queue, same(x, "d"), at % 2 * 8, axis=0)
-    return lax.pmean(-jnp.mean(jax.nn.log_softmax(logits)[:, 0]), "d"), new
 
 
 @right
@@ -259,35 +167,9 @@ def largest_values_of_each_segment(x: f32["T/d M"], segment: i32["T/d"]) -> f32[
 
 
 @right
-def count_of_distinct_tokens(ids: i32["B/d L/t"]) -> i32[""]:
-    seen = jnp.zeros(16, jnp.int32).at[ids.reshape(-1)].max(1)
-    return jnp.sum(lax.pmax(seen, ("d", "t")))
-
-
-@right
 def kronecker_factors_solved_for_sharded_columns(g: f32["M F/t"], x: f32["B/d M"]) -> f32["M F/t"]:
     a = lax.pmean(x.T @ x / x.shape[0], "d") + jnp.eye(x.shape[1])
     return jnp.linalg.solve(a, g)
-
-
-@right
-def conjugate_gradients_to_convergence(a: f32["M/d"], b: f32["M/d"]) -> f32["M/d"]:
-    def dot(x, y):
-        return lax.psum(jnp.sum(x * y), "d")
-
-    def apply(v):
-        return (1 + a * a) * v + 0.1 * a * dot(a, v)
-
-    def step(state):
-        x, r, p, rr, i = state
-        ap = apply(p)
-        alpha = rr / dot(p, ap)
-        x, r = x + alpha * p, r - alpha * ap
-        new = dot(r, r)
-        return x, r, r + new / rr * p, new, i + 1
-
-    start = (0 * b, b, b, dot(b, b), 0)
-    return lax.while_loop(lambda s: (s[3] > 1e-6) & (s[4] < 20), step, start)[0]
 
 
 @right
@@ -298,27 +180,8 @@ def low_rank_compression_of_a_gradient(g: f32["M/d F/t"], q: f32["F/t 2"]) -> (f
     return p @ q.T, q
 
 
-@right
-def sharded_gradients_and_states(
-    w: f32["M N"], m: f32["M/d N"], x: f32["B/d M"]
-) -> {"w": f32["M N"], "m": f32["M/d N"], "norm": f32[""]}:
-    g = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(lax.pcast(w, "d", to="varying"))
-    g = lax.psum_scatter(g, "d", tiled=True) / lax.axis_size("d")
-    norm = jnp.sqrt(lax.psum(jnp.sum(g * g), "d"))
-    m = 0.9 * m + 0.1 * g * jnp.minimum(1.0, 1.0 / norm)
-    return {"w": same(own(w, "d", g.shape[0]) - 0.1 * m, "d"), "m": m, "norm": norm}
-
-
 def error(w, x):
     return jnp.mean(jnp.square(jnp.tanh(x @ w)))
-
-
-@right
-def gradients_of_interleaved_rows_accumulated(w: f32["M N"], x: f32["T/d M"]) -> f32["M N"]:
-    pieces = x.reshape(-1, 2, x.shape[1]).swapaxes(0, 1)
-    local = lax.pcast(w, "d", to="varying")
-    total = lax.scan(lambda g, x: (g + jax.grad(error)(local, x), None), 0 * local, pieces)[0]
-    return lax.pmean(total, "d") / 2
 
 
 @right
@@ -331,11 +194,6 @@ def gradient_through_rows_mapped_one_by_one(w: f32["M F/t"], x: f32["B/d L M"]) 
 
 
 @right
-def partial_sums_of_microbatches_stacked_by_a_scan(x: f32["4 B/d F/t"], w: f32["F/t M"]) -> f32["4 B/d M"]:
-    return lax.psum(lax.scan(lambda _, x: (None, x @ w), None, x)[1], "t")
-
-
-@right
 def sum_over_devices_before_the_sum_along_their_blocks(x: f32["B/d M"], y: f32["B/d M"]) -> f32["M"]:
     return jnp.sum(lax.psum(x, "d") - lax.psum(y, "d"), axis=0) + lax.psum(x, "d").sum(axis=0)
 
@@ -345,22 +203,6 @@ def dropped_lookups_are_zero(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M
     at = ids - offset("t", table.shape[0])
     at = jnp.where((at >= 0) & (at < table.shape[0]), at, table.shape[0])
     return lax.psum(table.at[at].get(mode="fill", fill_value=0.0), "t")
-
-
-@right
-def partial_sums_joined_before_one_reduction(
-    x: f32["B/d F/t"], a: f32["F/t M"], b: f32["F/t N"]
-) -> (f32["B/d M"], f32["B/d N"]):
-    return tuple(jnp.split(lax.psum(jnp.concatenate([x @ a, x @ b], axis=1), "t"), 2, axis=1))
-
-
-@right
-def tree_flattened_before_one_reduction(
-    g: {"a": f32["R/d M N"], "b": f32["R/d M"]},
-) -> {"a": f32["M N"], "b": f32["M"]}:
-    g = jax.tree.map(lambda x: x.sum(axis=0), g)
-    flat, restore = jax.flatten_util.ravel_pytree(g)
-    return restore(lax.psum(flat, "d"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -414,77 +256,11 @@ def loss_scale_lowered_by_any_overflow(
 
 
 @right
-def chunks_of_logits_in_a_scan(x: f32["B/d L M"], table: f32["V/t M"], ids: i32["B/d L"]) -> (f32[""], f32["V/t M"]):
-    def loss(table):
-        @jax.checkpoint
-        def chunk(total, now):
-            x, ids = now
-            logits = x @ table.T
-            return total + jnp.sum(logsumexp(logits, "t") - picked(logits, ids, "t")), None
-
-        pieces = jax.tree.map(lambda x: x.reshape(x.shape[0], 4, -1, *x.shape[2:]).swapaxes(0, 1), (x, ids))
-        total = lax.scan(chunk, jnp.sum(0.0 * x), pieces)[0]
-        return lax.psum(total, "d") / (ids.size * lax.axis_size("d"))
-
-    return jax.value_and_grad(loss)(table)
-
-
-@right
 def nucleus_of_gathered_logits(x: f32["B/d V/t"], keys: key["B/d"]) -> i32["B/d"]:
     x = same(x, "t", 1)
     ordered = jnp.sort(jax.nn.softmax(x), axis=-1)[:, ::-1]
     least = jnp.min(jnp.where(jnp.cumsum(ordered, axis=-1) - ordered < 0.8, ordered, jnp.inf), axis=-1, keepdims=True)
     return jax.vmap(jax.random.categorical)(keys, jnp.where(jax.nn.softmax(x) >= least, x, -jnp.inf))
-
-
-@right
-def perturbed_argmax_over_sharded_vocabulary(x: f32["B/d V/t"], keys: key["B/d"]) -> i32["B/d"]:
-    noise = jax.vmap(lambda k: jax.random.gumbel(k, (x.shape[1] * lax.axis_size("t"),)))(keys)
-    x = x + own(noise, "t", x.shape[1], 1)
-    best = jnp.max(x, axis=1)
-    at = offset("t", x.shape[1]) + jnp.argmax(x, axis=1).astype(jnp.int32)
-    return lax.pmin(jnp.where(best == lax.pmax(best, "t"), at, 2**30), "t")
-
-
-@right
-def step_of_a_beam_search(
-    logits: f32["B/d 3 V"], scores: f32["B/d 3"], done: bool_["B/d 3"], cache: f32["B/d 3 L K/t D"]
-) -> (f32["B/d 3"], i32["B/d 3"], f32["B/d 3 L K/t D"]):
-    v = logits.shape[-1]
-    logp = jax.nn.log_softmax(logits)
-    stop = jnp.where(jnp.arange(v) == 0, 0.0, -1e9)
-    total = scores[..., None] + jnp.where(done[..., None], stop, logp)
-    best, at = lax.top_k(total.reshape(total.shape[0], -1), 3)
-    cache = jnp.take_along_axis(cache, (at // v)[..., None, None, None], axis=1)
-    return best, (at % v).astype(jnp.int32), cache
-
-
-@right
-def decoding_until_all_rows_end(x: f32["B/d M"], w: f32["M M"], table: f32["M V"]) -> i32["B/d L"]:
-    def step(state):
-        x, tokens, done, i = state
-        x = jnp.tanh(x @ w)
-        new = jnp.where(done, 0, jnp.argmax(x @ table, axis=-1).astype(jnp.int32))
-        return x, tokens.at[:, i].set(new), done | (new == 3), i + 1
-
-    def more(state):
-        return (state[3] < 16) & (lax.psum(jnp.sum(~state[2]), "d") > 0)
-
-    done = x[:, 0] > 1e9
-    tokens = jnp.zeros((x.shape[0], 16), jnp.int32) + 0 * done[:, None]
-    return lax.while_loop(more, step, (x, tokens, done, 0))[1]
-
-
-@right(axes=("context",))
-def scan_over_positions_after_an_exchange(x: f32["B L/context F"], a: f32["F"]) -> f32["B L/context F"]:
-    x = lax.all_to_all(x, "context", split_axis=2, concat_axis=1, tiled=True)
-    a = own(jax.nn.sigmoid(a), "context", x.shape[2])
-
-    def step(h, x):
-        return (a * h + x,) * 2
-
-    y = lax.scan(step, 0 * x[:, 0], x.swapaxes(0, 1))[1].swapaxes(0, 1)
-    return lax.all_to_all(y, "context", split_axis=1, concat_axis=2, tiled=True)
 
 
 @right

@@ -9,31 +9,13 @@ from tests.programs.program import right, wrong
 
 
 @right
-def convolution_in_groups(x: f32["B/d C L"], kernel: f32["R 2 3"]) -> f32["B/d R 14"]:
-    return lax.conv_general_dilated(x, kernel, (1,), "VALID", feature_group_count=2)
-
-
-@right
 def convolution_by_one_entry(x: f32["B/d C L/t"], kernel: f32["R C 1"]) -> f32["B/d R L/t"]:
     return lax.conv_general_dilated(x, kernel, (1,), "VALID")
-
-
-@wrong("conv_general_dilated: entries are taken together along dim 2", axes=("d",), vma=False)
-def convolution_of_one_channel_of_each_device(x: f32["2 6 2/d"]) -> f32["2 6"]:
-    """In as many groups as channels, whose filters are all alike: as many here as on one device."""
-    options = {"dimension_numbers": ("NWC", "WIO", "NWC"), "feature_group_count": x.shape[-1]}
-    y = lax.conv_general_dilated(x, jnp.ones((3, 1, 2)), (1,), "SAME", **options)  # here
-    return lax.psum(y.sum(-1), "d")
 
 
 @wrong("fft: its fft_lengths depends on the mesh")
 def fourier_transform_of_a_block(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     return jnp.fft.fft(x).real
-
-
-@right
-def fourier_transform_of_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d 9"]:
-    return lax.psum(jnp.fft.rfft(x @ w).real, "t")
 
 
 def max_pool(x):
@@ -71,11 +53,6 @@ def products_of_householder_reflections(x: f32["B/d K R"]) -> f32["B/d R"]:
     return lax.linalg.householder_product(x, x[:, 0])[:, 0]
 
 
-@wrong("householder_product: entries are taken together along dim 2", vma=False)
-def householder_reflections_of_sharded_columns(x: f32["B/d K R/t"]) -> f32["B/d R/t"]:
-    return lax.linalg.householder_product(x, x[:, 0])[:, 0]
-
-
 @right
 def derivative_of_the_incomplete_gamma_function(x: f32["B/d"]) -> f32["B/d"]:
     return jax.vmap(jax.grad(lambda a: lax.igamma(a, 0.5)))(1 + x * x)
@@ -88,11 +65,6 @@ def keys_of_rows(x: i32["B/d 2"]) -> f32["B/d"]:
 
 @right
 def columns_subtracted_from(x: f32["B/d L"], y: f32["B/d 2"]) -> f32["B/d L"]:
-    return x.at[:, jnp.array([2, 0])].subtract(y)
-
-
-@wrong("add: a number that depends on the mesh, 8 here and 16 on one device", vma=False)
-def columns_subtracted_from_each_block(x: f32["B/d L/t"], y: f32["B/d 2"]) -> f32["B/d L/t"]:
     return x.at[:, jnp.array([2, 0])].subtract(y)
 
 
@@ -110,22 +82,7 @@ def fives_filled_into_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["
     return lax.psum(filled(x @ w, 5.0), "t")
 
 
-@right
-def zeros_filled_into_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d 3"]:
-    return lax.psum(filled(x @ w, 0.0), "t")
-
-
-@right
-def nan_filled_into_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d 3"]:
-    return jnp.nan_to_num(lax.psum(filled(x @ w, None), "t"))
-
-
 @wrong("matmul: matmul of a partial sum over d")
 def sums_of_8_bits_in_a_matmul_of_32(x: i32["B/d L"], w: i32["L M"]) -> i32["1 M"]:
     total = jnp.sum(x.astype(jnp.int8) * jnp.int8(9), axis=0, dtype=jnp.int8)[None]
     return lax.psum(lax.dot(total, w.astype(jnp.int8), preferred_element_type=jnp.int32), "d")  # here
-
-
-@wrong("reduce_window_max: entries are taken together along dim 1, which is sharded over t")
-def maxima_of_neighbors_in_a_block(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
-    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3), (1, 1), "SAME")

@@ -10,10 +10,8 @@ from typing import Any
 
 import jax
 import jax.extend
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardlib.array_types import ArrayType
@@ -180,33 +178,6 @@ def intended(program: Program, seed: int = 0):
     if program.whole is one_device:
         return run(program, (1,) * len(program.axes), seed)
     return jax.jit(program.whole)(*inputs(program, seed))
-
-
-def gradient_of(program: Program) -> Program:
-    """The gradient, of its float arguments, of a loss that all float results of a program enter. Right if it is."""
-
-    def is_float(tree):
-        return {t.dtype for t in jax.tree.leaves(tree)} == {"f32"}
-
-    chosen = [i for i, t in enumerate(program.ins.values()) if is_float(t)]
-    types = jax.tree.leaves(program.outs)
-
-    def body(*args):
-        def loss(floats):
-            inputs = dict(enumerate(args)) | dict(zip(chosen, floats, strict=True))
-            total = 0.0
-            for y, t in zip(jax.tree.leaves(program.body(*inputs.values())), types, strict=True):
-                axes = {axis for dim in t.spec.dims for axis in dim.axes} & set(program.axes)
-                if is_float(t):
-                    y = lax.pcast(y, tuple(axes - jax.typeof(y).manual_axis_type.varying), to="varying")
-                    total += lax.psum(jnp.sum(jnp.sin(y)), tuple(axes))
-            return total
-
-        return jax.grad(loss)([args[i] for i in chosen])
-
-    outs = [list(program.ins.values())[i] for i in chosen]
-    name = f"gradient of {program.name}"
-    return dataclasses.replace(program, name=name, body=body, outs=outs, whole=one_device)
 
 
 def distance(result, meant) -> float:

@@ -40,29 +40,8 @@ def layer_norm(x: f32["B/d L/t M"], scale: f32["M"], bias: f32["M"]) -> f32["B/d
 
 
 @right
-def token_shift_of_whole_positions(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
-    return 0.5 * x + 0.5 * jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
-
-
-@right
-def linear_recurrence_by_associative_scan(a: f32["B/d L F/t"], x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
-    def combine(left, right):
-        return (left[0] * right[0], right[0] * left[1] + right[1])
-
-    return lax.associative_scan(combine, (jax.nn.sigmoid(a), x), axis=1)[1]
-
-
-@right
 def image_convolution_with_sharded_filters(x: f32["B/d C H W"], kernel: f32["R/t C 3 3"]) -> f32["B/d R/t H W"]:
     return lax.conv(x, kernel, (1, 1), "SAME")
-
-
-@right
-def advantages_by_a_reversed_scan_over_whole_time(deltas: f32["L B/d"]) -> f32["L B/d"]:
-    def step(following, delta):
-        return (delta + 0.95 * following,) * 2
-
-    return lax.scan(step, 0 * deltas[0], deltas, reverse=True)[1]
 
 
 @right
@@ -71,11 +50,6 @@ def mixture_of_depths_over_whole_positions(x: f32["B/d L M"], w: f32["M"]) -> f3
     rows = jnp.arange(x.shape[0])[:, None]
     best = lax.top_k(scores, 4)[1]
     return x.at[rows, best].add(jnp.tanh(x[rows, best]))
-
-
-@right
-def fourier_mixing_of_whole_positions(x: f32["B/d L M/t"]) -> f32["B/d L M/t"]:
-    return jnp.fft.fft(x, axis=1).real
 
 
 def logsumexp(x, axis: str):
@@ -104,15 +78,6 @@ def cross_entropy_over_sharded_vocabulary(x: f32["B/d V/t"], ids: i32["B/d"]) ->
     return peak + jnp.log(total) - lax.psum(jnp.where(found, logit, 0.0), "t")
 
 
-@right(whole=jax.grad(lambda w, x, ids: jnp.mean(cross_entropy(x @ w, ids))))
-def gradient_of_cross_entropy(w: f32["M V/t"], x: f32["B/d M"], ids: i32["B/d"]) -> f32["M V/t"]:
-    def loss(w):
-        logits = x @ w
-        return lax.pmean(jnp.mean(logsumexp(logits, "t") - picked(logits, ids, "t")), "d")
-
-    return jax.grad(loss)(w)
-
-
 @right(whole=jax.grad(lambda b, a: -jnp.sum(jnp.diag(jax.nn.log_softmax(a @ b.T)))))
 def contrastive_gradient_through_the_gather(b: f32["B/d M"], a: f32["B/d M"]) -> f32["B/d M"]:
     def loss(b):
@@ -121,13 +86,6 @@ def contrastive_gradient_through_the_gather(b: f32["B/d M"], a: f32["B/d M"]) ->
         return lax.psum(jnp.sum(cross_entropy(logits, own)), "d")
 
     return jax.grad(loss)(b)
-
-
-@right(whole=lambda table, ids: table[ids])
-def embedding_by_typed_ops(table: f32["V/t M"], ids: i32["B/d L"]) -> f32["B/d L/t M"]:
-    table = shardops.replicate("V/t M -> V/t M *d", table)
-    found = shardops.index_unreduced("[V/t] M, B/d L -> B/d L M +t", table, ids)
-    return shardops.psum_scatter("B/d L M +t -> B/d L/t M", found)
 
 
 @right(
@@ -145,28 +103,6 @@ def embedding_gradient_scattered_by_shifted_ids(table: f32["V/t M"], ids: i32["B
     own = ids - lax.axis_index("t") * table.shape[0]
     own = jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
     return lax.psum(jnp.zeros_like(table).at[own].add(g, mode="drop"), "d")
-
-
-@right(whole=lambda x: jax.nn.softmax(x, axis=-1))
-def softmax_with_own_maxima(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
-    own = jnp.max(x, axis=-1, keepdims=True)
-    e = jnp.exp(x - own) * jnp.exp(own - lax.pmax(own, "t"))
-    return e / lax.psum(jnp.sum(e, axis=-1, keepdims=True), "t")
-
-
-@right(whole=lambda x: lax.top_k(x, 2), escape="the best of all are among the best of each block")
-def top_k_of_the_best_of_each_block(x: f32["B/d V/t"]) -> [f32["B/d 2"], i32["B/d 2"]]:
-    values, ids = lax.top_k(x, 2)
-    ids += offset("t", x.shape[1])
-    values, ids = (lax.all_gather(y, "t", axis=1, tiled=True, to="invarying") for y in (values, ids))
-    best, where = lax.top_k(values, 2)
-    return [best, jnp.take_along_axis(ids, where, axis=1)]
-
-
-@right(whole=lambda x: x + jnp.sin(jnp.arange(16)[:, None] / 10.0 ** jnp.linspace(0, 1, 16)))
-def sinusoidal_positions_of_a_block(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
-    where = offset("t", x.shape[1]) + jnp.arange(x.shape[1])
-    return x + jnp.sin(where[:, None] / 10.0 ** jnp.linspace(0, 1, x.shape[2]))
 
 
 @right(whole=lambda x: x + jnp.arange(16.0))
@@ -242,16 +178,6 @@ def window(x, width: int):
 
 
 @right(
-    whole=lambda x: window(jnp.pad(x, ((0, 0), (3, 0))), 4),
-    axes=("d", "x"),
-    escape="the last entries of the block before are this block's halo; the first device has zeros",
-)
-def causal_window_with_a_halo(x: f32["B/d L/x"]) -> f32["B/d L/x"]:
-    halo = lax.ppermute(x[:, -3:], "x", [(i, i + 1) for i in range(lax.axis_size("x") - 1)])
-    return window(jnp.concatenate([halo, x], axis=1), 4)
-
-
-@right(
     whole=lambda x: jnp.cumsum(x, axis=1),
     escape="to the sums within a block come the totals of all blocks before it",
 )
@@ -259,28 +185,6 @@ def prefix_sum_over_devices(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     totals = lax.all_gather(x.sum(axis=1), "t")
     before = jnp.arange(lax.axis_size("t")) < lax.axis_index("t")
     return jnp.cumsum(x, axis=1) + jnp.einsum("t,tb->b", before.astype(x.dtype), totals)[:, None]
-
-
-@right(whole=lambda x, w, router: jnp.einsum("tm,tmf->tf", x, w[jnp.argmax(x @ router, -1)]))
-def experts_selected_by_a_mask(x: f32["T/d M"], w: f32["E/t M F"], router: f32["M E"]) -> f32["T/d F"]:
-    chosen = jnp.argmax(x @ router, axis=-1)
-    own = offset("t", w.shape[0]) + jnp.arange(w.shape[0])
-    return lax.psum(jnp.einsum("te,tm,emf->tf", (chosen[:, None] == own).astype(x.dtype), x, w), "t")
-
-
-@right(
-    whole=lambda x, w, router: jnp.einsum("tm,tmf->tf", x, w[jnp.argmax(x @ router, -1)]),
-    axes=("d", "e"),
-    escape="slots are counted on each device, and there are as many as tokens: none is dropped",
-)
-def top_1_experts_by_all_to_all(x: f32["T/d/e M"], w: f32["E/e M F"], router: f32["M E"]) -> f32["T/d/e F"]:
-    hot = jax.nn.one_hot(jnp.argmax(x @ router, axis=-1), 8)
-    slot = jnp.sum(jnp.cumsum(hot, axis=0) * hot, axis=1).astype(int) - 1
-    placed = hot[..., None] * jax.nn.one_hot(slot, x.shape[0])[:, None]
-    sent = jnp.einsum("tec,tm->ecm", placed, x)
-    received = lax.all_to_all(sent, "e", split_axis=0, concat_axis=1, tiled=True)
-    y = jnp.einsum("ecm,emf->ecf", received, w)
-    return jnp.einsum("tec,ecf->tf", placed, lax.all_to_all(y, "e", split_axis=1, concat_axis=0, tiled=True))
 
 
 @right(
@@ -295,55 +199,6 @@ def pipeline_of_stages(w: f32["stages/stage M M"], x: f32["B M"]) -> f32["B M"]:
         passed = functools.reduce(lambda x, w: jnp.tanh(x @ w), w, passed)
         out, passed = passed, lax.ppermute(passed, "stage", ring("stage"))
     return lax.psum(jnp.where(here == n - 1, out, 0.0), "stage")
-
-
-def mean_square(w, x):
-    return jnp.mean(jnp.square(x @ w))
-
-
-@right(whole=jax.grad(mean_square))
-def gradient_of_a_sharded_weight(w: f32["M/d N/t"], x: f32["B/d M"]) -> f32["M/d N/t"]:
-    return jax.grad(lambda w: lax.pmean(mean_square(lax.all_gather(w, "d", tiled=True), x), ("d", "t")))(w)
-
-
-@right(whole=jax.grad(lambda ws, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)))
-def layers_gathered_in_a_rematerialized_scan(ws: f32["layers M/d M"], x: f32["B/d M"]) -> f32["layers M/d M"]:
-    @jax.checkpoint
-    def layer(x, w):
-        return jnp.tanh(x @ lax.all_gather(w, "d", tiled=True)), None
-
-    return jax.grad(lambda ws: lax.pmean(jnp.mean(lax.scan(layer, x, ws)[0] ** 2), "d"))(ws)
-
-
-def halved(g, square):
-    return lax.while_loop(lambda g: square(g) > 1.0, lambda g: 0.9 * g, g)
-
-
-@right(whole=lambda g: halved(g, lambda g: jnp.sum(g * g)))
-def loop_until_the_global_norm_is_small(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    return halved(g, lambda g: lax.psum(jnp.sum(g * g), ("d", "t")))
-
-
-@right(whole=lambda w, g: jnp.where(jnp.max(jnp.abs(g)) > 2, w, w - 0.1 * g))
-def step_skipped_by_all_devices(w: f32["M/d F/t"], g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    peak = lax.pmax(jnp.max(jnp.abs(g)), ("d", "t"))
-    return lax.cond(peak > 2, lambda: w, lambda: w - 0.1 * g)
-
-
-@right(whole=lambda x, i: jnp.where(i % 2 == 0, x - x.mean(0), jnp.cos(x)))
-def collective_beneath_a_replicated_branch(x: f32["B/d M"], i: i32[""]) -> f32["B/d M"]:
-    return lax.cond(i % 2 == 0, lambda x: x - lax.pmean(x.mean(axis=0), "d"), jnp.cos, x)
-
-
-@right
-def dropout_mask_shared_by_all_rows(x: f32["B/d L M"], k: key[""]) -> f32["B/d L M"]:
-    return x * jax.random.bernoulli(k, 0.5, x.shape[1:])
-
-
-@right(whole=lambda w, k: w + jax.random.normal(k, w.shape))
-def block_of_noise_that_is_the_same_everywhere(w: f32["M/d N"], k: key[""]) -> f32["M/d N"]:
-    noise = jax.random.normal(k, (w.shape[0] * lax.axis_size("d"), w.shape[1]))
-    return w + lax.dynamic_slice_in_dim(noise, lax.axis_index("d") * w.shape[0], w.shape[0])
 
 
 @right(
@@ -366,23 +221,9 @@ def columns_gathered_before_the_rows_and_moved(x: f32["B/d M/t"], w: f32["M F"])
 
 
 @right(vma=False)
-def partial_sums_gathered_and_added(x: f32["B/d M/t"], w: f32["M/t F"]) -> f32["B/d F"]:
-    return lax.all_gather(x @ w, "t").sum(axis=0)
-
-
-@right(vma=False)
 def softmax_from_gathered_maxima(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
     e = jnp.exp(x - lax.all_gather(x.max(axis=-1), "t").max(axis=0)[:, None])
     return e / lax.all_gather(e.sum(axis=-1), "t").sum(axis=0)[:, None]
-
-
-@right
-def experts_exchanged_by_an_untiled_all_to_all(x: f32["E T/t M"], w: f32["E/t M F"]) -> f32["E T/t F"]:
-    n = lax.axis_size("t")
-    sent = x.reshape(n, -1, *x.shape[1:])
-    received = lax.all_to_all(sent, "t", split_axis=0, concat_axis=0)
-    y = jnp.einsum("netm,emf->netf", received, w)
-    return lax.all_to_all(y, "t", split_axis=0, concat_axis=0).reshape(x.shape[0], x.shape[1], -1)
 
 
 @right
@@ -397,18 +238,6 @@ def heads_exchanged_for_positions_untiled(x: f32["B/d L/t K D"]) -> f32["B/d L K
 def gradients_scattered_untiled(x: f32["B/t M"], y: f32["B/t F"]) -> f32["M/t F"]:
     grads = x.T @ y
     return lax.psum_scatter(grads.reshape(lax.axis_size("t"), -1, grads.shape[1]), "t", scatter_dimension=0)
-
-
-@right
-def ranks_of_each_row(x: f32["B/d V"]) -> i32["B/d V"]:
-    return jnp.argsort(jnp.argsort(x, axis=-1), axis=-1)
-
-
-@right
-def rows_sorted_by_expert_and_back(x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]) -> f32["T/d F"]:
-    order = jnp.argsort(ids)
-    y = jnp.tanh(x[order] @ w)
-    return y[jnp.argsort(order)]
 
 
 @right
@@ -436,56 +265,10 @@ def embedding_masked_after_a_projection(ids: i32["B/d L"], table: f32["V/t M"], 
     return lax.psum(jnp.where(ok[..., None], y, 0.0), "t")
 
 
-@right
-def embedding_masked_after_a_scale(ids: i32["B/d L"], table: f32["V/t M"]) -> f32["B/d L M"]:
-    local = ids - lax.axis_index("t") * table.shape[0]
-    ok = (local >= 0) & (local < table.shape[0])
-    rows = table.at[local].get(mode="clip") * jnp.sqrt(1.0 * table.shape[1])
-    return lax.psum(rows * ok[..., None], "t")
-
-
-@right
-def logit_of_the_label_masked_after_a_shift(logits: f32["B/d V/t"], labels: i32["B/d"]) -> f32["B/d"]:
-    local = labels - lax.axis_index("t") * logits.shape[1]
-    ok = (local >= 0) & (local < logits.shape[1])
-    top = lax.pmax(lax.stop_gradient(logits.max(axis=-1)), "t")
-    shifted = logits - top[:, None]
-    picked = jnp.take_along_axis(shifted, jnp.where(ok, local, 0)[:, None], axis=1)[:, 0]
-    label = lax.psum(jnp.where(ok, picked, 0.0), "t")
-    return jnp.log(lax.psum(jnp.exp(shifted).sum(axis=-1), "t")) - label
-
-
 @right(vma=False)
 def sum_where_there_are_several_devices(x: f32["B/d M/t"], w: f32["M/t F"]) -> f32["B/d F"]:
     y = x @ w
     return lax.psum(y, "t") if lax.axis_size("t") > 1 else y
-
-
-@right(vma=False)
-def mean_over_devices_if_there_are_several(x: f32["B/d M"]) -> f32["M"]:
-    loss = x.mean(axis=0)
-    if lax.axis_size("d") > 1:
-        loss = lax.pmean(loss, "d")
-    return loss
-
-
-@right(vma=False)
-def ring_of_sums_unrolled(x: f32["B/t M"]) -> f32["M"]:
-    part = total = x.sum(axis=0)
-    for _ in range(lax.axis_size("t") - 1):
-        part = lax.ppermute(part, "t", ring("t"))
-        total += part
-    return total
-
-
-@right(vma=False)
-def ring_of_sums_in_a_loop(x: f32["B/t M"]) -> f32["M"]:
-    def turn(_, carry):
-        total, part = carry
-        return total + part, lax.ppermute(part, "t", ring("t"))
-
-    part = x.sum(axis=0)
-    return lax.fori_loop(0, lax.axis_size("t"), turn, (jnp.zeros_like(part), part))[0]
 
 
 def scattered(x: jax.Array, w: jax.Array, first: int = 1, turns: int = 99):
@@ -518,16 +301,6 @@ def matmul_scattered_in_a_loop_from_zero(x: f32["B M/t"], w: f32["M/t F"]) -> f3
 
 
 @right
-def logit_of_the_label_outside_of_a_block(logits: f32["B/d V/t"], labels: i32["B/d"]) -> f32["B/d"]:
-    """As Megatron's vocab_parallel_cross_entropy masks."""
-    n = logits.shape[1]
-    first = lax.axis_index("t") * n
-    outside = (labels < first) | (labels >= first + n)
-    found = jnp.take_along_axis(logits, jnp.where(outside, 0, labels - first)[:, None], axis=1)[:, 0]
-    return lax.psum(jnp.where(outside, 0.0, found), "t")
-
-
-@right
 def attention_over_keys_in_a_ring_unrolled(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
     n, above, below = lax.axis_size("t"), 0.0, 0.0
     for i in range(n):
@@ -536,18 +309,6 @@ def attention_over_keys_in_a_ring_unrolled(q: f32["L/t D"], k: f32["S/t D"], v: 
         if i < n - 1:
             k, v = (lax.ppermute(x, "t", ring("t")) for x in (k, v))
     return above / below[:, None]
-
-
-@right
-def matmul_whose_rows_pass_around_in_a_loop(x: f32["B M/t"], w: f32["M F/t"]) -> f32["B F/t"]:
-    n, me, size = lax.axis_size("t"), lax.axis_index("t"), x.shape[1]
-
-    def turn(i, carry):
-        total, x = carry
-        rows = lax.dynamic_slice_in_dim(w, (me - i) % n * size, size)
-        return total + x @ rows, lax.ppermute(x, "t", ring("t"))
-
-    return lax.fori_loop(0, n, turn, (jnp.zeros_like(x[:, :1] * w[0]), x))[0]
 
 
 @right
@@ -570,21 +331,6 @@ def nearest_key_of_all_in_a_ring(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]
     return best
 
 
-@right(whole=lambda x: x)
-def broadcast_from_the_first_device(x: f32["B/d M"]) -> f32["B/d M"]:
-    return lax.psum(jnp.where(lax.axis_index("t") == 0, x, 0), "t")
-
-
-@right(whole=lambda x: 2 * x)
-def broadcast_from_the_last_device_by_a_factor(x: f32["B/d M"]) -> f32["B/d M"]:
-    return lax.psum(x * 2 * (lax.axis_index("t") == lax.axis_size("t") - 1), "t")
-
-
-@right(whole=lambda x, w, b: x @ w + b)
-def bias_added_by_the_first_device(x: f32["B/d F/t"], w: f32["F/t M"], b: f32["M"]) -> f32["B/d M"]:
-    return lax.psum(x @ w + jnp.where(lax.axis_index("t") != 0, 0, b), "t")
-
-
 @right(whole=lambda x: jnp.sin(x))
 def broadcast_from_the_first_device_of_two_axes(x: f32["M"]) -> f32["M"]:
     is_first = (lax.axis_index("d") == 0) & (lax.axis_index("t") == 0)
@@ -596,34 +342,12 @@ def broadcast_from_the_first_device_by_its_number(x: f32["M"]) -> f32["M"]:
     return lax.psum(jnp.where(lax.axis_index(("d", "t")) == 0, x, 0), ("d", "t"))
 
 
-@right(whole=lambda x: jnp.pad(x, ((0, 0), (0, 1)))[:, 1:])
-def next_token_of_whole_positions(x: i32["B/d L"]) -> i32["B/d L/t"]:
-    n = x.shape[1] // lax.axis_size("t")
-    return lax.dynamic_slice_in_dim(jnp.pad(x, ((0, 0), (0, 1))), offset("t", n) + 1, n, 1)
-
-
-@right(whole=lambda x, w: sum(w[i] * jnp.pad(x, ((0, 0), (3, 0)))[:, i : i + 16] for i in range(4)))
-def causal_convolution_of_gathered_positions(x: f32["B/d L/t"], w: f32["4"]) -> f32["B/d L/t"]:
-    n = x.shape[1]
-    padded = jnp.pad(lax.all_gather(x, "t", axis=1, tiled=True), ((0, 0), (3, 0)))
-    return sum(w[i] * lax.dynamic_slice_in_dim(padded, offset("t", n) + i, n, 1) for i in range(4))
-
-
 def scores(q, k):
     return jnp.einsum("bkd,bskd->bks", q, k)
 
 
 def decoded(q, k, v):
     return jnp.einsum("bks,bskd->bkd", jax.nn.softmax(scores(q, k)), v)
-
-
-@right(whole=decoded)
-def decoding_with_own_maxima(q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]) -> f32["B/d K D"]:
-    s = scores(q, k)
-    own = jnp.max(s, axis=-1)
-    e, scale = jnp.exp(s - own[..., None]), jnp.exp(own - lax.pmax(own, "t"))
-    total = lax.psum(scale * jnp.sum(e, axis=-1), "t")
-    return lax.psum(scale[..., None] * jnp.einsum("bks,bskd->bkd", e, v), "t") / total[..., None]
 
 
 @right(whole=decoded)
@@ -639,19 +363,6 @@ def decoding_scaled_within_the_einsum(
 
 
 @right(whole=decoded)
-def decoding_of_blocks_each_divided_by_its_sum(
-    q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
-) -> f32["B/d K D"]:
-    s = scores(q, k)
-    own = jnp.max(s, axis=-1)
-    e = jnp.exp(s - own[..., None])
-    total = jnp.sum(e, axis=-1)
-    y = jnp.einsum("bks,bskd->bkd", e, v) / total[..., None]
-    share = total * jnp.exp(own - lax.pmax(own, "t"))
-    return lax.psum(y * share[..., None], "t") / lax.psum(share, "t")[..., None]
-
-
-@right(whole=decoded)
 def decoding_combined_by_logarithms_of_sums(
     q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
 ) -> f32["B/d K D"]:
@@ -662,31 +373,6 @@ def decoding_combined_by_logarithms_of_sums(
     y, log_of_sum = jnp.einsum("bks,bskd->bkd", e / total, v), own + jnp.log(total)
     share = jnp.exp(log_of_sum - lax.pmax(log_of_sum, "t"))
     return lax.psum(y * share, "t") / lax.psum(share, "t")
-
-
-def unlikelihood(x, ids):
-    hit = jnp.zeros(x.shape).at[jnp.arange(len(x))[:, None], ids].set(1.0)
-    return -jnp.sum(hit * jnp.log(1 - jax.nn.softmax(x) + 1e-6), axis=1)
-
-
-@right(whole=unlikelihood)
-def unlikelihood_of_candidates_written_in_a_mask(x: f32["B/d V/t"], ids: i32["B/d K"]) -> f32["B/d"]:
-    n = x.shape[1]
-    own = ids - offset("t", n)
-    own = jnp.where((own >= 0) & (own < n), own, n)
-    hit = jnp.zeros(x.shape).at[jnp.arange(len(x))[:, None], own].set(1.0, mode="drop")
-    p = jnp.exp(x - logsumexp(x, "t")[:, None])
-    return -lax.psum(jnp.sum(hit * jnp.log(1 - p + 1e-6), axis=1), "t")
-
-
-@right(whole=lambda x: jax.nn.softmax(x, axis=2))
-def softmax_of_each_sequence_with_own_maxima(x: f32["B/d 3 V/t"]) -> f32["B/d 3 V/t"]:
-    def of_one(x):
-        own = jnp.max(x, axis=1, keepdims=True)
-        e, scale = jnp.exp(x - own), jnp.exp(own - lax.pmax(own, "t"))
-        return e * scale / lax.psum(jnp.sum(e, axis=1, keepdims=True) * scale, "t")
-
-    return jax.vmap(of_one, 1, 1)(x)
 
 
 @right(whole=lambda x: jax.nn.softmax(x, axis=1))
@@ -706,11 +392,6 @@ def rows_looked_up_by_positions(table: f32["V/t M"]) -> f32["12 M"]:
 @right
 def noise_by_a_large_seed(x: f32["L/t"]) -> f32["L/t"]:
     return x * jax.random.normal(jax.random.key(20240101))
-
-
-@right
-def counts_summed_before_they_are_floats(x: i32["B/d L/t"]) -> f32["L/t"]:
-    return lax.psum(x.astype(jnp.uint32).sum(axis=0), "d").astype(jnp.float32)
 
 
 def first_largest(x, is_here):

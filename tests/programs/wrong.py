@@ -16,11 +16,6 @@ from tests.programs.right import first_largest, key, offset, ring, scattered
 
 
 @wrong("sub: a maximum over this device's block is used before it is taken over t")
-def softmax_over_vocabulary(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
-    return jax.nn.softmax(x, axis=-1)
-
-
-@wrong("sub: a maximum over this device's block is used before it is taken over t")
 def own_maxima_subtracted_from_pairs_of_rows(x: f32["B V/t"]) -> f32["1 2 A V/t"]:
     return (x - jnp.max(x, axis=-1, keepdims=True)).reshape(2, -1, x.shape[1])[None]
 
@@ -39,11 +34,6 @@ def own_maxima_subtracted_and_summed(x: f32["B/d V/t"]) -> f32["B/d"]:
 @wrong("slice: one of every 3 entries is taken along dim 0, which is sharded over d: a device has 4 entries of it")
 def thirds_by_strides_that_blocks_do_not_have(lp: f32["B/d"]) -> f32[""]:
     return lax.psum(jnp.sum(jnp.tanh(lp[0::3])), "d")
-
-
-@wrong("slice: one of every 2 entries is taken along dim 0, which is sharded over d: a device has 4 entries of it")
-def pairs_from_the_third_row(lp: f32["B/d"]) -> f32[""]:
-    return lax.psum(jnp.sum(jnp.tanh(lp[2::2])), "d")
 
 
 @wrong("concatenate: arrays are joined along dim 1, which is sharded over t: each device sees only its own block")
@@ -67,11 +57,6 @@ def mean_divided_by_local_rows(x: f32["B/d M"]) -> f32["M"]:
     return lax.psum(jnp.sum(x, axis=0), "d") / x.shape[0]
 
 
-@wrong("arange: positions count from the start of this device's block, and are used at")
-def sinusoidal_positions(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
-    return x + jnp.sin(jnp.arange(x.shape[1])[:, None] / 10.0 ** jnp.linspace(0, 1, x.shape[2]))
-
-
 @wrong("random_bits: dim 0 of the result has 4 entries here and 8 on one device")
 def dropout_with_one_key(x: f32["B/d M"], k: key[""]) -> f32["B/d M"]:
     return jnp.where(jax.random.bernoulli(k, 0.5, x.shape), 2 * x, 0.0)
@@ -87,20 +72,9 @@ def activation_before_the_psum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M
     return lax.psum(jax.nn.relu(x @ w), "t")
 
 
-@wrong("add: a partial sum over t is combined with a value that is not one, which each device would count once")
-def bias_added_before_the_psum(x: f32["B/d F/t"], w: f32["F/t M"], b: f32["M"]) -> f32["B/d M"]:
-    return lax.psum(x @ w + b, "t")
-
-
 @wrong("all_gather: it gathers dim 0 over t, but it is not sharded")
 def gather_on_the_wrong_dim(x: f32["B M/t"]) -> f32["B M"]:
     return lax.all_gather(jnp.sin(x), "t", axis=0, tiled=True, to="invarying")
-
-
-@wrong("dynamic_slice: the result is sharded over t, over which it is also a partial sum")
-def scatter_without_a_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M/t"]:
-    y, n = x @ w, w.shape[1] // lax.axis_size("t")
-    return lax.dynamic_slice_in_dim(y, lax.axis_index("t") * n, n, axis=1)  # here
 
 
 @wrong("psum: its axis_index_groups depends on the mesh: ((0,), (1,)) here, ((0,),) on one", vma=False, axes=("t",))
@@ -136,39 +110,12 @@ def slice_of_a_gathered_weight(w: f32["M/d N"]) -> f32["R/d N"]:
     return whole[: w.shape[0] // 2]  # here
 
 
-@wrong("lt: a maximum over this device's block is used before it is taken over d")
-def early_exit_when_local_rows_are_sure(x: f32["B/d M"]) -> f32["B/d M"]:
-    def unsure(state):
-        return (state[0] < 9) & (jnp.max(state[1]) < 4.0)  # here
-
-    def step(state):
-        return (state[0] + 1, 1.2 * state[1])
-
-    return lax.while_loop(unsure, step, (0, x))[1]
-
-
-@wrong("cond: devices of d decide for themselves, and psum_invariant within waits for all of them", hangs=True)
-def collective_beneath_a_local_branch(x: f32["B/d M"]) -> f32["M"]:
-    def total(x):
-        return lax.psum(jnp.sum(x, axis=0), "d")
-
-    return lax.cond(jnp.sum(x) > 0, total, lambda x: jnp.zeros(x.shape[1]), x)  # here
-
-
 @wrong("cond: devices of d decide for themselves, and ppermute within waits for all of them", hangs=True)
 def exchange_on_the_first_device_alone(x: f32["B/d M"]) -> f32["B/d M"]:
     def exchange(x):
         return lax.ppermute(x, "d", [(0, 1), (1, 0)])
 
     return lax.cond(lax.axis_index("d") == 0, exchange, lambda x: x, x)  # here
-
-
-@wrong("gt: a maximum over this device's block is used before it is taken over d", hangs=True)
-def predicate_with_a_collective_of_a_local_loop(x: f32["B/d M"]) -> f32["B/d M"]:
-    def running(x):
-        return (lax.pmax(jnp.max(x), "t") > 1.0) & (jnp.max(x) > 1.0)  # here
-
-    return lax.while_loop(running, lambda x: 0.5 * x, x)
 
 
 @wrong("where: a mask says which devices have the extreme")
@@ -245,33 +192,6 @@ def index_replaced_where_it_is_in_range(table: f32["V/t"], ids: i32["B/d"]) -> f
     return lax.psum(jnp.where(found, jnp.take(table, jnp.where(found, 0, own), mode="clip"), 0.0), "t")  # here
 
 
-@wrong("where: an index is compared with what is not the end of a device's block")
-def masked_at_one_end_alone(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"]:
-    own, _ = own_and_found(table, ids)
-    return lax.psum(jnp.where(own >= 0, jnp.take(table, own, mode="clip"), 0.0), "t")  # here
-
-
-@wrong("or: two masks are not the two ends of one block")
-def masked_by_either_end(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"]:
-    own, _ = own_and_found(table, ids)
-    found = (own >= 0) | (own < table.shape[0])  # here
-    return lax.psum(jnp.where(found, jnp.take(table, own, mode="clip"), 0.0), "t")
-
-
-@wrong("and: two masks are not the two ends of one block")
-def masked_by_ends_of_two_indices(table: f32["V/t"], ids: i32["B/d"], others: i32["B/d"]) -> f32["B/d"]:
-    own, _ = own_and_found(table, ids)
-    other, _ = own_and_found(table, others)
-    found = (own >= 0) & (other < table.shape[0])  # here
-    return lax.psum(jnp.where(found, jnp.take(table, own, mode="clip"), 0.0), "t")
-
-
-@wrong("where: a mask says which indices are in this device's block")
-def masked_by_ones(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"]:
-    own, found = own_and_found(table, ids)
-    return lax.psum(jnp.where(found, jnp.take(table, own, mode="clip"), 1.0), "t")  # here
-
-
 @wrong("where: where of a partial sum over t: the sum of the results is not the result of the sum")
 def partial_sum_masked_over_its_own_axis(x: f32["B/d F/t"], w: f32["F/t"], ids: i32["B/d"]) -> f32["B/d"]:
     own = ids - lax.axis_index("t") * (16 // lax.axis_size("t"))
@@ -285,24 +205,6 @@ def updates_masked_by_other_ids(table: f32["V/t"], ids: i32["B/d"], others: i32[
     _, found = own_and_found(table, others)
     own = jnp.clip(own, 0, table.shape[0] - 1)
     return lax.psum(jnp.zeros_like(table).at[own].add(jnp.where(found, g, 0.0)), "d")  # here
-
-
-@wrong("scatter: a value differs between devices of t by their index, and is not a position in a dim")
-def entries_set_by_shifted_ids(table: f32["V/t"], ids: i32["4"], g: f32["4"]) -> f32["V/t"]:
-    own, found = own_and_found(table, ids)
-    return table.at[jnp.clip(own, 0, table.shape[0] - 1)].set(jnp.where(found, g, 0.0))  # here
-
-
-@wrong("astype: a mask says which indices are in this device's block", vma=False)
-def branch_on_who_has_the_maximum(x: f32["B V/t"]) -> f32["V/t"]:
-    best = jnp.max(x[0])
-    return lax.cond(best == lax.pmax(best, "t"), lambda x: x, lambda x: 0 * x, x[0])  # here
-
-
-@wrong("lt: a value differs between devices of t by their index, and is not a position in a dim")
-def start_of_a_block_clipped(table: f32["L M"], start: f32["L/t"]) -> f32["L/t M"]:
-    n = start.shape[0]
-    return lax.dynamic_slice_in_dim(table, jnp.minimum(lax.axis_index("t") * n, n // 2), n)  # here
 
 
 @wrong("scatter-add: the first entry is written along dim 0, which is sharded over d: each device sees only its own")
@@ -343,15 +245,6 @@ def argmax_with_a_small_index_elsewhere(x: f32["B/d V/t"]) -> i32["B/d"]:
     return lax.pmin(jnp.where(best == lax.pmax(best, "t"), own, 2), "t")  # here
 
 
-@wrong("eq: entries were looked up by an index that is out", whole=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
-def argmax_where_its_index_is_the_maximum(x: i32["B/d V/t"]) -> i32["B/d"]:
-    index = jnp.argmax(x, axis=-1)
-    return lax.pmin(
-        jnp.where(index == lax.pmax(jnp.max(x, axis=-1), "t"), offset("t", x.shape[-1]) + index, 2**30),  # here
-        "t",  # here
-    )
-
-
 @wrong("the program is another one on this mesh than on one device: slice here, nothing more there", vma=False)
 def diagonal_taken_for_uniform(x: f32["L S"]) -> f32["L/t"]:
     rows = jnp.arange(16, dtype=jnp.uint32)
@@ -389,12 +282,6 @@ def repeated_partial_sum_contracted(x: f32["4 F/t"], w: f32["F/t"], v: f32["L/t 
     return lax.psum(jnp.tensordot(y, v, 1), "t").sum(axis=0)  # here
 
 
-@wrong("conv_general_dilated: a number that depends on the mesh was multiplied into a value: it is 0.5", vma=False)
-def as_many_features_convolved_as_a_block_has(x: f32["L"], u: f32["8/t"]) -> f32["L"]:
-    n = u.shape[0]
-    return lax.conv(jnp.broadcast_to(x, (1, n, 16)), jnp.ones((1, n, 3)), (1,), "SAME")[0, 0]  # here
-
-
 @wrong("conv_general_dilated: conv_general_dilated of a partial sum over t: the sum of the", axes=("t",), vma=False)
 def partial_sums_convolved_with_sharded_features(x: f32["L F/t"], w: f32["F/t"], k: f32["8/t 3"]) -> f32["L"]:
     y = jnp.broadcast_to(x @ w, (1, k.shape[0], 16))
@@ -405,11 +292,6 @@ def partial_sums_convolved_with_sharded_features(x: f32["L F/t"], w: f32["F/t"],
 def four_groups_of_the_features_of_a_block(x: f32["B/d 8/t L"]) -> f32["B/d 8/t L"]:
     kernel = jnp.ones((x.shape[1], x.shape[1] // 4, 3))
     return lax.conv_general_dilated(x, kernel, (1,), "SAME", feature_group_count=4)  # here
-
-
-@wrong("conv_general_dilated: entries are taken together along dim 3, which is sharded over t: each device sees only")
-def image_convolution_over_a_sharded_width(x: f32["B/d 1 H W/t"], kernel: f32["1 1 3 3"]) -> f32["B/d 1 H W/t"]:
-    return lax.conv(x, kernel, (1, 1), "SAME")
 
 
 @wrong("sub: sub of a partial sum over d: the sum of the results is not the result of the sum", vma=False)
@@ -442,12 +324,6 @@ def local_positions_masked(ids: i32["B/d"]) -> i32["B/d"]:
 def maximum_of_a_block_masked(x: f32["B/d V/t"], ids: i32["B/d"]) -> f32["B/d"]:
     _, found = own_and_found(x.T, ids)
     return lax.psum(jnp.where(found, jnp.max(x, axis=1), 0.0), "t")  # here
-
-
-@wrong("cond: a value differs between devices of t by their index, and is not a position in a dim", vma=False)
-def index_of_a_device_in_either_branch(x: f32["M"], i: i32["4"]) -> f32["M"]:
-    added = lax.cond(i[0] < 99, lambda: x + lax.axis_index("t"), lambda: x * 1.0)  # here
-    return lax.cond(i[1] < 99, lambda: added * 1.0, lambda: x + lax.axis_index("t"))
 
 
 @wrong("scan: its reverse depends on the mesh: True here, False on one device", vma=False)
@@ -494,28 +370,6 @@ def sorted_tokens_meet_unsorted_gates(x: f32["T/d M"], scores: f32["T/d"]) -> f3
     return (x[order] * scores[:, None])[jnp.argsort(order)]  # here
 
 
-@wrong("slice: a part is taken along dim 0, which is sharded over d~: each device sees only its own block")
-def difference_to_the_token_before_in_order(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
-    order = jnp.argsort(scores)
-    y = x[order]
-    return (y - jnp.roll(y, 1, axis=0))[jnp.argsort(order)]  # here
-
-
-@wrong("cumsum: entries are taken together along dim 0, which is sharded over d~: each device sees only its own")
-def prefix_sums_in_the_order_of_experts(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
-    order = jnp.argsort(scores)
-    return jnp.cumsum(x[order], axis=0)[jnp.argsort(order)]  # here
-
-
-@wrong("the program is another one on this mesh than on one device: ppermute here, nothing more there", vma=False)
-def ring_with_a_turn_too_many(x: f32["B/t M"]) -> f32["M"]:
-    part = total = x.sum(axis=0)
-    for _ in range(lax.axis_size("t")):
-        part = lax.ppermute(part, "t", ring("t"))  # here
-        total += part
-    return total
-
-
 @wrong("rem: a value differs between devices of t by their index, and is not a position in a dim")
 def matmul_scattered_to_the_next_device(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t F"]:
     return scattered(x, w, first=0)
@@ -538,15 +392,6 @@ def sums_placed_over_each_other(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"
         y = lax.dynamic_update_slice_in_dim(y, (x @ w).sum(axis=0)[None], 0, axis=0)  # here
         x = lax.ppermute(x, "t", ring("t"))
     return y
-
-
-@wrong("add: a maximum over this device's block is used before it is taken over blocks of 2")
-def nearest_keys_added(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
-    n, best = lax.axis_size("t"), jnp.max(q @ k.T, axis=1)
-    for _ in range(n - 1):
-        k = lax.ppermute(k, "t", ring("t"))
-        best = best + jnp.max(q @ k.T, axis=1)  # here
-    return best
 
 
 def decoding(how):
@@ -601,20 +446,6 @@ def decoding_by_logarithms_of_sums_with_factors_in_8_bits(s, own, e, total, of):
     return of_all(of(e / total) * factor) / of_all(total * scale(own))
 
 
-@wrong("and: two masks are not the two ends of one block")
-def broadcast_of_what_is_in_a_block(x: f32["M/t"], ids: i32["M/t"]) -> f32["M/t"]:
-    return lax.psum(jnp.where((lax.axis_index("d") == 0) & (ids - lax.axis_index("t") * len(x) >= 0), x, 0), "d")
-
-
-@wrong("scatter: a value differs between devices of t by their index, and is not a position in a dim")
-def windows_written_that_end_after_a_block(x: f32["V/t"], ids: i32["K"], updates: f32["K 2"]) -> f32["V/t"]:
-    """Each index is at the end of four entries, so that windows of two end in the next block."""
-    own = (ids | 3) - lax.axis_index("t") * len(x)
-    own = jnp.where((own >= 0) & (own < len(x)), own, len(x))[:, None]
-    numbers = lax.ScatterDimensionNumbers((1,), (), (0,))
-    return x + lax.scatter(jnp.zeros_like(x), own, updates, numbers, mode="drop")  # here
-
-
 @wrong("matmul: a matmul of bools over a sharded dim is an `or`, not a sum")
 def matmul_of_bools(x: f32["B/d F/t"], y: f32["F/t"]) -> f32["B/d"]:
     return lax.psum((x > 0).astype(bool) @ (y > 0), "t").astype(x.dtype)
@@ -631,11 +462,6 @@ def broadcast_of_the_number_of_a_device_of_another_axis(x: f32["B/d M"]) -> f32[
 
 
 @wrong("scatter: a value differs between devices of t by their index, and is not a position in a dim")
-def candidates_of_other_blocks_written_at_the_end(x: f32["B/d V/t"], ids: i32["B/d K"]) -> f32["B/d V/t"]:
-    return written(x, ids - offset("t", x.shape[1]), x.shape[1] - 1)
-
-
-@wrong("scatter: a value differs between devices of t by their index, and is not a position in a dim")
 def candidates_of_other_blocks_clipped(x: f32["B/d V/t"], ids: i32["B/d K"]) -> f32["B/d V/t"]:
     return written(x, ids - offset("t", x.shape[1]), x.shape[1], "clip")
 
@@ -645,31 +471,9 @@ def candidates_written_one_entry_too_early(x: f32["B/d V/t"], ids: i32["B/d K"])
     return written(x, ids - offset("t", x.shape[1]) - lax.axis_index("t"), x.shape[1])
 
 
-@wrong("lt: a number that depends on the mesh, 8 here and 16 on one device")
-def candidates_written_by_their_ids(x: f32["B/d V/t"], ids: i32["B/d K"]) -> f32["B/d V/t"]:
-    return written(x, ids, x.shape[1])
-
-
 @wrong("sub: a number that depends on the mesh, 8 here and 16 on one device")
 def candidates_of_the_next_block(x: f32["B/d V/t"], ids: i32["B/d K"]) -> f32["B/d V/t"]:
     return written(x, ids - offset("t", x.shape[1]) - x.shape[1], x.shape[1])
-
-
-@wrong("lt: a value differs between devices of t by their index, and is not a position in a dim")
-def candidates_written_into_negative_entries(x: f32["B/d V/t"], ids: i32["B/d K"]) -> f32["B/d V/t"]:
-    return written(x, ids - offset("t", x.shape[1]), -1)
-
-
-@wrong("sub: a maximum over this device's block is used before it is taken over t")
-@decoding
-def decoding_scaled_twice(s, own, e, total, of):
-    return of_all(of(e) * scale(own, 2)) / of_all(total * scale(own, 2))
-
-
-@wrong("sub: a maximum over this device's block is used before it is taken over t")
-@decoding
-def decoding_scaled_by_the_maximum_of_another_query(s, own, e, total, of):
-    return of_all(of(e) * scale(own[:, ::-1])) / of_all(total * scale(own[:, ::-1]))
 
 
 @wrong("sub: a maximum over this device's block is used before it is taken over t")
@@ -677,47 +481,6 @@ def decoding_scaled_by_the_maximum_of_another_query(s, own, e, total, of):
 def decoding_scaled_by_the_largest_of_another_tensor(s, own, e, total, of):
     other = jnp.max(2 * s, axis=-1, keepdims=True)
     return of_all(of(e) * scale(other)) / of_all(total * scale(other))
-
-
-@wrong("sub: a maximum over this device's block is used before it is taken over t")
-@decoding
-def decoding_scaled_by_the_smallest(s, own, e, total, of):
-    other = jnp.min(s, axis=-1, keepdims=True)
-    return of_all(of(e) * jnp.exp(other - lax.pmin(other, "t"))) / of_all(total * jnp.exp(other - lax.pmin(other, "t")))
-
-
-@wrong("sub: a maximum over this device's block is used before it is taken over t")
-@decoding
-def decoding_of_blocks_weighted_by_the_sums_of_other_exponentials(s, own, e, total, of):
-    share = jnp.sum(jnp.exp(0.5 * s - jnp.max(0.5 * s, axis=-1, keepdims=True)), axis=-1, keepdims=True) * scale(own)
-    return of_all(of(e / total) * share) / of_all(share)
-
-
-@wrong("sub: a maximum over this device's block is used before it is taken over t")
-@decoding
-def decoding_of_blocks_weighted_by_squares_of_sums(s, own, e, total, of):
-    log = own + jnp.log(total)
-    return of_all(of(e / total) * scale(log, 2)) / of_all(scale(log, 2))
-
-
-@wrong("sub: a maximum over this device's block is used before it is taken over t")
-@decoding
-def decoding_by_logarithms_of_sums_without_maxima(s, own, e, total, of):
-    log = jnp.log(total)
-    return of_all(of(e / total) * scale(log)) / of_all(scale(log))
-
-
-@wrong("sub: a maximum over this device's block is used before it is taken over t")
-@decoding
-def decoding_divided_by_the_square_of_the_sums(s, own, e, total, of):
-    log = own + jnp.log(total)
-    return of_all(of(e / total) * scale(log)) / of_all(scale(log)) ** 2
-
-
-@wrong("sub: a maximum over this device's block is used before it is taken over t")
-@decoding
-def largest_logarithm_of_sums(s, own, e, total, of):
-    return of_all(of(e * scale(own))) * 0 + lax.pmax(own + jnp.log(total), "t")
 
 
 @wrong("mul: mul of a partial sum over t: the sum of the results is not the result of the sum")
@@ -736,23 +499,6 @@ def convolution_from_a_place_that_depends_on_the_mesh(x: f32["B/d L/t"]) -> f32[
     return lax.dynamic_slice_in_dim(of_padded(x), offset("t", x.shape[1]) + 16 // x.shape[1], x.shape[1], 1)
 
 
-@wrong("dynamic_slice: a value differs between devices of t by their index, and is not a position in a dim")
-def block_at_every_other_place(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
-    return lax.dynamic_slice_in_dim(of_padded(x), lax.axis_index("t") * (x.shape[1] - 1) + 1, x.shape[1], 1)
-
-
-@wrong("dynamic_update_slice: a value differs between devices of t by their index, and is not a position in a dim")
-def blocks_written_behind_the_first_entry__not_from_it_on(x: f32["B/d L/t"]) -> f32["B/d L"]:
-    return lax.psum(
-        lax.dynamic_update_slice_in_dim(jnp.zeros((x.shape[0], 16)), x, offset("t", x.shape[1]) + 1, 1), "t"
-    )
-
-
-@wrong("eq: a value differs between devices of t by their index, and is not a position in a dim")
-def broadcast_from_a_device_that_one_device_lacks(x: f32["B/d M"]) -> f32["B/d M"]:
-    return lax.psum(jnp.where(lax.axis_index("t") == 1, x, 0), "t")
-
-
 @wrong("where: a condition is true on one device alone")
 def broadcast_from_all_devices_but_the_first(x: f32["B/d M"]) -> f32["B/d M"]:
     return lax.psum(jnp.where(lax.axis_index("t") != 0, x, 0), "t")
@@ -766,16 +512,6 @@ def broadcast_of_one_term_of_a_sum(x: f32["B/d M/t"]) -> f32["B/d"]:
 @wrong("or: two masks are not the two ends of one block")
 def broadcast_from_the_first_devices_of_either_axis(x: f32["M"]) -> f32["M"]:
     return lax.psum(jnp.where((lax.axis_index("d") == 0) | (lax.axis_index("t") == 0), x, 0), ("d", "t"))
-
-
-@wrong("eq: a value differs between devices of d, t by their index, and is not a position in a dim")
-def broadcast_from_the_diagonal_of_devices(x: f32["M"]) -> f32["M"]:
-    return lax.psum(jnp.where(lax.axis_index("d") - lax.axis_index("t") == 0, x, 0), ("d", "t"))
-
-
-@wrong("where: a condition is true on one device alone")
-def other_devices_give_ones(x: f32["B/d M"]) -> f32["B/d M"]:
-    return lax.psum(jnp.where(lax.axis_index("t") == 0, x, 1), "t")
 
 
 @wrong("rev: the order is reversed along dim 1, which is sharded over t: each device sees only its own block")
@@ -796,11 +532,6 @@ def perplexity_averaged_over_devices(losses: f32["B/d"]) -> f32[""]:
 @wrong("reshape: dim 0 of the result has 4 entries here and 2 on one device")
 def microbatches_cut_from_local_rows(x: f32["B/d M"]) -> f32["2 R/d M"]:
     return x.reshape(2, -1, x.shape[1])
-
-
-@wrong("random_split: dim 0 of the result has 4 entries here and 8 on one device")
-def diffusion_times_by_split_keys(x: f32["B/d M"], k: key[""]) -> f32["B/d M"]:
-    return x * jax.vmap(jax.random.uniform)(jax.random.split(k, x.shape[0]))[:, None]
 
 
 @wrong("all_to_all: all_to_all splits and joins one dim")
@@ -843,29 +574,9 @@ def last_token_zeroed_on_each_device(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     return x.at[:, -1].set(0.0)
 
 
-@wrong("top_k: entries are taken together along dim 1, which is sharded over t: each device sees only its own block")
-def two_best_experts_of_each_block(p: f32["T/d E/t"]) -> f32["T/d E/t"]:
-    return jnp.where(p >= lax.top_k(p, 2)[0][:, 1:], p, 0.0)
-
-
-@wrong("reduce_prod: entries are taken together along dim 1, which is sharded over t: each device sees only its own")
-def product_of_a_block_summed(x: f32["B/d L/t"]) -> f32["B/d"]:
-    return lax.psum(jnp.prod(x, axis=1), "t")
-
-
 @wrong("svd: entries are taken together along dim 0, which is sharded over t: each device sees only its own block")
 def inverse_of_each_block_of_rows(a: f32["L/t S"]) -> f32["L/t S"]:
     return jnp.linalg.pinv(a).T
-
-
-@wrong("shift_left: a number that depends on the mesh, 2 here and 1 on one device")
-def bits_shifted_by_the_number_of_devices(x: i32["B/d M"]) -> i32["M"]:
-    return lax.psum(lax.shift_left(x, jnp.int32(lax.axis_size("d"))).sum(axis=0), "d")
-
-
-@wrong("reduce_xor: entries are taken together along dim 0, which is sharded over d: each device sees only its own")
-def checksum_of_a_block_summed(x: i32["B/d M"]) -> i32["M"]:
-    return lax.psum(lax.reduce(x, np.int32(0), lax.bitwise_xor, (0,)), "d")
 
 
 @wrong("reduce_or: entries are taken together along dim 1, which is sharded over t: each device sees only its own")
@@ -891,16 +602,6 @@ def sum_along_another_dim_for_small_blocks(x: f32["B/d M L"]) -> f32["B/d 16"]:
 @wrong("result 0 has shape (8,) here and (4,) on one device")
 def shape_of_a_result_of_local_size(x: f32["B/d"]) -> f32["L/d"]:
     return jnp.ones(16 // 4)
-
-
-@wrong("random_gamma: dim 0 of operand 2 has 4 entries here and 8 on one device")
-def gamma_noise_with_one_key(x: f32["B/d"], k: key[""]) -> f32["B/d"]:
-    return x * jax.random.gamma(lax.pcast(k, "d", to="varying"), jnp.ones_like(x))
-
-
-@wrong("reduce: entries are taken together along dim 0, which is sharded over d: each device sees only its own block")
-def custom_reduction_of_sharded_rows(x: f32["B/d M"]) -> f32["M"]:
-    return lax.psum(lax.reduce(x, jnp.float32(0), lambda a, b: a + b + a * b, (0,)), "d")
 
 
 @wrong("approx_top_k: its k depends on the mesh: 4 here, 8 on one device")
@@ -963,11 +664,6 @@ def gather_of_a_weight_forgotten(x: f32["B/d M"], w: f32["M/t F"]) -> f32["B/d F
     return x[:, : w.shape[0]] @ w
 
 
-@wrong("psum: each device adds a value that is whole already: the result is 2 times what it is on one", vma=False)
-def gradient_through_an_unchecked_psum(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    return lax.psum(jax.grad(lambda w: lax.psum(sum_square(w, x), "d"))(w), "d")
-
-
 @wrong("arange: positions count from the start of this device's block, and are used at", vma=False)
 def first_half_of_each_block_looked_up(x: f32["L/t"]) -> f32["8/t"]:
     return x[jnp.arange(x.shape[0] // 2)]
@@ -1013,19 +709,9 @@ def bits_of_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t"]) -> i32["B/d"]:
     return lax.psum(lax.bitcast_convert_type(x @ w, jnp.int32), "t")
 
 
-@wrong("psum: each device adds a value that is whole already: the result is 2 times what it is on one", vma=False)
-def bits_of_a_scaled_value(x: f32["M"]) -> i32["M"]:
-    return lax.bitcast_convert_type(lax.psum(x, "t"), jnp.int32) >> 20
-
-
 @wrong("reshape: a reshape joins entries of different blocks of a sharded dim, or cuts across them", vma=False)
 def reshaped_across_the_ends_of_blocks(x: f32["8/d 12/t"]) -> f32["24/d 4"]:
     return x.reshape(-1, 4)
-
-
-@wrong("concatenate: dim 0 of operand 1 has 4 entries here and 8 on one device", vma=False)
-def joined_with_as_many_ones_as_a_block_has(x: f32["L"], u: f32["8/t"]) -> f32[""]:
-    return jnp.mean(jnp.concatenate([jnp.ones(u.shape[0]), x]))
 
 
 @wrong("pad: dim 0 is padded by a number that depends on the mesh", vma=False)
@@ -1043,11 +729,6 @@ def argmax_of_a_flattened_block(x: f32["B/d L/t"]) -> i32[""]:
     return jnp.argmax(x.reshape(-1)).astype(jnp.int32)
 
 
-@wrong("psum: each device adds a value that is whole already: the result is 2 times what it is on one", vma=False)
-def product_of_scaled_numbers_scaled_back(x: f32["L"]) -> f32["L"]:
-    return jnp.cumprod(lax.psum(x, "t")) / lax.axis_size("t")
-
-
 @wrong("conv_general_dilated: its padding depends on the mesh: ((1, 2),) here, ((3, 4),) on one device", vma=False)
 def convolved_by_as_many_ones_as_a_block_has(x: f32["L"], u: f32["8/t"]) -> f32["L"]:
     return lax.conv(x[None, None], jnp.ones((1, 1, u.shape[0])), (1,), "SAME")[0, 0]
@@ -1056,11 +737,6 @@ def convolved_by_as_many_ones_as_a_block_has(x: f32["L"], u: f32["8/t"]) -> f32[
 @wrong("cond: a maximum over this device's block is used before it is taken over t", vma=False)
 def maximum_or_minimum_of_a_block(x: f32["B/d V/t"], i: i32["4"]) -> f32["B/d"]:
     return lax.pmax(lax.cond(i[0] < 99, lambda: jnp.min(x, axis=1), lambda: jnp.max(x, axis=1)), "t")
-
-
-@wrong("scan: a value differs between devices of t by their index, and is not a position in a dim", vma=False)
-def index_of_a_device_in_each_pass(x: f32["4 M"]) -> f32["4 M"]:
-    return lax.scan(lambda c, x: (c, lax.axis_index("t") * 1.0), 0, x)[1][:, None] + x
 
 
 @wrong("cond: the condition differs between devices of d, t: they take different branches", vma=False)
@@ -1089,21 +765,9 @@ def sum_in_a_map_within_a_map(x: f32["M"]) -> f32["M"]:
     )(x)
 
 
-@wrong("custom_vmap_call: axis_index may give another result on each device", vma=False)
-def index_of_a_device_in_a_custom_vmap(x: f32["M"]) -> f32["M"]:
-    return shifted(x)
-
-
 @wrong("composite: axis_index may give another result on each device", vma=False)
 def index_of_a_device_in_a_composite(x: f32["M"]) -> f32["M"]:
     return lax.composite(lambda x: x + lax.axis_index("t"), "tests.shifted")(x)
-
-
-@wrong("psum: each device adds a value that is whole already: the result is 2 times what it is on one", vma=False)
-def linear_solve_with_a_sum(x: f32["M"]) -> f32["M"]:
-    return lax.custom_linear_solve(
-        lambda v: lax.psum(v, "t"), x, lambda mv, b: b / 1.0, symmetric=True
-    ) + lax.custom_linear_solve(lambda v: v, x, lambda mv, b: lax.psum(b, "t"), symmetric=True)
 
 
 @wrong("integer_pow: integer_pow of a partial sum over blocks of 2: the sum of the results is not the", vma=False)
@@ -1126,16 +790,6 @@ def with_own_maxima(x, axis, factor):
 @wrong("sub: a maximum over this device's block is used before it is taken over t")
 def own_maxima_made_up_for_the_other_way(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
     return with_own_maxima(x, "t", lambda own: jnp.exp(lax.pmax(own, "t") - own))
-
-
-@wrong("sub: a maximum over this device's block is used before it is taken over t")
-def own_maxima_made_up_for_among_some_devices(x: f32["B V/t/d"]) -> f32["B V/t/d"]:
-    return with_own_maxima(x, ("t", "d"), lambda own: jnp.exp(lax.pmax(own, "d") - lax.pmax(own, ("t", "d"))))
-
-
-@wrong("le: a maximum over this device's block is used before it is taken over t")
-def index_of_any_that_is_at_most_the_largest(x: f32["B/d V/t"]) -> i32["B/d"]:
-    return first_largest(x, lambda best, top: best <= top)
 
 
 @wrong("ge: a maximum over this device's block is used before it is taken over t")
@@ -1169,11 +823,6 @@ def first_entries_of_blocks_summed(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     return x + lax.psum(x[:, 0], "d")[:, None]
 
 
-@wrong("conv_general_dilated: a maximum over this device's block is used before it is taken over d", vma=False)
-def convolved_by_maxima_of_a_block(x: f32["L"], k: f32["B/d 3"]) -> f32["L"]:
-    return lax.conv(x[None, None], jnp.max(k, axis=0)[None, None], (1,), "SAME")[0, 0]
-
-
 @wrong("scatter-add: entries were looked up by an index that is out of range on other devices", vma=False)
 def entries_not_masked_scattered(table: f32["V/t"], ids: i32["4"]) -> f32["V"]:
     own, _ = own_and_found(table, ids)
@@ -1183,23 +832,6 @@ def entries_not_masked_scattered(table: f32["V/t"], ids: i32["4"]) -> f32["V"]:
 @wrong("scatter-add: scatter-add of a partial sum over d: the sum of the results is not", vma=False)
 def sum_of_local_rows_scattered(x: f32["B/d"], ids: i32["B/d"]) -> f32["V"]:
     return lax.psum(jnp.zeros(16).at[ids].add(jnp.sum(x)), "d")
-
-
-@wrong("mul: entries were looked up by an index that is out of range on other devices, and were not masked")
-def entries_of_two_lookups_masked_by_one(table: f32["V/t"], ids: i32["B/d"], others: i32["B/d"]) -> f32["B/d"]:
-    own, found = own_and_found(table, ids)
-    rows, other_rows = (jnp.take(table, i, mode="clip") for i in (own, own_and_found(table, others)[0]))
-    return lax.psum(jnp.where(found, rows * other_rows, 0.0), "t")  # here
-
-
-@wrong("astype: a maximum over this device's block is used before it is taken over d")
-def maximum_that_wraps_around_before_it_is_taken(x: i32["B/d M"]) -> i32["M"]:
-    return lax.pmax(jnp.max(37 * x, axis=0).astype(jnp.int8), "d").astype(jnp.int32)
-
-
-@wrong("psum: a sum over d adds different blocks of a sharded dim, entry by entry")
-def sums_of_blocks_cut_to_integers(x: f32["B/d M"]) -> i32["M"]:
-    return jnp.sum(lax.psum(x, "d").astype(jnp.int32), axis=0)
 
 
 @wrong("sub: a maximum over this device's block is used before it is taken over d, t")

@@ -42,10 +42,6 @@ def linear_attention(x):
     return jnp.einsum("blm,blmn->bln", q, state)
 
 
-def by_tril(x):
-    return jnp.einsum("bls,bsm->blm", jnp.tril(jnp.einsum("blm,bsm->bls", x, x)), x)
-
-
 def recurrence(reverse):
     def step(h, x):
         return (0.5 * h + jnp.tanh(x + h), h * x)
@@ -266,13 +262,9 @@ def peak_of(s):
 
 PEAKS = {  # of a row, computed in other ways, or by something in between
     "minimum": lambda s: jnp.minimum(peak_of(s), 10.0),
-    "scaled": lambda s: peak_of(s) * 1.0,
-    "size": lambda s: -jnp.abs(peak_of(s)),
     "integers": lambda s: jnp.float32(jnp.int32(peak_of(s))),
-    "last of cummax": lambda s: lax.cummax(s, 2)[..., -1:],
     "cummax": lambda s: lax.cummax(s, 2),
     "sort": lambda s: jnp.sort(s, -1)[..., -1:],
-    "top_k": lambda s: lax.top_k(s, 1)[0],
     "argmax": lambda s: jnp.take_along_axis(s, jnp.argmax(s, -1, keepdims=True), -1),
     "negatives": lambda s: -jnp.min(-s, -1, keepdims=True),
     "logsumexp": lambda s: jax.nn.logsumexp(s, -1, keepdims=True),
@@ -284,33 +276,21 @@ LEAKS = {  # rows without keys: their largest score is itself a number that mask
     **{f"peak: {name}": without(lambda s, of=of: unit(jnp.exp(s - of(s)))) for name, of in PEAKS.items()},
     "over a sum": without(over_peak),
     "softmax": without(softmax),
-    "first position": without(softmax, mask=np.tri(LENGTH, k=-1, dtype=bool)),
     "GPT-2's number": without(over_peak, -1e4),
-    "the lowest number": without(over_peak, jnp.finfo(jnp.float32).min / 4),
-    "-1e30": without(over_peak, -1e30, "put"),
     "softmax, -1e30": without(softmax, -1e30, "put"),
-    "-1e9 in bf16": without(over_peak, -1e9, "put", jnp.bfloat16),
     "softmax, -1e9 in bf16": without(softmax, -1e9, "put", jnp.bfloat16),
-    "added in bf16": without(over_peak, dtype=jnp.bfloat16),
     "-1e4 in f16": without(over_peak, -1e4, dtype=jnp.float16),
     "two numbers": without(over_peak, how=lambda s: jnp.where(STRICT, s, -1e9) + added_low(STRICT, -1e8)),
-    "added twice": without(over_peak, how=lambda s: s + added_low(STRICT, -1e4) + added_low(STRICT, -1e4)),
     "by products": without(over_peak, how=lambda s: s * STRICT - 1e10 * (1 - STRICT) - s),
-    "subtracted": without(over_peak, how=lambda s: s - 1e9 * (1 - STRICT)),
     "log_softmax": without(lambda s: jnp.exp(jax.nn.log_softmax(s))),
     "online": without(online),
     "nan_to_num": without(lambda s: jnp.nan_to_num(softmax(s))),
-    "nan_to_num, -1e30": without(lambda s: jnp.nan_to_num(softmax(s)), -1e30, "put"),
     "maximum of the sum": without(
         lambda s: (e := jnp.exp(s - peak_of(s))) / jnp.maximum(e.sum(-1, keepdims=True), 1e-6)
     ),
     "softmax1": without(lambda s: unit(jnp.exp(s - peak_of(s)), 1.0)),
     "sigmoid": without(lambda s: jax.nn.sigmoid(s - jnp.min(s, -1, keepdims=True))),
-    "sigmoid, mean": without(lambda s: jax.nn.sigmoid(s - jnp.mean(s, -1, keepdims=True)), -1e4),
-    "sigmoid, peak": without(lambda s: jax.nn.sigmoid(s - peak_of(s))),
     "relu": without(lambda s: unit(jax.nn.relu(s - peak_of(s) + 2))),
-    "softplus": without(lambda s: jax.nn.softplus(s - peak_of(s))),
-    "exp2": without(lambda s: unit(jnp.exp2(s - peak_of(s)))),
     "over the largest size": without(lambda s: unit(jnp.exp(s / peak_of(jnp.abs(s))))),
     "chosen by tokens": without(over_peak, how=lambda s: jnp.where(STRICT & (s > 0), s, -1e9)),
     "compressed blocks": of_compressed_blocks,
@@ -331,15 +311,11 @@ def own_or(s):
 
 RIGHT = {  # that leave out what may come from rows without keys, or have none
     "-1e30, weights set to 0": without(lambda s: softmax(s) * STRICT, -1e30, "put"),
-    "-1e9, weights set to 0": without(lambda s: softmax(s) * STRICT, -1e9, "put"),
-    "-1e9 in bf16, weights set to 0": without(lambda s: softmax(s) * STRICT, -1e9, "put", jnp.bfloat16),
     "added, weights set to 0": without(lambda s: softmax(s) * STRICT),
     "a peak of at least 0": without(lambda s: over_peak(s, lambda peak: jnp.maximum(peak, 0.0))),
     "a finite peak": without(lambda s: over_peak(s, finite), -jnp.inf, "put"),
     "no peak": without(lambda s: unit(jnp.exp(s))),
     "-1e30 in bf16": own(softmax, -1e30, "put", jnp.bfloat16),
-    "subtracted": without(softmax, how=lambda s: s - 1e9 * (1 - OWN)),
-    "added twice": without(softmax, how=lambda s: s + added_low(EARLIER) + added_low(OWN)),
     "with a slope": without(softmax, how=lambda s: s + 0.5 * (PLACE - PLACE[:, None]) + added_low(OWN)),
     "chosen by tokens, and its own": without(softmax, how=lambda s: jnp.where(own_or(s), s, -1e9)),
     "chosen by tokens, -inf": without(
@@ -347,7 +323,6 @@ RIGHT = {  # that leave out what may come from rows without keys, or have none
         how=lambda s: jnp.where(OWN & (s > 0), s, -jnp.inf),
     ),
     "online": own(online),
-    "log_softmax": own(lambda s: jnp.exp(jax.nn.log_softmax(s))),
     "logsumexp": own(lambda s: jnp.exp(s - PEAKS["logsumexp"](s))),
     "nan_to_num in two layers": lambda x: own(softmax)(own(lambda s: jnp.nan_to_num(softmax(s)))(x)),
     "at least the lowest number": own(lambda s: softmax(jnp.maximum(s, jnp.finfo(jnp.float32).min))),
@@ -368,89 +343,58 @@ def bits_of(row):
 
 EXACT = {
     "entry by entry": lambda x: jnp.tanh(x) * x + jax.nn.softmax(x),
-    "earlier positions": attention(EARLIER),
     "of the document": attention(OWN),
     "by a large number": attention(OWN, -1e9),
-    "by the lowest number": attention(OWN, jnp.finfo(jnp.float32).min),
     "by an added number": added(-1e9),
-    "by GPT-2's number": added(-1e4),
-    "by an added -inf": added(-jnp.inf),
     "by log 0": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2) + jnp.log(jnp.tri(LENGTH))) @ x,
     "by products": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2) * OWN - 1e10 * (1 - OWN)) @ x,
     "sigmoids": attention(OWN, -1e9, jax.nn.sigmoid),
     "weights set to 0": attention(True, 0, lambda s: s * OWN),
     "of jax.nn": lambda x: jax.nn.dot_product_attention(*[x[:, :, None]] * 3, is_causal=True)[:, :, 0],
-    "the wrong way": attention(~EARLIER | np.eye(LENGTH, dtype=bool)),
-    "without a mask": attention(True),
     "linear attention": linear_attention,
-    "tril": by_tril,
-    "cumsum": lambda x: jnp.cumsum(x, 1),
     "cumsum from the end": lambda x: lax.cumsum(x, 1, reverse=True),
     "associative scan": lambda x: lax.associative_scan(jnp.add, x, axis=1),
     "recurrence": recurrence(False),
     "backward recurrence": recurrence(True),
     "convolution": convolution(2, 0),
-    "centred convolution": convolution(1, 1),
     "dilated convolution": convolution(4, 0, dilation=2),
-    "depthwise convolution": convolution(2, 0, depthwise=True),
-    "roll": lambda x: jnp.roll(x, 1, 1),
     "next": lambda x: jnp.roll(x, -1, 1),
-    "shift": shifted,
     "shift in the document": lambda x: jnp.where(jnp.asarray(STARTS)[..., None], 0, shifted(x)),
-    "written": lambda x: jnp.zeros_like(x).at[:, 1:].set(x[:, :-1]),
     "updated": lambda x: lax.dynamic_update_slice(jnp.zeros_like(x), x[:, 2:], (0, 1, 0)),
     "loop": updated,
-    "flip": lambda x: jnp.flip(x, 1),
-    "mean over L": lambda x: x - x.mean(1, keepdims=True),
     "norm over B": lambda x: x / jnp.sqrt(jnp.mean(x * x, axis=(0, 1))),
-    "softmax over L": lambda x: jax.nn.softmax(x, 1) * x,
     "experts": experts,
     "triangle": solved,
     "triangle in documents": lambda x: solved_in_documents(x, lower=True),
     "transposed triangle": lambda x: solved_in_documents(x, lower=False, trans=1),
     "blocks": of_blocks,
     "decays": lambda x: decays(x, "last"),
-    "decays, one after the other": lambda x: decays(x, "first"),
     "shifted out": lambda x: jnp.pad(x[:, :-LENGTH], ((0, 0), (LENGTH, 0), (0, 0))) + jnp.cumsum(x, 1),
-    "known indices": lambda x: x[:, np.array([0, 0, 1, 2, 2, 4, 5, 1])],
     "known indices, added": lambda x: jnp.zeros_like(x).at[:, np.array([1, 2, 2, 4, 5, 7, 7, 7])].add(x),
     "even and odd": lambda x: jnp.stack([x[:, ::2], -x[:, ::2]], 2).reshape(x.shape),
     "merged dims": lambda x: jnp.cumsum(x.reshape(-1, WIDTH), 0).reshape(x.shape),
-    "transposed": lambda x: jnp.cumsum(x.transpose(2, 1, 0), 1).transpose(2, 1, 0),
-    **{f"sum of the document, {form}": since(form) for form in ("less the own term", "padded", "mapped", "chosen")},
-    "sum from the position before the document": since("padded", np.maximum(BEGINS - 1, 0)),
+    **{f"sum of the document, {form}": since(form) for form in ("less the own term", "padded", "chosen")},
     "sum from the second position of the document": since("padded", np.minimum(BEGINS + 1, PLACE)),
     "sum to another document": since("mapped", BEGINS[::-1].copy()),
     "sums of earlier blocks": with_earlier_blocks,
     "sums of the block and earlier ones": lambda x: with_earlier_blocks(x, lambda _: 0),
     "inverse": inverse(np.tri(LENGTH, k=-1)),
-    "inverse in documents": inverse(STRICT),
-    "inverse, transposed": inverse(np.tri(LENGTH, k=-1).T),
     "transpose of the inverse": inverse(np.tri(LENGTH, k=-1), lambda a: jnp.linalg.inv(a).swapaxes(1, 2)),
     "solved": lambda x: inverse(STRICT, lambda a: jnp.linalg.solve(a, x) @ jnp.ones((WIDTH, LENGTH)))(x * 0 + 1),
     "windows of a padded array": windows(lambda i: i),
-    "windows one position later": windows(lambda i: i + 1),
     "windows moved back into the array": windows(lambda i: i, 0),
-    "checkpoint": jax.checkpoint(attention(OWN)),
-    "mapped": jax.vmap(lambda x: jnp.cumsum(x, 0)),
     "fft of a position": lambda x: jnp.fft.rfft(x, 2 * WIDTH).real[..., :WIDTH],
     "pool of a position": lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 1, 2), (1, 1, 1), "SAME"),
     "reduced by a function": lambda x: (x + lax.reduce(x, 1.0, lambda a, b: a * (b + 1), (2,))[..., None]),
     "a matrix of each position": of_each(lambda row: jnp.linalg.qr(jnp.outer(row, row) + jnp.eye(WIDTH))[1][0]),
     "written where the token says": of_each(lambda row: row.at[feature_of(row)].set(9.0)),
-    "added where the token says": of_each(lambda row: row.at[feature_of(row)].add(9.0)),
     "noise by the token": of_each(lambda row: jax.random.normal(jax.random.key(bits_of(row)), (WIDTH,))),
     "transposed by a reshape": lambda x: lax.reshape(x, (LENGTH, ROWS, WIDTH), (1, 0, 2)).swapaxes(0, 1),
 }  # fmt: skip
 WIDER = {  # whose entries may depend on more than they do: on values that tokens choose
     "sums cut to integers, less their last": lambda x: next_of(jnp.cumsum(3 * x, 1).astype(int).astype(float) - 3 * x),
-    "sums in bf16, less their last": lambda x: next_of(
-        jnp.cumsum(3 * x, 1).astype(jnp.bfloat16).astype(x.dtype) - 3 * x
-    ),
     "less the later, of another feature": rest(to=lambda low: jnp.flip(low, -1)),
-    "less the later, of the first feature": rest(to=lambda low: low[..., :1]),
     "less the later, cut to integers": rest(of=lambda sums: (3 * sums).astype(int)),
-    "less the later, of counts that wrap": rest(of=lambda sums: (9 * sums).astype(jnp.int8).astype(jnp.float32)),
     "less the later, rounded": rest(of=lambda sums: lax.reduce_precision(sums, 8, 2)),
     "solved as if it were symmetric": solved_by(lambda a, b: jax.scipy.linalg.solve(a, b, lower=True, assume_a="pos")),
     "solved in one step": solved_by(first_step),
@@ -458,10 +402,7 @@ WIDER = {  # whose entries may depend on more than they do: on values that token
     "inverse of no triangle": inverse(np.tri(LENGTH, k=1)),
     "largest score": lambda x: jnp.max(x @ x.swapaxes(1, 2) + jnp.where(OWN, 0, -1e9), 2, keepdims=True) + 0 * x,
     "sort": lambda x: jnp.sort(x, 1),
-    "argsort": lambda x: jnp.take_along_axis(x, jnp.argsort(x[..., :1], 1), 1),
     "mixture of depths": depths,
-    "top_k over L": lambda x: x * (x >= lax.top_k(x.swapaxes(1, 2), 2)[0][..., -1][:, None]),
-    "a sort and its inverse": lambda x: jnp.sort(x, 1)[:, np.arange(LENGTH)],
     "fourier": fourier,
     "own branch": chosen,
     "until": until,
@@ -530,7 +471,7 @@ def test_rows_that_see_no_key_may_be_left_out(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_changes_an_entry_of_functions_of_functions_is_among_its_tokens(seed):
     functions = list((EXACT | WIDER).values())
     f, g, h = (functions[i] for i in np.random.default_rng(seed).integers(len(functions), size=3))

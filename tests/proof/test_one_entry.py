@@ -11,8 +11,8 @@ from tests.programs.program import Program, abstract_mesh, distance, run, traced
 ACCEPTED = [program for program in RIGHT if not program.escape and program.name != "ring attention"]
 """Without the ring, whose turns are compared with one device's only where JAX traces both alike."""
 EQUAL, DIFFERENT = 1e-4, 1e-2
-SHARE = 12
-"""One in so many programs is also in `make test`."""
+SHARE = 8
+"""One in so many programs is long, the others are slow."""
 
 
 def devices_by_dim(program: Program) -> dict[str, int]:
@@ -52,25 +52,21 @@ def verdicts(program: Program, monkeypatch):
     jax.clear_caches()  # which keep all traces: gigabytes
 
 
-def parts(programs: list[Program]) -> list:
-    """Each program is in one of SHARE parts, of which the first is not long."""
-
-    def part(i):
-        return pytest.param(programs[i::SHARE], id=str(i), marks=[pytest.mark.long] if i else [])
-
-    return [part(i) for i in range(SHARE)]
+def some_and_others(programs: list[Program]):
+    some = programs[::SHARE]
+    others = [program for program in programs if program not in some]
+    each = pytest.param(some, marks=pytest.mark.long), pytest.param(others, marks=pytest.mark.slow)
+    return pytest.mark.parametrize("programs", each, ids=["some", "others"])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("programs", parts(ACCEPTED))
+@some_and_others(ACCEPTED)
 def test_right_programs_are_accepted(programs, monkeypatch):
     found = [verdict for program in programs for verdict in verdicts(program, monkeypatch)]
     assert not [text for text, is_refused, wrong_by in found if wrong_by is not None and wrong_by <= EQUAL]
     assert sum(not is_refused for _, is_refused, _ in found) > len(programs)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("programs", parts(WRITTEN))
+@some_and_others(WRITTEN)
 def test_wrong_programs_are_refused(programs, monkeypatch):
     found = [verdict for program in programs for verdict in verdicts(program, monkeypatch)]
     # It may do on one device what it does here.

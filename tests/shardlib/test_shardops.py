@@ -20,7 +20,6 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from shardlib import shardops
-from shardlib.proof.check import check
 from shardlib.shardops import (
     all_gather,
     einsum_unreduced,
@@ -203,7 +202,7 @@ def test_ops_against_dense(mesh):
         body = functools.partial(ppermute, "B/d M/t", axis="t", shift=shift)
         rolled = functools.partial(jnp.roll, shift=shift * 16 // mesh["t"], axis=1)
         cases[f"ppermute by {shift}"] = Case(body, (f32["B/d M/t"],), f32["B/d M/t"], rolled)
-    assert_same_values_and_gradients(cases | {f"rearrange {seed}": random_rearrange(seed) for seed in range(4)})
+    assert_same_values_and_gradients(cases | {f"rearrange {seed}": random_rearrange(seed) for seed in range(2)})
 
 
 def test_axis_size_and_index(mesh):
@@ -218,25 +217,6 @@ def test_axis_size_and_index(mesh):
         return x * 0 + blocks
 
     assert_same_values_and_gradients({"": Case(body, (f32["M/t/d"],), f32["M/t/d"], dense, gradients=False)})
-
-
-def zero_1(w: f32["M N"], mu: f32["M/d N"], x: f32["B/d M"]) -> tuple[f32["M N"], f32["M/d N"]]:
-    """Momentum of a block, and the new weights on every device. The loss is the sum of x @ w."""
-    g = psum_scatter("M +d -> M/d", einsum_unreduced("B/d M -> M +d", x))
-    mu = 0.9 * mu + g[:, None]
-    own = len(w) // shardops.axis_size("d")
-    block: f32["M/d N"] = lax.dynamic_slice_in_dim(w, shardops.axis_index("d") * own, own)
-    return all_gather("M/d N -> M N", block - 0.1 * mu, replicated=True), mu
-
-
-def test_zero_1():
-    w, mu, x = (random_array(t, seed) for seed, t in enumerate((f32["M N"], f32["M/d N"], f32["B/d M"])))
-    with jax.set_mesh(mesh_of(d=4, t=2)):
-        new_w, new_mu = jax.jit(typed_shard_map(zero_1))(w, mu, x)
-    expected = 0.9 * mu + np.repeat(x.sum(axis=0)[:, None], 8, axis=1)
-    np.testing.assert_allclose(new_mu, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(new_w, w - 0.1 * expected, rtol=1e-5, atol=1e-6)
-    check(typed_shard_map(zero_1), w, mu, x, mesh=mesh_of(d=4, t=2))
 
 
 def random_einsum(seed: int):
@@ -274,7 +254,7 @@ def einsum_case(seed: int) -> Case:
 
 def test_random_einsums_against_jnp():
     with jax.set_mesh(mesh_of(d=2, t=4)):
-        assert_same_values_and_gradients({f"seed {seed}": einsum_case(seed) for seed in range(6)})
+        assert_same_values_and_gradients({f"seed {seed}": einsum_case(seed) for seed in range(4)})
 
 
 def grouped(rng, names: list[str], shardings: dict[str, str]) -> list[list[str]]:

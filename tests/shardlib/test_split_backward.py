@@ -84,7 +84,8 @@ def products(program) -> int:
 
 
 # Whether the first half keeps what it reads for the second one, or is given it again.
-QUICK = [(program, program in (plain, looped)) for program in PROGRAMS] + [(checkpointed, True)]
+QUICK = [(looped, False), (checkpointed, True), (with_padding, False), (branches_that_differ, True)]
+QUICK += [(with_a_shared_weight, True)]
 OTHERS = [(program, keeps) for program in PROGRAMS for keeps in (True, False) if (program, keeps) not in QUICK]
 
 
