@@ -57,7 +57,7 @@ def sums_of_squares(spell):
     return run
 
 
-MESHES = ["r=2 d=2 e=2", "d=4 c=2", *(pytest.param(x, marks=pytest.mark.long) for x in ("c=2 d=2 e=2", "d=1"))]
+MESHES = ["r=2 d=2 e=2", "d=4 c=2"]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
