@@ -36,6 +36,22 @@ def same(x, axis: str, dim: int = 0):
     return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
 
 
+@right(axes=("d", "expert"))
+def top_2_experts_with_a_capacity_per_sequence(
+    x: f32["B/d/expert L M"], router: f32["M E"], w: f32["E/expert M F"]
+) -> f32["B/d/expert L F"]:
+    gates, chosen = lax.top_k(jax.nn.softmax(x @ router), 2)
+    hot = jax.nn.one_hot(chosen, router.shape[1])  # b l 2 e
+    first, second = jnp.moveaxis(hot, 2, 0)
+    slots = jnp.stack([jnp.cumsum(first, 1), jnp.cumsum(second, 1) + first.sum(1, keepdims=True)], axis=2) - 1
+    placed = hot[..., None] * jax.nn.one_hot(jnp.where(slots < 6, slots, -1).astype(int), 6)
+    sent = jnp.einsum("blkec,blm->becm", placed, x)
+    received = lax.all_to_all(sent, "expert", split_axis=1, concat_axis=0, tiled=True)
+    y = jnp.einsum("becm,emf->becf", received, w)
+    back = lax.all_to_all(y, "expert", split_axis=0, concat_axis=1, tiled=True)
+    return jnp.einsum("blkec,blk,becf->blf", placed, gates, back)
+
+
 @right
 def balance_by_a_bias_from_global_loads(x: f32["T/d M"], router: f32["M E"], bias: f32["E"]) -> f32["E"]:
     chosen = lax.top_k(jax.nn.sigmoid(x @ router) + bias, 2)[1]
@@ -66,6 +82,19 @@ def rotated(x, where, base=100.0):
     angles = where[:, None] * base ** -jnp.linspace(0, 1, x.shape[-1] // 2)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)], -1)
+
+
+@right
+def latent_attention(
+    x: f32["B/d L M"], down: f32["M 8"], rope: f32["M D"], up: f32["8 2 K/t D"], q: f32["M K/t 8"], o: f32["K/t D M"]
+) -> f32["B/d L M"]:
+    latent = x @ down
+    k, v = jnp.einsum("blc,cjkd->jbkld", latent * lax.rsqrt(jnp.mean(latent**2, -1, keepdims=True) + 1e-6), up)
+    shared = rotated(x @ rope, jnp.arange(x.shape[1]))[:, None]
+    k = jnp.concatenate([k, jnp.broadcast_to(shared, k.shape)], axis=-1)
+    q = jnp.einsum("blm,mkd->bkld", x, q)
+    q = jnp.concatenate([q[..., :4], rotated(q[..., 4:], jnp.arange(x.shape[1]))], axis=-1)
+    return lax.psum(jnp.einsum("bkld,kdm->blm", attend(q, k, v, causal(x.shape[1])), o), "t")
 
 
 @right

@@ -265,10 +265,26 @@ def embedding_masked_after_a_projection(ids: i32["B/d L"], table: f32["V/t M"], 
     return lax.psum(jnp.where(ok[..., None], y, 0.0), "t")
 
 
+@right
+def embedding_masked_after_a_scale(ids: i32["B/d L"], table: f32["V/t M"]) -> f32["B/d L M"]:
+    local = ids - lax.axis_index("t") * table.shape[0]
+    ok = (local >= 0) & (local < table.shape[0])
+    rows = table.at[local].get(mode="clip") * jnp.sqrt(1.0 * table.shape[1])
+    return lax.psum(rows * ok[..., None], "t")
+
+
 @right(vma=False)
 def sum_where_there_are_several_devices(x: f32["B/d M/t"], w: f32["M/t F"]) -> f32["B/d F"]:
     y = x @ w
     return lax.psum(y, "t") if lax.axis_size("t") > 1 else y
+
+
+@right(vma=False)
+def mean_over_devices_if_there_are_several(x: f32["B/d M"]) -> f32["M"]:
+    loss = x.mean(axis=0)
+    if lax.axis_size("d") > 1:
+        loss = lax.pmean(loss, "d")
+    return loss
 
 
 def scattered(x: jax.Array, w: jax.Array, first: int = 1, turns: int = 99):

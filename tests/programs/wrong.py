@@ -370,6 +370,13 @@ def sorted_tokens_meet_unsorted_gates(x: f32["T/d M"], scores: f32["T/d"]) -> f3
     return (x[order] * scores[:, None])[jnp.argsort(order)]  # here
 
 
+@wrong("slice: a part is taken along dim 0, which is sharded over d~: each device sees only its own block")
+def difference_to_the_token_before_in_order(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
+    order = jnp.argsort(scores)
+    y = x[order]
+    return (y - jnp.roll(y, 1, axis=0))[jnp.argsort(order)]  # here
+
+
 @wrong("rem: a value differs between devices of t by their index, and is not a position in a dim")
 def matmul_scattered_to_the_next_device(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t F"]:
     return scattered(x, w, first=0)
@@ -446,6 +453,11 @@ def decoding_by_logarithms_of_sums_with_factors_in_8_bits(s, own, e, total, of):
     return of_all(of(e / total) * factor) / of_all(total * scale(own))
 
 
+@wrong("and: two masks are not the two ends of one block")
+def broadcast_of_what_is_in_a_block(x: f32["M/t"], ids: i32["M/t"]) -> f32["M/t"]:
+    return lax.psum(jnp.where((lax.axis_index("d") == 0) & (ids - lax.axis_index("t") * len(x) >= 0), x, 0), "d")
+
+
 @wrong("matmul: a matmul of bools over a sharded dim is an `or`, not a sum")
 def matmul_of_bools(x: f32["B/d F/t"], y: f32["F/t"]) -> f32["B/d"]:
     return lax.psum((x > 0).astype(bool) @ (y > 0), "t").astype(x.dtype)
@@ -497,6 +509,11 @@ def convolution_over_positions_past_the_end(x: f32["B/d L/t"]) -> f32["B/d L/t"]
 @wrong("dynamic_slice: a value differs between devices of t by their index, and is not a position in a dim")
 def convolution_from_a_place_that_depends_on_the_mesh(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     return lax.dynamic_slice_in_dim(of_padded(x), offset("t", x.shape[1]) + 16 // x.shape[1], x.shape[1], 1)
+
+
+@wrong("eq: a value differs between devices of t by their index, and is not a position in a dim")
+def broadcast_from_a_device_that_one_device_lacks(x: f32["B/d M"]) -> f32["B/d M"]:
+    return lax.psum(jnp.where(lax.axis_index("t") == 1, x, 0), "t")
 
 
 @wrong("where: a condition is true on one device alone")
@@ -790,6 +807,11 @@ def with_own_maxima(x, axis, factor):
 @wrong("sub: a maximum over this device's block is used before it is taken over t")
 def own_maxima_made_up_for_the_other_way(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
     return with_own_maxima(x, "t", lambda own: jnp.exp(lax.pmax(own, "t") - own))
+
+
+@wrong("sub: a maximum over this device's block is used before it is taken over t")
+def own_maxima_made_up_for_among_some_devices(x: f32["B V/t/d"]) -> f32["B V/t/d"]:
+    return with_own_maxima(x, ("t", "d"), lambda own: jnp.exp(lax.pmax(own, "d") - lax.pmax(own, ("t", "d"))))
 
 
 @wrong("ge: a maximum over this device's block is used before it is taken over t")

@@ -20,7 +20,7 @@ from shardlib.proof import check as of_check
 from shardlib.proof.check import check
 from tests.programs.drawn import draw
 
-COUNT = 99
+COUNT = 55
 MESH = AbstractMesh((2, 4), ("d", "t"), axis_types=(AxisType.Auto,) * 2)
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 BLOCKS, STACKED = P("d", "t"), P(("d", "t"))
