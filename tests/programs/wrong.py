@@ -282,6 +282,12 @@ def repeated_partial_sum_contracted(x: f32["4 F/t"], w: f32["F/t"], v: f32["L/t 
     return lax.psum(jnp.tensordot(y, v, 1), "t").sum(axis=0)  # here
 
 
+@wrong("conv_general_dilated: a number that depends on the mesh was multiplied into a value: it is 0.5", vma=False)
+def as_many_features_convolved_as_a_block_has(x: f32["L"], u: f32["8/t"]) -> f32["L"]:
+    n = u.shape[0]
+    return lax.conv(jnp.broadcast_to(x, (1, n, 16)), jnp.ones((1, n, 3)), (1,), "SAME")[0, 0]  # here
+
+
 @wrong("conv_general_dilated: conv_general_dilated of a partial sum over t: the sum of the", axes=("t",), vma=False)
 def partial_sums_convolved_with_sharded_features(x: f32["L F/t"], w: f32["F/t"], k: f32["8/t 3"]) -> f32["L"]:
     y = jnp.broadcast_to(x @ w, (1, k.shape[0], 16))
