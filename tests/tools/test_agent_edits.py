@@ -47,7 +47,7 @@ def check(checkout: Path, edit: Edit, with_fix: bool = False) -> dict:
     return found
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, edit in EDITS.items() if edit.check])
 def test_a_wrong_edit_is_rejected_at_its_line(checkout, name):
     edit = EDITS[name]
@@ -62,7 +62,7 @@ def test_a_wrong_edit_is_rejected_at_its_line(checkout, name):
         assert check(checkout, edit, with_fix=True)["verdict"] == "accepted"
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, edit in EDITS.items() if not edit.check])
 def test_a_right_edit_is_accepted_and_compared(checkout, name):
     edit = EDITS[name]

@@ -19,20 +19,13 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 NORM = "nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)"
 EDITS = {
-    "a comment": (NORM, f"{NORM}  # of each position"),
     "an activation": ("jax.nn.relu(up) ** 2", "jax.nn.silu(up)"),
-    "a sum that is left out": (
-        'x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)',
-        'x + shardops.shard("B/b L/c M -> B/b L/c/t M", out)',
-    ),
     "a value that depends on its shard": (
         "hidden = jax.nn.relu(up) ** 2",
         "scale = lambda up: up * (1 + jax.numpy.arange(up.shape[-1], dtype=up.dtype))\n"
         '        hidden = shardops.per_device("B/b L/c F/t", scale, jax.nn.relu(up) ** 2, reason="a planted bug")',
     ),
     "a parenthesis too many": (NORM, f"{NORM})"),
-    "a name that is not defined": ("class Model(Llama):", "class Model(Lama):"),
-    "a look ahead": (NORM, NORM.replace("rms_norm(x,", "rms_norm(jax.numpy.roll(x, -1, 1),")),
 }
 
 
@@ -76,11 +69,6 @@ def edited(project: Path, edit: str, *words: str) -> tuple[int, dict]:
         model.write_text(before)
 
 
-def test_a_comment_is_no_change(project):
-    status, found = edited(project, "a comment")
-    assert (status, found["verdict"], found["difference"]["same_program"]) == (0, "accepted", True)
-
-
 def test_an_activation_is_a_change_of_its_line(project):
     status, found = edited(project, "an activation")
     line = (project / "my_model.py").read_text().partition("jax.nn.relu")[0].count("\n") + 1
@@ -94,34 +82,19 @@ def test_an_activation_is_a_change_of_its_line(project):
     assert [each["name"] for each in found["checks"]] == ["types", "mesh", "causality", "compiled"]
 
 
-@pytest.mark.parametrize(("edit", "name"), [("a sum that is left out", "types"), ("a look ahead", "causality")])
-def test_a_wrong_edit_is_rejected_at_its_line(project, edit, name):
-    status, found = edited(project, edit, "mesh.t=1", "mesh.d=4") if name == "causality" else edited(project, edit)
-    assert (status, found["verdict"], found["checks"][-1]["name"]) == (1, "rejected", name)
-    line = (project / "my_model.py").read_text().partition(EDITS[edit][0])[0].count("\n") + 1
-    assert found["place"] == f"my_model.py:{line}"
-    assert found["problem"]
-    assert found["certain"] == (name == "types")
-
-
-@pytest.mark.parametrize("edit", ["a parenthesis too many", "a name that is not defined"])
-def test_a_module_that_python_cannot_import_is_rejected_at_its_line(project, edit):
-    status, found = edited(project, edit)
-    line = (project / "my_model.py").read_text().partition(EDITS[edit][0])[0].count("\n") + 1
+def test_a_module_that_python_cannot_import_is_rejected_at_its_line(project):
+    status, found = edited(project, "a parenthesis too many")
+    line = (project / "my_model.py").read_text().partition(NORM)[0].count("\n") + 1
     assert (status, found["verdict"], found["place"]) == (1, "rejected", f"my_model.py:{line}")
-    assert found["problem"].startswith(("SyntaxError: ", "NameError: "))
+    assert found["problem"].startswith("SyntaxError: ")
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("def make_training_step(", "def make_training_step(("), ("import jax\n", "import jax\nimport nowhere\n")],
-)
-def test_a_fork_that_python_cannot_import_is_rejected_at_its_line(project, tmp_path, old, new):
+def test_a_fork_that_python_cannot_import_is_rejected_at_its_line(project, tmp_path):
     fork = Path(shutil.copytree(project, tmp_path / "fork")) / "train.py"
-    fork.write_text((ROOT / "train.py").read_text().replace(old, new, 1))
+    fork.write_text((ROOT / "train.py").read_text().replace("import jax\n", "import jax\nimport nowhere\n", 1))
     status, text = check(fork.parent, "check.against=null", "check.output=json")
     found = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
-    line = fork.read_text().partition(new.strip().rpartition("\n")[2])[0].count("\n") + 1
+    line = fork.read_text().partition("import nowhere")[0].count("\n") + 1
     assert (status, found["verdict"], found["place"]) == (1, "rejected", f"train.py:{line}")
 
 
@@ -182,16 +155,15 @@ def test_the_compiled_step_is_as_written(project):
 
 
 def test_what_it_cannot_check(project):
-    assert check(project, "check.against=nowhere")[0] == 2
     assert check(project, "model.layrs=3")[0] == 2
-    _, text = check(project, "check.against=nowhere")
+    status, text = check(project, "check.against=nowhere")
+    assert status == 2
     assert "check.against is 'nowhere', neither a directory nor a commit" in text
 
 
 def test_the_screen_has_80_columns(project):
-    status, text = check(project, "check.numeric=true", "check.scales=true")
+    status, text = check(project, "check.scales=true")
     assert status == 0
-    assert "numeric    ok " in text
     assert ["weight", "mean", "std", "rate", "epsilon", "decay", "update"] in map(str.split, text.splitlines())
     assert "  program  no change" in text
     assert max(map(len, text.splitlines())) <= 80

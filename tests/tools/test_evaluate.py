@@ -25,7 +25,6 @@ from shardwright.data.loader import DataConfig
 from shardwright.data.text.tokenizers import open_tokenizer
 from shardwright.modeling.model import load_model
 from shardwright.models import moe
-from shardwright.run.opening import trusted_options
 from shardwright.settings.program import refusal
 from shardwright.tools import checkpoint_to_huggingface, huggingface_to_checkpoint
 from shardwright.tools.evaluate import MeshChoice, OpenRun, Settings, StepChoice, evaluate
@@ -83,35 +82,15 @@ def read(path):
 # ---- the run's own validation ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_options_of_xla_that_are_texts_need_trust(run, tmp_path):
-    """Such as a directory that XLA writes into, or takes its assembler from."""
-    lines = []
-    opened = OpenRun(Settings(run=str(run)))
-    opened.config.hardware.compiler_options = {"xla_dump_to": str(tmp_path), "xla_cpu_use_fusion_emitters": False}
-    assert trusted_options(opened.config, opened.config.trust, lines.append) == {"xla_cpu_use_fusion_emitters": False}
-    assert "the run's option xla_dump_to is ignored; give trust=true to use it" in lines[0]
-    opened.config.trust = True
-    assert len(trusted_options(opened.config, opened.config.trust, lines.append)) == 2
-
-
 def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):
-    for event, step in zip(logged(run), (2, 4), strict=True):
-        found = evaluated(run, step=step)
-        assert (found["loss"], found["tokens"]) == (event["loss"], event["targets"])
-
-
-def test_the_bytes_are_those_of_the_tokens_evaluated(run):
-    """Not of the whole split, of which the validation reads a part."""
+    """Bytes are those of the tokens evaluated, not of the whole split, of which the validation reads a part."""
+    found, event = evaluated(run), logged(run)[1]
+    assert (found["loss"], found["tokens"]) == (event["loss"], event["targets"])
     ids = open_tokenizer("bytes", end_token="</s>").encode(TEXTS).ids[: 3 * tiny.BATCH * SEQ_LEN]
-    found = evaluated(run)
     assert found["tokens"] == ids.size
     assert found["bytes"] == (ids > 1).sum()
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * ids.size / math.log(2) / found["bytes"])
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-
-
-def test_fewer_batches(run):
     assert evaluated(run, batches=1)["tokens"] == tiny.BATCH * SEQ_LEN
 
 
@@ -131,41 +110,25 @@ def test_a_run_with_stages(tmp_path):
     assert found["tokens"] == event["targets"] == 2 * tiny.BATCH * tiny.LENGTH
 
 
-@pytest.fixture(scope="module")
-def wide_run(run):
-    """Two steps of experts on the mesh e=2 c=2 t=2, with a ring."""
+@pytest.mark.slow
+def test_a_run_on_a_mesh_of_e_and_c_is_evaluated_there(run, file):
+    """To the bit, elsewhere but for rounding; so are documents of lengths that no ring divides."""
     sizes = {"vocab": 320, "d_model": 32, "layers": 1, "n_kv": 4, "n_q_per_kv": 2, "d_head": 8, "d_ff": 24}
     model = moe.ModelConfig(**sizes, experts=8, experts_per_token=2, capacity_factor=1.0)
     c = tiny.config(model, eval_batches=2, context="ring")
     c.training = dataclasses.replace(c.training, seq_len=SEQ_LEN, steps=2)
     c.data, c.mesh = DataConfig(filespec=f"{run.parent}/data.zarr"), MeshConfig(d=1, e=2, c=2, t=2)
+    wide = run.parent / "wide"
     with jax.set_mesh(tiny.mesh("e=2 c=2 t=2")):
-        train.train(c, load_model(c.model), run.parent / "wide")
-    return run.parent / "wide"
-
-
-@pytest.mark.slow
-def test_a_run_on_a_mesh_of_e_and_c_is_evaluated_there(wide_run):
-    """To the bit, and on another one but for rounding."""
-    (event,), found = logged(wide_run), evaluated(wide_run)
+        train.train(c, load_model(c.model), wide)
+    (event,), found = logged(wide), evaluated(wide)
     assert found["mesh"] == {"r": 1, "d": 1, "e": 2, "c": 2, "t": 2}
     assert (found["loss"], found["tokens"]) == (event["loss"], event["targets"])
-    elsewhere = evaluated(wide_run, mesh=StepChoice(d=1, c=8))
+    elsewhere = evaluated(wide, mesh=StepChoice(d=1, c=8))
     assert elsewhere["mesh"] == {"r": 1, "d": 1, "c": 8, "t": 1}
     assert elsewhere["loss"] == pytest.approx(event["loss"], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_documents_have_the_same_losses_on_a_mesh_of_e_and_c(wide_run, file):
-    """Of any length, which a ring of four devices does not divide."""
-    expected = evaluated(wide_run, **file, mesh=StepChoice(d=8))["loss"]
-    for mesh in (StepChoice(), StepChoice(d=2, c=4)):
-        assert evaluated(wide_run, **file, mesh=mesh)["loss"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_tasks_have_a_mesh_of_r_d_and_t(wide_run):
-    with pytest.raises(ValueError, match=r"mesh\.c=8: tasks, which may sample, have a mesh of r, d and t"):
-        evaluated(wide_run, tasks=["choices"], mesh=StepChoice(d=1, c=8))
+    expected = evaluated(wide, **file, mesh=StepChoice(d=8))["loss"]
+    assert evaluated(wide, **file, mesh=StepChoice(d=2, c=4))["loss"] == pytest.approx(expected, rel=1e-6)
 
 
 # ---- documents ------------------------------------------------------------------------------------------------------
@@ -209,12 +172,11 @@ def cut(ids):
     return [[0, *ids[i : i + SEQ_LEN]] for i in range(0, len(ids), SEQ_LEN)]
 
 
-@pytest.mark.parametrize("mesh", [MeshChoice(), MeshChoice(d=4, t=2)])
-def test_each_document_has_the_loss_that_transformers_computes(run, theirs, file, mesh, tmp_path):
+def test_each_document_has_the_loss_that_transformers_computes(run, theirs, file, tmp_path):
     """One without text is left out, and counted in the index."""
     _, losses = theirs
     out = tmp_path / "losses.jsonl"
-    found = evaluated(run, **file, out=str(out), mesh=mesh)
+    found = evaluated(run, **file, out=str(out), mesh=MeshChoice(d=4, t=2))
     *lines, total = read(out)
     assert total == found
     assert [line["index"] for line in lines] == list(range(1, len(TEXTS) + 1))
@@ -352,12 +314,12 @@ def test_the_command(run, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"run": "nowhere"}, r"no complete checkpoint in nowhere/checkpoints. Give the directory of a run"),
-        ({"step": 3}, r"no complete checkpoint of step 3"),
-        ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
         ({"data": "a", "tasks": ["b"]}, r"give one of data and tasks; data and tasks is given"),
         ({"data": "nowhere.jsonl"}, r"No text file matches 'nowhere.jsonl'"),
-        ({"data": "data.zarr"}, r"data.zarr"),
+        (
+            {"tasks": ["choices"], "mesh": StepChoice(d=1, c=8)},
+            r"mesh\.c=8: tasks, which may sample, have a mesh of r, d and t",
+        ),
     ],
 )
 def test_what_a_user_can_get_wrong(run, settings, message):

@@ -14,25 +14,16 @@ from shardwright.tools.report.screen import print_table
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_table_that_is_too_wide_has_its_names_and_all_digits():
-    numbers = [f"0.0{i}23 – 0.0{i}56" for i in range(1, 7)]
-    console = Console(file=io.StringIO(), width=80)
-    print_table(console, ["", *"abcdef"], [["layers.attention_norm", *numbers]])
-    printed = "".join(console.file.getvalue().split())
-    columns = [line for line in console.file.getvalue().splitlines() if line.strip()]
-    assert all(len(line) <= 80 for line in columns)
-    assert all(part in printed for text in numbers for part in text.split())
-    assert columns[1].startswith("layers.attention_norm  ")
-
-
-def test_words_are_broken_only_if_they_do_not_fit():
+def test_words_of_a_wide_table_are_broken_only_if_they_do_not_fit():
     for count, is_whole in {8: True, 14: False}.items():
         words = [f"{i}.23456" for i in range(count)]
         console = Console(file=io.StringIO(), width=80)
         print_table(console, ["", *"abcdefghijklmn"[:count]], [["attention_norm", *words]])
-        lines = console.file.getvalue().splitlines()
+        lines = [line for line in console.file.getvalue().splitlines() if line.strip()]
         assert all(len(line) <= 80 for line in lines)
         assert all(any(word in line for line in lines) for word in words) == is_whole
+        assert lines[1].startswith("attention_norm ")
+        assert "…" not in console.file.getvalue()
 
 
 @pytest.mark.quick
@@ -63,16 +54,3 @@ def test_a_tool_whose_output_is_lost_says_so_in_one_line():
         streams = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
         done = subprocess.run([sys.executable, "-m", "tools.chip"], cwd=ROOT, env=env, timeout=200, **streams)
     assert (done.returncode, done.stderr) == (1, "Error: [Errno 28] No space left on device\n")
-
-
-@pytest.mark.long
-def test_a_run_goes_on_without_stdout(tmp_path):
-    settings = ["--config-name=local_test_synthetic", f"paths.root_working_dir={tmp_path}", "training.steps=2"]
-    command = [sys.executable, "-m", "train", *settings, "hardware.simulated_devices=8", "mesh.t=1"]
-    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([*command, "paths.model_name=x"], cwd=ROOT, env=env, stdout=full, timeout=200)
-    assert done.returncode == 0
-    assert (tmp_path / "x/checkpoints").is_dir()
-    tool = [sys.executable, "-m", "tools.report", f"run={tmp_path}/x"]
-    assert subprocess.run(tool, cwd=ROOT, env=env, stdout=subprocess.PIPE, timeout=200).returncode == 0

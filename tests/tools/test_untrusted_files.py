@@ -19,8 +19,10 @@ from shardwright.data.text import definitions
 from shardwright.data.text.tokenizers import open_tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import MEMORY, check_types, read_file, read_object, refused
 from shardwright.run.files import read_config
+from shardwright.run.opening import trusted_options
 from shardwright.tools import huggingface_to_checkpoint, inspect_data
 from shardwright.tools.generate import Settings, read_prompts
+from tests.support import tiny
 from tests.support.written_datasets import write
 
 QUIET = Console(file=io.StringIO())
@@ -196,6 +198,15 @@ def test_attributes_of_a_dataset_have_a_type(tmp_path, name, value):
             read(dataset)
         assert str(dataset) in str(error.value)
         assert "\n" not in str(error.value)
+
+
+def test_options_of_xla_that_are_texts_need_trust():
+    """Such as a directory that XLA writes into, or takes its assembler from."""
+    c, said = tiny.config(), []
+    c.hardware.compiler_options = {"xla_dump_to": "/tmp", "xla_cpu_use_fusion_emitters": False}
+    assert trusted_options(c, False, said.append) == {"xla_cpu_use_fusion_emitters": False}
+    assert "the run's option xla_dump_to is ignored; give trust=true to use it" in said[0]
+    assert len(trusted_options(c, True, said.append)) == 2
 
 
 class PanicException(BaseException):
