@@ -112,13 +112,12 @@ def end_of(*overrides: str) -> tuple[int, str, float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("i", [0, 1])
-def test_processes_that_do_not_come_are_missed(i):
+def test_processes_that_do_not_come_are_missed():
     address = f"127.0.0.1:{free_port()}"
-    who = [f"distributed.coordinator={address}", "distributed.count=2", f"distributed.id={i}"]
+    who = [f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=1"]
     code, errors, seconds = end_of(*who, "distributed.join_timeout=2")
     assert code == LOST.code
-    missed = f"Error: process {i} on {HOST}: not all processes found one another within 2 s (distributed.join_timeout)"
+    missed = f"Error: process 1 on {HOST}: not all processes found one another within 2 s (distributed.join_timeout)"
     assert f"{missed}. Check that process 0 runs and that all hosts reach it at {address}." in errors
     assert seconds < 30
 
@@ -176,20 +175,11 @@ def test_two_processes_train_as_one(tmp_path):
     assert "causality  not proved: for a test" in two.stdout(0)  # which both know, or one would wait for the other
 
 
-@pytest.mark.slow
-def test_two_processes_change_settings_as_one(tmp_path):
-    change = "training.changes=[{step: 3, training.batch_size: 16}]"
-    two, one = (Run(tmp_path / str(n), n, 4 // n, "training.steps=5", change).succeed() for n in (2, 1))
-    np.testing.assert_allclose(two.losses(), one.losses(), rtol=1e-5)
-    assert "after step 3: training.batch_size" in two.stdout(0)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("differs", "what"),
     [
         ("import sys; sys.argv.append('optimizer.learning_rate=0.5')", "optimizer"),
-        ("import jax; jax.nn.silu = jax.nn.gelu", "source (train.py and what it imports)"),
         ("import sys; sys.argv.append(f'data.filespec={root}/another.zarr')", "dataset"),
     ],
 )
@@ -256,8 +246,7 @@ def check_it_goes_on(run: Run, count: int, unbroken) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("count", "lost"), [(2, 0), (4, 2)])
+@pytest.mark.parametrize(("sent", "count", "lost"), [(signal.SIGKILL, 2, 0), (signal.SIGSTOP, 4, 2)])
 def test_a_process_that_dies_or_is_stopped_ends_the_others(count, lost, sent, unbroken, tmp_path):
     """JAX aborts them, unless a collective fails before."""
     run = Run(tmp_path, count, 2, "training.steps=4000", "training.checkpoint_interval=5", *LIMITS)
@@ -323,15 +312,13 @@ def test_a_process_stuck_in_its_loader_or_broken_ends_the_others(problem, code, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("receivers", "sent"), [([1], signal.SIGTERM), ([0], signal.SIGINT), ([0, 1], signal.SIGTERM)])
-def test_a_signal_to_any_process_saves_and_stops_all(receivers, sent, unbroken, tmp_path):
+def test_a_signal_to_any_process_saves_and_stops_all(unbroken, tmp_path):
     overrides = ["training.checkpoint_interval=1000", *LIMITS]
     run = Run(tmp_path, 2, 2, "training.steps=4000", *overrides)
     run.wait_for_step(4)
-    for i in receivers:
-        run.processes[i].send_signal(sent)
+    run.processes[1].send_signal(signal.SIGTERM)
     assert run.wait(60) == [STOPPED.code] * 2, run.stderr(0)
-    stopped = re.search(rf"{sent.name}: stopped and saved after (\d+) steps of 4000.", run.stdout(0))
+    stopped = re.search(r"SIGTERM: stopped and saved after (\d+) steps of 4000.", run.stdout(0))
     assert stopped
     done = int(stopped[1])
     assert len(run.losses()) == done

@@ -19,10 +19,9 @@ def test_words_of_a_wide_table_are_broken_only_if_they_do_not_fit():
         words = [f"{i}.23456" for i in range(count)]
         console = Console(file=io.StringIO(), width=80)
         print_table(console, ["", *"abcdefghijklmn"[:count]], [["attention_norm", *words]])
-        lines = [line for line in console.file.getvalue().splitlines() if line.strip()]
+        lines = console.file.getvalue().splitlines()
         assert all(len(line) <= 80 for line in lines)
         assert all(any(word in line for line in lines) for word in words) == is_whole
-        assert lines[1].startswith("attention_norm ")
         assert "…" not in console.file.getvalue()
 
 

@@ -2,12 +2,8 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -177,50 +173,3 @@ def test_shards_of_a_dataset_on_the_hub_need_its_revision():
     with pytest.raises(ValueError, match=r"^dataset=c4 may change .* Give dataset_revision=<commit or tag>\.$"):
         tool.check_shards(hub, "train", 7)
     tool.check_shards(dataclasses.replace(hub, dataset_revision="607bd4c8"), "train", 7)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "block"), [("ray", 1), ("distributed", 2)])
-def test_the_jobs_of_an_engine(tmp_path, files, engine, block, monkeypatch):
-    """The page's program, on a local cluster of two processes; each job is killed once, and run again."""
-    pytest.importorskip(engine, reason=f"{engine} is not installed")
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/data.md").read_text(), re.DOTALL | re.MULTILINE)
-    code = blocks[0] + blocks[block]
-
-    def kill_once(shard):
-        if not (path := tmp_path / f"killed_{shard}").exists():
-            path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    for old, new in (
-        ("/shared/books/*.jsonl", f"{tmp_path}/*.jsonl"),
-        ("/shared/books.zarr", f"{tmp_path}/d"),
-        ("num_shards=1000", f"num_shards={N}, max_bad_rows=2"),
-        ("def job(shard):\n", "def job(shard):\n    kill_once(shard)\n"),
-        [
-            ("ray.init()", "ray.init(num_cpus=2, include_dashboard=False)"),
-            ('Client("tcp://scheduler:8786")', "Client(n_workers=2, threads_per_worker=1, dashboard_address=None)"),
-        ][block - 1],
-    ):
-        assert old in code
-        code = code.replace(old, new)
-    exec(code, {"__name__": "__main__", "kill_once": kill_once})
-    assert len([*tmp_path.glob("killed_*")]) == N
-    one = dataclasses.replace(tool.Settings(out=f"{tmp_path}/one", validation=None), max_bad_rows=2)
-    tool.run(dataclasses.replace(one, train=SplitConfig(files=[f"{tmp_path}/*.jsonl"])))
-    assert tree(tmp_path / "d") == tree(tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_the_jobs_of_submitit(tmp_path, files):
-    """The page's command, with the launcher that starts its jobs on this machine in place of Slurm."""
-    reason = "hydra-submitit-launcher is not installed: pip install -e '.[slurm]'"
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason=reason)
-    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "validation=null", "max_bad_rows=2"]
-    command += [f"train.files=[{tmp_path}/*.jsonl]"]
-    jobs = ["--multirun", "hydra/launcher=submitit_local", f"shard=range(0,{N})"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    for more in ([f"num_shards={N}", *jobs], [f"num_shards={N}"]):
-        subprocess.run([*command, "out=d", *more], cwd=tmp_path, env=env, check=True)
-    subprocess.run([*command, "out=one"], cwd=tmp_path, env=env, check=True)
-    assert tree(tmp_path / "d") == tree(tmp_path / "one")
