@@ -124,16 +124,6 @@ def test_averages_against_a_loop():
     np.testing.assert_allclose(averaged(losses), expected, rtol=1e-12)
 
 
-def test_only_what_differs_is_a_column(tmp_path):
-    write(tmp_path / "a", learning_rate=0.001, t=1)
-    write(tmp_path / "b", learning_rate=0.003, t=2)
-    c = compared(tmp_path)
-    assert c.differing == ["optimizer.learning_rate", "mesh.t"]
-    assert c.metrics == ["loss", "tokens/s", "MFU", "steps", "tokens", "time"]
-    head = printed(run=str(tmp_path), output=str(tmp_path / "o.html")).splitlines()[0]
-    assert head.split() == ["#", "learning_rate", "mesh.t", *c.metrics]
-
-
 @pytest.mark.parametrize(("sort", "order"), [("loss", "bca"), ("tokens/s", "acb"), ("time", "acb"), ("run", "abc")])
 def test_sorted_best_first_and_unknown_last(tmp_path, sort, order):
     write(tmp_path / "a", [3.0] * 4, 0.1, learning_rate=0.1)

@@ -80,10 +80,10 @@ def test_the_newest_files_are_shown(run):
     assert shown(run)["facts"][2][1] == "0 B"
 
 
-@pytest.mark.parametrize("lacking", ["what", "axes", "bytes", "flops"])
-def test_a_plan_with_less_of_an_operation_or_an_odd_mesh_is_shown(run, lacking):
+def test_a_plan_with_less_of_an_operation_or_an_odd_mesh_is_shown(run):
     plan = json.loads((run / "plan.json").read_text()) | {"mesh": {"d": 0, "t": -2}}
-    plan["work"] = [{name: value for name, value in op.items() if name != lacking} for op in plan["work"]]
+    lacking = ("what", "axes", "bytes", "flops")
+    plan["work"] = [{name: value for name, value in op.items() if name not in lacking} for op in plan["work"]]
     (run / "plan.json").write_text(json.dumps(plan))
     found = shown(run)
     assert found["problems"] == []
@@ -118,8 +118,6 @@ TIME = {"line": "a", "text": "", "seconds": 1, "share": 7, "collective": 0, "exp
     [
         (f"{HLO}.json", {"mesh": {"d": -1}}, "a number in it is out of range"),
         (f"{HLO}.json", {"rows": [[]]}, "rows is []; it must be an object"),
-        (LINES, {"steps": float("nan")}, "steps is nan; it must be a whole number"),
-        (LINES, {"lines": {"x": 1}}, "it must be a list"),
         (LINES, {"lines": [TIME]}, "a number of the profile is out of range"),
     ],
 )
@@ -133,8 +131,9 @@ def test_odd_values_give_a_line_and_the_rest_of_the_page(run, name, changes, pro
     assert Path(name).name in html(run)
 
 
-@pytest.mark.parametrize("damage", ["deep", "long", "pipe", "link"])
-@pytest.mark.parametrize("name", [f"{HLO}.json", LINES])
+@pytest.mark.parametrize(
+    ("name", "damage"), [(f"{HLO}.json", "deep"), (LINES, "long"), (f"{HLO}.json", "pipe"), (LINES, "link")]
+)
 def test_damaged_files_leave_the_rest_of_the_page(run, name, damage):
     content = (run / name).read_bytes()
     (run / name).unlink()
