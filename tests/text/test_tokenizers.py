@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 def texts():
     with lzma.open(ROOT / "shardwright/shipped/austen_validation.jsonl.xz") as lines:
         chapters = [json.loads(line)["text"] for line in lines]
-    return [*PROBES, *(chapter[i : i + 1500] for chapter in chapters[:8] for i in range(0, 9000, 1500))]
+    return [*PROBES, *(chapter[i : i + 1500] for chapter in chapters[:4] for i in range(0, 6000, 1500))]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,14 @@ def split(encoded):
     return [part.tolist() for part in np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])]
 
 
-@pytest.mark.parametrize("end_token", [None, "<|end|>"])
-def test_the_ids_are_those_of_tokenizers(texts, bpe, end_token):
+def test_the_ids_are_those_of_tokenizers(texts, bpe):
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = Tokenizer(bpe, end_token=end_token)
+    tokenizer = Tokenizer(bpe, end_token="<|end|>")
     assert tokenizer.vocab_size == 2000
     oracle = tokenizers.Tokenizer.from_str(bpe)
     oracle.encode_special_tokens = True
     encoded = pickle.loads(pickle.dumps(tokenizer)).encode(texts)
-    assert split(encoded) == [oracle.encode(text).ids + [1] * (end_token is not None) for text in texts]
+    assert split(encoded) == [[*oracle.encode(text).ids, 1] for text in texts]
 
 
 def test_another_format_is_converted_by_transformers(tmp_path, texts):
@@ -118,7 +117,7 @@ def test_gigatoken_and_characters_that_it_takes_for_others(normalizer, assigned,
     trained = definitions.train_bpe([*texts, *(f"!!{c}!! " * 9 for c in newer)], 2000)
     tokenizer = Tokenizer(json.dumps(json.loads(trained) | {"normalizer": normalizer}))
     assert fast_encoder(tokenizer, 0) is not None
-    every = [*newer, *(chr(i) for i in range(128, 0x110000, 509) if not 0xD800 <= i < 0xE000)]
+    every = [*newer, *(chr(i) for i in range(128, 0x110000, 2039) if not 0xD800 <= i < 0xE000)]
     documents = [f"a!!{c}!!{c}a 1{c}" for c in every] + ["e\u0301 <\u0338 \u1100\u1161"]
     expected = [ids.tolist() for ids in tokenizer._by_definition(documents)]
     assert split(tokenizer.encode(documents)) == expected
@@ -235,10 +234,9 @@ def test_possessive_counts_split_as_in_tiktoken(pattern):
         assert translated.encode(text).ids == encoding.encode_ordinary(text)
 
 
-@pytest.mark.parametrize("run", [" ", "\n"])
-def test_a_long_run_of_spaces_on_which_tiktoken_overflows(run):
+def test_a_long_run_of_spaces_on_which_tiktoken_overflows():
     """The tokens are as in a shorter run, of which tiktoken tells them: two for each pair, and the text comes back."""
-    tiktoken = pytest.importorskip("tiktoken")
+    tiktoken, run = pytest.importorskip("tiktoken"), "\n"
     ranks = {bytes([i]): i for i in range(256)} | {run.encode() * 2: 256}
     pattern = r"\p{L}+|[^\s\p{L}]+|\s+(?!\S)|\s"
     encoding = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -290,15 +288,6 @@ def test_truncation_and_padding_of_a_tokenizer_are_ignored(bpe, texts):
     changed.enable_truncation(3)
     changed.enable_padding(length=64)
     assert split(Tokenizer(changed.to_str()).encode(texts)) == split(Tokenizer(bpe).encode(texts))
-
-
-def test_special_tokens_in_text_are_text(bpe):
-    texts = ["<|end|>", "a<|begin|>b", "</s>"]
-    tokenizer = Tokenizer(bpe, end_token="<|end|>")
-    for ids, text in zip(split(tokenizer.encode(texts)), texts, strict=True):
-        assert ids[-1] == 1
-        assert min(ids[:-1]) > 1
-        assert load_definition(bpe).decode(ids[:-1]) == text
 
 
 def test_a_damaged_definition(tmp_path, bpe):
