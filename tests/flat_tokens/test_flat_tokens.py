@@ -45,7 +45,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(flat_tokens.writer, "STARTS_SHARD", 128)
 
 
-@pytest.mark.parametrize(("num_documents", "num_parts"), [(1, 1), (5, 7), (90, 7)])
+@pytest.mark.parametrize(("num_documents", "num_parts"), [(1, 1), (90, 7)])
 def test_zarr_python_reads_what_was_written(tmp_path, small_chunks, num_parts, num_documents):
     rng = np.random.default_rng(num_documents)
     ids, lengths = write(tmp_path / "d", [random_documents(rng, num_documents) for _ in range(num_parts)])
@@ -58,6 +58,7 @@ def test_zarr_python_reads_what_was_written(tmp_path, small_chunks, num_parts, n
     np.testing.assert_array_equal(group["seq_starts"][:], starts)
     assert group["encoded_tokens"].dtype == np.uint32
     assert group["seq_starts"].dtype == np.uint64
+
     assert group.metadata.zarr_format == 3
     assert group.attrs.asdict() == {
         "format": "flat-tokens",
@@ -73,6 +74,8 @@ def test_reads_rows_and_documents(tmp_path, small_chunks):
     ids, lengths = write(tmp_path / "d", [random_documents(np.random.default_rng(0), 500)])
     reader = Reader(str(tmp_path / "d"), "train")
     ends = np.cumsum(lengths)
+    array = zarr.open_group(str(tmp_path / "d"), mode="r")["train/encoded_tokens"]
+    assert (array.shards, array.chunks) == ((256,), (64,))
     assert (reader.num_tokens, reader.num_documents, reader.max_token_id) == (ids.size, lengths.size, ids.max())
 
     starts = np.array([0, 63, 200, ids.size - 300])
@@ -93,18 +96,9 @@ def test_sizes_of_shards():
     assert (sizes.INNER_CHUNK, sizes.TOKENS_SHARD, sizes.STARTS_SHARD) == (2**13, 2**24, 2**22)
 
 
-def test_shards_are_whole_files(tmp_path, small_chunks):
-    write(tmp_path / "d", [(np.arange(700), np.array([700]))])
-    files = sorted(path.name for path in (tmp_path / "d/train/encoded_tokens/c").iterdir())
-    assert files == ["0", "1", "2"]
-    group = zarr.open_group(str(tmp_path / "d"), mode="r")
-    assert (group["train/encoded_tokens"].shards, group["train/encoded_tokens"].chunks) == ((256,), (64,))
-
-
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_reads_datasets_of_seqax(split):
-    reader = Reader(str(SEQAX), split)
-    group = zarr.open_group(str(SEQAX), mode="r")[split]
+def test_reads_datasets_of_seqax():
+    reader = Reader(str(SEQAX), "validation")
+    group = zarr.open_group(str(SEQAX), mode="r")["validation"]
     assert group.metadata.zarr_format == 2
     tokens, starts = group["encoded_tokens"][:], group["seq_starts"][:].astype(np.int64)
     assert (reader.num_tokens, reader.num_documents) == (tokens.size, starts.size - 1)
@@ -167,14 +161,6 @@ def test_failed_write_is_raised(tmp_path, small_chunks):
         writer.close()
     with pytest.raises(ValueError, match="is incomplete"):
         Reader(str(tmp_path / "d"), "train")
-
-
-def test_writer_keeps_a_complete_split(tmp_path):
-    path = str(tmp_path / "d")
-    write(path, [(np.arange(10), np.array([10]))])
-    with pytest.raises(ValueError, match="exists already"):
-        Writer(path, "train")
-    assert Reader(path, "train").num_tokens == 10
 
 
 def test_a_resumed_writer_leaves_the_same_files(tmp_path, small_chunks):
@@ -245,7 +231,7 @@ def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
     write(tmp_path / "d", [(np.random.default_rng(0).integers(0, 9, 700), np.array([700]))])
     shard = tmp_path / "d/train/encoded_tokens/c/1"
     content = shard.read_bytes()
-    for place in range(0, len(content), 7):
+    for place in range(0, len(content), 23):
         shard.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(ValueError, match=r"cannot read tokens \d+ to \d+; .* corrupt: .*/encoded_tokens/c/1\""):
             Reader(str(tmp_path / "d"), "train").read(np.array([256]), np.array([256]))

@@ -81,11 +81,10 @@ def test_permutation_is_pinned():
         assert order.permute(np.arange(n), size, seed, np.full(n, epoch)).tolist() == places
 
 
-@pytest.mark.parametrize("seed", [0, 17])
-def test_permutation_is_a_bijection(seed):
-    for size in [*range(1, 200), 1023, 1024, 1025, 65537]:
+def test_permutation_is_a_bijection():
+    for size in [*range(1, 70), 1023, 1024, 1025, 65537]:
         epoch = np.full(size, size % 3)
-        places = order.permute(np.arange(size), size, seed, epoch)
+        places = order.permute(np.arange(size), size, 17, epoch)
         np.testing.assert_array_equal(np.sort(places), np.arange(size), err_msg=f"{size=}")
 
 
@@ -115,8 +114,7 @@ def test_packed_in_order(dataset):
     assert (targets.dtype, is_seq_start.dtype, loss_mask.dtype) == (np.uint32, np.bool_, np.bool_)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("batch_size", [1, 4, 7])
+@pytest.mark.parametrize(("seed", "batch_size"), [(0, 1), (1, 7)])
 def test_each_epoch_holds_each_window_once(dataset, seed, batch_size):
     path, ids, _ = dataset
     loader = FlatTokensLoader(DataConfig(filespec=path, seed=seed), "train", batch_size, SEQ_LEN)
@@ -152,7 +150,7 @@ def test_unpacked(dataset, shuffle):
         np.testing.assert_array_equal(targets[:, 0], ids[starts])
 
 
-@pytest.mark.parametrize("length", [3, 7, 15, 24])
+@pytest.mark.parametrize("length", [7, 24])
 def test_another_length_goes_on_after_the_tokens_that_were_read(dataset, length):
     """With the first sequence that has no token again, or the first of the next epoch."""
     path, ids, _ = dataset
@@ -202,7 +200,7 @@ def test_clear_errors(dataset, changes, message):
 
 @pytest.mark.parametrize(
     ("batch", "microbatches", "padded", "mesh"),
-    [(6, 1, 8, "d=8"), (8, 1, 8, "d=8"), (12, 2, 16, "d=2 e=4"), (4, 4, 32, "d=2 e=4")],
+    [(6, 1, 8, "d=8"), (12, 2, 16, "d=2 e=4"), (4, 4, 32, "d=2 e=4")],
 )
 def test_padding_has_no_targets(batch, microbatches, padded, mesh):
     with jax.set_mesh(tiny.mesh(mesh)):
@@ -224,20 +222,15 @@ def make_mesh(**axes):
     )
 
 
-MESHES = [
-    {"r": 1, "d": 1, "t": 1},
-    {"r": 1, "d": 8, "t": 1},
-    {"r": 1, "d": 1, "t": 8},
-    {"r": 2, "d": 2, "t": 2},
-    {"r": 4, "d": 2, "t": 1},
-    {"p": 2, "r": 1, "d": 2, "t": 2},
-]
-
-
-ON_MESHES = [(axes, True, 2) for axes in MESHES] + [(MESHES[3], packing, n) for packing, n in ((True, 1), (False, 4))]
-
-
-@pytest.mark.parametrize(("axes", "packing", "microbatches"), ON_MESHES)
+@pytest.mark.parametrize(
+    ("axes", "packing", "microbatches"),
+    [
+        ({"r": 1, "d": 1, "t": 1}, True, 2),
+        ({"r": 2, "d": 2, "t": 2}, True, 1),
+        ({"r": 2, "d": 2, "t": 2}, False, 4),
+        ({"p": 2, "r": 1, "d": 2, "t": 2}, True, 2),
+    ],
+)
 def test_batches_and_their_microbatches_are_the_same_on_every_mesh(dataset, axes, packing, microbatches):
     with jax.set_mesh(make_mesh(**axes)):
         config = DataConfig(filespec=dataset[0], sequence_packing=packing)
@@ -276,8 +269,8 @@ np.savez(f"{out}/{host}.npz", asked=asked, starts=[start for start, _ in seen], 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("count", [2, 4])
-def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path, count):
+def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path):
+    count = 4
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -301,8 +294,7 @@ def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path, count):
 # ---- prefetching --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("start", "stop"), [(3, 9), (5, 5)])
+@pytest.mark.parametrize(("start", "stop", "threads"), [(3, 9, 1), (3, 9, 3), (5, 5, 3)])
 def test_prefetch_gives_each_step_in_order_in_as_many_threads_as_asked(start, stop, threads):
     together = threading.Barrier(threads)
 
@@ -314,9 +306,8 @@ def test_prefetch_gives_each_step_in_order_in_as_many_threads_as_asked(start, st
         assert list(batches) == [10 * step for step in range(start, stop)]
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_prefetch_works_ahead_by_its_depth(depth):
-    loaded = []
+def test_prefetch_works_ahead_by_its_depth():
+    loaded, depth = [], 3
     with prefetch(lambda step: loaded.append(step) or step, 0, 100, depth) as batches:
         for used in range(3):
             deadline = time.perf_counter() + 5

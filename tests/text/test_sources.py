@@ -203,7 +203,6 @@ BROKEN = "is corrupt or cannot be read: .* Download or write it again|Cannot rea
         ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is int, not text"),
         ("a.jsonl", b'{"text": "\xff"}\n', "line 1: it is not UTF-8: byte 0xff at position 10"),
         ("a.jsonl", b'{"text": "a\\ud800b"}\n', "line 1: 'text' has half of a surrogate pair at character 1"),
-
         ("a.jsonl", b'{"text": "a"}\n{"text": "b', "is corrupt or cannot be read: .*a.jsonl, at line 2: Unterminated"),
         ("a.csv", b"text,n\na,1\nb\n", "a.csv, line 3: it has 1 fields, not 2"),
         ("a.csv", b'text,n\na,1\n"b,2\n', "is corrupt or cannot be read: .*a.csv, at line 2: unexpected end of data"),
@@ -211,7 +210,6 @@ BROKEN = "is corrupt or cannot be read: .* Download or write it again|Cannot rea
         ("a.arrow", b"not what it says " * 30, BROKEN),
         ("a.json", b'[{"text": "a"} {"text": "b"}]', BROKEN),
         ("a.json", b'[{"text": ["a"]}]', "'text' is list, not text"),
-
         ("a.txt", "café".encode("latin-1"), "a.txt, document 0: it is not UTF-8: byte 0xe9 at position 3"),
         ("a.csv", "text\na\ncafé\n".encode("latin-1"), "a.csv, line 3: it is not UTF-8: byte 0xe9 at position 3"),
         ("a.json", '[{"text": "café"}]'.encode("latin-1"), "a.json, .*: it is not UTF-8: byte 0xe9 at position 14"),
