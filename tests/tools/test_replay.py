@@ -17,7 +17,6 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import make_loader
 from shardwright.modeling.model import load_model
-from shardwright.run.opening import StagesChoice
 from shardwright.run.stages import placement_of
 from shardwright.tools.replay import __main__ as program
 from shardwright.tools.replay.__main__ import Settings, compare_with_log, plain, replay
@@ -28,11 +27,6 @@ from tests.support.losses_of_runs import losses
 
 GARBAGE = 260
 """The document of the dataset with a spike that has tokens as no other."""
-MESHES = {
-    "d=4 t=2": MeshConfig(r=1, d=4, t=2),
-    "r=2 d=4": MeshConfig(r=2, d=4, t=1),
-    "p=2 d=2 t=2": MeshConfig(p=2, r=1, d=2, t=2),
-}
 
 
 def written(path, documents: int, garbage: int, length: int) -> str:
@@ -51,9 +45,9 @@ def dataset(tmp_path_factory) -> str:
     return written(tmp_path_factory.mktemp("data") / "documents.zarr", 64, 37, 12)
 
 
-def run(directory, dataset, mesh="d=4 t=2", steps=10, **changes):
+def run(directory, dataset, steps=10, **changes):
     c = tiny.config(tiny.model(layers=2), microbatches=2, eval_batches=0)
-    c.data.filespec, c.mesh = dataset, MESHES[mesh]
+    c.data.filespec, c.mesh = dataset, MeshConfig(r=1, d=4, t=2)
     c.training = dataclasses.replace(c.training, steps=steps, checkpoint_interval=4, keep_checkpoints=None)
     for name, value in changes.items():  # the seed is that of the data
         section = next(x for x in (c.optimizer, c.data, c.training, c.model) if hasattr(x, name))
@@ -79,9 +73,9 @@ def of_demo(tmp_path_factory, dataset):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 5, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 10])
 def test_a_step_is_equal_to_the_bit(of_demo, step):
-    """From the beginning, at a checkpoint, and after one."""
+    """From the beginning, and after a checkpoint."""
     found, text = replayed(of_demo, step=step, microscope=False)
     assert found["is_equal"] is True
     assert found["loss"] == losses(of_demo)[step - 1]
@@ -111,25 +105,12 @@ def test_the_result_is_json(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "options"), [("p=2 d=2 t=2", {}), ("r=2 d=4", {"microbatches": 1})])
-def test_it_is_on_other_meshes_too(tmp_path, dataset, mesh, options):
-    """With batches that are left out."""
-    options = {"skip_steps": [1, 5], **options}
-    directory = run(tmp_path / "run", dataset, mesh, **options)
-    found, _ = replayed(directory, step=10, microscope=False)
-    assert found["is_equal"] is True
-    elsewhere, _ = replayed(directory, step=10, mesh=StagesChoice(r=1, d=2, t=4), microscope=False)
-    assert elsewhere["loss"] == pytest.approx(found["loss"], rel=1e-5)
-
-
 @pytest.mark.long
 def test_batches_that_a_later_start_left_out_are_left_out(tmp_path, dataset):
     """Before the first checkpoint of that start."""
     run(tmp_path / "run", dataset, steps=6)
     directory = run(tmp_path / "run", dataset, steps=8, skip_steps=[6])
-    for step in (6, 8):
-        assert replayed(directory, step=step, microscope=False)[0]["is_equal"] is True
+    assert replayed(directory, step=8, microscope=False)[0]["is_equal"] is True
 
 
 @pytest.mark.slow
@@ -161,18 +142,12 @@ def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset
         assert x["ids"] == (group["encoded_tokens"][first : first + x["tokens"]] >> 1).tolist()
 
 
-@pytest.mark.long(every_case=True)
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("a", {"step": 11}, r"step is 11; .* has steps 1 to 10"),
-        ("a", {"step": 0}, r"step is 0; .* has steps 1 to 10"),
-        ("none", {"step": 1}, r"none/config.yaml cannot be read: .* no such file"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused(of_demo, name, settings, message):
-    with pytest.raises(ValueError, match=message):
-        replayed(of_demo.parent / name, **settings)
+@pytest.mark.long
+def test_what_cannot_be_replayed_is_refused(of_demo):
+    with pytest.raises(ValueError, match=r"step is 11; .* has steps 1 to 10"):
+        replayed(of_demo, step=11)
+    with pytest.raises(ValueError, match=r"none/config.yaml cannot be read: .* no such file"):
+        replayed(of_demo.parent / "none", step=1)
 
 
 # ---- a spike --------------------------------------------------------------------------------------------------------
@@ -194,9 +169,8 @@ def of_spike(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
-def test_the_document_of_a_spike_is_found(of_spike, metric):
-    directory, step = of_spike
+def test_the_document_of_a_spike_is_found(of_spike):
+    (directory, step), metric = of_spike, "loss"
     found, text = replayed(directory, step=step, bisect=metric)
     assert {x["document"] for x in found["documents"]} == {GARBAGE}, text
     before, after = (found[name][metric] for name in ("before", "after"))
@@ -207,16 +181,6 @@ def test_the_document_of_a_spike_is_found(of_spike, metric):
     assert f"{count} {which} the {metric} of step {step} jump" in text
 
 
-@pytest.mark.slow
-def test_a_batch_without_a_spike_has_no_culprit(of_spike):
-    directory, step = of_spike
-    found, text = replayed(directory, step=step - 1, bisect="loss")
-    assert found["after"] is None
-    usual = np.median([x["loss"] for x in lines_of(directory) if "event" not in x and x["step"] < step - 1][-16:])
-    assert found["before"]["loss"] <= usual
-    assert "loss did not jump" in text
-
-
 class TrainsDifferently(train.Llama):
     """In training its layers add nothing, as experts drop tokens there alone."""
 
@@ -225,8 +189,8 @@ class TrainsDifferently(train.Llama):
 
 
 def test_the_losses_of_documents_are_of_the_step_that_trained():
-    c = tiny.config(microbatches=2)
-    c.mesh = MESHES["d=4 t=2"]
+    c = tiny.config(tiny.model(layers=1), microbatches=2)
+    c.mesh = MeshConfig(r=1, d=4, t=2)
     model = TrainsDifferently(c.model)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         state, batch = tiny.state(c), tiny.place_batch(c)

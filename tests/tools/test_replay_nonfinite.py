@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from shardwright.cluster.devices import make_mesh
-from shardwright.data.loader import in_microbatches
 from shardwright.inspect.statistics.of_run import StepWithoutStages
 from shardwright.modeling.model import load_model
-from shardwright.run.opening import fresh_state
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright.tools.replay import nonfinite
 from shardwright.tools.replay.documents import _by_starts, on_host
 from tests.support import tiny
-from tests.support.recipes import SOURCE, line_of, module_of
+from tests.support.recipes import line_of
 
 pytestmark = pytest.mark.long
 
@@ -132,99 +130,3 @@ def test_the_document_is_named(told):
 def test_a_step_that_is_finite_has_no_origin(told):
     explain, _ = told
     assert explain("weights", "final_norm", lambda array: None) == []
-
-
-FAULTS = (  # the line before which it is put, the line, and what is named
-    ("q = save_for", "v = at(tokens, 50, v, jnp.log(-1 - jnp.abs(f(v))))", "v, layer 0 (log)"),
-    ("v = save_for", "q = at(tokens, 51, q, f(q) / jnp.zeros_like(q))", "q, layer 0 (div)"),
-    ("v = save_for", "k = at(tokens, 52, k, jnp.exp(1000 + jnp.abs(f(k))))", "k, layer 0 (exp)"),
-    (
-        'out = shardops.matmul("B/b L/c K/t Q D, K/t',
-        "attended = at(tokens, 53, attended, jnp.sqrt(-1 - jnp.square(f(attended))))",
-        "attended, layer 0 (sqrt)",
-    ),
-    (
-        'out = shardops.matmul("B/b L/c K/t Q D, K/t',
-        "attended = at(tokens, 54, attended, 3e38 * jnp.sign(attended))",
-        "out, layer 0 (dot_general)",
-    ),
-    (
-        'out = shardops.matmul("B/b L/c F/t, F/t M',
-        "hidden = at(tokens, 55, hidden, jnp.square(1e30 + f(hidden)))",
-        "hidden, layer 0 (square)",
-    ),
-    ("return x + shardops.psum_scatter(", "out = out + out", "out, layer 0 (add)"),
-    (
-        "hidden: act[",
-        "gate = gate + jnp.sqrt(at(tokens, 58, jnp.ones_like(gate), 0.0 * gate))",
-        "gate, layer 3, in the backward",
-    ),
-)
-"""Each is on at the tokens of a number alone, but what it computes elsewhere is not finite either, and masked."""
-HELPERS = """
-f = lax.stop_gradient
-
-
-def at(tokens, token, x, bad):
-    mask = jnp.expand_dims(tokens.ids == token, range(2, x.ndim))
-    return jnp.where(mask, bad, x)
-
-
-# ---- weights ---"""
-MOMENTS = (  # what is planted, and what is named
-    ("adam_nu", "layers/w_k", 1, -1.0, "change = unbiased_mu /", "updated change (sqrt)", "layers/w_k, layer 1"),
-    ("adam_mu", "layers/w_up", 2, 3e38, "unbiased_mu = mu", "unbiased_mu (div)", "layers/w_up, layer 2"),
-    ("adam_mu", "embed", None, -3e38, "unbiased_mu = mu", "unbiased_mu (div)", "embed"),
-)
-
-
-def with_faults(hidden: float) -> str:
-    """The source, where `hidden` makes terms of a partial sum that are finite, and not when they are doubled."""
-    source = SOURCE.replace("\n# ---- weights ---", HELPERS, 1)
-    places = [('out = shardops.matmul("B/b L/c F/t, F/t M', f"hidden = at(tokens, 57, hidden, {hidden:.3e})")]
-    places += [fault[:2] for fault in FAULTS]
-    for before, line in places:
-        before = f"        {before}"
-        assert source.count(before) == 1, before
-        source = source.replace(before, f"        {line}\n{before}")
-    return source
-
-
-@pytest.mark.slow
-def test_of_faults_in_code_the_line_the_layer_and_the_document_are_named():
-    """11 faults, where others are always on and harmless: what they compute is masked."""
-    mesh = "d=4 t=2"
-    with jax.set_mesh(tiny.mesh(mesh)):
-        w_down = np.asarray(tiny.state(tiny.config(tiny.model(layers=LAYERS))).weights.layers.w_down)[0]
-        terms = w_down.reshape(tiny.mesh(mesh).shape["t"], -1, w_down.shape[-1]).sum(1)
-    source = with_faults(2.5e38 / np.abs(terms).max())
-    with module_of(source) as module, jax.set_mesh(tiny.mesh(mesh)):
-        c = tiny.config(tiny.model(layers=LAYERS, module="changed_train"), microbatches=MICROBATCHES)
-        session = session_of(c, train=module)
-        clean, explainer = fresh_state(session.traced), nonfinite.Explainer(session)
-
-        def explained(token: int = 0, state=clean) -> tuple[list[str], set[int]]:
-            """The lines, and the documents that read the token."""
-            batch = tiny.host_batch(vocab=50)
-            batch.targets[5, 6], batch.is_seq_start[5, 5:9] = token, False
-            documents = [dataclasses.replace(x, document=i) for i, x in enumerate(_by_starts(batch))]
-            reads = {x.document for x in documents if x.sequence == 5 and x.span.start <= 7 < x.span.stop}
-            placed = tiny.place(in_microbatches(batch, MICROBATCHES), module.Batch)
-            return explainer.explain(state, placed, documents), reads
-
-        assert explained()[0] == []
-        wrong = []
-        for number, (_, line, named) in zip((50, 51, 52, 53, 54, 55, 57, 58), FAULTS, strict=True):
-            lines, (document,) = explained(number)
-            text = 'out = shardops.matmul("B/b L/c K/t' if number == 54 else line
-            wanted = rf".*:{line_of(text, source)}, Llama\.(layer|attend) {re.escape(named)}.*"
-            wanted += rf"\nsequence 5, position \d+: document {document}"
-            if not re.fullmatch(wanted, "\n".join(lines)):
-                wrong.append((line, lines))
-        for part, name, layer, value, line, named, weight in MOMENTS:
-            lines, _ = explained(state=changed(clean, part, name, planted(value, layer)))
-            wanted = rf".*:{line_of(line, source)}, adamw.*{re.escape(named)}"
-            wanted += rf"\nafter the step, weights/{weight}, entry.*"
-            if not re.fullmatch(wanted, "\n".join(lines[:2])):
-                wrong.append((line, lines))
-        assert wrong == []
