@@ -274,7 +274,7 @@ Loader = shardwright.data.loader.flat.FlatTokensLoader
 sequences = Loader.sequences
 def stuck(self, step, which):
     if self.split == "train" and step == 12:
-        {problem}
+        time.sleep(3600)
     return sequences(self, step, which)
 Loader.sequences = stuck
 """
@@ -284,26 +284,18 @@ STUCK_AT = f"process 1 on {HOST} stalled: it was waiting for a batch, at step 13
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("problem", "code", "said"),
-    [
-        ("time.sleep(3600)", STALLED.code, [STUCK_AT, "batches.py"]),  # the second is where it is
-        ("raise ValueError('the disk of this host is broken')", 1, ["Error: the disk of this host is broken"]),
-    ],
-)
-def test_a_process_stuck_in_its_loader_or_broken_ends_the_others(problem, code, said, unbroken, tmp_path):
+def test_a_process_stuck_in_its_loader_ends_the_others(unbroken, tmp_path):
     overrides = [f"training.steps={STEPS}", "training.checkpoint_interval=5", *LIMITS]
-    run = Run(tmp_path, 2, 2, *overrides, hooks={1: STUCK.replace("{problem}", problem)})
+    run = Run(tmp_path, 2, 2, *overrides, hooks={1: STUCK})
     run.wait_for_step(10)
     began = time.monotonic()
     codes = run.wait(60)
     assert time.monotonic() - began < 40
-    assert codes[1] == code
-    assert all(text in run.stderr(1) for text in said)
+    assert codes[1] == STALLED.code
+    assert all(text in run.stderr(1) for text in (STUCK_AT, "batches.py"))  # the second is where it is
     # It waits for the other one in a step, and ends at the same time or when JAX notices that the other is gone.
     assert codes[0] in (STALLED.code, -signal.SIGABRT, LOST.code)
     if codes[0] == STALLED.code:
-        assert code == STALLED.code
         assert re.search(rf"process 0 on {HOST} stalled: it was .*, at step 1[345], for 15 s", run.stderr(0))
     check_it_goes_on(run, 2, unbroken)
 

@@ -41,10 +41,6 @@ def test_overview(dataset):
         assert TEXTS[i] in text
 
 
-def test_one_document(dataset):
-    assert TEXTS[17] in show(filespec=dataset, document=17)
-
-
 def test_decoding_with_the_datasets_tokenizer(tmp_path):
     definition = train_bpe(TEXTS, 300)
     tokenizer = Tokenizer(definition, end_token="<|end|>")

@@ -48,9 +48,7 @@ def tables(text: str) -> list[list[float]]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("size", "unit", "largest"), [(3.0, "B", "3.00"), (1536.0, "KiB", "1.50"), (GIB, "GiB", "1.00")]
-)
+@pytest.mark.parametrize(("size", "unit", "largest"), [(3.0, "B", "3.00"), (GIB, "GiB", "1.00")])
 def test_figures_are_in_a_unit_that_fits_the_largest(size, unit, largest):
     made = plan(size=size)
     head, first, *_ = as_text(made, "ours").split("\n\n")[1].splitlines()[1:]
@@ -83,14 +81,6 @@ def test_a_product_of_fp8_is_compared_with_the_peak_of_fp8():
     assert shown == pytest.approx(100 * op.flops * op.count / op.exposed / H100.peak["fp8"])
     rates = [y for trace in roofline(fp8).traces if trace["mode"] == "markers" for y in trace["y"]]
     assert max(rates) < max(roofline(fp8).traces[0]["y"]), "points above the roof"
-
-
-@pytest.mark.quick
-def test_json_has_each_row():
-    made = plan()
-    data = json.loads(json.dumps(made.as_data()))
-    assert [array["bytes"] for array in data["memory"]] == [array.bytes for array in made.step.held]
-    assert [row["line"] for row in data["work"]] == [op.line for op in made.step.ops]
 
 
 @pytest.mark.quick
@@ -130,9 +120,8 @@ def test_the_page_refers_to_nothing_and_escapes_what_it_shows(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium")
-@pytest.mark.parametrize("width", [1400, 700])
-def test_the_page_draws_memory_up_to_the_peak(tmp_path, width):
-    made, file = plan(), tmp_path / "plan.html"
+def test_the_page_draws_memory_up_to_the_peak(tmp_path):
+    made, file, width = plan(), tmp_path / "plan.html", 700
     file.write_text(page(made, "ours"))
     program = """return {
       memory: plots[0].data.filter(x => x.type === "bar").flatMap(x => x.x).reduce((a, b) => a + b),

@@ -188,6 +188,7 @@ class TrainsDifferently(train.Llama):
         return x if tokens.training else super().layer(x, w, tokens, attention)
 
 
+@pytest.mark.long
 def test_the_losses_of_documents_are_of_the_step_that_trained():
     c = tiny.config(tiny.model(layers=1), microbatches=2)
     c.mesh = MeshConfig(r=1, d=4, t=2)

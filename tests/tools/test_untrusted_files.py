@@ -185,7 +185,7 @@ def test_chunks_that_no_memory_holds_are_refused(given, tmp_path, name):
         inspect(filespec=str(dataset))
 
 
-WRONG = [("tokenizer", value) for value in (5, "x", [[1]], {"kind": None}, {"kind": "bytes", "end_token": 5})]
+WRONG = [("tokenizer", value) for value in (5, {"kind": None}, {"kind": "bytes", "end_token": 5})]
 WRONG += [(name, True) for name in ("source", "max_token_id", "num_tokens", "num_documents")]
 
 
