@@ -190,10 +190,8 @@ def truncate(path, num_bytes):
 
 DAMAGES = {
     "missing starts": (lambda d: shutil.rmtree(d / "seq_starts"), "array train/seq_starts is missing"),
-    "missing last start": (lambda d: (d / "seq_starts/c/0").unlink(), "cannot read seq_starts"),
     "no marker": (lambda d: (d / "zarr.json").unlink(), "is incomplete"),
     "broken marker": (lambda d: truncate(d / "zarr.json", 20), "is not JSON"),
-    "no object": (lambda d: (d / "zarr.json").write_text("[1]"), "train/zarr.json is not a JSON object"),
     "shorter array": (
         lambda d: edit_json(d / "encoded_tokens/zarr.json", lambda j: j.update(shape=[600])),
         "is damaged: its attribute num_tokens is 700, not 600",
@@ -209,10 +207,6 @@ DAMAGES = {
     "newer version": (
         lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(version=2)),
         "train is {'format': 'flat-tokens', 'version': 2}; this program reads {.*1}",
-    ),
-    "null for attributes": (
-        lambda d: edit_json(d / "zarr.json", lambda j: j.update(attributes=None)),
-        "attributes is None; it must be an object",
     ),
 }
 
@@ -237,14 +231,12 @@ def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
             Reader(str(tmp_path / "d"), "train").read(np.array([256]), np.array([256]))
 
 
-@pytest.mark.parametrize(
-    ("how", "scheme"), [("written again", ""), ("moved in", "file://"), ("half written", ""), ("deleted", "file://")]
-)
-def test_a_dataset_that_was_replaced_is_not_read_on(tmp_path, small_chunks, how, scheme):
+@pytest.mark.parametrize("how", ["written again", "moved in", "half written"])
+def test_a_dataset_that_was_replaced_is_not_read_on(tmp_path, small_chunks, how):
     """Of the same sizes: nothing but the tokens differs. Other splits do not matter."""
     old, new = np.arange(700), np.arange(700)[::-1]
     write(tmp_path / "d", [(old, np.array([300, 400]))])
-    reader = Reader(f"{scheme}{tmp_path}/d", "train")
+    reader = Reader(f"file://{tmp_path}/d", "train")
     write(tmp_path / "d", [(new, np.array([700]))], split="validation")
     assert np.array_equal(flat_tokens.decode(read_whole(reader))[0], old)
     if how == "moved in":
@@ -262,26 +254,14 @@ def test_a_dataset_that_was_replaced_is_not_read_on(tmp_path, small_chunks, how,
             read()
 
 
-DAMAGES_OF_SEQAX = {
-    "truncated tokens": (
-        lambda d: edit_json(d / "encoded_tokens/.zarray", lambda j: j.update(shape=[50000])),
-        r"the end of seq_starts is \d+, not 50000",
-    ),
-    "missing tokens": (lambda d: (d / "encoded_tokens/0").unlink(), "a file is missing"),
-    "truncated starts": (
-        lambda d: truncate(d / "seq_starts/0", -10),
-        r"cannot read seq_starts; a file is missing, .* corrupt: .*seq_starts/0.*blosc",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES_OF_SEQAX)
-def test_a_damaged_dataset_of_seqax(tmp_path, name):
-    damage, message = DAMAGES_OF_SEQAX[name]
+def test_a_damaged_dataset_of_seqax(tmp_path):
     shutil.copytree(SEQAX, tmp_path / "d")
-    damage(tmp_path / "d/validation")
-    with pytest.raises(ValueError, match=message):
+    truncate(tmp_path / "d/validation/seq_starts/0", -10)
+    with pytest.raises(ValueError, match=r"cannot read seq_starts; .* corrupt: .*seq_starts/0.*blosc"):
         Reader(str(tmp_path / "d"), "validation")
+    (tmp_path / "d/train/encoded_tokens/0").unlink()
+    with pytest.raises(ValueError, match="a file is missing"):
+        Reader(str(tmp_path / "d"), "train")
 
 
 def test_fingerprint(tmp_path, monkeypatch):

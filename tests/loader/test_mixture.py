@@ -253,11 +253,6 @@ def test_the_datasets_of_a_mixture_may_not_change_nor_their_order(filespecs, tmp
         make_loader(data(changed, weights), "train", 4, SEQ_LEN, state=state)
 
 
-def test_state_of_a_stream_for_a_dataset(filespecs):
-    with pytest.raises(ValueError, match=r"with other data: step of 3; this run has dataset of"):
-        make_loader(DataConfig(filespec=filespecs["web"]), "train", 4, SEQ_LEN, state={"step": 3})
-
-
 def test_validation_is_in_order(filespecs):
     loader = make_loader(DataConfig(filespec=filespecs["web"]), "validation", 4, SEQ_LEN)
     assert loader.sequences(0, np.arange(4)).targets[:, 0].tolist() == [0, 1, 2, 3]

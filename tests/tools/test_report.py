@@ -180,20 +180,6 @@ def test_runs_by_directory_pattern_and_sweep(tmp_path):
         names("non*")
 
 
-def test_each_run_has_one_colour(tmp_path):
-    for i in range(12):
-        write(tmp_path / f"{i:02}", [4.0 - 0.1 * i] * 4, events=[VALIDATION, MEMORY], learning_rate=(i + 1) / 100)
-    panels = panels_of(compared(tmp_path, "run"))
-    lines = [trace["line"] for trace in panels[0].traces if trace["mode"] == "lines"]
-    assert len({line["color"] for line in lines}) == 12
-    for panel in panels:
-        assert not panel.figure["layout"]["showlegend"]
-        for trace in panel.traces:
-            i = int(trace["legendgroup"])
-            assert trace["name"] == f"{i + 1}  {i:02}"
-            assert trace.get("marker", trace["line"])["color"] == lines[i]["color"]
-
-
 def test_tasks_and_the_loss_of_the_average_are_drawn(tmp_path):
     """A failed task is a note, and no curve."""
     events = [{"event": "evals", "cloze/accuracy": 0.5}, {"event": "evals", "failed": "demo: ValueError: no digit"}]

@@ -85,7 +85,6 @@ def test_the_head_has_the_key_figures(tmp_path):
         ({"state": "failed", "why": "OSError: no"}, None, 2, "failed"),
         ({"state": "stopped"}, {"pid": os.getpid(), "host": os.uname().nodename}, 2, "stopped"),
         ({"state": "<b>"}, None, 2, "unknown"),
-        (None, {"pid": os.getpid(), "host": os.uname().nodename}, 2, "running"),
         (None, {"pid": os.getpid(), "host": os.uname().nodename}, 4, "running"),  # it saves and validates
         (None, {"pid": 1, "host": "another"}, 2, "running"),
         (None, {"pid": 2**22 + 1, "host": os.uname().nodename}, 2, "broke off"),  # a larger one than Linux gives
