@@ -244,20 +244,11 @@ BPE = TokenizerConfig(kind="train_bpe")
             {"train": SplitConfig()},
             r"train has neither files nor a source; give train.files=\[<file>\], or train=null to",
         ),
-        ({"dataset": "c4"}, r"train: give either `dataset`.* or files"),
         ({"train": SplitConfig(), "dataset": "c4"}, "give train.source=<split of c4>, or train=null to leave it out"),
         ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No text file matches 'nothing/\*.jsonl' in "),
         ({"train": SplitConfig(files=[__file__])}, r"or choose files of these kinds: .jsonl"),
         ({"train": None, "validation": AUSTEN, "tokenizer": BPE}, "tokenizer.kind is train_bpe; give a training split"),
         ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "no token '<eos>' for tokenizer.end_token"),
-        (
-            {"tokenizer": TokenizerConfig(name="gpt2")},
-            "tokenizer.name is 'gpt2' with tokenizer.kind bytes: give a name for all kinds but bytes",
-        ),
-        (
-            {"tokenizer": TokenizerConfig(kind="huggingface", name="no/tokenizer.json")},
-            "no file 'no/tokenizer.json'",
-        ),
     ],
 )
 def test_bad_settings(tmp_path, settings, message):

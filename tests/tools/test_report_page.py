@@ -191,6 +191,11 @@ def test_damaged_files_leave_the_rest_of_the_page(tmp_path, names, damage):
         assert "metrics.jsonl" in page.text.partition("Settings")[0], "the head says what is missing"
 
 
+def test_no_text_of_a_plot_ends_its_script():
+    panel = Panel("", traces=[{"name": "", "legendgroup": "", "x": ["</script>"]}])
+    assert "<" not in as_json(panel.figure)
+
+
 def test_what_json_lacks_is_null_in_a_plot():
     panel = Panel("", traces=[{"name": "", "x": np.array([1.0, np.nan]), "y": [math.inf, 0.1234567891234]}])
     data = json.loads(as_json(panel.figure), parse_constant=pytest.fail)["data"]

@@ -71,12 +71,6 @@ def test_ticks(settings, lines):
     assert found == textwrap.dedent(lines).strip()
 
 
-def test_the_line_of_a_tick_is_whole():
-    lines = printed("schedule=gpipe", "p=32", "m=2", width=40).split("\n\n")[0].splitlines()
-    assert len(lines) == 66
-    assert lines[-1].split() == ["97", "B0.1", *["·"] * 31]
-
-
 def test_times_are_of_all_chunks():
     ((_, timeline),) = simulated(config_of("schedule=interleaved_1f1b", "p=2", "m=4", "v=2"))
     assert timeline.spans[0][0].end == 0.5
