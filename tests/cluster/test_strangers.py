@@ -58,6 +58,7 @@ run_program("generate", Settings, run)
 """
 
 
+@pytest.mark.long
 def test_a_cache_that_others_can_write_is_read_by_no_tool(tmp_path):
     """Tools that open a run start no devices of their own settings, and compile with JAX's variable."""
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -67,6 +67,7 @@ def call(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.long
 def test_this_machine():
     done = call()
     assert done.stdout.splitlines()[0] == "devices: 1 x cpu"

@@ -119,21 +119,15 @@ def source_of(kind, directory):
     return [str(path)], {}
 
 
-KINDS = ["jsonl", "jsonl.gz", "parquet"]
+KINDS = ["jsonl", "jsonl.gz", "parquet", "huggingface"]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "examples"),
-    [
-        (KINDS, 4),
-        pytest.param([*KINDS, "huggingface"], 25, marks=pytest.mark.long),
-    ],
-)
-def test_wherever_it_crashes_it_ends_with_the_bytes_of_an_unbroken_run(small, wholes, tmp_path, kinds, examples):
+@pytest.mark.long
+def test_wherever_it_crashes_it_ends_with_the_bytes_of_an_unbroken_run(small, wholes, tmp_path):
     numbers = itertools.count()
 
-    @hypothesis.settings(max_examples=examples, deadline=None, database=None, derandomize=True)
-    @hypothesis.given(some.sampled_from(kinds), some.sampled_from([None, 700]), some.lists(some.integers(1, 250)))
+    @hypothesis.settings(max_examples=25, deadline=None, database=None, derandomize=True)
+    @hypothesis.given(some.sampled_from(KINDS), some.sampled_from([None, 700]), some.lists(some.integers(1, 250)))
     def crashes(kind, most, points):
         files, options, expected = wholes(kind, most)
         out = tmp_path / str(next(numbers))
