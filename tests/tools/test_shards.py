@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -188,3 +191,18 @@ def test_shards_of_a_dataset_on_the_hub_need_its_revision():
     with pytest.raises(ValueError, match=r"^dataset=c4 may change .* Give dataset_revision=<commit or tag>\.$"):
         tool.check_shards(hub, "train", 7)
     tool.check_shards(dataclasses.replace(hub, dataset_revision="607bd4c8"), "train", 7)
+
+
+@pytest.mark.slow
+def test_the_jobs_of_submitit(tmp_path, files):
+    """The page's command, with the launcher that starts its jobs on this machine in place of Slurm."""
+    reason = "hydra-submitit-launcher is not installed: pip install -e '.[slurm]'"
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason=reason)
+    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "validation=null", "max_bad_rows=2"]
+    command += [f"train.files=[{Path(files[0]).parent}/*.jsonl]"]
+    jobs = ["--multirun", "hydra/launcher=submitit_local", f"shard=range(0,{N})"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    for more in ([f"num_shards={N}", *jobs], [f"num_shards={N}"]):
+        subprocess.run([*command, "out=d", *more], cwd=tmp_path, env=env, check=True)
+    subprocess.run([*command, "out=one"], cwd=tmp_path, env=env, check=True)
+    assert tree(tmp_path / "d") == tree(tmp_path / "one")
