@@ -1,7 +1,6 @@
 """What inspect_data prints."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +14,6 @@ from tests.support.numpy_checks import check_modules
 from tests.support.written_datasets import TEXTS, write
 
 check_modules(inspect_data)
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
