@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwright.inspect import scaling
 from shardwright.inspect.scaling import Runs, fit, forecasts
 from shardwright.run import forecast as of_run
 from shardwright.tools.report.comparing import compare_runs
@@ -34,6 +35,12 @@ def published(dataset: str) -> tuple[Runs, Runs]:
     runs = Runs(*np.array(columns).T)
     third = len(runs.loss) // 3
     return runs[runs.by_compute[:-third]], runs[runs.by_compute[-third:]]
+
+
+@pytest.fixture
+def few_samples(monkeypatch):
+    """Intervals of a few bootstrap samples, where it does not matter how wide they are."""
+    monkeypatch.setattr(scaling, "SAMPLES", 12)
 
 
 def test_a_law_that_holds_is_found():
@@ -72,16 +79,6 @@ def test_the_largest_published_models_are_inside_their_intervals():
 
 
 @pytest.mark.long
-def test_noisy_ladders_hold_a_four_times_larger_run_in_nine_of_ten():
-    rng, inside = np.random.default_rng(0), 0
-    for seed in range(20):
-        noise = np.exp(rng.normal(0, 0.01, len(PARAMS) + 1))
-        (b,) = forecasts(Runs(PARAMS, TOKENS, known(PARAMS, TOKENS) * noise[1:]), [(256e6, 2.5e9)], seed)
-        inside += b.low <= known(256e6, 2.5e9) * noise[0] <= b.high
-    assert inside >= 18
-
-
-@pytest.mark.long
 def test_nine_noisy_runs_of_close_sizes_hold_a_four_times_larger_run():
     """As the ladder in docs/forecast.md. If 90 % of runs were inside, fewer than 16 of 20 happens in 1 of 23 cases."""
 
@@ -108,7 +105,7 @@ def test_what_small_exact_ladders_leave_open_is_in_the_interval():
     assert inside >= 4
 
 
-def test_a_law_that_breaks_off_widens_the_interval():
+def test_a_law_that_breaks_off_widens_the_interval(few_samples):
     losses = known(PARAMS, TOKENS)
     (plain,) = forecasts(Runs(PARAMS, TOKENS, losses), [(256e6, 2.5e9)])
     bent = np.where(PARAMS * TOKENS > 1e15, losses * 1.1, losses)
@@ -117,7 +114,7 @@ def test_a_law_that_breaks_off_widens_the_interval():
 
 
 @pytest.mark.parametrize(("same", "what"), [("params", "size"), ("tokens", "length")])
-def test_runs_of_one_size_or_length_forecast_no_other(same, what):
+def test_runs_of_one_size_or_length_forecast_no_other(few_samples, same, what):
     params, tokens = np.full(9, 1e6) if same == "params" else PARAMS[:9], TOKENS[:9]
     tokens = np.full(9, 1e8) if same == "tokens" else np.linspace(1e8, 9e8, 9)
     params = params if same == "params" else np.linspace(1e6, 9e6, 9)

@@ -42,24 +42,19 @@ def _mine(tmp_path):
 
 
 def test_configurations_of_config_dir_in_any_order(mine, composed):
-    (config,) = composed("training.seed=3", mine, "model=mymodel", "--config-name=mine", "training.batch_size=8")
+    """A list of one value needs no brackets."""
+    lists = "data.skip_steps=3", "training.sample_prompts=It is a truth"
+    (config,) = composed("training.seed=3", mine, "model=mymodel", "--config-name=mine", *lists)
     assert (config.model.vocab, config.training.steps, config.training.seed) == (1280, 5, 3)
+    assert (config.data.skip_steps, config.training.sample_prompts) == ([3], ["It is a truth"])
     with pytest.raises(SystemExit, match=r"model is mymodl; choose one of .*Did you mean mymodel\?"):
         composed(mine, BASE, "model=mymodl")
 
 
-def test_a_list_of_one_value_needs_no_brackets(composed):
-    (config,) = composed(BASE, "data.skip_steps=3", "training.sample_prompts=It is a truth")
-    assert (config.data.skip_steps, config.training.sample_prompts) == ([3], ["It is a truth"])
-    (config,) = composed(BASE, "data.skip_steps=[3,4]", "training.sample_prompts='a, b'")
-    assert (config.data.skip_steps, config.training.sample_prompts) == ([3, 4], ["a, b"])
-    found = composed(BASE, "--multirun", "data.skip_steps=[1],[2]", "paths.model_name=x")
-    assert [config.data.skip_steps for config in found] == [[1], [2]]
-
-
 def test_a_sweep_is_composed_as_a_whole_before_its_first_job(composed):
-    found = composed(BASE, "--multirun", "model=glob(de*)", "training.seed=range(1,3)", "paths.model_name=x")
-    assert [config.training.seed for config in found] == [1, 2]
+    swept = "model=glob(de*)", "training.seed=range(1,2)", "data.skip_steps=[1],[2]", "paths.model_name=x"
+    found = composed(BASE, "--multirun", *swept)
+    assert [(config.training.seed, config.data.skip_steps) for config in found] == [(1, [1]), (1, [2])]
     with pytest.raises(SystemExit, match=r"^Error: training\.seed is x; it must be a whole number"):
         composed(BASE, "--multirun", "training.seed=1,x", "paths.model_name=x")
 
@@ -78,9 +73,8 @@ def test_a_run_is_found_by_what_a_shell_completes(value, tmp_path, monkeypatch):
 def test_a_configuration_is_found_by_its_path(mine, composed, tmp_path):
     (config,) = composed("--config-name", f"{tmp_path}/mine/mine.yaml", "model=mymodel")
     assert (config.model.vocab, config.training.steps) == (1280, 5)
-    (config,) = composed(f"-cn={CONFIGS}/local_test_synthetic.yaml")
+    (config,) = composed(mine, f"-cn={CONFIGS}/local_test_synthetic.yaml")
     assert config.training.steps == 50
-    assert composed(mine, f"--config-name={CONFIGS}/local_test_synthetic.yaml") == [config]
 
 
 WRITTEN = ["1_1_1", "1e5", "1.10", "yes", "12:30", "true", "017", "0x10", "a b 1", "-.5"]
