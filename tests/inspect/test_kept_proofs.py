@@ -32,7 +32,7 @@ class Model(train.Llama):
     one = 2.0
 
     def layer(self, x, *rest):
-        return super().layer(x * factor(), *rest)
+        return x * factor()
 """
 WRONG = RIGHT.replace("return 2.0", "return 2.0 if shardops.axis_size('d') > 1 else 1.0")
 BESIDE = RIGHT + "\n\nfactor = runpy.run_path(__file__.replace('_model', '_number'))['factor']\n"

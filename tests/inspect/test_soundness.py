@@ -29,7 +29,8 @@ class PerDevice(train.Llama):
         pytest.param("p=2 d=2", "blockwise", "einsum attention, layers in order", marks=pytest.mark.long),
     ],
 )
-def test_a_finding_says_in_which_form_the_step_was_traced(mesh, attention, traced):
+def test_a_finding_says_in_which_form_the_step_was_traced(mesh, attention, traced, monkeypatch):
+    monkeypatch.setattr(soundness, "NAMES", ("evaluation",))
     c = tiny.config(tiny.model(layers=2), attention=attention, microbatches=2)
     with jax.set_mesh(tiny.mesh(mesh)):
         found = soundness.find_unsound(Step(c, PerDevice(c.model), jax.sharding.get_mesh(), train.SPEC))

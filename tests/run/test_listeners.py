@@ -125,6 +125,19 @@ def test_a_skipped_step_is_told_with_its_documents(run, capsys):
     assert capsys.readouterr().out.startswith("skipped    1 steps")
 
 
+def test_a_spike_is_told_with_how_to_replay_it(run, capsys):
+    run.config.training.spike_factor = 1.5
+    skips = Skips()
+    skips.begin(run)
+    for step in range(20):
+        skips.see(step, {"loss": 3.0 if step < 19 else 9.0, "grad_norm": 1.0})
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("spike")]
+    assert line.startswith("spike at step 20: loss 9")
+    assert line.endswith(f"python -m tools.replay run={run.directory} step=20 shows them")
+    ((step, event, values),) = run.events
+    assert (step, event, values["batch"]) == (19, "spike", 24)
+
+
 def test_a_run_of_skipped_steps_alone_does_not_finish(run):
     skips = Skips()
     skips.begin(run)

@@ -26,9 +26,14 @@ def _of_this_program(monkeypatch):
     monkeypatch.setattr(profile, "MODULE", "jit_profiled_step")
 
 
-def train(directory, steps, done=None, fetch_s=0.0, start=0, sample_after=None):
+def read_at_once(*_):
+    """In place of the program that reads a trace, which takes seconds to start."""
+    return {"step_bubble": 0.25, "gap_seconds": 1.0, "step_seconds": 4.0}, ""
+
+
+def train(directory, steps, done=None, fetch_s=0.0, start=0, sample_after=None, read=read_trace):
     with RunLog(directory, total_steps=start + steps, start_step=start, speed=SPEED) as log:
-        profiler = profile.StepProfiler(log, read_trace, None, log.total_steps - log.start_step)
+        profiler = profile.StepProfiler(log, read, None, log.total_steps - log.start_step)
         x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
         for i in range(steps if done is None else done):
             profiler.before_step(i)
@@ -39,7 +44,8 @@ def train(directory, steps, done=None, fetch_s=0.0, start=0, sample_after=None):
             if i == sample_after:
                 log.log_event(start + i, "sample", {"text": "a"})
         profiler.close()
-    return next(directory.glob("plugins/profile/*/perfetto_trace.json.gz"), None)
+    found = "perfetto_trace.json.gz" if read is read_trace else "*.xplane.pb"
+    return next(directory.glob(f"plugins/profile/*/{found}"), None)
 
 
 def events(directory):
@@ -70,7 +76,7 @@ def test_no_other_thread_uses_the_devices_while_the_trace_starts_and_ends(tmp_pa
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: stopped_on.append(threading.current_thread()) or stop())
     with RunLog(tmp_path, total_steps=9, start_step=0, speed=SPEED) as log:
         monkeypatch.setattr(log, "flush", lambda: read.append(i))
-        profiler = profile.StepProfiler(log, read_trace, None, 9, settle=lambda: settled.append(i))
+        profiler = profile.StepProfiler(log, read_at_once, None, 9, settle=lambda: settled.append(i))
         for i in range(9):
             profiler.before_step(i)
             profiler.after_step(i, f"outputs of {i}")
@@ -80,28 +86,25 @@ def test_no_other_thread_uses_the_devices_while_the_trace_starts_and_ends(tmp_pa
     assert stopped_on == [threading.main_thread()]
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(1, marks=pytest.mark.long)])
-def test_a_short_run_profiles_its_last_steps(tmp_path, steps):
-    assert train(tmp_path, steps).is_file()
-
-
 def test_a_run_that_ends_within_the_profile(tmp_path, capsys):
-    assert train(tmp_path, 9, done=3) is None
+    assert train(tmp_path, 9, done=3, read=read_at_once) is None
     assert capsys.readouterr().out == "profile: the run ended within the profiled steps, so there is no measurement\n"
-    assert train(tmp_path / "next", 4).is_file()  # the trace was ended
+    assert train(
+        tmp_path / "next", 1, read=read_at_once
+    ).is_file()  # the trace was ended, and a short run profiles its last steps
 
 
 @pytest.mark.parametrize("name", ["plugins", pytest.param("trace.tmp", marks=pytest.mark.long)])
 def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys, name):
     (tmp_path / name).write_text("in the way")
-    assert train(tmp_path, 4) is None
+    assert train(tmp_path, 2, read=read_at_once) is None
     assert "profile: the trace could not be written: " in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {name, "metrics.jsonl"}
     # jax 0.10 keeps a trace that it could not write: write it, so that the tests after this one can start theirs.
     (tmp_path / name).unlink()
     with contextlib.suppress(RuntimeError):  # jax 0.12 has none left
         jax.profiler.stop_trace()
-    assert train(tmp_path / "next", 4).is_file()
+    assert train(tmp_path / "next", 2, read=read_at_once).is_file()
 
 
 # ---- the time between the steps -----------------------------------------------------------------------------------
@@ -123,27 +126,27 @@ def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys):
     assert line == f"idle       {share} of the time: devices wait between steps, {gap:.2f} of {step:.1f} ms"
 
 
-@pytest.mark.long(every_case=True)
-@pytest.mark.parametrize(("after", "among"), [(1, False), (2, True), (5, False)])
-def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, after, among):
-    train(tmp_path, 8, sample_after=after)
-    assert [event["event"] for event in events(tmp_path)] == (["sample"] if among else ["sample", "step_bubble"])
-    told = "idle       not measured, because training paused during these steps for: sample"
-    assert (told in capsys.readouterr().out.splitlines()) == among
+def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys):
+    for after, among in ((1, False), (2, True), (5, False)):
+        directory = tmp_path / str(after)
+        train(directory, 8, sample_after=after, read=read_at_once)
+        told = sorted(event["event"] for event in events(directory))
+        assert told == (["sample"] if among else ["sample", "step_bubble"])
+        line = "idle       not measured, because training paused during these steps for: sample"
+        assert (line in capsys.readouterr().out.splitlines()) == among
 
 
-@pytest.mark.parametrize("broken", [b"no trace", pytest.param(None, marks=pytest.mark.long)])
-def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch, broken):
+def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch):
     end = profile._end_of_trace
 
     def end_and_break(*arguments):
         directory = end(*arguments)
         (path,) = directory.glob("*.xplane.pb")
-        path.write_bytes(broken) if broken is not None else path.unlink()
+        path.write_bytes(b"no trace")
         return directory
 
     monkeypatch.setattr(profile, "_end_of_trace", end_and_break)
-    assert train(tmp_path, 8).is_file()
+    assert train(tmp_path, 2).is_file()
     assert events(tmp_path) == []
     output = capsys.readouterr().out.splitlines()
     assert [line for line in output if line.startswith("idle       not measured, because ")] == output[-1:]

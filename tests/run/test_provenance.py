@@ -46,7 +46,6 @@ def plain() -> dict[str, str]:
 BOTH, TRAINING = {"training", "evaluation"}, {"training"}
 OTHER = {
     "the activation": (changed("activation"), BOTH),
-    "the rule": (changed("sliding_window"), BOTH),
     "label smoothing": (changed("label_smoothing"), TRAINING),
     "Adam's epsilon": (
         SOURCE.replace("jnp.sqrt(unbiased_nu) + config.adam_epsilon", "jnp.sqrt(unbiased_nu + config.adam_epsilon)"),
@@ -72,7 +71,6 @@ OTHER = {
         ),
         BOTH,
     ),
-    "the clipped norm": (SOURCE.replace("scale = limit / jnp.maximum(norm, limit)", "scale = limit / norm"), TRAINING),
 }
 FREE = {
     "stages, and how it is computed": {

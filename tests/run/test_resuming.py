@@ -251,7 +251,7 @@ class Quick(Machine):
     changes = CHANGES[:1]
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(Quick, 14), pytest.param(Machine, 60, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("machine", "examples"), [(Quick, 10), pytest.param(Machine, 40, marks=pytest.mark.long)])
 def test_whatever_befalls_a_run_it_ends_as_if_nothing_had(machine, examples):
     options = {"deadline": None, "database": None, "derandomize": True, "phases": [hypothesis.Phase.generate]}
     settings = hypothesis.settings(max_examples=examples, stateful_step_count=8, **options)
