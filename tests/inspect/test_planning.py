@@ -165,20 +165,3 @@ def test_changes_are_to_what_goes_side_by_side():
     assert frozenset({"mesh.t": 1, "mesh.p": 2, "training.side_by_side": 1}.items()) in found
     assert frozenset({"training.microbatches": 8}.items()) in found
     assert frozenset({"training.side_by_side": 1}.items()) in found
-
-
-@pytest.mark.slow
-def test_the_smallest_fit_has_the_fastest_step_that_fits():
-    c = tiny.config(microbatches=1, save="everything")
-    peak = peak_of(c)
-    chip = dataclasses.replace(chip_of("cpu"), memory_bytes=0.87 * peak)
-    now = planned_change(c, SIZES, chip, {})
-    by_setting = {}
-    for settings in changes(c, SIZES):
-        try:
-            by_setting[str(settings)] = planned_change(c, SIZES, chip, settings)
-        except ValueError:
-            continue
-    fitting = [plan.seconds for plan in by_setting.values() if plan.step.peak <= 0.87 * peak]
-    assert 0 < len(fitting) < len(by_setting)
-    assert best_changes(c, SIZES, now)[0].plan.seconds == min(fitting)

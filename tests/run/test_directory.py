@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import jax
@@ -16,7 +15,6 @@ from shardwright.run.best_effort import best_effort
 from shardwright.run.config import PathsConfig
 from shardwright.run.directory import check_place, locked, place, run_directory
 from shardwright.run.opening import checkpoints_of
-from tests.support.processes import Run
 
 quick = pytest.mark.quick
 
@@ -189,36 +187,6 @@ def test_what_is_optional_is_told_in_a_line(capsys):
         file.write("x" * 10**6)
     expected = "WARNING: config.yaml cannot be written: No space left on device; training continues without it\n"
     assert capsys.readouterr().out == expected
-
-
-# ---- whole runs -------------------------------------------------------------------------------------------------
-
-LONG = ("training.steps=1000000", "mesh.t=1")
-
-
-@pytest.mark.slow
-def test_one_run_in_a_directory_and_none_without_one(tmp_path):
-    """A second run is refused, in both of its processes. The first one notices that its directory is removed."""
-    first = Run(tmp_path, 1, 1, *LONG, "training.checkpoint_interval=200")
-    try:
-        first.wait_for_step(20)
-        (tmp_path / "second").mkdir()
-        second = Run(tmp_path / "second", 2, 1, f"paths.root_working_dir={tmp_path}", "mesh.t=1")
-        assert 0 not in second.wait(120)
-        for i in range(2):
-            assert f"Error: {tmp_path}/run is in use by process {first.processes[0].pid} on " in second.stderr(i)
-            assert "Traceback" not in second.stderr(i)
-        subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
-        assert first.wait(120) == [1]
-    finally:
-        first.kill()
-    path = tmp_path / "run" / "metrics.jsonl"
-    assert f"WARNING: {path} cannot be written: No such file or directory; its lines are kept" in first.stdout(0)
-    assert f"Error: {path} cannot be written: No such file or directory; the metrics of the last steps" in first.stderr(
-        0
-    )
-    assert "Traceback" not in first.stderr(0)
-    assert not [line for line in first.stdout(0).splitlines() if line.startswith("metrics ")]
 
 
 def test_a_renamed_run_does_not_begin_again_where_its_checkpoints_are_not(tmp_path):

@@ -4,6 +4,7 @@ import concurrent.futures
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import train
@@ -314,6 +315,14 @@ def test_a_save_that_fails_is_told_and_the_last_one_is_tried_again(run, saving, 
     checkpoints, written = saving(fails=3, checkpoint_interval=1)
     with pytest.raises(OSError, match=r"the disk is full\. 3 checkpoints in a row were not saved"):
         after(run, checkpoints, 3)
+
+
+def test_a_state_that_is_not_finite_is_not_saved(run, saving):
+    checkpoints, written = saving(checkpoint_interval=1)
+    run.done, run.is_over, run.due = 1, False, lambda interval: True
+    with pytest.raises(FloatingPointError, match="w: values are not finite after step 1"):
+        checkpoints.after(0, {"w": np.float32([np.nan])}, None)
+    assert written.saved == []
 
 
 @pytest.mark.parametrize("in_a_row", [0, 1])

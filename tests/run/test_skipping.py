@@ -1,28 +1,21 @@
 """Steps that are skipped: which, what is told of them, and what the run does then."""
 
-import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
 
-import train
 from shardwright.cluster.devices import make_mesh
-from shardwright.data.flat_tokens import Writer
-from shardwright.modeling.model import load_model
-from shardwright.run import checkpoint
+from shardwright.data.loader import batch_of, check_skips
+from shardwright.run import checkpoint, skipping
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.listeners import checkpoints
 from shardwright.run.skipping import SkippedSteps
 from tests.support import exact_step, tiny
 from tests.support.exact_step import exact
-from tests.support.losses_of_runs import losses
 
 __all__ = ["exact"]
-
-DOCUMENTS = 64
-
 
 # ---- the step -----------------------------------------------------------------------------------------------------
 
@@ -156,52 +149,23 @@ def test_a_spike_in_the_first_steps_is_told():
 # ---- runs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> str:
-    """Documents as long as a sequence."""
-    path = tmp_path_factory.mktemp("data") / "data.zarr"
-    tokens = np.random.default_rng(1).integers(0, 64, (DOCUMENTS, tiny.LENGTH)).astype(np.uint32)
-    with Writer(str(path), "train") as writer:
-        writer.append(tokens.reshape(-1), np.full(DOCUMENTS, tiny.LENGTH))
-    return str(path)
-
-
-def run(directory, dataset, steps=8, skip_steps=(), model=None, **changes):
-    c = tiny.config(tiny.model(layers=1))
-    c.data.filespec, c.data.skip_steps = dataset, list(skip_steps)
-    c.training = dataclasses.replace(c.training, steps=steps, checkpoint_interval=4, eval_batches=0)
-    for name, value in changes.items():
-        setattr(c.optimizer if hasattr(c.optimizer, name) else c.training, name, value)
-    directory.mkdir(exist_ok=True)
-    with jax.set_mesh(tiny.mesh("one device")):
-        train.train(c, model(c.model) if model else load_model(c.model), directory)
-    return directory
-
-
-@pytest.mark.slow
-def test_batches_that_are_left_out_leave_the_order_of_the_others(tmp_path, dataset):
-    """With a learning rate of 0 the loss of a step depends on its batch alone."""
-    still = {"learning_rate": 0.0}
-    every = losses(run(tmp_path / "every", dataset, **still))
-    assert len({*every}) == len(every)
-    first = run(tmp_path / "some", dataset, steps=4, skip_steps=[1, 3], **still)
-    assert losses(first) == [every[i] for i in (0, 2, 4, 5)]
+@pytest.mark.quick
+def test_batches_that_are_left_out_leave_the_order_of_the_others():
+    assert [batch_of(step, [3, 1, 3]) for step in range(4)] == [0, 2, 4, 5]
+    check_skips([1, 3], [1, 3, 6], 4)
     with pytest.raises(ValueError, match=r"they differ in 3, and the run is past batch 5\. Give"):
-        run(first, dataset, steps=5, skip_steps=[1], **still)
-    run(first, dataset, steps=5, skip_steps=[1, 3, 6], **still)
-    assert losses(first) == [every[i] for i in (0, 2, 4, 5, 7)]
+        check_skips([1, 3], [1], 4)
 
 
-@pytest.mark.slow
-def test_a_state_that_is_not_finite_is_not_saved(tmp_path, dataset):
-    with pytest.raises(FloatingPointError, match="steps in a row were skipped"):
-        run(tmp_path / "other", dataset, steps=30, learning_rate=1e30, warmup_steps=0, checkpoint_interval=40)
-    with pytest.raises(FloatingPointError, match=r"values are not finite after step 4, so this state is not saved\."):
-        run(tmp_path / "third", dataset, steps=8, learning_rate=3e38, warmup_steps=0, weight_decay=1e3)
-    assert not list((tmp_path / "third" / "checkpoints").glob("0*"))
+@pytest.mark.quick
+def test_a_state_that_is_not_finite_is_not_saved():
+    state = {"good": np.ones(3, np.float32), "bad": np.float32([1, np.inf]), "worse": np.float32([np.nan])}
+    with pytest.raises(FloatingPointError, match=r"^bad, worse: values are not finite after step 4, so this state"):
+        skipping.check_finite(skipping.are_finite(state), 4, "a program")
+    skipping.check_finite(skipping.are_finite({"good": state["good"]}), 4, "a program")
 
 
-def test_a_save_that_is_there_although_it_failed_is_written_again(tmp_path, dataset, monkeypatch, capsys, exact):
+def test_a_save_that_is_there_although_it_failed_is_written_again(tmp_path, monkeypatch, capsys, exact):
     """As where the store loses the answer to the last write, and cannot remove what is there either."""
     commit, failures = checkpoint.commit, ["the answer is lost"]
 
@@ -217,6 +181,9 @@ def test_a_save_that_is_there_although_it_failed_is_written_again(tmp_path, data
 
     monkeypatch.setattr(checkpoint, "commit", fail_after)
     monkeypatch.setattr(checkpoints, "AGAIN_S", 0.01)
-    run(tmp_path / "some", dataset, steps=2, model=lambda _: exact_step.MODEL)
+    c = tiny.config(tiny.model(vocab=1280, layers=1), eval_batches=0)
+    c.data.filespec = "synthetic_dataset.zarr"
+    c.training.steps = 2
+    exact_step.train_on("one device", c, tmp_path / "some")
     assert capsys.readouterr().out.count("the answer is lost. The checkpoint ") == 1
     assert Checkpointer(tmp_path / "some/checkpoints").verify(2) == []
