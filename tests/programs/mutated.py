@@ -87,11 +87,14 @@ def changes(source: Source, function: ast.FunctionDef, axes: tuple[str, ...]) ->
             yield "either end of a mask", node, f"({source.of(node.left)} | {source.of(node.right)})"
 
 
-def mutants_of(program: Program) -> Iterator[Program]:
-    """The program with each single change. Its place in the file stays, for messages."""
+def mutants_of(program: Program, wanted: set[str] | None = None) -> Iterator[Program]:
+    """The program with each single change, or with those of the names `wanted`. Its place in the file stays."""
     lines, start = inspect.getsourcelines(program.body)
     source = Source("\n" * (start - 1) + "".join(lines))
     for i, (what, node, after) in enumerate(changes(source, source.tree.body[0], program.axes)):
+        name = f"{program.name}: {what} ({i})"
+        if wanted is not None and name not in wanted:
+            continue
         tree = ast.parse(source.mutant(what, node, after).source)
         tree.body[0].decorator_list = []
         names = dict(inspect.unwrap(program.body).__globals__)
@@ -99,16 +102,16 @@ def mutants_of(program: Program) -> Iterator[Program]:
         body = names[tree.body[0].name]
         ins = inspect.get_annotations(body)
         outs = ins.pop("return")
-        name = f"{program.name}: {what} ({i})"
         yield dataclasses.replace(
             program, name=name, body=body, ins=ins, outs=outs, whole=one_device, vma=False, escape=""
         )
 
 
-def all_mutants() -> list[Program]:
+def all_mutants(wanted: set[str] | None = None) -> list[Program]:
     """Those of the programs of two files, which may also be right, or no programs at all."""
     files = {right.__name__, methods.__name__}
-    return [mutant for program in RIGHT if program.body.__module__ in files for mutant in mutants_of(program)]
+    programs = [program for program in RIGHT if program.body.__module__ in files]
+    return [mutant for program in programs for mutant in mutants_of(program, wanted)]
 
 
 def differs(program: Program) -> bool:
@@ -135,7 +138,7 @@ def names_in(text: str) -> list[str]:
 
 
 NAMES = {*names_in(MUTANTS.read_text())}
-PROGRAMS = [mutant for mutant in all_mutants() if mutant.name in NAMES]
+PROGRAMS = all_mutants(NAMES)
 
 if __name__ == "__main__":
     MUTANTS.write_text(text_of([mutant.name for mutant in all_mutants() if differs(mutant)]))

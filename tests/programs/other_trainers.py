@@ -107,12 +107,13 @@ def ring_attention_module() -> Any:
     return found
 
 
-def numbers(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+# Arrays of numpy, because a file that is only collected starts no computation of jax.
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def integers(below: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(0).integers(0, below, shape), jnp.int32)
+def integers(below: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, below, shape, np.int32)
 
 
 def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,8 +214,8 @@ def stage_shift() -> Callable[..., Any]:
 
 
 EXPERTS, TOKENS = 8, 32
-CHOSEN = jnp.asarray(np.argsort(np.random.default_rng(0).random((TOKENS, EXPERTS)), axis=1)[:, :2], jnp.int32)
-OF_EXPERTS = ((TOKENS, 6), CHOSEN, (TOKENS, 2), jnp.ones(TOKENS, bool), (EXPERTS, 6, 8), (EXPERTS, 4, 6))
+CHOSEN = np.argsort(np.random.default_rng(0).random((TOKENS, EXPERTS)), axis=1)[:, :2].astype(np.int32)
+OF_EXPERTS = ((TOKENS, 6), CHOSEN, (TOKENS, 2), np.ones(TOKENS, bool), (EXPERTS, 6, 8), (EXPERTS, 4, 6))
 
 
 def experts(way: str, capacity: float) -> Callable[..., Any]:
@@ -244,9 +245,11 @@ def moe(function: str, way: str, capacity: float, is_equal: bool, problem: str) 
     return Case(*of, is_equal, make, OF_EXPERTS, axis, axis, problem, reason, (("expert", 4),))
 
 
-DOCUMENTS = jnp.arange(2048, dtype=jnp.int32)[None] // 256
+DOCUMENTS = np.arange(2048, dtype=np.int32)[None] // 256
+ONES = np.ones(8, np.float32)
 LOGITS, TARGETS = (8, 16), integers(16, 8)
-PADDED = jnp.where(jnp.arange(16) < 12, numbers(8, 16), -jnp.inf)
+SOFT_TARGETS = np.random.default_rng(1).dirichlet(np.ones(16), 8).astype(np.float32)
+PADDED = np.where(np.arange(16) < 12, numbers(8, 16), np.float32(-np.inf))
 RING, BLOCK_MAX, LOOKUP = "a loop runs", "a maximum over", "and were not masked"
 RESCALES = "limit: a ring that rescales"
 MATMULS = "all_gather_matmul", ((8, 12), (12, 16), (8, 16)), (ROWS, COLUMNS, COLUMNS), (COLUMNS, ROWS, COLUMNS)
@@ -266,12 +269,12 @@ CASES = [
          "limit: one_hot of a clipped index, then masked"),
     Case("ejkernel", "fused_cross_entropy, soft targets, with gradients", ACCEPTED, True,
          lambda: jax.value_and_grad(lambda x, soft: cross_entropy(x, None, soft_targets=soft)),
-         (LOGITS, jax.nn.softmax(numbers(8, 16, seed=1))), COLUMNS, (ALL, COLUMNS)),
+         (LOGITS, SOFT_TARGETS), COLUMNS, (ALL, COLUMNS)),
     Case("ejkernel", "fused_cross_entropy, a device's logits all -inf", ACCEPTED, False,
          lambda: cross_entropy, (PADDED, integers(12, 8)), (COLUMNS, ALL), ALL,
          reason="**bug 3**"),
     Case("ejkernel", "fused_linear_cross_entropy: loss, accuracy", ACCEPTED, True,
-         lambda: linear_cross_entropy, ((8, 6), (6, 16), TARGETS, jnp.ones(8)), (ALL, COLUMNS, ALL, ALL), ALL,
+         lambda: linear_cross_entropy, ((8, 6), (6, 16), TARGETS, ONES), (ALL, COLUMNS, ALL, ALL), ALL,
          check_vma=True),
     Case("ejkernel", "fused_kl_divergence, forward, gradients", ACCEPTED, True,
          lambda: divergence("forward"), (LOGITS, LOGITS), COLUMNS, (ALL, COLUMNS)),
@@ -293,7 +296,7 @@ CASES = [
          "**bug 4**"),
     Case("flax", "BatchNorm(axis_name), with gradients", ACCEPTED, True,
          lambda: norm("BatchNorm", use_running_average=False),
-         ({"scale": jnp.ones(6), "bias": jnp.zeros(6)}, (16, 6), (16, 6)), (ALL, ROWS, ROWS), (ROWS, ALL, ROWS),
+         ({"scale": ONES[:6], "bias": 0 * ONES[:6]}, (16, 6), (16, 6)), (ALL, ROWS, ROWS), (ROWS, ALL, ROWS),
          check_vma=True),
     Case("flax", "RMSNorm(axis_name), features sharded", ACCEPTED, True,
          lambda: norm("RMSNorm", use_scale=False), ((6, 16),), COLUMNS, COLUMNS),
@@ -327,7 +330,7 @@ CASES = [
     moe("MoE fixed_all_to_all", "fixed", 8.0, True, "the program is another one"),
     moe("MoE fixed_all_to_all", "fixed", 1.0, False, "the program is another one"),
     Case("marin-levanter", "estimate_qb_beta_topk", NOT_PROVED, False,
-         of_batch_shards, ((TOKENS, 4), jnp.ones(TOKENS, bool)), problem="a partial sum",
+         of_batch_shards, ((TOKENS, 4), np.ones(TOKENS, bool)), problem="a partial sum",
          reason="by design: a mean of the devices' own thresholds",
          takes=(P("t", None), P("t"))),
     Case("marin-levanter", "short_conv, positions sharded", NOT_PROVED, True,
@@ -343,7 +346,7 @@ def arguments(case: Case) -> list[Any]:
     def draw(x, i):
         return numbers(*x, seed=i) if isinstance(x, tuple) else x
 
-    return [draw(x, i) for i, x in enumerate(case.args)]
+    return [jax.tree.map(jnp.asarray, draw(x, i)) for i, x in enumerate(case.args)]
 
 
 def kind_of(case: Case) -> AxisType:

@@ -186,7 +186,7 @@ def rest(of=lambda sums: sums, to=lambda low: low):
 
 def solved_by(solve):
     """What `solve` gives for a triangle and each row."""
-    a = jnp.eye(LENGTH) + 0.3 * np.tri(LENGTH, k=-1)
+    a = (np.eye(LENGTH) + 0.3 * np.tri(LENGTH, k=-1)).astype(np.float32)
     return lambda x: jax.vmap(lambda b: solve(a, b))(x)
 
 

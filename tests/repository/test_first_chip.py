@@ -4,8 +4,6 @@ import re
 import sys
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +31,7 @@ def installed(place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Kernel is running over TCP:UserWarning")
 def test_its_cells_plan_train_and_compare(tmp_path, monkeypatch):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     installed(tmp_path)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from scipy import interpolate, optimize
 
 from shardwright.run.launch import composed
 from shardwright.settings.composing import is_setting
@@ -219,6 +218,8 @@ def test_sweeps_have_each_candidate_once(kept):
 
 
 def test_the_minimum_is_that_of_the_parabola_through_three_points():
+    from scipy import interpolate, optimize  # which take half a second to import
+
     x, y = np.array([-3.0, -1.0, 0.5, 2.0, 4.0]), np.array([9.0, 3.0, 1.0, 1.5, 8.0])
     through = interpolate.KroghInterpolator(x[1:4], y[1:4])
     lowest: Any = optimize.minimize_scalar(through, bounds=(-1, 2), method="bounded")

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from rich.console import Console
-from scipy import stats
 
 from shardwright.tools.report.__main__ import Settings, show_report
 from shardwright.tools.report.pairs import CONFIDENCE, POWER, Pairs, interval, needed, pairs_of, power
@@ -40,6 +39,8 @@ def test_the_interval_is_that_of_the_paired_t_test(tmp_path):
     a = rng.normal(3, 0.1, 7)
     b = a + rng.normal(0.02, 0.01, 7)
     pairs = compared(tmp_path, a, b)
+    from scipy import stats  # which takes a second to import
+
     found = stats.ttest_rel(b, a).confidence_interval(CONFIDENCE)
     np.testing.assert_allclose(interval(pairs.differences), found, rtol=1e-9)
 
