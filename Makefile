@@ -42,8 +42,11 @@ verify: $(RUNTIME) ## compare a small step on two meshes of 8 simulated devices 
 
 setup: $(DEVELOPMENT) ## only install
 
-test: lint ## the linters and the type checker, then all tests of a few seconds each
-	$(RUN) pytest -n $(WORKERS) $(BY_FILE) $(SLOWEST) -m "not long and not slow"
+# The linters run beside the tests, and what they print comes last.
+test: $(DEVELOPMENT) ## all tests of a few seconds each, beside the linters and the type checker
+	@printed=$$(mktemp); $(MAKE) --no-print-directory lint >$$printed 2>&1 & linters=$$!; \
+	$(RUN) pytest -n $(WORKERS) $(BY_FILE) $(SLOWEST) -m "not long and not slow"; tests=$$?; \
+	wait $$linters; linted=$$?; cat $$printed; rm $$printed; exit $$((tests || linted))
 
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
 	$(RUN) pytest -n $(WORKERS) $(SLOWEST) -m "quick and not slow"
