@@ -35,15 +35,11 @@ def relative(scores, q, k, heads, bias):
     return scores + sum(bias[..., n][..., None, None] * (near == n) for n in range(NEAR))
 
 
+WINDOW = "window, soft-cap, scale"
 RULES = {
-    "causal": CAUSAL,
-    "window": AttentionMask((*MASKS, Window(7))),
+    WINDOW: AttentionMask((*MASKS, Window(7)), SoftCap(1.5), 0.3),
     "prefix": AttentionMask((lambda q, k: (q.index >= k.index) | (k.index < 4),), causal=False),
-    "one document": AttentionMask((causal,)),
-    "everything": AttentionMask((), causal=False),
     "alibi": AttentionMask(score_mod=alibi),
-    "soft-cap": AttentionMask(score_mod=SoftCap(1.5)),
-    "scale": AttentionMask(scale=0.3),
     "learned": AttentionMask(score_mod=relative),
     "sinks": CAUSAL,
 }
@@ -60,16 +56,16 @@ def dense(name: str, q, k, v, bias, sinks):
     """What the pattern of this name means, all scores at once."""
     place, document = np.arange(LENGTH), documents()
     distance = place[:, None] - place[None]
-    early = place[None] < {"everything": LENGTH, "prefix": 4}.get(name, 0)
-    mask = np.broadcast_to((distance >= 0) | early, (ROWS, LENGTH, LENGTH))
-    if name not in ("everything", "prefix", "one document"):
-        mask = mask & (document[:, :, None] == document[:, None, :])
-    mask = mask & (distance < 7) if name == "window" else mask
-    scores = jnp.einsum("blkqd,bskd->bkqls", q, k) * (0.3 if name == "scale" else 0.5)
+    if name == "prefix":
+        mask = np.broadcast_to((distance >= 0) | (place < 4), (ROWS, LENGTH, LENGTH))
+    else:
+        mask = (distance >= 0) & (document[:, :, None] == document[:, None, :])
+    scores = jnp.einsum("blkqd,bskd->bkqls", q, k) * (0.3 if name == WINDOW else 0.5)
+    if name == WINDOW:
+        mask = mask & (distance < 7)
+        scores = 1.5 * jnp.tanh(scores / 1.5)
     if name == "alibi":
         scores -= 2.0 ** -(np.arange(KV * QUERIES) % 8 + 1.0).reshape(KV, QUERIES, 1, 1) * distance
-    if name == "soft-cap":
-        scores = 1.5 * jnp.tanh(scores / 1.5)
     if name == "learned":
         scores += bias[..., np.clip(distance, 0, NEAR - 1)]
     weights = jnp.where(mask[:, None, None], jnp.exp(scores), 0)
@@ -142,24 +138,19 @@ KINDS = {
     "gather, einsum": ("gather", "einsum"),
     "ulysses, einsum": ("ulysses", "einsum"),
 }
-MESHES = ("c=2", "c=2 t=2", "c=3", "c=4 d=2", "c=6", "c=8")
-CASES = [(k, n, "d=2 t=2") for k in ("local", "local, einsum") for n in RULES]
-CASES += [(k, n, m) for k in [*KINDS][2:] for n in RULES for m in MESHES if (k[:7], n) != ("ulysses", "learned")]
-QUICK = {("ring", "sinks", "c=2 t=2"), ("gather", "learned", "c=2"), ("ulysses", "alibi", "c=8")}
-QUICK |= {("local", name, "d=2 t=2") for name in ("window", "alibi", "learned")}
-QUICK |= {("local, einsum", name, "d=2 t=2") for name in ("alibi", "soft-cap", "scale", "learned")}
+QUICK = [("ring", "sinks", "c=2 t=2"), ("gather", "learned", "c=2"), ("ulysses", "alibi", "c=8")]
+QUICK += [("local", WINDOW, "d=2 t=2"), ("local", "learned", "d=2 t=2")]
+QUICK += [("local, einsum", WINDOW, "d=2 t=2"), ("local, einsum", "alibi", "d=2 t=2")]
+LONG = [(kind, name, "d=2 t=2") for kind in ("local", "local, einsum") for name in ("prefix", "sinks")]
+LONG += [("ring", WINDOW, "c=6"), ("ring", "prefix", "c=3"), ("ring", "learned", "c=2")]
+LONG += [("gather", "sinks", "c=4 d=2"), ("ulysses", "sinks", "c=6")]
+LONG += [("gather, einsum", "prefix", "c=3"), ("ulysses, einsum", "alibi", "c=6")]
 
 
-def marks(kind: str, name: str, mesh: str) -> list:
-    """All local ones, and some on a mesh of c and t, are long; others are slow."""
-    if (kind, name, mesh) in QUICK:
-        return []
-    if mesh == "d=2 t=2":
-        return [pytest.mark.long(every_case=True)]
-    return [pytest.mark.long if mesh == "c=2 t=2" else pytest.mark.slow]
-
-
-@pytest.mark.parametrize(("kind", "name", "mesh"), [pytest.param(*case, marks=marks(*case)) for case in CASES])
+@pytest.mark.parametrize(
+    ("kind", "name", "mesh"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.long(every_case=True)) for case in LONG)],
+)
 def test_each_way_is_dense(kind, name, mesh):
     """Of six devices, three have a third of a kv head's queries each by ulysses; a ring of them has twelve chunks."""
     # train.softmax_attention has scores in f32.
@@ -214,7 +205,7 @@ def test_kernels_that_count_from_0_take_no_part_of_the_queries(monkeypatch):
 # ---- zigzag order -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", [2, 3, 6, 8])
+@pytest.mark.parametrize("devices", [2, 3])
 def test_zigzag_order_is_chunks_from_both_ends(devices):
     """Device i has chunks i and 2n - 1 - i. The way back undoes it."""
 
@@ -242,17 +233,8 @@ def positions_of_the_other_order(x: f32["L/c"]) -> f32["L/c"]:
     return shardops.zigzag("Z/c -> L/c", jnp.where(shardops.positions("L/c") > 3, z, 0))
 
 
-def order_that_is_not_undone(x: f32["L/c"]) -> f32["L/c"]:
-    return x + shardops.zigzag("L/c -> Z/c", x)
-
-
 def undone_without_being_done(x: f32["L/c"]) -> f32["L/c"]:
     return shardops.zigzag("Z/c -> L/c", 2 * x)
-
-
-def one_order_for_the_other_in_a_ring(x: f32["L/c"]) -> f32["Z/c"]:
-    z = shardops.zigzag("L/c -> Z/c", x)
-    return shardops.per_device("Z/c", lambda z, x: z + x, z, x, reason="a ring", takes="Z/c, Z/c")
 
 
 def shifted_in_the_order(x: f32["L/c"]) -> f32["L/c"]:
@@ -263,9 +245,7 @@ def shifted_in_the_order(x: f32["L/c"]) -> f32["L/c"]:
     ("wrong", "message"),
     [
         (positions_of_the_other_order, "hold different entries"),
-        (order_that_is_not_undone, "hold different entries"),
         (undone_without_being_done, r"takes f32\[Z/c\] is given f32\[L/c\]"),
-        (one_order_for_the_other_in_a_ring, r"takes f32\[Z/c\] is given f32\[L/c\]"),
         (shifted_in_the_order, "which is sharded over c"),
     ],
 )
@@ -274,7 +254,7 @@ def test_two_orders_never_meet(wrong, message):
         check(typed_shard_map(wrong), jax.ShapeDtypeStruct((16,), np.float32), mesh=ON_C)
 
 
-@pytest.mark.parametrize("spec", ["L/c -> M/c", "L/c -> Z", "L/c N/t -> Z/c Z/t", "L/c/t -> Z/c/t"])
+@pytest.mark.parametrize("spec", ["L/c -> M/c", "L/c -> Z", "L/c/t -> Z/c/t"])
 def test_a_spec_that_is_no_zigzag_order_is_refused(spec):
     axes = P(*[tuple(word.split("/")[1:]) for word in spec.split(" -> ")[0].split()])
     run = jax.shard_map(lambda x: shardops.zigzag(spec, x), in_specs=axes, out_specs=axes)

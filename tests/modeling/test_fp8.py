@@ -12,7 +12,6 @@ from shardlib import shardops
 from shardlib.shardtypes import ShardError, f32, typed_shard_map
 from shardwright.data.loader import batch_shapes
 from shardwright.modeling import fp8
-from shardwright.models import gpt2
 from tests.support import tiny
 
 FORMATS = {jnp.float8_e4m3fn: (ml_dtypes.float8_e4m3fn, 448.0), jnp.float8_e5m2: (ml_dtypes.float8_e5m2, 57344.0)}
@@ -26,8 +25,7 @@ def rounded(x: np.ndarray, dtype) -> np.ndarray:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("dtype", "error"), [(jnp.float8_e4m3fn, 2**-4), (jnp.float8_e5m2, 2**-3)])
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize(("dtype", "error", "size"), [(jnp.float8_e4m3fn, 2**-4, 1e-6), (jnp.float8_e5m2, 2**-3, 1e6)])
 def test_values_are_rounded_within_the_format(dtype, error, size):
     x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) * np.float32(size)
     values, scale = jax.jit(lambda x: fp8.quantize(x, dtype))(x)
@@ -93,14 +91,13 @@ def program(c) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "products"), [(tiny.model(), 7), (None, 6)], ids=["llama", "gpt2"])
-def test_the_step_has_its_products_with_weights_in_fp8(model, products):
-    model = model or gpt2.ModelConfig(vocab=32, positions=16, d_model=32, layers=2, heads=4, bos_id=0)
+def test_the_step_has_its_products_with_weights_in_fp8():
+    products = 7
 
     def casts(text, dtype):
         return len(re.findall(rf"stablehlo.convert .*-> tensor<[^>]*{dtype}>", text))
 
-    plain, with_fp8 = (program(tiny.config(model, compute_dtype="bf16", fp8=on)) for on in (False, True))
+    plain, with_fp8 = (program(tiny.config(compute_dtype="bf16", fp8=on)) for on in (False, True))
     assert casts(plain, "f8E4M3FN") == casts(plain, "f8E5M2") == 0
     # Both operands of each product, forward, and again where the layer is computed again; each gradient once.
     assert casts(with_fp8, "f8E5M2") == products

@@ -11,7 +11,7 @@ from shardwright.data.loader import batch_shapes
 from shardwright.modeling import attention_calls, attention_paths
 from shardwright.modeling import splash as splash_module
 from shardwright.modeling.attention_paths import triton
-from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
+from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal
 from shardwright.modeling.splash import splash
 from tests.support import tiny
 from tests.support.gradients import assert_close, with_gradients
@@ -22,15 +22,11 @@ WIDTHS = {"triton": 24, "splash": 16}  # the first is padded to 32
 RULES = {
     ("triton", "causal, documents"): CAUSAL,
     ("triton", "causal"): AttentionMask((causal,), scale=0.3),
-    ("triton", "documents"): AttentionMask((same_document,)),
     ("triton", "everything"): AttentionMask(()),
     ("splash", "causal, documents"): CAUSAL,
-    ("splash", "causal"): AttentionMask((causal,)),
     ("splash", "window, documents"): AttentionMask((*CAUSAL.mask_mod, Window(70))),
     ("splash", "window"): AttentionMask((causal, Window(200), Window(130)), scale=0.3),
     ("splash", "window to the left alone"): AttentionMask((Window(70),)),
-    ("splash", "documents"): AttentionMask((same_document,)),
-    ("splash", "everything"): AttentionMask(()),
     ("splash", "soft-cap"): AttentionMask(score_mod=SoftCap(1.5)),
 }
 QUICK = {("triton", "causal, documents"), ("splash", "window"), ("splash", "soft-cap")}

@@ -32,8 +32,7 @@ def test_a_window_of_nothing_is_refused():
 # ---- what a model asks of attention -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 7, 64, 1000])
-@pytest.mark.parametrize("size", [1, 3, 64, 5000])
+@pytest.mark.parametrize(("length", "size"), [(1, 1), (7, 3), (64, 64), (1000, 3), (64, 5000)])
 def test_attended_keys_are_the_entries_of_the_mask(length, size):
     i, j = np.arange(length)[:, None], np.arange(length)
     masks = {
@@ -78,15 +77,14 @@ def forward_of(kind, compute_dtype="f32", attention="auto", **changes) -> train.
     return tiny.forward_of(kind(c.model), c.training)
 
 
-@pytest.mark.parametrize("mesh", ["d=4 t=2", pytest.param("t=8", marks=pytest.mark.long)])
-def test_calls_are_those_of_each_layer_of_a_period(mesh):
-    with jax.set_mesh(tiny.mesh(mesh)):
+def test_calls_are_those_of_each_layer_of_a_period():
+    mesh = tiny.mesh("d=4 t=2")
+    with jax.set_mesh(mesh):
         calls = calls_of(forward_of(Alternating), 256)
     assert [(call.place, call.pattern) for call in calls] == list(enumerate(Alternating.rules))
-    kv = 8 // tiny.mesh(mesh).shape["t"]
-    assert {call.q.shape for call in calls} == {(1, 256, kv, 2, 4)}
+    assert {call.q.shape for call in calls} == {(1, 256, 4, 2, 4)}
     c = tiny.config(gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, dropout=0.1, bos_id=0))
-    with jax.set_mesh(tiny.mesh(mesh)):
+    with jax.set_mesh(mesh):
         assert [call.dropout for call in calls_of(tiny.forward(c), 16)] == [True]
 
 
@@ -135,9 +133,8 @@ plain_attention = train.softmax_attention
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("edit", [sliding, lambda q, k, *more: plain_attention(q, 1.01 * k, *more)])
-def test_an_edit_of_one_path_alone_is_named(edit, monkeypatch):
-    monkeypatch.setattr(train, "softmax_attention", edit)
+def test_an_edit_of_one_path_alone_is_named(monkeypatch):
+    monkeypatch.setattr(train, "softmax_attention", sliding)
     message = r"attention by blockwise is not what softmax_attention \(einsum\) computes"
     with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match=message):
         check_paths(tiny.step_of(forward_of(train.Llama, "bf16"), 256))
@@ -149,16 +146,14 @@ def test_a_rule_that_is_none_is_refused():
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("dropped", ["the last blocks", "all but the last blocks", "later documents"])
+@pytest.mark.parametrize("dropped", ["the last blocks", "later documents"])
 def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
     """Blocks are small in the comparison, however large they are in the run."""
     seen = blockwise_module._seen_blocks
 
     def wrong(*args):
         first, last = seen(*args)
-        if dropped == "the last blocks":
-            return first, jnp.minimum(last, first + 1)
-        return jnp.maximum(first, last - 1), last
+        return first, jnp.minimum(last, first + 1)
 
     if dropped == "later documents":
         plain = blockwise_module.blockwise
@@ -212,11 +207,7 @@ def one_copy(x, repeats, axis):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "path"),
-    [
-        ("order", "einsum"),
-        *(pytest.param(wrong, "blockwise", marks=pytest.mark.long) for wrong in ("one copy", "order")),
-    ],
+    ("wrong", "path"), [("order", "einsum"), pytest.param("one copy", "blockwise", marks=pytest.mark.long)]
 )
 def test_heads_that_ulysses_divides_otherwise_are_found(wrong, path, monkeypatch):
     """The proof's one device divides them as the mesh does, and einsum by ulysses would be as wrong as blockwise."""
