@@ -49,10 +49,9 @@ def imports(tree: ast.AST, *, in_functions: bool) -> set[str]:
 distributions_of_modules = functools.cache(importlib.metadata.packages_distributions)  # a second a call
 
 
-def third_party(path: Path, *, in_functions: bool) -> set[str]:
+def third_party(tree: ast.AST, *, in_functions: bool) -> set[str]:
     """The distributions that a source file imports, the project's own modules and the standard library left out."""
-    own = {"train", *PACKAGES}
-    modules = imports(ast.parse(path.read_text()), in_functions=in_functions) - own - sys.stdlib_module_names
+    modules = imports(tree, in_functions=in_functions) - {"train", *PACKAGES} - sys.stdlib_module_names
     distributions = distributions_of_modules()
     return {canonicalize_name(distributions.get(module, [module])[0]) for module in modules}
 
@@ -62,13 +61,15 @@ def sources() -> list[Path]:
     return sorted(path for path in found if not path.is_symlink() and "template" not in path.parts)
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_are_declared(path):
-    declared = names("tools") if path.is_relative_to(ROOT / "shardwright/tools") else names()
-    declared |= {"pytest"} if path.name == "pytest_plugin.py" else set()  # which pytest imports
-    assert third_party(path, in_functions=False) <= declared, "imported with the module, so a run-time dependency"
-    every_extra = PROJECT["project"]["optional-dependencies"]
-    assert third_party(path, in_functions=True) <= names(*every_extra), "imported in a function, so in some extra"
+def test_imports_are_declared():
+    """What is imported with a module is a dependency, what is imported in a function is in some extra."""
+    of_tools, of_all, of_extras = names("tools"), names(), names(*PROJECT["project"]["optional-dependencies"])
+    for path in sources():
+        declared = of_tools if path.is_relative_to(ROOT / "shardwright/tools") else of_all
+        of_pytest = {"pytest"} if path.name == "pytest_plugin.py" else set()  # which pytest imports
+        tree = ast.parse(path.read_text())
+        assert third_party(tree, in_functions=False) <= declared | of_pytest, path
+        assert third_party(tree, in_functions=True) <= of_extras, path
 
 
 def test_every_module_is_packaged():

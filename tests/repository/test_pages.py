@@ -46,10 +46,6 @@ YOURS = {"mine.py", "model/mine.yaml", "my_schedules.py", "script.py", "__main__
 NOT_OURS = ("pip", "pytest")
 
 
-def name_of(page):
-    return str(page.relative_to(ROOT))
-
-
 def blocks(text: str) -> list[tuple[str, str]]:
     """Language and content of each fenced block."""
     return re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -140,7 +136,6 @@ def check_run(flags: dict[str, str], overrides: list[str]) -> None:
     overrides = [o for o in overrides if o not in own and not o.startswith("hydra")]
     if "--multirun" in flags:
         overrides = first_values(overrides)
-    register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         to_config(compose(flags["--config-name"], overrides=[override_as_written(Config, o) for o in overrides]))
 
@@ -178,14 +173,15 @@ def check_command(words: list[str]) -> None:
         assert all(flag.removeprefix("--") in text for flag in flags), f"{module} lacks one of {', '.join(flags)}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_compose(page, monkeypatch):
+def test_commands_compose(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    for words in commands(page.read_text()):
+    register_schema()
+    pages = {tuple(words): page for page in PAGES for words in commands(page.read_text())}
+    for words, page in pages.items():
         try:
-            check_command(words)
+            check_command([*words])
         except Exception as error:
-            raise AssertionError(f"python -m {shlex.join(words)}: {error}") from error
+            raise AssertionError(f"{page}: python -m {shlex.join(words)}: {error}") from error
 
 
 # ---- settings and files -------------------------------------------------------------------------------------------
@@ -243,13 +239,13 @@ def missing_files(page: Path, text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_what_a_page_names_exists(page):
-    text = page.read_text()
-    assert broken_links(page, text) == []
-    assert missing_files(page, text) == []
-    assert page.name == "CHANGELOG.md" or unknown_settings(text) == []
-    assert re.findall(r"\w+\.py:\d+", re.sub(r"(?s)^```.*?^```", "", text, flags=re.M)) == [], "a line number"
+def test_what_pages_name_exists():
+    for page in PAGES:
+        text = page.read_text()
+        assert broken_links(page, text) == [], page
+        assert missing_files(page, text) == [], page
+        assert page.name == "CHANGELOG.md" or unknown_settings(text) == [], page
+        assert re.findall(r"\w+\.py:\d+", prose(text)) == [], f"{page}: a line number"
 
 
 # ---- README's counts ----------------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ def tree(name: str) -> ast.Module:
     return ast.parse(modules()[name].read_text())
 
 
-def imports(name: str) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(name: str) -> list[tuple[str, bool]]:
     """Each module of the project that `name` imports, and whether it does so inside a function."""
     package = name if modules()[name].name == "__init__.py" else name.rpartition(".")[0]
 
@@ -101,12 +102,14 @@ def imports(name: str) -> Iterator[tuple[str, bool]]:
             for child in ast.iter_child_nodes(node):
                 yield from found(child, in_function)
 
+    result = []
     for imported, in_function in found(tree(name), False):
         assert imported.partition(".")[0] != "tests", f"{name} imports {imported}"
         if imported.partition(".")[0] in TOP:
             target = imported if imported in modules() else imported.rpartition(".")[0]
             if target != name:  # train.py imports itself, where it is the program
-                yield target, in_function
+                result.append((target, in_function))
+    return result
 
 
 def room(name: str) -> str:
@@ -132,8 +135,7 @@ def test_every_module_is_in_a_room():
     assert {path.stem for path in top} - {"tests"} == set(TOP)
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_a_module_is_short_and_imports_what_is_below_it(name):
+def check_module(name: str) -> None:
     for target, in_function in imports(name):
         assert target in modules(), f"{name} imports {target}, which is no module"
         upwards = FLOOR[room(target)] > FLOOR[room(name)]
@@ -148,6 +150,11 @@ def test_a_module_is_short_and_imports_what_is_below_it(name):
     assert not found or name in BY_NAME, f"{name} imports by {', '.join(found)}"
     long = long_functions(name)
     assert not long, f"{name}: cut what has more than {MAX_FUNCTION} lines: {long}"
+
+
+def test_modules_are_short_and_import_what_is_below_them():
+    for name in modules():
+        check_module(name)
 
 
 def test_what_reads_a_step_is_reached_by_one_module():
