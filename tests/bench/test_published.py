@@ -81,9 +81,8 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("column", STRANGE)
-def test_a_strange_row_has_no_plan_and_one_line_says_why(tmp_path, capsys, column):
-    for value in STRANGE[column]:
+def test_a_strange_row_has_no_plan_and_one_line_says_why(tmp_path, capsys):
+    for column, value in ((column, value) for column, values in STRANGE.items() for value in values):
         values = dict(zip(runs.COLUMNS, TINY.split(","), strict=True)) | {column: value}
         printed = list(lines(table_of(tmp_path, HEADER, ",".join(values.values()))))
         assert printed[1] == ",".join([*values.values(), "", "", "", ""])
@@ -189,13 +188,7 @@ def test_a_fit_finds_the_constants_that_made_the_times(tmp_path):
     used = calibration.picked(pairs, 9)
     assert sorted(collections.Counter(run.group for run, _ in used).values()) == [1, 1, 1, 2, 2, 2]
     assert calibration.fit(pairs, start) == pytest.approx(true, rel=0.1)  # each is drawn a little to where it began
-    # A group of wrong times changes what is fitted to it, and not what it is held against.
-    wrong = [(run._replace(step_s=run.step_s * (1.1 if run.group == ("0",) else 1)), step) for run, step in pairs]
-    turns = calibration.held_out(wrong, 18, start)
-    without = turns.pop(("0",))
-    assert without == pytest.approx(true, rel=0.1)
-    assert all(x is without or x != pytest.approx(without, rel=0.01) for x in turns.values())
-    assert calibration.figures(pairs, dict.fromkeys(calibration.held_out(pairs, 9, start), true)).error < 1e-6
+    assert calibration.figures(pairs, {run.group: true for run, _ in pairs}).error < 1e-6
 
 
 def test_only_trainers_whose_memory_is_described_have_one(tmp_path):

@@ -53,10 +53,9 @@ def ours():
     return {dtype: losses("ours", dataclasses.replace(JOB, dtype=dtype)) for dtype in TOLERANCE}
 
 
-SAME = [("plain-jax", {"dtype": dtype}) for dtype in TOLERANCE] + [("torch", {"dtype": dtype}) for dtype in TOLERANCE]
-SAME += [(contestant, {"d": 4, "t": 2}) for contestant in ("ours", "plain-jax")]
+SAME = [("torch", {"dtype": dtype}) for dtype in TOLERANCE] + [("plain-jax", {"dtype": "bf16"})]
 OF_XLA = {"r": 2, "d": 2, "t": 2}
-SAME += [("plain_jax", OF_XLA | {"save": "everything"}), ("plain_jax", OF_XLA | {"save": "marked"})]
+SAME += [("plain-jax", {"d": 4, "t": 2}), ("plain_jax", OF_XLA | {"save": "marked"})]
 SAME += [("flax_nnx", OF_XLA | {"save": "everything"})]
 
 
@@ -115,19 +114,17 @@ def check_flops(job: Job, of_products: float, rel: float):
     assert of_products * (1 + job.attention_share) + norms == pytest.approx(counted, rel=rel)
 
 
-@pytest.mark.parametrize("size", ["270m", "1b", "2b"])
-def test_sizes_and_flops_are_those_of_a_run(size):
-    job = SIZES[size]
-    of_run = yaml.safe_load((ROOT / f"configs/model/{size}.yaml").read_text())
-    del of_run["defaults"]
-    assert of_run.items() <= dataclasses.asdict(job.shapes).items()
-    check_flops(job, 6 * job.shapes.matmul_parameters, 1e-12)
+def test_sizes_and_flops_are_those_of_a_run():
+    for size in ("270m", "1b", "2b"):
+        of_run = yaml.safe_load((ROOT / f"configs/model/{size}.yaml").read_text())
+        del of_run["defaults"]
+        assert of_run.items() <= dataclasses.asdict(SIZES[size].shapes).items()
+    check_flops(SIZES["270m"], 6 * SIZES["270m"].shapes.matmul_parameters, 1e-12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 1), (4, 2)])
-def test_the_floor_runs_all_of_the_products_of_a_step(mesh):
-    job = dataclasses.replace(JOB, d=mesh[0], t=mesh[1])
+def test_the_floor_runs_all_of_the_products_of_a_step():
+    job = dataclasses.replace(JOB, d=4, t=2)
     floor = Floor(job)
     floor.wait([floor.step(), floor.step()])
     for (x, w, dy), (y, dx, dw) in zip(floor.batches[0], floor.results, strict=True):
@@ -161,10 +158,9 @@ def test_shares_and_lines():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("take_turns", [True, False])
-def test_a_contestant_that_fails_does_not_stop_the_others(take_turns):
+def test_a_contestant_that_fails_does_not_stop_the_others():
     jobs = {name: dataclasses.replace(JOB, contestant=name) for name in ("no_such_trainer", "floor")}
-    seen = {measured.name: measured for measured in run_rounds(jobs, 2, 0.01, take_turns)}
+    seen = {measured.name: measured for measured in run_rounds(jobs, 2, 0.01, True)}
     assert "No module named 'bench.throughput.peers.no_such_trainer'" in seen["no_such_trainer"].error
     assert (seen["floor"].error, len(seen["floor"].step_s)) == (None, 2)
 

@@ -53,7 +53,7 @@ def test_the_wait_for_a_slow_loader(monkeypatch):
     """Batches take 50 ms and steps 10 ms, so each waits 40."""
     slow = SimpleNamespace(load=lambda step: time.sleep(0.05), parallel_loads=1)
     monkeypatch.setattr(tokenization, "make_loader", lambda *_: slow)
-    monkeypatch.setattr(tokenization, "PACED", 30)
+    monkeypatch.setattr(tokenization, "PACED", 16)
     monkeypatch.setattr(tokenization, "PACE", tokenization.BATCH * tokenization.SEQ_LEN / 0.01)
     most, share, cores = tokenization.waits("")
     batches = most / tokenization.BATCH / tokenization.SEQ_LEN
