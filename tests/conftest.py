@@ -1,6 +1,7 @@
 """Every test sees eight simulated devices, whatever the machine; or TEST_DEVICES of them."""
 
 import collections
+import gc
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What takes long is compiled once for all workers, sessions and programs that tests start. They find nothing of a run.
 os.environ.update(compiled_in(str(Path(__file__).parents[1] / ".pytest_cache" / "compiled")))
+
+# A trace makes many objects, most of which live on: looking for cycles among them took a sixth of the CPU time.
+gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
