@@ -2,15 +2,20 @@
 
 import copy
 import dataclasses
+import functools
+import re
 
 import jax
 import pytest
+import yaml
 
-from shardwright.modeling.model import load_model
+from shardwright.data.loader import DataConfig, StreamConfig
+from shardwright.modeling.model import load_model, module_of
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.differences import config_differences
 from shardwright.run.resuming import fixed_settings, with_defaults
-from tests.support.shipped import RUNS, load
+from tests.support import tiny
+from tests.support.shipped import CONFIGS, RUNS, load
 
 SIZES = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1074e6, "2b": 2147e6, "7b": 7248e6}
 PARAMETERS = {name: pytest.approx(size, rel=5e-3) for name, size in SIZES.items()}
@@ -21,32 +26,43 @@ PARAMETERS |= {"olmoe": 6_919_161_856, "qwen30b": 30_532_122_624}  # as transfor
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if "c4" in name or name == "gpt2_124m"])
-def test_a_model_has_the_parameters_that_its_name_says(name):
-    """The steps of all are traced in test_scale.py."""
-    hardware, _, size = name.rpartition("_")
-    c = load(name)
-    hosts = {"flat_tokens_c4_a100x8x4": 4, "c4_h100x64": 8}.get(hardware)
+def settings_of(group: str) -> dict:
+    """Settings in the file of a model, with those of its defaults."""
+    given = yaml.safe_load((CONFIGS / f"model/{group}.yaml").read_text())
+    defaults = [settings_of(name) for name in given.pop("defaults", []) if name != "_self_"]
+    return functools.reduce(dict.__or__, [*defaults, given])
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_a_model_has_the_parameters_that_its_name_says(size):
+    """Of the runs whose names end so."""
+    runs = [name for name in RUNS if ("c4" in name or name == "gpt2_124m") and name.endswith(f"_{size}")]
+    (group,) = {*re.findall(r"model: (\w+)", "".join((CONFIGS / f"{name}.yaml").read_text() for name in runs))}
+    given = {"module": "train"} | settings_of(group)
+    model = load_model(module_of(given["module"]).ModelConfig(**given))
+    assert sum(x.size for x in jax.tree.leaves(shapes_of(model.table))) == PARAMETERS[size]
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "is_gpu", "is_deterministic"),
+    [
+        ("c4_h100x64_7b", 8, True, False),
+        ("flat_tokens_c4_a100x8_84m", None, False, True),
+    ],
+)
+def test_hardware_and_hosts_are_one_setting(name, hosts, is_gpu, is_deterministic):
+    """A run is fast unless it is to be deterministic."""
+    given = [] if is_gpu else ["hardware=cpu"]
+    c = load(name, *given, f"hardware.deterministic={str(is_deterministic).lower()}")
     assert (c.distributed.auto, c.distributed.count) == (hosts is not None, hosts)
-    weights = shapes_of(load_model(c.model).table)
-    assert sum(x.size for x in jax.tree.leaves(weights)) == PARAMETERS[size]
-
-
-@pytest.mark.parametrize("hardware", ["a100", "h100", "h200", "cpu"])
-def test_hardware_is_one_setting(hardware):
-    options = load("flat_tokens_c4_a100x8_84m", f"hardware={hardware}").hardware.options
-    assert ("xla_gpu_reduce_scatter_combine_threshold_bytes" in options) == (hardware != "cpu")
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_run_is_fast_unless_it_is_to_be_deterministic(deterministic):
-    given = f"hardware.deterministic={str(deterministic).lower()}"
-    options = load("flat_tokens_c4_a100x8_84m", "hardware=h100", given).hardware.options
-    assert options.get("xla_gpu_exclude_nondeterministic_ops", False) == deterministic
+    options = c.hardware.options
+    assert ("xla_gpu_reduce_scatter_combine_threshold_bytes" in options) == is_gpu
+    assert options.get("xla_gpu_exclude_nondeterministic_ops", False) == is_deterministic
 
 
 def test_a_checkpoint_made_before_a_setting_existed_is_as_if_it_had_the_default():
-    c = load("first_chip")
+    c = tiny.config()
+    c.data = DataConfig(stream=StreamConfig())
     current = dataclasses.asdict(c)
     saved = copy.deepcopy(current)
     del saved["model"]["norm_epsilon"], saved["optimizer"]["z_loss"], saved["data"]["stream"]["text_separator"]

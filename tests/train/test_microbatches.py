@@ -47,19 +47,23 @@ def sum_of_squares(weights, targets):
     return loss, gradients
 
 
-QUICK = [("one device", 6, 2), ("p=2 r=2 d=2", 1, 1), ("p=2 r=2 d=2", 6, 2)]
-MESHES = "one device", "p=2 r=2 d=2", "d=8", "r=2 d=2 t=2", "r=4 t=2", "p=4"
-OTHERS = [(mesh, *how) for mesh in MESHES for how in ((1, 1), (2, 2), (3, 1), (6, 2)) if (mesh, *how) not in QUICK]
-EVERY_LONG = pytest.mark.long(every_case=True)
-
-
-@pytest.mark.parametrize(("mesh", "m", "together"), QUICK + [pytest.param(*x, marks=EVERY_LONG) for x in OTHERS])
-def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together, monkeypatch):
+@pytest.mark.parametrize(
+    ("mesh", "m", "together", "schedule"),
+    [
+        ("r=2 d=2 t=2", 1, 1, ""),
+        ("d=8", 3, 1, ""),
+        ("r=4 t=2", 6, 2, ""),
+        ("p=2 r=2 d=2", 1, 1, "interleaved_1f1b"),
+        ("p=2 r=2 d=2", 6, 1, "zb_h1"),
+        ("p=4", 6, 1, "1f1b"),
+    ],
+)
+def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together, schedule, monkeypatch):
     """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
     mesh = tiny.mesh(mesh)
     p = mesh.shape.get("p", 1)
     placement = LayerPlacement(in_a_ring(p, 1), 4 // p)
-    table = tick_table(schedule_of("interleaved_1f1b")(p, m, 1))
+    table = tick_table(schedule_of(schedule or "gpipe")(p, m, 1))
     config = DataConfig(filespec=str(Path(__file__).parents[2] / "synthetic_dataset.zarr"))
 
     def layers(w, x, *_):

@@ -22,61 +22,28 @@ from tests.support.traced_steps import GPT2
 DEMO, STAGES = "r=2 d=2 t=2", "r=1 d=2 t=2 p=2"
 SETTINGS = {  # the mesh, and what is set beside: of training, the model, the optimizer or the pipeline
     "the demo": (DEMO, {}),
-    "d alone": ("r=1 d=8 t=1", {}),
-    "t alone": ("r=1 d=1 t=8", {}),
     "one device": ("r=1 d=1 t=1", {}),
-    "microbatches": (DEMO, {"microbatches": 2}),
     "side by side": ("r=1 d=2 t=2", {"microbatches": 4, "side_by_side": 2}),
-    "all side by side": (DEMO, {"microbatches": 2, "side_by_side": 2}),
-    "gathered once a step": (DEMO, {"gather_weights": "step"}),
+    "gathered once a step": (DEMO, {"gather_weights": "step", "microbatches": 2}),
     "blockwise": (DEMO, {"attention": "blockwise"}),
-    "loss in chunks": (DEMO, {"loss_chunk": 4}),
     "loss in chunks, c": ("r=1 d=1 t=2 c=2", {"loss_chunk": 4}),
     "fp8": (DEMO, {"fp8": True}),
-    "bf16": (DEMO, {"compute_dtype": "bf16"}),
-    "one document": (DEMO, {"unroll": 3, "document_mask": False}),
-    "muon": (DEMO, {"algorithm": "muon"}),
+    "one document": (DEMO, {"unroll": 3, "document_mask": False, "qk_norm": True, "d_head": 8}),
     "tied": ("r=1 d=4 t=2", {"tied_embeddings": True, "logit_softcap": 5.0, "z_loss": 1e-3}),
-    "QK-norm": (DEMO, {"qk_norm": True, "d_head": 8}),
     "a ring of stages": (STAGES, {"schedule": "interleaved_1f1b", "virtual_stages": 2}),
     "stages": (STAGES, {}),
-    "stages, tied": ("r=2 t=2 p=2", {"tied_embeddings": True}),
-    "stages, loss in chunks": (STAGES, {"loss_chunk": 4}),
-    "four stages, t": ("r=1 d=1 t=2 p=4", {"microbatches": 4}),
     "four stages": ("r=1 d=2 t=1 p=4", {"microbatches": 4, "compute_dtype": "bf16", "z_loss": 1e-3}),
+    # Schedules with halves of backwards: what their tasks pass on has other types of JAX.
     "zb_h1": (STAGES, {"microbatches": 4, "schedule": "zb_h1"}),
     "zb_v": (STAGES, {"microbatches": 4, "schedule": "zb_v", "virtual_stages": 2}),
-    # Schedules with halves of backwards: what their tasks pass on has other types of JAX.
-    "zb_h1 by blocks": (STAGES, {"microbatches": 4, "schedule": "zb_h1", "attention": "blockwise"}),
-    "zb_h1 without t": ("r=1 d=2 t=1 p=2", {"microbatches": 4, "schedule": "zb_h1", "qk_norm": True, "d_head": 8}),
-}
-ALL = "r=2 d=4 t=8"
-ONE_ENTRY = {  # a device holds one entry of: heads of keys, sequences, positions, d_ff, both heads, all of them
-    "one head": ("r=1 d=1 t=8", {}),
-    "one sequence": ("r=2 d=4 t=1", {}),
-    "one sequence and one head": (ALL, {}),
+    # A device holds one entry of: heads of keys and sequences, positions, d_ff and both heads, all of them.
+    "one sequence and one head": ("r=2 d=4 t=8", {}),
     "one position": ("r=1 d=2 t=8", {"seq_len": 8, "n_kv": 16}),
-    "one of each": (ALL, {"seq_len": 8, "d_ff": 8, "vocab": 8, "n_q_per_kv": 1}),
-    "one entry, blockwise": (ALL, {"attention": "blockwise"}),
-    "one entry, loss in chunks": (ALL, {"loss_chunk": 8}),
-    "one entry, fp8": (ALL, {"fp8": True}),
-    "one entry, muon": (ALL, {"algorithm": "muon"}),
-    "one entry, QK-norm": ("r=1 d=8 t=4", {"n_kv": 4, "qk_norm": True, "d_head": 32, "logit_softcap": 5.0}),
+    "one of each": ("r=2 d=4 t=8", {"seq_len": 8, "d_ff": 8, "vocab": 8, "n_q_per_kv": 1}),
     "one entry, stages": ("r=2 d=4 t=4 p=2", {"batch_size": 16, "n_kv": 4}),
 }
-SETTINGS |= ONE_ENTRY
-SHORT = ("the demo", "stages", "one sequence and one head", "loss in chunks, c")
-SLOW = {*ONE_ENTRY} - {*SHORT, "one position", "one of each", "one entry, stages"}
-SLOW |= {"d alone", "t alone", "loss in chunks", "muon", "stages, tied", "stages, loss in chunks", "four stages, t"}
-SLOW |= {"zb_h1 by blocks", "zb_h1 without t", "bf16", "all side by side"}
 LONG_RUNS = ("local_test_synthetic", "local_test_pipeline", "flat_tokens_c4_a100x8x4_84m")
 """Of the shipped configurations, those whose tests are not slow."""
-
-
-def marked(name: str) -> list:
-    if name in SHORT:
-        return []
-    return [pytest.mark.slow if name in SLOW or name in {*RUNS} - {*LONG_RUNS} else pytest.mark.long]
 
 
 def mesh_of(text: str) -> AbstractMesh:
@@ -95,7 +62,7 @@ def unsound(c, mesh: AbstractMesh, module=train) -> list[str]:
 
 def step_of(settings: str, module=train, **given) -> Step:
     mesh, of_settings = SETTINGS[settings]
-    given |= of_settings
+    given = given | of_settings
     if "p=" in mesh:
         given = {"microbatches": 2, "layers": 4} | given
     c = tiny.config(with_settings(tiny.model(module=module.__name__), given))
@@ -105,18 +72,19 @@ def step_of(settings: str, module=train, **given) -> Step:
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("settings", [pytest.param(s, marks=marked(s)) for s in SETTINGS])
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_steps_are_proved(settings):
     """Of most with weights that layers gather: `auto` is compared with weights that are gathered ahead too."""
-    gathered = {} if settings in (*SHORT, "one device", "d alone", "t alone") else {"gather_weights": "layer"}
+    is_given = settings in ("the demo", "one device", "stages", "one sequence and one head", "loss in chunks, c")
+    gathered = {} if is_given else {"gather_weights": "layer"}
     assert find_unsound(step_of(settings, **gathered)) == []
 
 
-@pytest.mark.parametrize("settings", ["the demo", pytest.param("four stages", marks=pytest.mark.long)])
-def test_steps_of_a_gpu_are_proved(settings, monkeypatch):
+@pytest.mark.long
+def test_steps_of_a_gpu_are_proved(monkeypatch):
     """Which fixes the layout of gradients. Kernels apart, all else is traced as on a CPU."""
     monkeypatch.setattr(rates, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
-    step = step_of(settings, compute_dtype="bf16")
+    step = step_of("the demo", compute_dtype="bf16")
     assert "layout_constraint" in str(step.jaxpr)
     assert find_unsound(step) == []
 
@@ -125,21 +93,12 @@ def mesh_for(c, d: int, t: int) -> AbstractMesh:
     return mesh_of(f"r={c.mesh.r} d={d} t={t}" + (f" p={c.mesh.p}" if c.mesh.p > 1 else ""))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marked(name)) for name in RUNS])
+@pytest.mark.long(every_case=True)
+@pytest.mark.parametrize("name", [x if x in LONG_RUNS else pytest.param(x, marks=pytest.mark.slow) for x in RUNS])
 def test_shipped_steps_are_proved(name):
     c = load(name)
     for d in (2, 8) if "c4" in name else (2,):
         assert unsound(c, mesh_for(c, d, c.mesh.t)) == []
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marked(name)) for name in RUNS])
-def test_shipped_steps_are_proved_at_one_entry(name):
-    """One head, sequence, position and column of d_ff on each device."""
-    c, t = load(name), 8
-    one = {"n_kv": t, "heads": t, "batch_size": c.mesh.r * 2 * c.training.microbatches, "seq_len": t, "d_ff": t}
-    c = dataclasses.replace(c, model=with_settings(c.model, one), training=with_settings(c.training, one))
-    c.training.loss_chunk = None  # which a sequence of t positions has not
-    assert unsound(c, mesh_for(c, 2, t)) == []
 
 
 BEFORE_THE_STEP = {  # what an evaluation does with its batch, and whether that is found
@@ -148,6 +107,7 @@ BEFORE_THE_STEP = {  # what an evaluation does with its batch, and whether that 
 }
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(("change", "is_wrong"), BEFORE_THE_STEP.items(), ids=["right", "wrong"])
 def test_operations_on_the_batch_are_proved_while_a_run_has_its_mesh(change, is_wrong):
     text = (ROOT / "train.py").read_text()
