@@ -63,7 +63,7 @@ def imported(model, tmp_path) -> tuple:
     return models.read(tmp_path / "run")
 
 
-LONG = ("Llama", "Mixtral", "Olmoe", "Gemma2", "GptOss")
+LONG = ("Llama", "Olmoe", "Gemma2", "GptOss")
 
 
 OF_FAMILIES = [name for name in KINDS if name != "GPT2"]
@@ -98,9 +98,12 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
     assert all(np.array_equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sizes", ["r2 d2 c2 t2", pytest.param("p2 e2 t2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [name for name in OURS if name != "Mixtral"])
+@pytest.mark.long(every_case=True)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("Gemma2", "p2 e2 t2"), ("Gemma3", "p2 e2 t2"), ("Gemma3", "r2 d2 c2 t2"), ("GptOss", "r2 d2 c2 t2"),
+     ("Olmo2", "r2 d2 c2 t2"), ("Phi3", "p2 e2 t2")],
+)  # fmt: skip
 def test_steps_are_proved(name, sizes):
     """With no code that is taken to be right. A pattern that does not divide the layers has no stages."""
     c = tiny.config(ours(name), microbatches=2, batch_size=16)
@@ -117,20 +120,15 @@ def test_steps_are_proved(name, sizes):
             assert [str(finding) for finding in prove()] == []
 
 
-@pytest.mark.parametrize("name", ["GptOss", pytest.param("Gemma3", marks=pytest.mark.long)])
+@pytest.mark.long(every_case=True)
+@pytest.mark.parametrize("name", ["GptOss", "Gemma3"])
 def test_logits_with_a_cache_are_those_without(name):
     """Of a pattern of three layers among four, and of sinks and experts."""
     with jax.set_mesh(tiny.mesh("d=2 t=2")):
         cache.check_cache(tiny.forward(tiny.config(ours(name))), 16)
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
-def test_every_nth_layer_has_no_window(name):
-    model = load_model(ours(name, layers=6, full_every=3))
-    assert [model.window_at(place) for place in range(model.period)] == [5, 5, None]
-
-
-def test_every_nth_layer_has_no_rope(one_device, monkeypatch):
+def test_every_nth_layer_has_no_rope_or_no_window(one_device, monkeypatch):
     """Others rotate their queries and keys, in the order in which the layers are traced."""
     traced, attend, rotate = [], family.Model.attend, family.rope.rotate
 
@@ -146,6 +144,8 @@ def test_every_nth_layer_has_no_rope(one_device, monkeypatch):
     monkeypatch.setattr(family.rope, "rotate", noted_rotation)
     assert tiny.step(tiny.config(ours("SmolLM3", layers=3, no_rope_every=3))).other(name="logits").traced
     assert traced == [0, "rotate", "rotate", 1, "rotate", "rotate", 2]
+    windowed = load_model(ours("GptOss", layers=6, full_every=3))
+    assert [windowed.window_at(place) for place in range(windowed.period)] == [5, 5, None]
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
@@ -223,9 +223,7 @@ def test_settings_that_contradict_each_other(changes, message):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        pytest.param("Gemma2", {"qkv_bias": True, "qk_norm_all": True, "no_rope_every": 4}, marks=pytest.mark.slow),
         ("Gemma3", {"layers": 6, "rotary_share": 0.5, "sinks": True, "out_bias": True, "n_q_per_kv": 4}),
-        pytest.param("GptOss", {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_with_all_switches_is_the_same_on_a_mesh(tmp_path, name, more):

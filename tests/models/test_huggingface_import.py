@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,7 +37,7 @@ from tests.support import huggingface_models as models
 from tests.support import tiny
 from tests.support.huggingface_models import export
 from tests.support.huggingface_models import to_run as run
-from tests.support.transformers_models import logits_of_documents, theirs
+from tests.support.transformers_models import theirs
 
 # Not by `importorskip`, which would import it where tests are only collected.
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers reads config.json")
@@ -88,47 +86,17 @@ def change_config(directory, **changes):
 
 # ---- logits -------------------------------------------------------------------------------------------------------
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
-
-
-@pytest.mark.long
-def test_logits_here_are_those_of_transformers(tmp_path):
-    """On another mesh, of several files, with a config.json as transformers before 5.0 writes it."""
-    model = theirs("Llama", rope_parameters=LLAMA3 | {"rope_theta": 100.0}, head_dim=8)
-    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
-    stated = dict(model.config.rope_parameters)
-    theta, stated["type"] = stated.pop("rope_theta"), stated.pop("rope_type")
-    change_config(tmp_path / "model", rope_parameters=None, rope_theta=theta, rope_scaling=stated)
-
-    run(tmp_path / "model", tmp_path / "imported")
-    c, _ = models.read(tmp_path / "imported")
-    batch = models.rows(c)
-    with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
-        w = start_weights(tmp_path / "imported", c, shapes(c))
-        found = models.logits_of(c)(w, batch)
-    expected = logits_of_documents(model, batch, c.bos_id).detach().numpy()
-    assert np.abs(expected).max() > 0.5
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
 
 SHORT, LONG = [1 + i / 64 for i in range(64)], [1 + i for i in range(64)]
 
 
-@pytest.mark.parametrize("base", [500_000.0, 100.0])
+@pytest.mark.parametrize("base", [100.0])
 @pytest.mark.parametrize(
     "scaling",
     [
         None,
         RopeScaling("linear", 4.0),
         RopeScaling("llama3", 8.0),
-        RopeScaling("llama3", 32.0),
         RopeScaling("llama3", 2.5, original_length=100, low_frequency_factor=1.5, high_frequency_factor=9.0),
         RopeScaling("yarn", 4.0, original_length=4096),
         RopeScaling("yarn", 32.0, 100, slow_turns=1.5, fast_turns=20.0, truncate=False, attention_factor=1.25),
@@ -195,18 +163,11 @@ def test_half_precision_becomes_f32_unchanged(exported, tmp_path):
     np.testing.assert_array_equal(w_q.reshape(32, -1).T, theirs)
 
 
-@pytest.mark.slow
-def test_as_programs(exported, tmp_path):
-    _, _, directory = exported()
-    for said, *command in [
-        ("llama: ", "huggingface_to_checkpoint", f"model={directory}", f"output={tmp_path}/o"),
-        ("LlamaForCausalLM: ", "checkpoint_to_huggingface", f"run={tmp_path}/o", f"output={tmp_path}/again"),
-    ]:
-        program = [sys.executable, "-m", f"tools.{command[0]}", *command[1:], f"check={models.COMPARES}"]
-        done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert said in done.stdout
-        assert "initialize backend" not in done.stdout + done.stderr  # it starts no device but the CPU
+@pytest.mark.long
+def test_a_model_in_several_files_is_that_of_transformers(tmp_path):
+    theirs("Llama", head_dim=8).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    assert "with those of transformers: they differ by" in run(tmp_path / "model", tmp_path / "imported")
 
 
 @pytest.mark.long
@@ -339,7 +300,7 @@ def test_a_config_of_quantized_weights_that_is_left_over_is_named(exported, tmp_
     run(directory, tmp_path / "imported", check=False)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_weights_that_are_not_finite_are_refused(tmp_path, dtype):
     """Those too that no text of the comparison reaches."""
     broken = np.ones((64, 32), dtype)
@@ -395,31 +356,6 @@ def test_user_mistakes(exported, tmp_path, monkeypatch):
 # ---- training.init_from -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_a_run_starts_from_the_weights_of_another(tmp_path, capsys):
-    """On another mesh; the first loss is that of the weights, computed on one device."""
-    c = models.model("llama3")
-    batch = models.rows(c)
-    with jax.set_mesh(tiny.mesh("one device")):
-        w = models.weights(c)
-        logits = models.logits_of(c)(w, batch).astype(np.float64)
-        source = models.save(tmp_path / "run", w, c)
-    at_target = np.take_along_axis(logits, batch.targets[..., None].astype(np.int64), -1)[..., 0]
-    expected = (np.log(np.exp(logits).sum(-1)) - at_target).mean()
-    settings = models.settings(c, init_from=source)
-    model = load_model(c)
-    with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
-        state = fresh_state(trace_step(settings, model))
-        assert "after 5 steps; the optimizer's state is fresh" in capsys.readouterr().out
-        jax.tree.map(
-            np.testing.assert_array_equal, jax.tree.map(np.asarray, state.weights), jax.tree.map(np.asarray, w)
-        )
-        assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, state.weights, shapes(c))))
-        assert not any(np.asarray(x).any() for x in jax.tree.leaves((state.adam_mu, state.adam_nu)))
-        nats, targets = tiny.evaluation_step(settings)(state.weights, tiny.place_batch(settings, batch))
-    np.testing.assert_allclose(nats / targets, expected, rtol=1e-5)
-
-
 def test_only_the_same_model_starts_from_weights(tmp_path, one_device, capsys):
     c = models.model("grouped")
     w = models.weights(c)
@@ -440,8 +376,7 @@ OTHER = {"tied_embeddings": True, "qk_norm": True, "vocab": 80}  # no unembed, t
 ALLOWED = {"init_from_missing": "fresh", "init_from_unused": "leave"}
 
 
-@pytest.mark.parametrize("mesh", ["d=4 t=2", pytest.param("one device", marks=pytest.mark.long)])
-def test_a_run_with_other_weights_takes_those_that_it_has(tmp_path, capsys, mesh):
+def test_a_run_with_other_weights_takes_those_that_it_has(tmp_path, capsys):
     c = models.model("grouped")
     other = dataclasses.replace(c, **OTHER)
     record = {}
@@ -451,7 +386,7 @@ def test_a_run_with_other_weights_takes_those_that_it_has(tmp_path, capsys, mesh
     settings = models.settings(other, init_from=source, **ALLOWED)
     model = load_model(other)
     init = functools.partial(train.init_state, config=settings, model=model)
-    with jax.set_mesh(tiny.mesh(mesh)):
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
         fresh = jax.tree.map(np.asarray, jax.jit(init)(jax.random.key(settings.training.seed)).weights)
         state = fresh_state(trace_step(settings, model), record)
         assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, state.weights, shapes(other))))
@@ -469,7 +404,9 @@ def test_a_run_with_other_weights_takes_those_that_it_has(tmp_path, capsys, mesh
         "made longer, with fresh rows": ["embed"],
         "left": ["unembed"],
     }
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves((state.adam_mu, state.adam_nu)))
     said = capsys.readouterr().out
+    assert "after 5 steps; the optimizer's state is fresh" in said
     assert "  11 taken: embed, layers.attention_norm, layers.w_q, layers.w_k, …\n" in said
     assert "  2 made fresh: layers.q_norm, layers.k_norm\n" in said
     assert "  1 made longer, with fresh rows: embed\n" in said

@@ -1,8 +1,7 @@
-"""Muon against optax, torch and a dense SVD; its collectives. On every mesh: tests/train/test_oracles.py."""
+"""Muon against optax and a dense SVD; its collectives. On every mesh: tests/train/test_oracles.py."""
 
 import collections
 import dataclasses
-import functools
 import re
 
 import jax
@@ -19,7 +18,7 @@ from shardwright.optimizers import muon as optimizers
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import learning_rate
 from tests.support import tiny
-from tests.support.optax_truth import SIZES, random_like, same, updated_by_optax, updated_on
+from tests.support.optax_truth import random_like, same, updated_by_optax, updated_on
 from tests.support.step_text import KINDS, computations
 
 State = train.State[train.Transformer]
@@ -115,27 +114,16 @@ def muon_update(c: OptimizerConfig, table):
     return update
 
 
-@functools.cache
-def expected_updates(layers: int):
-    c, table = config(), train.Llama(tiny.model(layers=layers)).table
-    return updated_by_optax(muon_by_optax(c, table), table)[0]
-
-
-@pytest.mark.parametrize(("mesh", "layers"), [("r=2 d=2 t=2", 3), ("d=4 t=2", 8)])
-def test_five_updates_equal_optax(mesh, layers):
-    """Stacks of 6 and 9 matrices, which eight devices do not divide, and of 16 and 24, which they do."""
-    table = train.Llama(tiny.model(layers=layers)).table
-    found, _ = updated_on(mesh, muon_update(config(), table), fresh_state(table), table)
+def assert_optaxs(c: OptimizerConfig, table, mesh: str) -> None:
+    found, _ = updated_on(mesh, muon_update(c, table), fresh_state(table), table)
     # Newton-Schulz enlarges rounding where singular values are small, up to 3.4445⁵ = 485 times.
-    same(found, expected_updates(layers), rtol=1e-5, atol=3e-6)
-
-
-@pytest.mark.long
-def test_settings_and_decay_by_choice():
-    c = config(decay_on=["embedding", "vector"], muon_rms=0.3, muon_momentum=0.8, muon_iterations=3)
-    table = train.Llama(tiny.model(layers=1)).table
-    found, _ = updated_on("one device", muon_update(c, table), fresh_state(table), table)
     same(found, updated_by_optax(muon_by_optax(c, table), table)[0], rtol=1e-5, atol=3e-6)
+
+
+def test_five_updates_equal_optax():
+    """Stacks of 8 and 12 matrices, which four devices of d and t divide; by settings that are not the defaults."""
+    c = config(decay_on=["embedding", "vector"], muon_rms=0.3, muon_momentum=0.8, muon_iterations=3)
+    assert_optaxs(c, train.Llama(tiny.model(layers=4)).table, "r=2 d=2 t=2")
 
 
 @pytree_dataclass
@@ -159,38 +147,13 @@ def test_stacks_of_any_kind():
         in_another_order=Weight((16, 8), "matrix", inputs=1, outputs=1),
         bias=vector(24, value=0),
     )
-    found, _ = updated_on("c=2 d=2 t=2", muon_update(config(), table), fresh_state(table), table)
-    same(found, updated_by_optax(muon_by_optax(config(), table), table)[0], rtol=1e-5, atol=3e-6)
+    assert_optaxs(config(), table, "c=2 d=2 t=2")
 
 
 def test_a_matrix_without_inputs_is_refused():
     table = dataclasses.replace(train.Llama(tiny.model()).table, final_norm=Weight((32,), "matrix"))
     with pytest.raises(ValueError, match=r"final_norm is to be updated by muon, .* but its Weight counts 0 dims"):
         updated_on("one device", muon_update(config(), table), fresh_state(table), table)
-
-
-@pytest.mark.long
-def test_five_updates_are_those_of_torch():
-    """torch.optim.Muon computes Newton-Schulz in bf16: its updates and those here differ by the rounding of that."""
-    torch = pytest.importorskip("torch")
-    c = config(schedule="constant", schedule_steps=None, warmup_steps=0)
-    table = train.Llama(tiny.model(layers=1)).table
-    found, _ = updated_on("one device", muon_update(c, table), fresh_state(table), table, act="bfloat16")
-    for name in ("w_gate", "w_down", "w_q"):
-
-        def as_matrix(x, name=name):
-            return getattr(x.layers, name).reshape({"w_down": 48}.get(name, 32), -1)
-
-        weight = torch.nn.Parameter(torch.tensor(as_matrix(found[0])))
-        settings = {"weight_decay": c.weight_decay, "momentum": c.muon_momentum, "adjust_lr_fn": "match_rms_adamw"}
-        oracle = torch.optim.Muon([weight], lr=c.learning_rate, **settings)
-        for step, size in enumerate(SIZES):
-            before = weight.detach().numpy().copy()
-            weight.grad = torch.tensor(as_matrix(random_like(table, step + 1, size)))
-            oracle.step()
-            expected = weight.detach().numpy() - before
-            update = as_matrix(found[step + 1]) - as_matrix(found[step])
-            assert np.linalg.norm(update - expected) < 0.1 * np.linalg.norm(expected), f"{name}, update {step}"
 
 
 # ---- communication ----------------------------------------------------------------------------------------------

@@ -41,25 +41,12 @@ def test_a_name_that_is_none(changes, message):
         assert tiny.step(c).traced
 
 
+@pytest.mark.long
 def test_an_own_loss_is_proved_with_the_step():
     c = tiny.config()
     c.optimizer = tiny.optimizer(loss="tests.support.own_parts:mixes_sequences")
     with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=r"own_parts\.py:.* another sequence"):
         check_causal(tiny.step(c))
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        ("by_machine", r"own_parts\.py:\d+: jax\.device_count is the same on all meshes"),
-        ("by_first_trace", r"own_parts\.py:\d+: .*times what it is on one device"),
-    ],
-)
-def test_an_own_loss_that_depends_on_the_mesh_is_refused(loss, message):
-    c = tiny.config()
-    c.optimizer = tiny.optimizer(loss=f"tests.support.own_parts:{loss}")
-    with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match=message):
-        check_steps(tiny.step(c))
 
 
 def test_a_function_of_its_modules_name_stays_an_attribute_of_the_package(tmp_path, monkeypatch):

@@ -186,13 +186,6 @@ def test_the_uniform_average_is_numpys(run):
 
 
 @pytest.mark.slow
-def test_the_loss_of_the_average_is_that_of_evaluate(run):
-    _, directory = run
-    for step, event in events(directory, "validation").items():
-        assert evaluated(directory, step=step, average=True)["loss"] == event["average_loss"] != event["loss"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ema", "uniform"])
 def test_resuming_goes_on_with_the_same_average_and_the_formula_is_that_of_ema(tmp_path, kind):
     c = settings(tmp_path / "data.zarr", eval_average=kind, average_steps=3)

@@ -7,21 +7,6 @@ import optax
 import train
 from tests.support import tiny
 
-
-def of_kinds(chosen) -> train.Transformer:
-    """Whether each weight is of one of the `chosen` kinds, with the kinds written out here rather than looked up."""
-    kinds = train.Transformer(
-        embed="embedding",
-        layers=train.TransformerLayer(
-            **dict.fromkeys(("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down"), "matrix"),
-            **dict.fromkeys(("attention_norm", "mlp_norm", "q_norm", "k_norm"), "vector"),
-        ),
-        final_norm="vector",
-        unembed="unembedding",
-    )
-    return jax.tree.map(lambda kind: kind in chosen, kinds)
-
-
 SIZES = 1e-2, 1.0, 1e-2, 3.0, 1e-3  # of the gradients of five steps
 
 

@@ -1,13 +1,11 @@
 """An optimizer, a loss and a tracker as a user writes them in a file of his own."""
 
 import dataclasses
-import functools
 import json
 
 import jax
 
 import train
-from shardlib import shardops
 from shardwright.run.trackers import Opened
 
 SGD = "tests.support.own_parts:sgd"
@@ -30,21 +28,6 @@ def halved(logits, targets, c):
 def mixes_sequences(logits, targets, c):
     """Compares targets with the logits of another sequence."""
     return train.cross_entropy(logits[::-1], targets.ids)
-
-
-def by_machine(logits, targets, c):
-    """Asks JAX for the number of devices, which is the same in a trace for any mesh."""
-    return train.cross_entropy(logits, targets.ids) * jax.device_count()
-
-
-@functools.cache
-def devices_of_the_first_trace():
-    return shardops.axis_size("d")
-
-
-def by_first_trace(logits, targets, c):
-    """Remembers the mesh of its first trace."""
-    return train.cross_entropy(logits, targets.ids) * (1.0 + devices_of_the_first_trace())
 
 
 def tracker(module, facts):

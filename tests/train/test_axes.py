@@ -1,4 +1,4 @@
-"""The axes e and c of the mesh, with the others: a step computes what it computes on one device."""
+"""The axes of the mesh: their names, and what they must divide. Steps on them: test_oracles.py."""
 
 import jax
 import numpy as np
@@ -10,15 +10,6 @@ from shardlib.shardtypes import ShardError, i32, typed_shard_map
 from shardwright.cluster.config import MeshConfig
 from shardwright.run.config import check_divides
 from tests.support import tiny
-from tests.support.verifying import verify
-
-
-@pytest.mark.slow
-def test_dropout_does_not_depend_on_the_mesh(tmp_path):
-    """That of residuals and embeddings; of attention weights, c has none."""
-    meshes = "verify.meshes=[d2e2t2]"
-    done = verify(tmp_path, meshes, "model.dropout=0.1", "mesh.p=1", name="local_gpt2")
-    assert done.stdout.splitlines()[-1] == "In f64, all 1 meshes agree with one device.", done.stdout + done.stderr
 
 
 def test_a_ring_has_two_chunks_for_each_device():

@@ -24,6 +24,7 @@ def kept_for_backward(hlo: str, layers: int) -> list[str]:
     return sorted(re.sub(rf"\[{layers},", "[", s) for s in stacked if f"[{layers}," in s)
 
 
+@pytest.mark.long
 def test_the_backward_pass_keeps_what_is_saved_for_it():
     c = tiny.model()
     b, l, k, f = tiny.BATCH // 4, tiny.LENGTH, c.n_kv // 2, c.d_ff // 2

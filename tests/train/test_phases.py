@@ -144,7 +144,7 @@ def on_two_meshes(tmp_path_factory, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "without"), [(5, ()), (8, ()), (8, (6, 8))])
+@pytest.mark.parametrize(("step", "without"), [(5, ()), (8, (6, 8))])
 def test_replay_does_a_step_again(on_two_meshes, tmp_path, step, without):
     """From the last checkpoint, also across a change; one that a later start added counts."""
     directory = shutil.copytree(on_two_meshes, tmp_path / "run")
@@ -233,30 +233,7 @@ def test_data_of_later_phases_is_checked_before_the_first_step(data, tmp_path):
         assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-@pytest.mark.slow
-def test_a_phase_whose_steps_are_skipped_ends_no_run(data, tmp_path):
-    changes = [{"step": 1, "optimizer.z_loss": 3e38}, {"step": 2, "optimizer.z_loss": 0.0}]  # the loss is infinite
-    run(tmp_path / "run", config(data, changes, steps=3))
-    assert [x["step"] for x in lines(tmp_path / "run") if x.get("event") == "skipped"] == [2]
-
-
 # ---- branches, and epochs -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_branch_of_a_constant_run_is_a_run_with_its_schedule(data, tmp_path):
-    """docs/phases.md: a copied checkpoint, and training.changes."""
-    constant = {"schedule": "constant", "schedule_steps": None, "checkpoint_interval": 4}
-    wsd = {"schedule": "wsd", "schedule_steps": 7, "cooldown_steps": 3}
-    run(tmp_path / "trunk", config(data, [], **constant))
-    shutil.copytree(tmp_path / "trunk/checkpoints/0000000004", tmp_path / "branch/checkpoints/0000000004")
-    change = {"step": 4, **{f"optimizer.{name}": value for name, value in wsd.items()}}
-    run(tmp_path / "branch", config(data, [change], steps=7, **constant))
-    run(tmp_path / "whole", config(data, [], steps=7, **wsd))
-    whole, trunk = losses(tmp_path / "whole"), losses(tmp_path / "trunk")
-    assert [x["loss"] for x in lines(tmp_path / "branch") if "event" not in x] == whole[4:]
-    assert whole[:5] == trunk[:5]
-    assert whole[6] != trunk[6]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""training.reference in runs: what is saved, what resumes, what is refused; and the step with it on other meshes."""
+"""training.reference in runs: what is saved, what resumes, what is refused. Steps with it: test_changing.py."""
 
 import dataclasses
 import re
@@ -17,7 +17,6 @@ from shardwright.run.resuming import saved_config
 from tests.support import tiny
 from tests.support.losses_of_runs import losses
 from tests.support.recipes import changed, module_of
-from tests.support.verifying import verify
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,15 +104,3 @@ def test_no_code_that_a_reference_names_is_imported(tmp_path, monkeypatch):
     path = saved(tmp_path / "teacher", tiny.model(vocab=1280), schedule="of_a_stranger:schedule")
     with jax.set_mesh(tiny.mesh("d=2")):
         assert model_of(dataclasses.replace(config(path), model=tiny.model(vocab=1280))) is not None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["distillation", "dpo", "simpo"])
-def test_in_f64_the_step_is_that_of_one_device(tmp_path, recipe):
-    """With c too, and with chunks where targets are apart. verify.small has a vocabulary of 112."""
-    path = saved(tmp_path / "teacher", tiny.model(vocab=112, layers=2, d_model=64))
-    (tmp_path / "train.py").write_text(changed(recipe))
-    settings = ["verify.meshes=[2x2x2,d2c2t2]", "mesh.p=1", "mesh.c=2"]
-    settings += [] if recipe == "simpo" else [f"training.reference={path}"]
-    done = verify(tmp_path, *settings, *(["training.loss_chunk=8"] if recipe == "distillation" else []))
-    assert "In f64, all 2 meshes agree with one device." in done.stdout, done.stdout + done.stderr
