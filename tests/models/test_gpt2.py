@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from shardwright.modeling.weights import initialize
 from shardwright.models import gpt2
 from shardwright.run.checks import check_config
+from shardwright.sampling import cache
 from tests.support import tiny
 from tests.support.transformers_models import exported
 
@@ -73,6 +74,12 @@ def test_training_drops_other_entries_in_each_sequence():
     first, without, second, *_, later, _ = found
     assert len({first, second, later, without}) == 4
     assert found[1::2] == pytest.approx([without] * 3, rel=1e-6)
+
+
+@pytest.mark.long
+def test_logits_with_a_cache_are_those_without():
+    with jax.set_mesh(tiny.mesh("d=2 t=2")):
+        cache.check_cache(tiny.forward(tiny.config(model(positions=16, dropout=0.1))), 16)
 
 
 def test_sequences_longer_than_the_positions_are_refused():

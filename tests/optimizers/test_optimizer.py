@@ -88,14 +88,23 @@ def adamw_by_optax(c, groups: list):
     return updated_by_optax(optax.chain(optax.clip_by_global_norm(c.clip_norm), oracle), table)
 
 
-def test_the_share_of_old_weights_halves_in_average_steps():
-    """After the first steps, which have equal shares."""
-    c = types.SimpleNamespace(eval_average="ema", average_steps=3)
+def averages(kind: str, weights: list[float]) -> list[float]:
+    c = types.SimpleNamespace(eval_average=kind, average_steps=3)
     state = train.State(weights=jnp.float32(0), adam_mu=None, adam_nu=None, average=jnp.float32(0))
     found = []
-    for step, weight in enumerate([2.0, 4.0, 3.0, *[0.0] * 40]):
+    for step, weight in enumerate(weights):
         state = rates.averaged(dataclasses.replace(state, weights=jnp.float32(weight)), jnp.int32(step), c)
         found.append(float(state.average))
+    return found
+
+
+def test_a_uniform_average_is_of_the_steps_since_it_began():
+    np.testing.assert_allclose(averages("uniform", [2, 4, 3, 7, 1]), [2, 3, 3, 7, 4], rtol=1e-6)
+
+
+def test_the_share_of_old_weights_halves_in_average_steps():
+    """After the first steps, which have equal shares."""
+    found = averages("ema", [2.0, 4.0, 3.0, *[0.0] * 40])
     np.testing.assert_allclose(found[:3], [2, 3, 3], rtol=1e-6)
     np.testing.assert_allclose(np.array(found[23::3]) / found[20:-2:3], 0.5, rtol=1e-5)
 

@@ -1,30 +1,20 @@
-"""Tasks and averages of the weights during training: against tools.evaluate, NumPy, and models that know the answer."""
+"""Tasks during training, against models that know the answer. Averages of weights: test_optimizer.py."""
 
-import dataclasses
-import io
-import json
 import types
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-import zarr
-from rich.console import Console
 
 import train
 from shardwright.data import synthetic
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import DataConfig
-from shardwright.modeling.model import load_model
 from shardwright.run.checks import check_config
 from shardwright.sampling import tasks
 from shardwright.sampling.scoring import Scored
-from shardwright.tools.evaluate import Settings, evaluate
 from tests.support import tiny
-
-STEPS, N = 4, 2
-"""Steps of a run, and training.average_steps."""
 
 
 def written(path, documents):
@@ -35,55 +25,7 @@ def written(path, documents):
     return DataConfig(filespec=str(path))
 
 
-def settings(path, **training):
-    rng = np.random.RandomState(0)
-    c = tiny.config(tiny.model(layers=1), eval_batches=2, eval_interval=N, checkpoint_interval=1, keep_checkpoints=None)
-    c.data = written(path, [rng.randint(1, 64, 60) for _ in range(20)])
-    c.training = dataclasses.replace(c.training, steps=STEPS, seq_len=32, **training)
-    return c
-
-
-def run_of(c, directory, mesh="d=8"):
-    with jax.set_mesh(tiny.mesh(mesh)):
-        train.train(c, load_model(c.model), directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    place = tmp_path_factory.mktemp("run")
-    c = settings(place / "data.zarr", evals=["cloze", "copying"], eval_average="uniform", average_steps=N)
-    return c, run_of(c, place / "run")
-
-
-def events(run, name):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line for line in lines if line.get("event") == name}
-
-
-def evaluated(run, **asked):
-    return evaluate(Settings(run=str(run), **asked), Console(file=io.StringIO()))
-
-
-def array(run, step, part, name="embed"):
-    return np.asarray(zarr.open_array(run / f"checkpoints/{step:010}/{part}/{name}", mode="r")[:])
-
-
 # ---- tasks ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_logs_what_evaluate_finds_in_its_checkpoints(run):
-    c, directory = run
-    logged = events(directory, "evals")
-    assert [*logged] == [2, 4]
-    names = [f"{task}/{metric}" for task in c.training.evals for metric in ("accuracy", "loss")]
-    for step, event in logged.items():
-        found = evaluated(directory, step=step, tasks=c.training.evals, limit=c.training.evals_limit)["results"]
-        assert {name: event[name] for name in names} == {
-            f"{task}/{metric}": x for task, of_task in found.items() for metric, x in of_task.items()
-        }
-    assert logged[2] != logged[4]
 
 
 class Knowing:
@@ -174,34 +116,6 @@ def test_tasks_of_lm_eval_are_flattened_and_a_failure_is_an_entry(monkeypatch):
 
 
 # ---- averages of the weights ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_uniform_average_is_numpys(run):
-    _, directory = run
-    w = [array(directory, step, "weights") for step in range(1, STEPS + 1)]
-    for step, expected in ((1, w[0]), (2, (w[0] + w[1]) / 2), (3, w[2]), (4, (w[2] + w[3]) / 2)):
-        np.testing.assert_allclose(array(directory, step, "average"), expected, rtol=1e-6, atol=1e-7)
-    np.testing.assert_array_equal(array(directory, 3, "average"), w[2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ema", "uniform"])
-def test_resuming_goes_on_with_the_same_average_and_the_formula_is_that_of_ema(tmp_path, kind):
-    c = settings(tmp_path / "data.zarr", eval_average=kind, average_steps=3)
-    whole = run_of(c, tmp_path / "whole")
-    run_of(dataclasses.replace(c, training=dataclasses.replace(c.training, steps=2)), tmp_path / "halves")
-    halves = run_of(c, tmp_path / "halves")
-    np.testing.assert_array_equal(array(whole, STEPS, "average"), array(halves, STEPS, "average"))
-    if kind == "ema":
-        average = array(whole, 1, "weights")
-        for step in range(2, STEPS + 1):
-            share = max(1 - 2 ** (-1 / 3), 1 / step)
-            average = (1 - share) * average + share * array(whole, step, "weights")
-        np.testing.assert_allclose(array(whole, STEPS, "average"), average, rtol=1e-5, atol=1e-6)
-        other = dataclasses.replace(c, training=dataclasses.replace(c.training, steps=6, average_steps=5))
-        with pytest.raises(ValueError, match=r"training\.average_steps: checkpoint has 3, this run has 5"):
-            run_of(other, tmp_path / "whole")
 
 
 @pytest.mark.quick

@@ -11,7 +11,6 @@ import pytest
 import train
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import bool_, f32, i32, u32
-from shardwright.models import gpt2
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept
 from tests.support import tiny
@@ -110,26 +109,6 @@ def test_a_stop_token_ends_its_text_alone(texts):
         assert found == whole[:end]
     assert len(drawn[0]) < max(map(len, drawn)) == 20
     assert [*map(len, texts)] == [20, 20, 11, 20, 20], "the third fills the context"
-
-
-@pytest.mark.slow
-def test_another_model_samples_likewise():
-    """GPT-2: learned positions, just as many as the context has; one query head for each of keys."""
-    model = gpt2.ModelConfig(vocab=64, positions=CONTEXT, d_model=32, layers=2, heads=4, bos_id=0, dropout=0.1)
-    c = tiny.config(model)
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        # Far from uniform: five times its first weights.
-        rng = np.random.default_rng(0)
-
-        def value(weight):
-            return np.float32(rng.normal(weight.mean, 5 * weight.std, weight.shape))
-
-        w = tiny.place(jax.tree.map(value, gpt2.Model(model).table), gpt2.GPT2)
-        sampler = Sampler(tiny.step(c), NUCLEUS, CONTEXT)
-        drawn = sampler.generate(w, PROMPTS)
-        assert redrawn(sampler.forward, w, PROMPTS, drawn, NUCLEUS, CONTEXT) == drawn
-        with pytest.raises(ValueError, match=r"sequences have 41 tokens, but model.positions is 40"):
-            Sampler(tiny.step(c), NUCLEUS, CONTEXT + 1)
 
 
 @pytest.mark.long

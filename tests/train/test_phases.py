@@ -4,15 +4,12 @@ What batches and losses a run has then, however it is resumed, is in tests/run/t
 """
 
 import dataclasses
-import io
-import json
 import shutil
 from fractions import Fraction
 
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 import train
 from shardwright.data.flat_tokens import Writer
@@ -20,9 +17,7 @@ from shardwright.data.loader import SourceConfig
 from shardwright.modeling.model import load_model
 from shardwright.run.changes import loader_at, steps_of, tokens_before
 from shardwright.run.checks import check_config
-from shardwright.run.opening import StagesChoice
 from shardwright.run.resuming import check_resumes, saved_config
-from shardwright.tools.replay.__main__ import Settings, replay
 from tests.support import tiny
 from tests.support.exact_step import exact, train_on
 from tests.support.losses_of_runs import losses
@@ -61,10 +56,6 @@ def run(directory, c, mesh="one device"):
     with jax.set_mesh(tiny.mesh(mesh)):
         train.Run.to_the_end(lambda: ends.append(train.train(c, load_model(c.model), directory)) or ends[-1])
     return len(ends)
-
-
-def lines(directory) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---- batches ------------------------------------------------------------------------------------------------------
@@ -133,25 +124,6 @@ def test_batches_that_are_left_out_move_no_earlier_one(data):
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def on_two_meshes(tmp_path_factory, data):
-    directory = tmp_path_factory.mktemp("runs") / "moved"
-    run(directory, config(data, shuffle=False, steps=4))
-    run(directory, config(data, shuffle=False), "d=4 t=2")
-    return directory
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("step", "without"), [(5, ()), (8, (6, 8))])
-def test_replay_does_a_step_again(on_two_meshes, tmp_path, step, without):
-    """From the last checkpoint, also across a change; one that a later start added counts."""
-    directory = shutil.copytree(on_two_meshes, tmp_path / "run")
-    for done in without:
-        shutil.rmtree(directory / f"checkpoints/{done:010}")
-    settings = Settings(run=str(directory), step=step + 1, microscope=False, mesh=StagesChoice(d=4, t=2))
-    assert replay(settings, Console(file=io.StringIO()))["loss"] == losses(on_two_meshes)[step]
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -234,16 +206,3 @@ def test_data_of_later_phases_is_checked_before_the_first_step(data, tmp_path):
 
 
 # ---- branches, and epochs -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_validation_at_the_end_of_each_epoch(tmp_path):
-    """20 sequences in an epoch, 8 in a step: it ends within steps 3, 5 and 8; half of one too within 2, 4, 7 and 9."""
-    data = written(tmp_path / "a.zarr", 320)
-    for epochs, expected in ((1.0, [3, 5, 8, 9]), (0.5, [2, 3, 4, 5, 7, 8, 9])):
-        c = config(data, [], eval_batches=1, eval_epochs=epochs)
-        run(tmp_path / str(epochs), c)
-        assert [x["step"] for x in lines(tmp_path / str(epochs)) if x.get("event") == "validation"] == expected
-    mixed = config(None, [], eval_epochs=1.0, mixture={"a": SourceConfig(data), "b": SourceConfig(data)})
-    with pytest.raises(ValueError, match="Only a single flat-tokens dataset has epochs"):
-        run(tmp_path / "mixed", mixed)

@@ -124,17 +124,6 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
     assert events(unbroken)[0]["targets"] == rows.size
 
 
-@pytest.mark.slow
-def test_evaluations_at_their_interval_and_after_a_start_without_steps(tmp_path):
-    run(tmp_path / "run", 5, eval_interval=2)
-    assert [e["step"] for e in events(tmp_path / "run")] == [2, 4, 5]
-    run(tmp_path / "late", 2, eval_batches=0)
-    assert events(tmp_path / "late") == []
-    for _ in range(2):
-        run(tmp_path / "late", 2)
-        assert [(e["step"], e["event"]) for e in events(tmp_path / "late")] == [(2, "validation")]
-
-
 @pytest.mark.long
 def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(unbroken, tmp_path, capsys, monkeypatch):
     sent = []
