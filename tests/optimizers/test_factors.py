@@ -278,21 +278,6 @@ def same(found: list, expected: list, tolerance: float = 1e-8) -> None:
     assert min(moved.values()) > 1e-4, moved
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("recipe", "mesh"), [(ADAFACTOR, "d=2 e=2 c=2"), (SOAP, "p=2 d=2 t=2")])
-def test_in_f64_a_mesh_updates_as_one_device(recipe, mesh, monkeypatch):
-    monkeypatch.setattr(soap, "FREQUENCY", 2)
-    monkeypatch.setattr(soap, "LONGEST", 32)
-    found = updated(recipe, mesh)
-    for step, (a, b) in enumerate(zip(found, updated(recipe, "one device"), strict=True)):
-        a, b = named_leaves(a), named_leaves(b)
-        assert a.keys() == b.keys()
-        for name in b:
-            np.testing.assert_allclose(
-                a[name], b[name], rtol=0, atol=1e-10 * max(np.abs(b[name]).max(), 1e-30), err_msg=f"{name}, {step}"
-            )
-
-
 # ---- Adafactor --------------------------------------------------------------------------------------------------
 
 
@@ -304,7 +289,7 @@ def schedule(c):
 def test_adafactor_is_optaxs():
     decay, table = 0.1, load_table()
     c = config(ADAFACTOR, weight_decay=decay)
-    path = [parameters(state.weights, table) for state in updated(ADAFACTOR, "one device", weight_decay=decay)]
+    path = [parameters(state.weights, table) for state in updated(ADAFACTOR, "p=2 d=2 t=2", weight_decay=decay)]
     # optax.adafactor does not multiply the decay by the rate.
     scaled, rate = optax.adafactor(min_dim_size_to_factor=1), optax.scale_by_schedule(schedule(c.optimizer))
     oracle = optax.chain(scaled, optax.add_decayed_weights(-decay), rate)
@@ -377,19 +362,19 @@ def soap_by_numpy(path: dict, table, c, frequency: int, longest: int) -> list:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "decay", "longest"),
+    ("chosen", "decay", "longest", "mesh"),
     [
-        ("layers.w_[qg]*", 0.0, 64),
-        pytest.param("layers.w_*", 0.1, 32, marks=pytest.mark.long),
+        ("layers.w_[qg]*", 0.0, 64, "one device"),
+        pytest.param("layers.w_*", 0.1, 32, "d=2 e=2 c=2", marks=pytest.mark.long),
     ],
 )
-def test_soap_is_its_algorithm(chosen, decay, longest, monkeypatch):
+def test_soap_is_its_algorithm(chosen, decay, longest, mesh, monkeypatch):
     """With a basis of each side of rectangular matrices, and of the shorter one alone."""
     monkeypatch.setattr(soap, "FREQUENCY", 2)
     monkeypatch.setattr(soap, "LONGEST", longest)
     settings = {"weight_decay": decay, "groups": [GroupConfig(chosen, algorithm="soap")]}
     table, c = load_table(), config(SOAP, **settings)
-    path = [parameters(state.weights, table) for state in updated(SOAP, "one device", **settings)]
+    path = [parameters(state.weights, table) for state in updated(SOAP, mesh, **settings)]
     # The rounded constants count for more in the larger bases.
     same(path, soap_by_numpy(path[0], table, c.optimizer, 2, longest), 1e-8 if longest == 32 else 1e-7)
 

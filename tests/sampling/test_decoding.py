@@ -1,6 +1,5 @@
 """Decoding by each rule; and what is not decoded at all."""
 
-import functools
 import math
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 import train
 from shardlib import shardops
 from shardlib.parsing import ShardError
-from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.masks import AttentionMask
 from shardwright.run.step import trace_step
 from shardwright.sampling import cache
@@ -25,13 +23,7 @@ CONTEXT = 32
 LONG = np.random.default_rng(1).integers(0, models.SIZES.vocab, 12).tolist()
 PROMPTS = [[5, 8], LONG[: models.WINDOW + 3], [], LONG]  # the last fills the context
 PROMPTS += [[i] for i in range(1, 13)]  # short ones, whose next token is behind them in a prefix
-MESHES = {"one device": (1, 1), "d=2 t=2": (2, 2)}
 GREEDY, DRAWN = Sampling(max_tokens=20, temperature=0.0), Sampling(max_tokens=20, temperature=1.5)
-
-
-def mesh(name: str) -> jax.sharding.Mesh:
-    d, t = MESHES[name]
-    return make_mesh(jax.devices()[: d * t], d=d, t=t)
 
 
 def sampler(kind: type, settings: Sampling = DRAWN, **training) -> Sampler:
@@ -41,37 +33,35 @@ def sampler(kind: type, settings: Sampling = DRAWN, **training) -> Sampler:
 
 # ---- rules --------------------------------------------------------------------------------------------------------
 
-CASES = [name for name in models.KINDS if name != "prefix"]
-
-
-@functools.cache
-def dense_program(name: str):
-    """The dense logits after the last of each row's tokens, jitted."""
-
-    def run(w, ids, last):
-        place = jnp.broadcast_to(jnp.arange(CONTEXT), ids.shape)
-        tokens = ids, place, place > last[:, None]
-        return dense.logits(w, tokens, models.SIZES, **models.DENSE[name])[jnp.arange(len(ids)), last]
-
-    return jax.jit(run)
-
 
 def dense_next(name: str, texts: list[list[int]]) -> np.ndarray:
     """Dense logits f32[texts, V] of the next token, each from its text until then; padding stands apart."""
     windows = [[models.SIZES.bos_id, *text] for text in texts]
     ids = np.array([window + [0] * (CONTEXT - len(window)) for window in windows])
     last = np.array([len(window) - 1 for window in windows])
-    with jax.set_mesh(mesh("one device")):
-        return np.asarray(dense_program(name)(models.host_weights(name), ids, last))
+
+    @jax.jit
+    def run(w, ids, last):
+        place = jnp.broadcast_to(jnp.arange(CONTEXT), ids.shape)
+        tokens = ids, place, place > last[:, None]
+        return dense.logits(w, tokens, models.SIZES, **models.DENSE[name])[jnp.arange(len(ids)), last]
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        return np.asarray(run(models.host_weights(name), ids, last))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.long if x == "alternating" else pytest.mark.slow) for x in CASES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "alternating" else pytest.mark.slow)
+        for name in models.KINDS
+        if name != "prefix"
+    ],
 )
 def test_texts_are_dense(name):
     """Greedy tokens are those of dense logits; drawn ones are the same in training."""
     kind = models.KINDS[name]
-    with jax.set_mesh(mesh("d=2 t=2")):
+    with jax.set_mesh(tiny.mesh("d=2 t=2")):
         w = models.placed_weights(name)
         drawing = sampler(kind)
         drawn = drawing.generate(w, PROMPTS)
@@ -110,7 +100,7 @@ class Statistics(train.Llama):
     ],
 )
 def test_what_sees_ahead_outside_of_attention_or_other_texts_is_refused(name, message):
-    with jax.set_mesh(mesh("d=2 t=2")):
+    with jax.set_mesh(tiny.mesh("d=2 t=2")):
         w = models.placed_weights("window")
         with pytest.raises(ValueError, match=message):
             sampler(globals()[name]).generate(w, PROMPTS)
@@ -170,7 +160,7 @@ def test_what_can_be_decoded_with_a_cache_is_not_refused():
 
 @pytest.mark.long
 def test_what_says_that_it_is_not_causal_is_refused():
-    with jax.set_mesh(mesh("one device")):
+    with jax.set_mesh(tiny.mesh("one device")):
         w = models.placed_weights("prefix")
         with pytest.raises(
             ValueError,

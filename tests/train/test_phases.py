@@ -1,4 +1,4 @@
-"""Settings that change during a run: mixtures, left-out batches, replay, branches, and what is refused.
+"""Settings that change during a run: mixtures, left-out batches, and what is refused.
 
 What batches and losses a run has then, however it is resumed, is in tests/run/test_resuming.py.
 """
@@ -50,12 +50,11 @@ def config(data, changes=LENGTHS, **settings):
     return c
 
 
-def run(directory, c, mesh="one device"):
+def run(directory, c):
     directory.mkdir(parents=True, exist_ok=True)
-    c.paths.model_name, ends = directory.name, []
-    with jax.set_mesh(tiny.mesh(mesh)):
-        train.Run.to_the_end(lambda: ends.append(train.train(c, load_model(c.model), directory)) or ends[-1])
-    return len(ends)
+    c.paths.model_name = directory.name
+    with jax.set_mesh(tiny.mesh("one device")):
+        train.train(c, load_model(c.model), directory)
 
 
 # ---- batches ------------------------------------------------------------------------------------------------------
@@ -121,9 +120,6 @@ def test_batches_that_are_left_out_move_no_earlier_one(data):
     np.testing.assert_array_equal(numbers(skips, 3, 3), numbers(c, 3, 3))
     np.testing.assert_array_equal(numbers(skips, 5, 4), numbers(c, 5, 5))
     assert loader_at(skips, 6).state(6).keys() == {"before", "first", "dataset"}
-
-
-# ---- runs ---------------------------------------------------------------------------------------------------------
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -203,6 +199,3 @@ def test_data_of_later_phases_is_checked_before_the_first_step(data, tmp_path):
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "run", config(data, [{"step": 3, **change}], **settings))
         assert not (tmp_path / "run/metrics.jsonl").exists()
-
-
-# ---- branches, and epochs -----------------------------------------------------------------------------------------
