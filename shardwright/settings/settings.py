@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import textwrap
 import types
@@ -150,6 +151,7 @@ def shown_value(value: object) -> str:
     return "null" if value is None else str(value) or "''"
 
 
+@functools.cache
 def _docstrings(schema: type) -> dict[str, str]:
     """Maps each field of a dataclass to the docstring below it, in one line."""
     found: dict[str, str] = {}
