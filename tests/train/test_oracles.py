@@ -51,7 +51,7 @@ ROWS = [
     # Vectors of 4 entries, which d and e do not divide.
     row("Qwen3 small", "d=8", quick=True, save="dots"),
     row("Qwen3 small", "p=2 d=2 t=2", **LAYER, schedule="1f1b", optimizer={"algorithm": "muon"}),
-    row("GptOss", "e=8", **STEP),
+    row("GptOss", "e=8"),
     row("GPT2", "d=4 t=2", **STEP, gpu=True, save="nothing", loss_chunk=2),
     row("GPT2", "c=4 t=2", **LAYER, context="gather", save="offload"),
     row("GPT2", STAGES, **STEP, schedule="zb_h1", optimizer={"algorithm": "muon"}),
