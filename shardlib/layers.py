@@ -85,9 +85,9 @@ def split_aux(result: Any) -> tuple[Any, LayerAux]:
 class LayerMetrics:
     """The layers' metrics, in the order of the layers."""
 
-    values: f32["N depth"]
+    values: f32["_metric _layer"]
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    """Names of the N metrics."""
+    """Names of the metrics."""
 
     @classmethod
     def of_rows(cls, metrics: dict[str, jax.Array], rows: jax.Array, layers: int) -> Any:

@@ -515,7 +515,7 @@ def _check_floats(x_type: object) -> None:
 
 
 def _leave_metrics(x: jax.Array) -> Any:
-    return _of_stages("N depth +p", marks.leave(x, marks.STAGES, "N depth +p"))
+    return _of_stages("_metric _layer +p", marks.leave(x, marks.STAGES, "_metric _layer +p"))
 
 
 def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) -> tuple:
@@ -559,7 +559,7 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
 
     (total, g), metrics = lax.scan(add, (jnp.zeros(()), _accumulators(w)), microbatches)
     metrics = LayerMetrics.of_microbatches(metrics, layers)
-    metrics = jax.tree.map(lambda x: _of_stages("N depth +p", _share(x)), metrics)
+    metrics = jax.tree.map(lambda x: _of_stages("_metric _layer +p", _share(x)), metrics)
     return _of_stages("+p", _share(total)), g, metrics
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -410,6 +411,14 @@ class Copy(_Opaque):
     def T(self):
         """Returns the copy with its dims in reverse order."""
         return jax.tree.map(jnp.transpose, self)
+
+    def __getitem__(self, index: Any):
+        """Returns a part of the copy, which is one too. `index` has numbers and slices."""
+        parts = index if isinstance(index, tuple) else (index,)
+        kinds = (int, slice, types.EllipsisType, types.NoneType)
+        if not all(isinstance(part, kinds) for part in parts):
+            self._reject("an index that is not of numbers and slices")
+        return jax.tree.map(lambda x: x[index], self)
 
     def remedy(self) -> str:
         """Tells which ops take it, and what to do otherwise."""
