@@ -112,7 +112,9 @@ def run(
     # All that differs between the schedule and IN_ORDER, which is proved, is the table.
     total, g, metrics = pipeline.run(Parts(forward, head), placement, table, w, batch, training)
     if metrics is not None:
-        metrics = dataclasses.replace(metrics, values=shardops.psum("_metric _layer +p -> _metric _layer", metrics.values))
+        metrics = dataclasses.replace(
+            metrics, values=shardops.psum("_metric _layer +p -> _metric _layer", metrics.values)
+        )
     return shardops.psum("+p ->", total), g, metrics
 
 

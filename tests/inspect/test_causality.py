@@ -375,6 +375,7 @@ def changes(kind: type) -> float:
     return found
 
 
+@pytest.mark.long
 def test_a_start_follows_both_programs():
     assert verdict(forward(train.Llama)) == ""
     with pytest.raises(ValueError, match=r"(?s)slice: the logits of .*remedy: "):
@@ -386,6 +387,7 @@ def test_causal_models_pass_and_others_are_refused_with_their_line(cases):
     assert others_than(cases) == {}
 
 
+@pytest.mark.long
 def test_what_leaks_in_training_alone_is_right_in_evaluation_and_for_texts():
     assert others_than(IN_TRAINING, "training") == {}
     assert others_than({name: (kind, "") for name, (kind, _) in IN_TRAINING.items()}) == {}
@@ -411,6 +413,7 @@ def test_the_logits_change_in_training_before_later_documents_and_far_away():
         assert moved_before(kind, 299, 512) > 1e-3, name
 
 
+@pytest.mark.long
 def test_what_is_not_followed_at_its_length_is_not_proved(monkeypatch):
     blocks = forward(next_block(lambda n: min(n, 4096)))
     assert re.search("^not proved: .*its sizes on 8192 positions", found(blocks, 8192))
@@ -430,6 +433,7 @@ def test_an_array_of_a_length_is_followed():
     assert is_said(found(forward(ARRAY), 1024), "remedy: ")
 
 
+@pytest.mark.long
 def test_the_loss_in_chunks_and_fp8_are_followed_as_they_run(monkeypatch):
     assert in_training(forward(Plain, loss_chunk=100), 300) == ""
     head, product = train.head_loss, fp8.product

@@ -47,6 +47,7 @@ def test_a_step_reads_no_setting_that_its_record_leaves_out():
         _ = step_of(trainer).traced
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_the_loss_in_chunks_is_proved_on_one_device_too(chunk, monkeypatch):
     refused = pytest.raises(ShardError) if chunk else contextlib.nullcontext()
@@ -65,6 +66,7 @@ def test_the_causality_of_later_settings_is_checked_before_the_first_step(monkey
     assert asked == steps
 
 
+@pytest.mark.long
 def test_a_saved_partial_sum_has_no_statistics():
     with edited("saved", "d=4 t=2") as trainer:
         names = [point.name for point in saved_points(step_of(trainer).jaxpr)]
@@ -72,6 +74,7 @@ def test_a_saved_partial_sum_has_no_statistics():
         assert "Llama.layer out" not in names
 
 
+@pytest.mark.long
 def test_a_compiled_step_is_compared_once_for_its_program_and_text(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / "kept" / name)
     texts, hlo = [], tmp_path / "step.txt"

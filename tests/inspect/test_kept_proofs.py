@@ -89,17 +89,20 @@ def test_a_kept_proof_does_not_pass_a_program_that_only_differs_on_one_device(st
     rejected(start, {"a_model.py": WRONG})
 
 
+@pytest.mark.long
 def test_a_kept_proof_does_not_pass_another_file_run_by_runpy(start):
     number = RIGHT.partition("class")[0]
     assert start({"a_model.py": BESIDE, "a_number.py": number}) == 1
     rejected(start, {"a_model.py": BESIDE, "a_number.py": WRONG.partition("class")[0]})
 
 
+@pytest.mark.long
 def test_a_kept_proof_does_not_pass_an_edited_package(start):
     assert start({"a_model.py": RIGHT}, folder="site-packages") == 1
     rejected(start, {"a_model.py": WRONG}, folder="site-packages")
 
 
+@pytest.mark.long
 def test_a_kept_proof_does_not_pass_another_value(start, records, capsys):
     assert start({"a_model.py": BY_VALUE}) == 1
     rejected(start, {"a_model.py": BY_VALUE.replace("one = 2.0", "one = 1.0")})
@@ -110,6 +113,7 @@ def test_a_kept_proof_does_not_pass_another_value(start, records, capsys):
     assert len([*records.glob("*/*")]) == 1, "and not kept"
 
 
+@pytest.mark.long
 def test_functions_that_a_file_no_longer_has_are_not_proved(start, tmp_path):
     """The file is edited between import and proof, or the function changed at run time."""
 
@@ -125,6 +129,7 @@ def test_functions_that_a_file_no_longer_has_are_not_proved(start, tmp_path):
     rejected(start, {"a_model.py": BY_DEFAULT}, then=change, match=match)
 
 
+@pytest.mark.long
 def test_a_stale_pyc_keeps_no_proof_for_its_file(start, tmp_path, monkeypatch):
     """Python loads the right text although the file has the wrong one, of equal size and time."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)

@@ -66,6 +66,7 @@ def test_devices_of_unknown_numbers_have_no_plan(tmp_path):
         of_run(c, tmp_path)
 
 
+@pytest.mark.long
 def test_the_chip_that_is_there_is_planned(tmp_path, monkeypatch):
     """A configuration of another chip is taken there; a file of the user's own is meant."""
     once = functools.cache(lambda: planned_step(c, load_model(c.model), SIZES, H100))

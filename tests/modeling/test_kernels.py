@@ -89,6 +89,7 @@ def test_the_backward_pass_does_not_repeat_the_kernel_and_no_array_has_all_pairs
     assert kernel == "splash" or f"{LENGTH},{LENGTH}" not in text
 
 
+@pytest.mark.long
 def test_the_comparison_has_the_options_of_the_run(monkeypatch):
     """Those of the compiler: with others it could take other kernels than the step."""
     given, jit = [], jax.jit

@@ -118,6 +118,7 @@ class OfOthers(train.Llama):
         return super().layer(x, w, tokens, lambda q, k, v, _: attention(q, k, v, rule))
 
 
+@pytest.mark.long
 def test_a_rule_of_training_alone_is_compared():
     with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match="attention by blockwise is not what"):
         check_paths(tiny.step_of(forward_of(OfOthers, attention="blockwise"), 32))

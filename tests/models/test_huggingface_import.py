@@ -376,6 +376,7 @@ OTHER = {"tied_embeddings": True, "qk_norm": True, "vocab": 80}  # no unembed, t
 ALLOWED = {"init_from_missing": "fresh", "init_from_unused": "leave"}
 
 
+@pytest.mark.long
 def test_a_run_with_other_weights_takes_those_that_it_has(tmp_path, capsys):
     c = models.model("grouped")
     other = dataclasses.replace(c, **OTHER)

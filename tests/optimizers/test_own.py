@@ -49,6 +49,7 @@ def test_an_own_loss_is_proved_with_the_step():
         check_causal(tiny.step(c))
 
 
+@pytest.mark.long
 def test_a_function_of_its_modules_name_stays_an_attribute_of_the_package(tmp_path, monkeypatch):
     """The modules are imported anew for a trace, and put back."""
     (tmp_path / "own_losses").mkdir()

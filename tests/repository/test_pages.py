@@ -173,6 +173,7 @@ def check_command(words: list[str]) -> None:
         assert all(flag.removeprefix("--") in text for flag in flags), f"{module} lacks one of {', '.join(flags)}"
 
 
+@pytest.mark.long
 def test_commands_compose(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     register_schema()

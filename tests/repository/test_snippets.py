@@ -22,7 +22,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 RUN_BY = {
-    "data.md": "tools/test_shards.py",
+    "data.md": "loader/test_loss_mask.py",
     "evaluation.md": "tools/test_evaluate.py",
     "experts.md": "repository/test_snippets.py",
     "flat-tokens.md": "flat_tokens/test_flat_tokens.py",

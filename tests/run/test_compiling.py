@@ -51,6 +51,7 @@ def test_a_terminal_shows_the_seconds_and_a_file_one_line(monkeypatch, capsys):
     assert out.endswith("\x1b[2K"), "the line is gone"
 
 
+@pytest.mark.long
 def test_the_text_is_kept_and_drawn(tmp_path):
     mesh, lowered = lower()
     with jax.set_mesh(mesh):

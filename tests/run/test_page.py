@@ -35,6 +35,7 @@ def made(monkeypatch):
     return make
 
 
+@pytest.mark.long
 def test_the_last_page_is_waited_for(tmp_path, capsys):
     run = write_run(tmp_path / "a 'run', [of] {mine}=é, $x")
     (run / "json.py").write_text("raise SystemExit('not this one')")

@@ -136,6 +136,7 @@ def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys):
         assert (line in capsys.readouterr().out.splitlines()) == among
 
 
+@pytest.mark.long
 def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch):
     end = profile._end_of_trace
 

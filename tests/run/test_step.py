@@ -5,6 +5,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 
 import train
 from shardwright.modeling.model import load_model
@@ -13,6 +14,7 @@ from shardwright.run.step import trace_step
 from tests.support import tiny
 
 
+@pytest.mark.long
 def test_the_start_is_traced_once_for_the_state_and_both_steps():
     init, calls = train.init_state, []
 

@@ -104,6 +104,7 @@ for place in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_what_is_no_file_of_its_size_is_damage_and_the_checkpoint_before_is_taken(signed, tmp_path):
     """In a process of its own: tensorstore waits for pipes, and ends the process where memory ends."""
     directory, _ = signed

@@ -69,6 +69,7 @@ def test_the_likeliest_text_is_told():
     assert (is_best, is_less) == (True, False)
 
 
+@pytest.mark.long
 def test_sequences_that_cannot_be_read():
     with jax.set_mesh(tiny.mesh("one device")):
         s = scorer(tiny.model())

@@ -257,6 +257,7 @@ def test_the_validation_loss_of_a_run_depends_on_the_inputs(data, tmp_path):
     assert (np.abs(np.array(found) - other) > 1e-4).tolist() == [False] * 4 + [True]
 
 
+@pytest.mark.long
 def test_it_is_not_sampled(data, tmp_path):
     c = config(str(data), steps=2)
     c.training.sample_interval = 1

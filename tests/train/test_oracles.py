@@ -43,13 +43,13 @@ ROWS = [
     # Of training: `gpu` adds up lookups as on a GPU, `optimizer` and `model` are settings of those.
     row("Llama", "d=4 t=2", quick=True, **STEP, **BLOCKS, loss_chunk=4, optimizer={"z_loss": 0.01}),
     row("Llama", "one device", save="everything", unroll=None, document_mask=False),
-    row("Llama", "r=2 d=2 t=2", quick=True, optimizer=OWN),
+    row("Llama", "r=2 d=2 t=2", optimizer=OWN),
     row("Llama", "d=8", save="nothing", unroll=2, loss_chunk=2, optimizer={"algorithm": "muon"}),
     row("Llama tied", STAGES, **IN_V, gather_weights="layer", gpu=True),
     row("Qwen3", "r=2 d=2 t=2", **LAYER, **BLOCKS, save="more", unroll=2),
     row("Qwen3", "d=2 c=2 t=2", context="ring", attention_block=5, optimizer={"algorithm": "muon"}),
     # Vectors of 4 entries, which d and e do not divide.
-    row("Qwen3 small", "d=8", quick=True, save="dots"),
+    row("Qwen3 small", "d=8", save="dots"),
     row("Qwen3 small", "p=2 d=2 t=2", **LAYER, schedule="1f1b", optimizer={"algorithm": "muon"}),
     row("GptOss", "e=8"),
     row("GPT2", "d=4 t=2", **STEP, gpu=True, save="nothing", loss_chunk=2),

@@ -188,6 +188,7 @@ def test_the_numbers_of_a_rule_are_shown(edited):
     assert "the attention mask has Window(size=8) on this mesh and Window(size=16) on one device" in text
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", cases(WRONG_STATE))
 def test_what_a_trace_leaves_in_a_module_does_not_hide_the_mesh(edited, name):
     edit = edited(*WRONG_STATE[name])

@@ -158,6 +158,7 @@ def test_windows_are_counted(attention):
     assert causal - windowed == pytest.approx(12 * entries * (full - window) / tiny.LENGTH, rel=1e-6)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("sizes", [(1, 1, 8, 1), (1, 2, 2, 2)])
 def test_state_is_divided_by_the_axes_that_shard_it(sizes):
     step = planned(tiny.config(), sizes, "h100")
@@ -166,6 +167,7 @@ def test_state_is_divided_by_the_axes_that_shard_it(sizes):
     assert held == 3 * 4 * weights / (sizes[2] * sizes[3])
 
 
+@pytest.mark.long
 def test_stages_of_a_pipeline_and_their_bubble():
     """1F1B of p stages and m microbatches waits (p - 1) of m + p - 1 times, but for the work that stages share."""
     c = tiny.config(tiny.model(layers=4, d_model=64, d_ff=512), microbatches=8, batch_size=16)
@@ -198,6 +200,7 @@ def test_each_schedule_computes_the_same(schedule):
         assert of("matmul", phase) == products * (tokens * m.layers * layer // 2 + head)
 
 
+@pytest.mark.long
 def test_what_is_offloaded_is_in_no_memory_of_the_device():
     """What a layer marks is in the host's memory then. The device keeps the input of each layer."""
     marked, offload = (planned(wide(save=save), (1, 1, 8, 1), "h100") for save in ("marked", "offload"))
@@ -335,6 +338,7 @@ def test_each_line_has_a_peak_of_its_own():
         assert (most[str(line + 1)], most[str(line + 2)]) == (4 * 512 * 512, 4 * 256 * 256)
 
 
+@pytest.mark.long
 def test_a_loop_copies_what_it_keeps_on_gpus():
     """By hand: each array is read and written once on its way into a stack, and once on its way out."""
     of = {unroll: planned(tiny.config(unroll=unroll), (1, 1, 8, 1), "h100") for unroll in (1, None)}

@@ -115,6 +115,7 @@ def test_points_have_names_and_lines():
     assert isinstance(points["cross_entropy peak"]["rms"], float)
 
 
+@pytest.mark.long
 def test_points_have_the_statistics_of_a_dense_model():
     found, state, _, _ = stepped("d=4 t=2")
     norms, gates = [], []
