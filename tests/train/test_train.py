@@ -153,7 +153,7 @@ def test_sizes_that_do_not_fit_the_mesh():
     for name, size, message in [
         ("seq_len", 63, f"training.seq_len is 63; {on} t = 2."),
         ("batch_size", 62, f"training.batch_size is 62; {on}"),
-        ("d_model", 252, f"model.d_model is 252; {on} t·d = 8."),
+        ("d_model", 254, f"model.d_model is 254; {on} d = 4."),
     ]:
         c = tiny.config()
         setattr(c.model if name == "d_model" else c.training, name, size)
