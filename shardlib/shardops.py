@@ -166,13 +166,13 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
     gathers only over d.
     """
     if isinstance(x, AtRest):
-        with checked_collective("all_gather", spec, x, copies=True) as (op, _, rhs, _, _):
+        with checked_collective("all_gather", spec, x, copies=True) as (op, lhs, rhs, _, _):
             block = unwrap(x)
-            if op.lhs == op.rhs:  # a scalar, or what this mesh does not shard
-                return block.astype(dtype or x.used_dtype)
             if not rhs.sharded.isdisjoint(copy_axes(block)):
                 raise wrong_spec(op, "the weight is gathered ahead: leave out all axes that it was")
         block = replicate("... -> ... *r", block.astype(x.reduced_dtype))
+        if lhs == rhs:  # a scalar
+            return block.astype(dtype or x.used_dtype)
         return all_gather(spec, block, replicated=replicated, dtype=dtype or x.used_dtype)
     with checked_collective("all_gather", spec, x, copies=True) as (op, lhs, rhs, value, _):
         if does_nothing(spec, op):

@@ -19,7 +19,7 @@ from bench.mutants.recorder import ORDER, RECORD, SECONDS
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".pytest_cache" / "mutants"
 QUICK = "not slow and not long"
-"""Only these tests run."""
+"""Candidates are only these tests; a long one runs if the list names it."""
 TEXTUAL = ("tests/repository/", "tests/gauntlet/")
 """Tests of these folders read the source as text, so they may fail for any edit."""
 PATIENCE = 8
@@ -74,7 +74,7 @@ def session(
         environment["COVERAGE_PROCESS_START"] = traced
         paths.insert(1, str(Path(traced).parent))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command += ["-q", "-n", "0", "-m", QUICK, "-p", "bench.mutants.recorder", "-p", "no:cacheprovider", *files]
+    command += ["-q", "-n", "0", "-m", "not slow" if order else QUICK, "-p", "bench.mutants.recorder", "-p", "no:cacheprovider", *files]
     began = time.monotonic()
     process = subprocess.Popen(
         command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
