@@ -1,4 +1,4 @@
-"""Turns Ctrl-C, SIGTERM and SIGHUP into requests to stop after a step."""
+"""Turns Ctrl-C and the signals of schedulers into requests to stop after a step."""
 
 import os
 import signal
@@ -11,9 +11,10 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """Context in which the first SIGINT, SIGTERM or SIGHUP requests a stop after a step.
+    """Context in which the first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 requests a stop after a step.
 
-    A second SIGINT acts as usual. Further SIGTERMs are ignored, because schedulers send several, and
+    Slurm sends SIGUSR1 or SIGUSR2 before a time limit, if asked to (--signal=USR1@120). One with a handler, as of
+    submitit, keeps it. A second SIGINT acts as usual. Further SIGTERMs are ignored, because schedulers send several, and
     one may arrive during the last save. SIGHUP stays ignored if it was, as under nohup.
 
     With several processes, a signal to any of them stops all after the same step: JAX's preemption service, which
@@ -32,6 +33,7 @@ class StopRequest:
                 own.append(signal.SIGTERM)
             if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
                 own.append(signal.SIGHUP)
+            own += [x for x in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(x) == signal.SIG_DFL]
             for number in own:
                 self._previous[number] = signal.signal(number, self._request)
         return self

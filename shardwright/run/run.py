@@ -257,7 +257,7 @@ class Run(Schedule):
         self.stopped_by = self.signal()
         if self.done == self.total and complete:
             self.listeners.end(Ending("finished"))
-            return None
+            return self.stopped_by  # which also ends a sweep
         if self.stopped_by:
             name = self.config.paths.model_name or self.directory.name
             log(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")

@@ -12,7 +12,7 @@ from shardwright.cluster.stopping import StopRequest
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_later_sigterms_change_nothing_and_a_second_sigint_acts_as_usual(first):
     # The shell's `&` has a program ignore SIGINT, and nohup SIGHUP.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,6 +25,17 @@ def test_later_sigterms_change_nothing_and_a_second_sigint_acts_as_usual(first):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_a_signal_with_a_handler_of_another_library_keeps_it():
+    got = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: got.append(number))
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert (stop.signal, got) == (None, [signal.SIGUSR2])
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 HANGS_UP = """

@@ -77,8 +77,17 @@ def test_the_end_of_a_name_says_the_kind():
         "b.txt.csv": "csv",
         "c.md": None,
         "a.jsonl.zip": None,
+        "A.TXT": "text",
+        "a.txt~": None,
+        "a.txt.bak": None,
+        "b.txt.swp": None,
+        "z.txt.gpg": None,
+        "f.txt.html": None,
+        "inputrc.arrows": None,
+        "part.json.00001.gz": None,
     }
     assert {name: sources.kind_of(f"d.json/{name}") for name in names} == names
+    assert sources.kind_of("https://host/a.jsonl.gz?download=true") == "jsonl"
 
 
 def test_a_column_that_a_csv_has_twice_is_refused(tmp_path):

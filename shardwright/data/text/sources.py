@@ -9,6 +9,7 @@ import glob
 import io
 import itertools
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ RECORDS = 64
 """Records of pyarrow converted at a time."""
 KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 KINDS |= {".csv": "csv", ".txt": "text"}
+PACKED = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd")
+"""Suffixes of compressed files. Not .zip, of which only the first file would be read."""
 """Kind of each file extension; .gz, .bz2, .xz or .zst may follow, except for .parquet, .arrow and .feather."""
 BAD = "why it is bad"
 """Additional column of rows of files: what is wrong with the row; None if nothing is."""
@@ -86,11 +89,12 @@ def open_text(
 
 
 def kind_of(path: str) -> str | None:
-    """Returns the kind of a file, by its name; None if it is not one of KINDS."""
-    name = path.rsplit("/", 1)[-1]
-    # Only the first file of a .zip would be read.
-    found = [(name.rfind(suffix), suffix) for suffix in KINDS if suffix in name and not name.endswith(".zip")]
-    return KINDS[max(found)[1]] if found else None
+    """Returns the kind of a file, by the last suffix of its name but for one of PACKED; None if it is none of KINDS."""
+    name = path.rsplit("/", 1)[-1].lower()
+    if "://" in path:
+        name = re.split("[?#]", name)[0]
+    stem, suffix = os.path.splitext(name)
+    return KINDS.get(os.path.splitext(stem)[1] if suffix in PACKED else suffix)
 
 
 def match(patterns: list[str]) -> list[str]:
