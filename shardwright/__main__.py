@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.metadata
 import os
 import pkgutil
 import runpy
@@ -42,6 +43,9 @@ def main() -> None:
     known = commands()
     if command in ("--help", "-h"):
         print("\n".join([USAGE, "", *(f"  {name:27}{first_line_of(file)}" for name, file in known.items())]))
+        return
+    if command == "--version":
+        print(f"shardwright {importlib.metadata.version('shardwright')}")
         return
     folder, _, part = command.partition(".")  # plan.search is a part of plan
     if folder not in known or (part and not (TOOLS / folder / f"{part}.py").exists()):

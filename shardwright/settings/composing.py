@@ -127,10 +127,10 @@ def check_flags(program: Program, arguments: Sequence[str]) -> None:
 
 
 def is_of_composing(error: Exception) -> bool:
-    """Returns whether `error` is one of Hydra or OmegaConf, which has no error of its own if a section is null."""
+    """Returns whether `error` is one of Hydra or OmegaConf, which have no error of their own if a section is null."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    of_omegaconf = str(frame.f_globals["__name__"]).startswith("omegaconf.")
-    return of_omegaconf or isinstance(error, HydraException | OmegaConfBaseException | yaml.MarkedYAMLError)
+    is_theirs = str(frame.f_globals["__name__"]).startswith(("omegaconf.", "hydra."))
+    return is_theirs or isinstance(error, HydraException | OmegaConfBaseException | yaml.MarkedYAMLError)
 
 
 def explained(program: Program, error: Exception, arguments: Sequence[str]) -> str:

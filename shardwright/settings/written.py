@@ -17,7 +17,7 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from shardwright.settings.settings import UnknownSetting, kind_of, without_null
+from shardwright.settings.settings import UnknownSetting, is_section, kind_of, without_null
 
 _NUMBER = r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?|(?i:[+-]?inf|nan|true|false)"
 _VALUES = re.compile(rf"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?<![^\[,])\s*(?:{_NUMBER})(?=\s*(?:[\],]|\Z))""")
@@ -42,7 +42,21 @@ def override_as_written(schema: type, argument: str) -> str:
 
     if kind in (str, int):
         value = _VALUES.sub(changed, value)
+    if name.startswith("+") and (value.startswith("{") or _ONE.fullmatch(value)):
+        name, value = _in_its_section(schema, name, value)
     return f"{name}{equals}[{value}]" if is_list and _ONE.fullmatch(value) else f"{name}{equals}{value}"
+
+
+def _in_its_section(schema: type, name: str, value: str) -> tuple[str, str]:
+    """Writes `+data.mixture.big={…}` as `+data.mixture={big:{…}}`: Hydra checks the types of entries that it merges."""
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        kind = _kind(schema, ".".join(parts[:i]).lstrip("+"))
+        if typing.get_origin(kind) is dict and is_section(typing.get_args(kind)[1]):
+            for part in reversed(parts[i:]):
+                value = f"{{{part}:{value}}}"
+            return ".".join(parts[:i]), value
+    return name, value
 
 
 def read_as_written(schema: type, config_dir: str | None = None) -> None:
