@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -79,7 +80,9 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
     # If hosts do not share their homes, only process 0 would have cached programs, and would not compile with the rest.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
     if directory := _settings.jax_compilation_cache_dir or (None if unshared else hardware.compilation_cache):
-        _keep_programs(os.path.expanduser(directory))
+        directory = os.path.expanduser(directory)
+        # Without HOME and an entry in passwd there is no home, and a folder named ~ would be made here.
+        _keep_programs(None if directory.startswith("~") else directory)
     if processes.is_single or jax.distributed.is_initialized():
         return
     named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
@@ -124,17 +127,44 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
 
 
 def check_chip(hardware: HardwareConfig) -> None:
-    """Prints that CPUs simulate hardware.chip. Raises ValueError if neither settings nor XLA_FLAGS simulate devices."""
+    """Prints that CPUs simulate the chip of the settings, or that JAX does not see this host's GPUs.
+
+    Raises ValueError if the settings are for another chip, and neither they nor XLA_FLAGS simulate devices.
+    """
+    if jax.default_backend() != "cpu":
+        return
+    if unused := unused_gpus():
+        say(f"WARNING    {unused}")
     chip = chip_of(hardware.chip) if hardware.chip else None
-    if chip is None or chip.platform == "cpu" or jax.default_backend() != "cpu":
+    of_gpus = any(name.lstrip("-").startswith("xla_gpu_") for name in hardware.compiler_options)
+    if chip.platform == "cpu" if chip else not of_gpus:
         return
     if hardware.simulated_devices is None and jax.local_device_count() == 1:
+        given = f"hardware.chip is {hardware.chip}" if chip else "hardware.compiler_options are those of GPUs"
         raise ValueError(
-            f"hardware.chip is {hardware.chip}, but JAX finds only a CPU. Install JAX for the chip (pip install "
+            f"{given}, but JAX finds only a CPU. Install JAX for the chip (pip install "
             "'shardwright[cuda]' or 'shardwright[tpu]'), give hardware=cpu, or try the run on simulated devices with "
             "hardware.simulated_devices=<number>."
         )
-    say(f"chip       no {hardware.chip} here: simulated by this host's CPU")
+    if chip:
+        say(f"chip       no {hardware.chip} here: simulated by this host's CPU")
+
+
+def unused_gpus() -> str | None:
+    """Says that this host has NVIDIA GPUs, which nvidia-smi lists, and JAX is not installed for them; None if not so."""
+    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return None
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    if listed.returncode or not found:
+        return None
+    return (
+        f"nvidia-smi lists {len(found)} GPUs, but JAX finds only a CPU: install JAX for them with pip install "
+        "'shardwright[cuda]', or set JAX_PLATFORMS=cpu."
+    )
 
 
 def simulate_devices(hardware: HardwareConfig) -> None:
@@ -153,13 +183,13 @@ def kept_programs(name: str) -> Path | None:
     return Path(directory) / name if keeps and "://" not in directory else None
 
 
-def _keep_programs(directory: str) -> None:
-    """Creates `directory` and makes it JAX's compilation cache.
+def _keep_programs(directory: str | None) -> None:
+    """Creates `directory` and makes it JAX's compilation cache; None: there is none.
 
     If that is not possible, or others could write programs there, prints a line and disables the cache.
     """
-    kept: str | None = directory
-    if "://" not in directory:
+    kept = directory
+    if directory and "://" not in directory:
         path = Path(os.path.abspath(directory))
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """What a hardware config sets before JAX starts, and what of it the installed XLA does not know."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
-from shardwright.cluster.devices import check_chip, known_options, start_devices
+from shardwright.cluster.devices import check_chip, known_options, start_devices, unused_gpus
 from shardwright.modeling.model import load_model
 from shardwright.run.checks import register_schema
 from shardwright.run.compiling import compile_step
@@ -46,6 +47,25 @@ def test_a_chip_that_is_not_there_is_refused_or_simulated_on_purpose(monkeypatch
     check_chip(HardwareConfig(chip="h100", simulated_devices=1))
     with pytest.raises(ValueError, match=r"hardware.chip is v5e, but JAX finds only a CPU. .* give hardware=cpu"):
         check_chip(HardwareConfig(chip="v5e"))
+
+
+@pytest.mark.quick
+def test_settings_for_gpus_and_gpus_that_jax_does_not_see_are_told(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    with pytest.raises(ValueError, match=r"hardware.compiler_options are those of GPUs, but JAX finds only a CPU"):
+        check_chip(HardwareConfig(compiler_options=options))
+    check_chip(HardwareConfig(compiler_options=options, simulated_devices=8))
+    assert capsys.readouterr().out == ""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100'\necho 'GPU 1: NVIDIA H100'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert unused_gpus() is None, "JAX_PLATFORMS=cpu was given"
+    monkeypatch.delenv("JAX_PLATFORMS")
+    check_chip(HardwareConfig())
+    assert "nvidia-smi lists 2 GPUs, but JAX finds only a CPU: install JAX" in capsys.readouterr().out
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert unused_gpus() is None
 
 
 @pytest.mark.long
@@ -106,6 +126,18 @@ def test_several_processes_keep_programs_only_where_they_are_told_to(monkeypatch
         processes = DistributedConfig(count=count, coordinator="a:1", id=0)
         start_devices(processes, HardwareConfig(**({"compilation_cache": str(cache)} if cache else {})))
         assert set_to.get("jax_compilation_cache_dir") == (kept and str(tmp_path / kept))
+
+
+@pytest.mark.quick
+def test_without_a_home_nothing_is_kept(monkeypatch, tmp_path):
+    set_to = {}
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    start_devices(DistributedConfig(), HardwareConfig())
+    assert set_to["jax_compilation_cache_dir"] is None
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.quick

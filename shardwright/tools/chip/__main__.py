@@ -178,6 +178,10 @@ def run(config: Settings) -> None:
         return print_settings()
     for name in config.parts or ():
         check_choice("parts", name, [part.name for part in PARTS])
+    # In a process of its own, because devices that this one started would be missing in the parts.
+    code = "from shardwright.cluster.devices import unused_gpus; print(unused_gpus() or '')"
+    if unused := subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip():
+        raise ValueError(unused)
     out = Path(config.out).absolute()
     deadline = time.monotonic() + 60 * config.minutes
     results = {}
