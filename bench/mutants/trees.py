@@ -74,7 +74,8 @@ def session(
         environment["COVERAGE_PROCESS_START"] = traced
         paths.insert(1, str(Path(traced).parent))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command += ["-q", "-n", "0", "-m", "not slow" if order else QUICK, "-p", "bench.mutants.recorder", "-p", "no:cacheprovider", *files]
+    marked = "not slow" if order else QUICK
+    command += ["-q", "-n", "0", "-m", marked, "-p", "bench.mutants.recorder", "-p", "no:cacheprovider", *files]
     began = time.monotonic()
     process = subprocess.Popen(
         command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

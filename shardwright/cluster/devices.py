@@ -151,7 +151,7 @@ def check_chip(hardware: HardwareConfig) -> None:
 
 
 def unused_gpus() -> str | None:
-    """Says that this host has NVIDIA GPUs, which nvidia-smi lists, and JAX is not installed for them; None if not so."""
+    """Says that nvidia-smi lists GPUs here for which JAX is not installed; None if not so."""
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
         return None
     try:

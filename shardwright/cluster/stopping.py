@@ -14,8 +14,8 @@ class StopRequest:
     """Context in which the first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 requests a stop after a step.
 
     Slurm sends SIGUSR1 or SIGUSR2 before a time limit, if asked to (--signal=USR1@120). One with a handler, as of
-    submitit, keeps it. A second SIGINT acts as usual. Further SIGTERMs are ignored, because schedulers send several, and
-    one may arrive during the last save. SIGHUP stays ignored if it was, as under nohup.
+    submitit, keeps it. A second SIGINT acts as usual. Further SIGTERMs are ignored, because schedulers send several,
+    and one may arrive during the last save. SIGHUP stays ignored if it was, as under nohup.
 
     With several processes, a signal to any of them stops all after the same step: JAX's preemption service, which
     handles SIGTERM since jax.distributed.initialize, agrees on the next step that no process has started. Only the main

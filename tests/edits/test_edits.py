@@ -38,13 +38,20 @@ def caught_by(*gates: str) -> list[Edit]:
 
 
 def rejected() -> list:
-    """The edits that types or proof reject, with their configurations, of which the first is not slow."""
+    """The edits that types or proof reject, with their configurations.
+
+    All are slow but the first configuration of SHORT, and of the first edit with each problem.
+    """
     found = []
+    problems: set[str] = set()
     for edit in caught_by("type", "proof"):
         marks = [] if edit.id in SHORT else [pytest.mark.long(every_case=True)]
         marks += [pytest.mark.quick] * (edit.id in SHORT and bool(edit.type))
+        problem = re.sub(r"`.*?`|\d+|'.*?'", "", edit.type or edit.proof)
+        is_new = edit.id in SHORT or problem not in problems
+        problems.add(problem)
         for i, config in enumerate(edit.config):
-            more = [pytest.mark.slow] * (i > 0)
+            more = [pytest.mark.slow] * (i > 0 or not is_new)
             found.append(pytest.param(edit, config, id=f"{edit}, {config}", marks=[*marks, *more]))
     return found
 
