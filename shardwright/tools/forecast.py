@@ -9,6 +9,7 @@ says of this configuration, with an interval, to a file that `training.forecast`
 import hashlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,10 +46,13 @@ def facts_of(run: Run) -> tuple[int, int] | None:
     """Parameters without embeddings, and tokens of a run; None if it is unfinished or does not say."""
     about = run.about.get("run")
     facts = about if isinstance(about, dict) else {}
-    params, tokens = facts.get("parameters_without_embeddings"), facts.get("tokens")
-    if run.state != "finished" or not math.isfinite(run.values.get("loss", math.nan)):
+    counts = facts.get("parameters_without_embeddings"), facts.get("tokens")
+    losses = [run.values[name] for name in ("loss", "val") if name in run.values]
+    if run.state != "finished" or not losses or not all(math.isfinite(x) and x > 0 for x in losses):
         return None
-    return (params, tokens) if isinstance(params, int) and isinstance(tokens, int) else None
+    params, tokens = counts
+    known = type(params) is int and type(tokens) is int and min(params, tokens) > 0
+    return (params, tokens) if known else None
 
 
 def _bound(forecast: scaling.Forecast) -> dict[str, float]:
@@ -67,7 +71,7 @@ def forecast_of(runs: list[Run], params: int, tokens: int, seed: int) -> dict[st
     metric = "val" if all("val" in run.values for run, _ in known) else "loss"
 
     def at(losses: Sequence[float]) -> scaling.Forecast:
-        is_there = np.isfinite(losses)
+        is_there = np.isfinite(losses) & (np.array(losses) > 0)
         runs = scaling.Runs(sizes[0], sizes[1], np.array(losses))[is_there]
         return scaling.forecasts(runs, [(params, tokens)], seed)[0]
 
@@ -116,6 +120,8 @@ def job(c: Config, settings: ForecastConfig) -> None:
     patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     if not isinstance(patterns, list) or not patterns or not all(x and isinstance(x, str) for x in patterns):
         raise ValueError("give the smaller runs: forecast.runs=runs/<sweep>, or [runs/a,runs/b].")
+    if os.path.lexists(settings.output) and not Path(settings.output).is_file():
+        raise ValueError(f"forecast.output is {settings.output}, which is no regular file; give another path.")
     t = c.training
     steps = t.steps if t.tokens is None else steps_of(c, t.tokens)
     if steps is None:

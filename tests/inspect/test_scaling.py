@@ -153,7 +153,7 @@ def written(path: Path, **changes) -> Path:
     return path
 
 
-def test_the_parts_of_a_run_are_told(tmp_path):
+def test_the_parts_of_a_run_are_told(tmp_path, capsys):
     told = []
     (tmp_path / "run").mkdir()
     file = written(tmp_path / "f.json")
@@ -169,6 +169,17 @@ def test_the_parts_of_a_run_are_told(tmp_path):
     assert [bound.low <= loss <= bound.high for *_, loss, bound in told] == [True, False, True]
     assert (tmp_path / "run" / of_run.FILE).read_text() == file.read_text()
     of_run.Watch(tmp_path / "run" / of_run.FILE, 7, 100, print).keep_copy(tmp_path / "run")  # a resumed run
+    copy = tmp_path / "run" / of_run.FILE
+    path = written(tmp_path / "g.json")
+    assert of_run.forecast_of_run(path, tmp_path / "run", 0) == path
+    path.write_bytes(copy.read_bytes())
+    assert of_run.forecast_of_run(path, tmp_path / "run", 3) == copy
+    assert capsys.readouterr().out == ""
+    path.write_text("{}")
+    assert of_run.forecast_of_run(path, tmp_path / "run", 3) == copy
+    assert "has changed since the run began: its copy" in capsys.readouterr().out
+    path.unlink()
+    assert of_run.forecast_of_run(path, tmp_path / "run", 3) == copy
 
 
 def test_a_copy_does_not_write_through_a_link(tmp_path):

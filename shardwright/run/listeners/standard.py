@@ -14,7 +14,7 @@ from shardwright.run.background import in_background
 from shardwright.run.changes import tokens_before
 from shardwright.run.directory import override
 from shardwright.run.files import duration, end_of, read_metrics
-from shardwright.run.forecast import PARTS, Bound, Watch
+from shardwright.run.forecast import PARTS, Bound, Watch, forecast_of_run
 from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.memory import peak_memory
 from shardwright.run.page import Page
@@ -143,10 +143,10 @@ class Forecast(Listener):
 
     def check(self, run: Training) -> None:
         self._run = run
-        source = run.config.training.forecast
-        if source is not None and not run.is_over:
+        given = run.config.training.forecast
+        if given is not None and not run.is_over:
             size, tokens = parameters_without_embeddings(run.model), tokens_before(run.whole, run.total)
-            self._watch = Watch(Path(source), size, tokens, self._tell)
+            self._watch = Watch(forecast_of_run(Path(given), run.directory, run.start), size, tokens, self._tell)
 
     def begin(self, run: Training) -> None:
         if self._watch and jax.process_index() == 0:
