@@ -1,7 +1,9 @@
 """Prints text for users."""
 
+import functools
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardwright.data.untrusted import shown
@@ -21,6 +23,20 @@ def as_installed(text: str) -> str:
 def say(text: str, flush: bool = False) -> None:
     """Prints a text without control characters."""
     print(shown(as_installed(text)), flush=flush)
+
+
+def told_in_a_line(main: Callable[[], None]) -> Callable[[], None]:
+    """Decorator of a program without settings: ends it with one line for a path that cannot be read or written."""
+
+    @functools.wraps(main)
+    def told() -> None:
+        try:
+            main()
+        except OSError as error:
+            why = error.strerror or error
+            sys.exit(f"Error: {why}: {error.filename}. Check the path, its permissions and its disk.")
+
+    return told
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

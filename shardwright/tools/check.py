@@ -299,9 +299,9 @@ def compared(now: dict[str, Any], process: subprocess.Popen) -> dict[str, Any]:
         before = json.loads(out.strip().rpartition("\n")[2])
     except ValueError:
         last = [line for line in (out + err).splitlines() if line.strip()] or ["it printed nothing"]
-        return {"unknown": last[-1]}
+        return {"unknown": f"it cannot be checked: {last[-1]}"}
     if before["verdict"] == "rejected":
-        return {"unknown": f"it is rejected there: {before['place']} {before['problem']}"}
+        return {"unknown": f"it cannot be checked: it is rejected there: {before['place']} {before['problem']}"}
     return {"difference": difference(now, before)}
 
 
@@ -366,7 +366,7 @@ def as_text(found: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines.append(f"against {found['against']}")
     if "unknown" in found:
-        return "\n".join([*lines, f"  {'–':9}it cannot be checked: {found['unknown']}"])
+        return "\n".join([*lines, f"  {'–':9}{found['unknown']}"])
     than = found["difference"]
     if than["same_program"]:
         return "\n".join([*lines, f"  {'program':9}no change"])
@@ -406,10 +406,11 @@ def job(c: Config, settings: CheckConfig) -> None:
                 )  # while this one checks its own
                 stack.callback(other.kill)
                 against = {"against": name}
-        except ValueError as error:
+        except ValueError:
             if settings.against != CheckConfig.against:
                 raise
-            against = {"against": settings.against, "unknown": str(error)}
+            unknown = "there is no commit to compare with yet; `git commit` makes one, check.against=<directory> takes another"
+            against = {"against": settings.against, "unknown": unknown}
         try:
             found = checked(c, settings)
             check_origin()

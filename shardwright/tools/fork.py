@@ -17,7 +17,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from shardwright.settings.words import listed
+from shardwright.settings.words import listed, told_in_a_line
 
 RELEASED, FORK = Path(__file__).parents[1] / "train.py", Path("train.py")
 
@@ -70,6 +70,7 @@ def show_changes() -> None:
     print(f"{'package':9}shardwright {importlib.metadata.version('shardwright')}: {about}")
 
 
+@told_in_a_line
 def main() -> None:
     """Makes a fork, or shows its changes."""
     parser = argparse.ArgumentParser(prog="shardwright fork", description=(__doc__ or "").partition("\n")[0])

@@ -119,7 +119,8 @@ def clear_split(filespec: str, split: str, overwrite: bool) -> None:
     whole = is_there(root, split)
     if whole and not overwrite:
         raise ValueError(f"{filespec.rstrip('/')}/{split} exists already. Delete it, or choose another path.")
-    root.write("finished.json", None).result()
+    with refused(f"{_shown(root)} cannot be written", "Check the address, its disk and your permissions."):
+        root.write("finished.json", None).result()
     if not whole:
         return
     # Delete the marker first, so that a partly deleted split does not look complete.

@@ -10,16 +10,19 @@ import shutil
 import sys
 from pathlib import Path
 
+from shardwright.settings.words import told_in_a_line
+
 TEMPLATE = Path(__file__).parent / "template"
 
 
+@told_in_a_line
 def main() -> None:
     """Copies the template into a new directory."""
     parser = argparse.ArgumentParser(prog="shardwright init", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("directory", type=Path, help="a directory that is empty or does not exist")
+    parser.add_argument("directory", type=Path, help="a directory that is empty, but for .git, or does not exist")
     directory = parser.parse_args().directory
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        sys.exit(f"Error: {directory} is not empty. Give a directory that is empty or does not exist.")
+    if directory.exists() and {path.name for path in directory.iterdir()} - {".git"}:
+        sys.exit(f"Error: {directory} is not empty. Give a directory that is empty, but for .git, or does not exist.")
     shutil.copytree(TEMPLATE, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     (directory / "gitignore").rename(directory / ".gitignore")  # so named, wheels would leave it out
     print(f"{directory}: a project. Its README.md has the next commands:")

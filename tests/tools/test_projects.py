@@ -1,0 +1,42 @@
+"""Making a project of one's own, and where nothing can be written."""
+
+import subprocess
+import sys
+
+import pytest
+
+from shardwright.tools import fork
+from shardwright.tools.init.__main__ import main
+from tests.support.recipes import ROOT
+
+pytestmark = pytest.mark.quick
+
+
+def init(monkeypatch, directory):
+    monkeypatch.setattr(sys, "argv", ["shardwright init", str(directory)])
+    main()
+
+
+def test_a_folder_with_a_repository_becomes_a_project(monkeypatch, tmp_path, capsys):
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    init(monkeypatch, ".")
+    assert {".git", ".gitignore", "README.md", "my_model.py"} <= {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(SystemExit, match="is not empty. Give a directory that is empty, but for .git"):
+        init(monkeypatch, ".")
+
+
+def test_a_place_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file/project"):
+        with pytest.raises(SystemExit, match=f"^Error: Not a directory: {tmp_path}/file.*Check the path"):
+            init(monkeypatch, place)
+    monkeypatch.setattr(fork, "FORK", tmp_path / "nowhere/train.py")
+    monkeypatch.setattr(sys, "argv", ["shardwright fork"])
+    with pytest.raises(SystemExit, match=r"^Error: No such file or directory: .*train\.py\. Check the path"):
+        fork.main()
+    command = [sys.executable, "-m", "tools.write_synthetic_dataset", f"out={tmp_path}/file/data"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "cannot be written" in done.stderr
