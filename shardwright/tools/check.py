@@ -409,7 +409,7 @@ def job(c: Config, settings: CheckConfig) -> None:
         except ValueError:
             if settings.against != CheckConfig.against:
                 raise
-            unknown = "there is no commit to compare with yet: `git commit` makes one, or give check.against=<directory>"
+            unknown = "no commit to compare with yet: `git commit` makes one, or set check.against=<directory>"
             against = {"against": settings.against, "unknown": unknown}
         try:
             found = checked(c, settings)
