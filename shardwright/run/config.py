@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 
 from shardlib.array_types import arrays_in
 from shardlib.axes import PIPELINE_AXIS, axes_of_mesh, mesh_text
+from shardlib.values import planned_for
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig
 from shardwright.data.checks import above_0, at_least_0, at_least_1, within
 from shardwright.data.loader import DataConfig
@@ -210,7 +211,8 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True, of_
     `of_batch` and `of_sequences` also check the batch size and the sequence lengths, not only the weights.
     """
     sizes_of_mesh = axes_of_mesh(mesh)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((*sizes_of_mesh.values(),), (*sizes_of_mesh,))):
+    # Types with all their axes but those that do not divide a small vector.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), planned_for(sizes=(*sizes_of_mesh.items(),)):
         weights = arrays_in(type(table := load_model(c.model).table), table)
     settings = {dim: f"model.{name}" for dim, name in getattr(c.model, "dims", {}).items()}
     sized = [(path, zip(array.spec.dims, weight.shape, strict=False)) for path, array, weight in weights]

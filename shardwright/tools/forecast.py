@@ -51,8 +51,9 @@ def facts_of(run: Run) -> tuple[int, int] | None:
     if run.state != "finished" or not losses or not all(math.isfinite(x) and x > 0 for x in losses):
         return None
     params, tokens = counts
-    known = type(params) is int and type(tokens) is int and min(params, tokens) > 0
-    return (params, tokens) if known else None
+    if not isinstance(params, int) or not isinstance(tokens, int):
+        return None
+    return (params, tokens) if min(params, tokens) > 0 else None
 
 
 def _bound(forecast: scaling.Forecast) -> dict[str, float]:

@@ -125,7 +125,7 @@ def test_a_layer_is_that_of_plain_loops_as_on(platform, slots, pools, monkeypatc
         ("one device", None, None, True),
         ("e=2 c=2 t=2", 16, 2, True),
         ("e=8", 8, None, False),
-        ("e=2 c=2 t=2", 48, 1, False),  # which are enough for all choices
+        ("c=2 t=4", 48, 1, False),  # which are enough for all choices
         ("r=2 d=2 e=2", 8, 4, False),
         ("c=4 t=2", None, None, False),
     ],
