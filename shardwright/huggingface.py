@@ -86,7 +86,7 @@ class Names:
         for theirs, i, parts, stack in self._walk(table):
             values = [arrays[name][i].reshape(shape) for name, shape in parts.items()]
             tensor = np.stack(values, -1).reshape(*values[0].shape[:-1], -1) if stack else np.concatenate(values, -1)
-            found[theirs] = tensor.T if self.transposed and i is not ... and not stack else tensor
+            found[theirs] = _transpose(tensor) if self.transposed and i is not ... and not stack else tensor
         return found
 
     def from_tensors(self, tensors: Mapping[str, np.ndarray], table: object) -> Any:
@@ -117,7 +117,7 @@ class Names:
         found = {name: np.empty(weight.shape, np.float32) for name, weight in named_leaves(table).items()}
         for theirs, i, parts, stack in walk:
             tensor = tensors[theirs]
-            tensor = tensor.T if self.transposed and i is not ... and not stack else tensor
+            tensor = _transpose(tensor) if self.transposed and i is not ... and not stack else tensor
             ends = [shape[-1] for shape in parts.values()]
             expected = (*next(iter(parts.values()))[:-1], sum(ends))
             if tensor.shape != expected:
@@ -130,11 +130,19 @@ class Names:
         return jax.tree.unflatten(jax.tree.structure(table), list(found.values()))
 
 
+def _transpose(tensor: np.ndarray) -> np.ndarray:
+    """Swaps inputs and outputs of a matrix, or of the matrix of each expert; a vector stays."""
+    return np.swapaxes(tensor, -1, -2) if tensor.ndim > 1 else tensor
+
+
 def _flat(weight: Any) -> tuple[int, ...]:
-    """The shape of one layer of a weight in their layout: (inputs, outputs) of a matrix, else (entries,)."""
+    """The shape of one layer of a weight in their layout: ([experts,] inputs, outputs) of a matrix, else (entries,)."""
     shape = weight.shape[1:]
-    sides = (shape[: weight.inputs], shape[weight.inputs :]) if weight.inputs else (shape,)
-    return tuple(math.prod(side) for side in sides)
+    if not weight.inputs:
+        return (math.prod(shape),)
+    first = len(shape) - weight.inputs - weight.outputs
+    sides = shape[first : first + weight.inputs], shape[first + weight.inputs :]
+    return (*shape[:first], *map(math.prod, sides))
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------

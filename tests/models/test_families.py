@@ -18,7 +18,7 @@ from shardwright.tools import generate
 from shardwright.tools.huggingface import families
 from shardwright.tools.verify.meshes import abstract_mesh_of
 from tests.support import huggingface_models as models
-from tests.support import tiny
+from tests.support import tiny, transformers_models
 from tests.support.huggingface_models import export, to_run
 from tests.support.transformers_models import KINDS, config_of, for_length, logits_of_documents, theirs
 
@@ -94,6 +94,16 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
     before, after = (load_file(tmp_path / directory / "model.safetensors") for directory in ("model", "exported"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_experts_in_one_array_are_read_as_those_in_many(name):
+    """transformers 5 writes either."""
+    model = theirs(name)
+    c, w = transformers_models.imported(model)
+    grouped = transformers_models.imported(model, save_original_format=False)
+    assert grouped[0] == c
+    jax.tree.map(np.testing.assert_array_equal, grouped[1], w)
 
 
 @pytest.mark.long(every_case=True)

@@ -115,10 +115,10 @@ def for_length(c, length: int):
     return dataclasses.replace(c, rope_scaling=scaling)
 
 
-def imported(model) -> tuple[Any, Any]:
-    """Its ModelConfig and weights, as the import makes them of its files."""
+def imported(model, **saving) -> tuple[Any, Any]:
+    """Its ModelConfig and weights, as the import makes them of its files. `saving` are options of save_pretrained."""
     with tempfile.TemporaryDirectory() as directory:
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, **saving)
         config = as_transformers_reads(json.loads((Path(directory) / "config.json").read_text()))
         tensors = load_file(Path(directory) / "model.safetensors")
     module = module_for(config)

@@ -114,6 +114,10 @@ _GELU = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
 _EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 _SPARSE = _EXPERTS | {"d_ff": "moe_intermediate_size", "normalize": "norm_topk_prob"}
 _SWIGLU = {f"w_{x}": f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")}
+_GROUPED = dict.fromkeys(("w_gate", "w_up"), "mlp.experts.gate_up_proj") | {"w_down": "mlp.experts.down_proj"}
+_GROUPED |= {"router": "mlp.gate.weight"}
+"""Names of what `experts` and the router of a Kind are in memory of transformers 5, where one array has all experts of
+a layer. `save_pretrained(save_original_format=False)` writes them."""
 KINDS = {
     "llama": Kind("train", "LlamaForCausalLM"),
     "qwen3": Kind("train", "Qwen3ForCausalLM", ours={"qk_norm": True}),
@@ -229,16 +233,22 @@ def kind_of(c: ModelConfig) -> str:
     return found
 
 
-def names_of(c: ModelConfig) -> Names:
-    """Returns the table of names for a model with these settings. In both layouts, heads are in the order K, Q."""
+def names_of(c: ModelConfig, grouped: bool = False) -> Names:
+    """Returns the table of names for a model with these settings. In both layouts, heads are in the order K, Q.
+
+    Args:
+        c: settings of the model.
+        grouped: the names of experts are those of _GROUPED.
+    """
     found = kind_of(c)
     layers = load_model(c).table.layers
     kind = KINDS[found]
     layer = {}
     stacks = {}
     at = "model.layers.{}."
-    absent = {*kind.experts, *kind.stacks, *(() if c.qk_norm else ("q_norm", "k_norm"))}
-    for ours, theirs in {**_LAYER, **kind.names}.items():
+    experts = {} if grouped else kind.experts
+    absent = {*experts, *kind.stacks, *(() if c.qk_norm else ("q_norm", "k_norm"))}
+    for ours, theirs in {**_LAYER, **kind.names, **(_GROUPED if grouped else {})}.items():
         if ours not in absent and getattr(layers, ours, True) is not None:
             layer[at + theirs] = (*layer.get(at + theirs, ()), ours)
     for ours, theirs in kind.stacks.items():
@@ -247,7 +257,7 @@ def names_of(c: ModelConfig) -> Names:
         family=found,
         whole={name: theirs for name, theirs in _WHOLE.items() if not (c.tied_embeddings and name == "unembed")},
         layer=layer,
-        experts={at + theirs: ours for ours, theirs in kind.experts.items()},
+        experts={at + theirs: ours for ours, theirs in experts.items()},
         stacks=stacks,
         transposed=True,
         base="model.",
@@ -337,7 +347,8 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     c = CONFIGS[kind.module](**settings, **({} if kind.module == "train" else {"family": found}))
     check_ranges("config.json, as a run has it: model", c)
     c.check(seq_len=1)
-    return c, names_of(c).from_tensors(tensors, load_model(c).table)
+    grouped = bool(kind.experts) and any(name.endswith(_GROUPED["w_down"]) for name in tensors)
+    return c, names_of(c, grouped).from_tensors(tensors, load_model(c).table)
 
 
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
