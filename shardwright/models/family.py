@@ -1,4 +1,4 @@
-"""Relatives of the Llama: what Qwen2, Mistral, OLMo 2, SmolLM 3, Gemma 2 and 3, Phi-3 and gpt-oss change, as switches.
+"""Relatives of the Llama: what Qwen2, Mistral, OLMo, SmolLM 3, Gemma, Phi-3 and gpt-oss change, as switches.
 
     python -m tools.huggingface_to_checkpoint model=<one of them> output=runs/<name>
 
@@ -48,7 +48,7 @@ class ModelConfig(settings.ModelConfig):
     full_every: int | None = at_least_1(None)
     """Every so-manieth layer has no window (Gemma 2: 2). Null: all have it."""
     window_rope_base: float | None = above_0(None)
-    """rope_base of layers with a window, which then have no rope_scaling (Gemma 3). Null: those of all layers."""
+    """rope_base of layers with a window, which then lack rope_scaling (Gemma 3, OLMo 3). Null: those of all layers."""
     rotary_share: float = within(math.ulp(0), math.nextafter(1, 2), 1.0)
     """Share of the entries of a head that RoPE turns, the first ones (Phi-4-mini)."""
     no_rope_every: int | None = at_least_1(None)

@@ -48,6 +48,11 @@ KINDS = {
     "Qwen2": {},
     "Mistral": {"sliding_window": 5},
     "Olmo2": {},
+    "Olmo3": {
+        "sliding_window": 5, "head_dim": 8, "rope_parameters": {
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
     "SmolLM3": {"no_rope_layer_interval": 2},
     "Gemma2": {
         "sliding_window": 5, "head_dim": 8, "hidden_act": "gelu_pytorch_tanh",

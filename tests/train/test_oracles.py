@@ -61,6 +61,7 @@ ROWS = [
     row("Qwen2", C2, context="ulysses", attention="einsum", loss_chunk=8),
     row("Mistral", "d=2 c=4", context="ring", attention_block=3, **LAYER, save="dots"),
     row("Olmo2", "d=2 t=4", **BESIDE),
+    row("Olmo3", "d=2 c=2 t=2", context="ring", attention_block=5, **LAYER),
     row("SmolLM3", STAGES, **BLOCKS, **STEP, schedule="zb_h1", loss_chunk=4),
     row("Gemma2", C2, context="gather", attention="blockwise", attention_block=5, unroll=2, gpu=True),
     row("Gemma3", "r=2 d=2 t=2", **STEP, unroll=None, loss_chunk=4),

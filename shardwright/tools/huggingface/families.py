@@ -98,6 +98,7 @@ _WHOLE = {"embed": "model.embed_tokens.weight", "unembed": "lm_head.weight", "fi
 
 _WINDOW = {"window": "sliding_window"}
 _FULL_EVERY = {"full_every": ("layer_types", "full_attention", "sliding_attention")}
+_WINDOW_ROPE = {"window_rope_base": "rope_local_base_freq"}
 _QKV_BIAS = {f"b_{x}": f"self_attn.{x}_proj.bias" for x in "qkv"}
 _QK_ALL = {f"{x}_norm_all": f"self_attn.{x}_norm.weight" for x in "qk"}
 _OUT_NORMS = {
@@ -126,6 +127,14 @@ KINDS = {
     "olmo2": Kind(
         "family", "Olmo2ForCausalLM", ours={"norms": "after", "qk_norm_all": True}, names=_OUT_NORMS | _QK_ALL
     ),
+    "olmo3": Kind(
+        "family",
+        "Olmo3ForCausalLM",
+        ours={"norms": "after", "qk_norm_all": True},
+        settings=_WINDOW | _WINDOW_ROPE,
+        every=_FULL_EVERY,
+        names=_OUT_NORMS | _QK_ALL,
+    ),
     "smollm3": Kind("family", "SmolLM3ForCausalLM", every={"no_rope_every": ("no_rope_layers", 0, 1)}),
     "gemma2": Kind(
         "family",
@@ -140,7 +149,7 @@ KINDS = {
         "family",
         "Gemma3ForCausalLM",
         ours=_GEMMA | {"qk_norm": True},
-        settings=_GEMMA_SETTINGS | {"window_rope_base": "rope_local_base_freq"},
+        settings=_GEMMA_SETTINGS | _WINDOW_ROPE,
         every=_FULL_EVERY,
         fixed=_GELU | {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
         names=_OUT_NORMS,
@@ -303,6 +312,11 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
             config["max_position_embeddings"] = scaling.original_length
         if scaling.kind == "longrope":  # Phi-3 reads it here
             config["original_max_position_embeddings"] = scaling.original_length
+    if found == "olmo3":  # reads the base of windows only here
+        of_windows = {"rope_theta": config.pop("rope_local_base_freq")}
+        bases = {"full_attention": {"rope_theta": c.rope_base}, "sliding_attention": of_windows}
+        config["rope_parameters"] = {kind: {"rope_type": "default"} | base for kind, base in bases.items()}
+        config["rope_parameters"]["full_attention"] |= config["rope_scaling"] or {}
     return config, names_of(c).to_tensors(weights, load_model(c).table)
 
 
