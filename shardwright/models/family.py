@@ -57,8 +57,16 @@ class ModelConfig(settings.ModelConfig):
     """Scores x become softcap·tanh(x/softcap) (Gemma 2). Null: no cap."""
     attention_scalar: int | None = at_least_1(None)
     """Products of queries and keys are divided by its root (Gemma 2). Null: d_head."""
+    attention_multiplier: float | None = above_0(None)
+    """Factor on the products of queries and keys (Granite). Null: 1/√attention_scalar."""
     embedding_scaled: bool = False
     """Whether the embedding is multiplied by √d_model (Gemma)."""
+    embedding_multiplier: float = above_0(1.0)
+    """Factor on the embedding (Granite)."""
+    residual_multiplier: float = above_0(1.0)
+    """Factor on the outputs of attention and of the MLP before they are added to the residual stream (Granite)."""
+    logit_divisor: float = above_0(1.0)
+    """Logits are divided by it, before a soft-cap (Granite)."""
     activation: str = "silu"
     """Activation of the MLP: silu; gelu, approximated by tanh (Gemma); or clamped, as `gated` says (gpt-oss)."""
 
@@ -83,6 +91,8 @@ class ModelConfig(settings.ModelConfig):
         super().check(seq_len)
         check_choice("model.norms", self.norms, ("before", "after", "both"))
         check_choice("model.activation", self.activation, ("silu", "gelu", "clamped"))
+        if self.attention_scalar and self.attention_multiplier:
+            raise ValueError("model.attention_scalar and model.attention_multiplier are both set; choose one.")
         if self.full_every and not self.window:
             raise ValueError(f"model.full_every is {self.full_every}, but no layer has a window; set model.window.")
         if int(self.d_head * self.rotary_share) % 2:
@@ -148,6 +158,11 @@ def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(1.702 * gate) * (jnp.clip(jnp.float32(up), -7.0, 7.0) + 1)
 
 
+def times(factor: float, x: jax.Array) -> jax.Array:
+    """`x` multiplied by a setting. A factor of 1 leaves no trace in the program."""
+    return x if factor == 1 else x * factor
+
+
 @typed
 def gated_mlp(
     x: act["B/b L/c/t M"],
@@ -200,7 +215,7 @@ class Model:
         return masks.AttentionMask(
             mask_mod=(masks.causal, masks.same_document, *([masks.Window(window)] if window else [])),
             score_mod=masks.SoftCap(config.attention_softcap) if config.attention_softcap else None,
-            scale=config.attention_scalar**-0.5 if config.attention_scalar else None,
+            scale=config.attention_scalar**-0.5 if config.attention_scalar else config.attention_multiplier,
         )
 
     @typed
@@ -212,7 +227,8 @@ class Model:
         x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
         x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
         x = shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
-        return x * math.sqrt(self.config.d_model) if self.config.embedding_scaled else x
+        x = x * math.sqrt(self.config.d_model) if self.config.embedding_scaled else x
+        return times(self.config.embedding_multiplier, x)
 
     def normed(
         self, x: jax.Array, weight: jax.Array | None, dims: str = "B/b L/c/t M", at_rest: str = "M/t/fsdp"
@@ -231,7 +247,11 @@ class Model:
         """One transformer layer."""
         x = save_for_backward(x + self.attend(x, w, tokens, attention))
         out = gated_mlp(self.normed(x, w.mlp_norm), w.w_gate, w.w_up, w.w_down, self.config.activation)
-        return x + self.normed(out, w.mlp_out_norm)
+        return x + self.branch(out, w.mlp_out_norm)
+
+    def branch(self, out: jax.Array, weight: jax.Array | None) -> jax.Array:
+        """What a layer adds to the residual stream for the output of its attention or of its MLP."""
+        return times(self.config.residual_multiplier, self.normed(out, weight))
 
     @typed
     def attend(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
@@ -271,7 +291,7 @@ class Model:
         if w.b_o is not None:
             b_o = shardops.all_gather("M/t/fsdp -> M", w.b_o)
             out = out + shardops.broadcast("M -> B/b L/c/t M", b_o)
-        return self.normed(out, w.attention_out_norm)
+        return self.branch(out, w.attention_out_norm)
 
     def head_norm(self, heads: str, x: jax.Array, weight: Any, of_all: Any = None) -> jax.Array:
         """RMSNorm of each head of queries or keys by `weight`, or of all together by `of_all`, if it has the weight."""
@@ -295,4 +315,5 @@ class Model:
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm, at_rest="M/t/fsdp/p"))
         unembed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed if w.unembed is None else w.unembed)
         logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
+        logits = times(1 / self.config.logit_divisor, logits)
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)

@@ -404,7 +404,7 @@ class Model(family.Model):
         filled = filled if tokens.training else None
         if config.shared_experts:
             out = out + family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, config.activation)
-        return x + self.normed(out, w.mlp_out_norm), aux_of(routing, filled, counted, tokens.target_count, w, config)
+        return x + self.branch(out, w.mlp_out_norm), aux_of(routing, filled, counted, tokens.target_count, w, config)
 
     def check_paths(self, options: dict | None = None) -> None:
         """Compares, on arbitrary values, a layer of validation with experts in pools and with each on all tokens.

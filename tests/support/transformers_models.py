@@ -60,6 +60,9 @@ KINDS = {
         "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
     },
     "Phi3": {"sliding_window": 5},
+    "Granite": {
+        "embedding_multiplier": 12, "residual_multiplier": 0.7, "attention_multiplier": 0.8, "logits_scaling": 1.7,
+    },
     "Phi3 longrope": {
         "rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "num_attention_heads": 4,
         "num_key_value_heads": 2,

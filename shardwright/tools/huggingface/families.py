@@ -112,6 +112,7 @@ _GEMMA = {"norms": "both", "norm_offset": True, "embedding_scaled": True, "activ
 _GEMMA_SETTINGS = _WINDOW | {"logit_softcap": "final_logit_softcapping", "attention_scalar": "query_pre_attn_scalar"}
 _CAPPED = {"attention_softcap": "attn_logit_softcapping"}
 _GELU = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+_MULTIPLIERS = {name: name for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier")}
 _EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 _SPARSE = _EXPERTS | {"d_ff": "moe_intermediate_size", "normalize": "norm_topk_prob"}
 _SWIGLU = {f"w_{x}": f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")}
@@ -157,6 +158,7 @@ KINDS = {
     "phi3": Kind(
         "family", "Phi3ForCausalLM", settings=_WINDOW | {"rotary_share": "partial_rotary_factor"}, names=_FUSED
     ),
+    "granite": Kind("family", "GraniteForCausalLM", settings=_MULTIPLIERS | {"logit_divisor": "logits_scaling"}),
     "mixtral": Kind(
         "moe",
         "MixtralForCausalLM",
@@ -294,6 +296,8 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     config |= {"rope_theta": c.rope_base, "rope_scaling": {"rope_type": "default"} if found == "gpt_oss" else None}
     if config.get("query_pre_attn_scalar", c.d_head) is None:
         config["query_pre_attn_scalar"] = c.d_head
+    if config.get("attention_multiplier", 1.0) is None:
+        config["attention_multiplier"] = c.d_head**-0.5
     if config.get("rope_local_base_freq", c.rope_base) is None:
         if scaling is not None:
             raise ValueError(f"model.window_rope_base is null, but {found} does not scale RoPE in windows; set it.")
