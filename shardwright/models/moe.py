@@ -80,6 +80,9 @@ class ModelConfig(family.ModelConfig):
     """Factor on the gradient of the correction bias. AdamW divides a gradient by its size."""
     shared_experts: int = within(0, 2**16, 0)
     """Experts that every token has, beside those that the router chooses: one MLP of so many times d_ff."""
+    shared_scored: bool = False
+    """Whether the output of the shared experts is multiplied by a score of the token: σ of its product with a learned
+    vector (Qwen2-MoE)."""
     pools: int | None = within(1, 2**16, None)
     """Pools of experts, in their order, as many in each: those of a pool share its slots. Null: each has its own."""
     capacity_factor: float | None = above_0(None)
@@ -109,6 +112,8 @@ class ModelConfig(family.ModelConfig):
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
         check_choice("model.scores", self.scores, ("softmax", "sigmoid"))
+        if self.shared_scored and not self.shared_experts:
+            raise ValueError("model.shared_scored is true, but model.shared_experts is 0: there is nothing to score.")
         per_group = self.experts // self.groups
         if self.experts % self.groups or self.groups_per_token > self.groups:
             raise ValueError(
@@ -158,6 +163,7 @@ class Layer(family.Layer):
     shared_gate: matrix["M/fsdp -> H/t if shared_experts"]
     shared_up: matrix["M/fsdp -> H/t if shared_experts"]
     shared_down: matrix["H/t -> M/fsdp if shared_experts"]
+    shared_score: matrix["M/t/fsdp -> 1 if shared_scored", f32]
     b_router: bias["E if expert_bias", f32]
     b_gate: bias["E/e F/t if expert_bias"]
     b_up: bias["E/e F/t if expert_bias"]
@@ -403,7 +409,12 @@ class Model(family.Model):
             out, filled = in_slots(nx, routing, counted, w, slots, pooled)
         filled = filled if tokens.training else None
         if config.shared_experts:
-            out = out + family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, config.activation)
+            shared = family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, config.activation)
+            if w.shared_score is not None:
+                score = shardops.all_gather("M/t/fsdp 1 -> M 1", w.shared_score)
+                score = shardops.einsum_unreduced("B/b L/c/t M, M 1 -> B/b L/c/t 1", jnp.float32(nx), score)
+                shared = (shared * jax.nn.sigmoid(score)).astype(x.dtype)
+            out = out + shared
         return x + self.branch(out, w.mlp_out_norm), aux_of(routing, filled, counted, tokens.target_count, w, config)
 
     def check_paths(self, options: dict | None = None) -> None:

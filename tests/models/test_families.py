@@ -44,6 +44,10 @@ OURS = {
     },
     "Phi3": {"rotary_share": 0.5, "d_head": 8},
     "Mixtral": {"experts": 8, "experts_per_token": 3, "d_head": 8},
+    "Qwen2Moe": {
+        "qkv_bias": True, "experts": 8, "experts_per_token": 3, "normalize": False, "shared_experts": 2,
+        "shared_scored": True, "d_head": 8, "residual_multiplier": 0.5,
+    },
 }  # fmt: skip
 """Settings of ours for each kind of math."""
 
@@ -116,6 +120,7 @@ def test_experts_in_one_array_are_read_as_those_in_many(name):
         ("GptOss", {}, "r2 d2 c2 t2"),
         ("Olmo2", {}, "r2 d2 c2 t2"),
         ("Phi3", {}, "p2 e2 t2"),
+        ("Qwen2Moe", {}, "d2 e2 t2"),
     ],
 )
 def test_steps_are_proved(name, more, sizes):
@@ -182,6 +187,7 @@ def test_every_nth_layer_has_no_rope_or_no_window(one_device, monkeypatch):
         ("Gemma3", {"layer_types": ["full_attention"] + ["sliding_attention"] * 7}, "layer_types is "),
         ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
         ("Olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("Qwen2Moe", {"shared_expert_intermediate_size": 50}, "50, which is no multiple of moe_intermediate_size = 24"),
     ],
 )
 def test_other_math_is_refused_by_name(name, changes, message):
@@ -226,6 +232,8 @@ def test_what_training_adds_to_experts_may_differ_from_the_checkpoint(one_device
         ({"full_every": 2, "window": None}, "model.full_every is 2, but no layer has a window"),
         ({"qk_norm": True, "qk_norm_all": True}, "both true"),
         ({"norms": "none"}, "model.norms is 'none'"),
+        ({"attention_scalar": 4, "attention_multiplier": 0.5}, "attention_multiplier are both set"),
+        ({"shared_scored": True, "experts": 4, "experts_per_token": 1}, "model.shared_experts is 0"),
     ],
 )
 def test_settings_that_contradict_each_other(changes, message):

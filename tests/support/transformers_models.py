@@ -44,6 +44,7 @@ KINDS = {
     "GPT2": {},
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "Qwen3Moe": {"head_dim": 8, "moe_intermediate_size": 48, "norm_topk_prob": True} | EXPERTS,
+    "Qwen2Moe": {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48} | EXPERTS,
     "Olmoe": EXPERTS,
     "Qwen2": {},
     "Mistral": {"sliding_window": 5},
@@ -61,7 +62,7 @@ KINDS = {
     },
     "Phi3": {"sliding_window": 5},
     "Granite": {
-        "embedding_multiplier": 12, "residual_multiplier": 0.7, "attention_multiplier": 0.8, "logits_scaling": 1.7,
+        "embedding_multiplier": 12, "residual_multiplier": 0.7, "attention_multiplier": 0.8, "logits_scaling": 0.4,
     },
     "Phi3 longrope": {
         "rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "num_attention_heads": 4,

@@ -57,6 +57,7 @@ ROWS = [
     row("GPT2", STAGES, **STEP, schedule="zb_h1", optimizer={"algorithm": "muon"}),
     row("Mixtral", C2, **LAYER, model=POOLS, optimizer={"algorithm": "muon"}),
     row("Qwen3Moe", "p=2 e=2 d=2", **STEP, gpu=True, model={"capacity_factor": 3.0}, schedule="1f1b"),
+    row("Qwen2Moe", "e=2 d=2 t=2", **LAYER, model=POOLS),
     row("Olmoe", "e=4 t=2", **STEP, save="dots", unroll=None, gpu=True),
     row("Qwen2", C2, context="ulysses", attention="einsum", loss_chunk=8),
     row("Mistral", "d=2 c=4", context="ring", attention_block=3, **LAYER, save="dots"),

@@ -116,6 +116,7 @@ _MULTIPLIERS = {name: name for name in ("embedding_multiplier", "residual_multip
 _EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 _SPARSE = _EXPERTS | {"d_ff": "moe_intermediate_size", "normalize": "norm_topk_prob"}
 _SWIGLU = {f"w_{x}": f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")}
+_SHARED_WIDTH = "shared_expert_intermediate_size"
 _GROUPED = dict.fromkeys(("w_gate", "w_up"), "mlp.experts.gate_up_proj") | {"w_down": "mlp.experts.down_proj"}
 _GROUPED |= {"router": "mlp.gate.weight"}
 """Names of what `experts` and the router of a Kind are in memory of transformers 5, where one array has all experts of
@@ -177,6 +178,17 @@ KINDS = {
         settings=_SPARSE,
         fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
         names={"router": "mlp.gate.weight"},
+        experts=_SWIGLU,
+    ),
+    "qwen2_moe": Kind(
+        "moe",
+        "Qwen2MoeForCausalLM",
+        ours={"shared_scored": True},
+        settings=_SPARSE | {"qkv_bias": "qkv_bias", "shared_experts": _SHARED_WIDTH},
+        fixed={"decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": 0},
+        names=_QKV_BIAS
+        | {"router": "mlp.gate.weight", "shared_score": "mlp.shared_expert_gate.weight"}
+        | {f"shared_{x}": f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")},
         experts=_SWIGLU,
     ),
     "olmoe": Kind(
@@ -296,6 +308,8 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     config |= {"rope_theta": c.rope_base, "rope_scaling": {"rope_type": "default"} if found == "gpt_oss" else None}
     if config.get("query_pre_attn_scalar", c.d_head) is None:
         config["query_pre_attn_scalar"] = c.d_head
+    if _SHARED_WIDTH in config:
+        config[_SHARED_WIDTH] = c.shared_width
     if config.get("attention_multiplier", 1.0) is None:
         config["attention_multiplier"] = c.d_head**-0.5
     if config.get("rope_local_base_freq", c.rope_base) is None:
@@ -354,6 +368,13 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     d_head = config.get("head_dim") or config["hidden_size"] // heads
     settings |= {"n_kv": n_kv, "n_q_per_kv": heads // n_kv, "d_head": d_head, "bos_id": config["bos_token_id"]}
     settings |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": _scaling(rope, config)}
+    if _SHARED_WIDTH in names.values():
+        settings["shared_experts"], rest = divmod(config[_SHARED_WIDTH], settings["d_ff"])
+        if rest:
+            raise ValueError(
+                f"config.json: {_SHARED_WIDTH} is {config[_SHARED_WIDTH]}, which is no multiple of "
+                f"{names['d_ff']} = {settings['d_ff']}, so this model cannot be imported."
+            )
     for ours, every in kind.every.items():
         theirs = config[every[0]]
         settings[ours] = theirs.index(every[1]) + 1 if every[1] in theirs else None
