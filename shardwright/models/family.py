@@ -1,4 +1,4 @@
-"""Relatives of the Llama: what Qwen2, Mistral, OLMo, SmolLM 3, Gemma, Phi-3 and gpt-oss change, as switches.
+"""Relatives of the Llama: what Qwen2, Mistral, OLMo, SmolLM 3, Gemma, Phi-3, Cohere 2, Granite and gpt-oss change.
 
     python -m tools.huggingface_to_checkpoint model=<one of them> output=runs/<name>
 
@@ -39,6 +39,10 @@ class ModelConfig(settings.ModelConfig):
     """A score for each head that belongs to no key (gpt-oss)."""
     norms: str = "before"
     """Norms of attention and of the MLP: before, on their inputs; after, on their outputs (OLMo 2); both (Gemma 2)."""
+    parallel: bool = False
+    """Whether the MLP reads what attention reads, the input of the layer, by the same norm (Cohere)."""
+    layer_norm: bool = False
+    """Whether norms of positions, and of heads by qk_norm, subtract the mean first: LayerNorm without bias (Cohere)."""
     norm_offset: bool = False
     """Whether norms of positions, and of heads by qk_norm, multiply by 1 + weight (Gemma)."""
     qk_norm_all: bool = False
@@ -74,6 +78,11 @@ class ModelConfig(settings.ModelConfig):
     def norms_before(self) -> bool:
         """Whether attention and MLP have norms before them."""
         return self.norms != "after"
+
+    @property
+    def norms_mlp(self) -> bool:
+        """Whether the MLP has a norm of its own before it."""
+        return self.norms_before and not self.parallel
 
     @property
     def norms_after(self) -> bool:
@@ -117,7 +126,7 @@ class Layer:
     q_norm: gain["D if qk_norm"]
     k_norm: gain["D if qk_norm"]
     w_o: matrix["K/t Q D -> M/fsdp"]
-    mlp_norm: gain["M if norms_before"]
+    mlp_norm: gain["M if norms_mlp"]
     w_gate: matrix["M/fsdp -> F/t"]
     w_up: matrix["M/fsdp -> F/t"]
     w_down: matrix["F/t -> M/fsdp"]
@@ -233,11 +242,13 @@ class Model:
     def normed(
         self, x: jax.Array, weight: jax.Array | None, dims: str = "B/b L/c/t M", at_rest: str = "M/t/fsdp"
     ) -> jax.Array:
-        """RMSNorm over the last dim, in f32; without a weight, `x` itself."""
+        """RMSNorm or LayerNorm over the last dim, in f32; without a weight, `x` itself."""
         if weight is None:
             return x
         weight = shardops.all_gather(f"{at_rest} -> {dims[-1]}", weight)
         x32 = jnp.float32(x)
+        if self.config.layer_norm:
+            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         unit = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.config.norm_epsilon)
         scaled = shardops.einsum_unreduced(f"{dims}, {dims[-1]} -> {dims}", unit, weight)
         return (unit + scaled if self.config.norm_offset else scaled).astype(x.dtype)
@@ -245,9 +256,13 @@ class Model:
     @typed
     def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """One transformer layer."""
-        x = save_for_backward(x + self.attend(x, w, tokens, attention))
-        out = gated_mlp(self.normed(x, w.mlp_norm), w.w_gate, w.w_up, w.w_down, self.config.activation)
-        return x + self.branch(out, w.mlp_out_norm)
+        attended = save_for_backward(x + self.attend(x, w, tokens, attention))
+        out = gated_mlp(self.mlp_input(x, attended, w), w.w_gate, w.w_up, w.w_down, self.config.activation)
+        return attended + self.branch(out, w.mlp_out_norm)
+
+    def mlp_input(self, x: jax.Array, attended: jax.Array, w: Any) -> jax.Array:
+        """Input of the MLP, from the residual stream before and after attention."""
+        return self.normed(x, w.attention_norm) if self.config.parallel else self.normed(attended, w.mlp_norm)
 
     def branch(self, out: jax.Array, weight: jax.Array | None) -> jax.Array:
         """What a layer adds to the residual stream for the output of its attention or of its MLP."""

@@ -391,8 +391,8 @@ class Model(family.Model):
     ) -> tuple[act["B/b L/c/t M"], LayerAux]:
         """One transformer layer. Matmuls of experts are not in FP8."""
         config = self.config
-        x = save_for_backward(x + self.attend(x, w, tokens, attention))
-        nx = self.normed(x, w.mlp_norm)
+        attended = save_for_backward(x + self.attend(x, w, tokens, attention))
+        nx = self.mlp_input(x, attended, w)
         routing: Routing = route(nx, w, config)
         counted = jnp.ones_like(tokens.ids, bool) if tokens.counted is None else tokens.counted
         counted = shardops.shard("B/b L/c -> B/b L/c/t", counted)
@@ -415,7 +415,8 @@ class Model(family.Model):
                 score = shardops.einsum_unreduced("B/b L/c/t M, M 1 -> B/b L/c/t 1", jnp.float32(nx), score)
                 shared = (shared * jax.nn.sigmoid(score)).astype(x.dtype)
             out = out + shared
-        return x + self.branch(out, w.mlp_out_norm), aux_of(routing, filled, counted, tokens.target_count, w, config)
+        aux = aux_of(routing, filled, counted, tokens.target_count, w, config)
+        return attended + self.branch(out, w.mlp_out_norm), aux
 
     def check_paths(self, options: dict | None = None) -> None:
         """Compares, on arbitrary values, a layer of validation with experts in pools and with each on all tokens.

@@ -43,6 +43,7 @@ OURS = {
         "experts": 8, "experts_per_token": 3, "expert_bias": True,
     },
     "Phi3": {"rotary_share": 0.5, "d_head": 8},
+    "Cohere2": {"parallel": True, "layer_norm": True, "window": 5, "full_every": 2, "no_rope_every": 2},
     "Mixtral": {"experts": 8, "experts_per_token": 3, "d_head": 8},
     "Qwen2Moe": {
         "qkv_bias": True, "experts": 8, "experts_per_token": 3, "normalize": False, "shared_experts": 2,
@@ -120,7 +121,8 @@ def test_experts_in_one_array_are_read_as_those_in_many(name):
         ("GptOss", {}, "r2 d2 c2 t2"),
         ("Olmo2", {}, "r2 d2 c2 t2"),
         ("Phi3", {}, "p2 e2 t2"),
-        ("Qwen2Moe", {}, "d2 e2 t2"),
+        ("Cohere2", {}, "p2 d2 t2"),
+        ("Qwen2Moe", {"parallel": True, "layer_norm": True, "qk_norm": True}, "d2 e2 t2"),
     ],
 )
 def test_steps_are_proved(name, more, sizes):
@@ -208,6 +210,9 @@ def test_other_math_is_refused_by_name(name, changes, message):
         ("Mixtral", {"shared_experts": 1}, "model.shared_experts is 1; mixtral in transformers does not support it"),
         ("Mixtral", {"scores": "sigmoid"}, "model.scores is 'sigmoid'; mixtral in transformers"),
         ("Mixtral", {"normalize": False}, "model.normalize is False; mixtral in transformers"),
+        ("Cohere2", {"no_rope_every": 4}, "model.full_every and model.no_rope_every differ; cohere2"),
+        ("Cohere2", {"window": None, "full_every": None}, "model.window is None; cohere2 in transformers"),
+        ("Cohere2", {"d_head": 8}, "model.d_head is 8; cohere2 in transformers has d_model / heads = 4"),
         ("Mixtral", {"sinks": True, "qk_norm_all": True}, "model.sinks is True; olmoe in transformers"),
     ],
 )

@@ -61,6 +61,10 @@ KINDS = {
         "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
     },
     "Phi3": {"sliding_window": 5},
+    "Cohere2": {
+        "sliding_window": 5, "sliding_window_pattern": 2, "layer_norm_eps": 1e-2, "logit_scale": 2.0,
+        "tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
     "Granite": {
         "embedding_multiplier": 12, "residual_multiplier": 0.7, "attention_multiplier": 0.8, "logits_scaling": 0.4,
     },

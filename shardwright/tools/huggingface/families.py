@@ -3,6 +3,8 @@
 docs/huggingface.md describes `to_huggingface` and `from_huggingface`.
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +30,8 @@ class Kind(NamedTuple):
     every: Mapping[str, tuple[str, Any, Any]] = {}
     """Our settings that change every n-th layer, with the list of layers in transformers' config.json, and its entries
     for such a layer and for the others."""
+    needs: tuple[str, ...] = ()
+    """Our settings that must not be null."""
     fixed: Mapping[str, Any] = {}
     """Settings in transformers that must have these values for the same math."""
     names: Mapping[str, str] = {}
@@ -36,6 +40,8 @@ class Kind(NamedTuple):
     """Weights of each expert: ours, and theirs with {} for the expert's index."""
     stacks: Mapping[str, str] = {}
     """Stacked weights of a layer's experts. Several of ours that map to one of theirs are interleaved in it."""
+    neighbors: bool = False
+    """Whether RoPE turns neighboring entries of a head, where ours turns one of each half."""
 
 
 _SETTINGS = {
@@ -159,6 +165,15 @@ KINDS = {
     "phi3": Kind(
         "family", "Phi3ForCausalLM", settings=_WINDOW | {"rotary_share": "partial_rotary_factor"}, names=_FUSED
     ),
+    "cohere2": Kind(
+        "family",
+        "Cohere2ForCausalLM",
+        ours={"parallel": True, "layer_norm": True},
+        settings=_WINDOW | {"norm_epsilon": "layer_norm_eps", "logit_divisor": "logit_scale"},
+        every=_FULL_EVERY | {"no_rope_every": _FULL_EVERY["full_every"]},
+        needs=("window",),
+        neighbors=True,
+    ),
     "granite": Kind("family", "GraniteForCausalLM", settings=_MULTIPLIERS | {"logit_divisor": "logits_scaling"}),
     "mixtral": Kind(
         "moe",
@@ -247,6 +262,7 @@ def kind_of(c: ModelConfig) -> str:
     for name, kind in kinds.items():
         known = {**usual, **kind.ours, **{ours: getattr(c, ours) for ours in (*kind.settings, *kind.every)}}
         others[name] = [ours for ours, value in known.items() if getattr(c, ours) != value]
+        others[name] += [ours for ours in kind.needs if getattr(c, ours) is None]
     found = getattr(c, "family", None) or min(others, key=lambda name: len(others[name]))
     if found not in kinds:
         raise ValueError(f"model.family is {found!r}; it can be {', '.join(kinds)}, or null.")
@@ -301,13 +317,23 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": found, "pad_token_id": None}
     config |= {**_FIXED, **kind.fixed}
     config |= {theirs: getattr(c, ours) for ours, theirs in {**_SETTINGS, **kind.settings}.items()}
-    config |= {every[0]: _layers(c.layers, getattr(c, ours), every) for ours, every in kind.every.items()}
+    for ours, every in kind.every.items():
+        layers = _layers(c.layers, getattr(c, ours), every)
+        if config.setdefault(every[0], layers) != layers:
+            alike = " and ".join(f"model.{name}" for name in kind.every)
+            raise ValueError(f"{alike} differ; {found} in transformers has one {every[0]} for them: set them alike.")
     # RoPE's names before transformers 5.0, which later versions and other programs also read.
     config |= {"num_attention_heads": c.heads, "max_position_embeddings": None}
     # For gpt-oss, null means YaRN.
     config |= {"rope_theta": c.rope_base, "rope_scaling": {"rope_type": "default"} if found == "gpt_oss" else None}
     if config.get("query_pre_attn_scalar", c.d_head) is None:
         config["query_pre_attn_scalar"] = c.d_head
+    if found == "cohere2":
+        config["logit_scale"] = 1 / c.logit_divisor
+        if c.d_head * c.heads != c.d_model:
+            raise ValueError(
+                f"model.d_head is {c.d_head}; cohere2 in transformers has d_model / heads = {c.d_model / c.heads:g}."
+            )
     if _SHARED_WIDTH in config:
         config[_SHARED_WIDTH] = c.shared_width
     if config.get("attention_multiplier", 1.0) is None:
@@ -335,7 +361,21 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
         bases = {"full_attention": {"rope_theta": c.rope_base}, "sliding_attention": of_windows}
         config["rope_parameters"] = {kind: {"rope_type": "default"} | base for kind, base in bases.items()}
         config["rope_parameters"]["full_attention"] |= config["rope_scaling"] or {}
-    return config, names_of(c).to_tensors(weights, load_model(c).table)
+    return config, names_of(c).to_tensors(_interleave(weights, 2) if kind.neighbors else weights, load_model(c).table)
+
+
+def _interleave(weights: Any, parts: int) -> Any:
+    """Reorders the entries of each head of queries and keys alike: one of each of `parts` equal parts in turn.
+
+    2 makes the two entries that RoPE turns together neighbors; d_head / 2 undoes that. Attention stays the same.
+    """
+
+    def reorder(w: np.ndarray) -> np.ndarray:
+        return w.reshape(*w.shape[:-1], parts, -1).swapaxes(-1, -2).reshape(w.shape)
+
+    layers = weights.layers
+    layers = dataclasses.replace(layers, w_q=reorder(layers.w_q), w_k=reorder(layers.w_k))
+    return dataclasses.replace(weights, layers=layers)
 
 
 def _layers(layers: int, n: int | None, every: tuple[str, Any, Any]) -> list:
@@ -368,6 +408,8 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     d_head = config.get("head_dim") or config["hidden_size"] // heads
     settings |= {"n_kv": n_kv, "n_q_per_kv": heads // n_kv, "d_head": d_head, "bos_id": config["bos_token_id"]}
     settings |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": _scaling(rope, config)}
+    if found == "cohere2":
+        settings["logit_divisor"] = 1 / (config["logit_scale"] or math.inf)
     if _SHARED_WIDTH in names.values():
         settings["shared_experts"], rest = divmod(config[_SHARED_WIDTH], settings["d_ff"])
         if rest:
@@ -387,7 +429,8 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     check_ranges("config.json, as a run has it: model", c)
     c.check(seq_len=1)
     grouped = bool(kind.experts) and any(name.endswith(_GROUPED["w_down"]) for name in tensors)
-    return c, names_of(c, grouped).from_tensors(tensors, load_model(c).table)
+    weights = names_of(c, grouped).from_tensors(tensors, load_model(c).table)
+    return c, _interleave(weights, c.d_head // 2) if kind.neighbors else weights
 
 
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
