@@ -276,6 +276,11 @@ REJECTED = {
         {"d_model": 16},
         "model.embedding_scaled",
     ),
+    "scaled scores": (
+        lambda: family.ModelConfig(**{**vars(tiny.model()), "module": "family"}, attention_multiplier=0.5),
+        {"d_model": 16},
+        "model.attention_multiplier",
+    ),
 }
 
 

@@ -329,13 +329,13 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     if config.get("query_pre_attn_scalar", c.d_head) is None:
         config["query_pre_attn_scalar"] = c.d_head
     if found == "cohere2":
-        config["logit_scale"] = 1 / c.logit_divisor
+        config["logit_scale"] = 1 / config["logit_scale"]
         if c.d_head * c.heads != c.d_model:
             raise ValueError(
                 f"model.d_head is {c.d_head}; cohere2 in transformers has d_model / heads = {c.d_model / c.heads:g}."
             )
     if _SHARED_WIDTH in config:
-        config[_SHARED_WIDTH] = c.shared_width
+        config[_SHARED_WIDTH] *= c.d_ff
     if config.get("attention_multiplier", 1.0) is None:
         config["attention_multiplier"] = c.d_head**-0.5
     if config.get("rope_local_base_freq", c.rope_base) is None:
