@@ -232,8 +232,8 @@ def _runs(step: Step) -> Iterator[dict[str, Any]]:
         targets = unknown(same.shape, np.uint32, number)
         mask = unknown(same.shape, bool, before)
         own = [x.moved(lambda a, x=x: reshaped(a, x.shape, shape), shape) for x in (targets, begin, mask)]
-        if batch.inputs is not None:
-            own.append(own[0].moved(lambda a: a[..., None], batch.inputs.shape))
+        further = [x.shape for x in (batch.inputs, batch.loss_inputs) if x is not None]
+        own += (own[0].moved(lambda a: a[..., None], shape) for shape in further)
         args = []
         for x in parts:
             args += own if is_batch(x) else [unknown(x.shape, dtype_of(x))]

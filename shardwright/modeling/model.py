@@ -146,9 +146,22 @@ class Targets:
     counted: bool_["B/b L/c"]
     """True where the loss counts; padding does not."""
     inputs: u32["B/b L/c inputs"] | None = None
-    """Further values of each target in the dataset, in the order of Model.inputs."""
+    """Values of each target in the dataset that only the training loss reads, by `input`. None in validation."""
     reference: act["B/b L/c V/t/p"] | None = None
     """Logits of another model, which a recipe may add."""
+    declared: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), metadata={"static": True})
+    """Names and dtypes of `inputs`: the attribute `inputs` of the loss."""
+
+    def input(self, name: str) -> jax.Array:
+        """The value `name` of each target, [B/b L/c], of the dtype that the loss declares."""
+        names = [known for known, _ in self.declared]
+        if self.inputs is None or name not in names:
+            raise ValueError(
+                f"{name!r} is not an input of the loss, which has {', '.join(names) or 'none'}. Declare it after the "
+                f'loss of optimizer.loss=my_file:my_loss, my_loss.inputs = {{"{name}": f32}}. Validation has none.'
+            )
+        at = names.index(name)
+        return lax.bitcast_convert_type(self.inputs[..., at], self.declared[at][1].dtype)
 
     @classmethod
     def of(cls, batch: Any, reference: jax.Array | None = None) -> Self:
@@ -159,7 +172,7 @@ class Targets:
         """
         own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
         ids = checkpoint_name(own(batch.targets), TARGETS)
-        inputs = batch.inputs
+        inputs = batch.loss_inputs
         if inputs is not None:
             inputs = shardops.shard("B/b L inputs -> B/b L/c inputs", inputs)
         given = own(batch.loss_mask), inputs, reference

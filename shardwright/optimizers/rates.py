@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardlib.parsing import did_you_mean, named
-from shardlib.shardtypes import f32, i32
+from shardlib.shardtypes import f32, i32, u32
 from shardlib.values import target_device
 from shardwright.data.checks import check_choice
 from shardwright.modeling.model import LanguageModel
@@ -100,11 +100,23 @@ def algorithms(c: OptimizerConfig, known: Mapping[str, T]) -> dict[str, T]:
 def loss_of(c: OptimizerConfig, known: Mapping[str, Callable]) -> Callable:
     """The loss that training minimizes, as a function of logits and Targets."""
     chosen = named("loss", c.loss, known)
+    declared = tuple(inputs_of_loss(c).items())
 
     def loss(logits: Any, targets: Any) -> Any:
-        return chosen(logits, targets, c)
+        return chosen(logits, dataclasses.replace(targets, declared=declared), c)
 
     return loss
+
+
+def inputs_of_loss(c: OptimizerConfig) -> Mapping[str, Any]:
+    """Inputs of the dataset that a loss in the user's own file reads, with their dtypes: its attribute `inputs`."""
+    inputs = getattr(named("loss", c.loss, {}), "inputs", {}) if ":" in c.loss else {}
+    if not isinstance(inputs, Mapping) or not all(kind in (f32, u32) for kind in inputs.values()):
+        raise ValueError(
+            f"optimizer.loss is {c.loss}, whose inputs are {inputs!r}; they must be a dict of names and dtypes, f32 or "
+            'u32 of shardlib.shardtypes: {"advantage": f32}'
+        )
+    return inputs
 
 
 def own_functions(c: OptimizerConfig) -> list[Callable]:

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
 from shardwright.data.loader import Loader, batch_of, make_loader, steps_for
+from shardwright.optimizers.rates import inputs_of_loss
 from shardwright.run.config import Config
 from shardwright.run.differences import flat
 from shardwright.run.files import literal
@@ -164,7 +165,8 @@ def loader_at(c: Config, step: int, inputs: Sequence[str] = (), state: Mapping[s
     for first, now in phases:
         t = now.training
         begin = batch_of(first, c.data.skip_steps)
-        options = {"inputs": inputs, "microbatches": t.microbatches, "state": state if first == saved else None}
+        options = {"inputs": inputs, "loss_inputs": tuple(inputs_of_loss(now.optimizer))}
+        options |= {"microbatches": t.microbatches, "state": state if first == saved else None}
         if loader:
             options |= {"after": loader, "first": begin}
         loader = make_loader(now.data, "train", t.batch_size, t.seq_len, c.model.vocab, **options)

@@ -26,6 +26,7 @@ from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of, load_model
 from shardwright.modeling.weights import shapes_of, sharded
+from shardwright.optimizers.rates import inputs_of_loss
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import Config, PipelineConfig, check_divides
 from shardwright.run.reference import weights_of
@@ -166,7 +167,8 @@ class Step:
     def batch(self, c: Config | None = None) -> Any:
         """Returns the shapes of its batch, sharded over its mesh, which must be the current one."""
         t = (c or self.config).training
-        return batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self.inputs))
+        of_loss = inputs_of_loss(self.config.optimizer) if self.forward.in_training else ()
+        return batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self.inputs), len(of_loss))
 
     @property
     def state(self) -> Any:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 RUN_BY = {
+    "changing.md": "optimizers/test_grpo.py",
     "data.md": "loader/test_loss_mask.py",
     "evaluation.md": "tools/test_evaluate.py",
     "experts.md": "repository/test_snippets.py",

@@ -38,6 +38,8 @@ class TokenBatch:
     """False in padding, where there is nothing to predict."""
     inputs: u32["B/b L inputs"] | None = None
     """Further values of the dataset for each target; 0 in padding. None if the model reads none."""
+    loss_inputs: u32["B/b L loss_inputs"] | None = None
+    """Those that only the training loss reads. None if it reads none, and in validation."""
 
 
 @dataclasses.dataclass
@@ -63,7 +65,7 @@ def in_microbatches(sequences: T, count: int) -> T:
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sequences)
 
 
-def batch_shapes(batch_size: int, seq_len: int, microbatches: int, inputs: int = 0) -> TokenBatch:
+def batch_shapes(batch_size: int, seq_len: int, microbatches: int, inputs: int = 0, loss_inputs: int = 0) -> TokenBatch:
     """Makes the `jax.ShapeDtypeStruct` of each array of a step's batch on the current mesh, to compile the step.
 
     Args:
@@ -71,11 +73,13 @@ def batch_shapes(batch_size: int, seq_len: int, microbatches: int, inputs: int =
         seq_len: tokens in a sequence.
         microbatches: number of microbatches, which divides batch_size.
         inputs: number of inputs other than the tokens.
+        loss_inputs: number of inputs of the loss.
     """
     shape = microbatches, batch_size // microbatches, seq_len
     struct = jax.ShapeDtypeStruct
     tokens, flags = struct(shape, np.uint32), struct(shape, np.bool_)
-    batch = TokenBatch(tokens, flags, flags, struct((*shape, inputs), np.uint32) if inputs else None)
+    further = (struct((*shape, count), np.uint32) if count else None for count in (inputs, loss_inputs))
+    batch = TokenBatch(tokens, flags, flags, *further)
     return jax.tree.map(lambda x, s: x.update(sharding=s), batch, make_shardings(Array["m", TokenBatch], like=batch))
 
 
@@ -90,6 +94,7 @@ class Loader:
         seq_len: tokens in a sequence.
         vocab_size: bound on the token ids, or None for no check.
         inputs: names of further inputs of batches (docs/flat-tokens.md).
+        loss_inputs: those of the loss.
         microbatches: number of microbatches in the batches that `load` returns, at least 1.
         pad: True to add padding sequences at the end of a batch that the mesh does not divide.
 
@@ -110,6 +115,7 @@ class Loader:
         seq_len: int,
         vocab_size: int | None = None,
         inputs: Sequence[str] = (),
+        loss_inputs: Sequence[str] = (),
         microbatches: int = 1,
         pad: bool = False,
     ):
@@ -125,13 +131,13 @@ class Loader:
                 f"{dict(mesh.shape)}. Choose a multiple of {multiple} for the batch size."
             )
         self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
-        self.inputs = tuple(inputs)
+        self.inputs, self.loss_inputs = tuple(inputs), tuple(loss_inputs)
         self.microbatches = microbatches
         self._shape = microbatches, size // microbatches, seq_len
         """(microbatches, sequences per microbatch, tokens per sequence)."""
         self.shardings: TokenBatch | None = None
         if not mesh.empty:
-            like = TokenBatch(0, 0, 0, 0 if inputs else None)
+            like = TokenBatch(0, 0, 0, *(0 if names else None for names in (inputs, loss_inputs)))
             self.shardings = make_shardings(Array["m", TokenBatch], like=like)
 
     @property

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
@@ -25,7 +26,7 @@ class Source:
         data: how to read it.
         split: of the dataset.
         seq_len: tokens in a sequence.
-        inputs: names of the inputs of the batches.
+        inputs: names of the inputs of the batches, and of those of the loss.
         options: of its flat_tokens.Reader.
 
     Raises:
@@ -33,10 +34,17 @@ class Source:
     """
 
     def __init__(
-        self, source: SourceConfig, data: DataConfig, split: str, seq_len: int, inputs: Sequence[str], **options: Any
+        self,
+        source: SourceConfig,
+        data: DataConfig,
+        split: str,
+        seq_len: int,
+        inputs: Sequence[Sequence[str]],
+        **options: Any,
     ):
         self.config, self._data, self._seq_len, self._inputs = source, data, seq_len, inputs
-        read: dict[str, None] = dict.fromkeys([*inputs, *([] if data.loss_mask is None else [data.loss_mask])])
+        mask = [] if data.loss_mask is None else [data.loss_mask]
+        read: dict[str, None] = dict.fromkeys([*itertools.chain(*inputs), *mask])
         self.dataset = flat_tokens.Reader(source.filespec, split, inputs=tuple(read), **options)
         tokens = self.dataset.num_tokens
         self.sequences_per_epoch = tokens // seq_len if data.sequence_packing else self.dataset.num_documents
@@ -78,13 +86,14 @@ class Source:
                 f"{self.dataset.path} holds the token id {targets.max()}, but its attribute max_token_id is "
                 f"{self.dataset.max_token_id}. Write or copy the dataset again."
             )
-        inputs = np.zeros((*is_token.shape, len(self._inputs)), np.uint32)
+        inputs = [np.zeros((*is_token.shape, len(names)), np.uint32) for names in self._inputs]
         loss_mask = is_token.copy()
-        for i, name in enumerate(self._inputs):
-            inputs[is_token, i] = self.dataset.read(starts, lengths, name)
+        for names, values in zip(self._inputs, inputs, strict=True):
+            for i, name in enumerate(names):
+                values[is_token, i] = self.dataset.read(starts, lengths, name)
         if self._data.loss_mask is not None:
             loss_mask[is_token] = self.dataset.read(starts, lengths, self._data.loss_mask) != 0
-        return TokenBatch(targets, is_seq_start, loss_mask, inputs if self._inputs else None)
+        return TokenBatch(targets, is_seq_start, loss_mask, *(x if x.size else None for x in inputs))
 
 
 class FlatTokensLoader(Loader):
@@ -118,7 +127,7 @@ class FlatTokensLoader(Loader):
         self._after, self._first = after, first
         named = config.mixture or {None: SourceConfig(config.filespec or "")}
         self.quotas = Quotas([source.weight for source in named.values()], config.seed)
-        options = {"cache_bytes": CACHE_BYTES // len(named), "inputs": self.inputs}
+        options = {"cache_bytes": CACHE_BYTES // len(named), "inputs": (self.inputs, self.loss_inputs)}
         self.sources: dict[str | None, Source] = {}
         """Sources by their names in the mixture; None for a single dataset."""
         for (name, source), share in zip(named.items(), self.quotas.shares.tolist(), strict=True):

@@ -55,9 +55,11 @@ class StreamLoader(Loader):
 
     def __init__(self, config: DataConfig, state: Mapping[str, Any] | None, *batches: Any, **options: Any):
         super().__init__(*batches, **options)
-        if self.inputs:
+        for reader, names in {"model": self.inputs, "loss": self.loss_inputs}.items():
+            if not names:
+                continue
             raise ValueError(
-                f"data.stream is set, but the model also reads {', '.join(self.inputs)}, which streams do not have. "
+                f"data.stream is set, but the {reader} also reads {', '.join(names)}, which streams do not have. "
                 "Write a flat-tokens dataset with it (docs/flat-tokens.md) and set data.filespec."
             )
         stream: Any = config.stream

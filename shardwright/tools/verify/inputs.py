@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardlib.shardtypes import f32
 from shardwright.data.loader import TokenBatch, in_microbatches
 from shardwright.modeling.model import inputs_of, load_model
+from shardwright.optimizers.rates import inputs_of_loss
 from shardwright.run.config import Config
 
 
@@ -37,6 +39,13 @@ def random_batch(c: Config) -> TokenBatch:
     )
     if count := len(inputs_of(load_model(c.model))):  # 0 and 1 are valid for any input
         batch.inputs = rng.integers(0, 2, (*shape, count)).astype(np.uint32)
+    if kinds := inputs_of_loss(c.optimizer).values():
+
+        def draw(kind: Any) -> np.ndarray:
+            values = rng.standard_normal(shape) if kind is f32 else rng.integers(0, 2, shape)
+            return values.astype(kind.dtype).view(np.uint32)
+
+        batch.loss_inputs = np.stack([draw(kind) for kind in kinds], -1)
     return in_microbatches(batch, c.training.microbatches)
 
 
