@@ -29,16 +29,18 @@ WITHOUT_MAXIMUM = (
     "its gradient do not depend on what is subtracted. For the gradient of a maximum itself, "
     "gather the dim: jnp.max of all_gather(..., replicated=True)"
 )
+_PLAIN = (
+    "for a jax.numpy function, such as a norm or top_k, gather a plain array: all_gather(..., "
+    "replicated=True); or pass the gathered array to einsum_unreduced, index_unreduced or "
+    "broadcast, which know that its gradient is a partial sum"
+)
 _REMEDIES = {
     "unreduced": (
         "reduce the partial sum first, with psum_scatter or psum; linear operations work on the "
         "partial sum itself: p + q, p - q, c * p; instead of jax.vmap, name the dim in the spec"
     ),
-    "reduced on": (
-        "for a jax.numpy function, such as a norm or top_k, gather a plain array: all_gather(..., "
-        "replicated=True); or pass the gathered array to einsum_unreduced, index_unreduced or "
-        "broadcast, which know that its gradient is a partial sum"
-    ),
+    "reduced on": _PLAIN,
+    "are reduced": _PLAIN,
     "manual ax": (
         "reduce or gather what differs (psum, all_gather); for a constant that is to differ: "
         "jax.lax.pcast(x, axes, to='varying')"

@@ -35,7 +35,7 @@ from shardlib.proof import reach
 from shardlib.proof.reach import LATER, NONE, Reach
 from shardlib.proof.reach_moves import rows_added
 from shardlib.proof.reach_rules import anything, apply
-from shardlib.proof.reach_slots import is_in, of_sorted, together
+from shardlib.proof.reach_slots import have_same_slots, is_in, of_sorted, together
 
 FORM = (kinds("view") | words("convert_element_type copy pad slice")) - {"transpose"}
 """Primitives that JAX adds or leaves out depending on the sizes of dims."""
@@ -215,10 +215,13 @@ class Interpreter(Domain[Reach]):
         """Derives what is known of the results of an equation that runs no body."""
         name = eq.name
         if name == "select_n" and self.is_shown and not (ins[0].known | (ins[0].last >= 0)).all():
-            return self._worked(eq, ins, lambda eqn, ins: [reach.at_most(apply(eqn, ins)[0], ins)])
+            return self._worked(eq, ins, self._shown)
         if name == "sort" and len(ins) == 1:
             return self._worked(eq, ins, self._sort)
         return self._worked(eq, ins, apply)
+
+    def _shown(self, eqn: Eqn, ins: list[Reach]) -> list[Reach]:
+        return [reach.at_most(*apply(eqn, ins), [together(x) for x in ins])]
 
     def _sort(self, eqn: Eqn, ins: list[Reach]) -> Any:
         choices = of_sorted(ins[0], eqn.params["dimension"], self.is_forward)
@@ -309,9 +312,9 @@ class Interpreter(Domain[Reach]):
         for count in (lambda: x.number.size, lambda: len(np.unique(x.number))):
             if count() ** self.growth <= 2.0**bits:
                 return x
-        return reach.make_reach(
-            x.shape, reach.bounds(x) if x.number.dtype.kind == "f" else x.number, False, x.last
-        )
+        number = reach.bounds(x) if x.number.dtype.kind == "f" else x.number
+        found = reach.make_reach(x.shape, number, False, x.last)
+        return dataclasses.replace(found, fact=x.fact if is_in(x) else None)
 
     # ---- loops and choices
 
@@ -382,7 +385,12 @@ def _reads(x: Reach, start: int, end: int) -> np.ndarray:
 
 def _keep_reads(x: Reach, start: int, end: int) -> Reach:
     """Drops from a value what it depends on, but for tokens `start` to `end`, without `end`."""
-    return dataclasses.replace(x, last=np.where(_reads(x, start, end), x.last, NONE), ways=None)
+
+    def kept(last: np.ndarray) -> np.ndarray:
+        return np.where((start <= last) & (last < end), last, NONE)
+
+    fact = x.fact._replace(chosen=kept(x.fact.chosen)) if is_in(x) else x.fact
+    return dataclasses.replace(x, last=kept(x.last), fact=fact, ways=None)
 
 
 def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
@@ -431,13 +439,13 @@ def _in_region(rule: tuple[Callable, int], eqn: Eqn, ins: list[Reach]) -> list[R
 
 
 def _products_of_rows(eqn: Eqn, rows: Reach, ids: Reach, matrices: Reach) -> Reach:
-    if is_in(rows) != is_in(ids) or (is_in(rows) and rows.fact != ids.fact):
+    if (is_in(rows) or is_in(ids)) and not have_same_slots(rows, ids):
         rows, ids = together(rows), together(ids)
     last = np.maximum(rows.over([len(rows.shape) - 1]), ids.last[..., None])
     found = reach.unknown(
         eqn.outvars[0].aval.shape, rows.number.dtype, np.maximum(last, reach.of_all([matrices]))
     )
-    return dataclasses.replace(found, fact=rows.fact if is_in(rows) else None)
+    return dataclasses.replace(found, fact=rows.fact._replace(chosen=last) if is_in(rows) else None)
 
 
 def _sums_of_rows(eqn: Eqn, rows: Reach, ids: Reach) -> Reach | None:
@@ -446,7 +454,7 @@ def _sums_of_rows(eqn: Eqn, rows: Reach, ids: Reach) -> Reach | None:
     of_ids = len(ids.shape)
     dim = len(shape) - 1 - (count - of_ids)
     at = {i: i for i in range(dim)} | {of_ids + i: dim + 1 + i for i in range(count - of_ids)}
-    if not ids.is_known or (is_in(rows) and (not is_in(ids) or rows.fact != ids.fact)):
+    if not ids.is_known or (is_in(rows) and not have_same_slots(rows, ids)):
         return None
     return rows_added(
         reach.unknown(shape, rows.number.dtype), dim, ids, {i: i for i in range(of_ids)}, rows, at

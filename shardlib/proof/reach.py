@@ -117,14 +117,20 @@ class Among(NamedTuple):
 class Slots(NamedTuple):
     """Arrays of the value have along `dim`, a dim of slots, several entries for a slot.
 
-    There is one entry for each choice that a slot may hold. The token of an entry is one on which
-    it depends that the slot holds this choice: see shardlib.proof.reach_slots.
+    There is one entry for each choice that a slot may hold, with the number that it has then: see
+    shardlib.proof.reach_slots.
     """
 
     dim: int
     source: Any
     """Identifies the slots: if two values have the same source, a slot holds the same choice in
     both."""
+    chosen: np.ndarray
+    """The last token on which it depends that the slot holds this choice. An entry depends on it
+    even if its number is known."""
+    group: np.ndarray
+    """The number of the choice that was made, such as that of a position. Slots of other groups
+    hold other choices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,11 +385,6 @@ def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarra
             else:
                 n = n * new[j]
                 j = j + 1
-        # A dim of slots may have another size.
-        if i - a == 1 and j > b and all(size == 1 for size in new[b : j - 1]):
-            sizes = [*sizes, x.shape[a]]
-            result = [*result, *new[b : j - 1], x.shape[a]]
-            continue
         is_alike = all(size == 1 for size in x.shape[a:i])
         sizes += x.shape[a:i] if is_alike else old[a:i]
         result += [1] * (j - b) if is_alike else new[b:j]

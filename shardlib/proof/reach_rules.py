@@ -22,7 +22,7 @@ from shardlib.equations import ELEMENTWISE, Eqn, kinds, shape_of, words
 from shardlib.interpret import equations_in
 from shardlib.proof import reach, reach_slots
 from shardlib.proof.elementwise import FOLDS
-from shardlib.proof.reach import LOW, MOST, NONE, Among, Reach, Sums
+from shardlib.proof.reach import LOW, MOST, NONE, Among, Reach, Slots, Sums
 from shardlib.proof.reach_moves import (
     RULES,
     by_dims,
@@ -35,11 +35,11 @@ from shardlib.proof.reach_moves import (
 def apply(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
     """Derives what is known of the results of an equation that runs no body."""
     rule = RULES.get(eqn.primitive.name, _default(eqn))
-    if any(reach_slots.is_in(x) for x in ins):
-        if (result := reach_slots.apply(eqn, ins, rule)) is not None:
-            return [result]
-        ins = [reach_slots.together(x) for x in ins]
     with np.errstate(all="ignore"):
+        if any(reach_slots.is_in(x) for x in ins):
+            if (result := reach_slots.apply(eqn, ins, rule)) is not None:
+                return [result]
+            ins = [reach_slots.together(x) for x in ins]
         found = rule(eqn, *ins)
     if found is None:
         return anything(eqn, ins)
@@ -268,6 +268,20 @@ def _index(eqn: Eqn, x: Reach) -> Reach | Any:
     (axis,) = eqn.params["axes"]
     found = getattr(np, eqn.primitive.name)(reach.full(x.number, x.shape, [axis]), axis)
     return reach.make_reach(shape_of(eqn.outvars[0]), found.astype(dtype_of_result(eqn)), True)
+
+
+@rule("top_k")
+def _chosen(eqn: Eqn, x: Reach) -> list[Reach]:
+    """Chooses entries: an index is a slot that may hold any place, and depends on all entries."""
+    values, index = by_dims(eqn, x)
+    axis = eqn.params["axis"]
+    sizes = [n if i == axis else 1 for i, n in enumerate(x.shape)]
+    number = np.arange(x.shape[axis], dtype=index.number.dtype).reshape(sizes)
+    fact = Slots(axis, object(), index.last, reach_slots.groups(x.shape, axis))
+    return [
+        values,
+        Reach(index.shape, number, np.ones((1,) * len(sizes), bool), index.last, fact=fact),
+    ]
 
 
 @rule(*REDUCERS)

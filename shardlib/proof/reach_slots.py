@@ -1,19 +1,25 @@
-"""Slots that hold the first choices of a sequence, as in a mixture of experts.
+"""Slots that hold choices: the indices of a top_k, or the first tokens that choose an expert.
+
+Which choice a slot holds is not known, so what is computed of a slot is kept for each choice that
+it may hold. What is looked up at the index of a later choice is known to be later, so a mask by
+this index leaves it out.
 
 An expert with C slots takes the first C tokens that choose it: choices that are not made get one
-number past the others, and all are sorted. Which choice a slot holds is not known, so what is
-computed of a slot is kept for each choice that it may hold: whether a slot holds choice v depends
-on the choices up to v, and on none after. What is then added at the position of its choice is known
-to come from no later one.
+number past the others, and all are sorted. Whether a slot holds choice v depends on the choices up
+to v, and on none after. What is then added at the position of its choice is known to come from no
+later one.
 """
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from operator import mul
 from typing import Any
 
 import numpy as np
 
-from shardlib.dims import ROWS, dims_of, of_reshape, places
+from shardlib.dims import dims_of
 from shardlib.equations import (
     COLLECTIVES,
     ELEMENTWISE,
@@ -24,13 +30,27 @@ from shardlib.equations import (
     shape_of,
     words,
 )
-from shardlib.proof.reach import Among, Reach, Slots, full, of_all, placed, unknown
+from shardlib.proof.reach import (
+    LATER,
+    NONE,
+    Among,
+    Reach,
+    Slots,
+    full,
+    make_reach,
+    placed,
+    reshaped,
+    unknown,
+)
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
 SAME |= kinds("unreduced") | words("copy device_put reduce_precision reshape squeeze")
 """Primitives that change no number; among them collectives, because each axis has one device."""
 FOLLOWED = (
-    SAME | ELEMENTWISE | REDUCTIONS | words("broadcast_in_dim dot_general dynamic_slice transpose")
+    SAME
+    | ELEMENTWISE
+    | REDUCTIONS
+    | words("broadcast_in_dim dot_general dynamic_slice slice transpose")
 )
 """Primitives whose rules in reach take a dim of more entries than its size, one for each choice."""
 
@@ -41,8 +61,22 @@ def is_in(x: Reach) -> bool:
 
 
 def together(x: Reach) -> Reach:
-    """Gives up telling the entries of slots apart."""
-    return unknown(x.shape, x.number.dtype, of_all([x])) if is_in(x) else x
+    """Gives up telling the choices of slots apart."""
+    return unknown(x.shape, x.number.dtype, x.over([x.fact.dim])) if is_in(x) else x
+
+
+def have_same_slots(x: Reach, y: Reach) -> bool:
+    """Returns True if slots of two values hold the same choices; the first may have a dim more."""
+    if not (is_in(x) and is_in(y) and x.fact[:2] == y.fact[:2]):
+        return False
+    group = x.fact.group if len(x.shape) == len(y.shape) else x.fact.group.max(-1)
+    return np.array_equal(*np.broadcast_arrays(group, y.fact.group))
+
+
+def groups(shape: Sequence[int], dim: int) -> np.ndarray:
+    """Numbers the groups of choices along `dim`."""
+    sizes = [1 if i == dim else n for i, n in enumerate(shape)]
+    return np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
 
 
 def _with_end(a: np.ndarray, end: np.ndarray, dim: int) -> np.ndarray:
@@ -73,7 +107,7 @@ def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
                 np.ones((1,) * number.ndim, bool),
                 last,
                 x.why,
-                Slots(dim, object()),
+                Slots(dim, object(), last, groups(x.shape, dim)),
             )
     return None
 
@@ -81,53 +115,95 @@ def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
 def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
     """Applies `rule` to an equation with operands of slots, for each choice.
 
-    Returns None if it cannot be followed so. The result depends on all that its operands depend on,
-    even where its number is known: through its choice.
+    Returns None if it cannot be followed so.
     """
-    if eqn.primitive.name == "gather":
+    name = eqn.primitive.name
+    if name == "gather":
         return _looked_up(eqn, ins, rule)
-    if eqn.primitive.name in ("scatter-add", "scatter-sub"):
+    if name in ("scatter-add", "scatter-sub"):
         return _added(eqn, ins, rule)
     k, x = next((k, x) for k, x in enumerate(ins) if is_in(x))
-    if (dim := _dim_after(eqn, k, x.fact.dim)) is None:
+    dim, source, *_ = x.fact
+    if name not in FOLLOWED or len(eqn.outvars) > 1 or x.shape[dim] == 1:
         return None
-    by_entry = eqn.primitive.name in ELEMENTWISE
-    ins = [
-        _aligned(y, x.fact, x.fact.dim) if by_entry else y if y is x or not y.shape else _blurred(y)
-        for y in ins
-    ]
-    blurred = [_blurred(y, y.last) if y.shape else y for y in ins]
-    result, bare = (
-        y[0] if isinstance(y, list) else y for y in (rule(eqn, *ins), rule(eqn, *blurred))
-    )
-    if result is None:
+    if name in SAME:
+        return _reshaped(eqn, x) if len(ins) == 1 else None
+    operands, (result,) = dims_of(eqn)
+    label = operands[k][dim]
+    to = result.index(label) if label in result and label is not None else None
+    if name == "slice" and label is None:
+        if eqn.params["start_indices"][dim] or eqn.params["strides"]:
+            return None
+        to = dim
+    elif name in REDUCTIONS and label is None:
+        if name != "reduce_sum":  # no slot may hold the largest
+            ins = [_of_choice(x, x.last)]
+    elif label is None:
         return None
-    return dataclasses.replace(result, last=bare.last, fact=Slots(dim, x.fact.source))
+    else:
+        at = (labels.index(label) if label in labels else None for labels in operands)
+        ins = [_aligned(y, x.fact, i) for y, i in zip(ins, at, strict=True)]
+
+    def follow(last_of: Callable[[Slots], Any]) -> Reach | None:
+        """Runs the rule on values without numbers, of which those of slots have these tokens."""
+        given = (last_of(y.fact) if is_in(y) else NONE for y in ins)
+        pairs = zip(ins, given, strict=True)
+        return _first(rule(eqn, *(_of_choice(y, last) if y.shape else y for y, last in pairs)))
+
+    found = _first(rule(eqn, *ins))
+    if found is None or (bare := follow(lambda fact: fact.chosen)) is None:
+        return None
+    first, group = (follow(number) for number in (lambda x: LATER - x.group, lambda x: x.group))
+    if ((group.last >= 0) & (first.last + group.last != LATER)).any():  # of several groups
+        return None
+    last = np.maximum(found.last, bare.last)
+    if to is None:
+        return make_reach(found.shape, found.number, found.known, last)
+    return dataclasses.replace(found, last=last, fact=Slots(to, source, bare.last, group.last))
 
 
-def _blurred(x: Reach, last: object = None) -> Reach:
-    """Drops a value's numbers; it gets one last token, unless it is given."""
-    found = unknown(x.shape, x.number.dtype, of_all([x]) if last is None else last)
-    return dataclasses.replace(found, fact=x.fact if last is not None and is_in(x) else None)
+def _first(found: Any) -> Any:
+    return found[0] if isinstance(found, list) else found
 
 
-def _dim_after(eqn: Eqn, k: int, dim: int) -> int | None:
-    """Finds the dim of the result along which it has the slots of dim `dim` of operand k.
+def _of_choice(x: Reach, last: Any) -> Reach:
+    """Drops the numbers of a value, whose entries get these last tokens."""
+    last = np.reshape(last, np.shape(last) or [1] * len(x.shape))
+    return dataclasses.replace(unknown(x.shape, x.number.dtype, last), fact=x.fact)
 
-    Returns None if there is none.
+
+def _reshaped(eqn: Eqn, x: Reach) -> Reach | None:
+    """Reshapes a value, with the dim of slots alone or together with neighbors.
+
+    These are then other slots, unless they come in the same order.
     """
-    if eqn.primitive.name == "slice" and not eqn.params["strides"]:
-        return None if eqn.params["start_indices"][dim] else dim
-    name = eqn.primitive.name
-    if name not in FOLLOWED or len(eqn.outvars) > 1 or shape_of(eqn.invars[k])[dim] == 1:
+    dim, source, *numbers = x.fact
+    shape = shape_of(eqn.outvars[0])
+    old, new = ([*itertools.accumulate(sizes, mul, initial=1)] for sizes in (x.shape, shape))
+
+    def has_slots(i: int) -> bool:
+        begin, end = new[i : i + 2]
+        return begin < end and begin <= old[dim] and end >= old[dim + 1] and {begin, end} <= {*old}
+
+    to = next(filter(has_slots, range(len(shape))), None)
+    if to is None or eqn.params.get("dimensions") is not None:
         return None
-    row = dims_of(eqn) if name in ROWS else of_reshape(eqn)
-    return places(row.operands[k], row.results[0])[dim]
+    if shape[to] != x.shape[dim]:
+        source = source, shape[to], new[to + 1] // old[dim + 1]
+    count = max(a.shape[dim] for a in (*x.arrays(), *numbers))
+    count = x.shape[dim] if count == 1 else count
+    before, after = [*x.shape], [*shape]
+    before[dim], after[to] = count, shape[to] // x.shape[dim] * count
+
+    def move(a: np.ndarray) -> np.ndarray:
+        return reshaped(a, before, after)
+
+    return dataclasses.replace(x.moved(move, shape), fact=Slots(to, source, *map(move, numbers)))
 
 
 def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:
     """Gives an operand slots along `dim`: those of `fact`, or all alike."""
-    if is_in(x) and (x.fact.source is not fact.source or x.fact.dim != dim):
+    if is_in(x) and (x.fact.source != fact.source or x.fact.dim != dim):
         x = together(x)
     if is_in(x) or dim is None or not x.shape or all(a.shape[dim] == 1 for a in x.arrays()):
         return x
@@ -140,8 +216,14 @@ def _added(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None
     if is_in(operand) or not is_in(index):
         return None
     to = eqn.params["dimension_numbers"].update_window_dims
-    dim = [i for i in range(len(new.shape)) if i not in to][index.fact.dim]
-    return rule(eqn, operand, index, _aligned(new, index.fact, dim))
+    dims = [i for i in range(len(new.shape)) if i not in to]
+    dim = dims[index.fact.dim]
+    new = _aligned(new, index.fact, dim)
+    if is_in(new):
+        group = placed(index.fact.group, dict(enumerate(dims)), len(new.shape))
+        if not np.array_equal(*np.broadcast_arrays(group, new.fact.group)):
+            new = together(new)
+    return rule(eqn, operand, index, new)
 
 
 def _looked_up(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
@@ -153,8 +235,12 @@ def _looked_up(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | 
     shape = eqn.outvars[0].aval.shape
     batch = [i for i in range(len(shape)) if i not in d.offset_dims]
     for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True):
-        x = _aligned(x, Slots(i, None), i) if j == starts.fact.dim else x
+        x = _aligned(x, starts.fact, i) if j == starts.fact.dim else x
     result = rule(eqn, x, starts)
-    last = placed(starts.over([len(starts.shape) - 1]), dict(enumerate(batch)), len(shape))
-    result.last = np.maximum(result.last, last)
-    return dataclasses.replace(result, fact=Slots(batch[starts.fact.dim], starts.fact.source))
+
+    def of_index(last: np.ndarray) -> np.ndarray:
+        return placed(last.max(-1, keepdims=True), dict(enumerate(batch)), len(shape))
+
+    dim, source, *numbers = starts.fact
+    result.last = np.maximum(result.last, of_index(starts.last))
+    return dataclasses.replace(result, fact=Slots(batch[dim], source, *map(of_index, numbers)))

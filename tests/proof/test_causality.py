@@ -563,3 +563,104 @@ def test_rows_added_outside_of_an_array_come_to_its_end_if_they_are_clipped(adds
     (_, last), (_, most) = reach(f), measured(f)
     assert most[0, 0] == LENGTH - 1
     assert (last >= most).all()
+
+
+def selects(of_mask=lambda at, pos, x: pos, how=None, gate=lambda scores, x: scores, flat=False):
+    """Attention to earlier blocks of two that a top_k chooses, whose rows are gathered.
+
+    `of_mask` are the positions by which they are masked; `how`, if given, uses the choice instead.
+    """
+    block = PLACE // 2
+
+    def f(x):
+        scores = jnp.einsum("blm,bnm->bln", x, jnp.cos(3 * x.reshape(ROWS, -1, 2, WIDTH).mean(2)))
+        _, at = lax.top_k(gate(jnp.where(block[:, None] > np.arange(LENGTH // 2), scores, -jnp.inf), x), 2)
+        if how is not None:
+            return x + how(at)[..., None]
+        pos = at[..., None] * 2 + jnp.array([1, 0])
+        pos, masked = (a.reshape(ROWS, LENGTH, 4) if flat else a for a in (pos, of_mask(at, pos, x)))
+        rows = jax.vmap(lambda x, pos: x[pos])(x, pos)
+        seen = masked // 2 < block.reshape(-1, *[1] * (pos.ndim - 2))
+        axes = "st"[: pos.ndim - 2]
+        weights = jnp.where(seen, jnp.exp(jnp.einsum(f"blm,bl{axes}m->bl{axes}", jnp.sin(x), jnp.sin(rows))), 0)
+        return x + jnp.einsum(f"bl{axes},bl{axes}m->blm", weights, rows)
+
+    return f
+
+
+def of_all(scores, x):
+    """Scores that later tokens may change."""
+    finite = jnp.where(jnp.isfinite(scores), scores, 0)
+    return finite + jnp.cos(3 * jnp.sum(finite, 1, keepdims=True) * (1 + jnp.arange(LENGTH // 2)))
+
+
+def of_token(scores, x):
+    """Scores by which a position may choose any block."""
+    return x
+
+
+@pytest.mark.parametrize("gate", [lambda scores, x: scores, of_token])
+@pytest.mark.parametrize("flat", [False, True])
+def test_rows_that_a_top_k_selects_are_masked_by_its_indices(flat, gate):
+    f = selects(flat=flat, gate=gate)
+    (first, last), (least, most) = reach(f), measured(f)
+    np.testing.assert_array_equal(last, TOKENS)
+    assert ((first <= least) & (last >= most)).all()
+
+
+SELECTED = {
+    "without a mask": {"of_mask": lambda at, pos, x: 0 * pos},
+    "by the mask of another slot": {"of_mask": lambda at, pos, x: pos[:, :, ::-1]},
+    "by the mask of the next position": {"of_mask": lambda at, pos, x: jnp.roll(pos, -1, 1)},
+    "by the mask of another choice": {"of_mask": lambda at, pos, x: selects_last(x)[..., None] * 2 + jnp.arange(2)},
+    "by a mask in another order": {  # which is that of the rows if choices are counted as they come
+        "of_mask": lambda at, pos, x: jnp.array([[0], [4]]) + at[:, :, None], "flat": True, "gate": of_token,
+    },
+    "by later scores": {"gate": of_all},
+    "the largest index": {"how": lambda at: jnp.max(at, -1), "gate": of_all},
+    "whether one is the first": {"how": lambda at: jnp.any(at == 0, -1), "gate": of_all},
+    "how many are even": {"how": lambda at: jnp.sum(at % 2, -1), "gate": of_all},
+}  # fmt: skip
+
+
+def selects_last(x):
+    return lax.top_k(-x, 2)[1]
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_rows_that_are_selected_otherwise_know_later_tokens(name):
+    f = selects(**{"gate": of_token} | SELECTED[name])
+    (first, last), (least, most) = reach(f), measured(f)
+    assert (most > TOKENS).any()
+    assert ((first <= least) & (last >= most)).all()
+
+
+def of_pairs(turned):
+    """Of pairs of positions: the rows that one chooses, masked by the choice of the first or the second."""
+
+    def f(x):
+        _, at = lax.top_k(x, 2)
+        rows = jax.vmap(lambda x, pos: x[pos])(x, 2 * at)
+        seen = 2 * at < PLACE[:, None]
+        seen = jnp.broadcast_to(seen[:, None] if turned else seen[:, :, None], (ROWS, LENGTH, LENGTH, 2))
+        return x + jnp.einsum("blnc,blcm->blm", jnp.where(seen[:, :, :5], 1.0, 0.0), rows)
+
+    return f
+
+
+def of_neighbors(x):
+    """Rows that a position chooses, masked by the choice of the next one."""
+    _, at = lax.top_k(x, 2)
+    rows = jax.vmap(lambda x, pos: x[pos])(x, 2 * at[:, :-1])
+    seen = 2 * at[:, 1:] < PLACE[:-1, None]
+    return x + jnp.pad(jnp.where(seen[..., None], rows, 0).sum(2), ((0, 0), (0, 1), (0, 0)))
+
+
+def test_rows_are_masked_by_the_choice_of_their_own_position():
+    (_, last), (_, most) = reach(of_pairs(False)), measured(of_pairs(False))
+    np.testing.assert_array_equal(last, TOKENS)
+    assert (last >= most).all()
+    for f in (of_pairs(True), of_neighbors):
+        (_, last), (_, most) = reach(f), measured(f)
+        assert (most > TOKENS).any()
+        assert (last >= most).all()
