@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +31,7 @@ from shardlib.equations import (
 )
 from shardlib.interpret import Domain, Operation, equations_in, interpret, literal_of
 from shardlib.marks import LOGITS, TARGETS
+from shardlib.places import place
 from shardlib.proof import reach
 from shardlib.proof.reach import LATER, NONE, Reach
 from shardlib.proof.reach_moves import rows_added
@@ -82,40 +83,43 @@ def find_later(
         return "the loss: it receives no logits"
     if named[LOGITS] and not named[TARGETS]:
         return "the loss: it receives no targets"
-    for name, found in {**named, LOGITS: named[LOGITS] or [result]}.items():
+    own = Part(result, tokens(*seen.shape)[:rows])
+    for name, found in {**named, LOGITS: named[LOGITS] or [own]}.items():
         parts = []
         row = 0
-        for x in found:
-            parts.append(x)
-            if sum(math.prod(part.shape[1:2]) for part in parts) == seen.shape[1]:
+        for part in found:
+            parts.append(part)
+            if sum(math.prod(part.x.shape[1:2]) for part in parts) == seen.shape[1]:
                 if problem := _problem_of(name, parts, seen, row, is_forward):
                     return problem
                 parts = []
                 row = (row + rows) % len(seen)
         if parts:
             return (
-                f"the loss: {parts[-1].shape}: its {name} are not those of the {seen.shape[1]} "
+                f"the loss: {parts[-1].x.shape}: its {name} are not those of the {seen.shape[1]} "
                 "positions"
             )
     return interpreter.problem
 
 
 def _problem_of(
-    name: str, parts: list[Reach], seen: np.ndarray, row: int, is_forward: bool
+    name: str, parts: list["Part"], seen: np.ndarray, row: int, is_forward: bool
 ) -> str | None:
     """Describes what a microbatch's logits, from `row` on, depend on but must not.
 
     It may also describe a target that they have read.
     """
-    last = [
-        np.broadcast_to(x.last.reshape(*x.last.shape[:2], -1).max(-1), x.shape[:2]) for x in parts
-    ]
-    last = np.concatenate(last, 1)
+    last = np.concatenate([_last_of_positions(part.x) for part in parts], 1)
+    ahead = np.concatenate([part.predicted for part in parts], 1)
     size = seen.size
     length = seen.shape[1]
     most = np.full(seen.shape, LATER) if is_forward else tokens(*seen.shape, is_forward=False)
-    most = seen if name == LOGITS else most
-    for at in np.argwhere(last > most[row : row + len(last)])[:1]:
+    if name == LOGITS:
+        ends = (row + 1 + np.arange(len(last))[:, None]) * length - 1
+        most = seen.ravel()[np.minimum(ahead, ends)] + np.maximum(ahead - ends, 0)
+    else:
+        most = most[row : row + len(last)]
+    for at in np.argwhere(last > most)[:1]:
         own, position = map(int, at)
         token = int(last[tuple(at)])
         of, read = divmod(token if is_forward else size - 1 - token, length)
@@ -125,7 +129,7 @@ def _problem_of(
                 f"{read}, which it has read"
             )
         place, primitive, blurred = next(
-            (x.why for x in parts if x.why), ("?", "the program", False)
+            (part.x.why for part in parts if part.x.why), (parts[0].place, "the loss", False)
         )
         line = f"{place}: {primitive}: the logits of"
         if token == LATER:
@@ -140,6 +144,25 @@ def _problem_of(
         where = "that it is to predict, or a later one" if is_forward else "in an earlier document"
         return f"{line} position {position} depend on the token of position {read}, {where}"
     return None
+
+
+class Part(NamedTuple):
+    """Logits or targets of some positions, as a loss gets them.
+
+    Attributes:
+        x: what is known of them.
+        predicted: the token that each position predicts, the last one on which its target depends;
+            past the last token of a sequence if there is none.
+        place: the call by which the step computes this loss.
+    """
+
+    x: Reach
+    predicted: np.ndarray
+    place: str = "?"
+
+
+def _last_of_positions(x: Reach) -> np.ndarray:
+    return np.broadcast_to(x.last.reshape(*x.last.shape[:2], -1).max(-1), x.shape[:2])
 
 
 class Interpreter(Domain[Reach]):
@@ -181,7 +204,7 @@ class Interpreter(Domain[Reach]):
         self.rows = rows or len(seen)
         self.is_forward = is_forward
         self.unknown, self.growth, self.free, self.is_shown = unknown, growth, free, is_shown
-        self.named: dict[str, list[Reach]] = {LOGITS: [], TARGETS: []}
+        self.named: dict[str, list[Part]] = {LOGITS: [], TARGETS: []}
         self._entered = ""
 
     def constant(self, source: object) -> Reach:
@@ -200,7 +223,7 @@ class Interpreter(Domain[Reach]):
         name = eq.name
         if name == "name":
             if (label := eq.params["name"]) in self.named:
-                return [self._loss_gets(ins[0], label)]
+                return [self._loss_gets(eq, ins[0], label)]
             mark = marks.mark_of(eq.eqn)
             self._entered = mark.label if mark and mark.kind == "enters" else self._entered
             if (mark.label if mark else label) in self.free:
@@ -250,7 +273,7 @@ class Interpreter(Domain[Reach]):
             self._meet(eq, ins, found, how)
         return found
 
-    def _loss_gets(self, x: Reach, name: str) -> Reach:
+    def _loss_gets(self, eq: Operation, x: Reach, name: str) -> Reach:
         """Returns what a loss knows of logits or targets: which they are, not what they depend on.
 
         Targets have numbers past those of logits, counted from the last one, because the first
@@ -258,13 +281,29 @@ class Interpreter(Domain[Reach]):
         """
         rows, count = x.shape[:2]
         size, length = (self.seen.size, self.seen.shape[1])
-        row, at = divmod(sum(part.shape[1] for part in self.named[name]), length)
-        self.named[name].append(x)
+        done = sum(part.x.shape[1] for part in self.named[name])
+        group, at = divmod(done, length)
+        row = group % max(1, len(self.seen) // rows)
+        number = (row * rows + np.arange(rows)[:, None]) * length + at + np.arange(count)
+        if name == TARGETS and self.is_forward:
+            last = _last_of_positions(x)
+            is_own = (last >= number) & (last // length == number // length)
+            shift = np.where(is_own, last - number, 0)
+            # A position whose target is a constant, past the end, is that of a head as the others.
+            number = number + np.where(last < 0, shift.max(1, keepdims=True), shift)
+        elif group and self.named[TARGETS]:  # not of the first head, which is sampled
+            parts = [part.predicted for part in self.named[TARGETS]]
+            of_targets = np.concatenate(parts, 1)[:, done : done + count]
+            number = of_targets if of_targets.shape == number.shape else number
+        calls = eq.calls()
+        of_step = [*itertools.takewhile(lambda call: call[0] == calls[0][0], calls)]
+        where = place(*of_step[-1]) if of_step else "?"
+        self.named[name].append(Part(x, number, where))
         if not self.is_forward:
             return reach.ordinary(reach.unknown(x.shape, x.number.dtype))
-        number = (row * rows + np.arange(rows)[:, None]) * length + at + np.arange(count)
         if name == LOGITS:
             self.seen = tokens(*self.seen.shape)
+        number = np.minimum(number, (row * rows + np.arange(rows)[:, None] + 1) * length - 1)
         number = number if name == LOGITS else 2 * size - 1 - number
         number = number.reshape(rows, count, *[1] * (len(x.shape) - 2))
         return reach.ordinary(reach.unknown(x.shape, x.number.dtype, number))

@@ -46,11 +46,14 @@ REMEDIES = {
     f"them weight 0, as masks.causal and jnp.where(q >= k, …) do. {PURPOSE}",
     ": (sort|top_k|arg...): ": "let each position choose by itself: a rank among all positions of a sequence depends "
     f"on later ones. {PURPOSE}",
+    "the loss: the logits": "give a head targets that come after all tokens that it reads: Targets.of with later "
+    "targets, as for the next token's embedding in multi-token prediction (docs/soundness.md#causality)",
     ": reduce_": f"take sums up to each position, jnp.cumsum(x, axis=1), or mask later positions out. {PURPOSE}",
     ": (slice|concatenate|pad|conv_general_dilated|dynamic_slice): ": "shift to the right, jnp.pad(x[:, :-n], "
     f"((0, 0), (n, 0), (0, 0))), so that a position reads those before it. {PURPOSE}",
     "": "let a position learn only from those before it in its document: through attention, by masks.causal and "
-    f"masks.same_document, or masked by tokens.document. {PURPOSE}",
+    "masks.same_document, or masked by tokens.document. docs/soundness.md#causality has what passes, such as blocks "
+    f"that a top_k selects. {PURPOSE}",
 }
 """The remedy, by a pattern that the message matches."""
 

@@ -1,6 +1,10 @@
-"""Attention that selects blocks of earlier positions: what is said of it, and what its logits do."""
+"""Attention that selects blocks of earlier positions, and heads that read the next token: what is said of them.
+
+What is said of a selection is compared with what its logits do.
+"""
 
 import functools
+import linecache
 import re
 
 import jax
@@ -14,8 +18,10 @@ from shardlib import shardops
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import check_steps
+from shardwright.modeling.model import load_model
+from shardwright.run.step import trace_step
 from tests.support import rule_models, tiny
-from tests.support.recipes import ROOT, module_of
+from tests.support.recipes import ROOT, changed, module_of
 
 SIZE, TOP = 4, 2
 PAGE = (ROOT / "docs/soundness.md").read_text().partition("### Attention that selects blocks")[2]
@@ -163,3 +169,63 @@ def test_the_page_shows_a_leak_and_its_end():
     with of_page(LEAKING.replace(line, f"        {MENDED}")) as mine, jax.set_mesh(tiny.mesh("one device")):
         assert check_causal(step_of(mine.Blocks, "one device")) == ""
         assert changes(mine.Blocks) < 1e-5
+
+
+def replaced(source: str, *pairs: tuple[str, str]) -> str:
+    for before, after in pairs:
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    return source
+
+
+RECIPE = changed("multi_token_prediction")
+AHEAD, IDS = "        ahead = Stream(x.ahead, x.x)\n", 'shardops.shard("B/b L -> B/b L/c", batch.targets)'
+FROM_TARGETS = f"""        after = dataclasses.replace(forward.tokens(batch), ids={IDS})
+        ahead = Stream(x.ahead + forward.model.embed(w, after).x, x.x)
+"""
+IN_HEAD = replaced(RECIPE, (AHEAD, FROM_TARGETS))
+FROM_TOKENS = """        x = super().embed(w, tokens)
+        ids = shardops.all_gather("B/b L/c -> B/b L", tokens.ids, replicated=True)
+        ids = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
+        after = dataclasses.replace(tokens, ids=shardops.shard("B/b L -> B/b L/c", ids))
+        return Stream(x, super().embed(w, after))
+"""
+IN_MODEL = replaced(
+    RECIPE,
+    ("        x = super().embed(w, tokens)\n        return Stream(x, x)\n", FROM_TOKENS),
+    ("given = jnp.where(is_last, s.ahead, s.x)", "given = jnp.where(is_last, s.x + s.ahead, s.x)"),
+    ("jnp.where(is_last, y, given))", "jnp.where(is_last, y, s.ahead))"),
+)
+HEADS = {
+    "of targets": (IN_HEAD, "", ""),
+    "of tokens": (IN_MODEL, "", ""),
+    "in one chunk of two": (IN_MODEL, "", ""),
+    "two tokens ahead": (
+        replaced(IN_HEAD, (IDS, IDS.replace("batch.targets", "jnp.pad(batch.targets[:, 1:], ((0, 0), (0, 1)))"))),
+        "slice: the logits of position 0 depend on the token of position 1", "batch.targets[:, 1:]",
+    ),
+    "its own target": (
+        replaced(IN_HEAD, ("loss_chunk, read, w, ahead, later)", "loss_chunk, read, w, ahead, Targets.of(batch))")),
+        "the loss: the logits of position 0 depend on the token of position 0", "sum_in_chunks",
+    ),
+    "the first head": (
+        replaced(IN_MODEL, ("Stream(x, super().embed(w, after))", "Stream(x + super().embed(w, after), x)")),
+        "slice: the logits of position 0 depend on the token of position 0", "ids[:, 1:]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_second_head_may_read_what_comes_before_its_target(name):
+    source, message, line = HEADS[name]
+    with module_of(source) as changed_train, jax.set_mesh(tiny.mesh("one device")):
+        sizes = vars(tiny.model(module="changed_train", layers=2))
+        c = tiny.config(changed_train.ModelConfig(**sizes), loss_chunk=8 if "chunk" in name else None)
+        step = trace_step(c, load_model(c.model), spec=changed_train.SPEC)
+        if not message:
+            assert check_causal(step) == ""
+            return
+        with pytest.raises(ValueError, match=message) as refused:
+            check_causal(step)
+        file, number, _ = re.match(r"(<.*?>):(\d+): (.*)", str(refused.value)).groups()
+        assert line in linecache.getline(file, int(number))
