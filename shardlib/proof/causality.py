@@ -244,7 +244,7 @@ class Interpreter(Domain[Reach]):
         return self._worked(eq, ins, apply)
 
     def _shown(self, eqn: Eqn, ins: list[Reach]) -> list[Reach]:
-        return [reach.at_most(*apply(eqn, ins), [together(x) for x in ins])]
+        return [reach.at_most(apply(eqn, ins)[0], [together(x) for x in ins])]
 
     def _sort(self, eqn: Eqn, ins: list[Reach]) -> Any:
         choices = of_sorted(ins[0], eqn.params["dimension"], self.is_forward)

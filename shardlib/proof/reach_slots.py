@@ -70,7 +70,7 @@ def have_same_slots(x: Reach, y: Reach) -> bool:
     if not (is_in(x) and is_in(y) and x.fact[:2] == y.fact[:2]):
         return False
     group = x.fact.group if len(x.shape) == len(y.shape) else x.fact.group.max(-1)
-    return np.array_equal(*np.broadcast_arrays(group, y.fact.group))
+    return bool((group == y.fact.group).all())
 
 
 def groups(shape: Sequence[int], dim: int) -> np.ndarray:
@@ -144,7 +144,7 @@ def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
         at = (labels.index(label) if label in labels else None for labels in operands)
         ins = [_aligned(y, x.fact, i) for y, i in zip(ins, at, strict=True)]
 
-    def follow(last_of: Callable[[Slots], Any]) -> Reach | None:
+    def follow(last_of: Callable[[Slots], Any]) -> Any:
         """Runs the rule on values without numbers, of which those of slots have these tokens."""
         given = (last_of(y.fact) if is_in(y) else NONE for y in ins)
         pairs = zip(ins, given, strict=True)
@@ -221,7 +221,7 @@ def _added(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None
     new = _aligned(new, index.fact, dim)
     if is_in(new):
         group = placed(index.fact.group, dict(enumerate(dims)), len(new.shape))
-        if not np.array_equal(*np.broadcast_arrays(group, new.fact.group)):
+        if (group != new.fact.group).any():
             new = together(new)
     return rule(eqn, operand, index, new)
 
