@@ -20,6 +20,7 @@ _PYTHON = os.path.dirname(os.__file__) + os.sep
 _LIBRARY = str(Path(__file__).parent)
 _OURS = ("shardlib", "shardwright")
 HELPERS = ("shardwright/jax_extra.py", "shardwright/modeling/weights.py")
+HELPERS += ("shardwright/modeling/state.py", "shardwright/sampling/cache.py")
 """Files that a step calls, for whose lines those of their callers stand. Paths in a checkout."""
 _HELPERS = tuple(str(Path(__file__).parents[1] / path) for path in HELPERS)
 

@@ -67,7 +67,7 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
     class Noted(Attention):
         """Notes its calls, and computes nothing. Its cache is the layer's place in the period."""
 
-        def __call__(self, q, k, v, pattern, *learned, sinks=None, drop=None):
+        def __call__(self, q, k, v, pattern, *learned, sinks=None, drop=None, keep="kv"):
             shapes = jax.tree.map(shape, (learned, sinks))
             calls.append(Call(self.cache, pattern, shape(q), *shapes, dropout=drop is not None))
             return q

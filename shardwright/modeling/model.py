@@ -25,6 +25,7 @@ from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
 from shardlib.values import devices_along, mesh_axes
 from shardwright.modeling.masks import Positions
+from shardwright.modeling.state import types_of
 from shardwright.modeling.training import training_module
 from shardwright.modeling.weights import WeightType, act
 
@@ -185,7 +186,8 @@ class LanguageModel(Protocol):
     A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared` for
     all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike;
     `tokens.index_in_period` is the index of a layer in its period. `inputs` names further values of each token in the
-    dataset (docs/flat-tokens.md), which the model finds in `tokens.inputs`.
+    dataset (docs/flat-tokens.md), which the model finds in `tokens.inputs`. `State` is the pytree_dataclass of what a
+    layer keeps of each text while text is sampled, beside or instead of keys and values (modeling/state.py).
     """
 
     config: Any
@@ -208,7 +210,8 @@ class LanguageModel(Protocol):
             w: weights of the layer at rest; shardops.all_gather gathers each.
             tokens: the tokens, with their positions in documents.
             attention: a modeling.attention.Attention: call attention(q, k, v, mask). Everything that a position learns
-                from others must pass through it, or the model cannot be sampled.
+                from others must pass through it or through a declared state (`attention.recur`, `attention.expand`), or
+                the model cannot be sampled.
         """
 
     def logits(self, w: object, x: object) -> Any:
@@ -283,6 +286,7 @@ def load_model(c: Any) -> LanguageModel:
         if not isinstance(t, WeightType):
             problem = f"whose weight {path} has the type {t!r}"
             raise _refusal(c.module, f"{problem}; declare it by matrix, gain, bias, embedding or unembedding")
+    types_of(model)  # raises for a State that cannot be kept
     for weight in jax.tree.leaves(model.table.layers):
         if hasattr(weight, "shape") and weight.shape[:1] != (c.layers,):
             stack = f"whose table has a stack of shape {weight.shape} in `layers`"

@@ -1,4 +1,4 @@
-"""Implements the KV cache and the forward pass that reads it, and checks that a model can be decoded with it.
+"""Keeps the states of layers while text is sampled, such as the KV cache, and checks that decoding with them is right.
 
 The residual stream is sharded along L over t, but the next token of a text is a single position, which cannot be
 sharded. So in decoding, the dim L counts texts: N texts, sharded over r and d, are B = r·d sequences of L = N/(r·d)
@@ -7,6 +7,8 @@ positions.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import jax
@@ -16,33 +18,28 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.op_checks import varying
-from shardlib.parsing import ShardError
-from shardlib.shardtypes import Array, Of, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
-from shardlib.values import mesh_axes
+from shardlib.parsing import ShardError, sort_axes
+from shardlib.scopes import Scope
+from shardlib.shardtypes import Array, Of, Separate, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from shardlib.values import describe, mesh_axes
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.attention_calls import TOLERANCE, largest
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Positions, global_head_ids, softmax
 from shardwright.modeling.model import Tokens, act, compute_scope, period_of
+from shardwright.modeling.state import States, has_positions, state_of, types_of
 from shardwright.modeling.weights import initialize
 
 W = TypeVar("W")
-
-
-@pytree_dataclass
-class KeyValues:
-    """Keys and values of the tokens of _N texts in one layer, with _S positions per text.
-
-    The sampler's dims begin with _, so that they cannot clash with those of a model's weights.
-    """
-
-    k: act["_N/r/d _S K/t D"]
-    v: act["_N/r/d _S K/t D"]
+S = TypeVar("S")
 
 
 @pytree_dataclass
 class Texts:
-    """The progress of _N texts."""
+    """The progress of _N texts.
+
+    The sampler's dims begin with _, so that they cannot clash with those of a model's weights.
+    """
 
     number: i32["_N/r/d"]  # index of the text, which selects its noise
     token: u32["_N/r/d"]  # the last token (bos in an empty text), which the model has not read yet
@@ -85,44 +82,135 @@ def cached_attention(
     return out.astype(q.dtype)
 
 
-class Prefill(Attention):
-    """Attention within texts, which keeps the keys and values of each layer."""
+class Sampled(Attention):
+    """Attention in a forward pass over texts, which keeps the states of each layer."""
 
-    calls = 0
+    def __init__(self, forward: Forward, tokens: Tokens, states: States, cache: Any = None):
+        super().__init__(forward.einsum, forward.training, tokens, cache)
+        self.states = states
+        self.kept: Any = None
 
-    def __call__(self, q, k, v, mask, *learned, **options):
+    def in_layer(self, cache):
+        """As Attention; the layer has kept nothing yet."""
+        of_layer = super().in_layer(cache)
+        of_layer.kept = jax.tree.map(lambda t: None, self.states.types)
+        return of_layer
+
+    def __call__(self, q, k, v, mask, *learned, keep="kv", **options):
         """As Attention."""
-        self.calls += 1
-        self.cache = KeyValues(k, v)
-        return super().__call__(q, k, v, mask, *learned, **options)
+        return self.expand(keep, lambda kept: kept, q, (k, v), mask, *learned, **options)
 
-    def updated_cache(self) -> KeyValues:
-        """The keys and values. Raises ShardError unless the layer called this once."""
-        if self.calls != 1:
+    def keep(self, name: str, value: Any) -> None:
+        """Keeps a field of the layer's State. Raises ShardError if it has another type, or is kept already."""
+        value = self.states.checked(name, value)
+        if jax.tree.leaves(attrgetter(name)(self.kept)):
             raise ShardError(
-                f"a layer calls attention {self.calls} times, and its cache holds the keys and values of one call",
-                "call attention once in each layer to sample with a cache",
+                f"a layer keeps `{name}` twice, and a state holds what one call keeps",
+                "call attention once in each layer, or declare a State with a field for each call: "
+                "attention(q, k, v, mask, keep='second')",
             )
-        return self.cache
+        self.kept = with_field(self.kept, name, value)
+
+    def updated_cache(self):
+        """What the layer keeps; where that is nothing, the array before."""
+
+        def filled(x, t, old):
+            if x is not None:
+                return x
+            return self.states.zeros(t) if old is None or has_positions(t) else old
+
+        old = self.cache or self.kept
+        return jax.tree.map(filled, self.kept, self.states.types, old, is_leaf=lambda x: x is None)
 
 
-class NextToken(Prefill):
-    """Attention of one token of each text, which reads the cache, and keeps the token's keys and values."""
+def with_field(state: Any, name: str, value: Any) -> Any:
+    """The State with another value of a field, whose name may be a path."""
+    first, _, rest = name.partition(".")
+    return dataclasses.replace(state, **{first: with_field(getattr(state, first), rest, value) if rest else value})
 
-    def __call__(self, q, k, v, mask, *learned, sinks=None, drop=None):
+
+def run_step(step: Callable[..., Any], state: Any, inputs: tuple) -> tuple[Any, Any]:
+    """Runs a step of a state, whose dim B has another size than that of the layer."""
+    with Scope():
+        result = step(state, *inputs)
+    if not (isinstance(result, tuple) and len(result) == 2):
+        remedy = "return its outputs and the new state: `return out, state`"
+        raise ShardError(f"a step of a state returns {describe(result)}", remedy)
+    return result
+
+
+def as_gathered(x: jax.Array, own: jax.Array) -> jax.Array:
+    """A state in JAX's types as the layer's `own` array, which may be gathered over some axes, for the same ops."""
+    axes = sort_axes(jax.typeof(own).manual_axis_type.reduced)
+    return lax.pcast(x, axes, to="reduced") if axes else x
+
+
+class Prefill(Sampled):
+    """Attention within texts, which keeps states after the first `read` tokens of each."""
+
+    def __init__(self, forward: Forward, tokens: Tokens, read: jax.Array):
+        super().__init__(forward, tokens, States(forward.model, *tokens.ids.shape))
+        self.read = read
+
+    def expand(self, name, expand, q, kept, mask, *learned, **options):
+        """As Attention."""
+        self.keep(name, kept)
+        return Attention.__call__(self, q, *expand(kept), mask, *learned, **options)
+
+    def recur(self, name, whole, step, *inputs):
+        """As Attention, by steps from position to position."""
+        self.check_inputs(name, step, inputs)
+
+        def at(state, position):
+            index, inputs = position
+            out, new = run_step(step, state, inputs)
+
+            def if_read(new, old):
+                return jnp.where((index < self.read).reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+            return jax.tree.map(if_read, self.states.checked(name, new), state), out
+
+        first = jax.tree.map(self.states.zeros, self.states.field(name))
+        index = jnp.arange(self.tokens.ids.shape[1], dtype=jnp.int32)
+        by_position = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
+        state, out = lax.scan(at, first, (index, by_position))
+        self.keep(name, state)
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
+
+
+class NextToken(Sampled):
+    """Attention of one token of each text, which reads the states and keeps what the token adds to them.
+
+    Of an array with an entry for each position, that is the entry of one position.
+    """
+
+    def __init__(self, forward: Forward, tokens: Tokens, cache: Any):
+        super().__init__(forward, tokens, States(forward.model, tokens.ids.shape[1], 1), cache)
+
+    def expand(self, name, expand, q, kept, mask, *learned, sinks=None, drop=None):
         """As Attention, for `drop` None."""
-        past = self.cache
+        self.keep(name, jax.tree.map(lambda x: x[0][:, None], kept))
+        past = jax.tree.structure(kept).unflatten(jax.tree.leaves(attrgetter(name)(self.cache)))
+        with Scope():
+            past_k, past_v = expand(jax.tree.map(as_gathered, past, kept))
+        k, v = expand(kept)
         place = self.tokens.positions
-        self.calls += 1
-        self.cache = KeyValues(k[0], v[0])
-        return cached_attention(q, k, v, past.k[None], past.v[None], place, mask, learned, sinks)
+        return cached_attention(q, k, v, past_k[None], past_v[None], place, mask, learned, sinks)
+
+    def recur(self, name, whole, step, *inputs):
+        """As Attention, by one step."""
+        self.check_inputs(name, step, inputs)
+        self.states.field(name)
+        out, new = run_step(step, attrgetter(name)(self.cache), jax.tree.map(lambda x: x[0], inputs))
+        self.keep(name, new)
+        return jax.tree.map(lambda x: x[None], out)
 
 
 @typed
 def next_logits(
-    w: W, cache: Array["layers", KeyValues], texts: Texts, forward: Any
-) -> tuple[act["B/r/d L V/t"], Array["layers", KeyValues]]:
-    """Computes the logits of the token after `texts.token`, and adds `texts.token` to the cache.
+    w: W, cache: Separate[Array["layers", S]], texts: Texts, forward: Any
+) -> tuple[act["B/r/d L V/t"], Separate[Array["layers", S]]]:
+    """Computes the logits of the token after `texts.token`, and adds `texts.token` to the states of the layers.
 
     The N texts are B = r·d sequences. Here and below, `forward` is the Forward of the model.
     """
@@ -131,25 +219,36 @@ def next_logits(
     place: i32["B/r/d L"] = texts.place[None]
 
     tokens = Tokens(ids, place)
-    attention = NextToken(forward.einsum, forward.training, tokens, cache)
-    x, new = forward.hidden(w, tokens, attention)
+    x, new = forward.hidden(w, tokens, NextToken(forward, tokens, cache))
 
-    def write(old, x):
-        return old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
+    def write(t, old, x):
+        if not has_positions(t):
+            return x
+        return old.at[:, jnp.arange(x.shape[1]), texts.place].set(x[:, :, 0], mode="drop")
 
     # Written once after the loop over layers, because inside it each layer would copy its whole cache.
-    return forward.model.logits(w, x), jax.tree.map(write, cache, new)
+    return forward.model.logits(w, x), jax.tree.map(write, types_of(forward.model), cache, new)
 
 
 @typed
-def filled_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array["layers", KeyValues]:
-    """Prefills a cache of `size` positions with the first tokens of texts. Padding at their ends is never read."""
+def filled_cache(
+    w: W, ids: u32["_N/r/d _L"], read: i32["_N/r/d"], forward: Any, size: int
+) -> Separate[Array["layers", S]]:
+    """Computes the states of layers after the first tokens of texts, with entries for `size` positions.
+
+    `read` is the number of tokens of each text before the one that next_logits reads. Later entries are never read.
+    """
     positions: i32["_N/r/d _L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     one_document: i32["_N/r/d _L"] = jnp.zeros(ids.shape, jnp.int32)
     tokens = Tokens(ids, positions, one_document)
-    attention = Prefill(forward.einsum, forward.training, tokens)
-    _, cache = forward.hidden(w, tokens, attention)
-    return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, size - ids.shape[1]), (0, 0), (0, 0)]), cache)
+    _, cache = forward.hidden(w, tokens, Prefill(forward, tokens, read))
+
+    def pad(t, x):
+        if not has_positions(t):
+            return x
+        return jnp.pad(x, [(0, 0), (0, 0), (0, size - ids.shape[1]), *[(0, 0)] * (x.ndim - 3)])
+
+    return jax.tree.map(pad, types_of(forward.model), cache)
 
 
 # ---- check ----------------------------------------------------------------------------------------------------------
@@ -159,19 +258,20 @@ LENGTH = 32
 
 
 def check_cache(forward: Forward, context: int) -> None:
-    """Checks that a model can be decoded with a cache, on random texts with random weights.
+    """Checks that a model can be decoded with the states that its layers keep, on random texts with random weights.
 
     In decoding, each position of a forward pass belongs to a different text. This is correct only if positions exchange
-    information through `attention` alone, by positions alone. All weights are random, because weights that are
-    initially 0 would hide errors. Checks one period of layers in f32, with some texts on each device. Causality is
-    checked before, by shardwright/inspect/causality.py.
+    information through `attention` and declared states alone, by positions alone, and if the steps of a state compute
+    what the forward pass of training computes. All weights are random, because weights that are initially 0 would hide
+    errors. Checks one period of layers in f32, with some texts on each device. Causality is checked before, by
+    shardwright/inspect/causality.py.
 
     Args:
         forward: of the model, on the current mesh.
         context: number of tokens that the next one can attend to.
 
     Raises:
-        ValueError: the logits differ from those of the forward pass without a cache.
+        ValueError: the logits differ from those of the forward pass without states.
     """
     model = forward.model
     mesh = jax.sharding.get_mesh()
@@ -199,7 +299,8 @@ def check_cache(forward: Forward, context: int) -> None:
             error = largest(logits[0] - expected[:, place])
             return cache, error / jnp.max(jnp.abs(expected))
 
-        _, found = lax.scan(step, filled_cache(w, ids[:, :half], forward, 2 * half), positions)
+        cache = filled_cache(w, ids[:, :half], zero[:, 0] + half, forward, 2 * half)
+        _, found = lax.scan(step, cache, positions)
         axes = tuple(mesh_axes())
         return lax.pmax(varying(found, axes), axes)
 
@@ -207,8 +308,11 @@ def check_cache(forward: Forward, context: int) -> None:
         w = jax.jit(lambda key: initialize(table, key))(jax.random.key(0))
         far = np.asarray(jax.jit(differences)(w, ids))
     if not far.max() <= TOLERANCE["f32"]:
+        names = ", ".join(field.name for field in dataclasses.fields(state_of(model)))
+        kept = f"the states {names}" if hasattr(model, "State") else "a KV cache"
         raise ValueError(
-            f"with a KV cache, the logits of random texts differ from training's forward pass by {far.max():.2g} of "
-            "the largest. Positions may exchange information only through attention, once per layer, and an attention "
-            "mask may depend on positions, not on shapes. Or train and evaluate this model without samples."
+            f"with {kept}, the logits of random texts differ from training's forward pass by {far.max():.2g} of "
+            "the largest. Positions may exchange information only through attention, once per layer, or a declared "
+            "state, whose steps compute what training computes; and an attention mask may depend on positions, not on "
+            "shapes. Or train and evaluate this model without samples."
         )

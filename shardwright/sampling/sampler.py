@@ -1,10 +1,10 @@
-"""Samples text from a model: batched, with a KV cache, sharded as in training.
+"""Samples text from a model: batched, with the states that layers keep (such as a KV cache), sharded as in training.
 
     sampler = Sampler(trace_step(c, model), Sampling(max_tokens=100, temperature=0.8), context=c.training.seq_len)
     continuations = sampler.generate(weights, [[5, 8, 13], []])
 
 It runs the forward pass of training, with any model. Tokens get information from others only through `attention`, which
-can read a cache, so the positions of a forward pass need not belong to one text. See docs/sampling.md.
+can read what it kept of them, so the positions of a forward pass need not belong to one text. See docs/sampling.md.
 """
 
 import contextlib
@@ -23,13 +23,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, Of, bool_, i32, typed, typed_shard_map, u32
+from shardlib.shardtypes import Array, Of, Separate, bool_, i32, typed, typed_shard_map, u32
 from shardwright.data.checks import above_0, at_least_0, check_ranges, within
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import check_program
 from shardwright.modeling.model import act, compute_scope
+from shardwright.modeling.state import state_of
 from shardwright.run.step import Step
-from shardwright.sampling.cache import KeyValues, Texts, check_cache, filled_cache, next_logits
+from shardwright.sampling.cache import Texts, check_cache, filled_cache, next_logits
 
 CHUNK = 32
 """Default number of tokens per text that are drawn before the host reads them."""
@@ -229,11 +230,12 @@ class Sampler(Programs):
         forward, s, chunk = self.forward, self.settings, self._chunk
         cache_size = padded(self.context, self.context, self._t)
         Weights = forward.model.Weights
-        Cache = Array["layers", KeyValues]
+        # Its dims are its own: a model's weights may have dims of the same names.
+        Cache = Separate[Array["layers", state_of(forward.model)]]
 
         @typed_shard_map
-        def prefill(w: Of[Weights], ids: u32["_N/r/d _L"]) -> Of[Cache]:
-            return filled_cache(forward.gatherable(w), ids, forward, cache_size)
+        def prefill(w: Of[Weights], ids: u32["_N/r/d _L"], read: i32["_N/r/d"]) -> Of[Cache]:
+            return filled_cache(forward.gatherable(w), ids, read, forward, cache_size)
 
         @typed_shard_map
         def decode(w: Of[Weights], cache: Of[Cache], texts: Texts) -> tuple[Of[Cache], Texts, u32["_T _N/r/d"]]:
@@ -282,7 +284,7 @@ class Sampler(Programs):
 
         Raises:
             ValueError: token ids are outside the model's vocabulary, a prompt fills the context, or the model cannot be
-                decoded with a cache.
+                decoded with a cache or its states.
         """
         self.check(prompts)
         batch = -(-min(len(prompts), self._batch) // self.mesh.size) * self.mesh.size
@@ -328,7 +330,7 @@ class Sampler(Programs):
             left=np.array(left + [0] * (batch - len(prompts)), np.int32),
             seen=None if self.settings.repetition_penalty == 1 else seen,
         )
-        (cache,) = self.run(self._prefill, weights, ids)
+        (cache,) = self.run(self._prefill, weights, ids, state.place)
         while state.left.any():
             cache, *found = self.run(self._decode, weights, cache, state)
             state, drawn = jax.tree.map(np.asarray, found)

@@ -145,7 +145,7 @@ OTHER = "with a KV cache, the logits of random texts differ from training's forw
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(HiddenShift, OTHER), (Twice, "a layer calls attention 2 times"), (OfTheLength, OTHER)],
+    [(HiddenShift, OTHER), (Twice, "a layer keeps `kv` twice"), (OfTheLength, OTHER)],
 )
 def test_what_cannot_be_decoded_with_a_cache_is_refused(kind, message):
     with pytest.raises((ValueError, ShardError), match=message):

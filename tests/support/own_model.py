@@ -22,3 +22,15 @@ def imported(name: str, source: str, directory: Path):
     finally:
         sys.path.remove(str(directory))
         sys.modules.pop(name, None)
+
+
+def patched(source: str, section: str = "More than tokens") -> str:
+    """A model's source with the change that this section of docs/models.md shows."""
+    diff = re.search(r"```diff\n(.*?)```", PAGE[PAGE.index(f"## {section}") :], flags=re.S)
+    assert diff
+    for hunk in diff[1].split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source

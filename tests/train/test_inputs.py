@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 import sys
 
@@ -21,7 +20,7 @@ from shardwright.tools.verify.inputs import random_batch
 from tests.support import tiny
 from tests.support.losses_of_runs import losses as losses_of
 from tests.support.numpy_checks import check_modules
-from tests.support.own_model import MINE, PAGE, SIZES, imported
+from tests.support.own_model import MINE, SIZES, imported, patched
 
 check_modules(flat_tokens)
 
@@ -195,16 +194,6 @@ def test_inputs_are_those_of_the_token_that_is_read(mask):
             is_bos = place == 0 or (mask and starts[row, place])
             assert found[0][row, place] == (0 if is_bos else targets[row, place - 1])
             assert found[1][row, place].tolist() == ([0, 0] if is_bos else inputs[row, place - 1].tolist())
-
-
-def patched(source):
-    """`source`, a model, with the change that docs/models.md shows."""
-    for hunk in re.search(r"```diff\n(.*?)```", PAGE, flags=re.S)[1].split("@@\n"):
-        lines = hunk.splitlines(keepends=True)
-        old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    return source
 
 
 WEIGHTED = """        weight = lax.bitcast_convert_type(tokens.inputs[..., 1], jnp.float32)

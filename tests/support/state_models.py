@@ -1,0 +1,172 @@
+"""Small models whose layers keep a state while text is sampled."""
+
+import jax
+import jax.numpy as jnp
+
+import train
+from shardlib.shardtypes import f32, pytree_dataclass
+from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
+from shardwright.modeling.state import KeyValues
+from shardwright.modeling.weights import act
+
+DECAY, BACK = 0.9, 3
+SIZES = {"vocab": 32, "d_model": 16, "layers": 2, "n_kv": 4, "n_q_per_kv": 2, "d_head": 4, "d_ff": 16}
+
+
+# ---- a delta rule, whose state is a matrix ------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class Memory:
+    matrix: f32["B/b K/t D 4"]
+
+
+def unit(x):
+    """Of length 1, so that the delta rule forgets what it overwrites and no more."""
+    return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def delta(q, k, v, document):
+    """The gated delta rule of all positions: a triangular solve (arXiv 2412.06464). document[B, L] or None."""
+    place = jnp.arange(k.shape[1])
+    gap = jnp.log(DECAY) * (place[:, None] - place)
+    seen = (place[:, None] >= place) & (document[:, :, None] == document[:, None])
+    decay = jnp.exp(jnp.where(seen, gap, -jnp.inf))[:, None]  # of what position s wrote, at l: [B, 1, L, S]
+    rows = jnp.tril(jnp.einsum("blkd,bskd->bkls", k, k) * decay, -1) + jnp.eye(len(place))
+    written = jax.scipy.linalg.solve_triangular(rows, jnp.moveaxis(v, 1, 2), lower=True, unit_diagonal=True)
+    return jnp.einsum("blkqd,bskd,bkls,bksn->blkqn", q, k, jnp.broadcast_to(decay, rows.shape), written)
+
+
+def delta_step(state, q, k, v):
+    matrix = state * DECAY
+    written = v - jnp.einsum("bkd,bkdn->bkn", k, matrix)
+    matrix = matrix + k[..., None] * written[:, :, None]
+    return jnp.einsum("bkqd,bkdn->bkqn", q, matrix), matrix
+
+
+def forgetful_step(state, q, k, v):
+    """Forgets the decay."""
+    return delta_step(state / DECAY, q, k, v)
+
+
+class Delta(train.Llama):
+    """The delta rule instead of attention."""
+
+    State = Memory
+    name, step = "matrix", staticmethod(delta_step)
+
+    def layer(self, x, w, tokens, attention):
+        def rule(q, k, v, _):
+            def whole(*inputs):
+                return delta(*inputs, tokens.document)
+
+            inputs = (jnp.float32(y) for y in (q, unit(k), v))
+            return attention.recur(self.name, whole, self.step, *inputs).astype(q.dtype)
+
+        return super().layer(x, w, tokens, rule)
+
+
+# ---- a short convolution, whose state is its last inputs ----------------------------------------------------------
+
+
+@pytree_dataclass
+class LastInputs:
+    last: act["B/b 3 K/t D"]
+
+
+def convolved(x, tokens):
+    """The sum of each position and of those up to BACK before it in its document, with falling weights."""
+
+    def before(n):
+        moved = jnp.pad(x[:, : x.shape[1] - n], ((0, 0), (n, 0), (0, 0), (0, 0)))
+        return jnp.where((tokens.positions >= n)[..., None, None], moved, 0)
+
+    return sum(before(n) / (n + 1) for n in range(BACK + 1)).astype(x.dtype)
+
+
+def convolution_step(last, x):
+    window = jnp.concatenate([last, x[:, None]], axis=1)
+    weights = 1 / jnp.arange(BACK + 1, 0, -1, dtype=x.dtype)
+    return jnp.einsum("bnkd,n->bkd", window, weights), window[:, 1:]
+
+
+class Convolution(train.Llama):
+    """A short convolution of the values instead of attention."""
+
+    State = LastInputs
+
+    def layer(self, x, w, tokens, attention):
+        def rule(q, k, v, _):
+            y = attention.recur("last", lambda v: convolved(v, tokens), convolution_step, v)
+            return (jax.nn.silu(q) * y[:, :, :, None]).astype(q.dtype)
+
+        return super().layer(x, w, tokens, rule)
+
+
+# ---- several states in a layer, or in a period of layers ----------------------------------------------------------
+
+
+@pytree_dataclass
+class AttentionAndInputs:
+    kv: KeyValues
+    last: act["B/b 3 K/t D"]
+
+
+class Both(train.Llama):
+    """Attention to convolved values."""
+
+    State = AttentionAndInputs
+
+    def layer(self, x, w, tokens, attention):
+        def rule(q, k, v, mask):
+            v = attention.recur("last", lambda v: convolved(v, tokens), convolution_step, v)
+            return attention(q, k, v, mask)
+
+        return super().layer(x, w, tokens, rule)
+
+
+@pytree_dataclass
+class TwoCalls:
+    kv: KeyValues
+    near: KeyValues
+
+
+class Twice(train.Llama):
+    """Attends to all positions, and again to the last few."""
+
+    State = TwoCalls
+
+    def layer(self, x, w, tokens, attention):
+        def both(q, k, v, mask):
+            near = AttentionMask((causal, same_document, Window(4)))
+            return attention(q, k, v, mask) - attention(q, 2 * k, v, near, keep="near")
+
+        return super().layer(x, w, tokens, both)
+
+
+@pytree_dataclass
+class OfKinds:
+    """The states of two kinds of layers."""
+
+    kv: KeyValues
+    recurrent: Memory
+
+
+class Alternating(Delta):
+    """The delta rule in every second layer, attention in the others."""
+
+    State = OfKinds
+    period, name = 2, "recurrent"
+
+    def layer(self, x, w, tokens, attention):
+        if tokens.index_in_period == 1:
+            return train.Llama.layer(self, x, w, tokens, attention)
+        return super().layer(x, w, tokens, attention)
+
+    @staticmethod
+    def step(state, *inputs):
+        out, new = delta_step(state.matrix, *inputs)
+        return out, Memory(new)
+
+
+KINDS = {kind.__name__: kind for kind in (Delta, Convolution, Both, Twice, Alternating)}
