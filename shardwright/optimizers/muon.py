@@ -87,20 +87,21 @@ class Layout(NamedTuple):
     stack_axes: tuple[str, ...]
 
 
-def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, str]:
-    """The layout of a weight, and the spec of the weight in this layout.
+def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, str, str]:
+    """The layout of a weight, and the specs of the weight at rest and in this layout.
 
     Transposing commutes with orthogonalizing, so w_down (`F/t M/d`) counts as a matrix like w_up (`M/d F/t`), and w_o
     as one like w_q: the side whose dims come first in the alphabet becomes the rows.
     """
-    dims = array.spec.dims
+    # rearrange takes no literal sizes, which several dims may share.
+    dims = [Dim(f"n{x.name}_{i}", x.axes) if x.literal_size else x for i, x in enumerate(array.spec.dims)]
     count = weight.inputs + weight.outputs
     stack = dims[:-count]
     inputs = dims[-count : -weight.outputs]
     outputs = dims[-weight.outputs :]
     rows, columns = sorted((inputs, outputs), key=lambda side: [dim.name for dim in side])
     stack_axes = sort_axes(axis for dim in stack for axis in dim.axes)
-    return Layout(rows, columns, stack_axes), spec_of(*stack, *rows, *columns)
+    return Layout(tuple(rows), tuple(columns), stack_axes), spec_of(*dims), spec_of(*stack, *rows, *columns)
 
 
 def spec_of(*dims: Dim) -> str:
@@ -118,8 +119,8 @@ def orthogonalized(x: W, updates: object, iterations: int) -> W:
     stacks: dict[Layout, list] = {}
     for i, (_, array, update) in enumerate(arrays_in(type(updates), updates)):
         if _is_muon(update):
-            layout, spec = layout_of(update.weight, array)
-            stacks.setdefault(layout, []).append((i, str(array.spec), spec))
+            layout, at_rest, spec = layout_of(update.weight, array)
+            stacks.setdefault(layout, []).append((i, at_rest, spec))
 
     for layout, members in stacks.items():
         dims = (*layout.rows, *layout.columns)
