@@ -351,7 +351,7 @@ def microbatch_loss(
     Losses of layers are averaged over `groups`, the number of microbatches; None leaves them out.
     """
     tokens = forward.tokens(batch, seeds)
-    x = forward.model.embed(w, tokens)
+    x = forward.embed(w, tokens)
     x, _, aux = forward.layers(w.layers, x, tokens)
     loss = head(w, x, batch)
     if groups is not None and aux.loss is not None:

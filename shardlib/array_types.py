@@ -56,6 +56,15 @@ class ArrayType(_Type):
         return f"{self.dtype}['{self.spec}']"
 
     @property
+    def spread_axes(self) -> set[str]:
+        """The axes over which `spread` may shard the last dim."""
+        return {*GROUPS["fsdp"], "t"}
+
+    def with_dims(self, dims: str) -> typing.Self:
+        """The type with leading dims, those of an `Array`."""
+        return dataclasses.replace(self, spec=parse_shape(f"{dims} {self.spec}"))
+
+    @property
     def jax_dtype(self) -> jnp.dtype:
         """The dtype of an array of this type, in the current scope."""
         return DType(self.dtype).dtype
@@ -374,16 +383,18 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
 
 def _stacked(dims: str, t: ArrayType, value: typing.Any) -> ArrayType:
     """The array type with leading dims `dims`, as an array has it on the current mesh."""
-    spec = parse_shape(f"{dims} {t.spec}")
+    is_scalar = not t.spec.dims
+    t = t.with_dims(dims)
+    spec = t.spec
     if not t.spread:
         return dataclasses.replace(t, spec=on_mesh(spec))
-    added = sort_axes({*GROUPS["fsdp"], "t"} - spec.sharded)
-    if t.spec.dims:
+    added = sort_axes(t.spread_axes - spec.sharded)
+    if not is_scalar:
         *others, last = spec.dims
         last = dataclasses.replace(last, axes=sort_axes((*last.axes, *added)), written=())
         spec = dataclasses.replace(spec, dims=(*others, last))
     added = [axis for axis in added if axis in planned_axes()]
-    whole = _whole_over(spec.dims[-1], added, value) if added and t.spec.dims else added
+    whole = added if is_scalar or not added else _whole_over(spec.dims[-1], added, value)
     return dataclasses.replace(t, spec=on_mesh(spec).without(whole), whole=tuple(whole))
 
 

@@ -112,7 +112,8 @@ def _findings(checked: list[Step]) -> Iterator[Finding]:
     for step in checked:
         for call in dict.fromkeys(step.calls):
             if sees_later(mask_of(step.forward, call), call, step.size[1]):  # at all distances
-                place = f"layer {call.place}" + (", in training," if step.forward.in_training else "")
+                stack = f" of {call.stack}" * (call.stack != "layers")
+                place = f"layer {call.place}{stack}" + (", in training," if step.forward.in_training else "")
                 mask = f"{call.pattern.made}: the attention mask `{call.pattern}`"
                 yield Finding(
                     f"{mask} of {place} lets a position see later ones\n  "

@@ -20,6 +20,7 @@ from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import Facts, PlannedStep, step_of
 from shardwright.inspect.tables import in_bytes, in_seconds
 from shardwright.modeling.model import LanguageModel, load_model
+from shardwright.modeling.weights import count_layers
 from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.checks import check_config
 from shardwright.run.config import Config, check_divides
@@ -78,8 +79,8 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
         table = training_table(c, model) if sizes[PIPELINE_AXIS] > 1 else None
     step = trace_step(c, model, mesh, form="kernels as calls")
     traced = step.traced
-    flops = flops_of_model(model.table, c.model, attended_keys((call.pattern for call in step.calls), t.seq_len))
-    counts = c.model.layers, t.microbatches, t.side_by_side
+    flops = flops_of_model(model.table, c.model, attended_keys(step.calls, c.model, t.seq_len))
+    counts = count_layers(model.table), t.microbatches, t.side_by_side
     facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, *counts)
     return step_of(traced, sizes, chip.platform, facts, table)
 

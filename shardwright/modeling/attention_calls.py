@@ -27,7 +27,7 @@ from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Positions, same_document
 from shardwright.modeling.model import Tokens, act, compute_scope, inputs_of, period_of
 from shardwright.modeling.splash import LANES
-from shardwright.modeling.weights import shapes_of
+from shardwright.modeling.weights import shapes_of, stacks_before_layers
 
 TOLERANCE = {"bf16": 2**-4, "f32": 2**-12}
 """Largest difference of two implementations, over the largest entry: 4x what rounding causes on random tokens."""
@@ -48,6 +48,10 @@ class Call(NamedTuple):
     learned: tuple
     sinks: Any
     dropout: bool
+    stack: str = "layers"
+    """Name of the stack that has the layer."""
+    layers: int = 1
+    """Number of layers that make this call."""
 
 
 def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
@@ -65,11 +69,12 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     class Noted(Attention):
-        """Notes its calls, and computes nothing. Its cache is the layer's place in the period."""
+        """Notes its calls, and computes nothing. Its cache tells which layers make them."""
 
         def __call__(self, q, k, v, pattern, *learned, sinks=None, drop=None, keep="kv"):
             shapes = jax.tree.map(shape, (learned, sinks))
-            calls.append(Call(self.cache, pattern, shape(q), *shapes, dropout=drop is not None))
+            place, stack, layers = self.cache
+            calls.append(Call(place, pattern, shape(q), *shapes, dropout=drop is not None, stack=stack, layers=layers))
             return q
 
     # Tokens are an argument, since a constant would have another type than what a run computes from its batch.
@@ -82,10 +87,13 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
 
     def layers(w: Any, tokens: Tokens, attention: Noted) -> None:
         x = varying(model.embed(w, tokens), stage_axes())
-        for place in range(period_of(model)):
-            w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)
-            of_layer = tokens.in_layer(jnp.int32(place), place)
-            x, _ = split_aux(model.layer(x, w_layer, of_layer, attention.in_layer(place)))
+        each = [(0, name, len(jax.tree.leaves(stack)[0])) for name, stack in stacks_before_layers(w).items()]
+        count = model.config.layers // period_of(model)
+        for index, which in enumerate([*each, *((place, "layers", count) for place in range(period_of(model)))]):
+            place, name, _ = which
+            w_layer = jax.tree.map(lambda stack, place=place: stack[place], getattr(w, name))
+            of_layer = tokens.in_layer(jnp.int32(index), place)
+            x, _ = split_aux(model.layer(x, w_layer, of_layer, attention.in_layer(which)))
 
     # One period of layers in each stage; the number of layers does not matter.
     w = shapes_of(model.table)
@@ -103,8 +111,8 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
 
 
 def distinct(calls: list[Call]) -> list[Call]:
-    """Removes repeated calls; calls that differ only in `place` count as one, with `place` 0."""
-    return list(dict.fromkeys(call._replace(place=0) for call in calls))
+    """Removes repeated calls; those that differ only in their layers count as one, with `place` 0."""
+    return list(dict.fromkeys(call._replace(place=0, stack="layers", layers=1) for call in calls))
 
 
 def describe_attention(step: Any) -> list[str]:
@@ -114,6 +122,7 @@ def describe_attention(step: Any) -> list[str]:
     lines = []
     for call in step.calls:
         layer = f"layer {call.place} of {period}: " if period > 1 else ""
+        layer = layer if call.stack == "layers" else f"{call.stack}: "
         lines.append(f"{path_of(forward, call)}; {layer}{mask_of(forward, call)}")
     return lines
 

@@ -6,14 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from shardlib import shardops
+from shardlib import marks, shardops
 from shardlib.layers import LayerAux, run_layers
+from shardlib.parsing import ShardError
+from shardlib.values import stage_axes, varying
 from shardwright.jax_extra import explicit_activation_checkpointing
 from shardwright.modeling import fp8
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.model import LanguageModel, Tokens, period_of
-from shardwright.modeling.weights import at_rest, gather_ahead, gathers_ahead
+from shardwright.modeling.weights import (
+    at_rest,
+    count_layers,
+    gather_ahead,
+    gathers_ahead,
+    scope_of,
+    stacks_before_layers,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,32 +58,67 @@ class Forward:
         """Attention within `tokens`, by training.attention and training.context."""
         return Attention(self.einsum, self.training, tokens)
 
+    def embed(self, w: Any, tokens: Tokens) -> Any:
+        """The residual stream before `layers`: after the model's embed, and the stacks before `layers`."""
+        return self._embed(w, tokens, None)[0]
+
+    def _embed(self, w: Any, tokens: Tokens, attention: Any) -> tuple[Any, list[Any]]:
+        """As `embed`. Also returns the caches of each stack."""
+        x = self.model.embed(w, tokens)
+        found = []
+        first = 0
+        for name, stack in stacks_before_layers(w).items():
+            x = varying(x, stage_axes())
+            ids = marks.layer_numbers(len(jax.tree.leaves(stack)[0]))
+            with jax.named_scope(scope_of(name)):
+                x, caches, aux = self._run(stack, x, tokens, ids, attention, first, period=1)
+            if jax.tree.leaves(aux):
+                raise ShardError(
+                    f"a layer of the stack `{name}` returns a loss or metrics",
+                    "return x alone: only layers of the stack `layers` have a LayerAux",
+                    place=str(aux.place),
+                )
+            found.append(caches)
+            first += len(ids)
+        return x, found
+
     def layers(
         self, w: Any, x: Any, tokens: Tokens, layer_ids: Any = None, attention: Any = None
     ) -> tuple[Any, Any, LayerAux]:
-        """The residual stream `x` after the layers with weights `w`, their caches, and their LayerAux.
+        """The residual stream `x` after the stack `layers` with weights `w`, their caches, and their LayerAux.
 
         `layer_ids` are those of the layers of a pipeline stage; None: all layers. `attention` has a stack of caches;
         None: that of training.
         """
+        first = count_layers(self.model.table) - self.model.config.layers
+        return self._run(w, x, tokens, layer_ids, attention, first, period_of(self.model))
+
+    def _run(
+        self, w: Any, x: Any, tokens: Tokens, layer_ids: Any, attention: Any, first: int, period: int
+    ) -> tuple[Any, Any, LayerAux]:
+        """Runs a stack whose layer 0 is layer `first` of the model."""
         caches = attention and attention.cache
+        rows = slice(first, first + len(jax.tree.leaves(w)[0]))
+        caches = jax.tree.map(lambda x: x if rows == slice(0, len(x)) else x[rows], caches)
         of_all = attention or self.attention(tokens)
         prepared = tokens.prepared(self.model)
 
         def layer(w, x, index, index_in_period, cache):
             of_layer = of_all.in_layer(cache)
+            index = index + first if first else index
             with shardops.products(fp8.product if self.training.fp8 else None):
                 y = self.model.layer(x, w, prepared.in_layer(index, index_in_period), of_layer)
             return y, of_layer.updated_cache()
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=self.training.save)
-        options = {"checkpoint": checkpoint, "unroll": self.training.unroll, "period": period_of(self.model)}
+        options = {"checkpoint": checkpoint, "unroll": self.training.unroll, "period": period}
         return run_layers(layer, w, x, layer_ids, caches, **options)
 
     def hidden(self, w: Any, tokens: Tokens, attention: Any = None) -> tuple[Any, Any]:
         """The output of the last layer, and the layers' caches."""
-        x, caches, _ = self.layers(w.layers, self.model.embed(w, tokens), tokens, attention=attention)
-        return x, caches
+        x, before = self._embed(w, tokens, attention)
+        x, caches, _ = self.layers(w.layers, x, tokens, attention=attention)
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *before, caches) if before else caches
 
     def logits(self, w: Any, tokens: Tokens) -> Any:
         """Logits of the token after each position, act['B/b L/c V/t/p']."""

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Protocol, Self
@@ -27,7 +28,7 @@ from shardlib.values import devices_along, mesh_axes
 from shardwright.modeling.masks import Positions
 from shardwright.modeling.state import types_of
 from shardwright.modeling.training import training_module
-from shardwright.modeling.weights import WeightType, act
+from shardwright.modeling.weights import WeightType, act, stacks_before_layers
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 """The dtype for each value of `training.compute_dtype`."""
@@ -193,7 +194,8 @@ class LanguageModel(Protocol):
     config: Any
     """The ModelConfig."""
     Weights: type
-    """The pytree_dataclass of the weights, with the stack of layers in its field `layers`."""
+    """The pytree_dataclass of the weights, with the stack of layers in its field `layers`, and stacks that run before
+    it in the fields before it."""
     table: Any
     """A Weights with a modeling.weights.Weight instead of each array."""
 
@@ -207,7 +209,7 @@ class LanguageModel(Protocol):
 
         Args:
             x: residual stream before the layer.
-            w: weights of the layer at rest; shardops.all_gather gathers each.
+            w: weights of the layer at rest; shardops.all_gather gathers each. Their class tells the stack.
             tokens: the tokens, with their positions in documents.
             attention: a modeling.attention.Attention: call attention(q, k, v, mask). Everything that a position learns
                 from others must pass through it or through a declared state (`attention.recur`, `attention.expand`), or
@@ -282,15 +284,27 @@ def load_model(c: Any) -> LanguageModel:
         raise _refusal(c.module, f"whose table is a {type(table).__name__}; it must be a {kind.Weights.__name__}")
     if getattr(model, "config", None) is not c:
         raise _refusal(c.module, "whose Model does not keep its ModelConfig: set self.config = config in __init__")
-    for path, t, _ in arrays_in(type(table), table):
+    arrays: Any = arrays_in(type(table), table)
+    for path, t, _ in arrays:
         if not isinstance(t, WeightType):
             problem = f"whose weight {path} has the type {t!r}"
             raise _refusal(c.module, f"{problem}; declare it by matrix, gain, bias, embedding or unembedding")
     types_of(model)  # raises for a State that cannot be kept
-    for weight in jax.tree.leaves(model.table.layers):
-        if hasattr(weight, "shape") and weight.shape[:1] != (c.layers,):
-            stack = f"whose table has a stack of shape {weight.shape} in `layers`"
-            raise _refusal(c.module, f"{stack}; its first dim must be model.layers = {c.layers}")
+    for path, t, _ in itertools.takewhile(lambda found: not found[0].startswith("layers."), arrays):
+        if len(t.spec.dims) > len(t.ahead.dims) and not t.on_all_stages:
+            name = path.partition(".")[0]
+            raise _refusal(
+                c.module,
+                f"whose weights `{name}` are a stack that is not run; write Array['{name} *p', …] for layers before "
+                "`layers`, or declare it after `layers`",
+            )
+    for name, stack in {**stacks_before_layers(model.table), "layers": model.table.layers}.items():
+        shapes = [weight.shape for weight in jax.tree.leaves(stack) if hasattr(weight, "shape")]
+        count = (c.layers,) if name == "layers" else shapes[0][:1]
+        if wrong := [shape for shape in shapes if shape[:1] != count]:
+            stack = f"whose table has a stack of shape {wrong[0]} in `{name}`"
+            wanted = f"model.layers = {c.layers}" if name == "layers" else f"{count[0]}, as in its first weight"
+            raise _refusal(c.module, f"{stack}; its first dim must be {wanted}")
     return model
 
 

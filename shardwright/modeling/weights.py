@@ -20,10 +20,11 @@ many as divide it. Devices along the rest hold the same. A layer names them all 
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +32,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib import shardops
-from shardlib.array_types import ArrayType, DType, arrays_in, map_arrays, placeholders
+from shardlib.array_types import ABSENT, ArrayType, DType, arrays_in, arrays_of, map_arrays, placeholders
 from shardlib.axes import AXES, GROUPS, PIPELINE_AXIS
 from shardlib.parsing import ShapeSpec, parse_shape, sort_axes
 from shardlib.shardtypes import ShardError, dtype_name, f32, make_shardings
 from shardlib.values import AtRest, devices_along, mesh_axes, on_mesh, planned_devices
 from shardwright.jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 
+COPIES = f"*{PIPELINE_AXIS}"
+"""Mark of a stack that all pipeline stages run: `Array["dense *p", Dense]`."""
 KINDS = ("matrix", "embedding", "unembedding", "vector")
 
 if TYPE_CHECKING:
@@ -103,6 +106,25 @@ class WeightType(ArrayType):
     """Name of the setting on which the weight depends; empty: none."""
     if_set: bool = True
     """True: the model has the weight if that setting is on. False: if it is off."""
+    on_all_stages: bool = False
+    """True in a stack `dense *p`, which p shards at rest, and of which each stage has a copy in a step."""
+
+    @property
+    def spread_axes(self) -> set[str]:
+        """As ArrayType."""
+        return super().spread_axes | ({PIPELINE_AXIS} if self.on_all_stages else set())
+
+    def with_dims(self, dims: str) -> Self:
+        """As ArrayType. With `dense *p`, p shards the last of the dims that fsdp shards."""
+        words = dims.split()
+        t = super().with_dims(" ".join(word for word in words if word != COPIES))
+        if COPIES not in words:
+            return t
+        at = [i for i, dim in enumerate(t.spec.dims) if {*dim.axes} & {*GROUPS["fsdp"]}][-1:]
+        for i in at:
+            dim = dataclasses.replace(t.spec.dims[i], axes=(*t.spec.dims[i].axes, PIPELINE_AXIS), written=())
+            t = dataclasses.replace(t, spec=ShapeSpec((*t.spec.dims[:i], dim, *t.spec.dims[i + 1 :])))
+        return dataclasses.replace(t, on_all_stages=True)
 
 
 class Declared:
@@ -206,9 +228,9 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
             problem = f"dim {lacks[0]} has no size; {of_c}, or write a number instead"
         if problem:
             raise ValueError(f"the model's table: {path.removeprefix('.')}: {t!r}: {problem}.")
-        if t.setting and bool(getattr(c, t.setting)) != t.if_set:
-            return None
         shape = tuple(dim.literal_size or sizes[dim.name] for dim in t.spec.dims)
+        if (t.setting and bool(getattr(c, t.setting)) != t.if_set) or (is_in_stack(path, kind) and shape[0] == 0):
+            return None
         ends = len(shape) - t.outputs
         fan_in = math.prod(shape[ends - t.inputs : ends]) if t.inputs else (1, *shape)[-1]
         deviation = {"vector": 0.0, "embedding": 1.0}.get(t.kind)
@@ -224,7 +246,8 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
     table = map_arrays(weight, whole)
     if left:
         raise ValueError(f"the model's table: `changes` names {', '.join(sorted(left))}, not a weight of the model.")
-    return table
+    empty = [name for name in stacks_of(kind) if not jax.tree.leaves(getattr(table, name))]
+    return dataclasses.replace(table, **dict.fromkeys(empty))
 
 
 def _not_a_weight(leaf: object) -> ValueError:
@@ -246,13 +269,16 @@ def at_rest(w: T, reduce_dtype: str) -> T:
     """Wraps each array of `w` for `shardops.all_gather`, which casts it, and reduces its gradient. Per-device code.
 
     What is whole over an axis becomes a copy on each of its devices, whose gradient is summed here, once for all uses.
-    Gradients are reduced in f32 with reduce_dtype="f32", else in the dtype in which the weight is used.
+    So does what p shards of a stack before `layers`, which all stages run. Gradients are reduced in f32 with
+    reduce_dtype="f32", else in the dtype in which the weight is used.
     """
 
     def wrapped(path: str, t: WeightType, x: jax.Array) -> AtRest:
         used = t.used_dtype.dtype
         if t.whole:
             x = shardops.replicate(f"... -> ... {' '.join(f'*{axis}' for axis in t.whole)}", x)
+        if t.on_all_stages and PIPELINE_AXIS in t.spec.sharded:
+            x = shardops.all_gather(f"{t.spec} -> {t.spec.without([PIPELINE_AXIS])} *{PIPELINE_AXIS}", x)
         return AtRest(x, (), used_dtype=used, reduced_dtype=x.dtype if reduce_dtype == "f32" else used)
 
     return map_arrays(wrapped, w)
@@ -282,10 +308,51 @@ def gather_ahead(w: T, names: Collection[str] | None = None) -> T:
     return map_arrays(gathered, w)
 
 
+@functools.cache
+def stacks_of(kind: type) -> tuple[str, ...]:
+    """The fields of a class of weights that are stacks of layers, in the order in which they run: `layers` is last."""
+    before = [path.partition(".")[0] for path, t, _ in arrays_of(kind, ABSENT) if getattr(t, "on_all_stages", False)]
+    return (*dict.fromkeys(before), "layers")
+
+
+def is_in_stack(path: str, kind: type) -> bool:
+    """True if the weight with this dotted path, in a class of weights, is in a stack of layers."""
+    return path.partition(".")[0] in stacks_of(kind)
+
+
+def stacks_before_layers(w: object) -> dict[str, Any]:
+    """The stacks of layers that a model runs before its stack `layers`, by name."""
+    *before, _ = stacks_of(type(w))
+    return {name: stack for name in before if (stack := getattr(w, name)) is not None}
+
+
+def count_layers(table: Any) -> int:
+    """Number of layers in a table's stack `layers` and in those before it."""
+    stacks = [*stacks_before_layers(table).values(), table.layers]
+    return sum(jax.tree.leaves(stack)[0].shape[0] for stack in stacks)
+
+
+def scope_of(stack: str) -> str:
+    """The jax.named_scope of a stack before `layers`, by which tools find the loop over its layers."""
+    return f"stack_{stack}"
+
+
+def layers_in(table: Any, scopes: str) -> tuple[int, int]:
+    """First layer, and number of layers, of the stack whose layers are computed in a stack of named scopes."""
+    first = 0
+    for name, stack in stacks_before_layers(table).items():
+        count = jax.tree.leaves(stack)[0].shape[0]
+        if scope_of(name) in re.split(r"[/()]", scopes):
+            return first, count
+        first += count
+    return first, count_layers(table) - first
+
+
 def outside_of_layers(table: object, but: str = "") -> list[str]:
-    """Names of the weights outside of the field `layers` of a table, without those of kind `but`."""
-    weights = ((path, weight) for path, _, weight in arrays_in(type(table), table))
-    return [path for path, weight in weights if path.partition(".")[0] != "layers" and weight.kind != but]
+    """Names of the weights outside of the stacks of layers of a table, without those of kind `but`."""
+    kind = type(table)
+    weights = ((path, weight) for path, _, weight in arrays_in(kind, table))
+    return [path for path, weight in weights if not is_in_stack(path, kind) and weight.kind != but]
 
 
 def check_table(table) -> None:

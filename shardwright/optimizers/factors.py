@@ -14,7 +14,7 @@ from shardlib import shardops
 from shardlib.array_types import ArrayType, Factor, arranged, arrays_in, factor_type, make_shardings
 from shardlib.parsing import ShapeSpec, parse_shape, sort_axes
 from shardlib.values import devices_along, on_mesh
-from shardwright.modeling.weights import Weight
+from shardwright.modeling.weights import Weight, is_in_stack
 from shardwright.optimizers.rates import Update
 
 
@@ -67,7 +67,7 @@ def specs_of(updates: object) -> Any:
 
     def specs(name: str, t: ArrayType, weight: Weight) -> Specs:
         if weight.sides is None:
-            layers = t.spec.dims[: name.startswith("layers.")]
+            layers = t.spec.dims[: is_in_stack(name, type(updates))]
             return Specs(str(t.spec), str(ShapeSpec(layers)), None, None)
         return Specs(
             str(t.spec), *(str(factor_type(t, dims, *weight.sides).spec) for dims in ("", "inputs", "outputs"))

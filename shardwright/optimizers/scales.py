@@ -23,7 +23,7 @@ import jax
 
 from shardlib.array_types import arrays_in, arrays_of
 from shardwright.modeling.model import LanguageModel
-from shardwright.modeling.weights import Weight
+from shardwright.modeling.weights import Weight, count_layers, is_in_stack
 from shardwright.optimizers.config import OptimizerConfig
 
 CARRIERS = {
@@ -59,9 +59,9 @@ class Scale:
         return 1 / (self.outputs * self.multiplier * self.depth)
 
 
-def _field(path: str) -> str:
-    """The name of a weight in its class."""
-    return path.rpartition(".")[2]
+def _is_named(path: str, name: str) -> bool:
+    """True if a weight has this name in its class, or `part.name` in a class of parts."""
+    return f".{path}".endswith(f".{name}")
 
 
 def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
@@ -92,27 +92,28 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
 
     pairs = zip(arrays, leaves, strict=True)
     tied = [there.shape[-1] / w.shape[-1] for (_, dims, w), there in pairs if is_tied(dims, w)]
-    depth = model.config.layers / base.config.layers
+    depth = count_layers(table) / count_layers(base.table)
     wanted = {
         "scores": math.sqrt(base.config.d_head / model.config.d_head),
         "residual": 1 / depth,
         "logits": math.prod(tied),
     }
     own = getattr(model, "multipliers", {})
-    known = {_field(path) for path, *_ in arrays_of(type(table), table)}
-    if wrong := sorted({*own} - {*wanted}) or sorted({*itertools.chain(*own.values())} - known):
+    known = [path for path, *_ in arrays_of(type(table), table)]
+    unknown = (name for name in itertools.chain(*own.values()) if not any(_is_named(path, name) for path in known))
+    if wrong := sorted({*own} - {*wanted}) or sorted(unknown):
         raise ValueError(
             f"multipliers of model.module {model.config.module!r} has {wrong[0]!r}; it maps {', '.join(wanted)} to "
             "weights."
         )
-    multipliers = dict.fromkeys((_field(path) for path, *_ in arrays), 1.0)
+    multipliers = dict.fromkeys((path for path, *_ in arrays), 1.0)
     for what, factor in wanted.items():
-        for name in _carriers(model, what, multipliers.keys()) if factor != 1 else ():
-            multipliers[name] *= factor
+        for path in _carriers(model, what, multipliers.keys()) if factor != 1 else ():
+            multipliers[path] *= factor
 
     def scale(path: str, dims: Any, weight: Weight, there: Weight) -> Scale:
-        in_layers = path.startswith("layers.")
-        a = multipliers[_field(path)]
+        in_layers = is_in_stack(path, type(table))
+        a = multipliers[path]
         here, of_base = (_sides(each, in_layers, is_tied(dims, weight)) for each in (weight, there))
         inputs = here[0] / of_base[0]
         outputs = here[1] / of_base[1]
@@ -144,14 +145,27 @@ def _sides(weight: Weight, in_layers: bool, is_tied: bool) -> tuple[int, int]:
     return math.prod(weight.shape[end - (weight.inputs or 1) : end]), math.prod(weight.shape[end:])
 
 
-def _carriers(model: LanguageModel, what: str, names: Collection[str]) -> list[str]:
-    """Names of the weights into which a multiplier is folded. Raises ValueError if they are not known."""
+def _carriers(model: LanguageModel, what: str, paths: Collection[str]) -> list[str]:
+    """Paths of the weights into which a multiplier is folded. Raises ValueError if they are not known.
+
+    Each class of weights makes its own choice, since layers of several kinds may have other weights.
+    """
     own = getattr(model, "multipliers", {}).get(what)
-    choices = [[tuple(own)]] if own else CARRIERS[what]
-    found = [next((group for group in choice if group[0] in names), ()) for choice in choices]
+    classes = {path.rpartition(".")[0] for path in paths}
+
+    def chosen(choice: list) -> list[str]:
+        found = []
+        for of_class in classes:
+            names = [[f"{of_class}.{name}".removeprefix(".") for name in group] for group in choice]
+            found += next((group for group in names if group[0] in paths), [])
+        return [path for path in found if path in paths]
+
+    found = [chosen(choice) for choice in CARRIERS[what]]
+    if own:
+        found = [[path for path in paths if any(_is_named(path, name) for name in own)]]
     if not all(found):
         raise ValueError(
             f"model.module is {model.config.module!r}: no weight is known that scales the {what}. Name those to which "
             f'it is proportional in its Model: multipliers = {{"{what}": ["<weight>"]}}.'
         )
-    return [name for group in found for name in group if name in names]
+    return [path for paths in found for path in paths]

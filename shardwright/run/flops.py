@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardlib.products import product_of
 from shardwright.cluster.chips import chip_for
 from shardwright.cluster.devices import Device
-from shardwright.modeling.masks import AttentionMask
+from shardwright.modeling.attention_calls import Call
 from shardwright.modeling.settings import ModelConfig
 
 
@@ -50,9 +49,9 @@ class Speed(NamedTuple):
         return {"tokens_per_second": rate, **mfu}
 
 
-def attended_keys(patterns: Iterable[AttentionMask], length: int) -> float:
-    """Computes the mean number of keys a query attends to, over the layers, in a sequence of one document."""
-    return float(np.mean([pattern.attended(length) for pattern in patterns] or [0.0]))
+def attended_keys(calls: Iterable[Call], c: ModelConfig, length: int) -> float:
+    """Computes the number of keys a query attends to in all layers, in a sequence of one document, over c.layers."""
+    return sum(call.layers * call.pattern.attended(length) for call in calls) / c.layers
 
 
 def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
@@ -63,8 +62,8 @@ def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
     Args:
         table: weights of the model.
         c: its ModelConfig.
-        attended: mean keys per query, from `attended_keys`. PaLM (arXiv 2204.02311, appendix B) and many published
-            figures take all positions of a sequence.
+        attended: keys per query over c.layers, from `attended_keys`. PaLM (arXiv 2204.02311, appendix B) and many
+            published figures take all positions of a sequence.
     """
     weights = [weight for weight in jax.tree.leaves(table) if weight.kind != "embedding"]
     multiplied = sum(math.prod(weight.shape) * weight.used for weight in weights)
@@ -75,8 +74,10 @@ def speed_of(step: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:
     """Makes the Speed of a Step with `tokens` tokens. `before` is Speed.tokens_before."""
     model = step.model
     length = step.config.training.seq_len
-    lengths = attended_keys((call.pattern for call in step.calls), length), length
-    attended, of_all_pairs = (flops_of_model(model.table, model.config, keys) for keys in lengths)
+    c = model.config
+    all_pairs = length * sum(call.layers for call in step.calls) / c.layers
+    lengths = attended_keys(step.calls, c, length), all_pairs
+    attended, of_all_pairs = (flops_of_model(model.table, c, keys) for keys in lengths)
     return Speed(tokens, attended, peak, before, of_all_pairs)
 
 

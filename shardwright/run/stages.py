@@ -74,8 +74,8 @@ class Parts:
     head: Callable[..., Any]
 
     def first(self, w: object, *microbatch: Any) -> Any:
-        """Computes the input of the first layer."""
-        return self.forward.model.embed(w, self.forward.tokens(*microbatch))
+        """Computes the input of the first layer of the stages."""
+        return self.forward.embed(w, self.forward.tokens(*microbatch))
 
     def layers(self, w: object, x: object, layer_ids: jax.Array, *microbatch: Any) -> tuple[Any, Any]:
         """Applies the layers `layer_ids` of a stage to `x`. Also returns their LayerAux."""

@@ -10,7 +10,7 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.models import family, moe
 from shardwright.run import flops
-from shardwright.run.flops import attended_keys, flops_of_model, peak_flops
+from shardwright.run.flops import flops_of_model, peak_flops
 from tests.support.shipped import load
 
 # Llama-2-7B, from its published config.
@@ -21,7 +21,7 @@ PARAMETERS = LAYERS * (4 * D_MODEL**2 + 3 * D_MODEL * D_FF + 2 * D_MODEL) + 2 * 
 def llama_flops(tied=False):
     table = [of_kind("matrix", PARAMETERS - VOCAB * D_MODEL), of_kind("embedding", VOCAB * D_MODEL)]
     c = SimpleNamespace(layers=LAYERS, heads=HEADS, d_head=HEAD_DIM)
-    return flops_of_model(table[:1] if tied else table, c, attended_keys([AttentionMask()], 4096))
+    return flops_of_model(table[:1] if tied else table, c, AttentionMask().attended(4096))
 
 
 def of_kind(kind, size):
@@ -75,7 +75,7 @@ def test_windows_leave_pairs_out(c, full, ratio):
 
     model = load_model(c)
     rules = [model.mask_at(place) for place in range(model.period)]
-    found = flops_of_model(model.table, c, attended_keys(rules * (c.layers // len(rules)), length))
+    found = flops_of_model(model.table, c, np.mean([rule.attended(length) for rule in rules]))
     assert found == pytest.approx(by_hand(pairs), rel=2e-4)  # norms, biases and sinks
     assert flops_of_model(model.table, c, seen[0]) / found == pytest.approx(ratio, abs=0.005)
 

@@ -24,11 +24,15 @@ def imported(name: str, source: str, directory: Path):
         sys.modules.pop(name, None)
 
 
-def patched(source: str, section: str = "More than tokens") -> str:
-    """A model's source with the change that this section of docs/models.md shows."""
-    diff = re.search(r"```diff\n(.*?)```", PAGE[PAGE.index(f"## {section}") :], flags=re.S)
-    assert diff
-    for hunk in diff[1].split("@@\n"):
+def patched(source: str, section: str = "More than tokens", index: int = 0) -> str:
+    """A model's source with a change that this section of docs/models.md shows."""
+    diffs = re.findall(r"```diff\n(.*?)```", PAGE[PAGE.index(f"## {section}") :], flags=re.S)
+    return changed(source, diffs[index])
+
+
+def changed(source: str, diff: str) -> str:
+    """A source with the change of a diff, whose hunks begin with @@."""
+    for hunk in diff.split("@@\n"):
         lines = hunk.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
         assert source.count(old) == 1, old

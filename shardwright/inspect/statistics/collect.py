@@ -10,6 +10,7 @@ import numpy as np
 from shardwright.inspect.statistics.measures import finished, sums
 from shardwright.inspect.statistics.points import Point, gradient_paths, saved_points
 from shardwright.inspect.statistics.rerun import Path, Rerun
+from shardwright.modeling.weights import is_in_stack
 
 
 class Statistics:
@@ -20,7 +21,7 @@ class Statistics:
 
     Args:
         program: the jaxpr of the step: (state, batch, …) -> (state, metrics), with weights first in the state.
-        weights: the state's weights, or their shapes: a dataclass whose field `layers` stacks those of the layers.
+        weights: the state's weights, or their shapes: a dataclass with stacks of layers.
     """
 
     def __init__(self, program: object, weights: object):
@@ -28,7 +29,7 @@ class Statistics:
         self._gradients = gradient_paths(program, weights)
         leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
         self._weights = [jax.tree_util.keystr(keys, simple=True, separator=".") for keys, _ in leaves]
-        self._stacks = [name.startswith("layers.") for name in self._weights]
+        self._stacks = [is_in_stack(name, type(weights)) for name in self._weights]
         paths = [*self._gradients, *(path for point in self._points for path in point.paths)]
         self._replay = Rerun(program, {path: [0] for path in paths}, self._visit, is_same=True)
 

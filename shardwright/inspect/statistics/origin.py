@@ -21,6 +21,7 @@ from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, kinds, word
 from shardlib.parsing import sort_axes
 from shardwright.inspect.statistics.points import equations, function_and_target, is_loop_over_layers, loops_around
 from shardwright.inspect.statistics.rerun import Note, Path, Rerun, executed, is_float
+from shardwright.modeling.weights import layers_in
 
 KINDS = ("finite", "an infinity", "NaN")
 """Names of the levels of badness: what the worst entry of a value is."""
@@ -83,12 +84,12 @@ class Finder:
 
     Args:
         program: the jaxpr.
-        layers: number of layers of the model.
+        table: the model's table of weights.
         results: how many results count: the state, the loss and the norm of the gradients, which come first.
     """
 
-    def __init__(self, program: object, layers: int, results: int):
-        self._layers, self._count = layers, results
+    def __init__(self, program: object, table: Any, results: int):
+        self._table, self._count = table, results
         self._equations = {eq.path: eq for eq in equations(program)}
         wanted = {
             path: [i for i, var in enumerate(eq.eqn.outvars) if is_float(var.aval)]
@@ -177,8 +178,9 @@ class Finder:
         of_layers = [i for i, loop in enumerate(loops) if is_loop_over_layers(loop)]
         layers = None
         for i in of_layers[:1]:
-            period = self._layers // loops[i].params["length"]
-            layers = turns[i] * period, (turns[i] + 1) * period - 1
+            first, count = layers_in(self._table, str(loops[i].eqn.source_info.name_stack))
+            period = count // loops[i].params["length"]
+            layers = first + turns[i] * period, first + (turns[i] + 1) * period - 1
         name = function_and_target(*(eq.line() or ("", 0)))
         stacks = [str(e.eqn.source_info.name_stack) for e in (eq, *loops)]
         is_backward = any("transpose" in stack for stack in stacks) or any(loop.params["reverse"] for loop in loops)

@@ -96,11 +96,17 @@ def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -
     for (line, _), places in found.items():
         # Like the first of them: in the same loops, and not in the backward pass unless the first is.
         first = min(places, key=is_again)
-        paths = tuple(eq.path for eq in places if _region(eq) == _region(first))
-        name = (line and function_and_target(*line)) or "saved"
-        seen[name] += 1
-        name += f" #{seen[name]}" * (seen[name] > 1)
-        points.append(Point(name, first.place(), paths, tuple(map(is_loop_over_layers, loops_around(first)))))
+        of_layers = tuple(map(is_loop_over_layers, loops_around(first)))
+        regions = [_region(first)]
+        if any(of_layers) and not is_again(first):  # another stack of layers may compute this line too
+            others = [_region(eq) for eq in places if not is_again(eq)]
+            regions += [x for i, x in enumerate(others) if x not in [*regions, *others[:i]]]
+        for region in regions:
+            paths = tuple(eq.path for eq in places if _region(eq) == region)
+            name = (line and function_and_target(*line)) or "saved"
+            seen[name] += 1
+            name += f" #{seen[name]}" * (seen[name] > 1)
+            points.append(Point(name, first.place(), paths, of_layers))
     return points
 
 

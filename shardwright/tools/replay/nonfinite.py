@@ -8,6 +8,7 @@ import numpy as np
 
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.statistics.origin import Finder, Origin, positions
+from shardwright.modeling.weights import stacks_of
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.tools.replay.documents import Document
 from shardwright.tools.replay.session import Session
@@ -25,7 +26,7 @@ def in_state(state: Any) -> Iterator[str]:
         first = np.argwhere(bad)[0].tolist()
         kind = "NaN" if np.isnan(np.asarray(x)[tuple(first)]) else "an infinity"
         parts = name.split("/")
-        of_layer = f", layer {first.pop(0)}" if "layers" in parts[:-1] else ""
+        of_layer = f", layer {first.pop(0)}" if {*parts[:-1]} & {*stacks_of(type(state.weights))} else ""
         yield f"{name}{of_layer}, entry {first}: {kind} ({int(bad.sum()):,} of {bad.size:,} entries are not finite)"
 
 
@@ -37,7 +38,7 @@ class Explainer:
         self._step = session.without_stages()
         with jax.set_mesh(self._step.mesh):
             state = jax.tree.leaves(session.traced.state)
-            self._finder = Finder(self._step.program, session.config.model.layers, len(state) + METRICS)
+            self._finder = Finder(self._step.program, session.model.table, len(state) + METRICS)
 
     def explain(self, state: Any, batch: TokenBatch, documents: list[Document]) -> list[str]:
         """Returns lines on why the step from this state, or its new state, is not finite; none if both are finite.

@@ -16,7 +16,7 @@ from shardwright.inspect.fresh import reimport
 from shardwright.inspect.statistics.points import gradient_paths
 from shardwright.inspect.statistics.rerun import Rerun
 from shardwright.modeling.model import load_model
-from shardwright.modeling.weights import are_stacks
+from shardwright.modeling.weights import are_stacks, stacks_of
 from shardwright.run.config import Config
 from shardwright.run.reference import weights_of
 from shardwright.run.stages import placement_of
@@ -87,15 +87,19 @@ def in_order(c: Config, tree: object, back: bool = False) -> Any:
 
 
 def by_layer(kind: str, weights: object) -> Found:
-    """Yields the arrays of `weights` that are not None in the order of the forward pass; `layers` one by one."""
+    """Yields the arrays of `weights` that are not None in the order of the forward pass; stacks layer by layer."""
     named = [
         (jax.tree_util.keystr(keys, simple=True, separator="."), x)
         for keys, x in jax.tree_util.tree_flatten_with_path(weights)[0]
     ]
+    groups = {name: [*group] for name, group in itertools.groupby(named, lambda pair: pair[0].partition(".")[0])}
+    *before, layers = (name for name in stacks_of(type(weights)) if name in groups)
+    others = [name for name in groups if name not in before]
+    at = others.index(layers)
     found = {}
-    for stacked, group in itertools.groupby(named, lambda pair: pair[0].startswith("layers.")):
-        entries = list(group)
-        if stacked:
+    for name in (*others[:at], *before, *others[at:]):
+        entries = groups[name]
+        if name in (*before, layers):
             found |= {f"{kind} {name}, layer {i}": x[i] for i in range(len(entries[0][1])) for name, x in entries}
         else:
             found |= {f"{kind} {name}": x for name, x in entries}
