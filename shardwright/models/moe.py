@@ -7,6 +7,7 @@ Attention is that of family.py, the Llama's without its switches. Dims and axes 
   E  experts, sharded over e                      C  slots of a pool for the tokens of one sequence
   P  pools of experts, sharded over e             N  experts of a pool
   F  hidden width of an expert                    H  hidden width of the shared experts together
+  I  hidden width of the MLP in a layer without experts
 
 A sequence is the group of tokens that shares the slots of a pool. Neither knows of devices: the same tokens are dropped
 on every mesh. docs/experts.md goes through the page.
@@ -16,7 +17,7 @@ import copy
 import dataclasses
 import functools
 import math
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,10 @@ class ModelConfig(family.ModelConfig):
     shared_scored: bool = False
     """Whether the output of the shared experts is multiplied by a score of the token: σ of its product with a learned
     vector (Qwen2-MoE)."""
+    dense_layers: int = within(0, 2**16, 0)
+    """Layers with one MLP that run before those with experts, which model.layers counts."""
+    dense_d_ff: int | None = within(1, 2**24, None)
+    """Hidden width of the MLP in these layers. Sharded over t. Null: d_ff."""
     pools: int | None = within(1, 2**16, None)
     """Pools of experts, in their order, as many in each: those of a pool share its slots. Null: each has its own."""
     capacity_factor: float | None = above_0(None)
@@ -96,7 +101,17 @@ class ModelConfig(family.ModelConfig):
     expert_bias: bool = False
     """Biases of the router and of the experts (gpt-oss)."""
 
-    dims: ClassVar[dict[str, str]] = family.ModelConfig.dims | {"E": "experts", "H": "shared_width"}
+    dims: ClassVar[dict[str, str]] = family.ModelConfig.dims | {
+        "E": "experts",
+        "H": "shared_width",
+        "I": "dense_width",
+        "dense": "dense_layers",
+    }
+
+    @property
+    def dense_width(self) -> int:
+        """Hidden width of the MLP in layers without experts."""
+        return self.dense_d_ff or self.d_ff
 
     @property
     def shared_width(self) -> int:
@@ -119,6 +134,11 @@ class ModelConfig(family.ModelConfig):
             raise ValueError(
                 f"model.groups is {self.groups}, of which a token has {self.groups_per_token}; it must divide "
                 f"model.experts = {self.experts}, and be no less than model.groups_per_token."
+            )
+        if self.dense_layers and self.period > 1:
+            raise ValueError(
+                f"model.dense_layers is {self.dense_layers}, but model.full_every or model.no_rope_every makes layers "
+                "differ; set both to null, or dense_layers to 0."
             )
         if self.experts % (self.pools or 1):
             raise ValueError(f"model.pools is {self.pools}; it must divide model.experts = {self.experts}.")
@@ -171,10 +191,20 @@ class Layer(family.Layer):
 
 
 @pytree_dataclass
+class Dense(family.Layer):
+    """Weights of one layer without experts."""
+
+    w_gate: matrix["M/fsdp -> I/t"]
+    w_up: matrix["M/fsdp -> I/t"]
+    w_down: matrix["I/t -> M/fsdp"]
+
+
+@pytree_dataclass
 class Weights(family.Weights):
     """Weights of the model."""
 
     layers: Array["layers/p", Layer]
+    dense: Array["dense *p", Dense] | None
 
 
 # ---- router -----------------------------------------------------------------------------------------------------
@@ -385,11 +415,17 @@ class Model(family.Model):
     in_pools: bool | None = None
     """Whether validation and sampling compute experts in pools. None: where that is faster."""
 
+    def layer(self, x: jax.Array, w: Any, tokens: Tokens, attention: Attention) -> Any:
+        """One transformer layer, with experts or without."""
+        if isinstance(w, Dense):
+            return super().layer(x, w, tokens, attention)
+        return self.layer_of_experts(x, w, tokens, attention)
+
     @typed
-    def layer(
+    def layer_of_experts(
         self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
     ) -> tuple[act["B/b L/c/t M"], LayerAux]:
-        """One transformer layer. Matmuls of experts are not in FP8."""
+        """One transformer layer with experts. Their matmuls are not in FP8."""
         config = self.config
         attended = save_for_backward(x + self.attend(x, w, tokens, attention))
         nx = self.mlp_input(x, attended, w)

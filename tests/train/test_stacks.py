@@ -28,6 +28,7 @@ from shardwright.inspect.soundness import find_unsound
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.inspect.statistics.origin import Finder
 from shardwright.modeling.model import load_model
+from shardwright.models import moe
 from shardwright.optimizers.scales import scales_of
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.stages import placement_of
@@ -325,6 +326,34 @@ def test_mup_scales_each_kind_of_layer():
     block.multipliers = {"residual": ["full.w_out"]}
     found = scales_of(tiny.optimizer(parametrization="completep", base={"layers": 1}), block)
     assert (found.layers.full.w_out.multiplier, found.layers.window.w_out.multiplier) == (0.25, 1)
+    found = scales_of(c, load_model(mixture(dense_layers=2, layers=4)))
+    assert {found.dense.w_down.multiplier, found.dense.w_o.multiplier, found.layers.w_down.multiplier} == {0.5}
+
+
+# ---- moe.py: dense layers before those with experts -----------------------------------------------------------------
+
+
+def mixture(**changes) -> moe.ModelConfig:
+    sizes: dict[str, Any] = SIZES | {
+        "n_q_per_kv": 2,
+        "d_ff": 16,
+        "experts": 8,
+        "experts_per_token": 2,
+        "dense_layers": 1,
+    }
+    return moe.ModelConfig(**sizes | {"dense_d_ff": 24, "layers": 2, "balance_loss": 0.1} | changes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["d=4 t=2", "p=2 d=2 t=2", "p=2 e=2 t=2"])
+def test_dense_layers_before_experts(place):
+    c = tiny.config(mixture(), microbatches=2)
+    with jax.set_mesh(tiny.mesh("one device")):
+        expected = trained(c, tiny.state(c), range(4))[1]
+    with jax.set_mesh(tiny.mesh(place)):
+        step = tiny.step(c)
+        assert find_unsound(step) == []
+        np.testing.assert_allclose(trained(c, tiny.state(c), range(4))[1], expected, rtol=1e-4)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
