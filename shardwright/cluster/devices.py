@@ -80,9 +80,7 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
     # If hosts do not share their homes, only process 0 would have cached programs, and would not compile with the rest.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
     if directory := _settings.jax_compilation_cache_dir or (None if unshared else hardware.compilation_cache):
-        directory = os.path.expanduser(directory)
-        # Without HOME and an entry in passwd there is no home, and a folder named ~ would be made here.
-        _keep_programs(None if directory.startswith("~") else directory)
+        _keep_programs(os.path.expanduser(directory))
     if processes.is_single or jax.distributed.is_initialized():
         return
     named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
@@ -183,13 +181,14 @@ def kept_programs(name: str) -> Path | None:
     return Path(directory) / name if keeps and "://" not in directory else None
 
 
-def _keep_programs(directory: str | None) -> None:
-    """Creates `directory` and makes it JAX's compilation cache; None: there is none.
+def _keep_programs(directory: str) -> None:
+    """Creates `directory` and makes it JAX's compilation cache.
 
     If that is not possible, or others could write programs there, prints a line and disables the cache.
     """
-    kept = directory
-    if directory and "://" not in directory:
+    # Without HOME and an entry in passwd there is no home, and a folder named ~ would be made here.
+    kept = None if directory.startswith("~") else directory
+    if kept and "://" not in directory:
         path = Path(os.path.abspath(directory))
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -348,6 +348,8 @@ def test_partial_sums_and_copies_are_refused_in_all_but_what_is_linear(expressio
     else:
         with pytest.raises(ShardError, match=PARTIAL):
             abstract_mesh.on_mesh(lambda h: drop(of(expression, total(h))))
+    if expression == "p[0]":  # a part of a copy is one
+        return
     with pytest.raises(ShardError, match=COPY):
         abstract_mesh.on_mesh(lambda losses: drop(of(expression, replicate("... -> ... *t", losses))))
 
