@@ -9,7 +9,6 @@ import numpy as np
 
 from shardwright.data.untrusted import number, read_object
 from shardwright.run.files import write_whole
-from shardwright.run.printing import log
 
 FILE = "forecast.json"
 """Its copy in the run's directory."""
@@ -54,19 +53,6 @@ def read_forecast(path: Path) -> Forecast:
     if not ordered or not sized or read.metric not in ("val", "loss"):
         raise ValueError(f"{path} is not a forecast that tools.forecast wrote; make it again.")
     return read
-
-
-def forecast_of_run(given: Path, directory: Path, start: int) -> Path:
-    """Returns the file to compare a run with: training.forecast, or its copy in the directory of a resumed run.
-
-    A forecast that is edited once losses are known is none, so this prints a line if the file is another one by now.
-    """
-    copy = directory / FILE
-    if not start or not copy.exists():
-        return given
-    if given.exists() and given.read_bytes() != copy.read_bytes():
-        log(f"WARNING    {given} has changed since the run began: its copy {copy} counts; remove that for the new one")
-    return copy
 
 
 def part_of(tokens: Any, total: int) -> Any:

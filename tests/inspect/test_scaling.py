@@ -11,6 +11,7 @@ import pytest
 from shardwright.inspect import scaling
 from shardwright.inspect.scaling import Runs, fit, forecasts
 from shardwright.run import forecast as of_run
+from shardwright.run.listeners.standard import forecast_of_run
 from shardwright.tools.report.comparing import compare_runs
 from shardwright.tools.report.page import page
 from shardwright.tools.report.reading import read_run
@@ -171,15 +172,15 @@ def test_the_parts_of_a_run_are_told(tmp_path, capsys):
     of_run.Watch(tmp_path / "run" / of_run.FILE, 7, 100, print).keep_copy(tmp_path / "run")  # a resumed run
     copy = tmp_path / "run" / of_run.FILE
     path = written(tmp_path / "g.json")
-    assert of_run.forecast_of_run(path, tmp_path / "run", 0) == path
+    assert forecast_of_run(path, tmp_path / "run", 0) == path
     path.write_bytes(copy.read_bytes())
-    assert of_run.forecast_of_run(path, tmp_path / "run", 3) == copy
+    assert forecast_of_run(path, tmp_path / "run", 3) == copy
     assert capsys.readouterr().out == ""
     path.write_text("{}")
-    assert of_run.forecast_of_run(path, tmp_path / "run", 3) == copy
+    assert forecast_of_run(path, tmp_path / "run", 3) == copy
     assert "has changed since the run began: its copy" in capsys.readouterr().out
     path.unlink()
-    assert of_run.forecast_of_run(path, tmp_path / "run", 3) == copy
+    assert forecast_of_run(path, tmp_path / "run", 3) == copy
 
 
 def test_a_copy_does_not_write_through_a_link(tmp_path):

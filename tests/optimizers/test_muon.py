@@ -131,7 +131,7 @@ class OtherWeights:
     """Stacks of other kinds than train.py has."""
 
     single: f32["M/d F/t"]
-    on_one_dim: Array["layers", f32["M F/t/d"]]
+    layers: Array["layers", f32["M F/t/d"]]
     stack_in_blocks: f32["stages/t M/d F"]
     two_deep: f32["outer inner K/t D M/d"]
     in_another_order: f32["M/c/t/d E"]
@@ -141,7 +141,7 @@ class OtherWeights:
 def test_stacks_of_any_kind():
     table = OtherWeights(
         single=Weight((16, 24), "matrix", inputs=1, outputs=1),
-        on_one_dim=matrix(3, (16,), (24,)),
+        layers=matrix(3, (16,), (24,)),
         stack_in_blocks=matrix(6, (16,), (24,)),
         two_deep=Weight((2, 3, 4, 2, 16), "matrix", inputs=2, outputs=1),
         in_another_order=Weight((16, 8), "matrix", inputs=1, outputs=1),

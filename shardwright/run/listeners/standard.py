@@ -14,7 +14,7 @@ from shardwright.run.background import in_background
 from shardwright.run.changes import tokens_before
 from shardwright.run.directory import override
 from shardwright.run.files import duration, end_of, read_metrics
-from shardwright.run.forecast import PARTS, Bound, Watch, forecast_of_run
+from shardwright.run.forecast import FILE, PARTS, Bound, Watch
 from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.memory import peak_memory
 from shardwright.run.page import Page
@@ -134,6 +134,19 @@ class Summary(Listener):
             log(f"time       {duration(seconds)}, of it {run.compiled_s:.0f} s to compile the step")
             log(f"loss       {float(self._loss):.3f} nats a token at the last step")
             log(f"checkpoint {run.checkpoints}/{run.total:010}")
+
+
+def forecast_of_run(given: Path, directory: Path, start: int) -> Path:
+    """Returns the file to compare a run with: training.forecast, or its copy in the directory of a resumed run.
+
+    A forecast that is edited once losses are known is none, so this prints a line if the file is another one by now.
+    """
+    copy = directory / FILE
+    if not start or not copy.exists():
+        return given
+    if given.exists() and given.read_bytes() != copy.read_bytes():
+        log(f"WARNING    {given} has changed since the run began: its copy {copy} counts; remove that for the new one")
+    return copy
 
 
 class Forecast(Listener):
