@@ -93,13 +93,14 @@ def by_layer(kind: str, weights: object) -> Found:
         for keys, x in jax.tree_util.tree_flatten_with_path(weights)[0]
     ]
     groups = {name: [*group] for name, group in itertools.groupby(named, lambda pair: pair[0].partition(".")[0])}
-    *before, layers = (name for name in stacks_of(type(weights)) if name in groups)
-    others = [name for name in groups if name not in before]
-    at = others.index(layers)
+    # Without moments, or weights of a stack that are not trained, a group is missing.
+    stacks = [name for name in stacks_of(type(weights)) if name in groups]
+    others = [name for name in groups if name not in stacks[:-1]]
+    at = others.index(stacks[-1]) if stacks else 0
     found = {}
-    for name in (*others[:at], *before, *others[at:]):
+    for name in (*others[:at], *stacks[:-1], *others[at:]):
         entries = groups[name]
-        if name in (*before, layers):
+        if name in stacks:
             found |= {f"{kind} {name}, layer {i}": x[i] for i in range(len(entries[0][1])) for name, x in entries}
         else:
             found |= {f"{kind} {name}": x for name, x in entries}
