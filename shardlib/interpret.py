@@ -210,7 +210,7 @@ def interpret(
     Args:
         program: a jaxpr, closed or open.
         domain: the analysis.
-        ins: what is known of its arguments, after the constants of an open jaxpr.
+        ins: what is known of its arguments, or of its constants and its arguments.
         caller: the equation that runs it; None: none does.
         operations: what the domain follows for each equation; None: the equation itself.
     """
@@ -234,8 +234,10 @@ def steps(
     results. At the end it yields None with what is known of the results of the program.
     """
     jaxpr, consts = body_of(program)
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    env = dict(zip(variables, [*map(constant, consts), *ins], strict=True))
+    ins = [*ins]
+    if len(ins) == len(jaxpr.invars):
+        ins = [*map(constant, consts), *ins]
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], ins, strict=True))
 
     def read(variables: Iterable) -> list[V]:
         return [env[var] if is_variable(var) else constant(var) for var in variables]

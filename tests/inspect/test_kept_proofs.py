@@ -76,7 +76,7 @@ def start(records, tmp_path, monkeypatch):
     return start
 
 
-def rejected(start, *given, match: str = "mul: a number that depends on the mesh", **options) -> None:
+def rejected(start, *given, match: str = "a number that depends on the mesh", **options) -> None:
     with pytest.raises(ShardError, match=match):
         start(*given, **options)
 
