@@ -1,40 +1,50 @@
-"""Background work: runs our own programs as subprocesses at the lowest priority, outside the trainer's GIL."""
+"""Background work: runs our own programs as subprocesses, at the lowest priority, outside the trainer's GIL."""
 
 import concurrent.futures
+import itertools
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwright.run.printing import log
+
 _ROOT = Path(__file__).parents[2]
 FAILURES = (OSError, RuntimeError, ValueError)
-"""Exceptions that run_at_low_priority, or parsing its output, may raise."""
+"""Exceptions that run_module, or parsing its output, may raise."""
 TIMEOUT_S = 600.0
 """Seconds until such a process is killed. Generous, because training steps keep all cores busy."""
 T = TypeVar("T")
+_running: set[subprocess.Popen[Any]] = set()
 
 
-def run_at_low_priority(
+def run_module(
     module: str,
     *arguments: object,
     directory: Path | None = None,
     own_modules: bool = False,
     timeout: float | None = None,
+    nice: int = 19,
     started: Callable[[subprocess.Popen[Any]], object] = lambda process: None,
 ) -> str:
-    """Runs `python -m <module>` at the lowest priority and returns its stdout.
+    """Runs `python -m <module>` and returns its stdout. On Linux, it dies with this process, also if that is killed.
 
     `directory` is its working directory; None: ours. With `own_modules` it imports modules from there. Raises
     RuntimeError with the last line of its stderr if it fails, or if it takes longer than `timeout` seconds (None:
-    TIMEOUT_S). `started` gets the process, which it may keep to end it.
+    TIMEOUT_S). `nice` lowers its priority; 19 is the lowest one. `started` gets the process, which it may keep to end
+    it.
     """
     timeout = timeout or TIMEOUT_S
-    nice = ["nice", "-n", "19"] if shutil.which("nice") else []
+    around = ["setpriv", "--pdeathsig", "KILL"], ["nice", "-n", str(nice)]
+    before = itertools.chain(*(command for command in around if shutil.which(command[0])))
     # -P keeps the working directory, which may contain a json.py, off sys.path.
-    command = [*nice, sys.executable, *([] if own_modules else ["-P"]), "-m", module, *map(str, arguments)]
+    command = [*before, sys.executable, *([] if own_modules else ["-P"]), "-m", module, *map(str, arguments)]
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     paths = os.pathsep.join([str(_ROOT), *map(os.path.abspath, given)])
     options: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": paths}}
@@ -45,18 +55,41 @@ def run_at_low_priority(
     options["process_group"] = 0
     process: subprocess.Popen[Any] = subprocess.Popen(command, cwd=directory, **options)
     with process:
+        _running.add(process)
         try:
             started(process)
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"it took longer than {timeout:g} s") from None
         finally:
+            _running.discard(process)
             process.kill()  # if it has not ended
+    if process.returncode == -signal.SIGKILL:
+        raise RuntimeError("it was killed")
     if process.returncode:
         lines = stderr.decode(errors="replace").strip().splitlines()
         ended = f"{module} ended with exit code {process.returncode}"
         raise RuntimeError(lines[-1] if lines else ended)
     return stdout.decode()
+
+
+def kill_programs() -> None:
+    """Kills each program that run_module runs now, which raises RuntimeError there."""
+    for process in list(_running):
+        process.kill()
+
+
+def wait_for(task: concurrent.futures.Future[T], what: str, stopped_by: Callable[[], str | None]) -> None:
+    """Waits for background work. Says so after seconds, and kills the programs once `stopped_by` names a signal."""
+    says_at = time.monotonic() + 3
+    while not task.done():
+        if stopped_by():
+            kill_programs()
+        if time.monotonic() > says_at:
+            log(f"waiting    for {what}; Ctrl-C skips it")
+            says_at = math.inf
+        concurrent.futures.wait([task], timeout=0.2)
+    task.result()
 
 
 def in_background(function: Callable[..., T], *arguments: object) -> concurrent.futures.Future[T]:

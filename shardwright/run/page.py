@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from shardwright.run.background import FAILURES, in_background, run_at_low_priority
+from shardwright.run.background import FAILURES, in_background, kill_programs, run_module
 from shardwright.run.best_effort import why
 from shardwright.run.files import REPORT
 from shardwright.settings.words import say
@@ -36,6 +36,7 @@ class Page:
         self._made: concurrent.futures.Future[bool] | None = None
         self._next: float | None = None  # not before this time
         self._told = False
+        self._is_ending = False
 
     def refresh(self) -> None:
         """Starts making the page if it is due. Does not wait."""
@@ -48,22 +49,26 @@ class Page:
 
     def finish(self) -> Path | None:
         """Makes the page a last time and waits for it. Returns its path; None, after printing why, if there is none."""
+        self._is_ending = True
+        if self._made and not self._made.done():
+            kill_programs()  # an older page, made at the lowest priority
         self.close()
-        return self._directory / REPORT if self._wanted and self._make() else None
+        return self._directory / REPORT if self._wanted and self._make(nice=0) else None
 
     def close(self) -> None:
         """Waits for a page in progress, and raises any unexpected error from it."""
         if self._made is not None:
             self._made.result()
 
-    def _make(self) -> bool:
+    def _make(self, nice: int = 19) -> bool:
         begin = time.monotonic()
         reason = None
         try:
             # In the run's directory, so that its name need not be quoted for Hydra.
-            run_at_low_priority("shardwright.tools.report", "run=.", directory=self._directory)
+            run_module("shardwright.tools.report", "run=.", directory=self._directory, nice=nice)
         except FAILURES as error:
-            reason = why(error).removeprefix("Error: ")
+            is_replaced = self._is_ending and nice
+            reason = None if is_replaced else why(error).removeprefix("Error: ")
         self._next = begin + max(INTERVAL_S, (time.monotonic() - begin) / LARGEST_SHARE)
         if reason and not self._told:
             self._told = True

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from shardwright.cluster.watch import pause
-from shardwright.run.background import FAILURES, in_background
+from shardwright.run.background import FAILURES, in_background, wait_for
 from shardwright.run.directory import TRACE, remove_older
 from shardwright.run.metrics import RunLog
 from shardwright.settings.words import say
@@ -95,8 +95,8 @@ class StepProfiler:
             return
         self._task = in_background(self._read_trace, kept)
 
-    def close(self) -> None:
-        """Waits until the trace has been read."""
+    def close(self, stopped_by: Callable[[], str | None] = lambda: None) -> None:
+        """Waits until the trace has been read, or `stopped_by` names a signal."""
         if self._traces:
             self._traces = False
             self._settle()
@@ -107,7 +107,7 @@ class StepProfiler:
         task = self._task
         self._task = None
         if task is not None:
-            task.result()
+            wait_for(task, "the profile to be read", stopped_by)
 
     # ---- on the background thread
 

@@ -15,6 +15,7 @@ from shardwright.cluster.watch import now_at
 from shardwright.data.loader import TokenBatch, prefetch
 from shardwright.inspect import examine
 from shardwright.modeling.model import COMPUTE_DTYPES, LanguageModel
+from shardwright.run.background import kill_programs
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.compiling import compile_step, seconds_shown
 from shardwright.run.config import Config
@@ -96,6 +97,8 @@ class Run(Schedule):
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
+        if exc_info[0] is KeyboardInterrupt:
+            kill_programs()  # a second Ctrl-C waits for nothing
         self._cleanup.__exit__(*exc_info)
 
     # ---- before the first step ----------------------------------------------------------------------------------

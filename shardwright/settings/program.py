@@ -48,6 +48,7 @@ FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
 """Environment variable with the user's HYDRA_FULL_ERROR, which `start` sets for Hydra."""
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
+_INTERRUPTED = "Error: interrupted by Ctrl-C."
 
 
 def refusal(error: Exception) -> str | None:
@@ -146,10 +147,11 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which are printed here
     interrupted: list[int] = []
     atexit.register(lambda: _leave(*interrupted) if interrupted else None)
+    sys.unraisablehook = _leave_if_interrupted
     try:
         _start(program, job, sections)
     except KeyboardInterrupt:
-        print("Error: interrupted by Ctrl-C.", file=sys.stderr)
+        print(_INTERRUPTED, file=sys.stderr)
         interrupted.append(130)
         sys.exit(130)
     except Refused as error:
@@ -190,6 +192,15 @@ def _ignore_shared_cache() -> None:
         os.environ[CACHE] = ""
         if jax := sys.modules.get("jax"):  # which read it
             jax.config.update("jax_compilation_cache_dir", None)
+
+
+def _leave_if_interrupted(unraisable: Any) -> None:
+    """Ends the process if Ctrl-C came in a callback, as of JAX at a garbage collection, which goes on after errors."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    print(_INTERRUPTED, file=sys.stderr)
+    _leave(130)
 
 
 def _leave(code: int) -> None:

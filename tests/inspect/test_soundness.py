@@ -1,13 +1,10 @@
 """What the proof of a step says, and what runs beside a training."""
 
-import os
-
 import jax
 import pytest
 
 import train
 from shardwright.inspect import soundness
-from shardwright.run.background import run_at_low_priority
 from shardwright.run.step import Step
 from tests.support import tiny
 
@@ -36,22 +33,6 @@ def test_a_finding_says_in_which_form_the_step_was_traced(mesh, attention, trace
         found = soundness.find_unsound(Step(c, PerDevice(c.model), jax.sharding.get_mesh(), train.SPEC))
     assert found
     assert {str(x).partition("traced with: ")[2] for x in found} == {traced}
-
-
-def test_programs_beside_the_training_find_its_packages(tmp_path, monkeypatch):
-    """Where they come by PYTHONPATH, as by the modules of a cluster."""
-    (tmp_path / "a_program_beside.py").write_text("print('found')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert run_at_low_priority("a_program_beside") == "found\n"
-
-
-def test_a_program_beside_gives_way_and_outlives_ctrl_c(tmp_path, monkeypatch):
-    """If it had a session of its own, Linux would share the processors equally between it and the training."""
-    program = "import os; print(os.getsid(0), os.getpgid(0), os.getpid(), os.nice(0))"
-    (tmp_path / "a_patient_program.py").write_text(program)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    session, group, own, nice = map(int, run_at_low_priority("a_patient_program").split())
-    assert (session, group, nice) == (os.getsid(0), own, 19)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def made(monkeypatch):
         now[0] += seconds.get(len(calls) - 1, 1)
 
     monkeypatch.setattr(pages.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(pages, "run_at_low_priority", make)
+    monkeypatch.setattr(pages, "run_module", make)
     make.now, make.calls = now, calls
     return make
 
@@ -56,7 +56,7 @@ def test_pages_are_a_minute_apart_and_take_a_share_of_the_time(tmp_path, made):
         made.now[0] += 1
     # The third took nine seconds: 30 times as long until the next one.
     assert [start for start, *_ in made.calls] == [1010, 1070, 1130, 1400, 1460, 1520, 1580]
-    assert made.calls[0][2] == {"directory": tmp_path}
+    assert made.calls[0][2] == {"directory": tmp_path, "nice": 19}
 
 
 @pytest.mark.long

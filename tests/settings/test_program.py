@@ -32,3 +32,27 @@ def test_a_platform_that_jax_cannot_start(platform, tmp_path):
     assert f"'shardwright[{platform}]'" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_ends_it_also_in_a_callback_that_goes_on_after_errors(tmp_path):
+    """As in one of JAX, at a garbage collection."""
+    (tmp_path / "interrupted.py").write_text(
+        "import gc\n"
+        "from dataclasses import dataclass\n"
+        "from shardwright.settings.program import run_program\n"
+        "@dataclass\n"
+        "class Settings:\n"
+        "    filespec: str = ''\n"
+        "def interrupt(*_):\n"
+        "    raise KeyboardInterrupt\n"
+        "def job(settings):\n"
+        "    gc.callbacks.append(interrupt)\n"
+        "    gc.collect()\n"
+        "    print('it went on')\n"
+        "run_program('inspect_data', Settings, job)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "interrupted.py", "filespec=x"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "Error: interrupted by Ctrl-C.\n"

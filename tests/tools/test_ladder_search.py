@@ -162,7 +162,7 @@ def test_the_same_command_trains_what_is_missing(searched, tmp_path):
     assert said == before
 
 
-@pytest.mark.parametrize(("state", "status"), [("stopped", 1), (None, -15)])
+@pytest.mark.parametrize(("state", "status"), [("stopped", 1), (None, 0), (None, -15)])
 def test_a_stopped_sweep_stops_the_search(searched, state, status):
     trained = Trained(lambda **_: (None, state))
     trained.status = status

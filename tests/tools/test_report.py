@@ -309,6 +309,14 @@ def report(tmp_path: Path, plan: str | None, devices: str = "1 x TPU v5 lite") -
     return (tmp_path / "issue.md").read_text().splitlines()
 
 
+def test_the_last_start_in_the_log_has_the_provenance_though_the_clock_was_set_back(tmp_path):
+    run = write(tmp_path / "run", events=[{"step": at, "event": "start", "unix_time": 1} for at in (0, 2)])
+    for start, at in ((0, "2026-01-02"), (2, "2026-01-01")):
+        (run / f"source/{start:010}").mkdir(parents=True)
+        (run / f"source/{start:010}/provenance.json").write_text(json.dumps({"started": at, "command": [start]}))
+    assert read_run(run).about["command"] == [2]
+
+
 def test_planned_stands_beside_measured(tmp_path):
     lines = report(tmp_path, json.dumps(PLAN))
     assert lines[:2] == ["### run", ""]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from shardwright.inspect import examine
-from shardwright.run.background import in_background
+from shardwright.run.background import in_background, wait_for
 from shardwright.run.changes import tokens_before
 from shardwright.run.directory import override
 from shardwright.run.files import duration, end_of, read_metrics
@@ -100,7 +100,8 @@ class Profile(Listener):
             self._profiler.after_step(step - self._run.start, metrics)
 
     def wait(self) -> bool:
-        self.close()
+        if self._profiler:
+            self._profiler.close(self._run.signal)
         return True
 
     def end(self, how: Ending) -> None:
@@ -197,7 +198,7 @@ class Picture(Listener):
 
     def wait(self) -> bool:
         if self._drawing:
-            self._drawing.exception()  # waits: a signal until then still stops the run
+            wait_for(self._drawing, "the picture of the compiled step", self._run.signal)
         return True
 
     def end(self, how: Ending) -> None:

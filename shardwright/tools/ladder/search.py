@@ -112,7 +112,7 @@ def trained(
     for columns in sweeps(todo) if todo else ():
         columns = [[word.partition("=") for word in of] for of in (*columns, [f"{SEED}={seed}" for seed in seeds])]
         status = run([*command, *(f"{of[0][0]}=choice({','.join(value for *_, value in of)})" for of in columns)])
-        if status not in (0, 1) or {"stopped", "running"} & {run.state for x in todo for run in read(x)}:
+        if status not in (0, 1) or {"stopped", "running", "broke off"} & {run.state for x in todo for run in read(x)}:
             sys.exit("The search stops here, with the sweep. To resume: the same command.")
     ranked = sorted(((x, read(x)) for x in candidates), key=lambda each: losses(each[1]).mean())
     if not np.isfinite(losses(ranked[0][1])).all():

@@ -107,7 +107,8 @@ def read_run(directory: Path) -> Run:
     step, tokens, seconds = (_curve(steps, name) for name in ("step", "tokens", "seconds"))
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
     settings = _read_settings(directory, notes)
-    run = Run(directory, settings, *_read_starts(directory), events, metrics, step, tokens, np.nancumsum(seconds))
+    starts, about = _read_starts(directory, events)
+    run = Run(directory, settings, starts, about, events, metrics, step, tokens, np.nancumsum(seconds))
     run.wall_seconds, run.notes = wall_seconds, notes
     run.state, run.why = _state(run, end)
     if not steps:
@@ -199,17 +200,18 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
     return [steps[step] for step in sorted(steps)], events, end_of(records), sum(x for x in lengths if x > 0)
 
 
-def _read_starts(directory: Path) -> tuple[list[int], dict[str, Any]]:
+def _read_starts(directory: Path, events: list[dict]) -> tuple[list[int], dict[str, Any]]:
     """Steps done before each start, and the provenance of the newest."""
     found = []
+    # A run that went back has directories of later steps, and the clock may have been set back: the log has the order.
+    logged = {event.get("step", -1): i for i, event in enumerate(events) if event["event"] == "start"}
     for path in sorted((directory / "source").glob("[0-9]" * 10))[-100:]:
         about = {}
         with contextlib.suppress(OSError, ValueError):
             about = read_object(path / "provenance.json")
-        found.append((str(about.get("started", "")), int(path.name), about))
-    # A run that went back has directories of later steps, so sort starts by time.
-    found.sort(key=lambda start: start[:2])
-    return [step for _, step, _ in found], found[-1][2] if found else {}
+        found.append((logged.get(int(path.name), -1), str(about.get("started", "")), int(path.name), about))
+    found.sort(key=lambda start: start[:3])
+    return [step for _, _, step, _ in found], found[-1][3] if found else {}
 
 
 def _curve(steps: list[dict], name: str) -> Curve:
