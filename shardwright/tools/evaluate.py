@@ -3,7 +3,7 @@
     python -m tools.evaluate run=runs/<name>
     python -m tools.evaluate run=runs/<name> data=stories.jsonl out=losses.jsonl
     python -m tools.evaluate run=runs/<name> step=500 mesh.t=2
-    python -m tools.evaluate run=runs/<name> tasks=[mine] task_path=tasks/
+    python -m tools.evaluate run=runs/<name> 'tasks=[mine]' task_path=tasks/
 
 Without data or tasks, the loss is that of the run's own validation: its evaluation step, on the same batches. With
 data, each document of a file of texts is counted once. docs/evaluation.md has examples.

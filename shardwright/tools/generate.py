@@ -2,7 +2,7 @@
 
     python -m tools.generate run=runs/<name> prompt="Once upon a time" max_tokens=200 temperature=0.8 top_k=50
     python -m tools.generate run=runs/<name> prompts_file=prompts.txt samples=4 output=texts.jsonl
-    python -m tools.generate run=runs/<name> step=500 prompt_ids=[5,8,13] mesh.t=2
+    python -m tools.generate run=runs/<name> step=500 'prompt_ids=[5,8,13]' mesh.t=2
 
 The weights are sharded as in training, on any mesh. docs/sampling.md explains how it works.
 """

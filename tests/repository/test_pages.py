@@ -94,18 +94,36 @@ def test_the_index_has_every_page():
 # ---- commands -----------------------------------------------------------------------------------------------------
 
 
-def commands(text: str) -> list[list[str]]:
-    """Words after `python -m` of each command in a page's blocks and inline code; `shardwright x` is tools.x."""
+def command_lines(text: str) -> list[str]:
+    """What follows `python -m` in each command of a page's blocks and inline code; `shardwright x` is tools.x."""
     lines = [line for language, block in blocks(text) if not language for line in block.replace("\\\n", "").split("\n")]
     found = []
     for line in [*lines, *(span.replace("\n", " ") for span in spans(text))]:
         line = re.sub(r"^shardwright (\w+)", lambda m: f"python -m {'' if m[1] == 'train' else 'tools.'}{m[1]}", line)
         _, is_command, rest = re.sub(r"<[\w ,]+>", "name", line).partition("python -m ")
         if is_command:
-            words = shlex.split(rest.replace("\\|", "|"), comments=True)
-            end = next((i for i, word in enumerate(words) if word in ("&", "|", ";", "&&")), len(words))
-            found.append(words[:end])
+            found.append(rest.replace("\\|", "|"))
     return found
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words of each command in a page."""
+    found = []
+    for line in command_lines(text):
+        words = shlex.split(line, comments=True)
+        end = next((i for i, word in enumerate(words) if word in ("&", "|", ";", "&&")), len(words))
+        found.append(words[:end])
+    return found
+
+
+def test_lists_in_commands_are_quoted():
+    """zsh looks for files that match `[` or `*`, and ends with "no matches found"."""
+    sources = [path.read_text() for path in (ROOT / "shardwright").rglob("*.py")]
+    docstrings = [match for text in sources for match in re.findall(r"^    python -m ([^{\n]*)$", text, re.MULTILINE)]
+    lines = [*docstrings, *(line for page in PAGES for line in command_lines(page.read_text()))]
+    unquoted = [re.sub(r"'[^']*'|\"[^\"]*\"| #.*|<[^>]*>|\$\{?\w+\}?", "", line) for line in lines]
+    assert len(docstrings) > 20
+    assert [line for line, bare in zip(lines, unquoted, strict=True) if re.search(r"=\S*[\[*?{]", bare)] == []
 
 
 def source_files(module: str) -> list[Path]:

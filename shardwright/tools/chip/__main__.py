@@ -2,7 +2,7 @@
 
     python -m tools.chip
     python -m tools.chip minutes=12
-    python -m tools.chip minutes=12 parts=[attention,fp8]
+    python -m tools.chip minutes=12 'parts=[attention,fp8]'
 
 With `minutes` it measures PARTS in order, each in its own process with a time limit. It writes results immediately:
 <out>/<part>.json, the part's output in <part>.out and .err, and a Markdown table in chip.md, which you can paste into

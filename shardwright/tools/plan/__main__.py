@@ -2,7 +2,7 @@
 
     python -m tools.plan --config-name=c4_h100x64_7b
     python -m tools.plan --config-name=c4_h100x64_7b hardware=v5p plan.devices=128 plan.search=true
-    python -m tools.plan --config-name=c4_h100x64_7b plan.search=true plan.chips=[h100,v5p] plan.deadline=3d
+    python -m tools.plan --config-name=c4_h100x64_7b plan.search=true 'plan.chips=[h100,v5p]' plan.deadline=3d
     python -m tools.plan --config-name=c4_h100x64_7b plan.output=plan.html
 
 Traces the training step of a configuration, as `python -m train` would run it, and computes what a device of that

@@ -2,7 +2,7 @@
 
     python -m tools.report run=runs/<run>
     python -m tools.report run=runs/<sweep>
-    python -m tools.report run=[runs/a,runs/b] sort=tokens/s
+    python -m tools.report 'run=[runs/a,runs/b]' sort=tokens/s
     python -m tools.report run='runs/local_*' output=curves.html
     python -m tools.report run='[runs/base-*,runs/idea-*]'
     python -m tools.report run=runs/<run> output=issue.md
