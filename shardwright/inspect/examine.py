@@ -15,7 +15,7 @@ from shardwright.inspect.compiled.trace import top_lines
 from shardwright.inspect.planning import plan_run
 from shardwright.inspect.soundness import check_steps, devices_of
 from shardwright.inspect.statistics.of_run import RunStatistics
-from shardwright.run.background import FAILURES, run_module
+from shardwright.run.background import FAILURES, run_beside
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.printing import log
 from shardwright.run.provenance import keep_result, read_by
@@ -91,7 +91,7 @@ def draw_step(hlo: Path) -> str:
     Returns a line for the user: where the picture is, or why there is none.
     """
     try:
-        drawn = run_module("shardwright.inspect.compiled.files", hlo).strip()
+        drawn = run_beside("shardwright.inspect.compiled.files", hlo).strip()
     except FAILURES as error:
         return f"picture    none, {hlo} cannot be drawn: {error}"
     return f"picture    {drawn}"
@@ -103,7 +103,7 @@ def read_trace(*given: object) -> tuple[dict[str, Any], str]:
     The arguments are those of the program compiled/trace.py, which runs in a process of low priority.
     """
     try:
-        found = json.loads(run_module("shardwright.inspect.compiled.trace", *given))
+        found = json.loads(run_beside("shardwright.inspect.compiled.trace", *given))
     except FAILURES as error:
         found = {key: {"because": f"the trace could not be read: {error}"} for key in ("bubble", "lines")}
     lines = found["lines"]

@@ -17,14 +17,14 @@ from shardwright.run.printing import log
 
 _ROOT = Path(__file__).parents[2]
 FAILURES = (OSError, RuntimeError, ValueError)
-"""Exceptions that run_module, or parsing its output, may raise."""
+"""Exceptions that run_beside, or parsing its output, may raise."""
 TIMEOUT_S = 600.0
 """Seconds until such a process is killed. Generous, because training steps keep all cores busy."""
 T = TypeVar("T")
 _running: set[subprocess.Popen[Any]] = set()
 
 
-def run_module(
+def run_beside(
     module: str,
     *arguments: object,
     directory: Path | None = None,
@@ -74,7 +74,7 @@ def run_module(
 
 
 def kill_programs() -> None:
-    """Kills each program that run_module runs now, which raises RuntimeError there."""
+    """Kills each program that run_beside runs now, which raises RuntimeError there."""
     for process in list(_running):
         process.kill()
 

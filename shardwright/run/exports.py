@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from shardwright.run.background import FAILURES, in_background, run_module
+from shardwright.run.background import FAILURES, in_background, run_beside
 from shardwright.run.directory import quoted
 from shardwright.run.metrics import RunLog
 from shardwright.run.printing import log
@@ -51,7 +51,7 @@ class Exports:
         given = f"run={quoted(checkpoint)}", f"output={quoted(str(output))}", "trust=true"
         try:
             options = {"own_modules": True, "timeout": EXPORT_S, "started": self._started}
-            run_module("shardwright.tools.checkpoint_to_huggingface", *given, **options)
+            run_beside("shardwright.tools.checkpoint_to_huggingface", *given, **options)
         except FAILURES as error:
             if self._is_stopped:
                 return

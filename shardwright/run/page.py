@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from shardwright.run.background import FAILURES, in_background, kill_programs, run_module
+from shardwright.run.background import FAILURES, in_background, kill_programs, run_beside
 from shardwright.run.best_effort import why
 from shardwright.run.files import REPORT
 from shardwright.settings.words import say
@@ -65,7 +65,7 @@ class Page:
         reason = None
         try:
             # In the run's directory, so that its name need not be quoted for Hydra.
-            run_module("shardwright.tools.report", "run=.", directory=self._directory, nice=nice)
+            run_beside("shardwright.tools.report", "run=.", directory=self._directory, nice=nice)
         except FAILURES as error:
             is_replaced = self._is_ending and nice
             reason = None if is_replaced else why(error).removeprefix("Error: ")

@@ -236,8 +236,11 @@ def keep_source(directory: Path, step: int, model: object, about: Mapping[str, A
         return
     kept = directory / "source" / f"{step:010}"
     packages = [found.metadata for found in importlib.metadata.distributions()]
+    own = [path.parent for path in (Path(inspect.getsourcefile(type(model)) or ""), *own_modules())]
+    projects = [path for path in [*own, Path.cwd()] if not path.resolve().is_relative_to(ROOT)]
     found = {
-        "commit": _commit(),
+        "commit": _commit(ROOT),
+        "project_commit": next(filter(None, map(_commit, projects)), None),
         "command": sys.orig_argv,
         "python": platform.python_version(),
         "packages": dict(sorted({about["Name"]: about["Version"] for about in packages if about["Name"]}.items())),
@@ -258,11 +261,11 @@ def keep_source(directory: Path, step: int, model: object, about: Mapping[str, A
         write_whole(kept / "provenance.json", json.dumps({**found, **about}, indent=1, default=str) + "\n")
 
 
-def _commit() -> str | None:
-    """Returns the commit of the source; None without git or a repository."""
+def _commit(folder: Path) -> str | None:
+    """Returns the commit of the repository that a folder is in; None without git or a repository."""
     try:
         found = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=60
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=60
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run.background import in_background, run_module, wait_for
+from shardwright.run.background import in_background, run_beside, wait_for
 
 PATIENT = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
 
@@ -41,12 +41,12 @@ def test_programs_beside_the_training_find_its_packages(tmp_path, monkeypatch):
     """Where they come by PYTHONPATH, as by the modules of a cluster."""
     (tmp_path / "a_program_beside.py").write_text("print('found')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert run_module("a_program_beside") == "found\n"
+    assert run_beside("a_program_beside") == "found\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with the one that started it")
 def test_it_dies_with_a_run_that_is_killed(folder):
-    starts = "from shardwright.run.background import run_module; run_module('a_patient_program')"
+    starts = "from shardwright.run.background import run_beside; run_beside('a_patient_program')"
     with subprocess.Popen(
         [sys.executable, "-c", starts], cwd=folder, env=os.environ | {"PYTHONPATH": ":".join(sys.path) + f":{folder}"}
     ) as run:
@@ -63,14 +63,14 @@ def test_its_group_is_not_that_of_ctrl_c_and_its_priority_is_low(folder):
     """If it had a session of its own, Linux would share the processors equally between it and the training."""
     program = "import os; print(os.getsid(0), os.getpgid(0), os.getpid(), os.nice(0))"
     (folder / "a_patient_program.py").write_text(program)
-    session, group, own, nice = map(int, run_module("a_patient_program").split())
+    session, group, own, nice = map(int, run_beside("a_patient_program").split())
     assert (session, group, nice) == (os.getsid(0), own, 19)
 
 
 def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
     def draw() -> str:
         try:
-            return run_module("a_patient_program", directory=folder)
+            return run_beside("a_patient_program", directory=folder)
         except RuntimeError as error:
             return str(error)
 

@@ -24,11 +24,11 @@ from tests.support.exact_step import exact, train_on
 __all__ = ["exact"]
 
 
-def exported(monkeypatch, directory, run_module, steps):
+def exported(monkeypatch, directory, run_beside, steps):
     """The events of a run that exports the checkpoints of these steps, one after another."""
     events = []
     log: Any = SimpleNamespace(add_event=lambda step, event, values: events.append((step + 1, event, values)))
-    monkeypatch.setattr(exports, "run_module", run_module)
+    monkeypatch.setattr(exports, "run_beside", run_beside)
     made = exports.Exports(directory, log)
     for step in steps:
         made.add(step, f"here/{step}", None)
@@ -54,7 +54,7 @@ def test_a_failed_export_is_a_warning_and_an_event(tmp_path, monkeypatch, capsys
 @pytest.mark.quick
 def test_exports_wait_for_their_checkpoint_and_for_each_other(tmp_path, monkeypatch):
     order, saving = [], concurrent.futures.Future()
-    monkeypatch.setattr(exports, "run_module", lambda module, run, *_, **options: order.append(run))
+    monkeypatch.setattr(exports, "run_beside", lambda module, run, *_, **options: order.append(run))
     log: Any = SimpleNamespace(add_event=lambda *_: None)
     made = exports.Exports(tmp_path, log)
     made.add(1, "one", saving)
@@ -79,7 +79,7 @@ def test_no_export_is_made_once_they_are_stopped(tmp_path, monkeypatch):
             time.sleep(0.01)
         raise RuntimeError("terminated")
 
-    monkeypatch.setattr(exports, "run_module", slow)
+    monkeypatch.setattr(exports, "run_beside", slow)
     log: Any = SimpleNamespace(add_event=lambda *event: made.append(event))
     both = exports.Exports(tmp_path, log)
     both.add(1, "one", None)
@@ -136,7 +136,7 @@ def test_only_the_checkpoint_that_an_export_reads_is_kept_longer(tmp_path, monke
         seen.append(checkpoints(tmp_path))
         makes(module, run, output)
 
-    monkeypatch.setattr(exports, "run_module", slow)
+    monkeypatch.setattr(exports, "run_beside", slow)
     trained(settings(8, export_interval=4, keep_checkpoints=1), tmp_path)
     assert seen[0] == [4, 8]
     assert checkpoints(tmp_path) == [8]
@@ -149,14 +149,14 @@ def test_a_signal_stops_an_export_and_a_resume_makes_it(tmp_path, monkeypatch, c
             os.kill(os.getpid(), signal.SIGTERM)
 
         options["started"] = started_and_stopped
-        background.run_module("http.server", "0", "--bind", "127.0.0.1", **options)
+        background.run_beside("http.server", "0", "--bind", "127.0.0.1", **options)
 
-    monkeypatch.setattr(exports, "run_module", slow)
+    monkeypatch.setattr(exports, "run_beside", slow)
     c = settings(2, export_interval=2, keep_checkpoints=1)
     begun = time.monotonic()
     assert trained(c, tmp_path) == "SIGTERM"
     assert time.monotonic() - begun < 60
     assert "SIGTERM: no exports of the steps [2] yet. Resuming makes them." in capsys.readouterr().out
-    monkeypatch.setattr(exports, "run_module", makes)
+    monkeypatch.setattr(exports, "run_beside", makes)
     assert trained(c, tmp_path) is None
     assert [path.name for path in tmp_path.glob("exports/*")] == [f"{2:010}"]

@@ -30,7 +30,7 @@ def made(monkeypatch):
         now[0] += seconds.get(len(calls) - 1, 1)
 
     monkeypatch.setattr(pages.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(pages, "run_module", make)
+    monkeypatch.setattr(pages, "run_beside", make)
     make.now, make.calls = now, calls
     return make
 

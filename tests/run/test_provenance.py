@@ -195,10 +195,16 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
     (tmp_path / "mine_parts.py").write_text("FACTOR = 1.0")
     importlib.import_module("mine_parts")
     before = provenance.source_of()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
+        subprocess.run([*git, *words], check=True)
     (tmp_path / "mine_parts.py").write_text("FACTOR = 0.5")
     assert provenance.source_of() == before, "what runs is still the source before"
     provenance.keep_source(tmp_path, 3, load_model(tiny.model()), {})
     assert (tmp_path / "source/0000000003/mine_parts.py").read_text() == "FACTOR = 1.0"
+    about = json.loads((tmp_path / "source/0000000003/provenance.json").read_text())
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert about["project_commit"] == commit
     provenance.bytes_of.cache_clear()  # as another start
     assert {name for name, _ in before.items() ^ provenance.source_of().items()} == {"mine_parts.py"}
     assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]

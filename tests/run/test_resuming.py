@@ -85,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(checkpoints, "AGAIN_S", 0.0)
-        self.patch.setattr(exports, "run_module", make_export)
+        self.patch.setattr(exports, "run_beside", make_export)
         self.patch.setattr(run, "save_config", lambda *_: None)  # it takes longer than all else
         exact_step.use(self.patch)
         self.scratch = Path(tempfile.mkdtemp(dir=FAST))

@@ -48,7 +48,7 @@ class Places:
     """Finds the source lines of a program's operations and of the arrays that its backward pass reads.
 
     Attributes:
-        root: directory of the checkout with which the program was compiled; empty if the program has none of its files.
+        files: where each file of a user's lines is, by the path that is shown.
     """
 
     def __init__(self, program: Program):
@@ -58,12 +58,13 @@ class Places:
             for instruction in computation.instructions.values():
                 files |= dict.fromkeys(frame.file for frame in instruction.frames)
         libraries = [PurePath(file).parent.parent for file in files if PurePath(file).parent.name == _LIBRARY]
-        self.root = str(libraries[0]) if libraries else ""
+        checkout = f"{libraries[0]}/" if libraries else ""
         self._users: dict[str, str] = {}  # files that users edit, and their paths as shown
         for file in files:
-            path = shown_path(file.removeprefix(f"{self.root}/") if self.root else file)
+            path = shown_path(file.removeprefix(checkout))
             if not (path.startswith((f"{_LIBRARY}/", *HELPERS)) or is_installed(file)):
                 self._users[file] = path
+        self.files = {path: file for file, path in self._users.items()}
 
     def of_frames(self, frames: tuple[Frame, ...]) -> str | None:
         """The innermost line of a user's file, as defined by shardlib.places."""

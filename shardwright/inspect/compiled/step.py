@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class _Walk:
                 work = self.work(self.section_of[maker], line, "forward")
                 work[Work("kept", str(shape), shape.bytes, shape.dtype)] += 1
         rows = [*self.rows(0)]
-        source = _source(self.places.root, {row.line.removeprefix("~") for row in rows}, newest)
+        source = _source(self.places.files, {row.line.removeprefix("~") for row in rows}, newest)
         of_operations = self.line_of, self.communicating
         return CompiledStep(name, program.devices, program.mesh, self.sections, rows, source, *of_operations)
 
@@ -120,12 +120,12 @@ class _Walk:
                 yield Row(line, where, number, phase, **work._asdict() | often)
 
 
-def _source(root: str, names: set[str], newest: float) -> dict[str, str]:
+def _source(files: Mapping[str, str], names: set[str], newest: float) -> dict[str, str]:
     """Text of the lines of Python files that were not changed after the time `newest`."""
     found = {}
     places = {name: name.rpartition(":") for name in names}
     for file in sorted({file for file, _, _ in places.values()}):
-        path = Path(root, file)
+        path = Path(files.get(file, ""))
         with contextlib.suppress(OSError, ValueError):  # an untrusted HLO text may name files that are not source
             if path.suffix == ".py" and path.stat().st_mtime <= newest:
                 texts = dict(enumerate(read_text(path).splitlines(), 1))

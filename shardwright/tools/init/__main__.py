@@ -26,7 +26,7 @@ def main() -> None:
     shutil.copytree(TEMPLATE, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     (directory / "gitignore").rename(directory / ".gitignore")  # so named, wheels would leave it out
     print(f"{directory}: a project. Its README.md has the next commands:")
-    print(f"  cd {directory}\n  shardwright train --config-name=my_run\n  python -m pytest")
+    print(f"  cd {directory}\n  shardwright train --config-name=my_run")
 
 
 if __name__ == "__main__":

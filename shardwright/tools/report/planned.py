@@ -82,6 +82,7 @@ def _of_run(c: Comparison, run: Run) -> str:
         "peak": facts.get("peak_source"),
         "versions": ", ".join(versions),
         "commit": run.about.get("commit"),
+        "commit of the project": run.about.get("project_commit"),
         "settings": " ".join(map(str, run.about.get("overrides") or [])),
         "state": "; ".join([f"{run.state} {run.why}".strip(), *run.notes]),
     }

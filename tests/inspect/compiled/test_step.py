@@ -415,3 +415,11 @@ def test_a_line_that_the_compiler_dropped_is_marked():
     (row,) = table_of(text, MESH).of("matmul")
     assert row.line == "~train.py:10"
     assert "~ the compiler dropped the line" in as_lines(table_of(text, MESH), 120)[-1]
+
+
+def test_lines_of_a_project_have_their_text_too(tmp_path, monkeypatch):
+    (tmp_path / "my_model.py").write_text("a\n" * 9 + "  tenth = 1\n")
+    monkeypatch.chdir(tmp_path)
+    program = parse(TEXT.replace("/home/x/train.py", f"{tmp_path}/my_model.py"))
+    changed = (tmp_path / "my_model.py").stat().st_mtime
+    assert describe(program, changed).source == {"my_model.py:10": "tenth = 1"}
