@@ -28,6 +28,7 @@ import jax
 from omegaconf import MISSING, OmegaConf
 
 from shardwright.data.checks import within
+from shardwright.data.hub import check_hub
 from shardwright.data.untrusted import read_object, refused, shown
 from shardwright.huggingface import Tensors, as_transformers_reads
 from shardwright.modeling.model import is_shipped
@@ -64,6 +65,7 @@ def find_model(name: str) -> Path:
     """
     directory = Path(name)
     if not directory.is_dir():
+        check_hub()
         import huggingface_hub
 
         remedy = "Check the name, the connection, and that you are logged in if access is restricted."

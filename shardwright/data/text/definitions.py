@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shardwright.data.hub import check_hub
 from shardwright.data.untrusted import LARGE, parse_object, read_text, refused
 
 # GPT-2's letters for bytes: printable Latin-1 characters for themselves, characters from 256 on for the others.
@@ -76,6 +77,7 @@ def find_huggingface(name: str) -> str:
 
 def _download(name: str) -> str:
     """Downloads the tokenizer.json of a Hugging Face repository, or converts its other files with transformers."""
+    check_hub()
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 

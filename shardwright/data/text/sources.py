@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from shardwright.data.hub import check_hub
 from shardwright.data.untrusted import decode, parse_json, refused, shown
 
 BLOCK_BYTES = 2**21
@@ -72,6 +73,7 @@ def open_text(
     if dataset is not None:
         if split is None:
             raise ValueError(f"{where}.source is missing; give the split of {dataset} to read, such as `train`.")
+        check_hub()
         import datasets
 
         name = f"{dataset} ({split})"
