@@ -7,7 +7,6 @@ import collections
 import contextlib
 import copy
 import math
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,26 +112,33 @@ def beside(c: Config, microbatches: int, p: int) -> Settings:
     return {} if count == c.training.side_by_side else {"training.side_by_side": count}
 
 
-def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
-    """One change at a time, most often helpful first. The batch stays the same. Some may be rejected."""
-    t = c.training
-    of = "training."
-    if t.microbatches % 2 == 0:
-        yield {f"{of}microbatches": t.microbatches // 2, **beside(c, t.microbatches // 2, sizes["p"])}
-    if t.side_by_side > 1:
-        yield {f"{of}side_by_side": 1}
-    elif sizes["t"] > 1 and sizes["p"] == 1 and t.microbatches % 2 == 0:
-        yield {f"{of}side_by_side": 2}
+def changes(c: Config, sizes: Mapping[str, int], fits: bool = True) -> Iterator[Settings]:
+    """One change at a time: first what may make a step faster, or, if it does not fit, what lowers its memory.
+
+    The batch stays the same. Some may be rejected.
+    """
+    t, of = c.training, "training."
+    kept = SAVED.index(t.save)
     has_nothing_to_gather = math.prod(sizes.get(axis, 1) for axis in "cde") == 1
     is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and has_nothing_to_gather)
-    yield {f"{of}gather_weights": "layer" if is_once else "step"}
-    yield from _move_devices(sizes, "dr")
-    yield from ({f"{of}save": save} for save in SAVED if save != t.save)
-    yield {f"{of}microbatches": 2 * t.microbatches}
-    yield {f"{of}loss_chunk": t.seq_len // 8 if t.loss_chunk is None else None}
-    yield from (
-        {**settings, **beside(c, t.microbatches, settings.get("mesh.p", 1))} for settings in _move_devices(sizes, "tp")
-    )
+    faster: list[Settings] = []
+    if t.microbatches % 2 == 0:
+        faster.append({f"{of}microbatches": t.microbatches // 2, **beside(c, t.microbatches // 2, sizes["p"])})
+    faster += [] if is_once else [{f"{of}gather_weights": "step"}]
+    if t.side_by_side == 1 and sizes["t"] > 1 and sizes["p"] == 1 and t.microbatches % 2 == 0:
+        faster.append({f"{of}side_by_side": 2})
+    faster += _move_devices(sizes, "dr")
+    faster += ({f"{of}save": save} for save in SAVED[:kept])
+    faster += [{f"{of}loss_chunk": None}] if t.loss_chunk else []
+    smaller: list[Settings] = [{f"{of}save": save} for save in reversed(SAVED[kept + 1 :])]
+    smaller.append({f"{of}microbatches": 2 * t.microbatches})
+    smaller += [] if t.loss_chunk else [{f"{of}loss_chunk": t.seq_len // 8}]
+    smaller += [{f"{of}gather_weights": "layer"}] if is_once else []
+    smaller += [{f"{of}side_by_side": 1}] if t.side_by_side > 1 else []
+    moved = ({**x, **beside(c, t.microbatches, x.get("mesh.p", 1))} for x in _move_devices(sizes, "tp"))
+    yield from faster if fits else smaller
+    yield from moved
+    yield from smaller if fits else faster
 
 
 def _move_devices(sizes: Mapping[str, int], to: str) -> Iterator[Settings]:
@@ -143,30 +149,23 @@ def _move_devices(sizes: Mapping[str, int], to: str) -> Iterator[Settings]:
                 yield {f"mesh.{a}": sizes[a] // 2, f"mesh.{b}": 2 * sizes[b]}
 
 
-def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 30.0) -> list[Change]:
+def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, most: int = 12) -> list[Change]:
     """Those of `changes` that fit, fastest first; if the current plan `now` fits, only those that are faster.
 
-    Changes that are rejected, or not planned after this many `seconds` of CPU time, which other programs hardly affect,
-    are left out.
+    The first `most` that are not rejected are planned, so that the same command says the same on any machine.
     """
-    end = time.process_time() + seconds
-    found = []
-    # Saved values change memory most, and the time of a step bound by compute; messages, that of one that waits.
-    waits = sum(op.exposed for op in now.rows if op.kind == "collective") > now.seconds / 2
-    for settings in sorted(
-        changes(c, sizes), key=lambda settings: ("training.save" in settings) == (now.fits and waits)
-    ):
-        if time.process_time() > end:
-            break
-        with contextlib.suppress(ValueError):
-            found.append(Change(settings, planned_change(c, sizes, now.chip, settings)))
+    found: list[Change] = []
+    for settings in changes(c, sizes, now.fits):
+        if len(found) < most:
+            with contextlib.suppress(ValueError):
+                found.append(Change(settings, planned_change(c, sizes, now.chip, settings)))
     better = [x for x in found if x.plan.fits and not (now.fits and x.plan.seconds >= now.seconds)]
     return sorted(better, key=lambda change: change.plan.seconds)
 
 
-def advice(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 4.0) -> list[str]:
+def advice(c: Config, sizes: Mapping[str, int], now: Plan, most: int = 6) -> list[str]:
     """Lines under a plan: the most helpful changes; for a step that does not fit, the change that makes it fit."""
-    best = best_changes(c, sizes, now, seconds)
+    best = best_changes(c, sizes, now, most)
     if best and not now.fits:
         return [f"{best[0]} fits"]
     lines = [
