@@ -18,6 +18,10 @@ packages="hydra-core omegaconf PyYAML packaging rich markdown-it-py mdurl Pygmen
   typing_extensions einops google-crc32c zarr donfig numcodecs jinja2 markupsafe"
 
 version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  echo "$PYTHON is Python $version; give one with PYTHON=... (3.11 or newer), such as PYTHON=python3.12" >&2
+  exit 1
+fi
 fetch() { # <version of Python>: downloads wheels for it
   local constraints=constraints/py$1.txt platforms=()
   [ -e "$constraints" ] || constraints=/dev/null # newest packages, untested together

@@ -48,11 +48,23 @@ def test_slurm_script():
     assert f"--nodes={c.distributed.count}" in command
     assert re.fullmatch(r"TERM@\d+", directives["signal"])  # the signal that saves; without B:, to the processes
     # Options of sbatch, with values as it reads them.
-    counts = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
+    counts = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem")
     assert all(directives.pop(name).isdecimal() for name in counts)
     assert re.fullmatch(r"(\d+-)?\d+:\d\d:\d\d", directives.pop("time"))
     assert directives.keys() == {"job-name", "exclusive", "output", "open-mode", "signal", "requeue"}
-    assert '-m train "$@"' in text
+    assert '-m shardwright train "$@"' in text
+
+
+def test_slurm_script_takes_options_of_srun_and_the_python_at_hand(tmp_path):
+    """Such as those of a container, in which there is no .venv."""
+    for name, body in (("srun", 'printf "%s\\n" "$@"; exit 1'), ("python", "exit 0"), ("scontrol", "true")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    env |= {"SRUN_OPTIONS": "--container-image=x --container-mounts=/a"}
+    words = subprocess.run(["bash", str(SLURM), "a=1"], env=env, capture_output=True, text=True).stdout.splitlines()
+    assert words[4:6] == ["--container-image=x", "--container-mounts=/a"]
+    assert words[words.index("python") :][:6] == ["python", "-u", "-m", "shardwright", "train", "a=1"]
 
 
 TABLE = {
@@ -97,7 +109,7 @@ def test_jobset():
     job = replicated["template"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["command"][-2:] == ["-m", "train"]
+    assert container["command"][-3:] == ["-m", "shardwright", "train"]
     c = composed(container["args"])
     assert c.distributed.auto
     assert c.distributed.count == job["parallelism"] == job["completions"]
@@ -124,7 +136,7 @@ def test_skypilot(tmp_path):
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "4"}
     env |= {"SKYPILOT_NODE_RANK": "1", **task["envs"]}
     done = subprocess.run(["bash", "-c", task["run"]], env=env, capture_output=True, text=True, check=True)
-    c = composed(done.stdout.split()[3:])
+    c = composed(done.stdout.split()[4:])
     assert (c.distributed.coordinator, c.distributed.count, c.distributed.id) == ("10.0.0.1:8476", 4, 1)
     assert task["num_nodes"] == 4
     assert c.paths.checkpoints.startswith("s3://")  # as hosts share no file system

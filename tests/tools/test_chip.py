@@ -207,6 +207,18 @@ def test_the_rehearsal_on_a_cpu(tmp_path):
     assert chip_of(str(tmp_path / "out/cpu.yaml")).sources["launch_s"].startswith("measured by tools.chip.rates")
 
 
+def test_the_script_names_a_python_that_is_too_old(tmp_path):
+    """Like python3 of Ubuntu 22.04. It sets nothing up."""
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 10, 12); $2"\n')
+    python.chmod(0o755)
+    env = os.environ | {"PYTHON": str(python)}
+    done = subprocess.run(["bash", ROOT / "bench/chip.sh"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "is Python 3.10; give one with PYTHON=" in done.stderr
+    assert done.stdout == ""
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck")
 def test_the_script_is_sound():
     subprocess.run(["shellcheck", ROOT / "bench/chip.sh"], check=True)

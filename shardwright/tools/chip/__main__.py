@@ -110,7 +110,10 @@ def settings_for(kind: str, platform: str) -> str:
 def print_settings() -> None:
     """Prints devices, versions and, as the last line, the settings."""
     first = jax.devices()[0]
-    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    found = {package.name for package in importlib.metadata.distributions()}
+    installed = {
+        x: importlib.metadata.version(x) for x in PACKAGES if x in found
+    }  # of several, the one that is imported
     versions = [f"Python {platform.python_version()}", *(f"{x} {installed[x]}" for x in PACKAGES if x in installed)]
     say(f"devices: {jax.device_count()} x {first.device_kind}")
     say(f"versions: {', '.join([*versions, *first.client.platform_version.splitlines()[-1:]])}")
