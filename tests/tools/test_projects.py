@@ -22,6 +22,8 @@ def test_a_folder_with_a_repository_becomes_a_project(monkeypatch, tmp_path, cap
     monkeypatch.chdir(tmp_path)
     init(monkeypatch, ".")
     assert {".git", ".gitignore", "README.md", "my_model.py"} <= {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "launch").is_dir()
+    assert not (tmp_path / "launch").is_symlink()
     with pytest.raises(SystemExit, match="is not empty"):
         init(monkeypatch, ".")
 
