@@ -317,6 +317,14 @@ def test_the_last_start_in_the_log_has_the_provenance_though_the_clock_was_set_b
     assert read_run(run).about["command"] == [2]
 
 
+def test_exports_are_noted_and_one_that_was_made_later_did_not_fail(tmp_path):
+    events = [{"step": n, "event": "export_failed", "why": "no space", "unix_time": 1} for n in (1, 2)]
+    events += [{"step": n, "event": "export", "path": "exports", "unix_time": 2} for n in (2, 4)]
+    notes = read_run(write(tmp_path / "run", events=events)).notes
+    assert "exports: 2, the last after step 4" in notes
+    assert "exports failed: 1, the last after step 1: no space" in notes
+
+
 def test_planned_stands_beside_measured(tmp_path):
     lines = report(tmp_path, json.dumps(PLAN))
     assert lines[:2] == ["### run", ""]
