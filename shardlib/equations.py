@@ -8,11 +8,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jax.extend import core
+from jax.sharding import AbstractMesh, AxisType
 
 _KINDS = {
-    "call": "closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2",
+    "call": """call_hi_primitive closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit
+        remat2""",
     # between devices
     "sum": "psum psum_invariant unreduced_psum",
     "extreme": "pmax pmin",
@@ -171,7 +174,45 @@ def called(eqn: Eqn) -> Any:
     Returns None if it calls none.
     """
     is_call = eqn.primitive.name in CALLS or eqn.primitive.name == "shard_map"
-    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if is_call else None
+    params = params_of(eqn)
+    return params.get("jaxpr", params.get("call_jaxpr")) if is_call else None
+
+
+def params_of(eqn: Eqn) -> dict[str, Any]:
+    """Returns the parameters of an equation.
+
+    Since jax 0.12 functions like jnp.searchsorted are primitives of their own: objects
+    (jax.experimental.hijax.HiPrim) that say by which others they are computed. Such an equation has
+    that program for its `jaxpr`.
+    """
+    if eqn.primitive.name != "call_hi_primitive":
+        return eqn.params
+    primitive = eqn.params["_prim"]
+    return {"jaxpr": _expanded(primitive, *jax.tree.leaves((primitive.in_avals, primitive.out_aval)))}
+
+
+@functools.cache  # equations are known by their ids
+def _expanded(primitive: Any, aval: Any, *other_avals: Any) -> Any:
+    """Traces what computes a HiPrim, for operands and results of these types.
+
+    They are arguments here because primitives that differ only in them are equal.
+    """
+    found = []
+
+    def trace() -> None:
+        found.append(jax.jit(primitive.expand).trace(*primitive.in_avals).jaxpr)
+
+    # Under a shard_map like the one around the equation, whose mesh the types name.
+    mesh = aval.sharding.mesh
+    outside = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
+    none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with none, jax.sharding.use_abstract_mesh(outside):
+        if mesh.manual_axes:
+            axes = {*mesh.manual_axes}
+            jax.eval_shape(jax.shard_map(trace, in_specs=(), out_specs=None, axis_names=axes))
+        else:
+            trace()
+    return found[0]
 
 
 def source_dims(eqn: Eqn) -> list[int | None]:
@@ -210,6 +251,6 @@ def _frames_of(trace: Any) -> list[tuple[str, int]]:
 
 def jaxprs_of(eqn: Eqn) -> Iterator[Any]:
     """Yields the jaxprs among the parameters of an equation."""
-    for value in eqn.params.values():
+    for value in params_of(eqn).values():
         parts = value if isinstance(value, tuple | list) else (value,)
         yield from filter(is_program, parts)
