@@ -384,6 +384,9 @@ class Graph(Domain[Node]):
             if all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
                 self._round(at, ins[0])
                 return ins[:1]
+        # Since jax 0.12 the integer of 2 * x is converted in the program.
+        if name == "convert_element_type" and ins[0].op == "array" and not ins[0].shape:
+            return [self._array(_array_of(ins[0]).astype(outs[0].aval.dtype))]
         if name == "pad" and not any(map(any, params["padding_config"])):
             return ins[:1]
         if name in ("add", "sub") and ins[1].is_zero:

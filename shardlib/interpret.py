@@ -26,6 +26,7 @@ from shardlib.equations import (
     is_program,
     is_variable,
     jaxprs_of,
+    params_of,
     split_scan,
     split_while,
     words,
@@ -65,12 +66,13 @@ class Operation:
     @property
     def shown(self) -> str:
         """The name of the primitive in messages."""
-        return SHOWN.get(self.name, self.name.removesuffix("_invariant"))
+        name = self.name.removesuffix("_p")  # which newer versions of JAX leave out
+        return SHOWN.get(name, name.removesuffix("_invariant"))
 
     @property
     def params(self) -> dict[str, Any]:
         """Parameters of the primitive."""
-        return self.eqn.params
+        return params_of(self.eqn)
 
     def body(self, name: str, i: int | None = None) -> Any:
         """Returns the program in a parameter, or the i-th of those in it, for `Domain.run`."""
@@ -122,7 +124,8 @@ class Operation:
         """Returns True if the equation calls a jitted function of JAX itself."""
         jaxpr = self.params.get("jaxpr")
         info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
-        return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
+        is_function = self.name in ("jit", "pjit", "call_hi_primitive")
+        return is_function and _JAX in str(getattr(info, "func_src_info", ""))
 
 
 class Domain(Generic[V]):

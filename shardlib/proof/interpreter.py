@@ -40,6 +40,10 @@ PLACING |= {"dynamic_slice", "dynamic_update_slice", "device_put"}
 PLACING -= {"scan", "while", "cond"}
 """Primitives that accept operands which are not blocks yet."""
 
+RETYPING = kinds("view") | {"convert_element_type"}
+"""Primitives that give a number another shape or dtype. Since jax 0.12 the integer of 2 * x is
+converted in the program."""
+
 
 class Interpreter(Control):
     """Derives facts about the results of a program.
@@ -195,9 +199,7 @@ class Interpreter(Control):
         value = dataclasses.replace(
             value, dims=tuple(UNIFORM if dim == one else dim for dim in value.dims), token=object()
         )
-        made = next(
-            (v.scaled for v in eq.ins if v.scaled), None if eq.name in kinds("view") else eq
-        )
+        made = next((v.scaled for v in eq.ins if v.scaled), None if eq.name in RETYPING else eq)
         if value.is_constant and not value.partial and not value.extreme:
             found = constant(len(shape), *value.known)
             return dataclasses.replace(found, scaled=made) if found.ratio != 1 else found

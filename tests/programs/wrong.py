@@ -662,7 +662,7 @@ def key_made_outside_for_this_mesh(x: f32["M"]) -> f32["M"]:
     return x + jax.random.normal(KEYS[lax.axis_size("t")], x.shape)
 
 
-@wrong("vary_unreduced_cast_p: a number that depends on the mesh was multiplied into a value: it is 2 times what it")
+@wrong("vary_unreduced_cast: a number that depends on the mesh was multiplied into a value: it is 2 times what it")
 def replicated_value_taken_for_a_partial_sum(x: f32["M"]) -> f32["M"]:
     return lax.psum(lax.pcast(lax.pcast(x, "t", to="varying"), "t", to="unreduced"), "t")
 
