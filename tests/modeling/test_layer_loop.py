@@ -74,14 +74,15 @@ def test_offloading_is_of_what_is_marked():
 def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pass(unroll, barriers):
     """By a barrier before it, around a layer's arguments; the other one is the loss's, which is in no loop.
 
-    Of 5 layers in turns of 2, one is left over, behind the loop.
+    Of 5 layers in turns of 2, one is left over, behind the loop. Before jax 0.12 they call one function with a barrier;
+    from then on each has its own, around as many arrays.
     """
     c = tiny.config(tiny.model(layers=LAYERS, n_kv=2), unroll=unroll)
     with jax.set_mesh(tiny.mesh("one device")):
         state = jax.eval_shape(lambda: tiny.state(c))
         shapes = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
         program = tiny.training_step(c).lower(state, shapes, np.int32(0)).as_text()
-    assert len(re.findall(r"%\d+:\d+ = stablehlo.optimization_barrier", program)) == barriers
+    assert len({*re.findall(r"%\d+:(\d+) = stablehlo.optimization_barrier", program)}) == barriers
 
 
 def test_offloading_needs_a_loop_and_no_stages():

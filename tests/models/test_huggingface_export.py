@@ -199,6 +199,8 @@ def edited(saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize("edit", [pytest.param(x, marks=[pytest.mark.long] * ("every" in x)) for x in EDITS])
 def test_another_model_is_refused_with_the_name(edited, tmp_path, edit):
     edits, message = EDITS[edit]
+    if message == OTHER_LOGITS:
+        need_transformers()
     run = edited(edits)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ValueError, match=message):
