@@ -188,7 +188,9 @@ def params_of(eqn: Eqn) -> dict[str, Any]:
     if eqn.primitive.name != "call_hi_primitive":
         return eqn.params
     primitive = eqn.params["_prim"]
-    return {"jaxpr": _expanded(primitive, *jax.tree.leaves((primitive.in_avals, primitive.out_aval)))}
+    return {
+        "jaxpr": _expanded(primitive, *jax.tree.leaves((primitive.in_avals, primitive.out_aval)))
+    }
 
 
 @functools.cache  # equations are known by their ids
