@@ -210,6 +210,12 @@ class Tensors(UserDict):
                 "transformers: from_pretrained(…).save_pretrained(…)."
             )
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the largest tensor, in lower case: f32, f16 or bf16."""
+        slices = [file.get_slice(name) for name, file in self.data.items()]
+        return max(slices, key=lambda each: math.prod(each.get_shape())).get_dtype().lower()
+
     def __getitem__(self, name: str) -> np.ndarray:
         file = self.data[name]
         with refused(f"cannot read {name} in the model's files"):

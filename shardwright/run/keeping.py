@@ -9,7 +9,7 @@ from shardwright.data.loader import check_skips
 from shardwright.run import reference
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config
-from shardwright.run.opening import checkpoints_of, fresh_state, read_state
+from shardwright.run.opening import carried_in, carried_of, checkpoints_of, fresh_state, read_state
 from shardwright.run.printing import log
 from shardwright.run.provenance import compare_source
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
@@ -29,6 +29,7 @@ class Keeper:
     Attributes:
         checkpoints: the Checkpointer of the run.
         record: entries for provenance.json: the reference, and what was done with the weights of init_from.
+        carried: entries for the metadata of each checkpoint, from that of init_from.
         damaged: step of each unusable checkpoint → what is wrong with it.
         source_differs: how the source differs from that of the checkpoint; None if it does not.
     """
@@ -36,6 +37,7 @@ class Keeper:
     def __init__(self, whole: Config, directory: Path, model: object, placement: LayerPlacement):
         self._whole, self._directory, self._model, self._placement = whole, directory, model, placement
         self.record: dict[str, Any] = {"reference": reference.reference_record(whole)}
+        self.carried: dict[str, Any] = {}
         self.damaged: dict[int, str] = {}
         self.source_differs: str | None = None
         place = checkpoints_of(directory, whole.paths)
@@ -62,12 +64,15 @@ class Keeper:
         self.source_differs = compare_source(saved, provenance_at(done - 1), which, allow)
         if "loader" not in metadata:
             raise ValueError(f"checkpoint {done} is not of a run. Start a run from its weights (training.init_from).")
+        self.carried = carried_in(metadata)
         return done, metadata["loader"], metadata.get("skips", {})
 
     def state(self, start: int, step: Step, State: Any) -> Any:
         """Restores or initializes the state after `start` steps; None, and an entry in `damaged`, if it is damaged."""
         try:
             if not start:
+                source = self._whole.training.init_from
+                self.carried = carried_of(source) if source is not None else {}
                 return fresh_state(step, self.record)
             return read_state(self.checkpoints, start, State, step.state, self._model, self._placement)
         except Damaged as error:

@@ -35,6 +35,8 @@ from shardwright.run.step import Step, trace_step
 Write = Callable[[str], None]
 DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")
 """Model settings that may differ from those of training.init_from if its weights may."""
+CARRIED = "huggingface"
+"""Key in a checkpoint's metadata of what an import kept beside the weights, which runs that start from it carry on."""
 NAMED = 4
 """Most weights taken from a checkpoint that are printed by name. Fresh and unused ones are all printed."""
 REMEDY = (
@@ -122,6 +124,13 @@ class SavedRun:
     step: int
     metadata: dict[str, Any]
     config: run_config.Config
+
+    @property
+    def tokenizer_file(self) -> str | None:
+        """The tokenizer.json that an import wrote into the run's directory; None if there is none."""
+        place = self.checkpoints.store.path
+        path = place and place.parent / "tokenizer.json"
+        return str(path) if path and path.is_file() else None
 
     def read_weights(self, model: LanguageModel, other_source: bool, write_line: Write, average: bool = False) -> Any:
         """Reads the weights, or their average, sharded as in training on the current mesh.
@@ -287,6 +296,21 @@ def _replace_first_rows(x: jax.Array, rows: jax.Array, count: int) -> jax.Array:
     """`x` with the first `count` of its rows from `rows`, which has its shape."""
     index = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1))
     return jnp.where(index < count, rows, x)
+
+
+def carried_of(path: str | os.PathLike) -> dict[str, Any]:
+    """Reads what a run that starts from the weights of a checkpoint carries into the metadata of its own.
+
+    `path` is as for `find_checkpoint`.
+    """
+    checkpoints, step = find_checkpoint(path)
+    with checkpoints:
+        return carried_in(checkpoints.metadata(step))
+
+
+def carried_in(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The part of a checkpoint's metadata that later checkpoints have too."""
+    return {key: value for key, value in metadata.items() if key == CARRIED}
 
 
 def fresh_state(step: Step, record: dict[str, Any] | None = None) -> Any:

@@ -95,16 +95,22 @@ def check_tasks(names: Sequence[str]) -> None:
 
 
 def evaluate_tasks(
-    names: Sequence[str], scorer: Scorer, weights: Any, c: Config, limit: int | None, tokenizer=None, **options: Any
+    names: Sequence[str],
+    scorer: Scorer,
+    weights: Any,
+    c: Config,
+    limit: int | None,
+    tokenizer: Sequence[str | None] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """Evaluates tasks of TASKS and of lm-eval. Returns `results`, metrics by task, and what run_harness returns.
 
-    `limit` is the most questions of each task; None: all, or QUESTIONS. `tokenizer` is as for tokenizer_of_run,
-    `options` for run_harness. Raises ValueError if there are too few held-out texts, or lm-eval lacks a task.
+    `limit` is the most questions of each task; None: all, or QUESTIONS. `tokenizer` are the arguments of
+    tokenizer_of_run after the data, `options` those of run_harness. Raises ValueError if there are too few held-out texts, or lm-eval lacks a task.
     """
     found: dict[str, Any] = {}
     if others := [name for name in names if name not in TASKS]:
-        model = language_model(scorer, tokenizer_of_run(c.data, tokenizer), weights)
+        model = language_model(scorer, tokenizer_of_run(c.data, *tokenizer), weights)
         found = run_harness(model, others, limit=limit, **options)
     own = {name: TASKS[name](scorer, weights, c, limit or QUESTIONS) for name in names if name in TASKS}
     return found | {"results": own | found.get("results", {})}

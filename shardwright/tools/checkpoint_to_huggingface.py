@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a model of `transformers`: config.json, safetensors, tokenizer.
+"""Writes a checkpoint as a model of `transformers`: config.json, safetensors, tokenizer, how to generate.
 
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported step=500
@@ -9,9 +9,11 @@
 A model of train.py becomes a Llama; with QK-norm, a Qwen3. family.py and moe.py become what docs/huggingface.md lists.
 The module of another model (model.module) is converted by its own `to_huggingface` (docs/huggingface.md). A model with
 a method `merged(weights)`, such as LoRA, is exported with what it gives. A weight or a setting that the format cannot
-hold, or attention that is not plain causal, is refused by name. Then the logits of a text are computed twice, by
-transformers from the files and as the run does. If they differ, nothing is written. The output is complete or missing.
-Runs on the CPU, in memory for three times the model.
+hold, or attention that is not plain causal, is refused by name. The weights are rounded to `dtype`. Then the logits of
+a text are computed twice, by transformers from the files and as the run does with weights rounded alike. If they
+differ, nothing is written. If the run began with an imported model, its chat template, EOS ids, special tokens and
+generation_config.json are written again, as far as the tokenizer is the same. The output is complete or missing. Runs
+on the CPU, in memory for three times the model.
 """
 
 import json
@@ -23,16 +25,30 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from omegaconf import MISSING
 
+from shardwright.data.checks import check_choice
 from shardwright.data.text.definitions import PAD, load_definition
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import shown
 from shardwright.modeling.model import inputs_of, load_model
-from shardwright.run.opening import CheckpointChoice, open_run
+from shardwright.run.opening import CARRIED, CheckpointChoice, open_run
 from shardwright.settings.program import run_program
-from shardwright.tools.huggingface.check import check_rules, compare_logits, mapping_of, one_device
+from shardwright.tools.huggingface import beside
+from shardwright.tools.huggingface.beside import Kept, with_end
+from shardwright.tools.huggingface.check import (
+    check_rounding,
+    check_rules,
+    compare_logits,
+    mapping_of,
+    one_device,
+    round_weights,
+)
+
+DTYPES: dict[str, Any] = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+"""The dtype of an export's files, for each value of `dtype`."""
 
 
 @dataclass
@@ -41,6 +57,8 @@ class Settings(CheckpointChoice):
 
     output: str = MISSING
     """The directory to write; it must not exist yet."""
+    dtype: str | None = None
+    """Of the files: f32, bf16 or f16. Null: that of the model that the run began with, or else bf16."""
     check: bool = True
     """Compares the logits with those of transformers, which must be installed, with torch."""
 
@@ -86,6 +104,16 @@ def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict],
     return {"tokenizer.json": content, "tokenizer_config.json": settings}, notes
 
 
+def rounded(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """Rounds tensors to a key of DTYPES. Raises ValueError for a value that is too large for it."""
+    with np.errstate(over="ignore"):
+        found = {name: x.astype(DTYPES[dtype]) for name, x in tensors.items()}
+    for name, x in found.items():
+        if not np.isfinite(x).all() and np.isfinite(tensors[name]).all():
+            raise ValueError(f"{name} has values that are too large for {dtype}. Export with dtype=bf16.")
+    return found
+
+
 def write_files(directory: Path, files: dict[str, dict], tensors: dict[str, np.ndarray]) -> None:
     """Writes JSON files and a file of safetensors."""
     from safetensors.numpy import save_file
@@ -116,42 +144,71 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
             raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
         weights = saved.read_weights(model, config.other_source, log, config.average)
     weights = jax.tree.map(np.asarray, weights)
-    merged = jax.tree.map(np.asarray, getattr(model, "merged", lambda weights: weights)(weights))
+    is_merged = hasattr(model, "merged")
+    merged = jax.tree.map(np.asarray, model.merged(weights)) if is_merged else weights
     content, tensors = mapping_of(c.model.module).to_huggingface(merged, c.model)
+    del merged
     check_rules(c.model, content)
     if content.get("max_position_embeddings", 0) is None:
         content["max_position_embeddings"] = c.training.seq_len
+    found = saved.metadata.get(CARRIED)
+    beside.check(found or beside.NOTHING, f"what {config.run} kept of the files of an imported model")
+    dtype = config.dtype or (found["dtype"] if found else "bf16")
+    check_choice("dtype", dtype, [*DTYPES])
 
     files = {}
-    end = None
+    tokenizer = None
     try:
-        tokenizer = tokenizer_of_run(c.data, config.tokenizer)
+        tokenizer = tokenizer_of_run(c.data, config.tokenizer, saved.tokenizer_file)
         files, notes = tokenizer_files(tokenizer, c.model.bos_id)
-        end = tokenizer.end
         about = "; ".join(("tokenizer.json", *notes))
     except (ValueError, OSError) as error:
+        tokenizer = None
         about = f"none: {error}"
-    ids = {"bos_token_id": c.model.bos_id, "eos_token_id": end}
+    end = tokenizer.end if tokenizer else None
+    kept = Kept(found or beside.NOTHING, tokenizer, c.model.vocab)
+    in_config, in_generation = kept.ids("config"), kept.ids("generation_config")
+    if tokenizer:
+        files["tokenizer_config.json"] = kept.of_tokenizer(files["tokenizer_config.json"])
+    for of_file in (in_config, in_generation):
+        # Written even if null: transformers would take the ids of Llama's own tokenizer.
+        of_file |= {"bos_token_id": c.model.bos_id, "eos_token_id": with_end(of_file.get("eos_token_id"), end)}
     programs = saved.metadata.get("provenance", {}).get("programs")
     facts = {"step": step, "programs": programs}
-    # Written even if null: transformers would take the ids of Llama's own tokenizer.
-    files["config.json"] = content | ids | {"dtype": "float32", "torch_dtype": "float32", "shardwright": facts}
-    files["generation_config.json"] = ids
+    names = {"dtype": DTYPES[dtype].__name__, "torch_dtype": DTYPES[dtype].__name__, "shardwright": facts}
+    files["config.json"] = content | in_config | names
+    files["generation_config.json"] = in_generation
     temporary = output.with_name(output.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # a killed export left it
     temporary.mkdir(parents=True)
+
+    def compare(own: object) -> str:
+        return compare_logits(c.model, own, temporary) if config.check else "nothing: check=false"
+
     try:
-        write_files(temporary, files, tensors)
-        compared = compare_logits(c.model, weights, temporary) if config.check else "nothing: check=false"
+        if is_merged:  # the run's own weights cannot be rounded as what they become is
+            write_files(temporary, files, tensors)
+            compared = compare(weights)
+        parameters = sum(tensor.size for tensor in tensors.values())
+        write_files(temporary, files, rounded(tensors, dtype))
+        if config.check:
+            check_rounding(tensors, temporary, DTYPES[dtype])
+        del tensors
+        if not is_merged:
+            weights = round_weights(weights, DTYPES[dtype])
+            compared = compare(weights)
         temporary.rename(output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    parameters = sum(tensor.size for tensor in tensors.values())
     log(f"model      {content['architectures'][0]}: {parameters:,} parameters, after {step} steps")
     log(f"compared   {compared}")
     log(shown(f"tokenizer  {about}"))
-    log(f'written    {output}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
+    if found:
+        log(shown(f"kept       of the import: {', '.join(kept.names) or 'nothing'}"))
+    for what in kept.left_out:
+        log(shown(f"left out   {what}"))
+    log(f'written    {output}, in {dtype}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ class OpenRun:
             self.config = config
             self.c = saved.config
             self.step = saved.step
+            self.of_tokenizer = config.tokenizer, saved.tokenizer_file
             self.mesh = opening.mesh_for(_choice(config), self.c)
             self.model = load_model(self.c.model)
             with jax.set_mesh(self.mesh):
@@ -102,8 +103,8 @@ class OpenRun:
             return Scorer(trace_step(self.c, self.model), load_spec().cross_entropy, self.c.training.seq_len)
 
     def tokenizer(self) -> Tokenizer:
-        """That of the settings, or else of the run's data. Raises ValueError if it is missing."""
-        return tokenizer_of_run(self.c.data, self.config.tokenizer)
+        """That of the settings, or else of the run's data, or of its import. Raises ValueError if it is missing."""
+        return tokenizer_of_run(self.c.data, *self.of_tokenizer)
 
     def language_model(self) -> Any:
         """The checkpoint as a model of lm-eval."""
@@ -183,7 +184,7 @@ def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
     of_harness: Any = {"num_fewshot": config.num_fewshot, "task_path": config.task_path}
     of_run = run.scorer(), run.weights, run.c
     with jax.set_mesh(run.mesh):
-        found = evaluate_tasks(config.tasks, *of_run, config.limit, config.tokenizer, **of_harness)
+        found = evaluate_tasks(config.tasks, *of_run, config.limit, run.of_tokenizer, **of_harness)
     if table := found.pop("table", None):
         write_line(table)
     for name in filter(TASKS.__contains__, config.tasks):

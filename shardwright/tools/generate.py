@@ -83,10 +83,10 @@ def read_prompts(config: Settings) -> list[str]:
     return [] if config.prompt is None else [config.prompt]
 
 
-def read_tokenizer(config: Settings, c: Config, say: Write) -> Tokenizer:
+def read_tokenizer(config: Settings, saved: SavedRun, say: Write) -> Tokenizer:
     """The tokenizer of the run; one that shows ids if there is none and the prompt is given as ids."""
     try:
-        return tokenizer_of_run(c.data, config.tokenizer)
+        return tokenizer_of_run(saved.config.data, config.tokenizer, saved.tokenizer_file)
     except (ValueError, OSError) as error:
         if config.prompt_ids is None or config.tokenizer is not None:
             raise
@@ -178,7 +178,7 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
     texts = read_prompts(config)
     with open_run(config.run, config.step, config.trust) as saved:
         c = saved.config
-        tokenizer = read_tokenizer(config, c, say)
+        tokenizer = read_tokenizer(config, saved, say)
         prompts = [tokenizer.ids(text) for text in texts]
         if config.prompt_ids is not None:
             check_ids("prompt_ids", config.prompt_ids, c.model.vocab)

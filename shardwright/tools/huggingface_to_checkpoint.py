@@ -15,7 +15,8 @@ into `output`
     model/imported.yaml        the model section, as a config group
     tokenizer.json             if the model has one, to make datasets with
 
-so that training.init_from=<output> with --config-dir=<output> model=imported starts from it.
+so that training.init_from=<output> with --config-dir=<output> model=imported starts from it. The checkpoint also has the chat
+template, how to generate, the EOS ids, the special tokens and the dtype, which an export of such a run writes again.
 """
 
 import dataclasses
@@ -33,10 +34,13 @@ from shardwright.data.untrusted import read_object, refused, shown
 from shardwright.huggingface import Tensors, as_transformers_reads
 from shardwright.modeling.model import is_shipped
 from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.opening import CARRIED
+from shardwright.settings.composing import command_of
 from shardwright.settings.program import run_program
+from shardwright.tools.huggingface import beside
 from shardwright.tools.huggingface.check import check_rules, compare_logits, mapping_of, module_for
 
-FILES = ["config.json", "tokenizer.json", "model*.safetensors"]
+FILES = ["*config.json", "tokenizer.json", "special_tokens_map.json", "*.jinja", "model*.safetensors"]
 """Files to download of a model on the hub; some models have their weights again, in other formats."""
 
 
@@ -97,7 +101,9 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         raise ValueError(
             f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."
         )
-    c, weights = mapping_of(name).from_huggingface(content, Tensors(directory))
+    tensors = Tensors(directory)
+    found = beside.read(directory, tensors.dtype)
+    c, weights = mapping_of(name).from_huggingface(content, tensors)
     c.module = name
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
@@ -114,6 +120,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     optimizer = {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"}
     training = {"batch_size": 1, "seq_len": length, "steps": 1}
     metadata = {"config": {"model": model, "optimizer": optimizer, "training": training}, "loader": {}}
+    metadata[CARRIED] = found
     with Checkpointer(output / "checkpoints") as checkpoints:
         state = {"weights": jax.device_put(weights, jax.local_devices(backend="cpu")[0])}
         checkpoints.save(0, state, metadata)
@@ -125,14 +132,14 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     parameters = sum(array.size for array in jax.tree.leaves(weights))
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
     log(f"checkpoint {output}/checkpoints/0000000000")
+    log(shown(f"kept       for exports: {', '.join(beside.described(found))}"))
     if (output / "tokenizer.json").is_file():
-        ends = content.get("eos_token_id")
+        ends = found["generation_config"].get("eos_token_id", content.get("eos_token_id"))
         stop = "" if ends is None else f" 'stop={[ends] if isinstance(ends, int) else ends}'"
-        named = f"run={output} tokenizer={output}/tokenizer.json{stop}"
-        log(f"To sample:\n  python -m tools.generate {named} prompt=<text>")
+        log(f"To sample:\n  {command_of('tools.generate')} run={output}{stop} prompt=<text>")
     log(
         "To continue training, with the settings of a run in configs/:\n"
-        f"  python -m train --config-name=<run> --config-dir={config.output} model=imported "
+        f"  {command_of('train')} --config-name=<run> --config-dir={config.output} model=imported "
         f"training.init_from={config.output} data.filespec=data/<name>.zarr"
     )
 

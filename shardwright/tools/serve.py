@@ -82,7 +82,7 @@ class Model:
                 self._any = None
             self.c = saved.config
             self.model = load_model(saved.config.model)
-            self.tokenizer = tokenizer_of_run(saved.config.data, self.config.tokenizer)
+            self.tokenizer = tokenizer_of_run(saved.config.data, self.config.tokenizer, saved.tokenizer_file)
             self.weights = saved.read_weights(self.model, self.config.other_source, print, self.config.average)
             self.step, self.metadata = saved.step, saved.metadata
 

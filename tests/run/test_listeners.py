@@ -258,7 +258,7 @@ def saving(run, monkeypatch):
             setattr(run.config.training, name, value)
         run.log.note = lambda *_: None
         run.log.sync = lambda: None
-        run.keeper = SimpleNamespace(checkpoints=Checkpointer(fails), record={"reference": None})
+        run.keeper = SimpleNamespace(checkpoints=Checkpointer(fails), record={"reference": None}, carried={})
         run.provenance, run.placement, run.stopped_by = {}, None, None
         run.loader.state = lambda batch: {"batch": batch}
         run.signal = lambda: None

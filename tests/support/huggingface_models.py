@@ -65,7 +65,7 @@ def save(directory, w: train.Transformer, c: train.ModelConfig, step: int = 5, f
 def export(run, output, **settings) -> str:
     """Exports a run; what the tool printed."""
     lines: list[str] = []
-    given = {"run": str(run), "output": str(output), "check": COMPARES, "trust": True} | settings
+    given = {"run": str(run), "output": str(output), "check": COMPARES, "trust": True, "dtype": "f32"} | settings
     checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**given), lines.append)
     return "\n".join(lines)
 

@@ -149,7 +149,7 @@ def theirs(run, tmp_path_factory):
     transformers = pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
     output = tmp_path_factory.mktemp("exported") / "model"
     checkpoint_to_huggingface.run(
-        checkpoint_to_huggingface.Settings(str(run), output=str(output), check=False), lambda _: None
+        checkpoint_to_huggingface.Settings(str(run), output=str(output), dtype="f32", check=False), lambda _: None
     )
     llama = transformers.AutoModelForCausalLM.from_pretrained(output)
 

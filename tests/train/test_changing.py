@@ -14,6 +14,7 @@ import pytest
 import yaml
 import zarr
 from jax.sharding import AbstractMesh, AxisType
+from safetensors.numpy import load_file
 
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.soundness import find_unsound
@@ -517,7 +518,13 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
     directory = tmp_path / "merged"
     with module_of(changed("lora") + EXCHANGE):
         said = export(tmp_path / "lora", directory, step=3)
-    assert not COMPARES or "with those of transformers: they differ by at most" in said
+        rounded = export(tmp_path / "lora", tmp_path / "rounded", step=3, dtype="bf16")
+    for text in (said, rounded):
+        assert not COMPARES or "with those of transformers: they differ by at most" in text
+    name = "model.layers.0.self_attn.q_proj.weight"  # has a product of factors
+    exact, nearest = (load_file(tmp_path / path / "model.safetensors")[name] for path in ("merged", "rounded"))
+    np.testing.assert_array_equal(nearest, exact.astype(nearest.dtype))
+    assert nearest.dtype == jnp.bfloat16
     to_run(directory, tmp_path / "run")
     c.model, merged = read(tmp_path / "run")
     assert c.model.module == "train"

@@ -214,17 +214,18 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
 # ---- of data ------------------------------------------------------------------------------------------------------
 
 
-def tokenizer_of_run(data: Any, named: str | None = None) -> Tokenizer:
-    """Opens the tokenizer `named`, or else that of the run's data.
+def tokenizer_of_run(data: Any, named: str | None = None, imported: str | None = None) -> Tokenizer:
+    """Opens the tokenizer `named`, or else that of the run's data, or else the imported one.
 
     Args:
         data: the run's DataConfig.
         named: `bytes`; `tiktoken:<encoding>`; a flat-tokens dataset; or a Hugging Face tokenizer: a name on the hub, a
             tokenizer.json, or a directory. None: the data's.
+        imported: the tokenizer.json that an import wrote, for data that names no tokenizer; None if there is none.
 
     Raises:
         ValueError: the tokenizer or the dataset is missing, the datasets of a mixture have different ones, or there is
-            no dataset, as in an imported checkpoint.
+            neither a dataset nor an imported tokenizer.
     """
     if named is not None:
         kind, _, rest = named.partition(":")
@@ -236,6 +237,8 @@ def tokenizer_of_run(data: Any, named: str | None = None) -> Tokenizer:
         return open_tokenizer(data.stream.tokenizer_kind, data.stream.tokenizer, data.stream.end_token)
     filespecs = [source.filespec for source in data.mixture.values()] or [data.filespec]
     if filespecs[0] is None:
+        if imported is not None:
+            return open_tokenizer("huggingface", imported)
         raise ValueError(f"the run has no data, because it was imported. {REMEDY}")
     try:
         found = {tokenizer_of_dataset(Reader(filespec, "train")) for filespec in filespecs}
@@ -243,7 +246,9 @@ def tokenizer_of_run(data: Any, named: str | None = None) -> Tokenizer:
         raise ValueError(f"cannot read the tokenizer of the dataset {', '.join(filespecs)}: {e} {REMEDY}") from e
     if len(found) > 1:
         raise ValueError(f"the datasets {', '.join(filespecs)} have different tokenizers. {REMEDY}")
-    return found.pop()
+    of_data = found.pop()
+    is_unknown = of_data.definition is None
+    return open_tokenizer("huggingface", imported) if is_unknown and imported is not None else of_data
 
 
 def tokenizer_of_dataset(reader: Reader) -> Tokenizer:

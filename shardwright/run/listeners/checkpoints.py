@@ -75,6 +75,7 @@ class Checkpoints(Listener):
             "config": dataclasses.asdict(run.whole),
             "loader": run.loader.state(run.batch_of(done - 1) + 1),
             "provenance": run.provenance,
+            **run.keeper.carried,
         }
         metadata |= {"reference": made} if (made := run.keeper.record["reference"]) else {}
 

@@ -1,16 +1,19 @@
 """Compares a run's logits with those of transformers for the same model files, in f32 on one CPU device."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map
 from shardwright.cluster.devices import make_mesh
 from shardwright.data.loader import TokenBatch
 from shardwright.data.untrusted import refused
+from shardwright.huggingface import Tensors
 from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
@@ -113,6 +116,25 @@ def compare_logits(c: Any, weights: object, directory: Path) -> str:
             f"{far:.2g} of the largest."
         )
     return f"logits of {length} tokens with those of transformers: they differ by at most {far:.1g} of the largest"
+
+
+def round_weights(weights: object, dtype: Any) -> Any:
+    """Rounds weights to a dtype, by XLA. They stay f32."""
+    return jax.tree.map(lambda x: np.asarray(jnp.asarray(x).astype(dtype).astype(jnp.float32)), weights)
+
+
+def check_rounding(exact: Mapping[str, np.ndarray], directory: Path, dtype: Any) -> None:
+    """Raises ValueError unless each number in a model's files is one of `dtype` that is nearest to the exact one."""
+    about = jnp.finfo(dtype)
+    share = 0.0 if dtype == jnp.float32 else about.eps / 2  # half a unit in the last place
+    least = 0.0 if dtype == jnp.float32 else float(about.smallest_subnormal) / 2
+    written = Tensors(directory)
+    for name, x in exact.items():
+        off = np.abs(written[name] - x) > share * np.abs(x) + least
+        if off.any():
+            raise ValueError(
+                f"{name} is not rounded to the nearest {about.dtype}: {written[name][off][0]} for {x[off][0]}."
+            )
 
 
 def own_logits(c: object, weights: object, targets: np.ndarray) -> np.ndarray:

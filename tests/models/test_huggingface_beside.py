@@ -1,0 +1,328 @@
+"""What transformers' files say beside the weights survives import, training and export, as transformers reads it."""
+
+import copy
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from shardwright.data.loader import DataConfig
+from shardwright.data.text.definitions import train_bpe
+from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
+from shardwright.run import opening
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.opening import CARRIED, open_run
+from shardwright.tools import checkpoint_to_huggingface as tool
+from shardwright.tools import generate
+from shardwright.tools.huggingface import beside
+from tests.support import exact_step, tiny
+from tests.support import huggingface_models as models
+from tests.support.exact_step import exact
+from tests.support.huggingface_models import export, to_run
+from tests.support.written_datasets import write
+
+__all__ = ["exact"]
+
+ROOT = Path(__file__).parents[2]
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = [{"role": "user", "content": "It is a truth"}]
+
+needs_transformers = pytest.mark.skipif(not models.COMPARES, reason="transformers and torch are the oracle")
+
+
+@pytest.fixture(autouse=True)
+def _no_hashes(no_hashes):
+    pass
+
+
+def definition(special: list[str]) -> str:
+    content = json.loads(train_bpe(["It is a truth universally acknowledged"] * 9, 300))
+    flags = content["added_tokens"][0]
+    size = max(content["model"]["vocab"].values()) + 1
+    content["model"]["vocab"] |= {token: size + i for i, token in enumerate(special)}
+    content["added_tokens"] += [flags | {"id": size + i, "content": token} for i, token in enumerate(special)]
+    return json.dumps(content)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A chat model as transformers saves it, in bf16, with a template, two EOS ids and settings to generate by."""
+    torch = pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
+    import tokenizers
+    import transformers
+
+    path = tmp_path_factory.mktemp("chat")
+    of = tokenizers.Tokenizer.from_str(definition(SPECIAL))
+    named = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>", "padding_side": "left"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=of, chat_template=TEMPLATE, **named)
+    bos, pad, _, end = map(of.token_to_id, SPECIAL)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    ids = {"bos_token_id": bos, "eos_token_id": end, "pad_token_id": pad}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=320, head_dim=8, **sizes, **ids)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    how = model.generation_config
+    how.eos_token_id, how.temperature, how.do_sample, how.suppress_tokens = [end, pad], 0.6, True, [bos]
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def change(path: Path, **changes) -> None:
+    path.write_text(json.dumps(read_json(path) | changes))
+
+
+# ---- there and back -----------------------------------------------------------------------------------------------
+
+
+def in_a_file(model: Path) -> None:
+    assert (model / "chat_template.jinja").is_file()
+
+
+def in_the_config(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    change(model / "tokenizer_config.json", chat_template=TEMPLATE)
+
+
+def several(model: Path) -> None:
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/rag.jinja").write_text(TEMPLATE.replace("\n", "\t"))
+
+
+def several_in_the_config(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    found = [{"name": name, "template": TEMPLATE.replace("user", name)} for name in ("default", "tool_use")]
+    change(model / "tokenizer_config.json", chat_template=found)
+
+
+def of_old_files(model: Path) -> None:
+    path = model / "tokenizer_config.json"
+    content = read_json(path)
+    named = {name: content.pop(name) for name in ("bos_token", "eos_token", "pad_token")}
+    path.write_text(json.dumps(content))
+    named["eos_token"] = {"content": named["eos_token"], "lstrip": False, "normalized": False}
+    (model / "special_tokens_map.json").write_text(json.dumps(named))
+
+
+@needs_transformers
+@pytest.mark.parametrize("form", [in_a_file, in_the_config, several, several_in_the_config, of_old_files])
+def test_an_export_of_an_import_is_what_transformers_read_before(chat, tmp_path, form):
+    import transformers
+
+    model = tmp_path / "model"
+    shutil.copytree(chat, model)
+    form(model)
+    said = to_run(model, tmp_path / "run", check=form is in_a_file)
+    assert "'stop=[" in said
+    assert "tokenizer=" not in said
+    told = export(tmp_path / "run", tmp_path / "back", dtype=None, check=form is in_a_file)
+    assert "left out" not in told
+    a, b = (transformers.AutoTokenizer.from_pretrained(path) for path in (model, tmp_path / "back"))
+    assert a.chat_template == b.chat_template
+    for options in ({"tokenize": False}, {"add_generation_prompt": True}):
+        assert a.apply_chat_template(CHAT, **options) == b.apply_chat_template(CHAT, **options)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "padding_side"):
+        assert getattr(a, name) == getattr(b, name) is not None
+    how, again = (transformers.GenerationConfig.from_pretrained(path) for path in (model, tmp_path / "back"))
+    assert how.to_dict() == again.to_dict()
+    config, exported = (transformers.AutoConfig.from_pretrained(path) for path in (model, tmp_path / "back"))
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id", "dtype"):
+        assert getattr(config, name) == getattr(exported, name) is not None
+    theirs, ours = (load_file(path / "model.safetensors") for path in (model, tmp_path / "back"))
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        assert x.dtype == ours[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(x.view(np.uint16), ours[name].view(np.uint16))
+
+
+@needs_transformers
+def test_what_another_tokenizer_gives_another_meaning_is_left_out_and_named(chat, tmp_path):
+    to_run(chat, tmp_path / "run", check=False)
+    swapped = [*SPECIAL[:2], *SPECIAL[:1:-1]]
+    (tmp_path / "other.json").write_text(definition(swapped))
+    said = export(tmp_path / "run", tmp_path / "other", check=False, tokenizer=str(tmp_path / "other.json"))
+    _, pad, start, end = (Tokenizer(definition(SPECIAL)).special[token] for token in SPECIAL)
+    assert f"left out   eos_token_id {end} of generation_config.json, which was '<|im_end|>'" in said
+    assert "left out   eos_token '<|im_end|>'" in said
+    assert "left out   chat template, which has '<|im_" in said
+    assert read_json(tmp_path / "other/generation_config.json")["eos_token_id"] == [pad]
+    assert read_json(tmp_path / "other/config.json").get("eos_token_id") is None
+    of_tokenizer = read_json(tmp_path / "other/tokenizer_config.json")
+    assert "chat_template" not in of_tokenizer
+    assert of_tokenizer["pad_token"] == "</s>"
+    longer = tmp_path / "longer.json"  # whose further tokens change nothing
+    longer.write_text(definition([*SPECIAL, "<|more|>"]))
+    assert "left out" not in export(tmp_path / "run", tmp_path / "longer", check=False, tokenizer=str(longer))
+    assert start != end
+
+
+def test_an_id_beyond_the_vocabulary_and_a_template_of_another_begin_are_left_out():
+    tokenizer = Tokenizer(definition(SPECIAL))
+    bos, _, _, end = (tokenizer.special[token] for token in SPECIAL)
+    found = copy.deepcopy(beside.NOTHING)
+    found["tokens"] = {str(i): token for token, i in tokenizer.special.items()}
+    found["config"] = {"eos_token_id": end, "pad_token_id": 7000}
+    found["tokenizer_config"] = {"bos_token": "<s>"}
+    found["chat_templates"] = {"default": "{{ bos_token }}"}
+    beside.check(found, "it")
+    kept = beside.Kept(found, tokenizer, vocab=end)
+    assert kept.ids("config") == {}
+    assert "chat_template" in kept.of_tokenizer({"bos_token": "<s>"})
+    assert "chat_template" not in kept.of_tokenizer({"bos_token": "</s>"})
+    assert [text.partition(",")[0] for text in kept.left_out] == [
+        f"eos_token_id {end} of config.json",
+        "pad_token_id 7000 of config.json",
+        "chat template",
+    ]
+    assert beside.Kept(found, None, vocab=end + 1).ids("config") == {"eos_token_id": end}
+    assert bos < end
+
+
+@pytest.mark.parametrize(
+    ("ends", "end", "expected"),
+    [(None, None, None), (None, 5, 5), (5, 5, 5), (5, None, 5), (5, 6, [5, 6]), ([5, 6], 6, [5, 6]), ([5], 7, [5, 7])],
+)
+def test_the_end_of_the_runs_documents_is_one_of_the_ends(ends, end, expected):
+    assert beside.with_end(ends, end) == expected
+
+
+# ---- files of strangers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", {"chat_template": 5}, r"chat_templates.default is 5; it must be a text"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "a"}]}, r"chat_template.template is missing"),
+        ("tokenizer_config.json", {"eos_token": ["x"]}, r"tokenizer_config.eos_token is \['x'\]; it must be a text"),
+        ("generation_config.json", {"eos_token_id": ["x"]}, r"eos_token_id is \['x'\]; it must be ids of tokens"),
+        ("generation_config.json", {"temperature": float("nan")}, r"Out of range float values"),
+        ("generation_config.json", {"stop_strings": ["x" * 2**20]}, r"characters, more than the limit of 1,048,576"),
+        ("config.json", {"eos_token_id": "x"}, r"config.eos_token_id is 'x'; it must be a whole number or a list or"),
+    ],
+)
+def test_files_that_are_not_as_transformers_writes_them_are_refused(tmp_path, file, content, message):
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        beside.read(tmp_path, "f32")
+
+
+def test_a_checkpoint_of_a_stranger_is_checked_too(tmp_path, one_device):
+    c = models.model("grouped")
+    for i, (part, value) in enumerate([("dtype", 5), ("chat_templates", {"default": 5}), ("tokens", [])]):
+        kept = beside.NOTHING | {part: value}
+        metadata = {"config": dataclasses.asdict(models.settings(c)), "loader": {}, CARRIED: kept}
+        with Checkpointer(tmp_path / f"{i}/checkpoints") as checkpoints:
+            checkpoints.save(5, {"weights": models.weights(c)}, metadata)
+        with pytest.raises(ValueError, match=f"kept of the files of an imported model: {part}.* must be"):
+            export(tmp_path / f"{i}", tmp_path / "out", check=False, dtype=None)
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_runs_carry_it_from_checkpoint_to_checkpoint(tmp_path, exact, monkeypatch):
+    """From an import to a run, when that is resumed, and to a run that starts from it."""
+    monkeypatch.setattr(opening, "read_weights", lambda path, like, *_: (like, {}))
+    kept = beside.NOTHING | {"chat_templates": {"default": TEMPLATE}}
+    with Checkpointer(tmp_path / "imported/checkpoints") as checkpoints:
+        checkpoints.save(0, {"x": jnp.ones(2)}, {"config": {}, CARRIED: kept, "loader": {}})
+
+    def train(name: str, steps: int, source: str | None) -> list:
+        init_from = source and str(tmp_path / source)
+        c = tiny.config(tiny.model(vocab=1280, layers=1), checkpoint_interval=2, eval_batches=0, init_from=init_from)
+        c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
+        c.training.steps, c.paths = steps, dataclasses.replace(c.paths, model_name=name)
+        exact_step.train_on("one device", c, tmp_path / name)
+        with Checkpointer(tmp_path / name / "checkpoints") as checkpoints:
+            return [checkpoints.metadata(step).get(CARRIED) for step in checkpoints.steps()]
+
+    assert train("tuned", 2, "imported") == [kept]
+    assert train("tuned", 4, "imported") == [kept, kept]
+    assert train("again", 2, "tuned") == [kept]
+    assert train("fresh", 2, None) == [None]
+
+
+# ---- dtype --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path, one_device):
+    c = models.model("grouped", layers=1)
+    w = models.weights(c)
+    return w, models.save(tmp_path / "run", w, c)
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", [None, pytest.param("f16", marks=pytest.mark.long)])
+def test_weights_are_rounded_as_torch_rounds_them(saved, tmp_path, dtype):
+    import torch
+
+    w, run = saved
+    said = export(run, tmp_path / "out", dtype=dtype)
+    kind = torch.float16 if dtype else torch.bfloat16
+    assert f"written    {tmp_path}/out, in {dtype or 'bf16'}: open it" in said
+    assert "with those of transformers: they differ by at most" in said
+    assert read_json(tmp_path / "out/config.json")["dtype"] == str(kind).removeprefix("torch.")
+    found = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
+    expected = torch.tensor(np.asarray(w.embed)).to(kind)
+    np.testing.assert_array_equal(found.view(np.int16), expected.view(torch.int16).numpy())
+
+
+def cut_off(tensors: dict, dtype: str) -> dict:
+    """Toward zero instead of to the nearest."""
+    return {name: (x.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(jnp.bfloat16) for name, x in tensors.items()}
+
+
+@needs_transformers
+def test_a_wrong_rounding_is_found(saved, tmp_path, monkeypatch):
+    _, run = saved
+    monkeypatch.setattr(tool, "rounded", cut_off)
+    with pytest.raises(ValueError, match=r"is not rounded to the nearest bfloat16: .* for "):
+        export(run, tmp_path / "out", dtype="bf16")
+    monkeypatch.setattr(tool, "check_rounding", lambda *_: None)
+    with pytest.raises(ValueError, match="the logits of this llama are not the run's own"):
+        export(run, tmp_path / "out", dtype="bf16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dtype_that_is_unknown_or_too_small_is_refused(saved, tmp_path):
+    with pytest.raises(ValueError, match=r"dtype is 'fp8'; choose one of f32, bf16, f16"):
+        export(saved[1], tmp_path / "out", dtype="fp8", check=False)
+    with pytest.raises(ValueError, match=r"^w has values that are too large for f16\. Export with dtype=bf16\.$"):
+        tool.rounded({"w": np.array([1.0, 65520.0], np.float32)}, "f16")
+
+
+# ---- the tokenizer ------------------------------------------------------------------------------------------------
+
+
+def test_the_imported_tokenizer_is_that_of_the_run_unless_its_data_names_one(saved, tmp_path):
+    _, run = saved
+    (tmp_path / "run/tokenizer.json").write_text(definition(SPECIAL))
+    imported = Tokenizer(definition(SPECIAL))
+    with open_run(f"{run}/checkpoints/0000000005", None, trust=False) as opened:
+        path = opened.tokenizer_file
+        opened.config.data.filespec = None
+        settings: Any = SimpleNamespace(tokenizer=None, prompt_ids=None)
+        assert generate.read_tokenizer(settings, opened, print) == imported
+    by_bytes = write(tmp_path / "bytes", attributes={"tokenizer": {"kind": "bytes", "end_token": "</s>"}})
+    nothing = write(tmp_path / "nothing", attributes={})
+    assert tokenizer_of_run(DataConfig(), None, path) == imported
+    assert tokenizer_of_run(DataConfig(filespec=nothing), None, path) == imported
+    assert tokenizer_of_run(DataConfig(filespec=by_bytes), None, path).is_bytes
+    assert tokenizer_of_run(DataConfig(), "bytes", path).is_bytes
