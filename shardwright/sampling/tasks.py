@@ -106,7 +106,8 @@ def evaluate_tasks(
     """Evaluates tasks of TASKS and of lm-eval. Returns `results`, metrics by task, and what run_harness returns.
 
     `limit` is the most questions of each task; None: all, or QUESTIONS. `tokenizer` are the arguments of
-    tokenizer_of_run after the data, `options` those of run_harness. Raises ValueError if there are too few held-out texts, or lm-eval lacks a task.
+    tokenizer_of_run after the data, `options` those of run_harness. Raises ValueError if there are too few held-out
+    texts, or lm-eval lacks a task.
     """
     found: dict[str, Any] = {}
     if others := [name for name in names if name not in TASKS]:

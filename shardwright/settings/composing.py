@@ -71,11 +71,11 @@ def is_setting(argument: str) -> bool:
     return argument.startswith(("+", "~")) or ("=" in argument and not argument.startswith("-"))
 
 
-def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Replaces paths, as a shell completes them, by what Hydra takes. Also returns the directory of --config-dir.
+def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Replaces paths, as a shell completes them, by what Hydra takes. Also returns directories of configurations.
 
-    --config-name=configs/x.yaml becomes x, in that directory; without one, a project's configs/ come first. runs/x,
-    run=x and x become run=runs/x if the program reads a run and runs/x exists.
+    --config-name=configs/x.yaml becomes x, in that directory; without one, a project's configs/ come first, after the
+    directory of --config-dir. runs/x, run=x and x become run=runs/x if the program reads a run and runs/x exists.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn")
@@ -87,14 +87,16 @@ def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], str 
         own = path.parent
     elif program.config_name is not None:  # the configurations of a tool are not those of runs
         own = program.configs
+    directories = [flags.config_dir] if flags.config_dir else []
     if own.is_dir() and not own.samefile(program.configs):
-        flags.config_dir = flags.config_dir or str(own)
+        directories.append(str(own))
+        flags.config_dir = directories[0]
     found = [f"--{name.replace('_', '-')}={value}" for name, value in vars(flags).items() if value is not None]
     if _reads_runs(program):
         runs = {text: run for text in others if (run := _directory_of(text.removeprefix("run=")))}
         several = f"[{','.join(runs.values())}]" if len(runs) > 1 else "".join(runs.values())
         others = [*(text for text in others if text not in runs), *([f"run={several}"] if runs else [])]
-    return sorted([*found, *others], key=is_setting), flags.config_dir
+    return sorted([*found, *others], key=is_setting), directories
 
 
 def _reads_runs(program: Program) -> bool:

@@ -169,10 +169,10 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
 
 def _start(program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]]) -> None:
     register_shipped()
-    arguments, config_dir = by_name(program, sys.argv[1:])
+    arguments, directories = by_name(program, sys.argv[1:])
     check_flags(program, arguments)
     sys.argv[1:] = [override_as_written(program.schema, x) if is_setting(x) else x for x in arguments]
-    read_as_written(program.schema, config_dir)
+    read_as_written(program.schema, directories)
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(as_installed(help_text(program, sections())), flush=True)
         return

@@ -13,11 +13,14 @@ _IN_CHECKOUT = (PACKAGE.parent / "pyproject.toml").exists()
 
 
 def as_installed(text: str) -> str:
-    """Writes commands and pages in a message as they are outside a checkout: `shardwright plan`, and a whole path."""
-    if _IN_CHECKOUT:
-        return text
-    text = re.sub(r"python -m (?:tools\.|(?=train\b))", "shardwright ", text)
-    return re.sub(r"(?<![\w/])(?=docs/\w+\.md)", f"{PACKAGE}/", text)
+    """Writes commands and pages in a message as they are outside a checkout: `shardwright plan`, and a whole path.
+
+    A program that was started by the command `shardwright` may be outside of the checkout that it is installed from.
+    """
+    if not _IN_CHECKOUT or sys.argv[0].startswith("shardwright "):
+        text = re.sub(r"python -m (?:tools\.|(?=train\b))", "shardwright ", text)
+        text = re.sub(r"pip install -e '\.(\[\w+\])'", r"pip install 'shardwright\1'", text)
+    return text if _IN_CHECKOUT else re.sub(r"(?<![\w/])(?=docs/\w+\.md)", f"{PACKAGE}/", text)
 
 
 def say(text: str, flush: bool = False) -> None:

@@ -6,6 +6,7 @@ Hydra and YAML make numbers and booleans of 1_1_1, 1e5, 1.10, yes and 12:30 befo
 import os
 import re
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,9 +60,9 @@ def _in_its_section(schema: type, name: str, value: str) -> tuple[str, str]:
     return name, value
 
 
-def read_as_written(schema: type, config_dir: str | None = None) -> None:
-    """Makes Hydra read YAML files, also those of --config-dir, by the declared types of `schema`."""
-    _Files.schema, _SearchPath.config_dir = schema, config_dir
+def read_as_written(schema: type, directories: Sequence[str] = ()) -> None:
+    """Makes Hydra read YAML files, first those in `directories`, by the declared types of `schema`."""
+    _Files.schema, _SearchPath.directories = schema, directories
     for plugin in (_Files, _SearchPath):
         Plugins.instance().register(plugin)
 
@@ -84,11 +85,11 @@ class _Files(FileConfigSource):
 
 
 class _SearchPath(SearchPathPlugin):
-    config_dir: ClassVar[str | None]
+    directories: ClassVar[Sequence[str]]
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if self.config_dir and os.path.isdir(self.config_dir):  # Hydra has it only later, and reports what is none
-            search_path.prepend("command-line", os.path.abspath(self.config_dir), "main")  # a project's files win
+        for directory in filter(os.path.isdir, self.directories):  # Hydra reports later what is none
+            search_path.prepend("command-line", os.path.abspath(directory), "main")  # a project's files win
         for element in search_path.get_path():
             element.path = element.path if "://" in element.path else f"{_Files.scheme()}://{element.path}"
 

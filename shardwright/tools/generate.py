@@ -25,7 +25,6 @@ from shardwright.data.checks import check_ranges, within
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import LARGE, parse_object, read_text, shown
 from shardwright.modeling.model import load_model
-from shardwright.run.config import Config
 from shardwright.run.directory import quoted
 from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, SavedRun, Write, mesh_for, open_run

@@ -15,8 +15,8 @@ into `output`
     model/imported.yaml        the model section, as a config group
     tokenizer.json             if the model has one, to make datasets with
 
-so that training.init_from=<output> with --config-dir=<output> model=imported starts from it. The checkpoint also has the chat
-template, how to generate, the EOS ids, the special tokens and the dtype, which an export of such a run writes again.
+so that training.init_from=<output> with --config-dir=<output> model=imported starts from it. The checkpoint also has
+the chat template, how to generate, the EOS ids, the special tokens and the dtype, which exports of such runs write.
 """
 
 import dataclasses

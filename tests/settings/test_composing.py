@@ -11,6 +11,7 @@ from shardwright.run.launch import CONFIGS
 from shardwright.run.opening import CheckpointChoice
 from shardwright.settings.composing import Program, by_name
 from shardwright.settings.program import FULL_ERROR, start
+from shardwright.settings.words import as_installed
 from shardwright.settings.written import override_as_written, read_as_written
 
 BASE = "--config-name=local_test_synthetic"
@@ -65,7 +66,7 @@ def test_a_run_is_found_by_what_a_shell_completes(value, tmp_path, monkeypatch):
     (tmp_path / "runs" / "a,b").mkdir()
     monkeypatch.chdir(tmp_path)
     tool = Program("python -m tools.generate", CONFIGS, "generate", CheckpointChoice)
-    assert by_name(tool, ["trust=true", value]) == (["trust=true", 'run="runs/x"'], None)
+    assert by_name(tool, ["trust=true", value]) == (["trust=true", 'run="runs/x"'], [])
     assert by_name(tool, [value, "runs/a,b"])[0] == ['run=["runs/x","runs/a,b"]']
     assert by_name(tool, ["run=s3://x/y"])[0] == ["run=s3://x/y"]
 
@@ -75,6 +76,28 @@ def test_a_configuration_is_found_by_its_path(mine, composed, tmp_path):
     assert (config.model.vocab, config.training.steps) == (1280, 5)
     (config,) = composed(mine, f"-cn={CONFIGS}/local_test_synthetic.yaml")
     assert config.training.steps == 50
+
+
+def test_a_directory_is_read_beside_the_projects_own(mine, composed, tmp_path, monkeypatch):
+    """Such as that of an imported model, by the command that the import prints; and it comes first."""
+    (tmp_path / "project" / "configs").mkdir(parents=True)
+    text = "defaults: [local_test_synthetic, _self_]\ntraining: {steps: %d}\n"
+    for name, steps in (("own", 7), ("mine", 8)):
+        (tmp_path / "project" / "configs" / f"{name}.yaml").write_text(text % steps)
+    monkeypatch.chdir(tmp_path / "project")
+    (config,) = composed(mine, "--config-name=own", "model=mymodel")
+    assert (config.model.vocab, config.training.steps) == (1280, 7)
+    (config,) = composed(mine, "--config-name=mine")
+    assert config.training.steps == 5
+
+
+def test_messages_name_commands_as_the_program_was_started(monkeypatch):
+    """An editable install runs outside of its checkout, where there is no folder `tools`."""
+    text = "run python -m train, python -m tools.plan, or pip install -e '.[eval]'; docs/plan.md"
+    assert as_installed(text) == text
+    monkeypatch.setattr(sys, "argv", ["shardwright plan"])
+    expected = "run shardwright train, shardwright plan, or pip install 'shardwright[eval]'; docs/plan.md"
+    assert as_installed(text) == expected
 
 
 WRITTEN = ["1_1_1", "1e5", "1.10", "yes", "12:30", "true", "017", "0x10", "a b 1", "-.5"]
@@ -109,7 +132,7 @@ def test_only_whole_numbers_are_made_whole(value, written):
 
 def test_only_whole_numbers_of_a_file_are_made_whole(tmp_path):
     (tmp_path / "mine.yaml").write_text("training: {steps: 1.5e+0, tokens: 1.5e+1}\ndata: {skip_steps: [1e+1, 2.5]}\n")
-    read_as_written(Config, str(tmp_path))
+    read_as_written(Config, [str(tmp_path)])
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         found = compose("mine")
     assert str(found) == "{'training': {'steps': 1.5, 'tokens': 15}, 'data': {'skip_steps': [10, 2.5]}}"
