@@ -56,6 +56,7 @@ with StopRequest() as stop:
 """
 
 
+@pytest.mark.long
 def test_a_lost_terminal_does_not_keep_a_run_from_saving(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", HANGS_UP, str(tmp_path / "saved")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -67,6 +67,7 @@ def test_slow_answers_overlap(dataset, slow_server, monkeypatch):
     assert time.perf_counter() - start < 9
 
 
+@pytest.mark.long
 def test_an_s3_server_of_ones_own(dataset, monkeypatch):
     """As AWS_ENDPOINT_URL names it: written there, read there, and seqax's too; what is missing is named."""
     with S3Server() as server:

@@ -579,6 +579,7 @@ LOSSES = [  # functions of logits and targets, of so many positions, and what is
 ]
 
 
+@pytest.mark.long
 def test_a_target_does_not_meet_logits_that_know_it(monkeypatch):
     for loss, length, message in LOSSES:
         monkeypatch.setitem(train.LOSSES, "cross_entropy", lambda x, y, c, loss=loss: loss(x, y.ids))

@@ -81,6 +81,7 @@ def rejected(start, *given, match: str = "a number that depends on the mesh", **
         start(*given, **options)
 
 
+@pytest.mark.long
 @pytest.mark.quick
 def test_a_kept_proof_does_not_pass_a_program_that_only_differs_on_one_device(start):
     """The program on the mesh is that of the proof. A comment costs no proof."""

@@ -42,6 +42,7 @@ def peak_of(c) -> float:
     return planned_step(c, load_model(c.model), SIZES, chip_of("cpu")).peak
 
 
+@pytest.mark.long
 def test_a_run_writes_its_plan(tmp_path):
     c = tiny.config()
     c.hardware.chip = small_chip(tmp_path, 2**30)

@@ -135,6 +135,7 @@ def changes(kind: type) -> float:
     return found / np.abs(before).max()
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("mesh", ["one device", "d=2 c=2 t=2"])
 def test_native_sparse_attention_is_causal(mesh):
     with jax.set_mesh(tiny.mesh(mesh)):
@@ -150,6 +151,7 @@ def test_a_longer_text_is_followed_at_a_part_of_its_length():
         assert check_causal(step_of(Selecting, "one device", 512)) == ""
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", WRONG)
 def test_other_selections_leak(name):
     kind, message = WRONG[name]
@@ -158,6 +160,7 @@ def test_other_selections_leak(name):
         check_causal(step_of(kind, "one device"))
 
 
+@pytest.mark.long
 def test_the_page_shows_a_leak_and_its_end():
     with of_page(LEAKING) as mine, jax.set_mesh(tiny.mesh("one device")):
         with pytest.raises(ValueError, match=OTHERS) as refused:
@@ -215,6 +218,7 @@ HEADS = {
 }  # fmt: skip
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", HEADS)
 def test_a_second_head_may_read_what_comes_before_its_target(name):
     source, message, line = HEADS[name]

@@ -146,6 +146,7 @@ def test_a_run_is_proved_validated_and_sampled_without_the_inputs(data, tmp_path
     assert "the logits of a position depend on no later token" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.quick
 def test_an_input_that_is_missing_or_not_declared_is_named(data, monkeypatch):
     c = config(data)
@@ -164,6 +165,7 @@ def test_an_input_that_is_missing_or_not_declared_is_named(data, monkeypatch):
         tiny.step(c).batch()
 
 
+@pytest.mark.long
 def test_the_loss_of_the_page(data):
     """That of docs/changing.md, weighted by an input."""
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/changing.md").read_text(), re.DOTALL | re.MULTILINE)

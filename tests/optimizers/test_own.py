@@ -12,6 +12,7 @@ from shardwright.optimizers.config import GroupConfig
 from tests.support import tiny
 
 
+@pytest.mark.long
 def test_an_own_optimizer_has_both_moments_and_a_group_may_name_it():
     c = tiny.config()
     c.optimizer = tiny.optimizer(

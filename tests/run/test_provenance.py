@@ -81,6 +81,7 @@ FREE = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.quick
 def test_what_computes_the_same_has_the_same_hash(plain):
     """With a comment more, and another name of a value."""
@@ -218,6 +219,7 @@ print(own_modules() == [__import__("pathlib").Path(mine.__file__)], shown_path(j
 """
 
 
+@pytest.mark.long
 def test_packages_by_pythonpath_are_no_source_and_a_project_in_its_environment_is(tmp_path):
     """As modules of a cluster bring jax. It counted as the user's, and was imported again for each trace."""
     packages = tmp_path / "deps"

@@ -55,6 +55,7 @@ def same(a, b) -> bool:
     return all(np.array_equal(x, y, equal_nan=True) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_step_that_is_not_finite_leaves_the_state(stepped, bad):
     def poisoned(state):

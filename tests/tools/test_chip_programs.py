@@ -15,6 +15,7 @@ def main(monkeypatch, program, *arguments: object) -> None:
     program.main()
 
 
+@pytest.mark.long
 def test_each_implementation_of_attention_agrees_with_f32(monkeypatch, capsys):
     main(monkeypatch, attention, "--lengths", 128, "--tokens", 256, "--heads", 2, "--width", 16)
     found = re.findall(r"^(.+): [\d.]+ ms, .* TFLOP/s, .* GiB, error (.+)$", capsys.readouterr().out, re.MULTILINE)

@@ -128,6 +128,7 @@ def test_a_run_tells_what_is_damaged_and_what_it_sets_aside(tmp_path, capsys, ex
         run(tmp_path / "other", 8)
 
 
+@pytest.mark.long
 def test_checkpoints_at_a_url(tmp_path, monkeypatch, exact):
     """The run's other files stay in its directory; another run begins with the weights there."""
     read = []

@@ -27,6 +27,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
 
 
+@pytest.mark.long
 def test_sums_are_those_of_numpy():
     of_shapes = [("random", (2, 3), "float32"), ("random", (5,), "bfloat16")]
     for name, shape, dtype in [*((name, (), "float32") for name in ("one id", "one row", "descending")), *of_shapes]:

@@ -98,6 +98,7 @@ def test_what_the_step_cannot_run_is_refused_by_name(tmp_path):
         np.testing.assert_array_equal(w.embed, np.asarray(tiny.weights(tiny.model(vocab=1280, layers=2)).embed))
 
 
+@pytest.mark.long
 def test_no_code_that_a_reference_names_is_imported(tmp_path, monkeypatch):
     (tmp_path / "of_a_stranger.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)

@@ -109,6 +109,7 @@ def test_verify_says_which_meshes_type_check():
     assert summary == "The step type-checks on 1 of 2 meshes; no device was used."
 
 
+@pytest.mark.long
 def test_few_meshes_have_each_set_of_axes_and_each_size_of_an_axis():
     meshes, _ = all_meshes(load_for("flat_tokens_c4_a100x8_2b", {"r": 1, "d": DEVICES}), DEVICES)
 

@@ -172,7 +172,8 @@ def expected(module: str):
     return w, jax.value_and_grad(dense_loss)(w, tiny.host_batch(), LAYER[module])
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.long(every_case=True)
+@pytest.mark.parametrize("microbatches", [2])
 @pytest.mark.parametrize("place", ["one device", *PLACES, "c=2 d=2 t=2"])
 @pytest.mark.parametrize("module", MODELS)
 def test_loss_and_gradients_are_those_of_a_dense_computation(module, place, microbatches):
@@ -261,6 +262,7 @@ def test_a_run_goes_on_on_another_mesh(algorithm, tmp_path):
     assert expected[-1] < expected[0] - 0.1
 
 
+@pytest.mark.long
 def test_statistics_are_by_layer_of_each_stack():
     c = config("two", microbatches=2)
     with jax.set_mesh(tiny.mesh("p=2 d=2 t=2")):
@@ -278,6 +280,7 @@ def test_statistics_are_by_layer_of_each_stack():
         np.testing.assert_allclose(weights[f"{stack}.w_q"]["rms"], expected, rtol=1e-5)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(("stack", "row", "layer"), [("dense", 1, 1), ("layers", 2, 4)])
 def test_an_infinity_is_found_in_its_layer(stack, row, layer):
     c = config("two")
@@ -292,6 +295,7 @@ def test_an_infinity_is_found_in_its_layer(stack, row, layer):
     assert "layer" in origin.name
 
 
+@pytest.mark.long
 def test_the_plan_counts_all_kinds_of_layers():
     """By hand: 6 FLOPs per weight, 12 per pair of entries of a query and a key."""
     m, kd, f, keys = 32, 32, 8, 8.5
@@ -387,6 +391,7 @@ def test_a_loss_in_a_stack_before_the_layers_is_refused(tmp_path):
             step.lower()
 
 
+@pytest.mark.long
 def test_no_layers_before_the_others():
     c = tiny.config(sys.modules["two"].ModelConfig(**SIZES, dense_layers=0))
     assert load_model(c.model).table.dense is None

@@ -122,7 +122,9 @@ def read_run(directory: Path) -> Run:
     if exported:
         notes.append(f"exports: {len(exported)}, the last after step {max(exported)}")
     if failed := [event for event in run.of_event("export_failed") if event["step"] not in exported]:
-        notes.append(f"exports failed: {len(failed)}, the last after step {failed[-1]['step']}: {failed[-1].get('why')}")
+        notes.append(
+            f"exports failed: {len(failed)}, the last after step {failed[-1]['step']}: {failed[-1].get('why')}"
+        )
     if failed := [event["failed"] for event in run.of_event("evals") if "failed" in event]:
         notes.append(f"evaluations of tasks failed: {len(failed)}, the last: {failed[-1]}")
     if (bad := step[~np.isfinite(metrics["loss"])]).size:

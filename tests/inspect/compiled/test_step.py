@@ -213,6 +213,7 @@ def test_collectives_are_those_that_another_reader_counts(mesh):
     assert set(found["outside of loops"]) == set(counted["outside"])
 
 
+@pytest.mark.long
 def test_each_written_collective_of_a_layer_is_at_its_line():
     """The lines of train.py that call a collective, and the axes that their specs say."""
     _, table = training_step("d=4 t=2")

@@ -352,6 +352,7 @@ def test_a_loop_copies_what_it_keeps_on_gpus():
     assert not [op for op in on_tpu.ops if op.what.startswith("stack")]
 
 
+@pytest.mark.long
 def test_products_of_fp8_run_at_its_peak():
     """Where a chip has one, and never slower than bf16 where they are large; a chip without gains nothing."""
     large = {"d_model": 4096, "d_ff": 16384, "n_kv": 8, "n_q_per_kv": 4, "d_head": 128, "layers": 2, "vocab": 512}

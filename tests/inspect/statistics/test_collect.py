@@ -140,6 +140,7 @@ def test_points_have_the_statistics_of_a_dense_model():
             assert entry == {key: pytest.approx(value, rel=1e-4, abs=1e-3) for key, value in mean.items()}
 
 
+@pytest.mark.long
 def test_gradients_and_updates_are_those_of_the_step():
     found, before, after, metrics = stepped("d=4 t=2")
     weights = named(found, "weights")

@@ -30,6 +30,7 @@ def of_places(x):
     return jax.grad(lambda x: jnp.sum(jnp.square(x[rows]) * jnp.sort(x)))(x), jnp.zeros_like(x).at[rows].add(x)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("function", "exact"), [(of_loops, of_loops), (of_casts, without_casts), (of_places, of_places)]
