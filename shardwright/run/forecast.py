@@ -36,21 +36,25 @@ class Forecast(NamedTuple):
     end: Bound
     curve: list[Bound]
     """Of the mean training loss of each part."""
+    law: tuple[float, ...] = ()
+    """E, A, a, B, b of the law of the end, L(N, D) = E + A/N^a + B/D^b; empty in a file without it."""
 
 
 def read_forecast(path: Path) -> Forecast:
     """Reads a forecast. Raises ValueError if it is not a forecast, OSError if it cannot be read."""
-    kinds = {"params": int, "tokens": int, "metric": str, "end": dict, "curve": [dict]}
+    kinds = {"params": int, "tokens": int, "metric": str, "end": dict, "curve": [dict], "law_of_the_end?": [float]}
     found = read_object(path, kinds)
 
     def bound(values):
         return Bound(*(number(values.get(name)) for name in Bound._fields))
 
     curve = [*map(bound, found["curve"])]
-    read = Forecast(found["params"], found["tokens"], found["metric"], bound(found["end"]), curve)
+    law = tuple(map(float, found.get("law_of_the_end", ())))
+    read = Forecast(found["params"], found["tokens"], found["metric"], bound(found["end"]), curve, law)
     ordered = all(0 < each.low <= each.loss <= each.high < math.inf for each in (read.end, *read.curve))
     sized = len(read.curve) == PARTS and read.params >= 1 and 1 <= read.tokens < 2**62
-    if not ordered or not sized or read.metric not in ("val", "loss"):
+    lawful = len(law) in (0, 5) and all(0 < x < math.inf for x in law)
+    if not ordered or not sized or not lawful or read.metric not in ("val", "loss"):
         raise ValueError(f"{path} is not a forecast that tools.forecast wrote; make it again.")
     return read
 

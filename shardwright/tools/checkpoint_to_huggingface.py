@@ -34,7 +34,7 @@ from shardwright.data.text.definitions import PAD, load_definition
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import shown
 from shardwright.modeling.model import inputs_of, load_model
-from shardwright.run.opening import CARRIED, CheckpointChoice, open_run
+from shardwright.run.opening import CARRIED, CheckpointChoice, SavedRun, open_run
 from shardwright.settings.program import run_program
 from shardwright.tools.huggingface import beside
 from shardwright.tools.huggingface.beside import Kept, with_end
@@ -126,6 +126,42 @@ def write_files(directory: Path, files: dict[str, dict], tensors: dict[str, np.n
     path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
 
 
+def describe(
+    saved: SavedRun, found: dict[str, Any] | None, named: str | None
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Makes the files that describe an export: its tokenizer, and what config.json and generation_config.json add.
+
+    Args:
+        saved: the checkpoint.
+        found: what its metadata has of an imported model; None if there is nothing.
+        named: setting `tokenizer`.
+
+    Returns:
+        The content of the files, by name, and lines to print.
+    """
+    c = saved.config
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        tokenizer = tokenizer_of_run(c.data, named, saved.tokenizer_file)
+        files, notes = tokenizer_files(tokenizer, c.model.bos_id)
+        lines = [f"tokenizer  {'; '.join(('tokenizer.json', *notes))}"]
+    except (ValueError, OSError) as error:
+        tokenizer = None
+        lines = [f"tokenizer  none: {error}"]
+    kept = Kept(found or beside.NOTHING, tokenizer, c.model.vocab)
+    end = tokenizer.end if tokenizer else None
+    for name in ("config", "generation_config"):
+        content = kept.ids(name)
+        # Written even if null: transformers would take the ids of Llama's own tokenizer.
+        ids = {"bos_token_id": c.model.bos_id, "eos_token_id": with_end(content.get("eos_token_id"), end)}
+        files[f"{name}.json"] = content | ids
+    if tokenizer:
+        files["tokenizer_config.json"] = kept.of_tokenizer(files["tokenizer_config.json"])
+    if found:
+        lines.append(f"kept       of the import: {', '.join(kept.names) or 'nothing'}")
+    return files, [*lines, *(f"left out   {what}" for what in kept.left_out)]
+
+
 def run(config: Settings, log: Callable[[str], None] = print) -> None:
     """Writes the model into config.output.
 
@@ -144,8 +180,8 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
             raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
         weights = saved.read_weights(model, config.other_source, log, config.average)
     weights = jax.tree.map(np.asarray, weights)
-    is_merged = hasattr(model, "merged")
-    merged = jax.tree.map(np.asarray, model.merged(weights)) if is_merged else weights
+    merge = getattr(model, "merged", None)
+    merged = jax.tree.map(np.asarray, merge(weights)) if merge else weights
     content, tensors = mapping_of(c.model.module).to_huggingface(merged, c.model)
     del merged
     check_rules(c.model, content)
@@ -155,59 +191,34 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     beside.check(found or beside.NOTHING, f"what {config.run} kept of the files of an imported model")
     dtype = config.dtype or (found["dtype"] if found else "bf16")
     check_choice("dtype", dtype, [*DTYPES])
-
-    files = {}
-    tokenizer = None
-    try:
-        tokenizer = tokenizer_of_run(c.data, config.tokenizer, saved.tokenizer_file)
-        files, notes = tokenizer_files(tokenizer, c.model.bos_id)
-        about = "; ".join(("tokenizer.json", *notes))
-    except (ValueError, OSError) as error:
-        tokenizer = None
-        about = f"none: {error}"
-    end = tokenizer.end if tokenizer else None
-    kept = Kept(found or beside.NOTHING, tokenizer, c.model.vocab)
-    in_config, in_generation = kept.ids("config"), kept.ids("generation_config")
-    if tokenizer:
-        files["tokenizer_config.json"] = kept.of_tokenizer(files["tokenizer_config.json"])
-    for of_file in (in_config, in_generation):
-        # Written even if null: transformers would take the ids of Llama's own tokenizer.
-        of_file |= {"bos_token_id": c.model.bos_id, "eos_token_id": with_end(of_file.get("eos_token_id"), end)}
-    programs = saved.metadata.get("provenance", {}).get("programs")
-    facts = {"step": step, "programs": programs}
-    names = {"dtype": DTYPES[dtype].__name__, "torch_dtype": DTYPES[dtype].__name__, "shardwright": facts}
-    files["config.json"] = content | in_config | names
-    files["generation_config.json"] = in_generation
+    files, lines = describe(saved, found, config.tokenizer)
+    facts = {"step": step, "programs": saved.metadata.get("provenance", {}).get("programs")}
+    named = dict.fromkeys(("dtype", "torch_dtype"), DTYPES[dtype].__name__)
+    files["config.json"] = content | files["config.json"] | named | {"shardwright": facts}
+    parameters = sum(tensor.size for tensor in tensors.values())
     temporary = output.with_name(output.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # a killed export left it
     temporary.mkdir(parents=True)
-
-    def compare(own: object) -> str:
-        return compare_logits(c.model, own, temporary) if config.check else "nothing: check=false"
-
     try:
-        if is_merged:  # the run's own weights cannot be rounded as what they become is
+        compared = "nothing: check=false"
+        if config.check and merge:  # the run's own weights cannot be rounded as what they become is
             write_files(temporary, files, tensors)
-            compared = compare(weights)
-        parameters = sum(tensor.size for tensor in tensors.values())
+            compared = compare_logits(c.model, weights, temporary)
         write_files(temporary, files, rounded(tensors, dtype))
         if config.check:
             check_rounding(tensors, temporary, DTYPES[dtype])
         del tensors
-        if not is_merged:
+        if config.check and not merge:
             weights = round_weights(weights, DTYPES[dtype])
-            compared = compare(weights)
+            compared = compare_logits(c.model, weights, temporary)
         temporary.rename(output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     log(f"model      {content['architectures'][0]}: {parameters:,} parameters, after {step} steps")
     log(f"compared   {compared}")
-    log(shown(f"tokenizer  {about}"))
-    if found:
-        log(shown(f"kept       of the import: {', '.join(kept.names) or 'nothing'}"))
-    for what in kept.left_out:
-        log(shown(f"left out   {what}"))
+    for line in lines:
+        log(shown(line))
     log(f'written    {output}, in {dtype}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
 
 

@@ -80,6 +80,18 @@ def find_model(name: str) -> Path:
     return directory
 
 
+def next_commands(output: Path, ends: int | list[int] | None) -> list[str]:
+    """Writes what to do with an import whose texts end with `ends`."""
+    stop = "" if ends is None else f" 'stop={[ends] if isinstance(ends, int) else ends}'"
+    sample = f"To sample:\n  {command_of('tools.generate')} run={output}{stop} prompt=<text>"
+    return [
+        *[sample] * (output / "tokenizer.json").is_file(),
+        "To continue training, with the settings of a run in configs/:\n"
+        f"  {command_of('train')} --config-name=<run> --config-dir={output} model=imported "
+        f"training.init_from={output} data.filespec=data/<name>.zarr",
+    ]
+
+
 def run(config: Settings, log: Callable[[str], None] = print) -> None:
     """Writes the checkpoint.
 
@@ -133,15 +145,8 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
     log(f"checkpoint {output}/checkpoints/0000000000")
     log(shown(f"kept       for exports: {', '.join(beside.described(found))}"))
-    if (output / "tokenizer.json").is_file():
-        ends = found["generation_config"].get("eos_token_id", content.get("eos_token_id"))
-        stop = "" if ends is None else f" 'stop={[ends] if isinstance(ends, int) else ends}'"
-        log(f"To sample:\n  {command_of('tools.generate')} run={output}{stop} prompt=<text>")
-    log(
-        "To continue training, with the settings of a run in configs/:\n"
-        f"  {command_of('train')} --config-name=<run> --config-dir={config.output} model=imported "
-        f"training.init_from={config.output} data.filespec=data/<name>.zarr"
-    )
+    for line in next_commands(output, found["generation_config"].get("eos_token_id", content.get("eos_token_id"))):
+        log(line)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ BY_NAME |= {
 LATE = {"shardlib.pytest_plugin"}
 """Modules that import others when they are used: pytest loads this one before a conftest.py that sets JAX's flags."""
 SHARED = {f"shardwright.tools.report.{name}" for name in ("comparing", "page", "pairs", "plots", "reading", "screen")}
-SHARED |= {f"shardwright.tools.huggingface.{name}" for name in ("check", "families")}
+SHARED |= {f"shardwright.tools.huggingface.{name}" for name in ("beside", "check", "families")}
 SHARED |= {f"bench.{name}" for name in ("common", "throughput.peers.ours", "throughput.peers.job")}
 SHARED |= {f"shardwright.tools.{name}" for name in ("chip.clock", "chip.common", "ladder.scales")}
 """Modules of several programs."""

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from shardwright.run.forecast import PARTS, Bound, Forecast
 from shardwright.tools.report.__main__ import Settings, show_report
 from shardwright.tools.report.pairs import CONFIDENCE, POWER, Pairs, interval, needed, pairs_of, power
-from shardwright.tools.report.reading import read_run
+from shardwright.tools.report.reading import differing_source, read_run
 
 
 def write(directory, seed, loss, state="finished", val=None, data_seed=0):
     directory.mkdir(parents=True)
     lines = [{"step": 1, "loss": loss, "tokens": 8, "unix_time": 1.0}]
-    lines += [{"step": 1, "event": "validation", "loss": val}] if val is not None else []
+    lines += [{"step": 1, "event": "validation", "loss": val, "unix_time": 1.0}] if val is not None else []
     lines += [{"step": 1, "event": "end", "state": state}] if state else []
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {"training": {"seed": seed, "steps": 1}, "data": {"seed": data_seed}}
@@ -78,7 +79,7 @@ def test_losses_of_the_same_step_are_compared(tmp_path):
 def test_a_validation_before_one_that_failed_does_not_count(tmp_path):
     a, b = ([write(tmp_path / f"{name}{i}", i, 3.0, val=2.5) for i in range(2)] for name in "ab")
     with (b[1].directory / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 1, "event": "validation_failed", "why": "no text"}) + "\n")
+        file.write(json.dumps({"step": 1, "event": "validation_failed", "why": "no text", "unix_time": 1.0}) + "\n")
     assert pairs_of(("a", "b"), (a, [b[0], read_run(b[1].directory)])).metric == "loss"
 
 
@@ -158,3 +159,182 @@ def test_settings_in_which_pairs_differ_are_named(tmp_path):
     b[0].settings["data.filespec"] = "other.zarr"
     lines = pairs_of(("a", "b"), (a, b)).lines()
     assert "  WARNING: losses of different text can't be compared: data.filespec." in lines
+
+
+# ---- source -------------------------------------------------------------------------------------------------------
+
+
+def with_source(run, programs=None, traced_by="jax", **files):
+    about = {"programs": programs or {"training": "a" * 20}, "source": {"shardwright": "x", **files}}
+    kept = run.directory / "source/0000000000"
+    kept.mkdir(parents=True)
+    (kept / "provenance.json").write_text(json.dumps(about | {"traced_by": traced_by}))
+    return read_run(run.directory)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "differs"),
+    [
+        ({}, {}, ""),
+        ({}, {"programs": {"training": "b" * 20}}, "training program"),
+        ({}, {"programs": {"training": "b" * 20}, "traced_by": "newer jax"}, ""),
+        ({}, {"programs": {"training": "a" * 20, "evaluation": "c" * 20}}, ""),
+        ({"mine.py": "m"}, {"mine.py": "n"}, "file mine.py"),
+        ({}, {"mine.py": "m"}, "file mine.py"),
+        ({"train.py": "m"}, {"train.py": "n"}, "file train.py"),
+        ({"shardlib": "m"}, {"shardlib": "n"}, ""),
+    ],
+)
+def test_another_program_and_another_file_are_differences(tmp_path, a, b, differs):
+    """In the pair and in the table, which shows a part of each hash."""
+    runs = groups(tmp_path, [3.0, 3.1], [3.0, 3.2])
+    both = [[with_source(run, **about) for run in group] for group, about in zip(runs, (a, b), strict=True)]
+    lines = pairs_of(("a*", "b*"), both).lines()
+    assert (f"  They differ in {differs}." if differs else "  They have the same settings.") in lines
+    text = printed(run=[str(tmp_path / "a*"), str(tmp_path / "b*")], output=str(tmp_path / "page.html"), width=200)
+    page = (tmp_path / "page.html").read_text()
+    for shown in (text.partition("Runs in")[0], page):
+        assert [name for name in ("training program", "file mine.py", "file train.py") if name in shown] == (
+            [differs] if differs else []
+        )
+    assert "bbbbbbb" in page if differs == "training program" else "bbbbbbb" not in page
+
+
+def test_a_program_that_other_settings_explain_is_no_further_difference(tmp_path):
+    runs = groups(tmp_path, [3.0, 3.1], [3.0, 3.2])
+    a, b = ([with_source(run, {"training": name}) for run in group] for name, group in zip("ab", runs, strict=True))
+    for run in b:
+        run.settings["optimizer.learning_rate"] = 2.0
+    assert "  They differ in optimizer.learning_rate." in pairs_of(("a", "b"), (a, b)).lines()
+
+
+def test_a_strangers_provenance_is_data(tmp_path):
+    run = write(tmp_path / "a", 0, 3.0)
+    run.about |= {"programs": ["x"], "source": {"a.py": {}}, "traced_by": []}
+    assert run.source == {"file a.py": "{}"}
+    assert differing_source([run, run]) == []
+
+
+# ---- effective speedup --------------------------------------------------------------------------------------------
+
+
+def forecast_of(law, metric="val") -> Forecast:
+    bound = Bound(2.0, 1.0, 3.0)
+    return Forecast(1, 1, metric, bound, [bound] * PARTS, tuple(law))
+
+
+def timed(runs, speed, tokens=8.0):
+    for run in runs:
+        run.values |= {"tokens/s": speed, "tokens": tokens}
+    return runs
+
+
+def speedup(tmp_path, law, losses, speeds, tokens=(8.0, 8.0)) -> str:
+    a, b = (
+        timed([write(tmp_path / f"{name}{i}", i, 3.0, val=x) for i, x in enumerate(of)], *more)
+        for name, of, *more in zip("ab", losses, speeds, tokens, strict=True)
+    )
+    pairs = pairs_of(("a", "b"), (a, b))
+    pairs.law = law if isinstance(law, str) else forecast_of(law)
+    (line,) = (line for line in pairs.lines() if "ffective speedup" in line)
+    return line.strip()
+
+
+def test_the_effective_speedup_is_what_the_law_says_of_the_best_sizes(tmp_path):
+    """scipy finds the best size for a compute, and the compute for a loss, of a law through the baseline's loss."""
+    from scipy import optimize
+
+    limit, a_n, a, b_d, b = law = (1.5, 60.0, 0.3, 200.0, 0.4)
+    base, better, compute = 3.0, 2.9, 1e15
+
+    def best(c: float) -> float:
+        def loss(log_n):
+            return a_n * np.exp(-a * log_n) + b_d * (c / 6 / np.exp(log_n)) ** -b
+
+        return optimize.minimize_scalar(loss, bounds=(1, 30), method="bounded", options={"xatol": 1e-10}).fun
+
+    scale = (base - limit) / best(compute)
+    by_loss = optimize.brentq(lambda x: limit + scale * best(compute * np.exp(x)) - better, 0, 5)
+    expected = np.exp(by_loss)
+    found = speedup(tmp_path, law, ([base, base], [better, better]), (100.0, 80.0))
+    assert found == (
+        f"Effective speedup {0.8 * expected:.2f}, {0.8 * expected:.2f} to {0.8 * expected:.2f}: "
+        f"{expected:.2f} by the loss, 0.80 by the speed."
+    )
+
+
+def test_the_example_of_marins_guide(tmp_path):
+    """Exponent 0.0941, limit 1.6: 3.5422 at 433,986 tokens/s, then 3.52 at 410,000. 1.1299 times 0.9447."""
+    law = 1.6, 1.0, 0.1882, 1.0, 0.1882
+    found = speedup(tmp_path, law, ([3.5422, 3.5422], [3.52, 3.52]), (433_986, 410_000))
+    assert found.startswith("Effective speedup 1.07, ")
+    assert found.endswith(": 1.13 by the loss, 0.94 by the speed.")
+
+
+def test_a_variant_of_half_the_tokens_takes_half_the_time(tmp_path):
+    found = speedup(tmp_path, (1.5, 1, 0.3, 1, 0.3), ([3.0, 3.0], [3.0, 3.0]), (100.0, 100.0), (8.0, 4.0))
+    assert found == "Effective speedup 2.00, 2.00 to 2.00: 1.00 by the loss, 2.00 by the speed."
+
+
+def test_the_interval_of_the_losses_is_that_of_the_speedup(tmp_path):
+    losses = [3.0, 3.1, 3.2], [2.9, 3.04, 3.1]
+    law = (1.5, 1, 0.3, 1, 0.3)
+    from scipy import stats
+
+    found = stats.ttest_rel(*losses[::-1]).confidence_interval(CONFIDENCE)
+    high, low = ((1.6 / (1.6 + x)) ** (1 / 0.15) for x in found)
+    assert f", {low:.2f} to {high:.2f}: " in speedup(tmp_path, law, losses, (100.0, 100.0))
+
+
+LAW = (1.5, 1, 0.3, 1, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("law", "change", "why"),
+    [
+        ("no law is known", {}, "no law is known"),
+        ((), {}, "the forecast has no law"),
+        (LAW, {"metric": "loss"}, "the law is of the final loss, not of this loss"),
+        (LAW, {"step": 4}, "the law is of the final val, not of this loss"),
+        (LAW, {"speed": 0.0}, "the speed of a run is not known"),
+        (LAW, {"devices": "8 x TPU"}, "the runs had other devices, 1 x cpu and 8 x TPU"),
+        ((2.9, *LAW[1:]), {}, "a loss is not above 2.9000, to which the law leads"),
+        (LAW, {"data.filespec": "other"}, "losses of different text can't be compared"),
+    ],
+)
+def test_no_effective_speedup_without_a_law_that_holds(tmp_path, law, change, why):
+    a, b = (timed([write(tmp_path / f"{name}{i}", i, 3.0, val=2.8) for i in range(2)], 100.0) for name in "ab")
+    pairs = pairs_of(("a", "b"), (a, b))
+    pairs.law = law if isinstance(law, str) else forecast_of(law, change.get("metric", "val"))
+    if "step" in change:
+        pairs.step = 4
+        for run in (*a, *b):
+            run.events.append({"event": "validation", "step": 4, "loss": 2.8})
+    for run, devices in ((a[0], "1 x cpu"), (b[0], change.get("devices", "1 x cpu"))):
+        run.about["run"] = {"devices": devices}
+    b[0].values["tokens/s"] = change.get("speed", 100.0)
+    if name := change.get("data.filespec"):
+        b[0].settings["data.filespec"] = name
+    assert f"  No effective speedup: {why}." in pairs.lines()
+
+
+def test_where_the_law_comes_from(tmp_path):
+    a, _ = groups(tmp_path, [3.0, 3.1], [2.9, 3.0])
+    patterns = [str(tmp_path / "a*"), str(tmp_path / "b*")]
+    bound = {"loss": 2.0, "low": 1.0, "high": 3.0}
+    content = {"params": 1, "tokens": 1, "metric": "loss", "end": bound, "curve": [bound] * PARTS}
+
+    def said(**settings):
+        return printed(run=patterns, output=str(tmp_path / "page.html"), **settings)
+
+    assert "No effective speedup: no law is known; give law=<a forecast.json>." in said()
+    (a[0].directory / "forecast.json").write_text(json.dumps(content | {"law_of_the_end": LAW}))
+    assert "No effective speedup: the speed of a run is not known." in said()
+    (a[1].directory / "forecast.json").write_text(json.dumps(content | {"law_of_the_end": [1.0, *LAW[1:]]}))
+    assert "No effective speedup: the runs carry several laws; give law=<one>." in said()
+    law = tmp_path / "law.json"
+    law.write_text(json.dumps(content))
+    assert "No effective speedup: the forecast has no law." in said(law=str(law))
+    law.write_text(json.dumps(content | {"law_of_the_end": [1.0, -1.0, 1.0, 1.0, 1.0]}))
+    with pytest.raises(ValueError, match=r"law=.* cannot be read: .* is not a forecast that tools.forecast wrote"):
+        said(law=str(law))

@@ -188,7 +188,7 @@ class Kept:
         return settings
 
     def _is_same(self, text: str) -> bool:
-        i = self._tokenizer.token_to_id(text)
+        i = self._tokenizer and self._tokenizer.token_to_id(text)
         return i is not None and self._found["tokens"].get(str(i)) == text and self._holds(i)
 
 

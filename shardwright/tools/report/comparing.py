@@ -12,7 +12,7 @@ from urllib.parse import quote
 from shardwright.inspect.tables import in_bytes, in_numbers
 from shardwright.run.files import REPORT, duration
 from shardwright.tools.report.pairs import Pairs
-from shardwright.tools.report.reading import Run
+from shardwright.tools.report.reading import Run, differing_source
 
 
 class Metric(NamedTuple):
@@ -49,7 +49,7 @@ class Comparison:
     runs: list[Run]
     """Sorted."""
     differing: list[str]
-    """Dotted names of the settings that differ between runs."""
+    """Dotted names of the settings that differ between runs, then names of other files and programs."""
     metrics: list[str]
     """Names in METRICS that at least one run has."""
     pairs: Pairs | str | None = None
@@ -64,6 +64,8 @@ class Comparison:
 
     def heading(self, name: str) -> str:
         """Shortens the dotted name of a differing setting to its last part, unless that is a letter or not unique."""
+        if " " in name:  # a file or a program
+            return name
         last = name.rpartition(".")[2]
         alike = [other for other in self.differing if other.rpartition(".")[2] == last]
         return last if len(last) > 1 and len(alike) == 1 else name
@@ -75,7 +77,7 @@ class Comparison:
 
     def setting(self, run: Run, name: str) -> str:
         """Formats a setting for the table."""
-        value = run.settings.get(name, "?")
+        value = run.source.get(name, "none")[:7] if " " in name else run.settings.get(name, "?")
         return f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
 
     def metric(self, run: Run, name: str) -> str:
@@ -111,6 +113,7 @@ def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
     differing = [
         name for name in names if len({json.dumps(settings.get(name, "?"), default=str) for settings in known}) > 1
     ]
+    differing += differing_source(runs)
     c = Comparison(list(runs), differing, [n for n in METRICS if any(n in run.values for run in runs)])
     if sort not in METRICS and sort != "run":
         raise ValueError(f"sort is {sort!r}; it must be one of {', '.join([*c.metrics, 'run'])}.")

@@ -7,13 +7,14 @@ the order of the data. The interval is Student's for the mean of the differences
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from shardwright.data.untrusted import number
+from shardwright.run.forecast import Forecast
 from shardwright.settings.words import listed
-from shardwright.tools.report.reading import Run
+from shardwright.tools.report.reading import SEEDS, Run, differing_source
 
 CONFIDENCE = 0.99
 """Of the interval. Of 20 comparisons of a thing with itself, more than one raises a false alarm in 2 of 100 cases; at
@@ -22,7 +23,6 @@ POWER = 0.8
 """Probability with which the number of pairs that is said to be needed finds the difference."""
 MOST_PAIRS = 1000
 """No larger number of pairs is looked for."""
-SEEDS = ("training.seed", "data.seed")
 TEXT = ("data.", "model.vocab", "training.seq_len", "training.eval_batches")
 """Beginnings of settings that say of what a loss is."""
 
@@ -68,6 +68,8 @@ class Pairs:
     """What was not compared, and why."""
     step: int | None = None
     """The last step that all runs validated; None if each is compared at its own end."""
+    law: Forecast | str | None = None
+    """What has the law by which `lines` show an effective speedup; or why there is none; None to show nothing."""
 
     @property
     def differences(self) -> np.ndarray:
@@ -95,10 +97,49 @@ class Pairs:
             took = f"{more} pairs, {max(0, more - pairs)} more" if more else f"over {MOST_PAIRS} pairs"
             found.append(f"  A difference as small as {abs(mean):.4f} takes {took}.")
         differ = {name for a, b in self.runs for name in differing(a.settings, b.settings)}
+        differ |= {name for pair in self.runs for name in differing_source(pair)}
         found.append(f"  They differ in {listed(sorted(differ))}." if differ else "  They have the same settings.")
         if text := sorted(name for name in differ if name.startswith(TEXT)):
             found.append(f"  WARNING: losses of different text can't be compared: {listed(text, len(text))}.")
+        if self.law is not None:
+            why = "losses of different text can't be compared" if text else self._no_speedup()
+            found.append(f"  No effective speedup: {why}." if why else f"  {self._speedup(low, high)}")
         return [*found, *(f"  {line}" for line in self.left_out)]
+
+    def _no_speedup(self) -> str | None:
+        """Why an effective speedup is not known; None if it is."""
+        if not isinstance(self.law, Forecast):
+            return self.law
+        every = [run for pair in self.runs for run in pair]
+        devices = sorted(
+            {str(facts.get("devices")) for run in every if isinstance(facts := run.about.get("run"), dict)}
+        )
+        if not self.law.law:
+            return "the forecast has no law"
+        if self.law.metric != self.metric or self.step is not None:
+            return f"the law is of the final {self.law.metric}, not of this loss"
+        if len(devices) > 1:
+            return f"the runs had other devices, {' and '.join(devices)}"
+        if not all(run.values.get("tokens/s", 0) > 0 for run in every):
+            return "the speed of a run is not known"
+        if min(map(self._loss, every)) <= self.law.law[0]:
+            return f"a loss is not above {self.law.law[0]:.4f}, to which the law leads"
+        return None
+
+    def _speedup(self, low: float, high: float) -> str:
+        """The second group's effective speedup, as Marin defines it (docs/comparing.md), with its interval."""
+        limit, _, a, _, b = cast(Forecast, self.law).law
+        above = float(np.mean([self._loss(one) for one, _ in self.runs])) - limit
+
+        def by_loss(difference: float) -> float:
+            return (above / (above + difference)) ** ((a + b) / (a * b)) if above + difference > 0 else math.inf
+
+        seconds = np.array([[run.values["tokens"] / run.values["tokens/s"] for run in pair] for pair in self.runs])
+        speed = math.exp(np.log(seconds[:, 0] / seconds[:, 1]).mean())
+        middle = by_loss(float(self.differences.mean()))
+        bounds = f"{speed * by_loss(high):.2f} to {speed * by_loss(low):.2f}"
+        parts = f"{middle:.2f} by the loss, {speed:.2f} by the speed"
+        return f"Effective speedup {speed * middle:.2f}, {bounds}: {parts}."
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
