@@ -276,7 +276,8 @@ def test_no_word_is_broken_at_80_columns_and_each_figure_is_there(tmp_path):
         saved["model"] |= dict.fromkeys(names, 1024 * (i + 1))
         (run / "config.yaml").write_text(json.dumps(saved))
     text = printed(80, run=str(tmp_path), output=str(tmp_path / "out.html"))
-    table = text.partition("Runs in")[0]
+    table, _, after = text.partition("loss: mean of the last steps")
+    assert "time: of the steps" in after
     c = compared(tmp_path)
     assert {*names, "learning_rate", "mesh.t", *c.metrics} == {*re.findall(r"[a-zA-Z/_.]{3,}", table)} - {"GiB"}
     assert max(map(len, table.splitlines())) <= 80

@@ -26,7 +26,7 @@ from shardwright.tools.report.comparing import Comparison, compare_runs
 from shardwright.tools.report.page import page
 from shardwright.tools.report.pairs import Pairs, pairs_of
 from shardwright.tools.report.planned import issue
-from shardwright.tools.report.reading import Run, find_runs, forecast_in, read_run
+from shardwright.tools.report.reading import AVERAGED, Run, find_runs, forecast_in, read_run
 from shardwright.tools.report.screen import print_line, print_table
 
 
@@ -71,6 +71,11 @@ def show(c: Comparison, console: Console) -> None:
         if i:
             print_line(console, "")
         print_table(console, [str(name) for name in head], rows)
+    meanings = {"loss": f"mean of the last steps, at most {AVERAGED}", "time": "of the steps, without start and pauses"}
+    print_line(console, "")
+    for name, meaning in meanings.items():
+        if name in c.metrics:
+            print_line(console, f"{name}: {meaning}")
     print_line(console, f"\nRuns in {c.parent}:")
     for i, run in enumerate(c.runs, 1):
         print_line(console, f"{i:>3}  {c.name(run)}")
