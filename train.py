@@ -387,7 +387,7 @@ def loss_and_gradients(
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
     m = config.training.microbatches
     at_once = config.training.side_by_side
-    count = count_targets(batch)
+    count = jnp.maximum(count_targets(batch), 1)  # without targets the loss is 0, not NaN
     forward = dataclasses.replace(forward, target_count=count / m)
     loss = rates.loss_of(config.optimizer, LOSSES)
     head = functools.partial(head_loss, forward=forward, loss=loss, count=count)
@@ -530,6 +530,7 @@ class Metrics:
     learning_rate: f32[""]
     layers: LayerMetrics | None
     skipped: bool_[""]  # loss or grad_norm is not finite, so that the state stayed as it was
+    targets: f32[""]  # if there are none, the step has no loss, and none is logged
 
 
 def init_state(key: jax.Array, config: Config, model: LanguageModel) -> State:
@@ -570,7 +571,7 @@ def make_training_step(config: Config, model: LanguageModel):
         new, grad_norm, rate = update_state(state, g, step, config, updates)
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
-        return state, Metrics(loss, grad_norm, rate, layers, skipped)
+        return state, Metrics(loss, grad_norm, rate, layers, skipped, count_targets(batch))
 
     return training_step
 

@@ -8,6 +8,12 @@ from shardwright.cluster.watch import pause
 from shardwright.run.stores import in_all_processes
 
 
+def count_batches(validation: Any, batches: int) -> int:
+    """Counts the batches that `evaluate` takes of the validation split."""
+    once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
+    return max(1, min(batches, once))
+
+
 def evaluate(evaluation_step: Callable[..., Any], weights: object, validation: Any, batches: int) -> dict[str, float]:
     """Computes the mean loss, in nats per token, over the first `batches` batches of the validation split.
 
@@ -23,10 +29,9 @@ def evaluate(evaluation_step: Callable[..., Any], weights: object, validation: A
     Raises:
         OSError, ValueError: a batch cannot be read, on any process, or no token is a target.
     """
-    once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
     with pause("in the validation"):
         sums, sizes = [], []
-        for i in range(max(1, min(batches, once))):
+        for i in range(count_batches(validation, batches)):
             batch, size = in_all_processes(lambda i=i: (validation.load(i), validation.utf8_bytes(i)))
             sums.append(evaluation_step(weights, batch))
             sizes.append(size)

@@ -35,14 +35,15 @@ class RunLog(contextlib.AbstractContextManager):
         tokens             tokens that the run has trained on after the step, including before it was resumed
         seconds            from the end of the previous step to the end of this one, with whatever ran between them
         data_seconds       of these, how long the loop waited for a batch
-        tokens_per_second
-        mfu                counts only query-key pairs that attention computes, as if each sequence were one document;
-                           not on CPUs
+        tokens_per_second  counts all positions, also of padding and of tokens that data.loss_mask excludes
+        mfu                the same, and only query-key pairs that attention computes, as if each sequence were one
+                           document; not on CPUs
+        targets            tokens of the step that the loss counts, if they are fewer than its positions
         unix_time          time of writing, in seconds since 1970
 
     The first line of a run lacks the time and speed of a step, because no step precedes it. NaN and the infinities,
     which JSON does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as
-    "event"; lines of steps have no "event".
+    "event"; lines of steps have no "event". A step without targets has no loss: its line lacks it.
 
     With several processes all make the same calls, and process 0 writes and prints. Lines that cannot be written stay
     in memory and are retried with the next one. `sync` and `close` raise OSError while there are any.
@@ -79,6 +80,7 @@ class RunLog(contextlib.AbstractContextManager):
         self._waited = 0.0  # for batches, since the end of a step
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._waits: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
+        self._shares: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)  # of targets, in positions
         self._path: Path | Any = None
         self._lock = threading.Lock()
         self._closed = False
@@ -138,10 +140,16 @@ class RunLog(contextlib.AbstractContextManager):
         values = _fetch(metrics)
         if not values.get("skipped"):  # only lines of skipped steps have it
             values.pop("skipped", None)
+        targets = values.pop("targets", self.speed.tokens_per_step)
+        if not targets:
+            del values["loss"]
         now = time.perf_counter()
         seconds = None if self._last_end is None else now - self._last_end
         self._last_end = now
         record = {"step": step, **values, "tokens": self.speed.tokens_after(step)}
+        self._shares.append(targets / self.speed.tokens_per_step)
+        if targets < self.speed.tokens_per_step:
+            record["targets"] = int(targets)
         waited = self._waited
         self._waited = 0.0
         if seconds is not None:
@@ -256,10 +264,14 @@ class RunLog(contextlib.AbstractContextManager):
             parts.append(f"ETA {duration((self.total_steps - done) * seconds)}")
         if "loss" in values:
             parts.append(f"loss {_short(values['loss'])}")
+        if not self._shares[-1]:
+            parts.append("no targets")
         if self._durations:
             speed = self.speed.of_step(seconds)
             parts.append(f"{speed['tokens_per_second']:,.0f} tokens/s")
             parts += [f"MFU {100 * speed['mfu']:.1f}%"] if "mfu" in speed else []
+            share = sum(self._shares) / len(self._shares)
+            parts += [f"{share:.0%} targets"] if share < 1 else []  # of what both count
             data = sum(self._waits) / sum(self._durations)
             parts += [f"waiting for data {data:.0%}"] if data > 0.05 else []
         parts += [f"{name} {_short(values[name])}" for name in sorted(values.keys() - {"loss"})]

@@ -6,21 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from shardwright.cluster.devices import known_options
+from shardwright.data.loader import Loader
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.run.best_effort import best_effort
 from shardwright.run.changes import tokens_before
 from shardwright.run.config import Config
 from shardwright.run.differences import flat
+from shardwright.run.evaluation import count_batches
 from shardwright.run.files import write_whole
 from shardwright.run.flops import Speed
 from shardwright.run.printing import log
 from shardwright.run.resuming import with_defaults
 from shardwright.run.schedule import Schedule
 from shardwright.run.stages import describe_stages
+from shardwright.run.stores import in_all_processes
+from shardwright.settings.words import listed
 
 
 def parameters_of(model: Any) -> int:
@@ -47,9 +52,11 @@ def introduce(run: Schedule, directory: Path, planned: str | None, source_differ
     attention = describe_attention(run.step)
     described = describe_stages(run.config, run.model)
     check_deterministic(run.config, attention)
+    reads = jax.process_index() == 0 and not run.is_over
+    of_data = in_all_processes(lambda: describe_data(run) if reads else [])
     options = known_options(run.config.hardware.options, log)
     _print_start(run, directory)
-    lines = [planned, source_differs and f"source     {source_differs}"]
+    lines = [*of_data, planned, source_differs and f"source     {source_differs}"]
     lines += [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]
     lines += [f"after step {first}: {changed}" for first, changed in run.changes().items()]
     for line in filter(None, lines):
@@ -85,6 +92,45 @@ def _print_start(run: Schedule, directory: Path) -> None:
     log(f"data       {name}: {length} tokens; {run.total:,} steps of {loader.tokens_per_batch:,}")
 
 
+def describe_data(run: Schedule) -> list[str]:
+    """Describes which positions are targets, and how often each source is read, for the start of a run.
+
+    Raises ValueError if no sequence has a target.
+    """
+    data = run.config.data
+    t = run.config.training
+    lines = []
+    kind = "sequence" if data.sequence_packing else "document"
+    if (counts := run.loader.count_targets()) and counts.share < 1:
+        if counts.is_all and counts.without == counts.sequences:
+            raise ValueError(
+                f"no {kind} of the data has a target in {t.seq_len} tokens. Raise training.seq_len, or check that "
+                f"data.loss_mask={data.loss_mask} names the right input."
+            )
+        padding = f", {in_percent(counts.padding)} padding" * (counts.padding > 0)
+        of = "" if counts.is_all else "the first "
+        without = f"; {counts.without:,} of {of}{counts.sequences:,} {kind}s have none" * (counts.without > 0)
+        lines.append(f"targets    {in_percent(counts.share)} of positions{padding}{without}")
+    if data.loss_mask is not None and run.validation and not has_targets(run.validation, t.eval_batches):
+        lines.append("WARNING    no target in the batches of validation, so it gives no loss (data.loss_mask)")
+    if data.mixture or any(number > 1 for number in run.passes.values()):
+        most_first = sorted(run.passes.items(), key=lambda item: -item[1])
+        passes = [f"{name} {float(number):.3g}x" for name, number in most_first]
+        lines.append(f"passes     {listed(passes, 5)} in this run")
+    return lines
+
+
+def in_percent(share: float) -> str:
+    """Formats a share."""
+    return f"{100 * share:.3g}%"
+
+
+def has_targets(loader: Loader, batches: int) -> bool:
+    """Whether any of the batches of an evaluation has a target."""
+    every = np.arange(loader.batch_size)
+    return any(loader.sequences(i, every).loss_mask.any() for i in range(count_batches(loader, batches)))
+
+
 def save_config(directory: Path, config: object) -> None:
     """Writes the settings of a run, a dataclass, to config.yaml, on process 0 only."""
     if jax.process_index() == 0:
@@ -106,6 +152,7 @@ def facts_of(run: Schedule, speed: Speed) -> dict[str, Any]:
             "parameters": parameters_of(run.model),
             "parameters_without_embeddings": parameters_without_embeddings(run.model),
             "tokens": tokens_before(run.whole, run.total),
+            "passes": {name: float(number) for name, number in run.passes.items()},
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
             "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP, counting pairs that attention computes (all pairs: "

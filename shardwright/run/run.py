@@ -237,6 +237,8 @@ class Run(Schedule):
         self.log.log(step, vars(metrics))
         if step == self.start:
             self._keep_source()  # while the devices work
+        for source, number in self.new_passes(step).items():
+            self.log.add_event(step, "pass", {"source": source, "pass": number})
         self.stopped_by = self._stop.after(step)
         self.listeners.after(step, state, metrics)
 

@@ -1,6 +1,7 @@
 """Determines the remaining steps of a run, and the settings and data of each."""
 
 import functools
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -29,6 +30,7 @@ class Schedule:
         total: number of steps of the whole run.
         ahead: the current settings, and those after each future change.
         loader, validation: loaders of the two splits; validation is None without evaluations.
+        passes: passes over each source of the data in the whole run, by name; empty if unknown.
     """
 
     def __init__(self, whole: Config, model: LanguageModel, spec: StepSpec):
@@ -65,6 +67,7 @@ class Schedule:
         later = [first for first in firsts(whole) if start < first < self.total]
         # Also those of the last change, so that missing or differing data is reported now.
         loaders = [self.loader, *(loader_at(whole, first, inputs) for first in later[-1:])]
+        self.passes = loaders[-1].passes(self.batch_of(self.total - 1) + 1)
         self.end_step = min([self.total, *later])
         self.ahead = [self.config, *(config_at(whole, first) for first in later)]
 
@@ -98,6 +101,13 @@ class Schedule:
     def batch_of(self, step: int) -> int:
         """Returns the index of the batch of a step."""
         return batch_of(step, self.config.data.skip_steps)
+
+    def new_passes(self, step: int) -> dict[str, int]:
+        """Returns the sources that the batch of a step begins to read again, each with the number of its pass."""
+        batch = self.batch_of(step)
+        before, after = (self.loader.passes(x) for x in (batch, batch + 1))
+        begun = {name: math.ceil(after[name]) for name in after}
+        return {name: number for name, number in begun.items() if number > max(1, math.ceil(before[name]))}
 
     def tokens_before(self) -> int:
         """Computes Speed.tokens_before: tokens of the steps before the start, minus those at the current batch size."""

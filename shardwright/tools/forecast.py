@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 
 from shardwright.data.checks import within
+from shardwright.data.loader import batch_of
 from shardwright.inspect import scaling
-from shardwright.modeling.model import load_model
-from shardwright.run.changes import steps_of, tokens_before
+from shardwright.modeling.model import inputs_of, load_model
+from shardwright.run.best_effort import in_a_line
+from shardwright.run.changes import loader_at, steps_of, tokens_before
 from shardwright.run.config import Config
 from shardwright.run.files import write_whole
 from shardwright.run.forecast import FILE, Bound, losses_of_parts
 from shardwright.run.launch import start_with_section
 from shardwright.run.report import parameters_without_embeddings
-from shardwright.settings.words import say
+from shardwright.settings.words import listed, say
 from shardwright.tools.report.reading import Run, find_runs, read_run
 
 
@@ -116,6 +118,29 @@ def summary_of(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def warnings_of_repeats(passes: Mapping[str, float], runs: Sequence[Run]) -> list[str]:
+    """Warns of data that the run to forecast reads more than once, by its `passes`, and of such runs among `runs`."""
+    repeated = [f"{name} {number:.3g}x" for name, number in passes.items() if number > 1]
+    lines = [f"WARNING tokens repeat: this run reads {listed(repeated)}"] if repeated else []
+    counts = [run.about.get("run", {}).get("passes") or {} for run in runs if facts_of(run)]
+    if repeating := sum(any(number > 1 for number in of.values()) for of in counts if isinstance(of, dict)):
+        lines.append(f"WARNING tokens repeat in {repeating} of the {len(counts)} runs")
+    if lines:
+        lines.append("        the law takes each token as new, and repeated ones lower the loss less than it says")
+    return lines
+
+
+def passes_of(c: Config, steps: int) -> dict[str, float]:
+    """Passes of a run over each source of its data; empty, with a line that says so, if the data cannot be read."""
+    try:
+        loader = loader_at(c, steps - 1, inputs_of(load_model(c.model)))
+    except (OSError, ValueError) as error:
+        say(f"WARNING whether tokens repeat is unknown, because the data cannot be read: {in_a_line(error)}")
+        return {}
+    last = batch_of(steps - 1, c.data.skip_steps)
+    return {name: float(number) for name, number in loader.passes(last + 1).items()}
+
+
 def job(c: Config, settings: ForecastConfig) -> None:
     """Writes the forecast of `c`, and prints it. Raises ValueError for wrong settings and too few runs."""
     patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
@@ -129,9 +154,12 @@ def job(c: Config, settings: ForecastConfig) -> None:
         raise ValueError("the length of the run is given in epochs; give training.steps or training.tokens.")
     params = parameters_without_embeddings(load_model(c.model))
     tokens = tokens_before(c, steps)
-    found = forecast_of([read_run(path) for path in find_runs(patterns)], params, tokens, settings.seed)
+    runs = [read_run(path) for path in find_runs(patterns)]
+    found = forecast_of(runs, params, tokens, settings.seed)
     write_whole(Path(settings.output), json.dumps(found, indent=1) + "\n")
     for line in summary_of(found):
+        say(line)
+    for line in warnings_of_repeats(passes_of(c, steps), runs):
         say(line)
     say(f"Start the run with training.forecast={settings.output}")
 

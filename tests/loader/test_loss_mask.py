@@ -1,5 +1,6 @@
 """data.loss_mask: the chats of docs/data.md, of which only answers are targets, for the loss and its gradients."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.data.loader import DataConfig, StreamConfig, make_loader
+from shardwright.data.loader import DataConfig, StreamConfig, flat, make_loader
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 LENGTH = 60  # of the first chat with all of its answers
@@ -62,6 +63,30 @@ def test_targets_are_the_answers(data, packed):
     assert make_loader(data, "train", 2, LENGTH).state(0) != make_loader(
         DataConfig(filespec=data.filespec), "train", 2, LENGTH
     ).state(0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [8, LENGTH])
+def test_targets_are_counted(data, packed, length):
+    """By hand: with 8 tokens, the answers of no chat are reached."""
+    chats = [[answers for _, answers in expected(chat)] for chat in CHATS]
+    joined = [*itertools.chain(*chats)]
+    rows = [joined[i : i + length] for i in range(0, len(joined) - length + 1, length)] if packed else chats
+    rows = [row[:length] for row in rows]
+    data = dataclasses.replace(data, sequence_packing=packed)
+    found = make_loader(data, "train", 2, length).count_targets()
+    assert found.share == pytest.approx(sum(map(sum, rows)) / (len(rows) * length))
+    assert found.padding == pytest.approx(1 - sum(map(len, rows)) / (len(rows) * length))
+    assert (found.sequences, found.without, found.is_all) == (len(rows), sum(not any(row) for row in rows), True)
+
+
+@pytest.mark.quick
+def test_targets_of_many_sequences_are_counted_in_the_first(data, monkeypatch):
+    monkeypatch.setattr(flat, "MOST_COUNTED", 2 * LENGTH)
+    found = make_loader(data, "train", 2, LENGTH).count_targets()
+    assert (found.sequences, found.without, found.is_all) == (2, 0, False)
+    assert make_loader(DataConfig(filespec=data.filespec), "train", 2, LENGTH).count_targets() is None
 
 
 @pytest.mark.quick

@@ -146,6 +146,17 @@ def test_skipped_batches_of_the_epochs_have_no_step(filespecs):
     assert steps_for(loader, steps=85, skip_steps=[0, 84]) == 85
 
 
+def test_passes_over_the_sources(filespecs):
+    """web and code take turns: after 1024 sequences, 512 of each, of 300 and 7. Read on with other weights after 64."""
+    first = make_loader(data(filespecs, {"web": 1, "code": 1}), "train", 16, SEQ_LEN)
+    assert first.passes(64) == {"web": Fraction(512, 300), "code": Fraction(512, 7)}
+    later = make_loader(data(filespecs, {"web": 3, "books": 1}), "train", 16, SEQ_LEN, after=first, first=64)
+    expected = {"web": Fraction(512 + 768, 300), "books": Fraction(256, 50), "code": Fraction(512, 7)}
+    assert later.passes(128) == expected
+    of_one = make_loader(DataConfig(filespec=filespecs["books"]), "train", 10, SEQ_LEN)
+    assert of_one.passes(7) == {filespecs["books"]: Fraction(7, 5)}
+
+
 SKIPS = [skips for count in range(6) for skips in itertools.combinations(range(5), count)]
 
 

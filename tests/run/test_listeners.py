@@ -126,6 +126,16 @@ def test_a_skipped_step_is_told_with_its_documents(run, capsys):
     assert capsys.readouterr().out.startswith("skipped    1 steps")
 
 
+def test_a_step_without_targets_is_neither_skipped_nor_a_spike(run, capsys):
+    run.config.training.max_skipped = 1
+    skips = Skips()
+    skips.begin(run)
+    for step in range(20):
+        skips.see(step, {"grad_norm": 0.0} if step % 2 else {"loss": 3.0, "grad_norm": 1.0})
+    assert run.events == []
+    assert capsys.readouterr().out == ""
+
+
 def test_a_spike_is_told_with_how_to_replay_it(run, capsys):
     run.config.training.spike_factor = 1.5
     skips = Skips()
@@ -156,7 +166,8 @@ def test_the_summary_of_a_finished_run(run, capsys, monkeypatch):
     summary = Summary()
     summary.begin(run)
     for step in range(3):
-        summary.after(step, None, SimpleNamespace(loss=3.0 - step))
+        summary.after(step, None, None)
+        summary.see(step, {"loss": 3.0 - step})
     assert run.events == [(0, "memory", {"peak_memory_bytes": 7})]
     summary.end(Ending("failed", "no memory"))
     assert capsys.readouterr().out == ""
@@ -164,6 +175,9 @@ def test_the_summary_of_a_finished_run(run, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("time       0:00:0")
     assert lines[1:] == ["loss       1.000 nats a token at the last step", "checkpoint here/checkpoints/0000000003"]
+    summary.see(3, {"targets": 0})
+    summary.end(Ending("finished"))
+    assert "loss" not in capsys.readouterr().out, "the last step has none"
 
 
 def test_losses_are_compared_with_their_forecast(run, capsys, monkeypatch):

@@ -62,6 +62,21 @@ def test_a_line_a_step(tmp_path):
     assert [line["data_seconds"] for line in others] == pytest.approx([0.002, 0.003, 0.004, 0])
 
 
+def test_targets_are_logged_where_they_are_fewer_and_no_loss_without_any(tmp_path, capsys):
+    seen = []
+    with run_log(tmp_path, total_steps=3, print_every=1, see=lambda step, values: seen.append({*values})) as log:
+        for step, targets in enumerate((64, 16, 0)):
+            log.log(step, metrics(2.0) | {"targets": jnp.float32(targets)})
+    lines = read(tmp_path)
+    assert [line.get("targets") for line in lines] == [None, 16, 0]
+    assert ["loss" in line for line in lines] == ["loss" in values for values in seen] == [True, True, False]
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert "targets" not in first
+    assert all(text in second for text in ("loss 2 ", "62% targets")), "64 and 16 of 64"
+    assert all(text in third for text in ("no targets", "42% targets"))
+    assert "loss" not in third
+
+
 def test_vectors_are_lists_and_layers_have_their_names(tmp_path, capsys):
     layers = LayerMetrics(jnp.float32([[1, 2, 3], [4, jnp.nan, 6]]), ("size", "slope"))
     with run_log(tmp_path, total_steps=1) as log:

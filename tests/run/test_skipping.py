@@ -1,5 +1,6 @@
 """Steps that are skipped: which, what is told of them, and what the run does then."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,12 +8,12 @@ import numpy as np
 import pytest
 
 from shardwright.cluster.devices import make_mesh
-from shardwright.data.loader import batch_of, check_skips
+from shardwright.data.loader import TokenBatch, batch_of, check_skips
 from shardwright.run import checkpoint, skipping
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.listeners import checkpoints
 from shardwright.run.skipping import SkippedSteps
-from tests.support import exact_step, tiny
+from tests.support import dense, exact_step, tiny
 from tests.support.exact_step import exact
 
 __all__ = ["exact"]
@@ -43,10 +44,10 @@ def stepped(request):
     with jax.set_mesh(mesh()):
         step = tiny.training_step(c)
 
-        def run(change=lambda state: state):
+        def run(change=lambda state: state, batch=None):
             state = change(tiny.state(c))
             before = jax.device_get(state)
-            return before, *jax.device_get(step(state, tiny.place_batch(c), np.int32(3)))
+            return before, *jax.device_get(step(state, tiny.place_batch(c, batch), np.int32(3)))
 
         yield run
 
@@ -68,6 +69,32 @@ def test_a_step_that_is_not_finite_leaves_the_state(stepped, bad):
     assert same(before, after)
     assert metrics.skipped
     assert not np.isfinite(metrics.loss + metrics.grad_norm)
+
+
+def with_targets(rows) -> TokenBatch:
+    """A batch with targets in some of its rows only."""
+    batch = tiny.host_batch()
+    return dataclasses.replace(batch, loss_mask=batch.loss_mask & np.isin(np.arange(tiny.BATCH), rows)[:, None])
+
+
+def test_a_batch_without_targets_is_a_step_without_a_loss(stepped):
+    """Its gradients are 0, so that AdamW from a fresh state only decays the weights."""
+    before, after, metrics = stepped(batch=with_targets([]))
+    assert (metrics.loss, metrics.grad_norm, metrics.targets, metrics.skipped) == (0, 0, 0, False)
+    for old, new in zip(*(jax.tree.leaves(x.weights) for x in (before, after)), strict=True):
+        np.testing.assert_allclose(new, old * (1 - 0.1 * metrics.learning_rate), rtol=1e-6)
+
+
+def test_rows_of_a_device_or_microbatch_without_targets_count_nothing(stepped):
+    """The last row alone has targets, so at most one device along d and one microbatch has any."""
+    batch = with_targets([tiny.BATCH - 1])
+    before, after, metrics = stepped(batch=batch)
+    w = before.weights
+    c = tiny.model(layers=len(w.layers.w_q))
+    expected = dense.cross_entropy(dense.logits(w, dense.tokens_of(batch), c), batch)
+    np.testing.assert_allclose(metrics.loss, expected, rtol=1e-5)
+    assert metrics.targets == batch.loss_mask.sum() > 0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
 
 
 # ---- in a row -----------------------------------------------------------------------------------------------------

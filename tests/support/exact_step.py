@@ -115,7 +115,9 @@ def make_training_step(config, model):
             jnp, leaves, list(map(like, leaves)), of_batch, number, config.optimizer.learning_rate
         )
         zero = jnp.zeros(())
-        return jax.tree.unflatten(tree, leaves), train.Metrics(loss, loss, zero, None, jnp.zeros((), bool))
+        targets = jnp.float32(batch.targets.size)
+        metrics = train.Metrics(loss, loss, zero, None, jnp.zeros((), bool), targets)
+        return jax.tree.unflatten(tree, leaves), metrics
 
     return training_step
 

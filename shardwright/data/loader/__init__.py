@@ -4,7 +4,15 @@
 tokenized on the fly. `prefetch` loads batches ahead of use.
 """
 
-from shardwright.data.loader.batches import Loader, Piece, TokenBatch, batch_shapes, in_microbatches, prefetch
+from shardwright.data.loader.batches import (
+    Loader,
+    Piece,
+    TargetCounts,
+    TokenBatch,
+    batch_shapes,
+    in_microbatches,
+    prefetch,
+)
 from shardwright.data.loader.config import DataConfig, SourceConfig, StreamConfig, batch_of, check_skips, fixed_settings
 from shardwright.data.loader.flat import FlatTokensLoader
 from shardwright.data.loader.opening import make_loader, steps_for

@@ -60,6 +60,22 @@ class Piece:
     """The name of its source in the mixture."""
 
 
+@dataclasses.dataclass
+class TargetCounts:
+    """How many positions of a split are targets."""
+
+    share: float
+    """Share of the positions that are targets; of a mixture, by its weights."""
+    padding: float
+    """Share that is padding."""
+    sequences: int
+    """Sequences that were counted."""
+    without: int
+    """Those of them that have no target."""
+    is_all: bool
+    """True if all sequences of the split were counted, False for the first ones of each dataset."""
+
+
 def in_microbatches(sequences: T, count: int) -> T:
     """Reshapes host arrays [sequences, …] to microbatches [count, sequences / count, …]."""
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sequences)
@@ -167,6 +183,14 @@ class Loader:
     def epochs_before(self, step: int) -> Fraction:
         """Counts the passes over the data before the batch of `step`. Raises ValueError if that is unknown."""
         raise ValueError(NO_EPOCHS)
+
+    def passes(self, step: int) -> dict[str, Fraction]:
+        """Counts the passes over each source before the batch of `step`, by name; empty if unknown."""
+        return {}
+
+    def count_targets(self) -> TargetCounts | None:
+        """Counts the positions that are targets, of a sample if there are many; None if all are, or it is unknown."""
+        return None
 
     def pieces(self, step: int) -> list[Piece]:
         """Lists the parts of documents in the batch of `step`, in order.

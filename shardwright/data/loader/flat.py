@@ -1,6 +1,8 @@
 """Makes batches from flat-tokens datasets, one or a mixture: a pure function of datasets, weights, seed and step."""
 
 import collections
+import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -12,10 +14,15 @@ import numpy as np
 
 from shardwright.data import flat_tokens
 from shardwright.data.flat_tokens.reader import CACHE_BYTES
-from shardwright.data.loader.batches import NO_EPOCHS, Loader, Piece, TokenBatch
+from shardwright.data.loader.batches import NO_EPOCHS, Loader, Piece, TargetCounts, TokenBatch
 from shardwright.data.loader.config import DataConfig, SourceConfig
 from shardwright.data.loader.order import BLOCK, PERIOD, Indices, Quotas, permute
 from shardwright.data.text.tokenizers import ByteLengths, byte_lengths_of_datasets
+
+MOST_COUNTED = 2**22
+"""Most positions of a dataset of which Source.count_targets reads the mask, or most documents of which the length."""
+_AT_ONCE = 2**20
+"""Of these, how many at a time."""
 
 
 class Source:
@@ -95,6 +102,25 @@ class Source:
             loss_mask[is_token] = self.dataset.read(starts, lengths, self._data.loss_mask) != 0
         return TokenBatch(targets, is_seq_start, loss_mask, *(x if x.size else None for x in inputs))
 
+    def count_targets(self) -> TargetCounts:
+        """Counts the targets of all sequences, or of the first in the order of training if there are many."""
+        size = 1 if self._data.loss_mask is None else self._seq_len
+        most = max(1, MOST_COUNTED // size)
+        total = min(self.sequences_per_epoch, most)
+        source = copy.copy(self)
+        if is_all := total == self.sequences_per_epoch:
+            source._data = dataclasses.replace(self._data, shuffle=False)  # faster to read
+        tokens = targets = without = 0
+        for some in np.array_split(np.arange(total), -(-total * size // _AT_ONCE)):
+            _, lengths = source.spans(some)
+            masked = self._data.loss_mask is not None
+            counts = source.sequences(some).loss_mask.sum(axis=1) if masked else lengths
+            tokens += int(lengths.sum())
+            targets += int(counts.sum())
+            without += int((counts == 0).sum())
+        positions = total * self._seq_len
+        return TargetCounts(targets / positions, 1 - tokens / positions, total, without, is_all)
+
 
 class FlatTokensLoader(Loader):
     """Loads batches of one split of a flat-tokens dataset, or of several mixed by weight.
@@ -124,7 +150,7 @@ class FlatTokensLoader(Loader):
         **options: Any,
     ):
         super().__init__(*batches, **options)
-        self._after, self._first = after, first
+        self._config, self._after, self._first = config, after, first
         named = config.mixture or {None: SourceConfig(config.filespec or "")}
         self.quotas = Quotas([source.weight for source in named.values()], config.seed)
         options = {"cache_bytes": CACHE_BYTES // len(named), "inputs": (self.inputs, self.loss_inputs)}
@@ -221,6 +247,25 @@ class FlatTokensLoader(Loader):
             name or source.config.filespec: Fraction(source.sequences_per_epoch * total, share * self.batch_size)
             for (name, source), share in zip(self.sources.items(), self.quotas.shares.tolist(), strict=True)
         }
+
+    def passes(self, step: int) -> dict[str, Fraction]:
+        """Counts the passes over each source, also those of the batches before `first`."""
+        before = self._after.passes(self._first) if self._after else {}
+        numbers = zip(self.sources.items(), self._numbers(step).tolist(), strict=True)
+        return before | {
+            name or source.config.filespec: Fraction(number, source.sequences_per_epoch)
+            for (name, source), number in numbers
+        }
+
+    def count_targets(self) -> TargetCounts | None:
+        """Counts the positions that are targets, as Loader.count_targets describes."""
+        if self._config.sequence_packing and self._config.loss_mask is None:
+            return None
+        counts = [source.count_targets() for source in self.sources.values()]
+        weights = self.quotas.shares / self.quotas.shares.sum()
+        share, padding = (float(weights @ [getattr(x, name) for x in counts]) for name in ("share", "padding"))
+        sequences, without = (sum(getattr(x, name) for x in counts) for name in ("sequences", "without"))
+        return TargetCounts(share, padding, sequences, without, all(x.is_all for x in counts))
 
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:

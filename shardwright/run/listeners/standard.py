@@ -56,8 +56,9 @@ class Skips(Listener):
         self.steps = SkippedSteps(t.max_skipped, run.skips, self._tell, t.spike_factor)
 
     def see(self, step: int, values: Mapping[str, Any]) -> None:
-        loss = values["loss"]
-        self.steps.see(step, loss, values.get("grad_norm", loss), "skipped" in values)
+        if "loss" in values:  # else the batch has no targets
+            loss = values["loss"]
+            self.steps.see(step, loss, values.get("grad_norm", loss), "skipped" in values)
 
     def end(self, how: Ending) -> None:
         if how.state == "finished":
@@ -124,16 +125,19 @@ class Summary(Listener):
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
         run = self._run
-        self._loss = metrics.loss
         if step == run.start:
             run.log.log_event(step, "memory", peak_memory(run.program, metrics))
+
+    def see(self, step: int, values: Mapping[str, Any]) -> None:
+        self._loss = values.get("loss")
 
     def end(self, how: Ending) -> None:
         run = self._run
         if how.state == "finished" and run.done > run.start:
             seconds = time.monotonic() - self._began
             log(f"time       {duration(seconds)}, of it {run.compiled_s:.0f} s to compile the step")
-            log(f"loss       {float(self._loss):.3f} nats a token at the last step")
+            if self._loss is not None:
+                log(f"loss       {float(self._loss):.3f} nats a token at the last step")
             log(f"checkpoint {run.checkpoints}/{run.total:010}")
 
 
@@ -167,7 +171,7 @@ class Forecast(Listener):
             self._watch.keep_copy(run.directory)
 
     def see(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._watch:
+        if self._watch and "loss" in values:
             self._watch.see(step, self._run.log.speed.tokens_after(step), values["loss"])
 
     def end(self, how: Ending) -> None:

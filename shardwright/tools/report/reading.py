@@ -164,7 +164,8 @@ def read_run(directory: Path) -> Run:
         )
     if failed := [event["failed"] for event in run.of_event("evals") if "failed" in event]:
         notes.append(f"evaluations of tasks failed: {len(failed)}, the last: {failed[-1]}")
-    if (bad := step[~np.isfinite(metrics["loss"])]).size:
+    has_loss = np.array(["loss" in line for line in steps])  # a step without targets has none
+    if (bad := step[has_loss & ~np.isfinite(metrics["loss"])]).size:
         notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]):,}")
     return run
 
