@@ -502,7 +502,12 @@ LOSSES = {"cross_entropy": training_loss}
 
 @typed
 def update_state(
-    state: State[W], g: W, step: i32[""], config: Config, updates: object
+    state: State[W],
+    g: W,
+    step: i32[""],
+    config: Config,
+    updates: object,
+    clock: rates.Clock | None = None,
 ) -> tuple[State[W], f32[""], f32[""]]:
     """State after an update with the gradients `g`, their norm before clipping, and the rate."""
 
@@ -511,7 +516,7 @@ def update_state(
 
     g = rates.row_major(jax.tree.map(zero_if_frozen, updates, g))
     g, norm = clip_by_global_norm(g, config.optimizer.clip_norm)
-    rate = rates.learning_rate(step, config.optimizer)
+    rate = rates.learning_rate(step, config.optimizer, clock)
     # Each changes the weights that `updates` assigns to it, and leaves the others.
     for optimizer in rates.algorithms(config.optimizer, OPTIMIZERS).values():
         state = optimizer(state, g, step, rate, config.optimizer, updates)
@@ -553,7 +558,7 @@ def init_state(key: jax.Array, config: Config, model: LanguageModel) -> State:
 def make_training_step(config: Config, model: LanguageModel):
     """The jitted training step: (state, batch, step) -> (state, metrics).
 
-    It donates the state.
+    It donates the state. With training.minutes, it also takes the clock.
     """
     forward = Forward(model, config.training, softmax_attention, in_training=True)
     updates = rates.updates_of(config.optimizer, model, OPTIMIZERS)
@@ -563,12 +568,12 @@ def make_training_step(config: Config, model: LanguageModel):
     @compute_scope(config.training.compute_dtype)
     @typed_shard_map
     def training_step(
-        state: Of[Trained], batch: Batch, step: i32[""]
+        state: Of[Trained], batch: Batch, step: i32[""], clock: rates.Clock | None = None
     ) -> tuple[Of[Trained], Metrics]:
         seeds = dropout_seeds(batch, step, config)
         loss, g, layers = loss_and_gradients(state.weights, batch, seeds, config, forward)
         g = checkpoint_name(g, "gradient")  # the name by which statistics find them
-        new, grad_norm, rate = update_state(state, g, step, config, updates)
+        new, grad_norm, rate = update_state(state, g, step, config, updates, clock)
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped, count_targets(batch))
@@ -612,6 +617,7 @@ SPEC = StepSpec(
     init_state=init_state,
     make_training_step=make_training_step,
     make_evaluation_step=make_evaluation_step,
+    takes_clock=True,
 )
 """What runs, proofs and tools use of this file."""
 
@@ -650,7 +656,7 @@ def train(config: Config, model: LanguageModel, directory: Path) -> str | None:
         training_step = run.compile()  # as it was proved
         for step, batch in run.steps():
             run.before(step, state, batch)  # tells the listeners
-            state, metrics = training_step(state, batch, np.int32(step))
+            state, metrics = training_step(state, batch, np.int32(step), *run.arguments)
             # Tells them, and logs the metrics of the step before, so that devices never wait.
             run.after(step, state, metrics)
         return run.end()

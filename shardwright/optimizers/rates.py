@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardlib.parsing import did_you_mean, named
-from shardlib.shardtypes import f32, i32, u32
+from shardlib.shardtypes import f32, i32, pytree_dataclass, u32
 from shardlib.values import target_device
 from shardwright.data.checks import check_choice
 from shardwright.modeling.model import LanguageModel
@@ -19,14 +19,26 @@ from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.scales import Scale, scales_of
 
 
-def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
-    """Learning rate of a step: linear warmup to the peak at warmup_steps, then c.schedule to the floor."""
+@pytree_dataclass
+class Clock:
+    """The time of a run with training.minutes, when a step begins."""
+
+    elapsed: f32[""]
+    """Share of these minutes that has passed."""
+
+
+def learning_rate(step: i32[""], c: OptimizerConfig, clock: Clock | None = None) -> f32[""]:
+    """Learning rate of a step: linear warmup to the peak at warmup_steps, then c.schedule to the floor.
+
+    With a `clock`, c.schedule_steps stands for all of its time, and only the warmup goes by steps.
+    """
     step = jnp.float32(step)
     end = c.schedule_steps
     height = 1.0  # above the floor, as a fraction
     if c.schedule != "constant" and end is not None:
+        at = step if clock is None else clock.elapsed * end
         begin = end - (c.cooldown_steps or 0) if c.schedule == "wsd" else c.warmup_steps
-        progress = jnp.clip((step - begin) / (end - begin), 0, 1)
+        progress = jnp.clip((at - begin) / (end - begin), 0, 1)
         height = 0.5 * (1 + jnp.cos(jnp.pi * progress)) if c.schedule == "cosine" else 1 - progress
     decay = c.final_fraction + (1 - c.final_fraction) * height
     return c.learning_rate * jnp.where(step < c.warmup_steps, step / max(c.warmup_steps, 1), decay)

@@ -139,9 +139,15 @@ def steps_of(c: Config, tokens: int) -> int:
     return steps
 
 
+MOST_STEPS = 2**31 - 1
+"""Total of a run with training.minutes, until its last step is known."""
+
+
 def total_steps(c: Config, loader: Loader) -> int:
     """Computes the number of steps of a run with this loader. Raises ValueError as steps_for does."""
     t = c.training
+    if t.minutes is not None:
+        return MOST_STEPS
     length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
     if t.changes and t.tokens is not None and t.steps is None:
         length |= {"tokens": None, "steps": steps_of(c, t.tokens)}

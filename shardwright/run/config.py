@@ -32,11 +32,15 @@ class TrainingConfig:
     seq_len: int = within(1, 2**25)
     """Tokens per sequence. A multiple of c·t."""
     steps: int | None = at_least_1(None)
-    """Length of the run in steps. Give one of steps, tokens and epochs."""
+    """Length of the run in steps. Give one of steps, tokens, epochs and minutes."""
     tokens: int | None = within(1, 2**50, None)
     """Length of the run in tokens, padding included. A last batch that would exceed it is dropped."""
     epochs: float | None = within(0, 2**20, None)
     """Length of the run in passes over the dataset."""
+    minutes: float | None = above_0(None)
+    """Length of the run in minutes on the clock, from its first step on, with validation and checkpoints; also over
+    several starts. The decay of the learning rate follows the clock: optimizer.schedule_steps stands for all of this
+    time. Instead of steps, tokens and epochs."""
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Settings that change from a given step on, by their full names, such as
     [{step: 1000, training.seq_len: 2048}]. A resumed run may add entries (docs/phases.md)."""
@@ -155,6 +159,9 @@ class TrainingConfig:
     """Steps between checkpoints. One is also saved after the last step."""
     keep_checkpoints: int | None = at_least_1(3)
     """Number of latest checkpoints to keep, at least 1; null: all."""
+    keep_best: bool = False
+    """Also keeps the checkpoint with the best validation loss, and saves one where a validation is the best so far.
+    Needs eval_interval or eval_epochs."""
     export_interval: int | None = at_least_1(None)
     """Steps between exports to Hugging Face format, in exports/ of the run's directory, also after the last step; each
     comes with a checkpoint, and none is removed (docs/huggingface.md). Null: none."""

@@ -13,7 +13,7 @@ LOCK = ".lock"
 """File that a run locks. It names the process and host of the run, and is empty if there is none."""
 REPORT = "report.html"
 """The run's report page."""
-OF_A_STEP = ("step", "event", "tokens", "seconds", "data_seconds", "tokens_per_second", "mfu", "unix_time")
+OF_A_STEP = ("step", "event", "elapsed", "tokens", "seconds", "data_seconds", "tokens_per_second", "mfu", "unix_time")
 """Names that RunLog adds to the metrics of a step."""
 
 

@@ -32,6 +32,8 @@ class Keeper:
         carried: entries for the metadata of each checkpoint, from that of init_from.
         damaged: step of each unusable checkpoint → what is wrong with it.
         source_differs: how the source differs from that of the checkpoint; None if it does not.
+        seconds: time of the steps before the checkpoint, as Stopwatch.seconds.
+        best: step and loss of the checkpoint with the best validation loss so far, for training.keep_best; or None.
     """
 
     def __init__(self, whole: Config, directory: Path, model: object, placement: LayerPlacement):
@@ -40,6 +42,8 @@ class Keeper:
         self.carried: dict[str, Any] = {}
         self.damaged: dict[int, str] = {}
         self.source_differs: str | None = None
+        self.seconds = 0.0
+        self.best: tuple[int, float] | None = None
         place = checkpoints_of(directory, whole.paths)
         self.checkpoints = Checkpointer(place, keep=whole.training.keep_checkpoints)
 
@@ -49,6 +53,7 @@ class Keeper:
         `provenance_at` maps a step to the provenance of this program with the settings of that step.
         """
         wanted, skips = self._whole.training.resume_step, self._whole.data.skip_steps
+        self.seconds, self.best = 0.0, None
         found = choose_checkpoint(self.checkpoints, wanted, self.damaged, skips)
         if found is None:
             return 0, {}, {}
@@ -65,6 +70,9 @@ class Keeper:
         if "loader" not in metadata:
             raise ValueError(f"checkpoint {done} is not of a run. Start a run from its weights (training.init_from).")
         self.carried = carried_in(metadata)
+        self.seconds = metadata.get("clock", {}).get("seconds", 0.0)
+        best = metadata.get("best")
+        self.best = (best["step"], best["loss"]) if best else None
         return done, metadata["loader"], metadata.get("skips", {})
 
     def state(self, start: int, step: Step, State: Any) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from shardlib.layers import LayerMetrics
 from shardwright.cluster.watch import now_at
@@ -38,6 +39,7 @@ class RunLog(contextlib.AbstractContextManager):
         tokens_per_second  counts all positions, also of padding and of tokens that data.loss_mask excludes
         mfu                the same, and only query-key pairs that attention computes, as if each sequence were one
                            document; not on CPUs
+        elapsed            share of training.minutes that had passed when the step began
         targets            tokens of the step that the loss counts, if they are fewer than its positions
         unix_time          time of writing, in seconds since 1970
 
@@ -50,10 +52,11 @@ class RunLog(contextlib.AbstractContextManager):
 
     Args:
         directory: of the run; created if missing.
-        total_steps: steps of the whole run, including those before it was resumed.
+        total_steps: steps of the whole run, including those before it was resumed; not used with `minutes`.
         start_step: the first step to run. Lines that an earlier start wrote for it and for later steps are moved aside.
         speed: computes the metrics of a step from its time.
         print_every: steps between printed lines, at least 1. The first and the last step are always printed.
+        minutes: training.minutes; the metrics of each step have `elapsed` then.
         see: called in all processes with each step and its values, after they were written.
         send: called with each line of the file, as a dict, from any thread; it must not block.
     """
@@ -66,12 +69,14 @@ class RunLog(contextlib.AbstractContextManager):
         start_step: int,
         speed: Speed,
         print_every: int = 10,
+        minutes: float | None = None,
         see: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
         send: Callable[[dict[str, Any]], Any] = lambda record: None,
     ):
         self.directory = Path(directory)
         self.speed = speed
         self.start_step, self.total_steps, self._print_every = start_step, total_steps, print_every
+        self._minutes = minutes
         self._see, self._send = see, send
         # The step after which it came, and the name, of each event and note.
         self._events: list[tuple[int, str]] = []
@@ -113,11 +118,18 @@ class RunLog(contextlib.AbstractContextManager):
                 None.
         """
         for value in jax.tree.leaves(dict(metrics)):
-            value.copy_to_host_async()
+            if not isinstance(value, np.generic):  # the time of a run with one process
+                value.copy_to_host_async()
         self.flush()
         self._pending = (step, metrics)
         if step == self.total_steps - 1:
             self.flush()  # no step follows that would have to be dispatched first
+
+    def end_here(self) -> None:
+        """Makes the step given to `log` last the end of the run, and writes it."""
+        if self._pending is not None:
+            self.total_steps = self._pending[0] + 1
+            self.flush()
 
     def add_wait(self, seconds: float) -> None:
         """Counts seconds that the loop waited for a batch."""
@@ -258,10 +270,13 @@ class RunLog(contextlib.AbstractContextManager):
         done = step + 1
         if done not in (self.start_step + 1, self.total_steps) and done % self._print_every:
             return
-        parts = [f"step {done}/{self.total_steps}"]
+        parts = [f"step {done}" + f"/{self.total_steps}" * (self._minutes is None)]
         if self._durations:
             seconds = sum(self._durations) / len(self._durations)
-            parts.append(f"ETA {duration((self.total_steps - done) * seconds)}")
+            left = (self.total_steps - done) * seconds
+            if self._minutes is not None:
+                left = (1 - values["elapsed"]) * 60 * self._minutes
+            parts.append(f"ETA {duration(max(left, 0))}")
         if "loss" in values:
             parts.append(f"loss {_short(values['loss'])}")
         if not self._shares[-1]:
@@ -274,7 +289,7 @@ class RunLog(contextlib.AbstractContextManager):
             parts += [f"{share:.0%} targets"] if share < 1 else []  # of what both count
             data = sum(self._waits) / sum(self._durations)
             parts += [f"waiting for data {data:.0%}"] if data > 0.05 else []
-        parts += [f"{name} {_short(values[name])}" for name in sorted(values.keys() - {"loss"})]
+        parts += [f"{name} {_short(values[name])}" for name in sorted(values.keys() - {"loss", "elapsed"})]
         self._print("  ".join(parts))
 
     def _print(self, text: str) -> None:

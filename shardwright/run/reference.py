@@ -68,7 +68,7 @@ def check_paths_with_reference(step: Any, options: dict[str, Any]) -> None:
 
 
 def weights_of(c: Config, spec: StepSpec) -> tuple:
-    """The arguments that a training step takes after its step number, as shapes: the weights of training.reference.
+    """The weights of training.reference, as shapes, which a training step takes after its step number.
 
     Empty without a reference. Raises ValueError if there is one, and the step of `spec` takes none.
     """

@@ -14,7 +14,7 @@ from shardwright.cluster.devices import known_options
 from shardwright.data.loader import Loader
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.run.best_effort import best_effort
-from shardwright.run.changes import tokens_before
+from shardwright.run.changes import MOST_STEPS, tokens_before
 from shardwright.run.config import Config
 from shardwright.run.differences import flat
 from shardwright.run.evaluation import count_batches
@@ -89,7 +89,8 @@ def _print_start(run: Schedule, directory: Path) -> None:
     over = ", ".join(axis for axis in "cde" if mesh.shape.get(axis, 1) > 1)
     reduced = f", gradients reduced over {over} in {summed}" if over else ""
     log(f"model      {parameters_of(run.model):,} parameters, {t.compute_dtype} compute{fp8}{reduced}")
-    log(f"data       {name}: {length} tokens; {run.total:,} steps of {loader.tokens_per_batch:,}")
+    steps = f"{run.total:,} steps" if t.minutes is None else f"{t.minutes:g} minutes of steps"
+    log(f"data       {name}: {length} tokens; {steps} of {loader.tokens_per_batch:,}")
 
 
 def describe_data(run: Schedule) -> list[str]:
@@ -148,10 +149,10 @@ def facts_of(run: Schedule, speed: Speed) -> dict[str, Any]:
         "overrides": list(hydra.overrides.task) if hydra else None,
         "defaults": flat(with_defaults({"model": {"module": module}}, module)),
         "run": {
-            "total_steps": run.total,
+            "total_steps": run.total if run.total < MOST_STEPS else None,
             "parameters": parameters_of(run.model),
             "parameters_without_embeddings": parameters_without_embeddings(run.model),
-            "tokens": tokens_before(run.whole, run.total),
+            "tokens": tokens_before(run.whole, run.total) if run.total < MOST_STEPS else None,
             "passes": {name: float(number) for name, number in run.passes.items()},
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),

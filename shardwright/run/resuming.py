@@ -55,6 +55,8 @@ _METADATA = {
     "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int, "files?": str},
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
     "reference?": {"path": str, "step": int, "manifest": str},
+    "clock?": {"seconds": float},
+    "best?": {"step": int, "loss": float},
     "skips?": {"count?": int, "in_a_row?": int, "recent?": [(float, float)], "lowest?": [float]},
 }
 """Types of a checkpoint's metadata, for check_types; older checkpoints lack some."""

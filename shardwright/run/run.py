@@ -17,6 +17,8 @@ from shardwright.inspect import examine
 from shardwright.modeling.model import COMPUTE_DTYPES, LanguageModel
 from shardwright.run.background import kill_programs
 from shardwright.run.best_effort import in_a_line
+from shardwright.run.changes import MOST_STEPS
+from shardwright.run.clock import Stopwatch
 from shardwright.run.compiling import compile_step, seconds_shown
 from shardwright.run.config import Config
 from shardwright.run.directory import override
@@ -52,7 +54,9 @@ class Run(Schedule):
 
     Attributes:
         options: compiler options that the installed XLA knows.
-        reference: further arguments of the training step: (weights of training.reference,) or ().
+        reference: (weights of training.reference,) or ().
+        arguments: further arguments of the next training step: `reference`, and the clock of training.minutes.
+        clock: the Stopwatch of the run, since `begin`.
         stopped_by: name of the signal that requested a stop; None without one.
         log: the RunLog, since `begin`.
         program, hlo, compiled_s: the compiled step, the file of its text, and how long it took, since `compile`.
@@ -110,6 +114,9 @@ class Run(Schedule):
         while state is None:
             start, loader_state, self.skips = keeper.last(self._provenance_at)
             self.resume(start, loader_state)
+            self.clock = Stopwatch(self.whole.training.minutes, keeper.seconds)
+            if self.clock.is_over:
+                self.end_here()
             check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
             planned = self._planned()  # before allocating the state, which may not fit
             state = keeper.state(start, self.step, self.spec.State)
@@ -134,6 +141,7 @@ class Run(Schedule):
             "total_steps": self.total,
             "start_step": self.start,
             "print_every": self.config.training.log_interval,
+            "minutes": self.whole.training.minutes,
         }
         self._cleanup.enter_context(self.listeners)
         self.listeners.check(self)  # before lines of later steps are moved aside
@@ -175,7 +183,8 @@ class Run(Schedule):
         def plan_ahead() -> str | None:
             if jax.process_index() != 0 or self.start >= self.total:
                 return None
-            plans = [examine.plan_run(self.traced(c), self.total, self.directory) for c in reversed(self.ahead)]
+            total = 0 if self.whole.training.minutes is not None else self.total
+            plans = [examine.plan_run(self.traced(c), total, self.directory) for c in reversed(self.ahead)]
             return plans[-1]  # plan.json is of the next steps
 
         return in_all_processes(plan_ahead)
@@ -220,8 +229,12 @@ class Run(Schedule):
             batch = next(batches)
             self.log.add_wait(time.perf_counter() - began)
             now_at("in the training step", paused=first)
+            if first:
+                self.clock.begin()
+            now = self.clock.now()
+            self.arguments = (*self.reference, *([] if now is None else [now]))
             yield step, batch
-            if self.stopped_by:
+            if self.stopped_by or self.is_over:
                 return
 
     def before(self, step: int, state: Any, batch: TokenBatch) -> None:
@@ -234,7 +247,13 @@ class Run(Schedule):
         No device idles for it. `metrics` is a dataclass with fields that RunLog.log accepts, one of them `loss`.
         """
         self.done = step + 1
-        self.log.log(step, vars(metrics))
+        clock = self.arguments[-1] if self.clock.minutes is not None else None
+        self.log.log(step, vars(metrics) | (vars(clock) if clock else {}))
+        if clock:
+            self.clock.see(clock)
+            if self.clock.is_over:
+                self.end_here()
+                self.log.end_here()
         if step == self.start:
             self._keep_source()  # while the devices work
         for source, number in self.new_passes(step).items():
@@ -255,7 +274,9 @@ class Run(Schedule):
         Raises OSError, with the path, if the last checkpoint or metrics cannot be written.
         """
         if self.done == self.start:
-            log(f"{self.start} of {self.total} steps are done already. To continue, train for longer (training.steps).")
+            length = "steps" if self.clock.minutes is None else "minutes"
+            done = f"{self.start} of {self.total} steps are done already"
+            log(f"{done}. To continue, train for longer (training.{length}).")
             self._cleanup.enter_context(self._stop)  # an export that is missing may take long
         self.log.close()
         complete = self.listeners.wait()
@@ -265,7 +286,8 @@ class Run(Schedule):
             return self.stopped_by  # which also ends a sweep
         if self.stopped_by:
             name = self.config.paths.model_name or self.directory.name
-            log(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
+            of = f" of {self.total}" if self.total < MOST_STEPS else ""
+            log(f"{self.stopped_by}: stopped and saved after {self.done} steps{of}.")
             log(f"To resume: the same command, with {override('paths.model_name', name)}")
             self.listeners.end(Ending("stopped", self.stopped_by))
             return self.stopped_by

@@ -27,7 +27,7 @@ class Schedule:
         c, step: settings and Step until the next change.
         start, done: number of steps done before this start, and so far.
         end_step: number of steps done at the next change, or at the end.
-        total: number of steps of the whole run.
+        total: number of steps of the whole run; MOST_STEPS with training.minutes, until its last step.
         ahead: the current settings, and those after each future change.
         loader, validation: loaders of the two splits; validation is None without evaluations.
         passes: passes over each source of the data in the whole run, by name; empty if unknown.
@@ -67,7 +67,8 @@ class Schedule:
         later = [first for first in firsts(whole) if start < first < self.total]
         # Also those of the last change, so that missing or differing data is reported now.
         loaders = [self.loader, *(loader_at(whole, first, inputs) for first in later[-1:])]
-        self.passes = loaders[-1].passes(self.batch_of(self.total - 1) + 1)
+        known = whole.training.minutes is None
+        self.passes = loaders[-1].passes(self.batch_of(self.total - 1) + 1) if known else {}
         self.end_step = min([self.total, *later])
         self.ahead = [self.config, *(config_at(whole, first) for first in later)]
 
@@ -97,6 +98,10 @@ class Schedule:
             begin, end = (self.loader.epochs_before(self.batch_of(step)) for step in (self.done - 1, self.done))
             passed = begin // Fraction(str(epochs)) < end // Fraction(str(epochs))
         return self.is_over or (interval is not None and self.done % interval == 0) or (epochs is not None and passed)
+
+    def end_here(self) -> None:
+        """Makes the steps done all steps of the run."""
+        self.total = self.end_step = self.done
 
     def batch_of(self, step: int) -> int:
         """Returns the index of the batch of a step."""

@@ -26,7 +26,7 @@ from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of, load_model
 from shardwright.modeling.weights import shapes_of, sharded
-from shardwright.optimizers.rates import inputs_of_loss
+from shardwright.optimizers.rates import Clock, inputs_of_loss
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import Config, PipelineConfig, check_divides
 from shardwright.run.reference import weights_of
@@ -40,7 +40,7 @@ READ = ("model", "optimizer", "training", "pipeline", "mesh")
 LOSSES = "training loss", "evaluation loss"
 """What of these programs computes the loss of a microbatch."""
 _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "save": "marked", "unroll": 1}
-_PLAIN |= {"loss_chunk": None, "side_by_side": 1}
+_PLAIN |= {"loss_chunk": None, "side_by_side": 1, "minutes": None}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
 FORMS: dict[str, Mapping[str, Any]] = {
     # Attention by train.softmax_attention over all keys, which applies an AttentionMask to all pairs of positions. The
@@ -198,7 +198,7 @@ class Step:
                 return spec.make_evaluation_step(c, model).trace(state.weights, self.batch(c)), types
             reference = [sharded(type(shapes), shapes) for shapes in weights_of(c, spec)]
             step = spec.make_training_step(c, model)
-            return step.trace(state, self.batch(c), np.int32(0), *reference), types
+            return step.trace(state, self.batch(c), np.int32(0), *reference, *clock_of(c, spec)), types
 
     @property
     def traced(self) -> jax.stages.Traced:
@@ -239,6 +239,22 @@ class Step:
     def hash(self) -> str:
         """Hash of the lowered text, which does not depend on comments and names of values."""
         return hashlib.sha256(self.lower().as_text().encode()).hexdigest()[:20]
+
+
+def clock_of(c: Config, spec: StepSpec, elapsed: float = 0.0) -> tuple[Clock, ...]:
+    """The last argument of a training step with training.minutes; empty without.
+
+    Raises ValueError if the step of `spec` takes none.
+    """
+    if c.training.minutes is None:
+        return ()
+    if not spec.takes_clock:
+        raise ValueError(
+            f"training.minutes is {c.training.minutes}, and the training step of {spec.module} takes no clock: give it "
+            "one as the released train.py does (its last argument, which learning_rate gets, and takes_clock=True in "
+            "SPEC), or give the length in steps."
+        )
+    return (Clock(np.float32(elapsed)),)
 
 
 class _Unread:

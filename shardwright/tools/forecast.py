@@ -151,7 +151,7 @@ def job(c: Config, settings: ForecastConfig) -> None:
     t = c.training
     steps = t.steps if t.tokens is None else steps_of(c, t.tokens)
     if steps is None:
-        raise ValueError("the length of the run is given in epochs; give training.steps or training.tokens.")
+        raise ValueError("the length of the run is given in epochs or minutes; give training.steps or training.tokens.")
     params = parameters_without_embeddings(load_model(c.model))
     tokens = tokens_before(c, steps)
     runs = [read_run(path) for path in find_runs(patterns)]

@@ -1,5 +1,6 @@
 """Runs of several processes: the same as one process, each with its own part, and ended together when one is lost."""
 
+import json
 import os
 import re
 import signal
@@ -173,6 +174,31 @@ def test_two_processes_train_as_one(tmp_path):
     assert (two.directory / "hosts.txt").read_text() == f"0 {HOST}\n1 {HOST}\n"
     assert [*(tmp_path / "cache" / "soundness").iterdir()], "the first process keeps what it proved"
     assert "causality  not proved: for a test" in two.stdout(0)  # which both know, or one would wait for the other
+
+
+FAST = """
+import time
+from shardwright.run import clock
+clock._now = lambda: 3 * time.monotonic()
+"""
+
+
+@pytest.mark.long
+def test_two_processes_agree_on_the_time(tmp_path):
+    """The clock of one is three times as fast, and counts for both, or they would end after different steps."""
+    run = Run(tmp_path, 2, 2, "training.steps=null", "training.minutes=0.4", hooks={1: FAST})
+    run.succeed()
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "event" not in line]
+    elapsed = np.array([line["elapsed"] for line in steps])
+    assert len(steps) > 4
+    assert (np.diff(elapsed) > 0).all()
+    # From the second step to the last dispatch, in steps that are logged when the next one is dispatched.
+    seconds = steps[-2]["unix_time"] - steps[1]["unix_time"]
+    assert (elapsed[-1] - elapsed[2]) * 24 == pytest.approx(3 * seconds, rel=0.3)
+    decay = 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * np.clip((elapsed * 1000 - 2) / 998, 0, 1)))
+    rates = 1e-2 * np.where(np.arange(len(steps)) < 2, np.arange(len(steps)) / 2, decay)
+    np.testing.assert_allclose([line["learning_rate"] for line in steps], rates, rtol=1e-4)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import pytest
 
 import train
 from shardwright.run import forecast
-from shardwright.run.listeners import Ending, Forecast, Listener, Listeners, Report, Skips, Summary
+from shardwright.run.listeners import Ending, Forecast, Listener, Listeners, Report, Skips, Summary, Validation
 from shardwright.run.listeners import checkpoints as saving_module
 from shardwright.run.listeners import validation as validation_module
 from tests.support import tiny
@@ -109,6 +109,7 @@ def run(tmp_path) -> Any:
         start=0, done=3, total=3, end_step=3, is_over=True, compiled_s=2.0, checkpoints="here/checkpoints"
     )
     found.batch_of = lambda step: step + 5
+    found.keeper = SimpleNamespace(best=None)
     return found
 
 
@@ -256,6 +257,7 @@ class Checkpointer:
         self.tries += 1
         check()
         self.saved.append((done, metadata["skips"], self.rotates))
+        self.metadata = metadata
 
     def rotate(self):
         self.rotated += 1
@@ -272,13 +274,17 @@ def saving(run, monkeypatch):
             setattr(run.config.training, name, value)
         run.log.note = lambda *_: None
         run.log.sync = lambda: None
-        run.keeper = SimpleNamespace(checkpoints=Checkpointer(fails), record={"reference": None}, carried={})
+        given = {"record": {"reference": None}, "carried": {}, "best": None}
+        run.keeper = SimpleNamespace(checkpoints=Checkpointer(fails), **given)
+        run.clock = SimpleNamespace(seconds=7.0)
         run.provenance, run.placement, run.stopped_by = {}, None, None
         run.loader.state = lambda batch: {"batch": batch}
         run.signal = lambda: None
         skips = Skips()
         skips.begin(run)
-        run.listeners = Listeners([skips])
+        validation = Validation()
+        validation.begin(run)
+        run.listeners = Listeners([skips, validation])
         checkpoints = saving_module.Checkpoints()
         checkpoints.begin(run)
         return checkpoints, run.keeper.checkpoints
@@ -337,6 +343,35 @@ def test_a_state_that_is_not_finite_is_not_saved(run, saving):
     with pytest.raises(FloatingPointError, match="w: values are not finite after step 1"):
         checkpoints.after(0, {"w": np.float32([np.nan])}, None)
     assert written.saved == []
+
+
+@pytest.mark.parametrize("known", [None, (2, 1.5)])
+def test_the_checkpoint_with_the_best_validation_is_saved_and_held(run, saving, capsys, known):
+    """Losses after steps 1 to 3. A resumed run knows the best one before."""
+    checkpoints, written = saving(checkpoint_interval=100, keep_best=True)
+    validation = run.listeners.of(Validation)
+    validation.best = known
+    for done, loss in enumerate((3.0, 2.0, np.nan), start=1):
+        validation.take_if_best(done, loss)
+        run.done, run.is_over, run.due = done, False, lambda interval: False
+        checkpoints.after(done - 1, {}, None)
+    assert [done for done, *_ in written.saved] == ([1, 2] if known is None else [2])
+    best = known or (2, 2.0)
+    assert written.metadata["best"] == {"step": best[0], "loss": best[1]}
+    assert written.metadata["clock"] == {"seconds": 7.0}
+    assert written.held() == [2]
+    checkpoints.end(Ending("finished"))
+    assert f"best       0000000002 of here/checkpoints: validation loss {best[1]:g}" in capsys.readouterr().out
+
+
+def test_no_checkpoint_is_held_without_keep_best(run, saving, capsys):
+    checkpoints, written = saving(checkpoint_interval=1)
+    run.listeners.of(Validation).take_if_best(1, 3.0)
+    after(run, checkpoints, 1)
+    assert "best" not in written.metadata
+    assert written.held() == []
+    checkpoints.end(Ending("finished"))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("in_a_row", [0, 1])

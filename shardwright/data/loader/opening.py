@@ -78,7 +78,9 @@ def steps_for(
     lengths = {"steps": steps, "tokens": tokens, "epochs": epochs}
     given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
     if given.count("=") != 1:
-        raise ValueError(f"Give the length of the run as one of steps, tokens and epochs; given: {given or 'none'}.")
+        raise ValueError(
+            f"Give the length of the run as one of steps, tokens, epochs and minutes; given: {given or 'none'}."
+        )
     count: Any = steps
     if tokens is not None:
         count = tokens // loader.tokens_per_batch

@@ -10,8 +10,9 @@ from shardwright.cluster.watch import pause
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.checkpoint_arrays import directory_of
 from shardwright.run.exports import Exports
-from shardwright.run.listeners.listener import Listener, Training
+from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.listeners.standard import Skips, replay_of
+from shardwright.run.listeners.validation import Validation
 from shardwright.run.printing import log
 from shardwright.run.skipping import are_finite, check_finite
 from shardwright.run.stages import stack_orders
@@ -41,7 +42,8 @@ class Checkpoints(Listener):
         self._skips = run.listeners.of(Skips)
         self._failed = 0
         self._exports = Exports(run.directory, run.log)
-        self._checkpoints.held = self._exports.left
+        self._validation = run.listeners.of(Validation) if run.whole.training.keep_best else None
+        self._checkpoints.held = self._held
         if jax.process_index() == 0:
             for step in self._checkpoints.steps():
                 self._export_if_missing(step)
@@ -49,7 +51,8 @@ class Checkpoints(Listener):
     def after(self, step: int, state: Any, metrics: Any) -> None:
         run, t = self._run, self._run.config.training
         exports = t.export_interval is not None and run.due(t.export_interval)
-        if exports or run.due(t.checkpoint_interval) or run.stopped_by:
+        is_best = self._best is not None and self._best[0] == run.done
+        if exports or is_best or run.due(t.checkpoint_interval) or run.stopped_by:
             self._save(state)
         if exports:
             self._export(run.done)
@@ -60,6 +63,11 @@ class Checkpoints(Listener):
         if exported and self._exports and self._rotates:
             self._checkpoints.rotate()  # removes those that the exports held
         return exported
+
+    def end(self, how: Ending) -> None:
+        if self._best and how.state != "paused":
+            step, loss = self._best
+            log(f"best       {directory_of(step)} of {self._run.checkpoints}: validation loss {loss:.4g}")
 
     def close(self) -> None:
         self._exports.stop()  # after an error: otherwise the process would stay until all of them are made
@@ -76,7 +84,10 @@ class Checkpoints(Listener):
             "loader": run.loader.state(run.batch_of(done - 1) + 1),
             "provenance": run.provenance,
             **run.keeper.carried,
+            "clock": {"seconds": run.clock.seconds},
         }
+        if self._best:
+            metadata["best"] = dict(zip(("step", "loss"), self._best, strict=True))
         metadata |= {"reference": made} if (made := run.keeper.record["reference"]) else {}
 
         def complete() -> None:
@@ -92,6 +103,15 @@ class Checkpoints(Listener):
         while is_last and not self._has_ended("Retrying."):
             time.sleep(AGAIN_S)
             self._checkpoints.save(done, state, metadata, orders, check=complete, again=True)
+
+    @property
+    def _best(self) -> tuple[int, float] | None:
+        """Step and loss of the best validation so far, whose checkpoint is kept; None if none is."""
+        return self._validation.best if self._validation else None
+
+    def _held(self) -> list[int]:
+        """Steps of the checkpoints that are kept beside the latest ones."""
+        return [*self._exports.left(), *([self._best[0]] if self._best else [])]
 
     @property
     def _rotates(self) -> bool:

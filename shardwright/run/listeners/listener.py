@@ -24,7 +24,8 @@ class Training(Protocol):
     model: Any
     placement: Any
     loader: Any
-    reference: tuple
+    arguments: tuple
+    clock: Any
     options: dict[str, Any]
     validation: Any
     provenance: Any

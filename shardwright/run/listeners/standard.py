@@ -42,7 +42,7 @@ class Statistics(Listener):
         self._collector = self._collector or examine.RunStatistics(run.step, run.placement, run.options)
 
         def collect() -> Any:
-            return self._collector.collect(state, batch, np.int32(step), *run.reference)
+            return self._collector.collect(state, batch, np.int32(step), *run.arguments)
 
         run.log.log_event(step, "microscope", collect, before=True)
 

@@ -49,7 +49,9 @@ def compared(
     if not found:
         raise ValueError("; ".join(left))
     if not found[0].plan.steps:
-        raise ValueError("the run's length is given in epochs: give training.steps or training.tokens instead.")
+        raise ValueError(
+            "the run's length is given in epochs or minutes: give training.steps or training.tokens instead."
+        )
 
     def exceeds(change: Change) -> bool:
         late = latest is not None and change.plan.days > latest

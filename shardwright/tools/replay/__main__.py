@@ -104,7 +104,7 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
     found = {}
     if config.microscope:
         microscope = RunStatistics(session.traced, session.placement, session.options)
-        found = microscope.collect(session.state, batch, np.int32(session.step), *session.reference)
+        found = microscope.collect(session.state, batch, np.int32(session.step), *session.arguments)
         show.statistics(console, found)
     after, done = session.try_step(batch)
     differs = compare_with_log(done, logs.get(step))

@@ -51,7 +51,7 @@ class Explainer:
         step = np.int32(self._session.step)
         if found := list(in_state(self._step.state(state))):
             return [f"before the step, {line}" for line in found]
-        with self._step.arguments(state, batch, step, *self._session.reference) as arguments:
+        with self._step.arguments(state, batch, step, *self._session.arguments) as arguments:
             origin, after = self._finder.find(*arguments)
             lines = [] if origin is None else self._lines(origin, documents)
             after = jax.tree.unflatten(jax.tree.structure(state), after[:-METRICS])

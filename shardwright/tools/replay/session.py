@@ -26,7 +26,7 @@ from shardwright.run.reference import check_reference, read_reference, reference
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.spec import load_spec
 from shardwright.run.stages import placement_of
-from shardwright.run.step import trace_step
+from shardwright.run.step import clock_of, trace_step
 
 Write = Callable[[str], None]
 
@@ -48,8 +48,16 @@ class Session:
         c, loader, traced: the configuration, the data and the program of that step.
     """
 
-    def __init__(self, c: RunConfig, metadata: dict[str, Any], step: int, options: dict[str, Any]):
+    def __init__(
+        self,
+        c: RunConfig,
+        metadata: dict[str, Any],
+        step: int,
+        options: dict[str, Any],
+        logs: Mapping[int, Mapping[str, Any]],
+    ):
         self.step = step
+        self._logs = logs
         self.model = load_model(c.model)
         self.options = options
         self._whole = c
@@ -69,6 +77,15 @@ class Session:
         return StepWithoutStages(self.traced, self.placement)
 
     @property
+    def arguments(self) -> tuple:
+        """Arguments of the step after its number. Raises ValueError if its time is unknown, with training.minutes."""
+        elapsed = logged(self._logs.get(self.step + 1, {}), "elapsed")
+        if self.config.training.minutes is not None and elapsed is None:
+            step = self.step + 1
+            raise ValueError(f"metrics.jsonl has no `elapsed` of step {step}, which its learning rate follows.")
+        return (*self.reference, *clock_of(self.config, load_spec(), 0.0 if elapsed is None else float(elapsed)))
+
+    @property
     def number(self) -> int:
         """Index of the batch of the step."""
         return batch_of(self.step, self.config.data.skip_steps)
@@ -83,7 +100,7 @@ class Session:
             if self.traced.mesh.size > 1:  # the mesh may be one that the run was not proved on
                 check_steps(self.traced)
             self._program = self.traced.lower().compile(compiler_options=self.options)
-        state, metrics = self._program(state, batch, np.int32(self.step), *self.reference)
+        state, metrics = self._program(state, batch, np.int32(self.step), *self.arguments)
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
         return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
 
@@ -147,7 +164,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
             if done:
                 check_reference(metadata.get("reference"), reference_record(c))
             options = known_options(trusted_options(c, trust, write), write)
-            session = Session(c, metadata if done else {}, done, options)
+            session = Session(c, metadata if done else {}, done, options, metrics_of(run))
             now = provenance_of(trace_step(config_at(c, done - 1), session.model), ("training",))
             allow = None if other_source else "other_source=true"
             if differs := compare_source(metadata.get("provenance"), now, ("training",), allow):

@@ -20,7 +20,7 @@ from shardwright.modeling.weights import are_stacks, stacks_of
 from shardwright.run.config import Config
 from shardwright.run.reference import weights_of
 from shardwright.run.stages import placement_of
-from shardwright.run.step import Step, open_steps, trace_step
+from shardwright.run.step import Step, clock_of, open_steps, trace_step
 from shardwright.tools.verify.inputs import Inputs, with_planted
 from shardwright.tools.verify.meshes import Mesh, mesh_of
 
@@ -117,7 +117,8 @@ def placed(step: Step, inputs: Inputs) -> list[jax.Array]:
     reference = [_put(type(shapes), _as_classes_of(shapes, weights)) for shapes, weights in pairs]
     state = _put(step.spec.State[type(state.weights)], state)
     batch = _put(step.spec.Batch, inputs.batch)
-    return jax.tree.leaves((state, batch, jnp.int32(inputs.step), reference))
+    clock = clock_of(step.config, step.spec, elapsed=0.5)
+    return jax.tree.leaves((state, batch, jnp.int32(inputs.step), reference, clock))
 
 
 def _put(kind: Any, tree: Any) -> Any:
