@@ -72,6 +72,22 @@ def test_the_figures_are_those_of_the_metrics(tmp_path):
     assert read_run(resumed).state == "broke off"
 
 
+def test_steps_without_targets_have_no_loss_and_no_note(tmp_path):
+    directory = write(tmp_path / "run", losses=(4.0, 3.0, 2.0, 1.0), events=[END])
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    for i in (0, 3):
+        del lines[i]["loss"]
+        lines[i]["targets"] = 0
+    write_lines(directory, lines)
+    r = read_run(directory)
+    assert (r.values["loss"], r.notes) == (2.0, []), "of the last step that has one"
+    lines[1]["loss"] = "NaN"
+    write_lines(directory, lines)
+    assert read_run(directory).notes == ["loss not finite at 1 step, first at step 2"]
+    write_lines(directory, [{k: x for k, x in line.items() if k != "loss"} for line in lines])
+    assert np.isnan(read_run(directory).values["loss"])
+
+
 def test_slow_steps_and_validations_do_not_count_as_speed(tmp_path):
     directory = write(tmp_path / "run", losses=[3.0] * 21)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -164,8 +164,7 @@ def read_run(directory: Path) -> Run:
         )
     if failed := [event["failed"] for event in run.of_event("evals") if "failed" in event]:
         notes.append(f"evaluations of tasks failed: {len(failed)}, the last: {failed[-1]}")
-    has_loss = np.array(["loss" in line for line in steps])  # a step without targets has none
-    if (bad := step[has_loss & ~np.isfinite(metrics["loss"])]).size:
+    if (bad := step[_has_loss(steps) & ~np.isfinite(metrics["loss"])]).size:
         notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]):,}")
     return run
 
@@ -178,11 +177,16 @@ def forecast_in(run: Run) -> Forecast | None:
         return None
 
 
+def _has_loss(steps: list[dict]) -> np.ndarray:
+    """Which steps have a loss: one without targets has none."""
+    return np.array(["loss" in line for line in steps])
+
+
 def _values(run: Run, steps: list[dict], seconds: Curve) -> dict[str, float]:
     done, tokens = run.step[-1], run.tokens[-1]
-    last = run.metrics["loss"][-max(1, min(AVERAGED, len(run.step) // 10)) :]
+    last = run.metrics["loss"][_has_loss(steps)][-max(1, min(AVERAGED, len(run.step) // 10)) :]
     last = last[np.isfinite(last)] if np.isfinite(last).any() else last
-    found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last))}
+    found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last)) if last.size else math.nan}
     if not np.isnan(seconds).all():
         step_seconds = float(np.nanmedian(seconds))
         found |= {"ms/step": 1000 * step_seconds, "time": done * step_seconds}
