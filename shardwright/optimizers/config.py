@@ -37,7 +37,8 @@ class OptimizerConfig:
     floor."""
     schedule: str = "cosine"
     """After the warmup. cosine: half a cosine down to the floor (arXiv 1608.03983). linear: a line down to it. wsd: the
-    peak, then a line down to the floor in the last cooldown_steps (arXiv 2405.18392). constant: the peak."""
+    peak, then a line down to the floor in the last cooldown_steps (arXiv 2405.18392). constant: the peak. Or
+    module:function of your own, which has the warmup too (docs/changing.md)."""
     cooldown_steps: int | None = at_least_1(None)
     """wsd: number of steps of the decay, which ends at schedule_steps; at least 1."""
     final_fraction: float = within(0, math.nextafter(1, 2), 0.1)
@@ -79,7 +80,9 @@ class OptimizerConfig:
 
 def check_optimizer(c: OptimizerConfig) -> None:
     """Raises ValueError for a setting that is not allowed, or contradicts another one."""
-    check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
+    is_own = ":" in c.schedule
+    if not is_own:
+        check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
     check_choice("optimizer.parametrization", c.parametrization, PARAMETRIZATIONS)
     if c.parametrization != "standard" and not c.base:
         raise ValueError(
@@ -91,6 +94,7 @@ def check_optimizer(c: OptimizerConfig) -> None:
     for i, group in enumerate(c.groups):
         check_ranges(f"optimizer.groups[{i}]", group)
     needed = {"schedule_steps": c.schedule != "constant", "cooldown_steps": c.schedule == "wsd"}
+    needed = {} if is_own else needed  # which may read them or not
     for name, wanted in needed.items():
         if wanted != (getattr(c, name) is not None):
             raise ValueError(

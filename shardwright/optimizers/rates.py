@@ -30,10 +30,14 @@ class Clock:
 def learning_rate(step: i32[""], c: OptimizerConfig, clock: Clock | None = None) -> f32[""]:
     """Learning rate of a step: linear warmup to the peak at warmup_steps, then c.schedule to the floor.
 
-    With a `clock`, c.schedule_steps stands for all of its time, and only the warmup goes by steps.
+    With a `clock`, c.schedule_steps stands for all of its time, and only the warmup goes by steps. A function of the
+    user's own gives the fraction of the peak.
     """
     step = jnp.float32(step)
     end = c.schedule_steps
+    if ":" in c.schedule:
+        at = step if clock is None or end is None else clock.elapsed * end
+        return c.learning_rate * named("schedule", c.schedule, {})(at, c)
     height = 1.0  # above the floor, as a fraction
     if c.schedule != "constant" and end is not None:
         at = step if clock is None else clock.elapsed * end
@@ -132,9 +136,10 @@ def inputs_of_loss(c: OptimizerConfig) -> Mapping[str, Any]:
 
 
 def own_functions(c: OptimizerConfig) -> list[Callable]:
-    """The optimizers and the loss that the settings name in the user's own files."""
-    loss = [named("loss", c.loss, {})] if ":" in c.loss else []
-    return [*algorithms(c, {}).values(), *loss]
+    """The optimizers, the loss and the schedule that the settings name in the user's own files."""
+    chosen = {"loss": c.loss, "schedule": c.schedule}
+    others = [named(what, name, {}) for what, name in chosen.items() if ":" in name]
+    return [*algorithms(c, {}).values(), *others]
 
 
 def updates_of(c: OptimizerConfig, model: LanguageModel, known: Mapping[str, Any]) -> Any:

@@ -140,7 +140,7 @@ def config_of(saved: dict, trust: bool = False) -> Config:
 def _functions(saved: dict) -> Iterator[tuple[str, object]]:
     """Yields the settings of a checkpoint that may name functions; `named` imports none without a colon."""
     optimizer, trackers = saved.get("optimizer", {}), saved.get("trackers", {})
-    yield from ((f"optimizer.{name}", optimizer.get(name)) for name in ("algorithm", "loss"))
+    yield from ((f"optimizer.{name}", optimizer.get(name)) for name in ("algorithm", "loss", "schedule"))
     groups, names = optimizer.get("groups"), trackers.get("names")
     for group in groups if isinstance(groups, list) else ():
         yield "optimizer.groups", group.get("algorithm") if isinstance(group, dict) else None

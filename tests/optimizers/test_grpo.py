@@ -168,7 +168,7 @@ def test_an_input_that_is_missing_or_not_declared_is_named(data, monkeypatch):
 @pytest.mark.long
 def test_the_loss_of_the_page(data):
     """That of docs/changing.md, weighted by an input."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/changing.md").read_text(), re.DOTALL | re.MULTILINE)
+    code, _ = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/changing.md").read_text(), re.DOTALL | re.MULTILINE)
     c = config(data)
     c.optimizer.loss = "weighted_loss:weighted"
     with module_of(f"from shardlib.shardtypes import f32\nfrom train import cross_entropy\n{code}", "weighted_loss"):

@@ -15,9 +15,10 @@ from shardlib.array_types import ABSENT, arrays_of
 from shardlib.shardtypes import f32, i32
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import GroupConfig, check_optimizer
-from shardwright.optimizers.rates import learning_rate
+from shardwright.optimizers.rates import Clock, learning_rate
 from tests.support import tiny
 from tests.support.optax_truth import random_like, same, updated_by_optax, updated_on
+from tests.support.recipes import ROOT, module_of
 
 State = train.State[train.Transformer]
 
@@ -53,6 +54,18 @@ SCHEDULES = {  # settings -> the same schedule by optax
         optax.join_schedules([optax.linear_schedule(0.0, PEAK, 3), optax.constant_schedule(PEAK)], [3]),
     ),
 }
+
+
+def test_the_schedule_of_the_page(monkeypatch):
+    """docs/changing.md: a line up to the peak, and from there the inverse square root of the step."""
+    _, code = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/changing.md").read_text(), re.DOTALL | re.MULTILINE)
+    c = tiny.optimizer(learning_rate=PEAK, schedule="own_schedule:inverse_root", schedule_steps=None)
+    check_optimizer(c)
+    with module_of(f"import jax.numpy as jnp\n{code}", "own_schedule"):
+        rates = [learning_rate(jnp.int32(step), c) for step in (0, 1, 3, 12, 300)]
+        with_time = learning_rate(jnp.int32(0), dataclasses.replace(c, schedule_steps=24), Clock(jnp.float32(0.5)))
+    np.testing.assert_allclose(rates, [0, PEAK / 3, PEAK, PEAK / 2, PEAK / 10], rtol=1e-5)
+    np.testing.assert_allclose(with_time, PEAK / 2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

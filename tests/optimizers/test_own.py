@@ -32,6 +32,7 @@ def test_an_own_optimizer_has_both_moments_and_a_group_may_name_it():
             r"'tests.support.own_parts:sgdd' is not an optimizer \(.*'sgdd'",
         ),
         ({"loss": "no_such_file:loss"}, r"'no_such_file:loss' is not a loss \(No module named 'no_such_file'\)"),
+        ({"schedule": "no_such_file:rise"}, r"'no_such_file:rise' is not a schedule"),
         ({"loss": "cross_entropi"}, r"Did you mean cross_entropy\?"),
     ],
 )

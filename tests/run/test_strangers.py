@@ -173,7 +173,8 @@ def test_a_module_that_the_user_trusts_or_names_too_is_imported(stranger):
 
 SPELLED = "runs.evil.payload:main", "runs.evil.payload", "runs.evil.payload:", "x.y: main"
 NAMED = [("optimizer", {"algorithm": name}) for name in SPELLED]
-NAMED += [("optimizer", {"loss": SPELLED[0]}), ("optimizer", {"groups": [{"match": "*", "algorithm": SPELLED[0]}]})]
+NAMED += [("optimizer", {name: SPELLED[0]}) for name in ("loss", "schedule")]
+NAMED += [("optimizer", {"groups": [{"match": "*", "algorithm": SPELLED[0]}]})]
 NAMED += [("trackers", {"names": [name]}) for name in SPELLED[:2]]
 
 
