@@ -77,6 +77,27 @@ def _checked_base(c: Config) -> dict[str, Any]:
     return {name: getattr(model, name) for name in base}
 
 
+def check_length(c: Config) -> None:
+    """Raises ValueError if the run has several lengths, or settings that its length does not allow."""
+    lengths = {name: getattr(c.training, name) for name in ("steps", "tokens", "epochs", "minutes")}
+    given = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]
+    if len(given) > 1:
+        other = given[0].partition("=")[0]
+        raise ValueError(f"the run has several lengths: {', '.join(given)}. Keep one: set {other}=null, for example.")
+    if c.training.minutes is not None and c.training.forecast is not None:
+        raise ValueError(
+            f"training.forecast is {c.training.forecast}, which is of a number of tokens, and the run's length is "
+            f"training.minutes={c.training.minutes}. Give its length in steps or tokens, or set training.forecast=null."
+        )
+    if c.training.keep_best and (
+        not c.training.eval_batches or (c.training.eval_interval or c.training.eval_epochs) is None
+    ):
+        raise ValueError(
+            "training.keep_best is true, but the run does not validate before its end. Give training.eval_interval, "
+            "and training.eval_batches above 0."
+        )
+
+
 def check_config(c: Config) -> None:
     """Raises ValueError for a setting that is out of range."""
     for section in dataclasses.fields(c):
@@ -107,23 +128,7 @@ def check_config(c: Config) -> None:
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.context", c.training.context, tuple(STRATEGIES))
     check_choice("training.save", c.training.save, tuple(KEPT))
-    lengths = {name: getattr(c.training, name) for name in ("steps", "tokens", "epochs", "minutes")}
-    given = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]
-    if len(given) > 1:
-        other = given[0].partition("=")[0]
-        raise ValueError(f"the run has several lengths: {', '.join(given)}. Keep one: set {other}=null, for example.")
-    if c.training.minutes is not None and c.training.forecast is not None:
-        raise ValueError(
-            f"training.forecast is {c.training.forecast}, which is of a number of tokens, and the run's length is "
-            f"training.minutes={c.training.minutes}. Give its length in steps or tokens, or set training.forecast=null."
-        )
-    if c.training.keep_best and (
-        not c.training.eval_batches or (c.training.eval_interval or c.training.eval_epochs) is None
-    ):
-        raise ValueError(
-            "training.keep_best is true, but the run does not validate before its end. Give training.eval_interval, "
-            "and training.eval_batches above 0."
-        )
+    check_length(c)
     if c.training.microbatches % c.training.side_by_side:
         raise ValueError(
             f"training.side_by_side is {c.training.side_by_side}; it must divide training.microbatches = "

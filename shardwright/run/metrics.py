@@ -289,7 +289,10 @@ class RunLog(contextlib.AbstractContextManager):
             parts += [f"{share:.0%} targets"] if share < 1 else []  # of what both count
             data = sum(self._waits) / sum(self._durations)
             parts += [f"waiting for data {data:.0%}"] if data > 0.05 else []
-        parts += [f"{name} {_short(values[name])}" for name in sorted(values.keys() - {"loss", "elapsed"})]
+        hidden = {"loss", "elapsed"}
+        if values.get("learning_rate") == 0:  # of the first step of a warmup; it would look like a fault
+            hidden.add("learning_rate")
+        parts += [f"{name} {_short(values[name])}" for name in sorted(values.keys() - hidden)]
         self._print("  ".join(parts))
 
     def _print(self, text: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from shardlib.axes import mesh_text
 from shardwright.cluster.devices import known_options
 from shardwright.data.loader import Loader
 from shardwright.modeling.attention_calls import describe_attention
@@ -84,7 +85,7 @@ def _print_start(run: Schedule, directory: Path) -> None:
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
     fp8 = ", weight matmuls in fp8" * t.fp8
     log(f"run        {directory}" + (f", resumed after {run.start} steps" if run.start else ""))
-    log(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
+    log(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {mesh_text(mesh.shape)}")
     summed = t.compute_dtype if t.reduce_dtype == "compute" else t.reduce_dtype
     over = ", ".join(axis for axis in "cde" if mesh.shape.get(axis, 1) > 1)
     reduced = f", gradients reduced over {over} in {summed}" if over else ""

@@ -21,6 +21,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
+from shardlib.axes import mesh_text
 from shardwright.data.checks import check_ranges, within
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import LARGE, parse_object, read_text, shown
@@ -203,7 +204,8 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
             seconds = time.perf_counter() - start
             count = sum(len(result["ids"]) for result in results)
             made = f"{count:,} tokens of {len(results)} texts in {seconds:.2f} s, compilation included"
-            say(f"{made}; step {saved.step}, mesh {dict(jax.sharding.get_mesh().shape)}, {c.training.compute_dtype}")
+            mesh = mesh_text(jax.sharding.get_mesh().shape)
+            say(f"{made}; step {saved.step}, mesh {mesh}, {c.training.compute_dtype}")
     if config.output is not None:
         lines = (json.dumps(result, ensure_ascii=False) + "\n" for result in results)
         write_whole(Path(config.output), "".join(lines))

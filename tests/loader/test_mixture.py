@@ -186,7 +186,7 @@ def test_batches_that_were_trained_on_stay(done):
     ("length", "message"),
     [
         ({}, "as one of steps, tokens, epochs and minutes; given: none"),
-        ({"steps": 1, "tokens": 5}, "as one of steps, tokens and epochs; given: steps=1, tokens=5"),
+        ({"steps": 1, "tokens": 5}, "as one of steps, tokens, epochs and minutes; given: steps=1, tokens=5"),
         ({"steps": 0}, "steps=0 in steps of 56 tokens, is 0; it must be at least 1"),
         ({"tokens": 55}, "run, tokens=55 in steps of 56 tokens, is 0; it must be at least 1"),
         ({"epochs": 0.01}, "epochs=0.01 in steps of 56 tokens, is 0"),

@@ -161,21 +161,29 @@ def test_a_run_of_skipped_steps_alone_does_not_finish(run):
 
 def test_the_summary_of_a_finished_run(run, capsys, monkeypatch):
     monkeypatch.setattr(
-        "shardwright.run.listeners.standard.peak_memory", lambda program, metrics: {"peak_memory_bytes": 7}
+        "shardwright.run.listeners.standard.peak_memory",
+        lambda program, metrics: {"peak_memory_bytes": 3 * 2**20, "source": "device"},
     )
     run.program = None
+    run.listeners = Listeners([Validation()])
+    run.listeners.of(Validation).last = 1.25
     summary = Summary()
     summary.begin(run)
     for step in range(3):
         summary.after(step, None, None)
         summary.see(step, {"loss": 3.0 - step})
-    assert run.events == [(0, "memory", {"peak_memory_bytes": 7})]
+    assert run.events == [(0, "memory", {"peak_memory_bytes": 3 * 2**20, "source": "device"})]
     summary.end(Ending("failed", "no memory"))
     assert capsys.readouterr().out == ""
     summary.end(Ending("finished"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("time       0:00:0")
-    assert lines[1:] == ["loss       1.000 nats a token at the last step", "checkpoint here/checkpoints/0000000003"]
+    assert lines[1:] == [
+        "loss       1.000 nats a token at the last step",
+        "validation 1.250 nats a token",
+        "memory     3.0 MiB, the peak of the fullest device",
+        "checkpoint here/checkpoints/0000000003",
+    ]
     summary.see(3, {"targets": 0})
     summary.end(Ending("finished"))
     assert "loss" not in capsys.readouterr().out, "the last step has none"

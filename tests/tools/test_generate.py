@@ -156,7 +156,7 @@ def test_the_command(run, tmp_path):
     assert f"{prompt}▸" in done.stdout
     assert "\0" not in done.stdout
     assert "6 tokens of 2 texts" in done.stdout
-    assert "step 3, mesh {'r': 1, 'd': 8, 't': 1}, f32" in done.stdout
+    assert "step 3, mesh r=1 d=8 t=1, f32" in done.stdout
 
 
 @pytest.mark.long(every_case=True)

@@ -16,6 +16,7 @@ from shardwright.run.directory import override
 from shardwright.run.files import duration, end_of, read_metrics
 from shardwright.run.forecast import FILE, PARTS, Bound, Watch
 from shardwright.run.listeners.listener import Ending, Listener, Training
+from shardwright.run.listeners.validation import Validation
 from shardwright.run.memory import peak_memory
 from shardwright.run.page import Page
 from shardwright.run.printing import log
@@ -127,6 +128,7 @@ class Summary(Listener):
         run = self._run
         if step == run.start:
             run.log.log_event(step, "memory", peak_memory(run.program, metrics))
+        self._metrics = metrics
 
     def see(self, step: int, values: Mapping[str, Any]) -> None:
         self._loss = values.get("loss")
@@ -138,6 +140,12 @@ class Summary(Listener):
             log(f"time       {duration(seconds)}, of it {run.compiled_s:.0f} s to compile the step")
             if self._loss is not None:
                 log(f"loss       {float(self._loss):.3f} nats a token at the last step")
+            validation = run.listeners.of(Validation)
+            if validation and validation.last is not None:
+                log(f"validation {validation.last:.3f} nats a token")
+            if memory := peak_memory(run.program, self._metrics):
+                of = "of the fullest device" if memory["source"] == "device" else "of a device, by the compiler"
+                log(f"memory     {float(memory['peak_memory_bytes']) / 2**20:,.1f} MiB, the peak {of}")
             log(f"checkpoint {run.checkpoints}/{run.total:010}")
 
 

@@ -21,6 +21,8 @@ class Validation(Listener):
         self._run = run
         self.best: tuple[int, float] | None = run.keeper.best
         """Number of steps and loss of the best validation of the weights so far, for training.keep_best."""
+        self.last: float | None = None
+        """Loss of the last validation of the weights."""
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
         run, t = self._run, self._run.config.training
@@ -50,6 +52,7 @@ class Validation(Listener):
             of_average = {} if average is None else loss_of(average)
         except (OSError, ValueError, *alone) as error:
             return "validation_failed", {"why": in_a_line(error)}
-        self.take_if_best(run.done, found["loss"])
+        self.last = found["loss"]
+        self.take_if_best(run.done, self.last)
         losses = {f"average_{name}": of_average[name] for name in ("loss", "bits_per_byte") if name in of_average}
         return "validation", found | losses
