@@ -254,8 +254,8 @@ def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
 
 @typed
 def softmax_attention(
-    q: act["B/b L K/t Q D"], k: act["B/b S K/t D"], v: act["B/b S K/t D"], mask: masks.Mask
-) -> act["B/b L K/t Q D"]:
+    q: act["B/b L K/t Q D"], k: act["B/b S K/t D"], v: act["B/b S K/t D_v"], mask: masks.Mask
+) -> act["B/b L K/t Q D_v"]:
     """Softmax attention in f32, with heads sharded over t.
 
     `mask` makes attention weights of the products q·k.
@@ -263,7 +263,7 @@ def softmax_attention(
     formula = "B/b L K/t Q D, B/b S K/t D -> B/b K/t Q L S"
     products = shardops.einsum_unreduced(formula, q, k, preferred_element_type=jnp.float32)
     weights = mask.weights(products, d_head=q.shape[-1], dtype=v.dtype)
-    return shardops.einsum_unreduced("B/b K/t Q L S, B/b S K/t D -> B/b L K/t Q D", weights, v)
+    return shardops.einsum_unreduced("B/b K/t Q L S, B/b S K/t D_v -> B/b L K/t Q D_v", weights, v)
 
 
 W = TypeVar("W", bound=Any)  # class of a model's weights, such as Transformer

@@ -71,7 +71,7 @@ class Attention:
         Args:
             q: queries act['B/b L/c K/t Q D'].
             k: keys act['B/b L/c K/t D'].
-            v: values, like the keys.
+            v: values, like the keys, but they may have another number of entries: act['B/b L/c K/t D_v'].
             mask: the attention mask.
             *learned: the weights of mask.score_mod, if it has any.
             sinks: scores of keys without values, f32['B/b K/t Q *c']: copies on each device of c, like `learned`.
@@ -79,7 +79,7 @@ class Attention:
             keep: the field of the model's State for the keys and values. Each call in a layer needs its own.
 
         Returns:
-            act['B/b L/c K/t Q D'].
+            act['B/b L/c K/t Q D_v'].
 
         Raises:
             ValueError: training.attention or training.context cannot compute this.
@@ -136,7 +136,7 @@ class Attention:
     def on_device(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
         """Attention of the queries and keys that a device has after its messages over c, by one implementation."""
         drop, sinks = mask.drop is not None, mask.sinks is not None
-        path = attention_paths.choose(self.settings.attention, mask.pattern, q, drop, sinks, k.shape[1])
+        path = attention_paths.choose(self.settings.attention, mask.pattern, q, drop, sinks, k.shape[1], v.shape[-1])
         if path == "einsum":
             return self.einsum(q, k, v, mask)
         return attention_paths.run(path, q, k, v, mask, self.settings.attention_block)

@@ -52,6 +52,13 @@ class Call(NamedTuple):
     """Name of the stack that has the layer."""
     layers: int = 1
     """Number of layers that make this call."""
+    values: int = 0
+    """Entries of a value; 0: those of a query."""
+
+    @property
+    def d_value(self) -> int:
+        """Entries of a value."""
+        return self.values or self.q.shape[-1]
 
 
 def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
@@ -74,8 +81,9 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
         def __call__(self, q, k, v, pattern, *learned, sinks=None, drop=None, keep="kv"):
             shapes = jax.tree.map(shape, (learned, sinks))
             place, stack, layers = self.cache
-            calls.append(Call(place, pattern, shape(q), *shapes, dropout=drop is not None, stack=stack, layers=layers))
-            return q
+            of_layer = {"stack": stack, "layers": layers, "values": v.shape[-1]}
+            calls.append(Call(place, pattern, shape(q), *shapes, dropout=drop is not None, **of_layer))
+            return q if q.shape[-1] == v.shape[-1] else jnp.broadcast_to(q[..., :1], (*q.shape[:-1], v.shape[-1]))
 
     # Tokens are an argument, since a constant would have another type than what a run computes from its batch.
     @typed_shard_map
@@ -140,7 +148,7 @@ def path_of(forward: Forward, call: Call) -> str:
     q, keys = context.on_device(how, call.q)
     if how == "ring":
         return "ring"
-    return choose(setting, mask_of(forward, call), q, call.dropout, call.sinks is not None, keys)
+    return choose(setting, mask_of(forward, call), q, call.dropout, call.sinks is not None, keys, call.d_value)
 
 
 def with_path(forward: Forward, path: str, how: str, block: int | None = None) -> Any:
@@ -232,9 +240,10 @@ def _operands(call: Call, length: int) -> tuple[Any, ...]:
 
     Each device of c has its own positions, and the same learned weights and sinks.
     """
-    q = jax.ShapeDtypeStruct((1, length, *call.q.shape[2:]), call.q.dtype)
-    kv = jax.ShapeDtypeStruct((1, length, call.q.shape[2], call.q.shape[4]), call.q.dtype)
-    leaves, structure = jax.tree.flatten((q, kv, kv, call.learned, call.sinks, q))
+    heads, width = call.q.shape[2:4], call.q.shape[4]
+    shapes = (*heads, width), (heads[0], width), (heads[0], call.d_value), (*heads, call.d_value)
+    q, k, v, g = (jax.ShapeDtypeStruct((1, length, *shape), call.q.dtype) for shape in shapes)
+    leaves, structure = jax.tree.flatten((q, k, v, call.learned, call.sinks, g))
     is_own = jax.tree.leaves((True, True, True, *jax.tree.map(lambda _: False, (call.learned, call.sinks)), True))
     keys = [jax.random.fold_in(jax.random.key(i), own * shardops.axis_index("c")) for i, own in enumerate(is_own)]
     # Large enough that some weights are near 1: a pair that only one implementation sees is then not lost among others.

@@ -17,6 +17,7 @@ positions are sharded over c, shardwright/modeling/context.py decides which quer
 an implementation of its own.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -44,7 +45,13 @@ MULTIPLE, BLOCK_OF_TRITON = 128, 64
 
 
 def choose(
-    path: str, pattern: AttentionMask, q: Any, dropout: bool = False, sinks: bool = False, keys: int | None = None
+    path: str,
+    pattern: AttentionMask,
+    q: Any,
+    dropout: bool = False,
+    sinks: bool = False,
+    keys: int | None = None,
+    values: int = 0,
 ) -> str:
     """Chooses the implementation of attention for the setting `path`: one of PATHS other than auto.
 
@@ -55,13 +62,14 @@ def choose(
         dropout: True if attention weights have dropout.
         sinks: True if the softmax has sinks.
         keys: number of keys if it differs from that of queries: keys of a whole sequence, for part of the queries.
+        values: entries of a value if they may be more than those of a query.
 
     Raises:
         ValueError: `path` cannot compute this.
     """
     device = target_device()
     length = keys or q.shape[1]
-    refusals = _refusals(pattern, q, dropout, sinks, device, length)
+    refusals = _refusals(pattern, q, dropout, sinks, device, length, max(q.shape[-1], values))
     if path != "auto":
         if refusals[path]:
             raise ValueError(
@@ -78,10 +86,9 @@ def choose(
 
 
 def _refusals(
-    pattern: AttentionMask, q: jax.Array, dropout: bool, sinks: bool, device: Device, length: int
+    pattern: AttentionMask, q: jax.Array, dropout: bool, sinks: bool, device: Device, length: int, d_head: int
 ) -> dict[str, str | None]:
     """Why each implementation cannot compute this; None if it can. For cuDNN see jax.nn.dot_product_attention."""
-    d_head = q.shape[-1]
     dtype = jnp.dtype(q.dtype)
     # From Hopper on, cuDNN takes larger heads. Abstract devices do not say what they are, so JAX assumes older ones.
     capability = float(getattr(device, "compute_capability", 8))
@@ -132,11 +139,24 @@ def _refusals(
 
 def run(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, block: int | None) -> jax.Array:
     """Runs attention by an implementation other than einsum. Arguments as for `blockwise`."""
+    if path in KERNELS and q.shape[-1] != v.shape[-1]:
+        return _with_zeros(path, q, k, v, mask)
     if planned().kernels_as_calls:
         pairs = _pairs(mask, q) if path == "cudnn" else None
         bias = None if pairs is None else pairs.astype(q.dtype)  # what JAX turns it into
         return planned_kernel(mask.pattern, k.shape[1], path, q, k, v, bias)
     return blockwise(q, k, v, mask, block) if path == "blockwise" else KERNEL_OF[path](q, k, v, mask)
+
+
+def _with_zeros(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
+    """Runs a kernel, whose queries, keys and values have as many entries, on those that do not: zeros fill them up."""
+    width = max(q.shape[-1], v.shape[-1])
+
+    def filled(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, width - x.shape[-1])])
+
+    pattern = mask.pattern.replaced(scale=mask.pattern.scale_of(q.shape[-1]))
+    return run(path, *map(filled, (q, k, v)), dataclasses.replace(mask, pattern=pattern), None)[..., : v.shape[-1]]
 
 
 @typed

@@ -58,20 +58,21 @@ class _Keys(NamedTuple):
 def blockwise(
     q: act["B/b L K/t Q D"],
     k: act["B/b S K/t D"],
-    v: act["B/b S K/t D"],
+    v: act["B/b S K/t D_v"],
     mask: Mask,
     block: int | None = None,
-) -> act["B/b L K/t Q D"]:
+) -> act["B/b L K/t Q D_v"]:
     """softmax_attention in blocks of at most `block` positions (None: by platform), without dropout.
 
     Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first to the last block of
     keys that any of them attends to, in any sequence.
     """
+    shapes = (*q.shape[3:], v.shape[3])
     return shardops.per_device(
-        "B/b L K/t Q D",
+        "B/b L K/t Q D_v",
         functools.partial(in_blocks, mask.pattern, False, block),
         *in_one_state(q, k, v, mask),
-        reason=f"blocks of keys that no sequence of this device sees are skipped; they add nothing {q.shape[3:]}",
+        reason=f"blocks of keys that no sequence of this device sees are skipped; they add nothing {shapes}",
     )
 
 
@@ -226,7 +227,7 @@ def _forward(task: _Task, q, k, v, k_positions, sinks, learned, q_positions, hea
         if sinks is not None:
             peak = peak * 0 + sinks[..., None].astype(wide)
             total = total + 1
-        return jnp.zeros_like(q, wide), peak, total
+        return jnp.broadcast_to(jnp.zeros_like(total)[..., None], (*total.shape, v.shape[-1])), peak, total
 
     def step(keys: _Keys, carry, gradients, is_last):
         def of_queries(of_block):

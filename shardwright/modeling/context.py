@@ -55,10 +55,11 @@ def gather(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: j
 
 
 @typed
-def gathered(k: act["B/b S/c K/t D"], v: act["B/b S/c K/t D"], positions: Positions) -> tuple:
+def gathered(k: act["B/b S/c K/t D"], v: act["B/b S/c K/t D_v"], positions: Positions) -> tuple:
     """Gathers keys, values and positions of all positions."""
     of_all = functools.partial(shardops.all_gather, "B/b S/c -> B/b S", replicated=True)
-    k, v = (shardops.all_gather("B/b S/c K/t D -> B/b S K/t D", x) for x in (k, v))
+    k = shardops.all_gather("B/b S/c K/t D -> B/b S K/t D", k)
+    v = shardops.all_gather("B/b S/c K/t D_v -> B/b S K/t D_v", v)
     index = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
     return k, v, Positions(index, of_all(positions.position), of_all(positions.document))
 
@@ -68,19 +69,19 @@ def ulysses(
     local_attention: Callable[..., Any],
     q: act["B/b L/c N/t P D"],
     k: act["B/b L/c N/t D"],
-    v: act["B/b L/c N/t D"],
+    v: act["B/b L/c N/t D_v"],
     mask: Any,  # whose sinks have dims of their own names
     by_einsum: bool = False,
-) -> act["B/b L/c N/t P D"]:
+) -> act["B/b L/c N/t P D_v"]:
     """Gives each device of c all positions for its share of the heads: kv heads, or parts of each head's queries."""
     g, r = shares(q.shape[2] * shardops.axis_size("t"))
     q = shardops.rearrange("B/b L/c (K/t G) (R Q) D -> B/b L/c K/t (G R) Q D", q, G=g, R=r)
     q = shardops.all_to_all("B/b L/c K/t H Q D -> B/b L K/t H/c Q D", q)
 
-    def of_heads(x):
+    def of_heads(x, width):
         # If there are fewer kv heads than devices, several devices hold copies of one, whose gradients are summed.
-        x = jnp.repeat(shardops.rearrange("B/b L/c (K/t G) D -> B/b L/c K/t G D", x, G=g), r, axis=3)
-        return shardops.all_to_all("B/b L/c K/t H D -> B/b L K/t H/c D", x)
+        x = shardops.rearrange(f"B/b L/c (K/t G) {width} -> B/b L/c K/t G {width}", x, G=g)
+        return shardops.all_to_all(f"B/b L/c K/t H {width} -> B/b L K/t H/c {width}", jnp.repeat(x, r, axis=3))
 
     def attend(q, k, v, positions, sinks):
         b, l, kv, h, n = q.shape[:5]
@@ -93,22 +94,22 @@ def ulysses(
         merged = (x.reshape(b, l, kv * h, *x.shape[4:]) for x in (q, k, v))
         here = Mask(mask.pattern, positions, positions, mask.learned, sinks, heads=heads.astype(jnp.int32))
         with vary_over("c"):
-            return local_attention(*merged, here).reshape(q.shape)
+            return local_attention(*merged, here).reshape(*q.shape[:-1], v.shape[-1])
 
     of_all = functools.partial(shardops.all_gather, "B/b L/c -> B/b L", replicated=True)
     index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     positions = Positions(index, of_all(mask.keys.position), of_all(mask.keys.document))
     of_a_kernel = functools.partial(
         shardops.per_device,
-        "B/b L K/t H/c Q D",
+        "B/b L K/t H/c Q D_v",
         attend,
-        reason=f"each device of c computes the heads that it has, of whole sequences {q.shape[4:]}",
-        takes="B/b L K/t H/c Q D, B/b L K/t H/c D, B/b L K/t H/c D",
+        reason=f"each device of c computes the heads that it has, of whole sequences {(*q.shape[4:], v.shape[3])}",
+        takes="B/b L K/t H/c Q D, B/b L K/t H/c D, B/b L K/t H/c D_v",
     )
     followed = attend if by_einsum and mask.sinks is None else of_a_kernel  # the proof follows an einsum
-    out = followed(q, of_heads(k), of_heads(v), positions, vary_over_c(mask.sinks))
-    out = shardops.all_to_all("B/b L K/t H/c Q D -> B/b L/c K/t H Q D", out)
-    return shardops.rearrange("B/b L/c K/t (G R) Q D -> B/b L/c (K/t G) (R Q) D", out, G=g)
+    out = followed(q, of_heads(k, "D"), of_heads(v, "D_v"), positions, vary_over_c(mask.sinks))
+    out = shardops.all_to_all("B/b L K/t H/c Q D_v -> B/b L/c K/t H Q D_v", out)
+    return shardops.rearrange("B/b L/c K/t (G R) Q D_v -> B/b L/c (K/t G) (R Q) D_v", out, G=g)
 
 
 def shares(kv_heads: int) -> tuple[int, int]:
@@ -123,26 +124,28 @@ def ring(
     local_attention: Callable[..., Any],
     q: act["B/b L/c K/t Q D"],
     k: act["B/b L/c K/t D"],
-    v: act["B/b L/c K/t D"],
+    v: act["B/b L/c K/t D_v"],
     mask: Any,
     block: int | None = None,
-) -> act["B/b L/c K/t Q D"]:
+) -> act["B/b L/c K/t Q D_v"]:
     """Passes keys and values around the devices of c."""
     q = shardops.zigzag("B/b L/c K/t Q D -> B/b Z/c K/t Q D", q)
-    k, v = (shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", x) for x in (k, v))
+    k = shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", k)
+    v = shardops.zigzag("B/b L/c K/t D_v -> B/b Z/c K/t D_v", v)
     positions = Positions(*(jnp.broadcast_to(x, q.shape[:2]) for x in mask.keys))
     mask = Mask(mask.pattern, positions, positions, vary_over_c(mask.learned), vary_over_c(mask.sinks))
+    shapes = (*q.shape[3:], v.shape[3])
     if planned().kernels_as_calls:
         out = _planned_ring(mask.pattern, q, k, v)
     else:
         out = shardops.per_device(
-            "B/b Z/c K/t Q D",
+            "B/b Z/c K/t Q D_v",
             functools.partial(in_blocks, mask.pattern, True, block),
             *in_one_state(q, k, v, mask),
-            reason=f"in n turns each device of c has all keys; a softmax adds up by blocks, in any order {q.shape[3:]}",
-            takes="B/b Z/c K/t Q D, B/b Z/c K/t D, B/b Z/c K/t D" + ", B/b L/c" * 6,
+            reason=f"in n turns each device of c has all keys; a softmax adds up by blocks, in any order {shapes}",
+            takes="B/b Z/c K/t Q D, B/b Z/c K/t D, B/b Z/c K/t D_v" + ", B/b L/c" * 6,
         )
-    return shardops.zigzag("B/b Z/c K/t Q D -> B/b L/c K/t Q D", out)
+    return shardops.zigzag("B/b Z/c K/t Q D_v -> B/b L/c K/t Q D_v", out)
 
 
 def _planned_ring(pattern: AttentionMask, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -151,7 +154,8 @@ def _planned_ring(pattern: AttentionMask, q: jax.Array, k: jax.Array, v: jax.Arr
     keys = k.shape[1] * shardops.axis_size("c")
     for _ in range(shardops.axis_size("c")):
         out = out + planned_kernel(pattern, keys, "blockwise", q, k, v, None)
-        k, v = (shardops.ppermute("B/b Z/c K/t D", x, axis="c", shift=1) for x in (k, v))
+        k = shardops.ppermute("B/b Z/c K/t D", k, axis="c", shift=1)
+        v = shardops.ppermute("B/b Z/c K/t D_v", v, axis="c", shift=1)
     return out
 
 

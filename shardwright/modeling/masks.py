@@ -166,7 +166,11 @@ class AttentionMask:
 
     def without(self, condition: Callable[..., Any]) -> "AttentionMask":
         """Returns the mask without this condition."""
-        found = dataclasses.replace(self, mask_mod=tuple(x for x in self.mask_mod if x is not condition))
+        return self.replaced(mask_mod=tuple(x for x in self.mask_mod if x is not condition))
+
+    def replaced(self, **changes: Any) -> "AttentionMask":
+        """Returns the mask with other parts, which messages name by the same line."""
+        found = dataclasses.replace(self, **changes)
         object.__setattr__(found, "made", self.made)
         return found
 

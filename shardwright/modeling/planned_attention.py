@@ -43,7 +43,11 @@ def _kernel(call: tuple[float, str], q: jax.Array, k: jax.Array, v: jax.Array, m
 
 
 def _kernel_forward(call: tuple[float, str], q: jax.Array, k: jax.Array, v: jax.Array, mask: object) -> tuple:
-    out, normalizer = _called(call[0], lambda q, *_, all: (q + all.astype(q.dtype), q[..., 0] + all), q, k, v, mask)
+    def results(q, k, v, mask, all):
+        out = q if q.shape[-1] == v.shape[-1] else jnp.broadcast_to(q[..., :1], (*q.shape[:-1], v.shape[-1]))
+        return out + all.astype(q.dtype), q[..., 0] + all
+
+    out, normalizer = _called(call[0], results, q, k, v, mask)
     out, normalizer = save_for_backward((out, normalizer))
     return out, (q, k, v, mask, out, normalizer)
 

@@ -50,8 +50,16 @@ class Speed(NamedTuple):
 
 
 def attended_keys(calls: Iterable[Call], c: ModelConfig, length: int) -> float:
-    """Computes the number of keys a query attends to in all layers, in a sequence of one document, over c.layers."""
-    return sum(call.layers * call.pattern.attended(length) for call in calls) / c.layers
+    """Computes the number of keys a query attends to in all layers, in a sequence of one document, over c.layers.
+
+    Where values have another size than keys, a key counts by the mean of both over the size of a key.
+    """
+    return sum(call.layers * _share(call) * call.pattern.attended(length) for call in calls) / c.layers
+
+
+def _share(call: Call) -> float:
+    """FLOPs of a pair of a query and a key, over those with values of the size of keys."""
+    return (1 + call.d_value / call.q.shape[-1]) / 2
 
 
 def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
@@ -75,7 +83,7 @@ def speed_of(step: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:
     model = step.model
     length = step.config.training.seq_len
     c = model.config
-    all_pairs = length * sum(call.layers for call in step.calls) / c.layers
+    all_pairs = length * sum(call.layers * _share(call) for call in step.calls) / c.layers
     lengths = attended_keys(step.calls, c, length), all_pairs
     attended, of_all_pairs = (flops_of_model(model.table, c, keys) for keys in lengths)
     return Speed(tokens, attended, peak, before, of_all_pairs)

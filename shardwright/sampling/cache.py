@@ -52,14 +52,14 @@ class Texts:
 def cached_attention(
     q: act["B/r/d L K/t Q D"],
     k: act["B/r/d L K/t D"],
-    v: act["B/r/d L K/t D"],
+    v: act["B/r/d L K/t D_v"],
     past_k: act["B/r/d L S K/t D"],
-    past_v: act["B/r/d L S K/t D"],
+    past_v: act["B/r/d L S K/t D_v"],
     place: i32["B/r/d L"],
     pattern: AttentionMask,
     learned: tuple = (),
     sinks: f32["B/r/d K/t Q"] | None = None,
-) -> act["B/r/d L K/t Q D"]:
+) -> act["B/r/d L K/t Q D_v"]:
     """Computes softmax_attention for one token of each of L texts, whose `place` previous tokens are in the cache."""
     einsum = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
     past = einsum("B/r/d L K/t Q D, B/r/d L S K/t D -> B/r/d L K/t Q S", q, past_k)
@@ -77,8 +77,8 @@ def cached_attention(
     scores = jnp.where(is_own | (k_positions.index < q_positions.index), scores, -jnp.inf)
     weights = softmax(scores, sinks).astype(v.dtype)
     weights = shardops.rearrange("(B/r/d L) K/t Q 1 keys -> B/r/d L K/t Q keys", weights)
-    out = einsum("B/r/d L K/t Q S, B/r/d L S K/t D -> B/r/d L K/t Q D", weights[..., :-1], past_v)
-    out = out + einsum("B/r/d L K/t Q, B/r/d L K/t D -> B/r/d L K/t Q D", weights[..., -1], v)
+    out = einsum("B/r/d L K/t Q S, B/r/d L S K/t D_v -> B/r/d L K/t Q D_v", weights[..., :-1], past_v)
+    out = out + einsum("B/r/d L K/t Q, B/r/d L K/t D_v -> B/r/d L K/t Q D_v", weights[..., -1], v)
     return out.astype(q.dtype)
 
 

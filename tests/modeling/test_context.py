@@ -43,6 +43,8 @@ RULES = {
     "learned": AttentionMask(score_mod=relative),
     "sinks": CAUSAL,
 }
+VALUES = {WINDOW: 3, "prefix": 6, "alibi": WIDTH, "learned": 3, "sinks": 6}
+"""Entries of a value, which may be fewer or more than those of a key."""
 
 
 def documents() -> np.ndarray:
@@ -73,11 +75,12 @@ def dense(name: str, q, k, v, bias, sinks):
     return jnp.einsum("bkqls,bskd->blkqd", weights / total, v)
 
 
-def operands() -> list[np.ndarray]:
+def operands(name: str) -> list[np.ndarray]:
     """q, k, v, bias, sinks, and a gradient of the result."""
     rng = np.random.default_rng(0)
-    kv, queries = (LENGTH, KV, WIDTH), (LENGTH, KV, QUERIES, WIDTH)
-    shapes = queries, kv, kv, (KV, QUERIES, NEAR), (KV, QUERIES), queries
+    keys, queries = (LENGTH, KV), (LENGTH, KV, QUERIES)
+    width, values = (WIDTH,), (VALUES[name],)
+    shapes = queries + width, keys + width, keys + values, (KV, QUERIES, NEAR), (KV, QUERIES), queries + values
     return [rng.standard_normal((ROWS, *shape)).astype(np.float32) for shape in shapes]
 
 
@@ -89,7 +92,7 @@ def forward(how: str, path: str) -> train.Forward:
 def expected(name: str) -> list[np.ndarray]:
     """The result and its gradients, in f64 on one device."""
     with jax.enable_x64(True):
-        *given, g = map(jnp.float64, operands())
+        *given, g = map(jnp.float64, operands(name))
         out, vjp = jax.vjp(functools.partial(dense, name), *given)
         return [np.asarray(x) for x in (out, *vjp(g))]
 
@@ -100,16 +103,16 @@ def found(how: str, path: str, name: str, mesh: str) -> list[np.ndarray]:
     def both(
         q: act["B/r/d L/c K/t Q D"],
         k: act["B/r/d L/c K/t D"],
-        v: act["B/r/d L/c K/t D"],
+        v: act["B/r/d L/c K/t D_v"],
         bias: act["B/r/d K/t Q N"],
         sinks: f32["B/r/d K/t Q"],
         document: i32["B/r/d L/c"],
-        g: act["B/r/d L/c K/t Q D"],
+        g: act["B/r/d L/c K/t Q D_v"],
     ) -> tuple[
-        act["B/r/d L/c K/t Q D"],
+        act["B/r/d L/c K/t Q D_v"],
         act["B/r/d L/c K/t Q D"],
         act["B/r/d L/c K/t D"],
-        act["B/r/d L/c K/t D"],
+        act["B/r/d L/c K/t D_v"],
         act["B/r/d K/t Q N"],
         f32["B/r/d K/t Q"],
     ]:
@@ -122,7 +125,7 @@ def found(how: str, path: str, name: str, mesh: str) -> list[np.ndarray]:
         out, vjp = jax.vjp(run, q, k, v, bias, sinks)
         return out, *vjp(g)
 
-    *given, sinks, g = operands()
+    *given, sinks, g = operands(name)
     with jax.enable_x64(True), jax.set_mesh(tiny.mesh(mesh)):
         exact = [np.float64(x) for x in (*given, g)]
         run = tiny.per_device(both, act="float64")

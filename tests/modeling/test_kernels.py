@@ -1,5 +1,6 @@
 """The kernels in Pallas, of Triton for GPUs and splash for TPUs, against softmax_attention; a CPU interprets them."""
 
+import functools
 import re
 
 import jax
@@ -48,6 +49,19 @@ def test_it_is_attention(kernel, name, queries):
     with jax.set_mesh(tiny.mesh("one device")):
         expected = with_gradients(train.softmax_attention, *given, pattern=pattern)
         assert_close(with_gradients(KERNELS[kernel], *given, pattern=pattern), expected, 1e-5)
+
+
+@pytest.mark.long(every_case=True)
+@pytest.mark.parametrize("width", [8, 28])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_values_may_have_another_size_than_keys(kernel, width):
+    """Zeros fill up the smaller ones, and change nothing."""
+    q, k, v, document, g = operands(kernel)
+    v, g = (np.resize(x, (*x.shape[:-1], width)) for x in (v, g))
+    with jax.set_mesh(tiny.mesh("one device")):
+        expected = with_gradients(train.softmax_attention, q, k, v, document, g)
+        path = functools.partial(attention_paths.run, kernel, block=None)
+        assert_close(with_gradients(path, q, k, v, document, g), expected, 1e-5)
 
 
 @pytest.mark.long

@@ -41,10 +41,10 @@ def with_gradients(path, q, k, v, document, g, dtype="float32", pattern=CAUSAL):
     def everything(
         q: act["B/r/d L K/t Q D"],
         k: act["B/r/d L K/t D"],
-        v: act["B/r/d L K/t D"],
+        v: act["B/r/d L K/t D_v"],
         document: i32["B/r/d L"],
-        g: act["B/r/d L K/t Q D"],
-    ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
+        g: act["B/r/d L K/t Q D_v"],
+    ) -> tuple[act["B/r/d L K/t Q D_v"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D_v"]]:
         index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
         positions = Positions(index, index, document)
         out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Mask(pattern, positions, positions)), q, k, v)

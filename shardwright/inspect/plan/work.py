@@ -113,11 +113,12 @@ def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
         what = f"{b}: {m}×{k}×{n}" if b > 1 else f"{m}×{k}×{n}"
         flops = 2.0 * b * m * k * n
     elif kernel.kind == "attention":
-        q, k = node.ins[:2]
+        q, k, v = node.ins[:3]
         pairs = math.prod(q.shape) * k.shape[1] * share_of(node.params["name"])
         # Scores and sums; the backward pass computes the scores again, and four gradients (arXiv 2307.08691).
         what = str(q)
-        flops = 2 * pairs * (5 if node.site.phase == "backward" else 2)
+        width = v.shape[-1] / q.shape[-1]
+        flops = 2 * pairs * (3 + 2 * width if node.site.phase == "backward" else 1 + width)
     elif kernel.kind == "collective":
         whole = made if node.op == "all_gather" else operand
         what = node.op
