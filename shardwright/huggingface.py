@@ -1,10 +1,12 @@
 """Weights under the names of transformers, its reading of config.json, and the tensors in a model's files."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,26 @@ import numpy as np
 
 from shardwright.data.untrusted import COPY_AGAIN, check_file, refused
 from shardwright.run.checkpoint_arrays import named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """The names of the weights in layers of one kind."""
+
+    layer: Mapping[str, tuple[str, ...]]
+    """Their name, with {} for the number of the layer; and ours, which stand side by side along its outputs."""
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Weights of experts: their name, with {} for the numbers of the layer and of the expert; and ours."""
+    stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Weights of all experts of a layer, in our layout: their name, and ours, whose entries alternate in it."""
+    field: str = "layers"
+    """Our stack of these layers, such as `dense`, or the part of its blocks, such as `layers.delta`."""
+    first: int = 0
+    """Number of the first of these layers in theirs."""
+    every: int = 1
+    """Number of their layers for one element of our stack."""
+    in_block: bool = False
+    """Whether such an element has several of these layers, one after the other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +49,7 @@ class Names:
     whole: Mapping[str, str]
     """Weights outside of the layers: our name, and theirs."""
     layer: Mapping[str, tuple[str, ...]]
-    """Their name, with {} for the number of the layer; and ours, which stand side by side along its outputs."""
+    """Of `Layers`, for a model whose layers are all of one kind. So are `experts` and `stacks`."""
     transposed: bool
     """Whether their matrices are [outputs, inputs], as in torch.nn.Linear."""
     base: str
@@ -36,16 +58,23 @@ class Names:
     """Regular expression of the end of tensors that files may have and that are not read: those without effect, and
     lm_head.weight where it is `embed` again."""
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Weights of experts: their name, with {} for the numbers of the layer and of the expert; and ours."""
     stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Weights of all experts of a layer, in our layout: their name, and ours, whose entries alternate in it."""
+    kinds: Sequence[Layers] = ()
+    """Of a model whose layers are of several kinds."""
+    shaped: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Vectors of ours that have several dims in theirs: the end of their name, and the shape."""
+
+    @property
+    def _kinds(self) -> Sequence[Layers]:
+        return self.kinds or (Layers(self.layer, self.experts, self.stacks),)
 
     def check(self, weights: object) -> None:
         """Raises ValueError for weights that are not in the table, and for those of the table that are missing."""
         found = set(named_leaves(weights))
-        of_layers = [*self.layer.values(), *self.stacks.values()]
-        known = {*self.whole, *(f"layers/{name}" for names in of_layers for name in names)}
-        known |= {f"layers/{name}" for name in self.experts.values()}
+        known = {*self.whole}
+        for kind in self._kinds:
+            names = [*itertools.chain(*kind.layer.values(), *kind.stacks.values()), *kind.experts.values()]
+            known |= {_path(kind, name) for name in names}
         if other := sorted(found ^ known):
             raise ValueError(
                 f"{self.family} in transformers and this model do not have the same weights. Only one of them has "
@@ -58,20 +87,27 @@ class Names:
         shapes = {name: weight.shape for name, weight in named_leaves(table).items()}
         for ours, theirs in self.whole.items():
             yield theirs, ..., {ours: shapes[ours]}, False
-        for theirs, names in {**self.layer, **self.stacks}.items():
-            stack = theirs in self.stacks
+        for kind in self._kinds:
+            yield from self._walk_layers(kind, attrgetter(kind.field)(table))
 
-            def shape(weight, stack=stack):
-                return weight.shape[1:] if stack else _flat(weight)
+    def _walk_layers(self, kind: Layers, table: Any) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]], bool]]:
+        """What `_walk` yields for layers of one kind; the table is that of their weights."""
+        dims = 1 + kind.in_block
 
-            parts = {f"layers/{name}": shape(getattr(table.layers, name)) for name in names}
-            for i in range(shapes[next(iter(parts))][0]):
-                yield theirs.format(i), i, parts, stack
-        for theirs, name in self.experts.items():
-            weight = getattr(table.layers, name)
-            parts = {f"layers/{name}": _flat(dataclasses.replace(weight, shape=weight.shape[1:]))}
-            for i, expert in np.ndindex(weight.shape[:2]):
-                yield theirs.format(i, expert), (i, expert), parts, False
+        def number(of_layer: tuple[int, ...]) -> int:
+            return kind.first + kind.every * of_layer[0] + sum(of_layer[1:])
+
+        for theirs, names in {**kind.layer, **kind.stacks}.items():
+            stack = theirs in kind.stacks
+            weights = {name: getattr(table, name) for name in names}
+            parts = {_path(kind, name): x.shape[dims:] if stack else _flat(x, dims) for name, x in weights.items()}
+            for i in np.ndindex(next(iter(weights.values())).shape[:dims]):
+                yield theirs.format(number(i)), i, parts, stack
+        for theirs, name in kind.experts.items():
+            weight = getattr(table, name)
+            parts = {_path(kind, name): _flat(weight, dims + 1)}
+            for i in np.ndindex(weight.shape[: dims + 1]):
+                yield theirs.format(number(i[:-1]), i[-1]), i, parts, False
 
     def to_tensors(self, weights: object, table: object) -> dict[str, np.ndarray]:
         """Their tensors by name. Raises ValueError as `check`.
@@ -86,7 +122,9 @@ class Names:
         for theirs, i, parts, stack in self._walk(table):
             values = [arrays[name][i].reshape(shape) for name, shape in parts.items()]
             tensor = np.stack(values, -1).reshape(*values[0].shape[:-1], -1) if stack else np.concatenate(values, -1)
-            found[theirs] = _transpose(tensor) if self.transposed and i is not ... and not stack else tensor
+            tensor = _transpose(tensor) if self.transposed and i is not ... and not stack else tensor
+            shape = next((shape for name, shape in self.shaped.items() if theirs.endswith(name)), None)
+            found[theirs] = tensor.reshape(shape) if shape else tensor
         return found
 
     def from_tensors(self, tensors: Mapping[str, np.ndarray], table: object) -> Any:
@@ -117,6 +155,7 @@ class Names:
         found = {name: np.empty(weight.shape, np.float32) for name, weight in named_leaves(table).items()}
         for theirs, i, parts, stack in walk:
             tensor = tensors[theirs]
+            tensor = tensor.reshape(-1) if theirs.endswith((*self.shaped,)) else tensor
             tensor = _transpose(tensor) if self.transposed and i is not ... and not stack else tensor
             ends = [shape[-1] for shape in parts.values()]
             expected = (*next(iter(parts.values()))[:-1], sum(ends))
@@ -135,9 +174,14 @@ def _transpose(tensor: np.ndarray) -> np.ndarray:
     return np.swapaxes(tensor, -1, -2) if tensor.ndim > 1 else tensor
 
 
-def _flat(weight: Any) -> tuple[int, ...]:
-    """The shape of one layer of a weight in their layout: ([experts,] inputs, outputs) of a matrix, else (entries,)."""
-    shape = weight.shape[1:]
+def _path(kind: Layers, name: str) -> str:
+    """The name of a weight among those of the model."""
+    return f"{kind.field}.{name}".replace(".", "/")
+
+
+def _flat(weight: Any, dims: int) -> tuple[int, ...]:
+    """The shape of a weight after `dims` dims, in their layout: ([experts,] inputs, outputs) of a matrix, or (n,)."""
+    shape = weight.shape[dims:]
     if not weight.inputs:
         return (math.prod(shape),)
     first = len(shape) - weight.inputs - weight.outputs

@@ -61,6 +61,17 @@ class Call(NamedTuple):
         return self.values or self.q.shape[-1]
 
 
+class Queries(Attention):
+    """Computes nothing: queries stand for the output of attention."""
+
+    def __init__(self, tokens: Tokens):
+        self.tokens = tokens
+
+    def __call__(self, q, k, v, *_, **__):
+        """Queries of the shape of the output."""
+        return q if q.shape[-1] == v.shape[-1] else jnp.broadcast_to(q[..., :1], (*q.shape[:-1], v.shape[-1]))
+
+
 def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
     """The calls of attention in the layers of one period, on the current mesh.
 
@@ -75,22 +86,22 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
     def shape(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    class Noted(Attention):
-        """Notes its calls, and computes nothing. Its cache tells which layers make them."""
+    class Noted(Queries):
+        """Notes its calls. Its cache tells which layers make them."""
 
         def __call__(self, q, k, v, pattern, *learned, sinks=None, drop=None, keep="kv"):
             shapes = jax.tree.map(shape, (learned, sinks))
             place, stack, layers = self.cache
             of_layer = {"stack": stack, "layers": layers, "values": v.shape[-1]}
             calls.append(Call(place, pattern, shape(q), *shapes, dropout=drop is not None, **of_layer))
-            return q if q.shape[-1] == v.shape[-1] else jnp.broadcast_to(q[..., :1], (*q.shape[:-1], v.shape[-1]))
+            return super().__call__(q, k, v)
 
     # Tokens are an argument, since a constant would have another type than what a run computes from its batch.
     @typed_shard_map
     def per_device(w: Of[model.Weights], batch: TokenBatch, seeds: u32["B/b"] | None) -> f32[""]:
         with pipeline_stage():
             tokens = forward.tokens(batch, seeds)
-            layers(forward.gatherable(w), tokens.prepared(model), Noted(forward.einsum, forward.training, tokens))
+            layers(forward.gatherable(w), tokens.prepared(model), Noted(tokens))
         return jnp.zeros(())
 
     def layers(w: Any, tokens: Tokens, attention: Noted) -> None:

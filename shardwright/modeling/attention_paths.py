@@ -156,7 +156,8 @@ def _with_zeros(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask)
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, width - x.shape[-1])])
 
     pattern = mask.pattern.replaced(scale=mask.pattern.scale_of(q.shape[-1]))
-    return run(path, *map(filled, (q, k, v)), dataclasses.replace(mask, pattern=pattern), None)[..., : v.shape[-1]]
+    out = run(path, filled(q), filled(k), filled(v), dataclasses.replace(mask, pattern=pattern), None)
+    return out[..., : v.shape[-1]]
 
 
 @typed

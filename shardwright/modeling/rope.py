@@ -56,6 +56,11 @@ def rope_frequencies(c: ModelConfig) -> np.ndarray:
     return np.asarray(frequencies * (kept + (1 - kept) / scaling.factor), np.float32)
 
 
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's factor on queries and keys for a stretch by `factor`, at least 1, times a weight of the logarithm."""
+    return 0.1 * mscale * math.log(factor) + 1
+
+
 def attention_factor(scaling: RopeScaling | None) -> float:
     """Factor by which to multiply rotated queries and keys."""
     if scaling is None:
@@ -63,7 +68,9 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.kind == "yarn":
-        return 0.1 * math.log(scaling.factor) + 1
+        if scaling.mscale and scaling.mscale_all_dim:
+            return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+        return yarn_mscale(scaling.factor)
     if scaling.kind == "longrope":
         return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_length))
     return 1.0

@@ -31,6 +31,11 @@ class RopeScaling:
     attention_factor: float | None = above_0(None)
     """yarn, longrope: factor on the rotated queries and keys. Null: 0.1·ln(factor) + 1 for yarn, √(1 + ln(factor) /
     ln(original_length)) for longrope."""
+    mscale: float | None = above_0(None)
+    """yarn: with mscale_all_dim, attention_factor is the ratio of 0.1·mscale·ln(factor) + 1 and the same of
+    mscale_all_dim, if it is null (DeepSeek-V3)."""
+    mscale_all_dim: float | None = above_0(None)
+    """yarn: as mscale. Latent attention also multiplies scores by the square of 0.1·mscale_all_dim·ln(factor) + 1."""
     length: int = at_least_1(8192)
     """dynamic, longrope: tokens in a sequence, which determine the angles whatever the actual sequence's length."""
     short_factors: list[float] = dataclasses.field(default_factory=list)

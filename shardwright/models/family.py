@@ -254,7 +254,7 @@ class Model:
         return (unit + scaled if self.config.norm_offset else scaled).astype(x.dtype)
 
     @typed
-    def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
+    def layer(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         attended = save_for_backward(x + self.attend(x, w, tokens, attention))
         out = gated_mlp(self.mlp_input(x, attended, w), w.w_gate, w.w_up, w.w_down, self.config.activation)

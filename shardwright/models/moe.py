@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ from shardlib.values import mesh_axes, stage_axes
 from shardwright.data.checks import above_0, at_least_0, check_choice, within
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.attention import Attention
-from shardwright.modeling.attention_calls import TOLERANCE, largest
+from shardwright.modeling.attention_calls import TOLERANCE, Queries, largest
 from shardwright.modeling.experts import pools_without_drops
 from shardwright.modeling.model import Tokens, act, compute_scope
 from shardwright.modeling.weights import at_rest, bias, experts, matrix, shapes_of
@@ -172,8 +172,8 @@ class ModelConfig(family.ModelConfig):
 
 
 @pytree_dataclass
-class Layer(family.Layer):
-    """Weights of one layer: those of attention, and the experts."""
+class Experts:
+    """Weights of the experts of a layer."""
 
     w_gate: experts["M/fsdp -> F/t"]
     w_up: experts["M/fsdp -> F/t"]
@@ -191,12 +191,22 @@ class Layer(family.Layer):
 
 
 @pytree_dataclass
-class Dense(family.Layer):
-    """Weights of one layer without experts."""
+class DenseMlp:
+    """Weights of the MLP of a layer without experts."""
 
     w_gate: matrix["M/fsdp -> I/t"]
     w_up: matrix["M/fsdp -> I/t"]
     w_down: matrix["I/t -> M/fsdp"]
+
+
+@pytree_dataclass
+class Layer(Experts, family.Layer):
+    """Weights of one layer: those of attention, and the experts."""
+
+
+@pytree_dataclass
+class Dense(DenseMlp, family.Layer):
+    """Weights of one layer without experts."""
 
 
 @pytree_dataclass
@@ -223,7 +233,7 @@ class Routing:
 
 
 @typed
-def route(x: act["B/b L/c/t M"], w: Layer, config: ModelConfig) -> Routing:
+def route(x: act["B/b L/c/t M"], w: Experts, config: ModelConfig) -> Routing:
     """Chooses the experts of each position. Each device routes its own positions."""
     product = functools.partial(jnp.einsum, precision="highest")  # else GPUs and TPUs round the operands
     spec = "B/b L/c/t M, M E -> B/b L/c/t E"
@@ -260,7 +270,7 @@ def among_best(x: jax.Array, k: int) -> jax.Array:
 
 @typed
 def mlp(
-    x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer, config: ModelConfig
+    x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Experts, config: ModelConfig
 ) -> act["P/e G/r/d C/c M +t"]:
     """Gated MLP of the expert that each slot is for, without its last bias."""
     of_pool = expert % (config.experts // (config.pools or config.experts))
@@ -282,7 +292,7 @@ def mlp(
 
 @typed
 def in_slots(
-    x: act["B/b L/c/t M"], routing: Routing, counts: bool_["B/b L/c/t"], w: Layer, slots: int, config: ModelConfig
+    x: act["B/b L/c/t M"], routing: Routing, counts: bool_["B/b L/c/t"], w: Experts, slots: int, config: ModelConfig
 ) -> tuple[act["B/b L/c/t M"], f32[""]]:
     """Weighted sum of the outputs of each position's experts, whose pools have `slots` slots for each sequence.
 
@@ -333,7 +343,7 @@ def in_slots(
 
 
 @typed
-def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Layer, config: ModelConfig) -> act["B/b L/c/t M"]:
+def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Experts, config: ModelConfig) -> act["B/b L/c/t M"]:
     """Weighted sum of the outputs of each position's experts, where each expert computes all positions.
 
     Nothing is dropped, and no position depends on another.
@@ -371,7 +381,7 @@ def aux_of(
     filled: f32[""] | None,
     counts: bool_["B/b L/c/t"],
     targets: f32[""] | None,
-    w: Layer,
+    w: Experts,
     config: ModelConfig,
 ) -> LayerAux:
     """Losses and metrics of a layer: means over the tokens that count. No mesh changes them, and no microbatches."""
@@ -417,13 +427,13 @@ class Model(family.Model):
 
     def layer(self, x: jax.Array, w: Any, tokens: Tokens, attention: Attention) -> Any:
         """One transformer layer, with experts or without."""
-        if isinstance(w, Dense):
-            return super().layer(x, w, tokens, attention)
-        return self.layer_of_experts(x, w, tokens, attention)
+        if isinstance(w, Experts):
+            return self.layer_of_experts(x, w, tokens, attention)
+        return super().layer(x, w, tokens, attention)
 
     @typed
     def layer_of_experts(
-        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
+        self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention
     ) -> tuple[act["B/b L/c/t M"], LayerAux]:
         """One transformer layer with experts. Their matmuls are not in FP8."""
         config = self.config
@@ -480,7 +490,7 @@ class Model(family.Model):
         def difference(w: Of[self.Weights]) -> f32[""]:
             own = functools.reduce(lambda i, axis: i * shardops.axis_size(axis) + shardops.axis_index(axis), "rdect", 0)
             with pipeline_stage():
-                layer: Of[Layer] = jax.tree.map(lambda x: x[0], at_rest(w, "f32").layers)
+                layer = jax.tree.map(lambda x: x[0], at_rest(w, "f32").layers)
                 x: act["B/b L/c/t M"] = varying(
                     jax.random.normal(jax.random.key(own), (1, SLOTS, self.config.d_model)), stage_axes()
                 )
@@ -488,7 +498,7 @@ class Model(family.Model):
                 tokens = self.prepare(Tokens.before(ids, ids < 0, self.config.bos_id)).in_layer(jnp.int32(0), 0)
                 both = copy.copy(self), copy.copy(self)
                 both[0].in_pools, both[1].in_pools = True, False
-                queries = cast(Attention, lambda q, *_, **__: q)
+                queries = Queries(tokens)
                 (found, _), (expected, _) = (model.layer(x, layer, tokens, queries) for model in both)
                 far = largest(found - expected) / largest(expected - x)
             return lax.pmax(varying(far, tuple(mesh_axes())), tuple(mesh_axes()))

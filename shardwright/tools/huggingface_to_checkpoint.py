@@ -92,6 +92,13 @@ def next_commands(output: Path, ends: int | list[int] | None) -> list[str]:
     ]
 
 
+def left_out(name: str, content: dict, tensors: Tensors) -> list[str]:
+    """Writes which weights the model `name` has no place for."""
+    left = getattr(mapping_of(name), "left_out", lambda *_: [])(content, tensors)
+    what = f"{len(left)} tensors, such as {left[0]}, predict further tokens (MTP)" if left else ""
+    return [shown(f"left out   {what}; transformers leaves them out too")] * bool(left)
+
+
 def run(config: Settings, log: Callable[[str], None] = print) -> None:
     """Writes the checkpoint.
 
@@ -116,6 +123,8 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     tensors = Tensors(directory)
     found = beside.read(directory, tensors.dtype)
     c, weights = mapping_of(name).from_huggingface(content, tensors)
+    for line in left_out(name, content, tensors):
+        log(line)
     c.module = name
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
-from shardwright.models import family, moe
+from shardwright.models import family, mla, moe
 from shardwright.run.opening import MeshChoice, read_weights
 from shardwright.run.step import trace_step
 from shardwright.sampling import cache
@@ -49,6 +49,15 @@ OURS = {
         "qkv_bias": True, "experts": 8, "experts_per_token": 3, "normalize": False, "shared_experts": 2,
         "shared_scored": True, "d_head": 8, "residual_multiplier": 0.5,
     },
+    "Glm4Moe": {
+        "qk_norm": True, "rotary_share": 0.5, "d_head": 8, "experts": 8, "experts_per_token": 3, "scores": "sigmoid",
+        "groups": 4, "groups_per_token": 2, "correction_bias": True, "shared_experts": 2, "dense_layers": 1,
+    },
+    "DeepseekV3": {
+        "n_q_per_kv": 1, "d_head": 6, "kv_rank": 16, "q_rank": 24, "d_turned": 2, "d_value": 3, "experts": 8,
+        "experts_per_token": 3, "scores": "sigmoid", "groups": 4, "groups_per_token": 2, "correction_bias": True,
+        "shared_experts": 1, "dense_layers": 1, "rope_scaling": RopeScaling("yarn", 4.0, 8, mscale_all_dim=0.8),
+    },
 }  # fmt: skip
 """Settings of ours for each kind of math."""
 
@@ -56,7 +65,8 @@ OURS = {
 def ours(name: str, **changes) -> family.ModelConfig:
     sizes = {"vocab": 64, "d_model": 32, "layers": 4, "n_kv": 4, "n_q_per_kv": 2, "d_head": 4, "d_ff": 48}
     settings = sizes | OURS[name] | changes
-    return (moe if "experts" in settings else family).ModelConfig(**settings)
+    module = mla if "kv_rank" in settings else moe if "experts" in settings else family
+    return module.ModelConfig(**settings)
 
 
 def imported(model, tmp_path) -> tuple:
@@ -66,7 +76,7 @@ def imported(model, tmp_path) -> tuple:
     return models.read(tmp_path / "run")
 
 
-LONG = ("Llama", "Olmoe", "Gemma2", "GptOss")
+LONG = ("Llama", "Olmoe", "Gemma2", "GptOss", "DeepseekV3")
 
 
 OF_FAMILIES = [name for name in KINDS if name != "GPT2"]
@@ -101,7 +111,26 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
     assert all(np.array_equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_heads_for_further_tokens_are_left_out_by_name(tmp_path):
+    """As transformers leaves them out of DeepSeek-V3's model, whose files have them as one more layer."""
+    model = theirs("DeepseekV3")
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    further = {name.replace("layers.3", "layers.4"): x for name, x in load_file(file).items() if "layers.3" in name}
+    save_file(load_file(file) | further, file)
+    text = to_run(tmp_path / "model", tmp_path / "run")
+    assert f"left out   {len(further)} tensors, such as model.layers.4.input_layernorm.weight, predict further" in text
+    expected = transformers_models.imported(model)[1]
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, models.read(tmp_path / "run")[1]), expected)
+
+
+def test_rope_may_turn_halves_where_it_usually_turns_neighbors(tmp_path):
+    """By the setting rope_interleave of transformers."""
+    theirs("DeepseekV3", rope_interleave=False).save_pretrained(tmp_path / "model")
+    assert "with those of transformers: they differ by" in to_run(tmp_path / "model", tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
 def test_experts_in_one_array_are_read_as_those_in_many(name):
     """transformers 5 writes either."""
     model = theirs(name)
@@ -123,6 +152,8 @@ def test_experts_in_one_array_are_read_as_those_in_many(name):
         ("Phi3", {}, "p2 e2 t2"),
         ("Cohere2", {}, "p2 d2 t2"),
         ("Qwen2Moe", {"parallel": True, "layer_norm": True, "qk_norm": True}, "d2 e2 t2"),
+        ("DeepseekV3", {"norms": "both"}, "p2 e2 t2"),
+        ("DeepseekV3", {"q_rank": None, "dense_layers": 0, "window": 5, "full_every": 2, "d_value": 9}, "d2 c2 t2"),
     ],
 )
 def test_steps_are_proved(name, more, sizes):
@@ -142,7 +173,7 @@ def test_steps_are_proved(name, more, sizes):
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("name", ["GptOss", "Gemma3"])
+@pytest.mark.parametrize("name", ["GptOss", "Gemma3", "DeepseekV3"])
 def test_logits_with_a_cache_are_those_without(name):
     """Of a pattern of three layers among four, and of sinks and experts."""
     with jax.set_mesh(tiny.mesh("d=2 t=2")):

@@ -197,7 +197,7 @@ MATH = [
     ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is True"),
     ({"model_type": "gemma"}, r"model_type is 'gemma'; it can be llama, qwen3, mistral"),
     ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type is 'proportional'; it can be default, linear"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale is 0.7"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "mscale": 0.7}}, "mscale is 0.7"),
     ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ({"rope_scaling": {"rope_type": "linear"}}, "Missing required keys in .*factor"),
     ({"num_hidden_layers": 10**9}, r"model.layers is 1000000000; it must be at least 1 and below 2\*\*16"),

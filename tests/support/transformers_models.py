@@ -46,6 +46,22 @@ KINDS = {
     "Qwen3Moe": {"head_dim": 8, "moe_intermediate_size": 48, "norm_topk_prob": True} | EXPERTS,
     "Qwen2Moe": {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48} | EXPERTS,
     "Olmoe": EXPERTS,
+    "DeepseekV3": {
+        "moe_intermediate_size": 24, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "routed_scaling_factor": 1.5, "n_shared_experts": 2, "num_key_value_heads": 8,
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    },
+    "DeepseekV3 lite": {
+        "moe_intermediate_size": 24, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "n_shared_experts": 1, "num_key_value_heads": 8, "q_lora_rank": None,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 12,
+    },
+    "Glm4Moe": {
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "head_dim": 8,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5, "attention_bias": True,
+        "use_qk_norm": True, "n_shared_experts": 2, "num_hidden_layers": 5,
+    },
     "Qwen2": {},
     "Mistral": {"sliding_window": 5},
     "Olmo2": {},
@@ -117,6 +133,9 @@ def theirs(name: str, **changes):
             parameter.copy_(parameter + 0.3 * noise if parameter.ndim == 1 else 0.2 * noise)
             if key.endswith("gate_up_proj_bias"):  # so that 7 is a limit that is met
                 parameter.mul_(30)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -194,4 +213,7 @@ def truth_of(name: str, documents: bool, z_loss: float, batch: Any) -> Truth:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):  # which no loss moves
+                buffer.zero_()
     return Truth(for_length(c, given.targets.shape[1]), weights, loss.item(), imported(model)[1])

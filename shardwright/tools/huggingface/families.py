@@ -5,16 +5,18 @@ docs/huggingface.md describes `to_huggingface` and `from_huggingface`.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from shardwright.data.checks import check_ranges
-from shardwright.huggingface import Names, check_fixed
+from shardwright.huggingface import Layers, Names, check_fixed
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig, RopeScaling
-from shardwright.models import family, moe
+from shardwright.models import family, mla, moe
 
 
 class Kind(NamedTuple):
@@ -34,14 +36,16 @@ class Kind(NamedTuple):
     """Our settings that must not be null."""
     fixed: Mapping[str, Any] = {}
     """Settings in transformers that must have these values for the same math."""
-    names: Mapping[str, str] = {}
-    """Weights of a layer, ours and theirs. Several of ours that map to one of theirs are concatenated in it."""
+    names: Mapping[str, str | None] = {}
+    """Weights of a layer, ours and theirs. Several of ours that map to one of theirs are concatenated in it. None: the
+    family does not have the Llama's weight."""
     experts: Mapping[str, str] = {}
     """Weights of each expert: ours, and theirs with {} for the expert's index."""
     stacks: Mapping[str, str] = {}
     """Stacked weights of a layer's experts. Several of ours that map to one of theirs are interleaved in it."""
-    neighbors: bool = False
-    """Whether RoPE turns neighboring entries of a head, where ours turns one of each half."""
+    neighbors: Mapping[str, str] = {}
+    """Our weights of queries and keys whose last entries, as many as this setting says, RoPE turns as neighbors, where
+    ours turns one of each half."""
 
 
 _SETTINGS = {
@@ -77,6 +81,8 @@ _ROPE = {
         "original_max_position_embeddings": "original_length",
         "attention_factor": "attention_factor",
         "truncate": "truncate",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
     },
     "longrope": {
         "factor": "factor",
@@ -123,6 +129,19 @@ _EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"
 _SPARSE = _EXPERTS | {"d_ff": "moe_intermediate_size", "normalize": "norm_topk_prob"}
 _SWIGLU = {f"w_{x}": f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")}
 _SHARED_WIDTH = "shared_expert_intermediate_size"
+_SCORED = {"scores": "sigmoid", "correction_bias": True}
+_SCORED_SETTINGS = _SPARSE | {
+    "experts": "n_routed_experts",
+    "shared_experts": "n_shared_experts",
+    "groups": "n_group",
+    "groups_per_token": "topk_group",
+    "weight_scale": "routed_scaling_factor",
+    "dense_layers": "first_k_dense_replace",
+    "dense_d_ff": "intermediate_size",
+}
+_SCORED_NAMES = {f"shared_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")}
+_SCORED_NAMES |= {"router": "mlp.gate.weight", "router_bias": "mlp.gate.e_score_correction_bias"}
+_LATENT = {"kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "d_turned": "qk_rope_head_dim", "d_value": "v_head_dim"}
 _GROUPED = dict.fromkeys(("w_gate", "w_up"), "mlp.experts.gate_up_proj") | {"w_down": "mlp.experts.down_proj"}
 _GROUPED |= {"router": "mlp.gate.weight"}
 """Names of what `experts` and the router of a Kind are in memory of transformers 5, where one array has all experts of
@@ -172,7 +191,7 @@ KINDS = {
         settings=_WINDOW | {"norm_epsilon": "layer_norm_eps", "logit_divisor": "logit_scale"},
         every=_FULL_EVERY | {"no_rope_every": _FULL_EVERY["full_every"]},
         needs=("window",),
-        neighbors=True,
+        neighbors={"w_q": "d_head", "w_k": "d_head"},
     ),
     "granite": Kind("family", "GraniteForCausalLM", settings=_MULTIPLIERS | {"logit_divisor": "logits_scaling"}),
     "mixtral": Kind(
@@ -206,6 +225,34 @@ KINDS = {
         | {f"shared_{x}": f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")},
         experts=_SWIGLU,
     ),
+    "glm4_moe": Kind(
+        "moe",
+        "Glm4MoeForCausalLM",
+        ours=_SCORED,
+        settings=_SCORED_SETTINGS
+        | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias", "rotary_share": "partial_rotary_factor"},
+        names=_QKV_BIAS | _SCORED_NAMES,
+        experts=_SWIGLU,
+    ),
+    "deepseek_v3": Kind(
+        "mla",
+        "DeepseekV3ForCausalLM",
+        ours=_SCORED | {"n_q_per_kv": 1},
+        settings=_SCORED_SETTINGS | _LATENT,
+        names=_SCORED_NAMES
+        | {
+            "w_k": None,
+            "w_v": None,
+            "w_q_latent": "self_attn.q_a_proj.weight",
+            "q_latent_norm": "self_attn.q_a_layernorm.weight",
+            "w_q_heads": "self_attn.q_b_proj.weight",
+            "w_kv_latent": "self_attn.kv_a_proj_with_mqa.weight",
+            "kv_latent_norm": "self_attn.kv_a_layernorm.weight",
+            "w_kv_heads": "self_attn.kv_b_proj.weight",
+        },
+        experts=_SWIGLU,
+        neighbors=dict.fromkeys(("w_q", "w_q_heads", "w_kv_latent"), "d_turned"),
+    ),
     "olmoe": Kind(
         "moe",
         "OlmoeForCausalLM",
@@ -230,7 +277,7 @@ KINDS = {
         | {"w_down": "mlp.experts.down_proj", "b_down": "mlp.experts.down_proj_bias"},
     ),
 }
-CONFIGS = {"moe": moe.ModelConfig, "family": family.ModelConfig, "train": ModelConfig}
+CONFIGS = {"mla": mla.ModelConfig, "moe": moe.ModelConfig, "family": family.ModelConfig, "train": ModelConfig}
 _TRAINING = {
     "module",
     "family",
@@ -280,29 +327,37 @@ def names_of(c: ModelConfig, grouped: bool = False) -> Names:
         grouped: the names of experts are those of _GROUPED.
     """
     found = kind_of(c)
-    layers = load_model(c).table.layers
-    kind = KINDS[found]
-    layer = {}
-    stacks = {}
-    at = "model.layers.{}."
-    experts = {} if grouped else kind.experts
-    absent = {*experts, *kind.stacks, *(() if c.qk_norm else ("q_norm", "k_norm"))}
-    for ours, theirs in {**_LAYER, **kind.names, **(_GROUPED if grouped else {})}.items():
-        if ours not in absent and getattr(layers, ours, True) is not None:
-            layer[at + theirs] = (*layer.get(at + theirs, ()), ours)
-    for ours, theirs in kind.stacks.items():
-        stacks[at + theirs] = (*stacks.get(at + theirs, ()), ours)
+    table = load_model(c).table
+    dense = getattr(c, "dense_layers", 0)
+    kinds = [_layers_of(KINDS[found], table.dense, c, False, field="dense")] if dense else []
+    kinds += [_layers_of(KINDS[found], table.layers, c, grouped, first=dense)]
     return Names(
         family=found,
         whole={name: theirs for name, theirs in _WHOLE.items() if not (c.tied_embeddings and name == "unembed")},
-        layer=layer,
-        experts={at + theirs: ours for ours, theirs in experts.items()},
-        stacks=stacks,
+        layer={},
+        kinds=kinds,
         transposed=True,
         base="model.",
         # Old files contain RoPE's frequencies.
         unused=r"self_attn\.rotary_emb\.inv_freq" + (r"|lm_head\.weight" if c.tied_embeddings else ""),
     )
+
+
+def _layers_of(kind: Kind, table: Any, c: ModelConfig, grouped: bool, **place: Any) -> Layers:
+    """Returns the names of the weights in layers with this table. `place` is their place in the model."""
+    at = "model.layers.{}."
+    layer = {}
+    stacks = {}
+    has_experts = hasattr(table, "router")
+    experts = kind.experts if has_experts and not grouped else {}
+    absent = {*experts, *(kind.stacks if has_experts else ()), *(() if c.qk_norm else ("q_norm", "k_norm"))}
+    absent |= {name for name in kind.names if not has_experts and not hasattr(table, name)}
+    for ours, theirs in {**_LAYER, **kind.names, **(_GROUPED if grouped else {})}.items():
+        if theirs and ours not in absent and getattr(table, ours, True) is not None:
+            layer[at + theirs] = (*layer.get(at + theirs, ()), ours)
+    for ours, theirs in (kind.stacks if has_experts else {}).items():
+        stacks[at + theirs] = (*stacks.get(at + theirs, ()), ours)
+    return Layers(layer, {at + theirs: ours for ours, theirs in experts.items()}, stacks, **place)
 
 
 def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.ndarray]]:
@@ -334,6 +389,10 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
             raise ValueError(
                 f"model.d_head is {c.d_head}; cohere2 in transformers has d_model / heads = {c.d_model / c.heads:g}."
             )
+    if isinstance(c, moe.ModelConfig) and "dense_d_ff" in kind.settings:
+        config |= {"num_hidden_layers": c.dense_layers + c.layers, "intermediate_size": c.dense_width}
+    if isinstance(c, mla.ModelConfig):
+        config |= {"qk_nope_head_dim": c.d_plain, "head_dim": c.d_turned, "rope_interleave": True}
     if _SHARED_WIDTH in config:
         config[_SHARED_WIDTH] *= c.d_ff
     if config.get("attention_multiplier", 1.0) is None:
@@ -361,21 +420,24 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
         bases = {"full_attention": {"rope_theta": c.rope_base}, "sliding_attention": of_windows}
         config["rope_parameters"] = {kind: {"rope_type": "default"} | base for kind, base in bases.items()}
         config["rope_parameters"]["full_attention"] |= config["rope_scaling"] or {}
-    return config, names_of(c).to_tensors(_interleave(weights, 2) if kind.neighbors else weights, load_model(c).table)
+    return config, names_of(c).to_tensors(_as_neighbors(weights, c, kind), load_model(c).table)
 
 
-def _interleave(weights: Any, parts: int) -> Any:
-    """Reorders the entries of each head of queries and keys alike: one of each of `parts` equal parts in turn.
+def _as_neighbors(weights: Any, c: ModelConfig, kind: Kind, back: bool = False) -> Any:
+    """Makes neighbors of the two entries of a query or key that RoPE turns together, or undoes that.
 
-    2 makes the two entries that RoPE turns together neighbors; d_head / 2 undoes that. Attention stays the same.
+    Queries and keys have the same order, so attention stays the same.
     """
 
-    def reorder(w: np.ndarray) -> np.ndarray:
-        return w.reshape(*w.shape[:-1], parts, -1).swapaxes(-1, -2).reshape(w.shape)
+    def reorder(path: Any, w: np.ndarray) -> np.ndarray:
+        if path[-1].name not in kind.neighbors:
+            return w
+        count = getattr(c, kind.neighbors[path[-1].name])
+        parts = (-1, 2) if back else (2, count // 2)
+        turned = w[..., -count:].reshape(*w.shape[:-1], *parts).swapaxes(-1, -2).reshape(*w.shape[:-1], count)
+        return np.concatenate([w[..., :-count], turned], axis=-1)
 
-    layers = weights.layers
-    layers = dataclasses.replace(layers, w_q=reorder(layers.w_q), w_k=reorder(layers.w_k))
-    return dataclasses.replace(weights, layers=layers)
+    return jax.tree_util.tree_map_with_path(reorder, weights) if kind.neighbors else weights
 
 
 def _layers(layers: int, n: int | None, every: tuple[str, Any, Any]) -> list:
@@ -406,10 +468,13 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     heads = config["num_attention_heads"]
     n_kv = config["num_key_value_heads"] or config["num_attention_heads"]
     d_head = config.get("head_dim") or config["hidden_size"] // heads
+    d_head += config.get("qk_nope_head_dim", 0)  # where head_dim counts what RoPE turns
     settings |= {"n_kv": n_kv, "n_q_per_kv": heads // n_kv, "d_head": d_head, "bos_id": config["bos_token_id"]}
     settings |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": _scaling(rope, config)}
     if found == "cohere2":
         settings["logit_divisor"] = 1 / (config["logit_scale"] or math.inf)
+    if "dense_layers" in names:
+        settings["layers"] -= settings["dense_layers"]
     if _SHARED_WIDTH in names.values():
         settings["shared_experts"], rest = divmod(config[_SHARED_WIDTH], settings["d_ff"])
         if rest:
@@ -429,8 +494,20 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     check_ranges("config.json, as a run has it: model", c)
     c.check(seq_len=1)
     grouped = bool(kind.experts) and any(name.endswith(_GROUPED["w_down"]) for name in tensors)
-    weights = names_of(c, grouped).from_tensors(tensors, load_model(c).table)
-    return c, _interleave(weights, c.d_head // 2) if kind.neighbors else weights
+    names = names_of(c, grouped)
+    left = "".join(f"|{re.escape(name)}" for name in left_out(config, tensors))
+    weights = dataclasses.replace(names, unused=names.unused + left).from_tensors(tensors, load_model(c).table)
+    return c, _as_neighbors(weights, c, kind, back=True) if config.get("rope_interleave", True) else weights
+
+
+def left_out(config: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+    """Returns the names of tensors that predict further tokens (MTP), which the classes of transformers drop too."""
+
+    def further(name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= config["num_hidden_layers"])
+
+    return [name for name in tensors if further(name)]
 
 
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
@@ -439,7 +516,7 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling 
         return None
     if kind not in _ROPE:
         raise ValueError(f"config.json: rope_type is {kind!r}; it can be default, {', '.join(_ROPE)}.")
-    check_fixed(rope, {"mscale": None, "mscale_all_dim": None})
+    check_fixed(rope, {} if kind == "yarn" else {"mscale": None, "mscale_all_dim": None})
     values: dict[str, Any] = {
         ours: rope[theirs] for theirs, ours in _ROPE[kind].items() if rope.get(theirs) is not None
     }
