@@ -234,7 +234,7 @@ SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "check")
 """Settings that train.py and the tools read from any ModelConfig."""
 PARTS = ("Weights", "embed", "layer", "logits")
 """Parts that each Model has besides `config` and `table`."""
-SHIPPED = ("gpt2", "moe", "family", "mla")
+SHIPPED = ("gpt2", "moe", "family", "mla", "delta")
 """The modules of the package `shardwright.models`."""
 
 

@@ -8,7 +8,7 @@ and axes are those of train.py.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ class ModelConfig(settings.ModelConfig):
     """Biases of queries, keys and values (Qwen2)."""
     out_bias: bool = False
     """Bias of the output of attention (gpt-oss)."""
+    gated: bool = False
+    """Whether the output of attention is multiplied by σ of as many entries of its own, which come from the input as
+    queries do (Qwen3-Next, arXiv 2505.06708)."""
     sinks: bool = False
     """A score for each head that belongs to no key (gpt-oss)."""
     norms: str = "before"
@@ -74,6 +77,13 @@ class ModelConfig(settings.ModelConfig):
     activation: str = "silu"
     """Activation of the MLP: silu; gelu, approximated by tanh (Gemma); or clamped, as `gated` says (gpt-oss)."""
 
+    dims: ClassVar[dict[str, str]] = settings.ModelConfig.dims | {"D_g": "query_and_gate"}
+
+    @property
+    def query_and_gate(self) -> int:
+        """Entries of a query together with those of its gate."""
+        return 2 * self.d_head
+
     @property
     def norms_before(self) -> bool:
         """Whether attention and MLP have norms before them."""
@@ -108,6 +118,8 @@ class ModelConfig(settings.ModelConfig):
             raise ValueError(
                 f"model.rotary_share is {self.rotary_share}, of d_head {self.d_head}; RoPE turns pairs of entries."
             )
+        if self.gated and self.qkv_bias:
+            raise ValueError("model.gated and model.qkv_bias are both true; gated queries have no bias: choose one.")
         if self.qk_norm and self.qk_norm_all:
             raise ValueError("model.qk_norm and model.qk_norm_all are both true; heads are normed once: choose one.")
 
@@ -120,7 +132,8 @@ class Layer:
     """Weights of one layer. Those that the settings do not ask for are None."""
 
     attention_norm: gain["M if norms_before"]
-    w_q: matrix["M/fsdp -> K/t Q D"]
+    w_q: matrix["M/fsdp -> K/t Q D if not gated"]
+    w_q_and_gate: matrix["M/fsdp -> K/t Q D_g if gated"]
     w_k: matrix["M/fsdp -> K/t D"]
     w_v: matrix["M/fsdp -> K/t D"]
     q_norm: gain["D if qk_norm"]
@@ -198,12 +211,18 @@ class Model:
     Weights = Weights
 
     def __init__(self, config: ModelConfig):
-        std = config.embed_init_scale or (config.d_model**-0.5 if config.tied_embeddings else 1.0)
-        changes: dict[str, dict] = {name: {"mean": 0.0} for name in OFFSET if config.norm_offset}
-        changes["embed"] = {"std": std, "kind": "unembedding" if config.tied_embeddings else "embedding"}
         self.config = config
-        self.table = table_of(self.Weights, config, lambda fan_in: config.weight_init_scale / fan_in**0.5, changes)
+        self.table = table_of(
+            self.Weights, config, lambda fan_in: config.weight_init_scale / fan_in**0.5, self.changes()
+        )
         self.period = config.period
+
+    def changes(self) -> dict[str, dict]:
+        """Attributes of weights that differ from what their declarations say, as for table_of."""
+        c = self.config
+        changes: dict[str, dict] = {name: {"mean": 0.0} for name in OFFSET if c.norm_offset}
+        std = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
+        return changes | {"embed": {"std": std, "kind": "unembedding" if c.tied_embeddings else "embedding"}}
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the cosines and sines of RoPE in layers without a window, and with one."""
@@ -292,7 +311,11 @@ class Model:
                 y if every and (tokens.index_in_period + 1) % every == 0 else rope.rotate(y, angles)
             )
 
-        q = turned(queries, heads(queries, w.w_q, w.b_q), w.q_norm, w.q_norm_all)
+        if w.w_q is None:
+            q, gate = jnp.split(heads("K/t Q D_g", w.w_q_and_gate, None), 2, axis=-1)
+        else:
+            q, gate = heads(queries, w.w_q, w.b_q), None
+        q = turned(queries, q, w.q_norm, w.q_norm_all)
         k = turned(keys, heads(keys, w.w_k, w.b_k), w.k_norm, w.k_norm_all)
         v = save_for_backward(heads(keys, w.w_v, w.b_v))
         sinks = w.sinks
@@ -300,6 +323,8 @@ class Model:
             sinks = shardops.all_gather("K/t Q/fsdp -> K/t Q *fsdp", sinks)
             sinks = shardops.broadcast("K/t Q *fsdp -> B/b K/t Q *c", sinks)
         attended = save_for_backward(attention(q, k, v, self.mask_at(tokens.index_in_period), sinks=sinks))
+        if gate is not None:
+            attended = (attended * jax.nn.sigmoid(jnp.float32(save_for_backward(gate)))).astype(x.dtype)
         w_o = shardops.all_gather("K/t Q D M/fsdp -> K/t Q D M", w.w_o)
         out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)

@@ -30,7 +30,7 @@ from shardwright.models import family, moe
 
 EPSILON = 1e-6
 """Added to the mean square in the norms of latent vectors, whatever model.norm_epsilon is."""
-OTHERS = ("qkv_bias", "out_bias", "sinks", "qk_norm", "qk_norm_all", "norm_offset", "no_rope_every", "window_rope_base")
+OTHERS = ("qkv_bias", "out_bias", "gated", "sinks", "qk_norm", "qk_norm_all", "norm_offset", "no_rope_every")
 """Settings of family.py that are for its own attention."""
 
 
@@ -82,7 +82,7 @@ class ModelConfig(moe.ModelConfig):
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
         defaults = {field.name: field.default for field in dataclasses.fields(self)} | {"rotary_share": 1.0}
-        for name in (*OTHERS, "rotary_share"):
+        for name in (*OTHERS, "window_rope_base", "rotary_share"):
             if getattr(self, name) != defaults[name]:
                 raise ValueError(
                     f"model.{name} is {getattr(self, name)}, which latent attention does not have; set it to "

@@ -436,8 +436,15 @@ class Model(family.Model):
         self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention
     ) -> tuple[act["B/b L/c/t M"], LayerAux]:
         """One transformer layer with experts. Their matmuls are not in FP8."""
-        config = self.config
         attended = save_for_backward(x + self.attend(x, w, tokens, attention))
+        return self.with_experts(x, attended, w, tokens)
+
+    @typed
+    def with_experts(
+        self, x: act["B/b L/c/t M"], attended: act["B/b L/c/t M"], w: Any, tokens: Tokens
+    ) -> tuple[act["B/b L/c/t M"], LayerAux]:
+        """What a layer does after attention, from the residual stream before and after that."""
+        config = self.config
         nx = self.mlp_input(x, attended, w)
         routing: Routing = route(nx, w, config)
         counted = jnp.ones_like(tokens.ids, bool) if tokens.counted is None else tokens.counted

@@ -27,7 +27,7 @@ from shardwright.modeling.weights import Weight, count_layers, is_in_stack
 from shardwright.optimizers.config import OptimizerConfig
 
 CARRIERS = {
-    "scores": [[("q_norm",), ("q_norm_all",), ("w_q", "b_q")]],
+    "scores": [[("q_norm",), ("q_norm_all",), ("w_q", "b_q"), ("w_q_heads",)]],
     "residual": [[("attention_out_norm",), ("w_o", "b_o")], [("mlp_out_norm",), ("w_down", "b_down", "shared_down")]],
     "logits": [[("final_norm",), ("final_gain", "final_bias")]],
 }

@@ -258,7 +258,7 @@ def _check_same_model(path: str | os.PathLike, saved: dict, config: dict, may_de
     """
     # Fine-tuning may change RoPE scaling (for longer sequences), dropout, and the losses of experts.
     free = ("embed_init_scale", "weight_init_scale", "init_std", "family", "rope_scaling", "dropout")
-    free += ("pools", "capacity_factor", "balance_loss", "router_z_loss", "bias_rate")
+    free += ("pools", "capacity_factor", "balance_loss", "router_z_loss", "bias_rate", "chunk")
     if may_decide_weights:
         free += (*DECIDE_WEIGHTS, *(config["model"].keys() - saved["model"].keys()))
     # Also compare settings of the checkpoint's model that this one lacks, unless they have their default.

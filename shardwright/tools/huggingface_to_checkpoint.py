@@ -3,8 +3,8 @@
     python -m tools.huggingface_to_checkpoint model=<directory, or name on the hub> output=runs/<name>
 
 Llama, models with its math (TinyLlama, SmolLM, Mistral without a sliding window …) and Qwen3 become models of train.py;
-Qwen2, Mistral 0.1, OLMo 2, SmolLM 3, Gemma 2, Gemma 3 and Phi of family.py; Mixtral, Qwen3-MoE, OLMoE and gpt-oss of
-moe.py.
+Qwen2, Mistral 0.1, OLMo 2, SmolLM 3, Gemma 2, Gemma 3 and Phi of family.py; Mixtral, Qwen3-MoE, OLMoE, GLM-4-MoE and
+gpt-oss of moe.py; DeepSeek-V3 of mla.py; Qwen3-Next of delta.py.
 Another model_type is converted by `from_huggingface` of the module of that name, or of the one that `module` names;
 docs/huggingface.md describes that function. Settings that change the math and are not supported are refused by name.
 Then the logits of a text are computed twice, by transformers from the model's files and as a run does. If they differ,

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from shardlib.shardtypes import ShardError
+from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
-from shardwright.models import family, mla, moe
+from shardwright.models import delta, family, mla, moe
 from shardwright.run.opening import MeshChoice, read_weights
 from shardwright.run.step import trace_step
 from shardwright.sampling import cache
@@ -58,6 +60,12 @@ OURS = {
         "experts_per_token": 3, "scores": "sigmoid", "groups": 4, "groups_per_token": 2, "correction_bias": True,
         "shared_experts": 1, "dense_layers": 1, "rope_scaling": RopeScaling("yarn", 4.0, 8, mscale_all_dim=0.8),
     },
+    "Qwen3Next": {
+        "layers": 2, "deltas": 2, "chunk": 4, "key_heads": 4, "values_per_key": 2, "d_key": 6, "d_value": 4,
+        "d_head": 8,
+        "gated": True, "qk_norm": True, "norm_offset": True, "rotary_share": 0.25, "experts": 8,
+        "experts_per_token": 3, "shared_experts": 1, "shared_scored": True,
+    },
 }  # fmt: skip
 """Settings of ours for each kind of math."""
 
@@ -65,8 +73,8 @@ OURS = {
 def ours(name: str, **changes) -> family.ModelConfig:
     sizes = {"vocab": 64, "d_model": 32, "layers": 4, "n_kv": 4, "n_q_per_kv": 2, "d_head": 4, "d_ff": 48}
     settings = sizes | OURS[name] | changes
-    module = mla if "kv_rank" in settings else moe if "experts" in settings else family
-    return module.ModelConfig(**settings)
+    marks = {"deltas": delta, "kv_rank": mla, "experts": moe}
+    return next((module for mark, module in marks.items() if mark in settings), family).ModelConfig(**settings)
 
 
 def imported(model, tmp_path) -> tuple:
@@ -153,6 +161,7 @@ def test_experts_in_one_array_are_read_as_those_in_many(name):
         ("Cohere2", {}, "p2 d2 t2"),
         ("Qwen2Moe", {"parallel": True, "layer_norm": True, "qk_norm": True}, "d2 e2 t2"),
         ("DeepseekV3", {"norms": "both"}, "p2 e2 t2"),
+        ("Qwen3Next", {"correction_bias": True}, "p2 d2 e2 t2"),
         ("DeepseekV3", {"q_rank": None, "dense_layers": 0, "window": 5, "full_every": 2, "d_value": 9}, "d2 c2 t2"),
     ],
 )
@@ -173,11 +182,22 @@ def test_steps_are_proved(name, more, sizes):
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("name", ["GptOss", "Gemma3", "DeepseekV3"])
+@pytest.mark.parametrize("name", ["GptOss", "Gemma3", "DeepseekV3", "Qwen3Next"])
 def test_logits_with_a_cache_are_those_without(name):
     """Of a pattern of three layers among four, and of sinks and experts."""
     with jax.set_mesh(tiny.mesh("d=2 t=2")):
         cache.check_cache(tiny.forward(tiny.config(ours(name))), 16)
+
+
+@pytest.mark.long
+def test_chunks_of_a_delta_net_keep_documents_apart(monkeypatch):
+    """By the proof of causality, which sees the leak of a chunk that reads the matrix of another document."""
+    c, in_chunks = tiny.config(ours("Qwen3Next", layers=1)), delta.in_chunks
+    with jax.set_mesh(tiny.mesh("d=2 t=2")):
+        assert check_causal(tiny.step(c)) == ""
+        monkeypatch.setattr(delta, "in_chunks", lambda *given: in_chunks(*given[:5], 0 * given[5], given[6]))
+        with pytest.raises(ShardError, match="in an earlier document"):
+            check_causal(tiny.step(c))
 
 
 def test_every_nth_layer_has_no_rope_or_no_window(one_device, monkeypatch):
@@ -220,6 +240,9 @@ def test_every_nth_layer_has_no_rope_or_no_window(one_device, monkeypatch):
         ("Gemma3", {"layer_types": ["full_attention"] + ["sliding_attention"] * 7}, "layer_types is "),
         ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
         ("Olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("Qwen3Next", {"layer_types": ["linear_attention"] * 8}, "layer_types is .* in every n-th layer, n > 1"),
+        ("Qwen3Next", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\], and this model has \[\]"),
+        ("DeepseekV3", {"attention_bias": True}, "attention_bias is True"),
         ("Qwen2Moe", {"shared_expert_intermediate_size": 50}, "50, which is no multiple of moe_intermediate_size = 24"),
     ],
 )
@@ -245,6 +268,8 @@ def test_other_math_is_refused_by_name(name, changes, message):
         ("Cohere2", {"window": None, "full_every": None}, "model.window is None; cohere2 in transformers"),
         ("Cohere2", {"d_head": 8}, "model.d_head is 8; cohere2 in transformers has d_model / heads = 4"),
         ("Mixtral", {"sinks": True, "qk_norm_all": True}, "model.sinks is True; olmoe in transformers"),
+        ("DeepseekV3", {"correction_bias": False}, "model.correction_bias is False; deepseek_v3 in transformers"),
+        ("Qwen3Next", {"window": 5}, "model.window is 5; qwen3_next in transformers"),
     ],
 )
 def test_what_no_family_has_is_refused_by_name(name, changes, message):
@@ -259,6 +284,27 @@ def test_what_training_adds_to_experts_may_differ_from_the_checkpoint(one_device
     config = dataclasses.asdict(models.settings(other))
     found, _ = read_weights(models.save(tmp_path / "run", w, c), w, config)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, w))
+
+
+def test_a_delta_net_refuses_part_of_a_sequence():
+    with jax.set_mesh(tiny.mesh("d=2 c=2")), pytest.raises(ValueError, match=r"mesh\.c is 2, but a delta net"):
+        tiny.step(tiny.config(ours("Qwen3Next"))).calls  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("DeepseekV3", {"sinks": True}, "model.sinks is True, which latent attention does not have; set it to False"),
+        ("DeepseekV3", {"rotary_share": 0.5, "d_head": 8}, "model.rotary_share is 0.5, which latent attention"),
+        ("DeepseekV3", {"n_q_per_kv": 2}, "model.n_q_per_kv is 2; each head has a key of its own"),
+        ("DeepseekV3", {"d_turned": 6}, "model.d_turned is 6, of model.d_head = 6; it must be even, and less"),
+        ("Qwen3Next", {"no_rope_every": 2}, "blocks of delta nets and attention are all alike"),
+        ("Qwen3Next", {"qkv_bias": True}, "model.gated and model.qkv_bias are both true"),
+    ],
+)
+def test_settings_of_other_attention_are_refused(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        ours(name, **changes).check(seq_len=16)
 
 
 @pytest.mark.parametrize(

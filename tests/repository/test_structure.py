@@ -16,7 +16,7 @@ FLOORS = [
     ("shardwright.__main__",),
     ("bench",),
     ("shardwright.tools", "shardwright.testing"),
-    ("shardwright.models.mla",),
+    ("shardwright.models.delta", "shardwright.models.mla"),
     ("shardwright.models.moe",),
     ("shardwright.models.family", "shardwright.models.gpt2"),
     ("shardwright.models",),

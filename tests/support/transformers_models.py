@@ -46,6 +46,11 @@ KINDS = {
     "Qwen3Moe": {"head_dim": 8, "moe_intermediate_size": 48, "norm_topk_prob": True} | EXPERTS,
     "Qwen2Moe": {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48} | EXPERTS,
     "Olmoe": EXPERTS,
+    "Qwen3Next": {
+        "num_hidden_layers": 8, "head_dim": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 4,
+        "num_key_value_heads": 2, "linear_conv_kernel_dim": 3,
+    } | EXPERTS,
     "DeepseekV3": {
         "moe_intermediate_size": 24, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2, "n_routed_experts": 8,
         "num_experts_per_tok": 3, "routed_scaling_factor": 1.5, "n_shared_experts": 2, "num_key_value_heads": 8,
@@ -131,6 +136,8 @@ def theirs(name: str, **changes):
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(parameter + 0.3 * noise if parameter.ndim == 1 else 0.2 * noise)
+            if key.endswith("A_log"):  # so that matrices keep something of several positions
+                parameter.copy_(0.5 * noise - 1)
             if key.endswith("gate_up_proj_bias"):  # so that 7 is a limit that is met
                 parameter.mul_(30)
         for key, buffer in model.named_buffers():

@@ -63,6 +63,8 @@ ROWS = [
     row("DeepseekV3", STAGES, **STEP, **BLOCKS, model={"bias_rate": 0.0}, optimizer={"algorithm": "muon"}),
     row("DeepseekV3 lite", "e=2 d=2 t=2", model={"bias_rate": 0.0}, save="dots"),
     row("DeepseekV3 lite", "d=2 c=2 t=2", context="ulysses", model={"bias_rate": 0.0}, loss_chunk=8),
+    row("Qwen3Next", "e=2 d=2 t=2", **LAYER, model=POOLS | {"chunk": 4}, loss_chunk=4),
+    row("Qwen3Next", STAGES, **STEP, model={"chunk": 16}, schedule="1f1b", optimizer={"algorithm": "muon"}),
     row("Olmoe", "e=4 t=2", **STEP, save="dots", unroll=None, gpu=True),
     row("Qwen2", C2, context="ulysses", attention="einsum", loss_chunk=8),
     row("Mistral", "d=2 c=4", context="ring", attention_block=3, **LAYER, save="dots"),

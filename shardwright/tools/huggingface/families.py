@@ -4,6 +4,7 @@ docs/huggingface.md describes `to_huggingface` and `from_huggingface`.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from shardwright.data.checks import check_ranges
 from shardwright.huggingface import Layers, Names, check_fixed
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig, RopeScaling
-from shardwright.models import family, mla, moe
+from shardwright.models import delta, family, mla, moe
 
 
 class Kind(NamedTuple):
@@ -129,6 +130,8 @@ _EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"
 _SPARSE = _EXPERTS | {"d_ff": "moe_intermediate_size", "normalize": "norm_topk_prob"}
 _SWIGLU = {f"w_{x}": f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")}
 _SHARED_WIDTH = "shared_expert_intermediate_size"
+_SCORED_BY_TOKEN = {f"shared_{x}": f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")}
+_SCORED_BY_TOKEN |= {"router": "mlp.gate.weight", "shared_score": "mlp.shared_expert_gate.weight"}
 _SCORED = {"scores": "sigmoid", "correction_bias": True}
 _SCORED_SETTINGS = _SPARSE | {
     "experts": "n_routed_experts",
@@ -220,9 +223,7 @@ KINDS = {
         ours={"shared_scored": True},
         settings=_SPARSE | {"qkv_bias": "qkv_bias", "shared_experts": _SHARED_WIDTH},
         fixed={"decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": 0},
-        names=_QKV_BIAS
-        | {"router": "mlp.gate.weight", "shared_score": "mlp.shared_expert_gate.weight"}
-        | {f"shared_{x}": f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")},
+        names=_QKV_BIAS | _SCORED_BY_TOKEN,
         experts=_SWIGLU,
     ),
     "glm4_moe": Kind(
@@ -253,6 +254,27 @@ KINDS = {
         experts=_SWIGLU,
         neighbors=dict.fromkeys(("w_q", "w_q_heads", "w_kv_latent"), "d_turned"),
     ),
+    "qwen3_next": Kind(
+        "delta",
+        "Qwen3NextForCausalLM",
+        ours={"qk_norm": True, "norm_offset": True, "gated": True, "shared_scored": True},
+        settings=_SPARSE
+        | {"shared_experts": _SHARED_WIDTH, "rotary_share": "partial_rotary_factor", "taps": "linear_conv_kernel_dim"}
+        | {"key_heads": "linear_num_key_heads", "values_per_key": "linear_num_value_heads"}
+        | {"d_key": "linear_key_head_dim", "d_value": "linear_value_head_dim", "deltas": "full_attention_interval"},
+        fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        names=_SCORED_BY_TOKEN
+        | {"w_q_and_gate": "self_attn.q_proj.weight"}
+        | dict.fromkeys(("conv_q", "conv_k", "conv_v"), "linear_attn.conv1d.weight")
+        | {
+            "w_in": "linear_attn.in_proj_qkvz.weight",
+            "w_rates": "linear_attn.in_proj_ba.weight",
+            "log_decay": "linear_attn.A_log",
+            "b_decay": "linear_attn.dt_bias",
+            "value_norm": "linear_attn.norm.weight",
+        },
+        experts=_SWIGLU,
+    ),
     "olmoe": Kind(
         "moe",
         "OlmoeForCausalLM",
@@ -277,7 +299,13 @@ KINDS = {
         | {"w_down": "mlp.experts.down_proj", "b_down": "mlp.experts.down_proj_bias"},
     ),
 }
-CONFIGS = {"mla": mla.ModelConfig, "moe": moe.ModelConfig, "family": family.ModelConfig, "train": ModelConfig}
+CONFIGS = {
+    "delta": delta.ModelConfig,
+    "mla": mla.ModelConfig,
+    "moe": moe.ModelConfig,
+    "family": family.ModelConfig,
+    "train": ModelConfig,
+}
 _TRAINING = {
     "module",
     "family",
@@ -287,6 +315,7 @@ _TRAINING = {
     "pools",
     "balance_loss",
     "router_z_loss",
+    "chunk",
 }
 """Settings that transformers lacks because they don't change logits."""
 
@@ -329,30 +358,44 @@ def names_of(c: ModelConfig, grouped: bool = False) -> Names:
     found = kind_of(c)
     table = load_model(c).table
     dense = getattr(c, "dense_layers", 0)
-    kinds = [_layers_of(KINDS[found], table.dense, c, False, field="dense")] if dense else []
-    kinds += [_layers_of(KINDS[found], table.layers, c, grouped, first=dense)]
+    layers_of = functools.partial(_layers_of, KINDS[found], c=c, grouped=grouped)
+    if isinstance(c, delta.ModelConfig):
+        block = table.layers
+        out = {"w_o": "linear_attn.out_proj.weight"}
+        kinds = [layers_of(block.delta, own=out, field="layers.delta", in_block=True, every=c.deltas + 1)]
+        kinds += [layers_of(block.full, own={}, field="layers.full", first=c.deltas, every=c.deltas + 1)]
+    else:
+        kinds = [layers_of(table.dense, own={}, field="dense")] if dense else []
+        kinds += [layers_of(table.layers, first=dense)]
     return Names(
         family=found,
         whole={name: theirs for name, theirs in _WHOLE.items() if not (c.tied_embeddings and name == "unembed")},
         layer={},
         kinds=kinds,
         transposed=True,
+        shaped={"conv1d.weight": (-1, 1, c.taps)} if isinstance(c, delta.ModelConfig) else {},
         base="model.",
         # Old files contain RoPE's frequencies.
         unused=r"self_attn\.rotary_emb\.inv_freq" + (r"|lm_head\.weight" if c.tied_embeddings else ""),
     )
 
 
-def _layers_of(kind: Kind, table: Any, c: ModelConfig, grouped: bool, **place: Any) -> Layers:
-    """Returns the names of the weights in layers with this table. `place` is their place in the model."""
+def _layers_of(
+    kind: Kind, table: Any, c: ModelConfig, grouped: bool, own: Mapping[str, str] | None = None, **place: Any
+) -> Layers:
+    """Returns the names of the weights in layers with this table. `place` is their place in the model.
+
+    `own` are names of these layers alone, if layers are of several kinds: each has some of the weights in the names.
+    """
     at = "model.layers.{}."
     layer = {}
     stacks = {}
     has_experts = hasattr(table, "router")
     experts = kind.experts if has_experts and not grouped else {}
     absent = {*experts, *(kind.stacks if has_experts else ()), *(() if c.qk_norm else ("q_norm", "k_norm"))}
-    absent |= {name for name in kind.names if not has_experts and not hasattr(table, name)}
-    for ours, theirs in {**_LAYER, **kind.names, **(_GROUPED if grouped else {})}.items():
+    names = {**_LAYER, **kind.names, **(_GROUPED if grouped and has_experts else {}), **(own or {})}
+    absent |= {name for name in names if own is not None and not hasattr(table, name)}
+    for ours, theirs in names.items():
         if theirs and ours not in absent and getattr(table, ours, True) is not None:
             layer[at + theirs] = (*layer.get(at + theirs, ()), ours)
     for ours, theirs in (kind.stacks if has_experts else {}).items():
@@ -367,7 +410,6 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
         ValueError: none of them supports a weight or setting.
     """
     found = kind_of(c)
-    scaling = c.rope_scaling
     kind = KINDS[found]
     config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": found, "pad_token_id": None}
     config |= {**_FIXED, **kind.fixed}
@@ -389,14 +431,36 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
             raise ValueError(
                 f"model.d_head is {c.d_head}; cohere2 in transformers has d_model / heads = {c.d_model / c.heads:g}."
             )
-    if isinstance(c, moe.ModelConfig) and "dense_d_ff" in kind.settings:
-        config |= {"num_hidden_layers": c.dense_layers + c.layers, "intermediate_size": c.dense_width}
-    if isinstance(c, mla.ModelConfig):
-        config |= {"qk_nope_head_dim": c.d_plain, "head_dim": c.d_turned, "rope_interleave": True}
+    config |= _other_layers(c, kind)
     if _SHARED_WIDTH in config:
         config[_SHARED_WIDTH] *= c.d_ff
     if config.get("attention_multiplier", 1.0) is None:
         config["attention_multiplier"] = c.d_head**-0.5
+    _scale_rope(config, c, found)
+    return config, names_of(c).to_tensors(_as_neighbors(weights, c, kind), load_model(c).table)
+
+
+def _other_layers(c: ModelConfig, kind: Kind) -> dict[str, Any]:
+    """Returns what config.json has of layers of several kinds, and of other attention, beside Kind.settings."""
+    config: dict[str, Any] = {}
+    if isinstance(c, moe.ModelConfig) and "dense_d_ff" in kind.settings:
+        config |= {"num_hidden_layers": c.dense_layers + c.layers, "intermediate_size": c.dense_width}
+    if isinstance(c, mla.ModelConfig):
+        config |= {"qk_nope_head_dim": c.d_plain, "head_dim": c.d_turned, "rope_interleave": True}
+    if isinstance(c, delta.ModelConfig):
+        config |= {"linear_num_value_heads": c.key_heads * c.values_per_key, "intermediate_size": c.d_ff}
+        config |= {"num_hidden_layers": c.layers * (c.deltas + 1), "layer_types": _layer_types(c.layers, c.deltas)}
+        config["full_attention_interval"] = c.deltas + 1
+    return config
+
+
+def _scale_rope(config: dict[str, Any], c: ModelConfig, found: str) -> None:
+    """Completes a config.json by the scaling of RoPE, and by RoPE in windows.
+
+    Raises:
+        ValueError: the family does not support it.
+    """
+    scaling = c.rope_scaling
     if config.get("rope_local_base_freq", c.rope_base) is None:
         if scaling is not None:
             raise ValueError(f"model.window_rope_base is null, but {found} does not scale RoPE in windows; set it.")
@@ -420,7 +484,6 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
         bases = {"full_attention": {"rope_theta": c.rope_base}, "sliding_attention": of_windows}
         config["rope_parameters"] = {kind: {"rope_type": "default"} | base for kind, base in bases.items()}
         config["rope_parameters"]["full_attention"] |= config["rope_scaling"] or {}
-    return config, names_of(c).to_tensors(_as_neighbors(weights, c, kind), load_model(c).table)
 
 
 def _as_neighbors(weights: Any, c: ModelConfig, kind: Kind, back: bool = False) -> Any:
@@ -438,6 +501,25 @@ def _as_neighbors(weights: Any, c: ModelConfig, kind: Kind, back: bool = False) 
         return np.concatenate([w[..., :-count], turned], axis=-1)
 
     return jax.tree_util.tree_map_with_path(reorder, weights) if kind.neighbors else weights
+
+
+def _layer_types(layers: int, deltas: int) -> list[str]:
+    """Returns transformers' list of layers for blocks of delta nets and attention."""
+    return [*["linear_attention"] * deltas, "full_attention"] * layers
+
+
+def _blocks(config: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the settings of delta nets that are other numbers in transformers."""
+    types = config["layer_types"]
+    every = types.index("full_attention") + 1 if "full_attention" in types else 1
+    found = {"layers": len(types) // every, "deltas": every - 1}
+    found["values_per_key"], rest = divmod(config["linear_num_value_heads"], config["linear_num_key_heads"])
+    if every == 1 or rest or types != _layer_types(found["layers"], found["deltas"]):
+        raise ValueError(
+            f"config.json: layer_types is {types!r:.80}; it can only have full_attention in every n-th layer, n > 1, "
+            "and linear_attention in the others, with heads of values that are a multiple of those of keys."
+        )
+    return found
 
 
 def _layers(layers: int, n: int | None, every: tuple[str, Any, Any]) -> list:
@@ -475,6 +557,8 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
         settings["logit_divisor"] = 1 / (config["logit_scale"] or math.inf)
     if "dense_layers" in names:
         settings["layers"] -= settings["dense_layers"]
+    if "key_heads" in names:
+        settings |= _blocks(config)
     if _SHARED_WIDTH in names.values():
         settings["shared_experts"], rest = divmod(config[_SHARED_WIDTH], settings["d_ff"])
         if rest:
