@@ -20,6 +20,7 @@ the chat template, how to generate, the EOS ids, the special tokens and the dtyp
 """
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ def find_model(name: str) -> Path:
     """
     directory = Path(name)
     if not directory.is_dir():
-        check_hub()
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # others are no names on the hub
+            check_hub()
         import huggingface_hub
 
         remedy = "Check the name, the connection, and that you are logged in if access is restricted."
