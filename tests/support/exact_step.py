@@ -213,7 +213,7 @@ def use(patch) -> None:
     def trace(c, model, spec=None):
         t = c.training
         mesh = jax.sharding.get_mesh()
-        key = (mesh, t.batch_size, t.seq_len, t.microbatches, t.seed, c.optimizer.learning_rate)
+        key = (mesh, t.batch_size, t.seq_len, t.microbatches, t.seed, t.init_from, c.optimizer.learning_rate)
         return _STEPS.setdefault(key, step.Step(c, MODEL, mesh, SPEC))
 
     def lower_once(self):
