@@ -130,6 +130,8 @@ def _reshape(eq: Equation) -> Value:
     """Splits and merges dims, in row-major order.
 
         x: f32[8/d 4]    x.reshape(-1, 2, 4)    f32[4/d 2 4]
+        x: f32[8/t/d 4]    x.reshape(2 // lax.axis_size("t"), -1, 4)    f32[2/t 4/d 4]
+        x: f32[8/t/d 4]    x.reshape(2, -1, 4)    refused
         x: f32[8/d 4]    x.reshape(-1)    f32[32/d]
         x: f32[4 8/d]    x.reshape(-1)    f32[(4 8/d)]
         x: f32[4 8/d]    jnp.sum(x.reshape(-1))    f32[+d]
@@ -160,7 +162,7 @@ def _reshape(eq: Equation) -> Value:
             dims.append(cut(size, (f"{ENTRIES}{size}",)))
             count += [j] if first.is_counted else []
             continue
-        taken = _take(pieces, size, there, last=all(n == 1 for n in new[j + 1 :]))
+        taken = _take(eq, pieces, size, there, last=all(n == 1 for n in new[j + 1 :]))
         if any(p.is_counted for p in taken):
             count.append(j)
             mixed |= not all(p.is_counted for p in taken)
@@ -201,7 +203,18 @@ def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None
     return found
 
 
-def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piece]:
+def _outer_axes(eq: Equation, axes: tuple[str, ...], blocks: int) -> tuple[str, ...]:
+    """Returns the first of `axes` that cut a dim into so many blocks; () if none or all do."""
+    for i in range(1, len(axes)):
+        outer = axes[:i]
+        if {*axes} <= {*eq.sizes} and devices(eq.sizes, outer) == blocks * devices(
+            eq.twin_sizes, outer
+        ):
+            return outer
+    return ()
+
+
+def _take(eq: Equation, pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piece]:
     """Takes the next factors, of `size` together on a device, and `there` on one.
 
     Splits the last one if needed.
@@ -219,6 +232,12 @@ def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piec
         if need % piece.size == 0 and (piece.is_uniform or rest % piece.whole == 0):
             taken.append(pieces.pop(0))
             product, product_there = product * piece.size, product_there * piece.whole
+        elif need == 1 and (outer := _outer_axes(eq, piece.axes, rest)):
+            # A device has one entry of the outer dim, and its block of what the inner axes cut.
+            taken.append(_Piece(1, rest, outer, False, False))
+            inner = piece.axes[len(outer) :]
+            pieces[0] = dataclasses.replace(piece, whole=piece.whole // rest, axes=inner, name="")
+            product_there *= rest
         elif (
             need
             and piece.size % need == 0
