@@ -12,7 +12,7 @@ from typing import Any
 
 from jax import core
 
-from shardlib.equations import COLLECTIVES, Atom, axes_of, called, split_scan
+from shardlib.equations import COLLECTIVES, Atom, Eqn, axes_of, called, split_scan
 from shardlib.interpret import Domain, Operation, equations_in, interpret
 from shardlib.proof.alignment import Aligned, Alignment, Paired, others
 from shardlib.proof.domain import UNIFORM, Dim, Unprovable, Value, constant, real, whole
@@ -85,7 +85,7 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
 
     Returns None if it may not. The loop must do the same to each row, and may add up: its results
     are then blocks, and its sums partial. Devices are at different rows, so nothing may be
-    exchanged, and no row's result may be cut, or pending, over their axes.
+    exchanged (`_exchange`), and no row's result may be cut, or pending, over their axes.
     """
     consts, carry, rows = ([None] * len(part) for part in split_scan(eq.eqn, eq.ins))
     totals = [*range(len(carry))]
@@ -94,8 +94,21 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
         return None
     dims = {x.dims[0] for x in xs if not x.unprovable and x.dims[0] is not UNIFORM}
     rows = dims.pop() if len(dims) == 1 else Dim(())
-    axes = frozenset(map(real, rows.axes))
-    return rows if axes and not _collectives(axes, eq.params["jaxpr"]) else None
+    return rows if rows.axes else None
+
+
+def _exchange(eq: Equation, rows: Dim | Any) -> Unprovable | None:
+    """Returns the reason against a loop over each device's own rows that communicates."""
+    axes = frozenset(map(real, rows.axes)) if rows else frozenset()
+    found = _collectives(axes, eq.params["jaxpr"])
+    if not found:
+        return None
+    first, over = Operation(found[0]), ", ".join(sorted(axes))
+    problem = (
+        f"{first.shown} over {over}, in a loop of each device of {over} over its own rows: what "
+        "meets there are different rows"
+    )
+    return Unprovable(first.place(), problem, "leave it out, or move it out of the loop")
 
 
 def _of_own_rows(eq: Equation, rows: Dim | Any) -> Aligned | None:
@@ -140,12 +153,12 @@ def _of_turn(eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
         return Value(dims, unprovable=eq.explain(refusal))
 
 
-def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
-    """Returns the names of the collectives over any of the axes in jaxprs."""
+def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[Eqn]:
+    """Returns the collectives over any of the axes in jaxprs."""
     found = (
         eqn for jaxpr in jaxprs for eqn in equations_in(jaxpr) if not axes.isdisjoint(axes_of(eqn))
     )
-    return [eqn.primitive.name for eqn in found if eqn.primitive.name in COLLECTIVES]
+    return [eqn for eqn in found if eqn.primitive.name in COLLECTIVES]
 
 
 class Control(Paired[Value]):
@@ -153,11 +166,13 @@ class Control(Paired[Value]):
 
     Attributes:
         is_unchecked: True if JAX does not say over which axes a value differs: check_vma=False.
+        own_rows: axes over whose devices the loops run that are being followed, each over its rows.
         problems: by equation: collectives under a condition that differs, which not all devices
             reach; and what is wrong with the arguments of per-device code.
     """
 
     is_unchecked: bool
+    own_rows: frozenset[str] = frozenset()
     problems: dict[Any, Unprovable]
 
     def join(self, op: Any, a: Value, b: Value) -> Value:
@@ -175,6 +190,8 @@ class Control(Paired[Value]):
         """
         op.same("reverse")
         rows = _own_rows(op, xs)
+        exchange = _exchange(op, rows)
+        rows = None if exchange else rows
         n = op.params["length"]
 
         def demand_rows(x: Value) -> None:
@@ -182,14 +199,14 @@ class Control(Paired[Value]):
                 op.uncut(x, 0, "a loop runs")
 
         xs = [_of_turn(op, x, x.dims[1:], demand_rows) for x in xs]
-        if op.twin.params["length"] != op.whole_size(rows, n):
+        if exchange or op.twin.params["length"] != op.whole_size(rows, n):
             reason = Refused(
                 f"a loop runs {n} times here and {op.twin.params['length']} times on one device",
                 "loop over a global size; over its own rows a device may map, and add up with `+`, "
                 "without collectives; each turn of a ring over devices must do the same, and add "
                 "up what it gives",
             )
-            unprovable = op.explain(reason)
+            unprovable = exchange or op.explain(reason)
             carry = [Value(value.dims, unprovable=unprovable) for value in carry]
             self.run(op.body("jaxpr"), [*consts, *carry, *xs], op)
             return op.unprovable(unprovable)
@@ -199,7 +216,9 @@ class Control(Paired[Value]):
         else:
             op.inner = _of_own_rows(op, rows)
             zeros = [constant(len(value.dims), 0, 0) for value in carry]
+            around, self.own_rows = self.own_rows, self.own_rows | {*map(real, rows.axes)}
             outs = self.run(op.body("jaxpr"), [*consts, *zeros, *xs], op)
+            self.own_rows = around
             results = [_total(op, *pair, rows) for pair in zip(carry, outs, strict=False)]
         axes = {*map(real, rows.axes)} if rows else set()
         of_loop = rows or (whole(n) if n > 1 else UNIFORM)
@@ -257,9 +276,9 @@ class Control(Paired[Value]):
         axes = frozenset(eq.sizes) if self.is_unchecked else varying(var.aval, eq.sizes)
         over = ", ".join(sorted(axes)) or "the mesh"
         if collectives := _collectives(axes, *bodies):
+            name = collectives[0].primitive.name
             problem = (
-                f"devices of {over} decide for themselves, and {collectives[0]} within waits for "
-                "all of them"
+                f"devices of {over} decide for themselves, and {name} within waits for all of them"
             )
             waits = Refused(problem, "reduce the condition first, or communicate outside")
             self.problems.setdefault(id(eq.eqn), eq.explain(waits))

@@ -241,8 +241,10 @@ class Interpreter(Control):
         # The gradient of a copy that each device uses independently is a partial sum: it varies,
         # and is not cut.
         over = (
-            varying(aval, self.sizes) if not self.is_unchecked else frozenset()
-        ) - entered.sharded
+            (varying(aval, self.sizes) if not self.is_unchecked else frozenset())
+            - entered.sharded
+            - self.own_rows
+        )
         return Value(entered.dims, over, unprovable=entered.unprovable)
 
     def _declared(self, text: str, shape: tuple[int, ...]) -> Value:

@@ -34,6 +34,15 @@ def pairs_of_rows_by_strides(lp: f32["B/d"]) -> f32[""]:
 
 
 @right
+def replicas_that_train_by_themselves_and_meet(w: f32["R/d M"], x: f32["R/d B/t M"]) -> f32["M"]:
+    def step(own):
+        w, x = own
+        return w - 0.1 * lax.psum(jnp.tanh(x @ w) @ x, "t")
+
+    return lax.psum(jnp.sum(lax.map(step, (w, x)), 0), "d") / 8
+
+
+@right
 def layer_norm(x: f32["B/d L/t M"], scale: f32["M"], bias: f32["M"]) -> f32["B/d L/t M"]:
     normed = (x - jnp.mean(x, axis=-1, keepdims=True)) * lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-5)
     return normed * scale + bias

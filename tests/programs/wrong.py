@@ -632,6 +632,15 @@ def approximate_best_of_sharded_rows(x: f32["B/d M"]) -> f32["8/d M"]:
     return lax.approx_max_k(x, x.shape[0], reduction_dimension=0)[0]
 
 
+@wrong("psum over d, in a loop of each device of d over its own rows: what meets there are different rows")
+def gradients_summed_over_replicas_that_train_by_themselves(w: f32["R/d M"], x: f32["R/d B M"]) -> f32["R/d M"]:
+    def step(own):
+        w, x = own
+        return w - 0.1 * lax.pcast(lax.psum(jnp.tanh(x @ w) @ x, "d"), "d", to="varying")  # here
+
+    return lax.map(step, (w, x))
+
+
 @wrong("scan: a maximum over this device's block is used before it is taken over d")
 def largest_product_of_each_row_with_own_rows(x: f32["B/d M"], y: f32["T/d M"]) -> f32["B/d"]:
     return lax.map(lambda row: jnp.max(y @ row), x)
