@@ -164,6 +164,11 @@ class ShapeSpec:
         copies = tuple(axis for axis in self.copies if axis not in axes)
         return ShapeSpec(dims, partial, copies, self.index, self.open)
 
+    def spelled_out(self) -> "ShapeSpec":
+        """Returns the type with axes instead of groups of axes in its text."""
+        dims = tuple(dataclasses.replace(dim, written=()) for dim in self.dims)
+        return dataclasses.replace(self, dims=dims)
+
     def __str__(self) -> str:
         dims = [f"[{dim}]" if i == self.index else str(dim) for i, dim in enumerate(self.dims)]
         return " ".join(

@@ -34,7 +34,7 @@ from shardlib.places import is_users, place
 from shardlib.scopes import Scope
 from shardlib.split_backward import SplitBackward
 from shardlib.tick_tables import WAYS, TickTable
-from shardlib.values import mesh_axes, on_mesh, pipeline_stage, planned_devices
+from shardlib.values import mesh_axes, on_mesh, pipeline_stage, planned_devices, stage_axes
 
 # ---- the backward of a stage as separate tasks ---------------------------------------------------
 
@@ -557,7 +557,9 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
         (value, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w, microbatch)
         return jax.tree.map(jnp.add, sums, (value, g)), metrics
 
-    (total, g), metrics = lax.scan(add, (jnp.zeros(()), _accumulators(w)), microbatches)
+    (total, g), metrics = lax.scan(
+        add, (varying(jnp.zeros(()), stage_axes()), _accumulators(w)), microbatches
+    )
     metrics = LayerMetrics.of_microbatches(metrics, layers)
     metrics = jax.tree.map(lambda x: _of_stages("_metric _layer +p", _share(x)), metrics)
     return _of_stages("+p", _share(total)), g, metrics
@@ -595,7 +597,7 @@ def _in_two(tree: object, rows: int) -> list[Any]:
 
 def _apart(x: jax.Array) -> jax.Array:
     """Marks `x` as varying over p, if the mesh has it."""
-    return varying(x, {PIPELINE_AXIS} & {*mesh_axes()})
+    return varying(x, {PIPELINE_AXIS} & {*mesh_axes()} | {*stage_axes()})
 
 
 def _refuse_collectives(jaxpr: object) -> None:

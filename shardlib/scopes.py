@@ -34,6 +34,7 @@ class Scope:
         product: the function that shardops.matmul multiplies with, as set by shardops.products.
         apart: axes over which any value may differ, and the dim of results that each shards: see
             values.vary_over.
+        alone: axes that the mesh is taken to lack: see values.alone.
     """
 
     def __init__(self, parent: "Scope | None" = None, **dtypes):
@@ -49,6 +50,7 @@ class Scope:
         self.arguments: list[list[ShapeSpec]] = outer.arguments if outer else []
         self.product: Callable | None = outer.product if outer else None
         self.apart: dict[str, str] = outer.apart if outer else {}
+        self.alone: frozenset[str] = outer.alone if outer else frozenset()
         self.dtypes = {
             **(outer.dtypes if outer else {}),
             **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()},

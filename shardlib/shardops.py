@@ -80,9 +80,11 @@ from shardlib.rows import add_rows, take_rows  # noqa: F401 (two of the ops)
 from shardlib.scopes import bound, current_scope
 from shardlib.values import (
     AtRest,
+    alone,  # noqa: F401 (a context for the ops)
     describe,
     devices_along,
     is_opaque,
+    mesh_axes,
     on_mesh,
     planned_devices,
     unwrap,
@@ -103,7 +105,7 @@ def axis_index(axis: str) -> jax.Array:
     with checked_op("axis_index", axis):
         devices_along((axis,))
         require_shard_map()
-    return lax.axis_index(axis) if axis in jax.sharding.get_abstract_mesh().shape else jnp.int32(0)
+    return lax.axis_index(axis) if axis in mesh_axes() else jnp.int32(0)
 
 
 def size(dim: str) -> int:

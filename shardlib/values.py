@@ -61,9 +61,10 @@ def _refused_in_steps(function: Callable) -> Callable:
 
 
 def mesh_axes() -> Mapping[str, int]:
-    """Size of each axis of the current mesh; empty if no mesh is set."""
+    """Size of each axis of the current mesh, except in `alone`; empty if no mesh is set."""
     mesh = jax.sharding.get_abstract_mesh()
-    return {} if mesh.empty else dict(mesh.shape)
+    left_out = current_scope().alone
+    return {} if mesh.empty else {a: n for a, n in mesh.shape.items() if a not in left_out}
 
 
 @_refused_in_steps
@@ -80,10 +81,15 @@ def target_device():
 
 
 def on_mesh(spec: ShapeSpec) -> ShapeSpec:
-    """`spec` on the current mesh: without the axes of AXIS_ORDER that the mesh lacks."""
+    """`spec` on the current mesh: without the axes of AXIS_ORDER that the mesh lacks.
+
+    Within `alone`, a group of axes is one axis less, so that the spec names its axes.
+    """
     sizes = mesh_axes()
-    absent = [axis for axis in AXIS_ORDER if axis not in sizes]
-    return spec.without(absent) if sizes and absent else spec
+    left_out = current_scope().alone
+    absent = [axis for axis in (*AXIS_ORDER, *left_out) if axis not in sizes]
+    spec = spec.without(absent) if sizes and absent else spec
+    return spec.spelled_out() if left_out else spec
 
 
 def vary_over(axis: str, dim: str = "") -> contextlib.AbstractContextManager[None]:
@@ -97,6 +103,20 @@ def vary_over(axis: str, dim: str = "") -> contextlib.AbstractContextManager[Non
         dim: the dim of results that the axis shards (see `sharded_apart`).
     """
     return bound(apart=current_scope().apart | ({axis: dim} if axis in mesh_axes() else {}))
+
+
+def alone(axis: str) -> contextlib.AbstractContextManager[None]:
+    """Context in which each device of `axis` computes by itself, as if the mesh lacked the axis.
+
+    Specs are read without it, so that no op communicates over it, and every value may differ over
+    it. Loop inside over a dim that the axis shards, so that one device computes the same, for each
+    row. With W: Array["R/r", Weights] and x: f32["R/r B/d M"]:
+
+        with shardops.alone("r"):
+            W = lax.map(lambda own: step(*own), (W, x))  # step(w: Weights, x: f32["B/b M"])
+    """
+    apart = current_scope().apart | ({axis: ""} if axis in mesh_axes() else {})
+    return bound(apart=apart, alone=current_scope().alone | {axis})
 
 
 def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
@@ -145,7 +165,7 @@ def devices_along(axes: Iterable[str]) -> int:
     sizes = mesh_axes()
     if axes and not sizes:
         raise ShardError("no mesh is set", "run this under `with jax.set_mesh(mesh):`")
-    known = {**dict.fromkeys(AXIS_ORDER, 1), **sizes}
+    known = {**dict.fromkeys((*AXIS_ORDER, *current_scope().alone), 1), **sizes}
     for axis in axes:
         if axis not in known:
             raise ShardError(
