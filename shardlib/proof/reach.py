@@ -372,6 +372,8 @@ def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarra
 
     Dims are expanded only where they are cut.
     """
+    if 0 in old:  # the product of further dims says nothing
+        return np.broadcast_to(x, old).reshape(new)
     sizes = []
     result = []
     i = j = 0

@@ -343,6 +343,7 @@ def bits_of(row):
 
 EXACT = {
     "entry by entry": lambda x: jnp.tanh(x) * x + jax.nn.softmax(x),
+    "of no entries": lambda x: x + jnp.sum(x[:0, :2, :1].reshape(0, 2)),
     "of the document": attention(OWN),
     "by a large number": attention(OWN, -1e9),
     "by an added number": added(-1e9),
