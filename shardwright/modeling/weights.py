@@ -197,6 +197,7 @@ def vector(*shape: int, value: float) -> Weight:
 
 
 T = TypeVar("T")
+TRAINERS_DIMS = ("m", "B", "L")
 
 
 def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mapping[str, Mapping] | None = None) -> T:
@@ -209,6 +210,11 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         changes: attributes of a Weight to replace, by the weight's field name.
     """
     sizes: dict[str, Any] = {dim: getattr(c, setting, None) for dim, setting in c.dims.items()} | {"layers": c.layers}
+    if taken := [dim for dim in c.dims if dim in TRAINERS_DIMS]:
+        raise ValueError(
+            f"{type(c).__name__}.dims names {taken[0]}, a dim of the trainer: {', '.join(TRAINERS_DIMS)} are the "
+            "microbatches, sequences and positions of a batch. Give yours another name."
+        )
     changes = changes or {}
     attributes = {field.name for field in dataclasses.fields(Weight)}
     if unknown := {name for change in changes.values() for name in change} - attributes:

@@ -96,6 +96,14 @@ def test_a_dim_without_a_size(module, new):
         load_model(mine.ModelConfig(module="mine"))
 
 
+def test_a_dim_of_the_trainer(module):
+    mine = module(('"K": "heads",', '"K": "heads", "L": "layers",'))
+    with pytest.raises(
+        ValueError, match=r"^ModelConfig.dims names L, a dim of the trainer: .* Give yours another name"
+    ):
+        load_model(mine.ModelConfig(module="mine"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
