@@ -41,7 +41,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests").rglob("*.md")])
-YOURS = {"mine.py", "model/mine.yaml", "my_schedules.py", "script.py", "__main__.py"}
+YOURS = {"mine.py", "mixing.py", "model/mine.yaml", "my_schedules.py", "script.py", "__main__.py"}
 """Files that a page has its reader write, or that many folders have."""
 NOT_OURS = ("pip", "pytest")
 

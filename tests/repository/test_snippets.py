@@ -29,6 +29,7 @@ RUN_BY = {
     "flat-tokens.md": "flat_tokens/test_flat_tokens.py",
     "huggingface.md": "models/test_huggingface_export.py",
     "loading.md": "repository/test_snippets.py",
+    "mixing.md": "train/test_mixing_page.py",
     "models.md": "train/test_own_model.py",
     "other-trainers.md": "proof/test_other_trainers.py",
     "pipeline.md": "tools/test_schedule_tool.py",

@@ -1,0 +1,155 @@
+"""docs/mixing.md: its layers are proved, causal, right by numbers, and sampled; its table is what causality says."""
+
+import contextlib
+import itertools
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from shardlib import shardops
+from shardlib.interpret import interpret
+from shardlib.proof.causality import Interpreter, tokens
+from shardlib.proof.reach import ordinary, unknown
+from shardlib.shardtypes import f32, i32
+from shardwright.inspect.causality import check_causal
+from shardwright.inspect.soundness import find_unsound
+from shardwright.modeling.model import load_model
+from shardwright.sampling import cache
+from tests.support import tiny
+from tests.support.own_model import imported
+from tests.support.recipes import ROOT
+
+PAGE = (ROOT / "docs/mixing.md").read_text()
+MIXING = "\n\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+SELECTING = MIXING.replace('"mixing"', '"selecting"') + "\n\nModel = Selecting\n"
+SIZES = {"vocab": 64, "d_model": 32, "layers": 2, "n_kv": 8, "n_q_per_kv": 1, "d_head": 4, "d_ff": 8}
+HEAD, *ROWS = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
+TWINS = {refused.strip("`"): accepted.strip("`") for refused, _, accepted in ROWS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models(tmp_path_factory):
+    at = tmp_path_factory.mktemp("mixing")
+    with contextlib.ExitStack() as stack:
+        for name, source in (("mixing", MIXING), ("selecting", SELECTING)):
+            stack.enter_context(imported(name, source, at))
+        yield
+
+
+def config(module: str, **training):
+    return tiny.config(sys.modules[module].ModelConfig(**SIZES, module=module), **training)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["c=2 d=2 t=2", "p=2 d=2 t=2"])
+@pytest.mark.parametrize("module", ["mixing", "selecting"])
+def test_its_layers_are_proved_and_causal(module, mesh):
+    with jax.set_mesh(tiny.mesh(mesh)):
+        step = tiny.step(config(module, microbatches=2))
+        assert find_unsound(step) == []
+        assert check_causal(step) == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["one device", "d=2 t=2"])
+def test_the_state_is_sampled_as_the_forward_pass(mesh):
+    c = config("mixing")
+    with jax.set_mesh(tiny.mesh(mesh)):
+        cache.check_cache(tiny.forward_of(load_model(c.model), c.training), 24)
+
+
+def looped(q, k, v, beta, g, document):
+    """The gated delta rule, position by position, in float64."""
+    out = np.zeros(v.shape)
+    for row, head in np.ndindex(len(q), q.shape[2]):
+        memory = np.zeros((q.shape[-1], v.shape[-1]))
+        for i in range(q.shape[1]):
+            is_first = i == 0 or document[row, i] != document[row, i - 1]
+            memory = 0 * memory if is_first else np.exp(g[row, i, head]) * memory
+            key = k[row, i, head]
+            memory = memory + beta[row, i, head] * np.outer(key, v[row, i, head] - memory.T @ key)
+            out[row, i, head] = memory.T @ q[row, i, head]
+    return out
+
+
+@pytest.mark.parametrize("most", [1, 4, 64])
+def test_the_delta_rule_is_a_loop(most):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(3, 12, 2, n)) for n in (5, 5, 4))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    beta, g = rng.random((3, 12, 2)), -rng.random((3, 12, 2))
+    document = (rng.random((3, 12)) < 0.25).cumsum(1)
+    found = sys.modules["mixing"].delta_rule(*map(jnp.float32, (q, k, v, beta, g)), jnp.asarray(document), most)
+    np.testing.assert_allclose(found, looped(q, k, v, beta, g, document), atol=1e-5)
+
+
+def test_the_convolution_is_one_of_each_document():
+    rng = np.random.default_rng(0)
+    v, taps = rng.normal(size=(1, 9, 2, 3)).astype(np.float32), rng.normal(size=(4, 3, 2)).astype(np.float32)
+    cuts = (0, 2, 7, 9)
+    positions = np.concatenate([np.arange(b - a) for a, b in itertools.pairwise(cuts)])[None]
+    expected = np.zeros(v.shape)
+    for a, b in itertools.pairwise(cuts):
+        for head, entry in np.ndindex(2, 3):
+            expected[0, a:b, head, entry] = np.convolve(v[0, a:b, head, entry], taps[:, entry, head])[: b - a]
+    with jax.set_mesh(tiny.mesh("one device")):
+
+        @tiny.per_device
+        def run(v: f32["B/b L K/t D"], taps: f32["4 D K/t"], at: i32["B/b L"]) -> f32["B/b L K/t D"]:
+            taps = shardops.replicate("4 D K/t -> 4 D K/t *r *d", taps)
+            return sys.modules["mixing"].convolve(v, taps, at)
+
+        found = run(v, taps, positions.astype(np.int32))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+LENGTH = 8
+STARTS = np.zeros((2, LENGTH), bool)
+STARTS[:, 0] = STARTS[0, 3] = STARTS[1, 6] = True
+DOCUMENT = STARTS.cumsum(1)
+AT = np.arange(LENGTH)
+FIRST = np.maximum.accumulate(np.where(STARTS, AT, 0), 1)
+
+
+def is_refused(expression: str) -> bool:
+    """True if an entry of the expression may depend on a token that its position must not see."""
+
+    def f(x):
+        sees = (AT[:, None] > AT) & (DOCUMENT[:, :, None] == DOCUMENT[:, None])
+        names = {"jax": jax, "jnp": jnp, "lax": lax, "sees": sees, "positions": AT - FIRST}
+        names |= {
+            "v": x[:, :, None],
+            "scores": jnp.einsum("bld,bsd->bls", x, x),
+            "shifted": sys.modules["mixing"].shifted,
+        }
+        out = eval(expression, names)
+        return out if out.ndim == 4 else jnp.einsum("bls,bsd->bld", out, x)
+
+    program = jax.make_jaxpr(f)(jnp.zeros((2, LENGTH, 4)))
+    last = []
+    for is_forward in (False, True):
+        number = tokens(2, LENGTH, is_forward)
+        x = unknown((2, LENGTH, 4), np.dtype(float), number[..., None])
+        (y,) = interpret(program, Interpreter(number, is_forward=is_forward), [ordinary(x)])
+        last.append(np.broadcast_to(y.last, y.shape).reshape(2, LENGTH, -1).max(-1))
+    row = np.arange(2)[:, None] * LENGTH
+    first = np.where(last[0] < 0, 2**30, 2 * LENGTH - 1 - last[0])
+    return bool(((last[1] > row + AT) | (first < row + FIRST)).any())
+
+
+def test_the_table_has_its_rows():
+    assert HEAD == ("refused", "because", "accepted")
+    assert len(TWINS) == 5
+
+
+@pytest.mark.parametrize("refused", TWINS)
+def test_what_causality_refuses_has_an_accepted_twin(refused):
+    assert is_refused(refused)
+    assert not is_refused(TWINS[refused])
