@@ -213,8 +213,8 @@ WRONG = {
     ),
     "a replica is not alone": (('with shardops.alone("r")', "if True"), "the value differs between devices of r"),
     "each replica takes all rows": (
-        ("step_of_replica(*each, step), (replicas, *rows)", "step_of_replica(each, batch, seeds, step), replicas"),
-        r"div of a partial sum over r",
+        ("(*each, step, clock), (replicas, *rows)", "(each, batch, seeds, step, clock), replicas"),
+        r"the result is sharded over r, over which it is also a partial sum",
     ),
     "replicas take turns with the rows": (
         ("x.reshape(m, here, rows // here, *rest), 1, 0", "x.reshape(m, rows // here, here, *rest), 2, 0"),
