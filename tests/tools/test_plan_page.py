@@ -1,5 +1,6 @@
 """What a user sees of a plan: on the terminal, as JSON, and as a page. The oracle is the sums of what was put in."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import Facts, Held, PlannedStep
 from shardwright.inspect.plan.work import Op
 from shardwright.inspect.tables import WIDTH
-from shardwright.tools.plan.page import page, roofline
+from shardwright.tools.plan.page import KINDS, page, roofline
 from shardwright.tools.plan.screen import GIB, SHOWN, as_text, work
 from tests.support.browser import CHROMIUM, seen
 
@@ -134,6 +135,25 @@ def test_the_page_draws_memory_up_to_the_peak(tmp_path):
     assert max(found["rates"]) <= H100.peak["bf16"] / 1e12
     assert found["wide"] <= width
     assert min(found["drawn"]) > 10
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium")
+def test_labels_are_apart_on_a_telephone_and_tables_fit_a_screen(tmp_path):
+    file = tmp_path / "plan.html"
+    source = "x = save_for_backward(shardops.matmul(a_long_name, another_long_name)) " * 3
+    made = plan()
+    held = [x._replace(kind=kind) for x, kind in zip(made.step.held, itertools.cycle(KINDS), strict=False)]
+    made = made._replace(step=made.step._replace(held=held))
+    file.write_text(page(made, "ours").replace(FORBIDDEN.replace("<", "&lt;").replace(">", "&gt;"), source))
+    labels = """return [...plots[0].querySelectorAll(".ytick text")].map(x => x.getBoundingClientRect())
+      .map(x => [x.top, x.bottom])"""
+    tops = sorted(seen(file, labels, width=500))
+    assert len(tops) == 16
+    assert all(end <= start + 2 for (_, end), (start, _) in itertools.pairwise(tops)), tops
+    tables = """document.querySelectorAll("details").forEach(x => { x.open = true })
+      return [...document.querySelectorAll(".scroll")].map(x => x.scrollWidth - x.clientWidth)"""
+    assert set(seen(file, tables, width=1400)) == {0}
 
 
 @pytest.mark.long

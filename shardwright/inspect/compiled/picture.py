@@ -18,6 +18,10 @@ _PHASES = {
     "": ("#b0b0b0", "other"),
 }
 _DARK, _QUIET, _OTHER_AXIS = "#202124", "#6b7075", "#56b4e9"
+_PAPER, _PALE, _EDGE, _LOOP = "#ffffff", "#fafafa", "#dadce0", "#1f3b73"
+_AT_NIGHT = {_DARK: "#e4e8ef", _QUIET: "#9aa5b8", _PAPER: "#1a1f28", _PALE: "#12151b", _EDGE: "#2c3442"}
+_AT_NIGHT |= {_LOOP: "#9db8f0", _KINDS["matmul"]: "#c8ccd2", _AXES["c"]: "#c9a227", _AXES["d"]: "#4aa8dc"}
+"""What these colors become where the reader prefers a dark page."""
 
 
 def colours_of(row: Row) -> list[str]:
@@ -44,7 +48,12 @@ class _Picture:
         size = f'width="{_WIDTH}" height="{self.y + _MARGIN:.0f}" viewBox="0 0 {_WIDTH} {self.y + _MARGIN:.0f}"'
         font = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
-        return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *self.parts, "</svg>", ""])
+        night = [
+            f'[fill="{old}"] {{ fill: {new} }} [stroke="{old}"] {{ stroke: {new} }}' for old, new in _AT_NIGHT.items()
+        ]
+        style = f"<style>@media (prefers-color-scheme: dark) {{ {' '.join(night)} }}</style>"
+        paper = f'<rect width="100%" height="100%" fill="{_PAPER}"/>'
+        return "\n".join([head, style, paper, *self.parts, "</svg>", ""])
 
     def text(self, x: float, y: float, text: str, size: int = 12, fill: str = _DARK, bold: bool = False) -> None:
         """Writes a text on one line, cut at the right margin."""
@@ -92,7 +101,7 @@ class _Picture:
             top = self.y
             inner = sections[number]
             count = "" if inner.kind == "branch" else f" × {inner.turns or '?'}"
-            self.text(x + _INDENT / 2, top + 17, inner.title + count, 13, "#1f3b73", bold=True)
+            self.text(x + _INDENT / 2, top + 17, inner.title + count, 13, _LOOP, bold=True)
             self.y += 24
             self.section(group, depth + 1)
             self.box(x, top, _WIDTH - 2 * x, self.y - top, "none", "#8aa0c8")
@@ -117,7 +126,7 @@ class _Picture:
             x = self.marked(x, self.y, *chip)
         self.y += 20 if chips else 0
         words, self.parts[place:] = self.parts[place:], []
-        self.box(left, top, right - left, self.y - top, "#ffffff" if chips else "#fafafa", "#dadce0")
+        self.box(left, top, right - left, self.y - top, _PAPER if chips else _PALE, _EDGE)
         self.box(left, top, 5, self.y - top, _PHASES.get(first.phase, _PHASES[""])[0])
         self.parts += words
         self.y += 4
