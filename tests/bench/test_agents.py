@@ -19,7 +19,7 @@ ANSWERS = {
     "attention": "shardwright/modeling/attention.py|path = attention_paths.choose(",
     "rope": "shardwright/modeling/rope.py|return (jnp.cos(angles), jnp.sin(angles))",
     "swiglu": 'train.py|hidden: act["B/b L/c F/t"] = ',
-    "context": "shardwright/modeling/context.py|k, v = (shardops.all_gather(",
+    "context": 'shardwright/modeling/context.py|k = shardops.all_gather("B/b S/c',
     "fsdp": 'train.py|w_down = shardops.all_gather("F/t M/fsdp',
     "clipping": 'train.py|total = shardops.psum("+t +fsdp +p ->"',
     "checkpoint": 'shardwright/run/checkpoint_arrays.py|store.write(f"{directory}/{key}", b',
