@@ -519,7 +519,8 @@ def placeholders(t):
         raise ShardError(f"{t!r} holds no array types", remedy)
     if _each(t) is not None:
         raise ShardError(
-            f"{t!r} does not say how many it has", "pass a value of the type as `like`"
+            f"{t!r} does not say how many it has",
+            "write Array['3', X] for three alike parts, or pass a value of the type as `like`",
         )
     parts = {path: placeholders(inner) for path, inner, _ in _children(t, ABSENT, "")}
     if typing.get_origin(t) is tuple:
