@@ -31,7 +31,7 @@ MESHES = {
 def session_of(c, model=None, train=tiny.train):
     """What an Explainer asks of a Session."""
     model = model or load_model(c.model)
-    session = types.SimpleNamespace(config=c, model=model, step=3, placement=placement_of(c, model), reference=())
+    session = types.SimpleNamespace(config=c, model=model, step=3, placement=placement_of(c, model), arguments=())
     session.traced = trace_step(c, model, spec=train.SPEC)
     session.without_stages = lambda: StepWithoutStages(session.traced, session.placement)
     return session
