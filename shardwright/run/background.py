@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ FAILURES = (OSError, RuntimeError, ValueError)
 TIMEOUT_S = 600.0
 """Seconds until such a process is killed. Generous, because training steps keep all cores busy."""
 T = TypeVar("T")
-_running: set[subprocess.Popen[Any]] = set()
+_running: dict[threading.Thread, subprocess.Popen[Any]] = {}
+"""The program that each thread waits for."""
 
 
 def run_beside(
@@ -55,14 +57,14 @@ def run_beside(
     options["process_group"] = 0
     process: subprocess.Popen[Any] = subprocess.Popen(command, cwd=directory, **options)
     with process:
-        _running.add(process)
+        _running[threading.current_thread()] = process
         try:
             started(process)
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"it took longer than {timeout:g} s") from None
         finally:
-            _running.discard(process)
+            del _running[threading.current_thread()]
             process.kill()  # if it has not ended
     if process.returncode == -signal.SIGKILL:
         raise RuntimeError("it was killed")
@@ -73,18 +75,41 @@ def run_beside(
     return stdout.decode()
 
 
+class Task(concurrent.futures.Future[T]):
+    """Work on a thread of its own."""
+
+    def __init__(self, function: Callable[..., T], arguments: tuple[object, ...]):
+        super().__init__()
+        self._function, self._arguments = function, arguments
+        self._thread = threading.Thread(target=self._run, name=function.__name__)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            result = self._function(*self._arguments)
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+    def kill_program(self) -> None:
+        """Kills the program that run_beside runs for it now, if there is one. RuntimeError is raised there."""
+        if process := _running.get(self._thread):
+            process.kill()
+
+
 def kill_programs() -> None:
-    """Kills each program that run_beside runs now, which raises RuntimeError there."""
-    for process in list(_running):
+    """Kills each program that run_beside runs now. RuntimeError is raised there."""
+    for process in list(_running.values()):
         process.kill()
 
 
-def wait_for(task: concurrent.futures.Future[T], what: str, stopped_by: Callable[[], str | None]) -> None:
-    """Waits for background work. Says so after seconds, and kills the programs once `stopped_by` names a signal."""
+def wait_for(task: Task[T], what: str, stopped_by: Callable[[], str | None]) -> None:
+    """Waits for background work. Says so after seconds, and kills its program once `stopped_by` names a signal."""
     says_at = time.monotonic() + 3
     while not task.done():
         if stopped_by():
-            kill_programs()
+            task.kill_program()
         if time.monotonic() > says_at:
             log(f"waiting    for {what}; Ctrl-C skips it")
             says_at = math.inf
@@ -92,9 +117,6 @@ def wait_for(task: concurrent.futures.Future[T], what: str, stopped_by: Callable
     task.result()
 
 
-def in_background(function: Callable[..., T], *arguments: object) -> concurrent.futures.Future[T]:
+def in_background(function: Callable[..., T], *arguments: object) -> Task[T]:
     """Calls a function on a new thread and returns its future."""
-    executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=function.__name__)
-    result = executor.submit(function, *arguments)
-    executor.shutdown(wait=False)
-    return result
+    return Task(function, arguments)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from shardwright.run.background import FAILURES, in_background, run_beside
+from shardwright.run.background import FAILURES, Task, in_background, run_beside
 from shardwright.run.directory import quoted
 from shardwright.run.metrics import RunLog
 from shardwright.run.printing import log
@@ -29,7 +29,7 @@ class Exports:
 
     def __init__(self, directory: Path, run_log: RunLog):
         self._directory, self._log = directory, run_log
-        self._exports: dict[int, concurrent.futures.Future[None]] = {}
+        self._exports: dict[int, Task[None]] = {}
         self._exporter: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
         self._is_elsewhere = False

@@ -1,12 +1,11 @@
 """Keeps the report page of a run, report.html, up to date during training."""
 
-import concurrent.futures
 import time
 from pathlib import Path
 
 import jax
 
-from shardwright.run.background import FAILURES, in_background, kill_programs, run_beside
+from shardwright.run.background import FAILURES, Task, in_background, run_beside
 from shardwright.run.best_effort import why
 from shardwright.run.files import REPORT
 from shardwright.settings.words import say
@@ -33,7 +32,7 @@ class Page:
     def __init__(self, directory: Path, wanted: bool):
         self._directory = directory
         self._wanted = wanted and jax.process_index() == 0
-        self._made: concurrent.futures.Future[bool] | None = None
+        self._made: Task[bool] | None = None
         self._next: float | None = None  # not before this time
         self._told = False
         self._is_ending = False
@@ -51,7 +50,7 @@ class Page:
         """Makes the page a last time and waits for it. Returns its path; None, after printing why, if there is none."""
         self._is_ending = True
         if self._made and not self._made.done():
-            kill_programs()  # an older page, made at the lowest priority
+            self._made.kill_program()  # an older page, made at the lowest priority
         self.close()
         return self._directory / REPORT if self._wanted and self._make(nice=0) else None
 

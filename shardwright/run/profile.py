@@ -1,6 +1,5 @@
 """Profiles a few training steps: a trace for Perfetto, idle time between steps, and time per source line."""
 
-import concurrent.futures
 import contextlib
 import shutil
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 
 from shardwright.cluster.watch import pause
-from shardwright.run.background import FAILURES, in_background, wait_for
+from shardwright.run.background import FAILURES, Task, in_background, wait_for
 from shardwright.run.directory import TRACE, remove_older
 from shardwright.run.metrics import RunLog
 from shardwright.settings.words import say
@@ -59,7 +58,7 @@ class StepProfiler:
         self._first = max(0, min(2, steps - 2))
         self._last = min(self._first + 3, steps - 1)
         self._traces = False
-        self._task: concurrent.futures.Future | None = None
+        self._task: Task[None] | None = None
 
     def before_step(self, i: int) -> None:
         """Starts the trace if step `i` is the first profiled one."""

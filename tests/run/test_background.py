@@ -83,10 +83,14 @@ def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
         printed.append(capsys.readouterr().out)
         return "".join(printed)
 
+    other = in_background(run_beside, "http.server", "0", "--bind", "127.0.0.1")
     drawing = in_background(draw)
     pid_of(folder)
     began = time.monotonic()
     wait_for(drawing, "the picture", stopped_by)
     assert time.monotonic() - began < 30
     assert drawing.result() == "it was killed"
+    assert not other.done(), "only the program that is waited for is killed"
+    other.kill_program()
+    assert str(other.exception()) == "it was killed"
     assert said() == "waiting    for the picture; Ctrl-C skips it\n"

@@ -1,6 +1,5 @@
 """Listeners of each run: statistics, skipped steps, profile, summary, forecast, picture of the step, and page."""
 
-import concurrent.futures
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ import jax
 import numpy as np
 
 from shardwright.inspect import examine
-from shardwright.run.background import in_background, wait_for
+from shardwright.run.background import Task, in_background, wait_for
 from shardwright.run.changes import tokens_before
 from shardwright.run.directory import override
 from shardwright.run.files import duration, end_of, read_metrics
@@ -200,7 +199,7 @@ class Picture(Listener):
 
     def begin(self, run: Training) -> None:
         self._run = run
-        self._drawing: concurrent.futures.Future[str] | None = None
+        self._drawing: Task[str] | None = None
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
         run = self._run
