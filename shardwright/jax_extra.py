@@ -6,9 +6,31 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 from shardlib.equations import COLLECTIVES, ELEMENTWISE, kinds
+
+
+def solve_unit_lower(rows: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the y[..., n, m] for which rows @ y = x.
+
+    Each matrix rows[..., n, n] is lower triangular with ones on its diagonal. Blocks of it are
+    inverted in pairs, in log2(n) rounds of matmuls: (A 0; B C)⁻¹ = (A⁻¹ 0; -C⁻¹BA⁻¹ C⁻¹). On a CPU
+    with simulated devices, lax.linalg.triangular_solve of many matrices can wait for ever: each
+    device holds a thread of the pool while LAPACK's batches wait for one.
+    """
+    matmul = functools.partial(jnp.einsum, "...ij,...jk->...ik")  # keeps dims of 1, unlike @
+    at = jnp.arange(rows.shape[-1])
+    inverse = jnp.broadcast_to(jnp.eye(rows.shape[-1], dtype=rows.dtype), rows.shape)
+    size = 1
+    while size < rows.shape[-1]:
+        block = at // size
+        below = (block[:, None] == block + 1) & (block % 2 == 0)  # the B of each pair
+        inverse = inverse - matmul(matmul(inverse, jnp.where(below, rows, 0)), inverse)
+        size *= 2
+    return matmul(inverse, x)
+
 
 SAVED, CHEAP = "saved_for_backward", "cheap_for_backward"
 

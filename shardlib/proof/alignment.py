@@ -371,6 +371,8 @@ def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Equation | Non
     names_of_dims = ("axes", "dimension_numbers")
     if xs == ys and all(own.params.get(n) == eqn.params.get(n) for n in names_of_dims):
         return None  # most equations
+    if any(len(y.shape) != len(shape_of(x)) for x, y in zip(eqn.invars, ys, strict=True)):
+        return None  # an operand has lost a dim of one entry here
     params = eqn.params
     if own.primitive.name == "gather":
         sizes = iter(

@@ -26,7 +26,7 @@ from shardlib import shardops
 from shardlib.layers import LayerAux
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
 from shardwright.data.checks import within
-from shardwright.jax_extra import save_for_backward
+from shardwright.jax_extra import save_for_backward, solve_unit_lower
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.state import KeyValues
@@ -222,8 +222,7 @@ def in_chunks(q, k, v, beta, g, document, most: int) -> jax.Array:
     goes_on = (document == before[..., None])[..., None, None]
     from_before = jnp.where(goes_on, jnp.exp(kept), 0)
     given = jnp.concatenate([v, k[:, :, :, :, None] * from_before[..., None]], axis=-1) * beta[..., None]
-    solve = functools.partial(lax.linalg.triangular_solve, left_side=True, lower=True, unit_diagonal=True)
-    made = solve(rows, jnp.moveaxis(given, 2, 4))
+    made = solve_unit_lower(rows, jnp.moveaxis(given, 2, 4))
     written, read = jnp.split(made, [v.shape[-1]], axis=-1)
     attended = jnp.einsum("nbijx,nbljx->nbjil", q, k)[:, :, :, None] * decay
     to_end = decay[..., -1, :]  # what is left at the end of the chunk
