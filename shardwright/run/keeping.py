@@ -71,9 +71,18 @@ class Keeper:
             raise ValueError(f"checkpoint {done} is not of a run. Start a run from its weights (training.init_from).")
         self.carried = carried_in(metadata)
         self.seconds = metadata.get("clock", {}).get("seconds", 0.0)
-        best = metadata.get("best")
-        self.best = (best["step"], best["loss"]) if best else None
+        self.best = self._best_of(metadata, done)
         return done, metadata["loader"], metadata.get("skips", {})
+
+    def _best_of(self, metadata: dict[str, Any], done: int) -> tuple[int, float] | None:
+        """The best checkpoint that the metadata of step `done` names, if it is there and its loss still compares."""
+        best = metadata.get("best")
+        if not best or best["step"] not in self.checkpoints.steps():
+            return None
+        changed = [change for change in self._whole.training.changes if best["step"] <= change["step"] <= done]
+        if any(not name.startswith(("step", "optimizer.")) for change in changed for name in change):
+            return None  # other data or lengths: another loss
+        return best["step"], best["loss"]
 
     def state(self, start: int, step: Step, State: Any) -> Any:
         """Restores or initializes the state after `start` steps; None, and an entry in `damaged`, if it is damaged."""

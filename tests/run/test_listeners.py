@@ -9,6 +9,7 @@ import pytest
 
 import train
 from shardwright.run import forecast
+from shardwright.run.keeping import Keeper
 from shardwright.run.listeners import Ending, Forecast, Listener, Listeners, Report, Skips, Summary, Validation
 from shardwright.run.listeners import checkpoints as saving_module
 from shardwright.run.listeners import validation as validation_module
@@ -166,7 +167,7 @@ def test_the_summary_of_a_finished_run(run, capsys, monkeypatch):
     )
     run.program = None
     run.listeners = Listeners([Validation()])
-    run.listeners.of(Validation).last = 1.25
+    run.listeners.of(Validation).last = 3, 1.25
     summary = Summary()
     summary.begin(run)
     for step in range(3):
@@ -252,9 +253,10 @@ class Checkpointer:
 
     def __init__(self, fails: int = 0):
         self.saved, self.tries, self.fails, self.rotated = [], 0, fails, 0
+        self.complete = []
 
     def steps(self):
-        return []
+        return self.complete
 
     def wait(self):
         if self.tries and self.fails:
@@ -353,28 +355,50 @@ def test_a_state_that_is_not_finite_is_not_saved(run, saving):
     assert written.saved == []
 
 
-@pytest.mark.parametrize("known", [None, (2, 1.5)])
-def test_the_checkpoint_with_the_best_validation_is_saved_and_held(run, saving, capsys, known):
-    """Losses after steps 1 to 3. A resumed run knows the best one before."""
+@pytest.mark.parametrize(
+    ("known", "fails", "saved", "best"),
+    [
+        (None, 0, [1, 2], (2, 2.0)),
+        ((0, 1.5), 0, [], (0, 1.5)),  # a resumed run knows the best one before
+        (None, 1, [1, 2, 4], (4, 2.5)),  # 2 is not written, so the next better one than 1 is
+    ],
+)
+def test_the_checkpoint_with_the_best_validation_is_saved_and_held(run, saving, capsys, known, fails, saved, best):
+    """Losses after steps 1 to 4. The best is one that is complete."""
     checkpoints, written = saving(checkpoint_interval=100, keep_best=True)
+    written.complete = [0] if known else []
+    checkpoints._best = known
     validation = run.listeners.of(Validation)
-    validation.best = known
-    for done, loss in enumerate((3.0, 2.0, np.nan), start=1):
-        validation.take_if_best(done, loss)
+    for done, loss in enumerate((3.0, 2.0, np.nan, 2.5), start=1):
+        validation.last = done, loss
         run.done, run.is_over, run.due = done, False, lambda interval: False
         checkpoints.after(done - 1, {}, None)
-    assert [done for done, *_ in written.saved] == ([1, 2] if known is None else [2])
-    best = known or (2, 2.0)
-    assert written.metadata["best"] == {"step": best[0], "loss": best[1]}
-    assert written.metadata["clock"] == {"seconds": 7.0}
-    assert written.held() == [2]
+        written.fails = fails if done == 2 else 0
+        checkpoints._has_ended("Training continues.")
+        written.complete = [0, *(x for x, *_ in written.saved if not (fails and x == 2))]
+    assert [done for done, *_ in written.saved] == saved
+    if saved:
+        assert written.metadata["best"] == {"step": best[0], "loss": best[1]}
+    assert written.held() == [best[0]]
     checkpoints.end(Ending("finished"))
-    assert f"best       0000000002 of here/checkpoints: validation loss {best[1]:g}" in capsys.readouterr().out
+    assert f"best       {best[0]:010} of here/checkpoints: validation loss {best[1]:g}" in capsys.readouterr().out
+
+
+def test_the_best_of_other_data_or_of_no_checkpoint_is_forgotten(tmp_path):
+    config = tiny.config(tiny.model(layers=2), changes=[{"step": 4, "optimizer.learning_rate": 0.1}])
+    config.training.changes.append({"step": 6, "data.filespec": "other.zarr"})
+    keeper = Keeper(config, tmp_path, None, None)
+    keeper.checkpoints = SimpleNamespace(steps=lambda: [3, 5])
+    known = {"best": {"step": 3, "loss": 2.0}}
+    assert keeper._best_of(known, 5) == (3, 2.0)
+    assert keeper._best_of(known, 7) is None
+    assert keeper._best_of({"best": {"step": 2, "loss": 2.0}}, 5) is None
+    assert keeper._best_of({}, 5) is None
 
 
 def test_no_checkpoint_is_held_without_keep_best(run, saving, capsys):
     checkpoints, written = saving(checkpoint_interval=1)
-    run.listeners.of(Validation).take_if_best(1, 3.0)
+    run.listeners.of(Validation).last = 1, 3.0
     after(run, checkpoints, 1)
     assert "best" not in written.metadata
     assert written.held() == []

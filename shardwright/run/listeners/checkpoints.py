@@ -1,6 +1,7 @@
 """Saves the checkpoints of a run, and exports those that training.export_interval asks for."""
 
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -29,6 +30,8 @@ class Checkpoints(Listener):
 
     It comes last: after the lines of a step in the log, which a run resumed from its checkpoint does not write again.
     A failed save is printed, and the next one is attempted as usual. The last one of a start is waited for and retried.
+    With training.keep_best, a step whose validation is the best so far is saved, and takes the place of the one before
+    once it is complete.
     An export that an earlier start should have made, but did not, is made when the run begins.
 
     Raises:
@@ -43,6 +46,8 @@ class Checkpoints(Listener):
         self._failed = 0
         self._exports = Exports(run.directory, run.log)
         self._validation = run.listeners.of(Validation) if run.whole.training.keep_best else None
+        self._best = run.keeper.best if self._validation else None  # step and loss of a complete checkpoint
+        self._next_best: tuple[int, float] | None = None  # of one that is being written
         self._checkpoints.held = self._held
         if jax.process_index() == 0:
             for step in self._checkpoints.steps():
@@ -51,9 +56,9 @@ class Checkpoints(Listener):
     def after(self, step: int, state: Any, metrics: Any) -> None:
         run, t = self._run, self._run.config.training
         exports = t.export_interval is not None and run.due(t.export_interval)
-        is_best = self._best is not None and self._best[0] == run.done
-        if exports or is_best or run.due(t.checkpoint_interval) or run.stopped_by:
-            self._save(state)
+        best = self._validated_best()
+        if exports or best or run.due(t.checkpoint_interval) or run.stopped_by:
+            self._save(state, best)
         if exports:
             self._export(run.done)
 
@@ -74,9 +79,22 @@ class Checkpoints(Listener):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _save(self, state: Any) -> None:
+    def _validated_best(self) -> tuple[int, float] | None:
+        """Step and loss of the validation after this step, if it is the best so far."""
+        last = self._validation.last if self._validation else None
+        if last is None or last[0] != self._run.done or not math.isfinite(last[1]):
+            return None
+        return last if all(last[1] < loss for _, loss in self._bests) else None
+
+    @property
+    def _bests(self) -> list[tuple[int, float]]:
+        """The best checkpoint, and one that will take its place once it is complete."""
+        return [best for best in (self._best, self._next_best) if best]
+
+    def _save(self, state: Any, best: tuple[int, float] | None) -> None:
         run = self._run
         done = run.done
+        self._has_ended("Training continues, and the next one is saved as usual.")
         run.log.note(done - 1, "checkpoint")
         finite = are_finite(state)
         metadata = {
@@ -86,8 +104,8 @@ class Checkpoints(Listener):
             **run.keeper.carried,
             "clock": {"seconds": run.clock.seconds},
         }
-        if self._best:
-            metadata["best"] = dict(zip(("step", "loss"), self._best, strict=True))
+        if of_best := best or self._best:
+            metadata["best"] = dict(zip(("step", "loss"), of_best, strict=True))
         metadata |= {"reference": made} if (made := run.keeper.record["reference"]) else {}
 
         def complete() -> None:
@@ -97,21 +115,19 @@ class Checkpoints(Listener):
             check_finite(finite, done, replay_of(run.directory, done))
 
         orders = stack_orders(run.placement, type(state), state)
-        self._has_ended("Training continues, and the next one is saved as usual.")
+        self._next_best = best
         self._checkpoints.save(done, state, metadata, orders, check=complete)
         is_last = run.is_over or run.stopped_by is not None
         while is_last and not self._has_ended("Retrying."):
             time.sleep(AGAIN_S)
+            self._next_best = best
             self._checkpoints.save(done, state, metadata, orders, check=complete, again=True)
 
-    @property
-    def _best(self) -> tuple[int, float] | None:
-        """Step and loss of the best validation so far, whose checkpoint is kept; None if none is."""
-        return self._validation.best if self._validation else None
-
     def _held(self) -> list[int]:
-        """Steps of the checkpoints that are kept beside the latest ones."""
-        return [*self._exports.left(), *([self._best[0]] if self._best else [])]
+        """Steps of the checkpoints that are kept beside the latest ones: of exports, and the best complete one."""
+        complete = self._checkpoints.steps()
+        best = [step for step, _ in self._bests if step in complete]
+        return [*self._exports.left(), *best[-1:]]
 
     @property
     def _rotates(self) -> bool:
@@ -128,8 +144,11 @@ class Checkpoints(Listener):
             if self._failed == MAX_FAILED:
                 raise OSError(f"{error} {MAX_FAILED} checkpoints in a row were not saved.") from error
             log(f"WARNING: {error} {then}")
+            self._next_best = None
             return False
         self._failed = 0
+        self._best = self._next_best or self._best
+        self._next_best = None
         return True
 
     # ---- exports --------------------------------------------------------------------------------------------------

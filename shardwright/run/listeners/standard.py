@@ -141,7 +141,7 @@ class Summary(Listener):
                 log(f"loss       {float(self._loss):.3f} nats a token at the last step")
             validation = run.listeners.of(Validation)
             if validation and validation.last is not None:
-                log(f"validation {validation.last:.3f} nats a token")
+                log(f"validation {validation.last[1]:.3f} nats a token")
             if memory := peak_memory(run.program, self._metrics):
                 of = "of the fullest device" if memory["source"] == "device" else "of a device, by the compiler"
                 log(f"memory     {float(memory['peak_memory_bytes']) / 2**20:,.1f} MiB, the peak {of}")

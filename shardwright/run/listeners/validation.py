@@ -1,7 +1,6 @@
 """Validates during a run."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -19,21 +18,14 @@ class Validation(Listener):
 
     def begin(self, run: Training) -> None:
         self._run = run
-        self.best: tuple[int, float] | None = run.keeper.best
-        """Number of steps and loss of the best validation of the weights so far, for training.keep_best."""
-        self.last: float | None = None
-        """Loss of the last validation of the weights."""
+        self.last: tuple[int, float] | None = None
+        """Number of steps and loss of the last validation of the weights."""
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
         run, t = self._run, self._run.config.training
         if run.validation and run.due(t.eval_interval, t.eval_epochs):
             run.log.flush()  # the steps before end here
             run.log.log_event(step, *self._event(state.weights, state.average))
-
-    def take_if_best(self, done: int, loss: float) -> None:
-        """Takes the loss after so many steps as the best if it is."""
-        if math.isfinite(loss) and (self.best is None or loss < self.best[1]):
-            self.best = done, loss
 
     @functools.cached_property
     def _step(self) -> jax.stages.Compiled:
@@ -52,7 +44,6 @@ class Validation(Listener):
             of_average = {} if average is None else loss_of(average)
         except (OSError, ValueError, *alone) as error:
             return "validation_failed", {"why": in_a_line(error)}
-        self.last = found["loss"]
-        self.take_if_best(run.done, self.last)
+        self.last = run.done, found["loss"]
         losses = {f"average_{name}": of_average[name] for name in ("loss", "bits_per_byte") if name in of_average}
         return "validation", found | losses
