@@ -55,4 +55,5 @@ def print_if_possible() -> None:
             stream.flush()
             raw = _Optional(stream.fileno(), "wb", closefd=False)
             options = {"encoding": stream.encoding, "errors": "replace", "line_buffering": stream.line_buffering}
+            options["write_through"] = stream.write_through  # PYTHONUNBUFFERED=1
             setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **options))

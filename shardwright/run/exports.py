@@ -1,6 +1,7 @@
 """Exports checkpoints during a run, by training.export_interval, in processes of their own."""
 
 import concurrent.futures
+import datetime
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -33,6 +34,18 @@ class Exports:
         self._exporter: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
         self._is_elsewhere = False
+
+    def set_aside(self, start: int) -> None:
+        """Moves the exports of later steps than `start` to `exports/set_aside`: they are of steps that are redone."""
+        folder = self._directory / "exports"
+        later = [path for path in sorted(folder.glob("[0-9]*")) if path.name.isdigit() and int(path.name) > start]
+        if not later:
+            return
+        place = folder / f"set_aside/{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%fZ}"
+        place.mkdir(parents=True)
+        for path in later:
+            path.rename(place / path.name)
+        log(f"WARNING    the exports of the steps {[int(path.name) for path in later]} are moved to {place}")
 
     def add(self, step: int, checkpoint: str, saving: concurrent.futures.Future | None) -> None:
         """Exports a checkpoint, a path or URL, once it and earlier exports are done. Does not wait."""

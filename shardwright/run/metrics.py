@@ -374,6 +374,8 @@ def _plain(value: Any) -> Any:
 
 def _text(name: str, value: Any) -> str:
     """Formats a name and value for people to read; bytes in MiB."""
+    if name == "utf8_bytes":  # of text, not of memory
+        return f"text {value:,} bytes"
     if name.endswith("_bytes"):
         return f"{name.removesuffix('_bytes')} {value / 2**20:,.1f} MiB"
     return f"{name} {_short(value)}"

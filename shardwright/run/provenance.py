@@ -46,12 +46,15 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 
 
 def own_modules() -> list[Path]:
-    """Lists the files of loaded modules that are the user's own: not Python's, of packages, or of this project."""
+    """Lists the files of loaded modules that are the user's own: not Python's, of packages, or of this project.
+
+    The script `shardwright`, which an installer writes, is none.
+    """
     ours = *PACKAGES, "train.py", "jax_extra.py", "tools", "bench", "tests"
     within = tuple(f"{ROOT / name}/" for name in ours)
     files = {file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
     own = (x for x in files if not f"{x}/".startswith(within) and not is_installed(x))
-    return sorted(Path(file) for file in own if Path(file).is_file())
+    return sorted(Path(file) for file in own if file.endswith(".py") and Path(file).is_file())
 
 
 @functools.cache

@@ -94,3 +94,10 @@ def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
     other.kill_program()
     assert str(other.exception()) == "it was killed"
     assert said() == "waiting    for the picture; Ctrl-C skips it\n"
+
+
+def test_a_line_is_shown_before_the_wait_that_it_announces():
+    """Also in a file, as of Slurm."""
+    program = "import os; from shardwright.run.printing import log; log('exporting'); os._exit(0)"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert shown == "exporting\n"

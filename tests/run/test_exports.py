@@ -160,3 +160,13 @@ def test_a_signal_stops_an_export_and_a_resume_makes_it(tmp_path, monkeypatch, c
     monkeypatch.setattr(exports, "run_beside", makes)
     assert trained(c, tmp_path) is None
     assert [path.name for path in tmp_path.glob("exports/*")] == [f"{2:010}"]
+
+
+def test_exports_of_steps_that_are_redone_are_set_aside(tmp_path, capsys):
+    log: Any = SimpleNamespace()
+    for step in (5, 10, 15):
+        (tmp_path / f"exports/{step:010}").mkdir(parents=True)
+    exports.Exports(tmp_path, log).set_aside(10)
+    assert sorted(path.name for path in (tmp_path / "exports").glob("0*")) == ["0000000005", "0000000010"]
+    assert [path.name for path in (tmp_path / "exports/set_aside").glob("*/*")] == ["0000000015"]
+    assert "the exports of the steps [15] are moved to" in capsys.readouterr().out

@@ -1,8 +1,11 @@
 """The launch files: they are well-formed, and what they tell the program composes with its configurations."""
 
+import os
 import re
 import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +102,24 @@ def test_slurm_script_starts_again_as_the_table_says(code, tmp_path):
         assert done.returncode == (0 if TABLE[code] else code)
     # A fourth failure within an hour is the last. A stop by a signal is no failure.
     assert ("scontrol requeue 7" in ends().stdout) == (code == exits.STOPPED.code)
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1", "USR2"])
+def test_slurm_script_waits_for_a_save(name, tmp_path):
+    """Slurm signals the shell around the program as well, which saves before it ends."""
+    (around,) = re.findall(r"^note='(.*)'$", SLURM.read_text(), re.MULTILINE)
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntrap 'sleep 0.3; exit 143' {name}\ntouch {tmp_path}/begun\nsleep 10 & wait\n")
+    program.chmod(0o755)
+    command = ["bash", "-c", around, "note", str(tmp_path), str(program)]
+    env = {**os.environ, "SLURM_PROCID": "0"}
+    with subprocess.Popen(command, env=env, start_new_session=True) as process:
+        end = time.monotonic() + 10
+        while not (tmp_path / "begun").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        os.killpg(process.pid, getattr(signal, f"SIG{name}"))
+        assert process.wait(10) == 143
+    assert (tmp_path / "process0").read_text() == "143\n"
 
 
 def test_jobset():

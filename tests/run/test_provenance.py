@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -333,3 +334,11 @@ def test_a_full_disk_keeps_nothing_with_a_line(records, monkeypatch, capsys):
     assert made() == 1
     assert f"{records}/" in (said := capsys.readouterr().out)
     assert "cannot be written: No space left on device" in said
+
+
+def test_the_script_of_an_installer_is_no_source(tmp_path, monkeypatch):
+    (tmp_path / "shardwright").write_text("#!/usr/bin/python\n")
+    (tmp_path / "mine.py").write_text("")
+    for name in ("shardwright", "mine.py"):
+        monkeypatch.setitem(sys.modules, f"loaded_{name}", SimpleNamespace(__file__=str(tmp_path / name)))
+    assert [path.name for path in provenance.own_modules() if path.parent == tmp_path] == ["mine.py"]

@@ -50,6 +50,7 @@ class Checkpoints(Listener):
         self._next_best: tuple[int, float] | None = None  # of one that is being written
         self._checkpoints.held = self._held
         if jax.process_index() == 0:
+            self._exports.set_aside(run.start)
             for step in self._checkpoints.steps():
                 self._export_if_missing(step)
 

@@ -156,7 +156,7 @@ def forecast_of_run(given: Path, directory: Path, start: int) -> Path:
     copy = directory / FILE
     if not start or not copy.exists():
         return given
-    if given.exists() and given.read_bytes() != copy.read_bytes():
+    if given.is_file() and given.read_bytes() != copy.read_bytes():
         log(f"WARNING    {given} has changed since the run began: its copy {copy} counts; remove that for the new one")
     return copy
 
