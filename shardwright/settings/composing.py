@@ -149,6 +149,8 @@ def explained(program: Program, error: Exception, arguments: Sequence[str]) -> s
     if isinstance(error, AttributeError | AssertionError) and (section := _null_section(program, overrides)):
         return section
     reason = first_line(error)
+    if reason.startswith("Config group override must be") and (found := _group_without_file(program, overrides)):
+        return found
     if found := re.match(r"(?:Could not (?:override|append to|delete)|Ambiguous value for argument) '(.+?)'", reason):
         key, _, value = found[1].lstrip("+~").partition("=")
         try:
@@ -182,6 +184,15 @@ def _null_section(program: Program, overrides: Sequence[str]) -> str | None:
                 f"{name} cannot be set: {group}.{section} is null here. Also choose a configuration with this section, "
                 f"{' or '.join(having)}, or write one in {shown_path(str(program.configs / group))}/."
             )
+    return None
+
+
+def _group_without_file(program: Program, overrides: Sequence[str]) -> str | None:
+    """Writes the message for an override such as data=null, which names no file of its group; None if there is none."""
+    for name, value in (text.lstrip("+~").split("=", 1) for text in overrides if "=" in text):
+        files = sorted(path.stem for path in (program.configs / name).glob("*.yaml"))
+        if files and value not in files and "." not in name:
+            return f"{name}={value} names no file of {name}/. Choose one: {name}=<{', '.join(files)}>."
     return None
 
 

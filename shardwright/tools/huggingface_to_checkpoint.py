@@ -30,7 +30,7 @@ import jax
 from omegaconf import MISSING, OmegaConf
 
 from shardwright.data.checks import within
-from shardwright.data.hub import check_hub
+from shardwright.data.hub import reading_hub
 from shardwright.data.untrusted import read_object, refused, shown
 from shardwright.huggingface import Tensors, as_transformers_reads
 from shardwright.modeling.model import is_shipped
@@ -70,12 +70,12 @@ def find_model(name: str) -> Path:
     """
     directory = Path(name)
     if not directory.is_dir():
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # others are no names on the hub
-            check_hub()
-        import huggingface_hub
-
+        is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)  # others are no names on the hub
+        reading = reading_hub if is_name else refused
         remedy = "Check the name, the connection, and that you are logged in if access is restricted."
-        with refused(f"model is {name!r}, which is not a directory, and cannot be downloaded from the hub", remedy):
+        with reading(f"model is {name!r}, which is not a directory, and cannot be downloaded from the hub", remedy):
+            import huggingface_hub
+
             directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=FILES))
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json: it is not a model of transformers. Correct model={name}.")

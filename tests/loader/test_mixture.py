@@ -217,7 +217,7 @@ def test_run_length_errors(filespecs, length, message):
         ),
         (
             {"mixture": {"a": SourceConfig("web", 1e9), "b": SourceConfig("books")}},
-            "mixture.b.weight is 1.0, less than one sequence in 1048576",
+            "data.mixture.b.weight is 1.0, less than one sequence in 1048576",
         ),
         ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must be at least 1"),
         (

@@ -65,6 +65,7 @@ def chat(tmp_path_factory):
     path = tmp_path_factory.mktemp("chat")
     of = tokenizers.Tokenizer.from_str(definition(SPECIAL))
     named = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>", "padding_side": "left"}
+    named["model_max_length"] = 4096
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=of, chat_template=TEMPLATE, **named)
     bos, pad, _, end = map(of.token_to_id, SPECIAL)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -136,7 +137,7 @@ def test_an_export_of_an_import_is_what_transformers_read_before(chat, tmp_path,
     assert a.chat_template == b.chat_template
     for options in ({"tokenize": False}, {"add_generation_prompt": True}):
         assert a.apply_chat_template(CHAT, **options) == b.apply_chat_template(CHAT, **options)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "padding_side"):
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "padding_side", "model_max_length"):
         assert getattr(a, name) == getattr(b, name) is not None
     how, again = (transformers.GenerationConfig.from_pretrained(path) for path in (model, tmp_path / "back"))
     assert how.to_dict() == again.to_dict()

@@ -451,3 +451,12 @@ def test_resuming_may_leave_the_source_out_but_not_change_it():
 
     assert differences(saved) == differences(none) == []
     assert differences(other) == ["training.init_from: checkpoint has 'runs/a', this run has 'runs/b'"]
+
+
+def test_a_yarn_without_mscale_may_write_0():
+    """As transformers reads it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    config = {"max_position_embeddings": 32}
+    plain = families._scaling(yarn, config)
+    assert families._scaling(yarn | {"mscale": 0.0, "mscale_all_dim": 0.0}, config) == plain
+    assert families._scaling(yarn | {"mscale_all_dim": 0.5}, config) != plain

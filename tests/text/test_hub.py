@@ -15,6 +15,7 @@ from shardwright.data import hub
 def online(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(hub, "_SILENT", [])
 
 
 def test_one_that_does_not_answer_is_given_up(online, monkeypatch, capsys):
@@ -24,6 +25,13 @@ def test_one_that_does_not_answer_is_given_up(online, monkeypatch, capsys):
         began = time.monotonic()
         hub.check_hub()
         hub.check_hub()  # which asks no more
+        with (
+            pytest.raises(
+                ValueError, match=f"^no model: {url} does not answer, and it was not downloaded before. Check"
+            ),
+            hub.reading_hub("no model", "Check the name."),
+        ):
+            raise OSError("set HF_HUB_OFFLINE=0")
     assert time.monotonic() - began < 5
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     said = capsys.readouterr().err

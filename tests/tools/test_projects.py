@@ -28,6 +28,15 @@ def test_a_folder_with_a_repository_becomes_a_project(monkeypatch, tmp_path, cap
         init(monkeypatch, ".")
 
 
+def test_the_next_command_is_quoted(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, quoted in {"a b": "'a b'", "~": "'./~'"}.items():
+        init(monkeypatch, name)
+        assert f"  cd {quoted}\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has characters that cannot be printed"):
+        init(monkeypatch, "a\nb")
+
+
 def test_a_place_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file/project"):

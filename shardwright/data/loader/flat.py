@@ -159,8 +159,8 @@ class FlatTokensLoader(Loader):
         for (name, source), share in zip(named.items(), self.quotas.shares.tolist(), strict=True):
             if share < 1:
                 raise ValueError(
-                    f"mixture.{name}.weight is {source.weight}, less than one sequence in {BLOCK * PERIOD}. Give it a "
-                    "larger weight or remove the source."
+                    f"data.mixture.{name}.weight is {source.weight}, less than one sequence in {BLOCK * PERIOD}. "
+                    "Give it a larger weight or remove the source."
                 )
             self.sources[name] = Source(source, config, self.split, self.seq_len, **options)
             path, largest = self.sources[name].dataset.path, self.sources[name].dataset.max_token_id

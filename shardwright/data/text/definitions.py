@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwright.data.hub import check_hub
+from shardwright.data.hub import reading_hub
 from shardwright.data.untrusted import LARGE, parse_object, read_text, refused
 
 # GPT-2's letters for bytes: printable Latin-1 characters for themselves, characters from 256 on for the others.
@@ -71,13 +71,12 @@ def find_huggingface(name: str) -> str:
     if name.endswith(".json"):
         raise ValueError(f"no file {path!r} in {os.getcwd()}. Correct the path.")
     remedy = "Check the name, the connection, and that you are logged in if access is restricted; or give a local "
-    with refused(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
+    with reading_hub(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
         return _download(name)
 
 
 def _download(name: str) -> str:
     """Downloads the tokenizer.json of a Hugging Face repository, or converts its other files with transformers."""
-    check_hub()
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 

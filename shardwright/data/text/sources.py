@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from shardwright.data.hub import check_hub
+from shardwright.data.hub import reading_hub
 from shardwright.data.untrusted import decode, parse_json, refused, shown
 
 BLOCK_BYTES = 2**21
@@ -73,13 +73,12 @@ def open_text(
     if dataset is not None:
         if split is None:
             raise ValueError(f"{where}.source is missing; give the split of {dataset} to read, such as `train`.")
-        check_hub()
-        import datasets
-
         name = f"{dataset} ({split})"
-        with refused(
+        with reading_hub(
             f"Cannot read {name}", "Check its name, its split, the connection, and whether its files are whole."
         ):
+            import datasets
+
             builder = datasets.load_dataset_builder(dataset, dataset_config, revision=revision)
             of_split = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}.get(split, [])
             if not any(path.endswith(".arrow") for path in of_split):

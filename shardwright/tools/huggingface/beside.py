@@ -6,6 +6,7 @@ still means the same. It comes from others, so types and sizes are checked, and 
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,16 @@ MOST = 2**20
 """Most characters of all of it, as JSON."""
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens with a name, by which a chat template may use them."""
+PLAIN = ("padding_side", "model_max_length")
+"""What else is kept of tokenizer_config.json."""
 KINDS = {
     "dtype": str,
     "config": {"eos_token_id?": int | list | None, "pad_token_id?": int | None},
     "generation_config": dict,
-    "tokenizer_config": dict.fromkeys((f"{name}?" for name in (*TOKENS, "padding_side")), str),
+    "tokenizer_config": {
+        **dict.fromkeys((f"{name}?" for name in (*TOKENS, "padding_side")), str),
+        "model_max_length?": int,
+    },
     "chat_templates": {str: str},
     "tokens": {str: str},
 }
@@ -44,7 +50,6 @@ def read(directory: Path, dtype: str) -> dict[str, Any]:
     if "added_tokens_decoder" not in of_tokenizer:
         of_tokenizer |= content("special_tokens_map.json")
     texts = {name: _text(of_tokenizer[name]) for name in TOKENS if of_tokenizer.get(name)}
-    texts |= {name: of_tokenizer[name] for name in ("padding_side",) if name in of_tokenizer}
     templates = _templates(directory, of_tokenizer.get("chat_template"))
     ids = [*_ids([config.get("eos_token_id"), config.get("pad_token_id")])]
     ids += [i for name, value in generation.items() if _HAS_IDS.search(name) for i in _ids(value)]
@@ -52,7 +57,7 @@ def read(directory: Path, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "config": {name: config[name] for name in ("eos_token_id", "pad_token_id") if name in config},
         "generation_config": generation,
-        "tokenizer_config": texts,
+        "tokenizer_config": texts | {name: of_tokenizer[name] for name in PLAIN if name in of_tokenizer},
         "chat_templates": templates,
         "tokens": _tokens(directory, of_tokenizer, ids, [*texts.values()], "".join(map(str, templates.values()))),
     }
@@ -85,7 +90,7 @@ def _templates(directory: Path, in_config: Any) -> dict[str, Any]:
     """Chat templates by name: those in files, or else those of tokenizer_config.json, as transformers takes them."""
     paths = {"default": directory / "chat_template.jinja"}
     paths |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    if found := {name: read_text(path, MOST) for name, path in paths.items() if path.is_file()}:
+    if found := {name: read_text(path, MOST) for name, path in paths.items() if os.path.lexists(path)}:
         return found
     if isinstance(in_config, list):
         check_types("tokenizer_config.json", in_config, [{"name": str, "template": str}], name="chat_template")
@@ -167,7 +172,7 @@ class Kept:
     def of_tokenizer(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Settings of tokenizer_config.json, in addition to those given, which name the token of model.bos_id."""
         found = self._found["tokenizer_config"]
-        kept = {name: x for name, x in found.items() if name == "padding_side" or self._is_same(x)}
+        kept = {name: x for name, x in found.items() if name in PLAIN or self._is_same(x)}
         kept.pop("bos_token", None)
         self.left_out += [f"{name} {x!r}" for name, x in found.items() if name not in (*kept, "bos_token")]
         settings = settings | kept

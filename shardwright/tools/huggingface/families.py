@@ -556,6 +556,11 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     if found == "cohere2":
         settings["logit_divisor"] = 1 / (config["logit_scale"] or math.inf)
     if "dense_layers" in names:
+        if settings["dense_layers"] >= settings["layers"]:
+            raise ValueError(
+                f"config.json: first_k_dense_replace is {settings['dense_layers']} of num_hidden_layers = "
+                f"{settings['layers']}, so that no layer has experts; such a model cannot be imported."
+            )
         settings["layers"] -= settings["dense_layers"]
     if "key_heads" in names:
         settings |= _blocks(config)
@@ -601,6 +606,7 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling 
     if kind not in _ROPE:
         raise ValueError(f"config.json: rope_type is {kind!r}; it can be default, {', '.join(_ROPE)}.")
     check_fixed(rope, {} if kind == "yarn" else {"mscale": None, "mscale_all_dim": None})
+    rope = {name: x for name, x in rope.items() if x or not name.startswith("mscale")}  # 0: as without
     values: dict[str, Any] = {
         ours: rope[theirs] for theirs, ours in _ROPE[kind].items() if rope.get(theirs) is not None
     }

@@ -6,6 +6,7 @@ docs/projects.md shows what to do with it.
 """
 
 import argparse
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -21,12 +22,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="shardwright init", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("directory", type=Path, help="a directory that is empty, but for .git, or does not exist")
     directory = parser.parse_args().directory
+    if not str(directory).isprintable():
+        sys.exit(f"Error: {str(directory)!r} has characters that cannot be printed. Choose another name.")
     if directory.exists() and {path.name for path in directory.iterdir()} - {".git"}:
         sys.exit(f"Error: {directory} is not empty. Give a directory that is empty, but for .git, or does not exist.")
     shutil.copytree(TEMPLATE, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     (directory / "gitignore").rename(directory / ".gitignore")  # so named, wheels would leave it out
     print(f"{directory}: a project. Its README.md has the next commands:")
-    print(f"  cd {directory}\n  shardwright train --config-name=my_run")
+    print(f"  cd {shlex.quote(f'./{directory}' if str(directory)[0] in '-~' else str(directory))}")
+    print("  shardwright train --config-name=my_run")
 
 
 if __name__ == "__main__":
