@@ -332,8 +332,9 @@ def named(what: str, name: str, known: Mapping[str, T]) -> T:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         article = "an" if what[0] in "aeiou" else "a"
+        choose = f"Choose {', '.join(known)}, or write" if known else "Write"
         raise ValueError(
-            f"{name!r} is not {article} {what} ({error}). Choose {', '.join(known)}, or write "
+            f"{name!r} is not {article} {what} ({error}). {choose} "
             f"module:function for your own {what}.{did_you_mean(name, known)}"
         ) from error
 

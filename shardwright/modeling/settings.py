@@ -98,10 +98,19 @@ class ModelConfig:
     def heads(self) -> int:
         return self.n_kv * self.n_q_per_kv
 
+    @property
+    def turned(self) -> tuple[str, int]:
+        """The setting that decides how many entries of a head RoPE rotates, and their number."""
+        return "d_head", self.d_head
+
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other, or do not suit sequences of `seq_len` tokens."""
-        if self.d_head % 2:
-            raise ValueError(f"model.d_head is {self.d_head}; RoPE rotates pairs of entries, so it must be even.")
+        name, turned = self.turned
+        if turned % 2:
+            raise ValueError(
+                f"model.{name} is {getattr(self, name)}, so RoPE would rotate {turned} entries of a head; it rotates "
+                "pairs: make them even."
+            )
         if self.rope_scaling is not None:
             check_choice(
                 "model.rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3", "yarn", "dynamic", "longrope")

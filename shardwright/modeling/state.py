@@ -90,11 +90,11 @@ class States:
 
     def zeros(self, t: ArrayType) -> jax.Array:
         """An array before the first position."""
-        sizes = {dim: dim.literal_size or self._sizes.get(dim.name) for dim in t.spec.dims}
-        if lacks := [dim.name for dim, size in sizes.items() if size is None]:
+        sizes = [(dim, dim.literal_size or self._sizes.get(dim.name)) for dim in t.spec.dims]
+        if lacks := [dim.name for dim, size in sizes if size is None]:
             remedy = "name its setting in the `dims` of the ModelConfig, or write a number"
             raise ShardError(f"a state {t!r}: dim {lacks[0]} has no size", remedy)
-        shape = [size // devices_along(dim.axes) for dim, size in sizes.items() if size is not None]
+        shape = [size // devices_along(dim.axes) for dim, size in sizes if size is not None]
         return varying(jnp.zeros(shape, t.jax_dtype), t.spec.sharded)
 
     def checked(self, name: str, value: Any) -> Any:

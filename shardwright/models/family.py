@@ -105,6 +105,11 @@ class ModelConfig(settings.ModelConfig):
         period = math.lcm(self.full_every or 1, self.no_rope_every or 1)
         return self.layers if self.layers % period else period
 
+    @property
+    def turned(self) -> tuple[str, int]:
+        name = "d_head" if self.rotary_share == 1 else "rotary_share"
+        return name, int(self.d_head * self.rotary_share)
+
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
@@ -114,10 +119,6 @@ class ModelConfig(settings.ModelConfig):
             raise ValueError("model.attention_scalar and model.attention_multiplier are both set; choose one.")
         if self.full_every and not self.window:
             raise ValueError(f"model.full_every is {self.full_every}, but no layer has a window; set model.window.")
-        if int(self.d_head * self.rotary_share) % 2:
-            raise ValueError(
-                f"model.rotary_share is {self.rotary_share}, of d_head {self.d_head}; RoPE turns pairs of entries."
-            )
         if self.gated and self.qkv_bias:
             raise ValueError("model.gated and model.qkv_bias are both true; gated queries have no bias: choose one.")
         if self.qk_norm and self.qk_norm_all:

@@ -78,6 +78,10 @@ class ModelConfig(moe.ModelConfig):
         """Entries that a layer keeps of each position."""
         return self.kv_rank + self.d_turned
 
+    @property
+    def turned(self) -> tuple[str, int]:
+        return "d_turned", self.d_turned
+
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
@@ -90,10 +94,8 @@ class ModelConfig(moe.ModelConfig):
                 )
         if self.n_q_per_kv != 1:
             raise ValueError(f"model.n_q_per_kv is {self.n_q_per_kv}; each head has a key of its own: set it to 1.")
-        if self.d_turned % 2 or self.d_turned >= self.d_head:
-            raise ValueError(
-                f"model.d_turned is {self.d_turned}, of model.d_head = {self.d_head}; it must be even, and less."
-            )
+        if self.d_turned >= self.d_head:
+            raise ValueError(f"model.d_turned is {self.d_turned}; it must be less than model.d_head = {self.d_head}.")
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from shardlib.parsing import did_you_mean, named
+from shardlib.parsing import ShardError, did_you_mean, named
 from shardlib.shardtypes import f32, i32, pytree_dataclass, u32
 from shardlib.values import target_device
 from shardwright.data.checks import check_choice
@@ -37,7 +37,7 @@ def learning_rate(step: i32[""], c: OptimizerConfig, clock: Clock | None = None)
     end = c.schedule_steps
     if ":" in c.schedule:
         at = step if clock is None or end is None else clock.elapsed * end
-        return c.learning_rate * named("schedule", c.schedule, {})(at, c)
+        return c.learning_rate * _own_schedule(at, c)
     height = 1.0  # above the floor, as a fraction
     if c.schedule != "constant" and end is not None:
         at = step if clock is None else clock.elapsed * end
@@ -46,6 +46,22 @@ def learning_rate(step: i32[""], c: OptimizerConfig, clock: Clock | None = None)
         height = 0.5 * (1 + jnp.cos(jnp.pi * progress)) if c.schedule == "cosine" else 1 - progress
     decay = c.final_fraction + (1 - c.final_fraction) * height
     return c.learning_rate * jnp.where(step < c.warmup_steps, step / max(c.warmup_steps, 1), decay)
+
+
+def _own_schedule(at: jax.Array, c: OptimizerConfig) -> jax.Array:
+    """The fraction of the peak by the user's own schedule. Raises ShardError if it gives no number."""
+    schedule = named("schedule", c.schedule, {})
+    try:
+        share = jnp.asarray(schedule(at, c), jnp.float32)
+        if share.shape:
+            raise TypeError(f"it returns an array of shape {share.shape}")
+    except (TypeError, ValueError) as error:
+        raise ShardError(
+            f"optimizer.schedule={c.schedule} gives no number for a step: {str(error).partition(chr(10))[0]}",
+            "write a function of (step, c), of which step is a traced f32 scalar, that returns one: jnp.where in place "
+            "of `if`",
+        ) from error
+    return share
 
 
 def averaged(state: Any, step: i32[""], c: Any) -> Any:

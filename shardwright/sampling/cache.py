@@ -253,8 +253,9 @@ def filled_cache(
 
 # ---- check ----------------------------------------------------------------------------------------------------------
 
-LENGTH = 32
-"""Most tokens that the check reads, half of them at once; a multiple of t if that is more."""
+LENGTH, LENGTH_OF_STATES = 32, 256
+"""Most tokens that the check reads, half of them at once; a multiple of t if that is more. The states of a model of its
+own may depend on what is far back, such as a block of 64 compressed keys."""
 
 
 def check_cache(forward: Forward, context: int) -> None:
@@ -263,7 +264,7 @@ def check_cache(forward: Forward, context: int) -> None:
     In decoding, each position of a forward pass belongs to a different text. This is correct only if positions exchange
     information through `attention` and declared states alone, by positions alone, and if the steps of a state compute
     what the forward pass of training computes. All weights are random, because weights that are initially 0 would hide
-    errors. Checks one period of layers in f32, with some texts on each device. Causality is checked before, by
+    errors. Checks one period of layers in f32, with one text on each device. Causality is checked before, by
     shardwright/inspect/causality.py.
 
     Args:
@@ -282,7 +283,8 @@ def check_cache(forward: Forward, context: int) -> None:
     period = period_of(model)
     layers = jax.tree.map(lambda x: dataclasses.replace(x, shape=(period, *x.shape[1:])), table.layers)
     table = dataclasses.replace(table, layers=layers)
-    half = -(-min(context, LENGTH) // (2 * t)) * t
+    length = LENGTH_OF_STATES if hasattr(model, "State") else LENGTH
+    half = -(-min(context, length) // (2 * t)) * t
     ids = np.random.default_rng(0).integers(0, model.config.vocab, (mesh.size, 2 * half)).astype(np.uint32)
     positions = np.arange(half, max(half + 1, min(context, 2 * half)), dtype=np.int32)
 

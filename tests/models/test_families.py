@@ -297,7 +297,9 @@ def test_a_delta_net_refuses_part_of_a_sequence():
         ("DeepseekV3", {"sinks": True}, "model.sinks is True, which latent attention does not have; set it to False"),
         ("DeepseekV3", {"rotary_share": 0.5, "d_head": 8}, "model.rotary_share is 0.5, which latent attention"),
         ("DeepseekV3", {"n_q_per_kv": 2}, "model.n_q_per_kv is 2; each head has a key of its own"),
-        ("DeepseekV3", {"d_turned": 6}, "model.d_turned is 6, of model.d_head = 6; it must be even, and less"),
+        ("DeepseekV3", {"d_turned": 6}, "model.d_turned is 6; it must be less than model.d_head = 6"),
+        ("DeepseekV3", {"d_turned": 3}, "model.d_turned is 3, so RoPE would rotate 3 entries of a head"),
+        ("Phi3", {"rotary_share": 0.4}, "model.rotary_share is 0.4, so RoPE would rotate 3 entries of a head"),
         ("Qwen3Next", {"no_rope_every": 2}, "blocks of delta nets and attention are all alike"),
         ("Qwen3Next", {"qkv_bias": True}, "model.gated and model.qkv_bias are both true"),
     ],
@@ -310,7 +312,7 @@ def test_settings_of_other_attention_are_refused(name, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rotary_share": 0.3}, "model.rotary_share is 0.3, of d_head 4"),
+        ({"rotary_share": 0.3}, "model.rotary_share is 0.3, so RoPE would rotate 1 entries"),
         ({"full_every": 2, "window": None}, "model.full_every is 2, but no layer has a window"),
         ({"qk_norm": True, "qk_norm_all": True}, "both true"),
         ({"norms": "none"}, "model.norms is 'none'"),

@@ -1,5 +1,6 @@
 """Schedule, clipping and AdamW against optax."""
 
+import contextlib
 import dataclasses
 import re
 import types
@@ -12,7 +13,7 @@ import pytest
 
 import train
 from shardlib.array_types import ABSENT, arrays_of
-from shardlib.shardtypes import f32, i32
+from shardlib.shardtypes import ShardError, f32, i32
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import GroupConfig, check_optimizer
 from shardwright.optimizers.rates import Clock, learning_rate
@@ -165,3 +166,34 @@ def test_every_array_of_the_state_is_fully_sharded():
     """Clipping counts each entry once because of this."""
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         assert all({"d", "t"} <= array.spec.sharded for _, array, _ in arrays_of(State, ABSENT))
+
+
+OWN_SCHEDULES = {
+    "a Python float": (lambda step, c: 0.5, None),
+    "a branch": (lambda step, c: 1.0 if step < 3 else 0.5, "gives no number for a step: Attempted boolean conversion"),
+    "None": (lambda step, c: None, "gives no number"),
+    "one argument": (lambda step: 1.0, "takes 1 positional argument but 2 were given"),
+    "a text": (lambda step, c: "half", "gives no number"),
+    "a vector": (lambda step, c: jnp.stack([step, step]), r"it returns an array of shape \(2,\)"),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_SCHEDULES)
+def test_a_schedule_of_ones_own_is_a_number_of_the_step(monkeypatch, kind):
+    schedule, message = OWN_SCHEDULES[kind]
+    monkeypatch.setattr(rates, "named", lambda *_: schedule)
+    c = dataclasses.replace(tiny.config(tiny.model()).optimizer, schedule="mine:schedule")
+    told = contextlib.nullcontext() if message is None else pytest.raises(ShardError, match=message)
+    with told:
+        assert jax.jit(lambda step: rates.learning_rate(step, c))(jnp.int32(4)) == 0.5 * c.learning_rate
+
+
+def test_a_step_without_a_finite_rate_is_skipped(monkeypatch, one_device):
+    c = tiny.config(tiny.model(layers=1))
+    c = dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, schedule="mine:schedule"))
+    monkeypatch.setattr(rates, "_own_schedule", lambda at, c: jnp.where(at < 1, 1.0, jnp.nan))
+    step = tiny.training_step(c)
+    before = jax.device_get(tiny.state(c))
+    state, metrics = step(tiny.state(c), tiny.place_batch(c), np.int32(1))
+    assert metrics.skipped
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)

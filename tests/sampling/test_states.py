@@ -30,10 +30,19 @@ DRAWN = Sampling(max_tokens=12, temperature=1.5)
 PROMPTS = [[5, 8, 13], [], list(range(1, 17)), [7] * 11]
 
 
-def check_of(kind: type, mesh: str = "one device"):
+def check_of(kind: type, mesh: str = "one device", context: int = CONTEXT):
     c = tiny.config(ModelConfig(**models.SIZES))
     with jax.set_mesh(tiny.mesh(mesh)):
-        cache.check_cache(tiny.forward_of(kind(c.model), c.training), CONTEXT)
+        cache.check_cache(tiny.forward_of(kind(c.model), c.training), context)
+
+
+@pytest.mark.long
+def test_a_step_that_errs_far_from_the_beginning_is_refused():
+    """What a block of 64 positions keeps is read by the next one."""
+    check_of(models.Blocks, context=160)
+    blind = type("Blind", (models.Blocks,), {"step": staticmethod(models.blind_step)})
+    with pytest.raises(ValueError, match="with the states kv, block, the logits of random texts differ"):
+        check_of(blind, context=160)
 
 
 @pytest.mark.long(every_case=True)
