@@ -57,6 +57,7 @@ class ModelConfig:
     d_model: int = within(1, 2**24, kw_only=True)
     """Width of the residual stream. A multiple of c·d·e devices, and of p."""
     layers: int = within(1, 2**16, kw_only=True)
+    """Number of layers in the stack `layers`; with mesh.p, a multiple of p·pipeline.virtual_stages."""
     n_kv: int = within(1, 2**24, kw_only=True)
     """Key/value heads. Sharded over t."""
     n_q_per_kv: int = within(1, 2**24, kw_only=True)

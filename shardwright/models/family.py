@@ -53,13 +53,13 @@ class ModelConfig(settings.ModelConfig):
     window: int | None = at_least_1(None)
     """Positions that a query sees, including its own (Mistral 0.1). Null: all before it."""
     full_every: int | None = at_least_1(None)
-    """Every so-manieth layer has no window (Gemma 2: 2). Null: all have it."""
+    """Every n-th layer has no window; this is n (Gemma 2: 2). Null: all layers have it."""
     window_rope_base: float | None = above_0(None)
     """rope_base of layers with a window, which then lack rope_scaling (Gemma 3, OLMo 3). Null: those of all layers."""
     rotary_share: float = within(math.ulp(0), math.nextafter(1, 2), 1.0)
     """Share of the entries of a head that RoPE turns, the first ones (Phi-4-mini)."""
     no_rope_every: int | None = at_least_1(None)
-    """Every so-manieth layer has no RoPE (SmolLM 3: 4). Null: all have it."""
+    """Every n-th layer has no RoPE; this is n (SmolLM 3: 4). Null: all layers have it."""
     attention_softcap: float | None = above_0(None)
     """Scores x become softcap·tanh(x/softcap) (Gemma 2). Null: no cap."""
     attention_scalar: int | None = at_least_1(None)
