@@ -1,4 +1,4 @@
-"""Diagrams of the pages, as SVGs that follow the reader's light or dark theme: what `pictures.py` writes."""
+"""Diagrams of the pages, as SVGs on a light plate, which both themes of a reader show alike: what `pictures.py` writes."""
 
 import ast
 from pathlib import Path
@@ -8,10 +8,7 @@ STYLE = """
   .code { font: 12px ui-monospace, monospace } .head { font-weight: 600 } .small { font-size: 11px }
   .box { fill: #ffffff; stroke: #8c959f } .line { stroke: #57606a; fill: none; stroke-width: 1.5 }
   .a { fill: #b6d7f2 } .b { fill: #f7d7a8 } .c { fill: #c6e7c4 } .d { fill: #e3cdf0 } .tip { fill: #57606a }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 } .box { fill: #161b22; stroke: #6e7681 } .line { stroke: #9198a1 } .tip { fill: #9198a1 }
-    .a { fill: #1f4b6e } .b { fill: #6b4a16 } .c { fill: #23572a } .d { fill: #53336b }
-  }
+  .plate { fill: #ffffff }
 """
 TIP = (
     '<marker id="tip" markerWidth="8" markerHeight="8" refX="6" refY="4" orient="auto">'
@@ -26,7 +23,8 @@ class Drawing:
         self._head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
         )
-        self._parts = [f"<title>{title}</title>", f"<style>{STYLE}</style>", f"<defs>{TIP}</defs>"]
+        plate = f'<rect class="plate" width="{width}" height="{height}" rx="4"/>'
+        self._parts = [f"<title>{title}</title>", f"<style>{STYLE}</style>", f"<defs>{TIP}</defs>", plate]
 
     def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> None:
         """Text whose baseline is at y."""
