@@ -9,8 +9,7 @@ for its part of the vocabulary. Values that wait for their task are in buffers w
 the schedule needs, so memory grows with the number of microbatches only if the schedule's does.
 
 Within a task every value may differ over p (`pipeline_stage`), and a collective over p in the task
-of a stage would wait forever. Such collectives are rejected once a tick is traced. docs/pipeline.md
-explains more.
+of a stage would wait forever. Such collectives are rejected once a tick is traced.
 """
 
 import dataclasses

@@ -12,15 +12,15 @@ class MeshConfig:
     """Number of devices along each axis. At most one may be -1, for the remaining devices."""
 
     p: int = within(1, 2**20, 1)
-    """Pipeline parallelism: each device holds some of the layers (docs/pipeline.md)."""
+    """Pipeline parallelism: each device holds some of the layers (docs/parallelism.md)."""
     r: int = within(-1, 2**20, 1)
     """Data parallelism with replicated weights."""
     d: int = within(-1, 2**20, -1)
     """Data parallelism with weights sharded at rest (FSDP)."""
     e: int = within(-1, 2**20, 1)
-    """Expert parallelism (docs/experts.md); elsewhere, works like d."""
+    """Expert parallelism (docs/parallelism.md); elsewhere, works like d."""
     c: int = within(-1, 2**20, 1)
-    """Context parallelism: each device holds some of the positions of a sequence (docs/long-context.md)."""
+    """Context parallelism: each device holds some of the positions of a sequence (docs/parallelism.md)."""
     t: int = within(-1, 2**20, 1)
     """Tensor parallelism."""
 

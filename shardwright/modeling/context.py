@@ -8,7 +8,7 @@
                     mask all devices have the same work (arXiv 2310.01889, 2311.09431)
 
 All are per-device code. A strategy takes `local_attention`, the attention of one device, and calls it on each device of
-c with the queries and keys that the device then has. The ring computes by itself, like blockwise. docs/long-context.md
+c with the queries and keys that the device then has. The ring computes by itself, like blockwise. docs/parallelism.md
 compares them.
 """
 

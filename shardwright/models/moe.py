@@ -10,7 +10,7 @@ Attention is that of family.py, the Llama's without its switches. Dims and axes 
   I  hidden width of the MLP in a layer without experts
 
 A sequence is the group of tokens that shares the slots of a pool. Neither knows of devices: the same tokens are dropped
-on every mesh. docs/experts.md goes through the page.
+on every mesh. docs/parallelism.md shows how to use it.
 """
 
 import copy

@@ -93,7 +93,7 @@ class TrainingConfig:
     """Largest block size, in positions, of blockwise and ring attention. Null: the platform's default."""
     context: str = "gather"
     """Strategy of context parallelism over c. gather: all-gathers keys and values. ring: passes keys and values around
-    a ring. ulysses: an all-to-all gives each device some heads of all positions (docs/long-context.md)."""
+    a ring. ulysses: an all-to-all gives each device some heads of all positions (docs/parallelism.md)."""
     document_mask: bool = True
     """Restricts attention to tokens of the same document. false: treats each sequence as one document, which cudnn
     computes without a mask."""
@@ -172,7 +172,7 @@ class TrainingConfig:
 
 @dataclasses.dataclass
 class PipelineConfig:
-    """Settings of pipeline parallelism (docs/pipeline.md). They have no effect if mesh.p is 1."""
+    """Settings of pipeline parallelism (docs/parallelism.md). They have no effect if mesh.p is 1."""
 
     schedule: str = "interleaved_1f1b"
     """gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, or your own as module:function (shardlib/schedules.py)."""

@@ -4,7 +4,7 @@
     python -m tools.schedule schedule=1f1b p=4 m=16 transfer=0.1
     python -m tools.schedule 'schedule=[gpipe,1f1b,interleaved_1f1b,my_schedules:mine]' p=4 m=16 v=2
 
-The last one compares. No devices are needed: times follow from the costs in the settings. docs/pipeline.md explains
+The last one compares. No devices are needed: times follow from the costs in the settings. docs/parallelism.md explains
 the output.
 """
 

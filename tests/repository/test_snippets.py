@@ -25,14 +25,13 @@ RUN_BY = {
     "changing.md": "optimizers/test_grpo.py",
     "data.md": "loader/test_loss_mask.py",
     "evaluation.md": "tools/test_evaluate.py",
-    "experts.md": "repository/test_snippets.py",
     "flat-tokens.md": "flat_tokens/test_flat_tokens.py",
     "huggingface.md": "models/test_huggingface_export.py",
     "loading.md": "repository/test_snippets.py",
     "mixing.md": "train/test_mixing_page.py",
     "models.md": "train/test_own_model.py",
     "other-trainers.md": "proof/test_other_trainers.py",
-    "pipeline.md": "tools/test_schedule_tool.py",
+    "parallelism.md": "tools/test_schedule_tool.py",
     "pytree-zarr-checkpoint.md": "run/test_checkpoint.py",
     "refused.md": "proof/test_refused_page.py",
     "seqax.md": "repository/test_snippets.py",
@@ -69,11 +68,6 @@ def test_loading(monkeypatch):
     assert step == 3
     assert batch.targets.shape == (2, 4, 64)
     assert names["steps"] > 100
-
-
-def test_the_page_on_experts_quotes_the_source():
-    source = (ROOT / "shardwright/models/moe.py").read_text()
-    assert [block for block in blocks("experts.md") if block not in source] == []
 
 
 def test_the_scale_of_seqax():

@@ -1,7 +1,5 @@
-"""What shardwright/tools/schedule prints; docs/pipeline.md shows what it prints now."""
+"""What shardwright/tools/schedule prints; docs/parallelism.md shows what it prints now."""
 
-import ast
-import doctest
 import io
 import re
 import shlex
@@ -18,7 +16,7 @@ from shardwright.tools.schedule import Settings, simulated
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = (ROOT / "docs/pipeline.md").read_text()
+PAGE = (ROOT / "docs/parallelism.md").read_text()
 
 
 def config_of(*overrides) -> Settings:
@@ -93,34 +91,23 @@ def test_bad_settings(settings, message):
     assert not [*Path().iterdir()]
 
 
-# ---- the document -------------------------------------------------------------------------------------------------
+# ---- the page -----------------------------------------------------------------------------------------------------
 
 
-def blocks(language):
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENT, flags=re.M | re.S)
-    return [text for name, text in found if name == language]
-
-
-@pytest.fixture
-def my_schedules(tmp_path, monkeypatch):
-    """The document's own schedule, to be imported."""
-    (source,) = [block for block in blocks("python") if block.startswith("# my_schedules.py")]
-    (tmp_path / "my_schedules.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-COMMAND = "python -m tools.schedule "
-SHOWN = [block for block in blocks("") if block.startswith(f"$ {COMMAND}")]
-
-
-@pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.splitlines()[0])
-def test_document_shows_what_is_printed(block, my_schedules):
+def test_the_page_shows_what_is_printed():
+    (block,) = re.findall(r"^```\n\$ python -m tools\.schedule (.*?)^```$", PAGE, flags=re.M | re.S)
     command, _, text = block.partition("\n")
-    assert printed(*shlex.split(command.removeprefix(f"$ {COMMAND}"))) == text
+    assert printed(*shlex.split(command)) == text
 
 
-def test_document_is_complete(my_schedules):
-    assert len(SHOWN) >= 2
-    example = doctest.DocTestParser().get_doctest(blocks("python")[0], {}, "docs/pipeline.md", None, 0)
-    assert doctest.DocTestRunner().run(example).failed == 0
-    assert ast.parse(blocks("python")[1])
+def test_the_schedule_of_the_page(monkeypatch):
+    """Two waves, each a GPipe of 2 microbatches: (2 + 1) · (1 + 2) long, with as many activations alive as devices."""
+    (source,) = re.findall(r"^```python\n(# my_schedules\.py\n.*?)^```$", PAGE, flags=re.M | re.S)
+    (command,) = re.findall(r"`python -m tools\.schedule ([^`\n]*)`", PAGE)
+    Path("my_schedules.py").write_text(source)
+    monkeypatch.syspath_prepend(Path.cwd())
+    shown = printed(*shlex.split(command))
+    assert "F1.0" in shown
+    (row,) = re.findall(r"^my_schedules:waves (.*)$", shown, flags=re.M)
+    v, time, bubble, _, alive, _ = row.split()
+    assert (v, time, bubble, alive) == ("1", "18", "33.3%", "2")
