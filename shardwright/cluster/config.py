@@ -39,7 +39,7 @@ class HardwareConfig:
     deterministic: bool = False
     """Makes replays and resumed runs bit-for-bit equal on NVIDIA GPUs; other devices do not need it. XLA then uses the
     first kernel that compiles instead of the fastest, and cuDNN computes the gradient of attention in a fixed order
-    (cost in docs/reliability.md)."""
+    (cost in docs/status.md)."""
     strict: bool = False
     """Refuses a run whose compiled step communicates other than written, which is otherwise listed (docs/check.md)."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -142,7 +142,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch, tmp_path):
 
 @pytest.mark.quick
 def test_kernels_that_xla_timed_are_kept_beside_compiled_programs():
-    """So that a resumed run has the same, also where its source has changed (docs/reliability.md). JAX's default."""
+    """So that a resumed run has the same, also where its source has changed (docs/status.md). JAX's default."""
     assert "xla_gpu_per_fusion_autotune_cache_dir" in jax.config.jax_persistent_cache_enable_xla_caches
 
 
