@@ -293,6 +293,12 @@ def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
     assert dict(table) == rows
 
 
+def test_the_status_counts_correct_programs_that_are_rejected():
+    text = " ".join((ROOT / "docs/status.md").read_text().split())
+    declared = sum(bool(program.escape) for program in RIGHT)
+    assert f"Of {len(RIGHT)} correct [test programs](../tests/programs/right.py), {declared} are rejected" in text
+
+
 # ---- README's first change ----------------------------------------------------------------------------------------
 
 
