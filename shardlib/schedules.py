@@ -5,8 +5,8 @@ A model of p·v **stages** runs on p devices. A stage is on one device, as one o
 of `Task`s of each device in the order in which the device runs them, which also determines where
 the stages are. Any function that returns every forward and backward once, without a deadlock, and
 with neighboring stages on neighboring devices, is a schedule. `check_schedule` checks that, and
-`tick_table` makes the table that the executor scans over. docs/parallelism.md compares the published
-schedules and shows how to write another.
+`tick_table` makes the table that the executor scans over. docs/parallelism.md compares the
+published schedules and shows how to write another.
 
 A backward has two halves, which a schedule may list separately: `backward_input` computes the
 gradient of the stage's input, for which the previous stage waits, and `backward_weights` the
