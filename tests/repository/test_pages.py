@@ -340,7 +340,7 @@ def test_the_first_change_and_its_refusal():
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other jax traces a few operations more, by a percent")
-@pytest.mark.parametrize("page", ["README.md", "docs/plan.md", "docs/slow-step.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/plan.md", "docs/performance.md"])
 def test_what_a_page_quotes_of_a_plan_is_what_the_program_shows(page):
     """Each block after a command of tools.plan has lines of its output, in their order."""
     text = (ROOT / page).read_text()
