@@ -43,7 +43,7 @@ _SETTINGS = "settings"
 
 @dataclasses.dataclass
 class TrackersConfig:
-    """Settings of experiment trackers (docs/trackers.md)."""
+    """Settings of experiment trackers (docs/report.md)."""
 
     names: list[str] = dataclasses.field(default_factory=list)
     """Trackers to send metrics to: any of tensorboard, wandb, clearml, and module:function of your own."""
