@@ -4,7 +4,8 @@
     continuations = sampler.generate(weights, [[5, 8, 13], []])
 
 It runs the forward pass of training, with any model. Tokens get information from others only through `attention`, which
-can read what it kept of them, so the positions of a forward pass need not belong to one text. See docs/sampling.md.
+can read what it kept of them, so the positions of a forward pass need not belong to one text. See
+docs/evaluation.md.
 """
 
 import contextlib

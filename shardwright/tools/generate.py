@@ -4,7 +4,7 @@
     python -m tools.generate run=runs/<name> prompts_file=prompts.txt samples=4 output=texts.jsonl
     python -m tools.generate run=runs/<name> step=500 'prompt_ids=[5,8,13]' mesh.t=2
 
-The weights are sharded as in training, on any mesh. docs/sampling.md explains how it works.
+The weights are sharded as in training, on any mesh. docs/evaluation.md explains how to use it.
 """
 
 import bisect
