@@ -43,7 +43,7 @@ class TrainingConfig:
     time. Instead of steps, tokens and epochs."""
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Settings that change from a given step on, by their full names, such as
-    [{step: 1000, training.seq_len: 2048}]. A resumed run may add entries (docs/phases.md)."""
+    [{step: 1000, training.seq_len: 2048}]. A resumed run may add entries (docs/experiments.md)."""
     seed: int = within(0, 2**63, 0)
     """Random seed of the initial weights, in [0, 2**63). JAX reads its lowest 32 bits."""
     init_from: str | None = None

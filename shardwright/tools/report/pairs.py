@@ -127,7 +127,7 @@ class Pairs:
         return None
 
     def _speedup(self, low: float, high: float) -> str:
-        """The second group's effective speedup, as Marin defines it (docs/comparing.md), with its interval."""
+        """The second group's effective speedup, as Marin defines it (docs/experiments.md), with its interval."""
         limit, _, a, _, b = cast(Forecast, self.law).law
         above = float(np.mean([self._loss(one) for one, _ in self.runs])) - limit
 

@@ -1,4 +1,4 @@
-"""Compares an idea with the baseline: ten seeds of a small run each, and a row for the table of docs/comparing.md.
+"""Compares an idea with the baseline: ten seeds of a small run each, and a row for the table of docs/experiments.md.
 
     python -m tools.track qk_norm model.qk_norm=true
 
