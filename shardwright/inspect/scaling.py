@@ -20,7 +20,7 @@ EXPONENT = (0.35, 0.15)
 FLOOR = (0.5, 0.5)
 """Prior of E: this share of the smallest loss, and the deviation of its logarithm."""
 NOMINAL = 0.9
-"""Share of the bootstrap's samples in its interval, before that is widened. docs/forecast.md says
+"""Share of the bootstrap's samples in its interval, before that is widened. docs/ladder.md says
 how many published models the widened one holds."""
 SAMPLES = 200
 """Bootstrap samples."""

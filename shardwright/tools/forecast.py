@@ -111,7 +111,7 @@ def summary_of(found: dict[str, Any]) -> list[str]:
         f"{found['metric']:5} {end['loss']:.3f} nats, interval {low:.3f} to {high:.3f}, {width:.0%} wide",
         f"of    {of}, from {len(found['runs'])} runs",
         f"      the interval is {found['widened']} times as wide as the bootstrap's;",
-        "      docs/forecast.md says how many published models such intervals hold",
+        "      docs/ladder.md says how many published models such intervals hold",
     ]
     if high >= best:
         lines.append(f"      it doesn't exclude a loss no better than that of the best run, {best:.3f}")

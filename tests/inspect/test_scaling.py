@@ -81,7 +81,7 @@ def test_the_largest_published_models_are_inside_their_intervals():
 
 @pytest.mark.long
 def test_nine_noisy_runs_of_close_sizes_hold_a_four_times_larger_run():
-    """As the ladder in docs/forecast.md. If 90 % of runs were inside, fewer than 16 of 20 happens in 1 of 23 cases."""
+    """As the ladder in docs/ladder.md. If 90 % of runs were inside, fewer than 16 of 20 happens in 1 of 23 cases."""
 
     def law(params, tokens):
         return 0.65 + 0.70 * (3e4 / params) ** 0.19 + 0.44 * (7e5 / tokens) ** 0.53
