@@ -123,11 +123,19 @@ def program(name: str) -> str:
     return ".".join(name.split(".")[: len(room(name).split(".")) + 1])
 
 
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines of a function without its docstring, which may have an example."""
+    first = function.body[0]
+    documented = ast.get_docstring(function) is not None
+    docstring = first.end_lineno - first.lineno + 1 if documented else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
 def long_functions(name: str) -> dict[str, int]:
     """The functions and methods of a module with more than MAX_FUNCTION lines, and their lines."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     functions = [node for node in ast.walk(tree(name)) if isinstance(node, kinds)]
-    lengths = [(node.name, node.end_lineno - node.lineno + 1) for node in functions]
+    lengths = [(node.name, lines_of(node)) for node in functions]
     return {function: lines for function, lines in lengths if lines > MAX_FUNCTION}
 
 
