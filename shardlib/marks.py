@@ -133,19 +133,30 @@ def region(fn: Callable[..., Any], *args: object) -> Any:
 
 
 def per_device(spec, fn, *args, reason: str, takes: str = ""):
-    """Calls fn(*args), whose code differs between devices on purpose.
+    """Calls a function whose code differs between devices on purpose.
 
-    The results are taken to have the type `spec`. The check of the step does not look inside `fn`:
-    a ring, a halo, the slots of a mixture of experts, noise that differs by device. Gradients of
-    the arguments are taken to have the types of the arguments.
+    The proof does not look inside: it takes the results to have the types in the spec, and the
+    gradients of the arguments to have the arguments' types. Use it for a ring, a halo, the slots of
+    a mixture of experts, or noise that differs by device.
+
+    - sends: what the function sends
+    - gradient: that of the function
+    - rejects: a result that does not have its type; an empty reason
 
     Args:
         spec: the type of the result, `B/r/d L/t M`; for a tuple, the types separated by commas.
         fn: a function of arrays and pytrees of arrays.
         *args: its arguments.
         reason: why the result is right on every mesh. Give each use its own.
-        takes: types of the first arrays in `args`, separated by commas; the check of the step
-            enforces them.
+        takes: types of the first arrays in `args`, separated by commas; the proof checks them.
+
+    >>> def flip(block):
+    ...     return lax.ppermute(block[::-1], "t", [(0, 1), (1, 0)])
+    >>> @typed_shard_map
+    ... def flipped(x: i32["L/t"]) -> i32["L/t"]:
+    ...     return shardops.per_device("L/t", flip, x, reason="both devices of t swap and flip")
+    >>> flipped(jnp.arange(4)).tolist()
+    [3, 2, 1, 0]
     """
     with checked_op("per_device", spec):
         require_shard_map()

@@ -25,18 +25,30 @@ from shardlib.values import devices_along
 
 
 def rearrange(spec: str, x: object, /, **sizes: int) -> Any:
-    """Transposes, splits and merges the dims of `x`: `B/d L (K/t Q) D -> B/d K/t Q L D`.
+    """Transposes, splits and merges dims by name, as einops does.
 
-    It does not communicate. The notation is that of einops, plus axes. A group `(K/t Q)` is one dim
-    of the array, with K outermost, and `1` is a dim of size 1. Each name must be on both sides,
-    with the same axes. In a group only the outermost dim may be sharded. A partial sum stays a
-    partial sum, and a Copy a Copy.
+    A group `(K/t Q)` is one dim of the array, with K outermost, and `1` is a dim of size 1. Each
+    name must be on both sides, with the same axes. A partial sum stays a partial sum, and a copy a
+    copy.
+
+    - accepts: also partial sums, gathered arrays and copies
+    - sends: nothing
+    - gradient: the reverse
+    - rejects: an axis on a dim that is not the first of its group; a size that does not match
 
     Args:
         spec: the dims of the operand and of the result.
-        x: an array, a partial sum or a Copy.
-        **sizes: sizes of dims that neither `x` nor the current scope determines, at least 1: `Q=4`.
-            As everywhere these are global sizes, not those of a device's block.
+        x: an array, a partial sum or a copy.
+        **sizes: global sizes of dims that neither `x` nor an annotation determines: `Q=4`.
+
+    >>> @typed_shard_map
+    ... def heads(x: f32["L H/t"]) -> f32["K/t Q L"]:
+    ...     block = shardops.rearrange("L (K/t Q) -> K/t Q L", x, Q=2)
+    ...     print(x.shape, "->", block.shape)
+    ...     return block
+    >>> heads(jnp.ones((3, 8))).shape
+    (3, 4) -> (2, 2, 3)
+    (4, 2, 3)
     """
     with checked_op("rearrange", spec, x) as known:
         op = parse(spec, 1, "*", "( )")

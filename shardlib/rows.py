@@ -26,11 +26,22 @@ from shardlib.values import describe, varying
 
 
 def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = None) -> Any:
-    """Looks up rows of `table`: `B/d [L] M, B/d S/t -> B/d S/t M`. Ids outside [0, L) give zeros.
+    """Gathers rows of a table by id, within each sequence; an id outside the table gives zeros.
 
-    No communication. The operands share their first dims. The dim that is looked up must not be
-    sharded. `repeats` is how often an id may occur in a sequence, if known: on a GPU the gradient
-    then avoids XLA's scatter, which is slow there.
+    The table and the ids share their first dims, and every device has the dim in brackets whole.
+    `repeats`, if known, is how often an id may occur in a sequence: on a GPU the gradient then
+    avoids XLA's scatter, which is slow there.
+
+    - accepts: also gathered arrays and copies
+    - sends: nothing
+    - gradient: `add_rows`
+    - rejects: ids that are not integers; different first dims; a partial sum
+
+    >>> @typed_shard_map
+    ... def pick(x: f32["B/d L"], ids: i32["B/d S"]) -> f32["B/d S"]:
+    ...     return shardops.take_rows("B/d [L], B/d S -> B/d S", x, ids)
+    >>> pick(jnp.array([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]), jnp.array([[2, 0], [1, 9]])).tolist()
+    [[2.0, 0.0], [4.0, 0.0]]
     """
     checked = checked_operands("take_rows", spec, table, ids, allowed=("[dim]", "*"))
     with checked as (op, (values, indices), _):
@@ -47,11 +58,25 @@ def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = No
 
 
 def add_rows(spec: str, rows: object, ids: object, *, repeats: int | None = None) -> Any:
-    """Sums rows by id: `B/d S/t M, B/d S/t -> B/d [L] M +t`. Ids outside [0, L) are dropped.
+    """Adds rows up by id, within each sequence; a row whose id is outside the result is dropped.
 
-    No communication. The current scope must have bound the size of L. The result and `ids` share
-    their first dims; the sum over the other dims of `ids` is a partial sum over their axes.
-    `repeats` is as in take_rows.
+    It is the transpose of `take_rows`; a mixture of experts combines its outputs with it. The ids
+    and the result share their first dims. The sum over the other dims of the ids is a partial sum
+    over their axes. An annotation must have bound the size of the dim in brackets. `repeats` is as
+    in `take_rows`.
+
+    - accepts: also gathered arrays and copies
+    - sends: nothing
+    - gradient: `take_rows`
+    - rejects: ids that are not integers; a missing `+`; a partial sum
+
+    >>> @typed_shard_map
+    ... def combine(x: f32["B/d L"], rows: f32["B/d S/t"], ids: i32["B/d S/t"]) -> f32["B/d L"]:
+    ...     sums = shardops.add_rows("B/d S/t, B/d S/t -> B/d [L] +t", rows, ids)
+    ...     return x + shardops.psum("B/d L +t -> B/d L", sums)
+    >>> ids = jnp.array([[0, 0, 2, 2], [1, 1, 1, 9]])
+    >>> combine(jnp.zeros((2, 3)), jnp.ones((2, 4)), ids).tolist()
+    [[2.0, 0.0, 2.0], [0.0, 3.0, 0.0]]
     """
     checked = checked_operands("add_rows", spec, rows, ids, allowed=("[dim]", "*"))
     with checked as (op, (values, indices), sizes):

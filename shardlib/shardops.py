@@ -1,40 +1,27 @@
-"""Per-device ops under `typed_shard_map`: every collective, and matmuls that give partial sums.
+"""Ops for per-device code: collectives, and einsums and lookups that give partial sums.
 
-Each op checks its operands against a spec string while JAX traces. It compiles to the `jax.lax` op
-of the same name, plus transposes if the dim it acts on is not the first. What each op does to a
-type:
+Call them in a function that `typed_shard_map` or a trainer maps over the devices. The spec of an op
+states the types of its operands and of its result. While JAX traces, an op raises `ShardError` with
+the operands' types and a remedy if an operand does not have the type in the spec, if sizes or axes
+disagree, if a dim is not divisible by its devices, or if the op does not do what the spec says.
 
-    all_gather        'M/d F/t -> M F/t'                    removes /d; into `M F/t *d`, a Copy
-    psum_scatter      'B L M +t -> B L/t M'                 turns +t into /t
-    psum              'B L +t -> B L'                       removes +t
-    pmax              'B L V/t -> B L'                      maximum over the dropped dims, on all
-                                                            their devices
-    einsum_unreduced  'B L F/t, M F/t -> B L M +t'          a contracted sharded dim becomes a +
-    index_unreduced   '[V/t] M, B L -> B L M +t'            a lookup in a sharded dim becomes a +
-    take_rows         'B/d [L] M, B/d S/t -> B/d S/t M'     looks rows of the same sequence up, by
-                                                            an id for each of S
-    add_rows          'B/d S/t M, B/d S/t -> B/d [L] M +t'  adds rows by id, the transpose of
-                                                            take_rows
-    grouped_product   'P S M, P S, (P N) M F -> P S F'      multiplies each row by the one of N
-                                                            matrices with its id
-    broadcast         'M -> B/d L M'                        repeats along new dims
-    rearrange         'L (K/t Q) D -> K/t Q L D'            transposes, splits and merges dims, by
-                                                            name
-    all_to_all        'L/t K -> L K/t'                      moves an axis from one dim to another
-    shard             'B L -> B L/c'                        keeps this device's block of what each
-                                                            device has whole
-    zigzag            'B L/c M -> B Z/c M'                  moves half blocks into the order of a
-                                                            balanced ring
-    ppermute          'B L/t M'                             shifts the blocks of a dim around the
-                                                            ring of its axis
-    zeros             'B/d L/t M'                           zeros of this type
-    replicate         'M/d F/t -> M/d F/t *r'               marks independent use on each device of
-                                                            r, a Copy
+An op compiles to the `jax.lax` op of the same name, plus transposes if it acts on a dim that is not
+the first. The backward pass communicates where the forward pass does, by the transposed collective,
+and nowhere else: a gather becomes a reduce-scatter and vice versa, and the gradient of a copy is
+reduced where the copy was made.
 
-The backward pass communicates where the forward pass does, by the transposed collective, and
-nowhere else: a gather becomes a reduce-scatter and vice versa, and the gradient of a Copy is
-reduced where the Copy was made. Errors are ShardErrors that show the op, the spec, the operands,
-the sizes bound so far, the mesh, and a remedy.
+Of these ops, only those that say so accept gathered arrays (`all_gather`) and copies (`replicate`).
+
+The examples run as tests. They print the shape of a block while JAX traces, and show what comes
+back from all devices. The names that they use, and their mesh of four devices, are:
+
+>>> import jax
+>>> import jax.numpy as jnp
+>>> from jax import lax
+>>> from shardlib import shardops
+>>> from shardlib.shardtypes import f32, i32, typed, typed_shard_map
+>>> mesh = jax.make_mesh((2, 2), ("d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+>>> in_force = jax.set_mesh(mesh)
 """
 
 import collections
@@ -49,9 +36,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import note_type
-from shardlib.grouped import grouped_product  # noqa: F401 (one of the ops)
+from shardlib.grouped import grouped_product
 from shardlib.jax_errors import WITHOUT_MAXIMUM
-from shardlib.marks import per_device  # noqa: F401 (one of the ops)
+from shardlib.marks import per_device
 from shardlib.op_checks import (
     axes_moved,
     cast,
@@ -75,12 +62,12 @@ from shardlib.op_checks import (
 )
 from shardlib.parsing import Dim, NotProved, ShapeSpec, ShardError, parse_shape, sort_axes
 from shardlib.products import einsum_with_gradients, pick, take
-from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
-from shardlib.rows import add_rows, take_rows  # noqa: F401 (two of the ops)
+from shardlib.rearranging import rearrange
+from shardlib.rows import add_rows, take_rows
 from shardlib.scopes import bound, current_scope
 from shardlib.values import (
     AtRest,
-    alone,  # noqa: F401 (a context for the ops)
+    alone,
     describe,
     devices_along,
     is_opaque,
@@ -89,18 +76,60 @@ from shardlib.values import (
     planned_devices,
     unwrap,
 )
-from shardlib.zigzag import zigzag  # noqa: F401 (one of the ops)
+from shardlib.zigzag import zigzag
+
+__all__ = [
+    "add_rows",
+    "all_gather",
+    "all_to_all",
+    "alone",
+    "axis_index",
+    "axis_size",
+    "broadcast",
+    "einsum_unreduced",
+    "grouped_product",
+    "index_unreduced",
+    "matmul",
+    "per_device",
+    "pmax",
+    "positions",
+    "ppermute",
+    "products",
+    "psum",
+    "psum_scatter",
+    "rearrange",
+    "replicate",
+    "shard",
+    "size",
+    "take_rows",
+    "zeros",
+    "zigzag",
+]
 
 
 def axis_size(axes: str) -> int:
-    """Number of devices along one or several axes: `'t'`, `'r d'`."""
+    """Returns the number of devices along one or several axes, as a Python int.
+
+    An axis of shardwright that the mesh lacks (r, d, t, c, e or p) has size 1.
+
+    - rejects: other axes that the mesh lacks
+
+    >>> shardops.axis_size("d"), shardops.axis_size("d t"), shardops.axis_size("p")
+    (2, 4, 1)
+    """
     return devices_along(axes.split())
 
 
 def axis_index(axis: str) -> jax.Array:
-    """Coordinate of this device on `axis`: an i32 scalar that varies over that axis.
+    """Returns the coordinate of this device along an axis, counted from 0.
 
-    It is counted from 0.
+    It is an i32 scalar that differs over the axis.
+
+    >>> @typed_shard_map
+    ... def coordinates() -> i32["D/d"]:
+    ...     return shardops.axis_index("d")[None]
+    >>> coordinates().tolist()
+    [0, 1]
     """
     with checked_op("axis_index", axis):
         devices_along((axis,))
@@ -109,7 +138,18 @@ def axis_index(axis: str) -> jax.Array:
 
 
 def size(dim: str) -> int:
-    """Global size of a dim, such as `'L'`. An annotation in this function must have bound it."""
+    """Returns the global size of a dim, as a Python int.
+
+    - rejects: a dim whose size no annotation in this function has bound
+
+    >>> @typed_shard_map
+    ... def mean_of_each(x: f32["B/d M"]) -> f32["B/d"]:
+    ...     print(x.shape, shardops.size("B"), shardops.size("M"))
+    ...     return shardops.einsum_unreduced("B/d M -> B/d", x) / shardops.size("M")
+    >>> mean_of_each(jnp.ones((4, 8))).tolist()
+    (2, 8) 4 8
+    [1.0, 1.0, 1.0, 1.0]
+    """
     sizes = current_scope().sizes
     if dim not in sizes:
         raise ShardError(
@@ -121,9 +161,18 @@ def size(dim: str) -> int:
 
 
 def positions(spec: str) -> jax.Array:
-    """Global positions of this device's block of a dim, i32.
+    """Returns the global positions of this device's block of a dim, i32.
 
-    In `positions('L/t')` they count over all devices of t.
+    - rejects: a dim whose size no annotation in this function has bound
+
+    >>> @typed_shard_map
+    ... def numbered(x: f32["L/t"]) -> i32["L/t"]:
+    ...     block = shardops.positions("L/t")
+    ...     print(block.shape)
+    ...     return block
+    >>> numbered(jnp.ones(6)).tolist()  # the second device of t has 3, 4, 5
+    (3,)
+    [0, 1, 2, 3, 4, 5]
     """
     with checked_op("positions", spec):
         (dim,) = (shape := on_mesh(parse_shape(spec))).dims
@@ -134,9 +183,18 @@ def positions(spec: str) -> jax.Array:
 
 
 def zeros(spec: str, dtype, **sizes: int) -> jax.Array:
-    """Zeros of a type: `zeros('B/d L/t N', act.dtype, N=4)`.
+    """Returns zeros of a type.
 
-    Sizes not given are those that annotations have bound.
+    Pass the global size of each dim that no annotation in this function has bound as a keyword.
+
+    >>> @typed_shard_map
+    ... def counters(x: f32["B/d M"]) -> f32["B/d N"]:
+    ...     block = shardops.zeros("B/d N", x.dtype, N=3)
+    ...     print(block.shape)
+    ...     return block
+    >>> counters(jnp.ones((4, 8))).shape
+    (2, 3)
+    (4, 3)
     """
     with checked_op("zeros", spec):
         shape = on_mesh(parse_shape(spec))
@@ -151,21 +209,34 @@ def zeros(spec: str, dtype, **sizes: int) -> jax.Array:
 
 
 def all_gather(spec, x, *, replicated=False, dtype=None):
-    """Gathers blocks: `M/d F/t -> M F/t` gives every device of d the whole of M.
+    """Gathers the blocks of dims, so that every device along their last axes has the whole dims.
 
-    Only einsum_unreduced, index_unreduced and broadcast take the result. Its gradient there is a
-    partial sum over d, which the backward pass reduce-scatters once. With `replicated` it is a
-    plain array, as for a result of the step.
+    The result is a gathered array. You may cast it, pass it to ops that accept one, and combine it
+    by `@`, `+`, `-` and `*` with an array that differs over the axes of the gather. With
+    `replicated` it is a plain array that any function takes, but whose gradient must be the same on
+    each device.
 
-    The blocks are cast to `dtype` before the gather. Their gradient is reduced in the dtype of `x`.
-
-    A weight (AtRest) is cast to the dtype in which the model's class declares it. Its gradient is
-    reduced over r and the gathered axes, in the dtype that training.reduce_dtype chooses; where
-    training.gather_weights has gathered it for the whole step, this returns what was gathered.
-
-    `M/d F/t -> M F/t *d` returns a Copy, which a `lax.scan` can carry. Applied to that Copy,
-    `M/d F/t -> M F/t` does nothing. From the Copy that `M/d/p -> M/d *p` returns, `M/d/p -> M`
+    The spec `M/d F/t -> M F/t *d` returns a copy instead, which a `lax.scan` can carry. Applied to
+    that copy, `M/d F/t -> M F/t` does nothing; from the copy of `M/d/p -> M/d *p`, `M/d/p -> M`
     gathers only over d.
+
+    - sends: an all-gather of the blocks, cast to `dtype` before
+    - gradient: a reduce-scatter, in the dtype of `x`; that of a copy once, after the loop
+    - rejects: a partial sum; a copy that is `replicated`
+
+    A trainer passes weights at rest. They are gathered in the dtype in which the model's class
+    declares them, and their gradient is reduced over r and the gathered axes in
+    `training.reduce_dtype`. If `training.gather_weights` has gathered a weight for the whole step,
+    this returns what was gathered.
+
+    >>> @typed_shard_map
+    ... def project(x: f32["B/d M"], w: f32["M/d F"]) -> f32["B/d F"]:
+    ...     whole = shardops.all_gather("M/d F -> M F", w)
+    ...     print(w.shape, "->", whole.shape)
+    ...     return x @ whole
+    >>> project(jnp.ones((4, 8)), jnp.ones((8, 3))).shape
+    (4, 3) -> (8, 3)
+    (4, 3)
     """
     if isinstance(x, AtRest):
         with checked_collective("all_gather", spec, x, copies=True) as (op, lhs, rhs, _, _):
@@ -238,9 +309,23 @@ def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax
 
 
 def psum_scatter(spec, x):
-    """Reduces a partial sum and gives each device one block of the result.
+    """Adds up a partial sum, and leaves one block of the result on each device.
 
-    For example, `B L M +t -> B L/t M`.
+    Each axis that loses its `+` becomes the last axis of a dim.
+
+    - sends: a reduce-scatter
+    - gradient: an all-gather
+    - rejects: an axis without a `+`; a dim that is not divisible by its devices
+
+    >>> @typed_shard_map
+    ... def down(h: f32["B F/t"], w: f32["F/t M"]) -> f32["B M/t"]:
+    ...     out = shardops.einsum_unreduced("B F/t, F/t M -> B M +t", h, w)
+    ...     block = shardops.psum_scatter("B M +t -> B M/t", out)
+    ...     print(out.shape, "->", block.shape)
+    ...     return block
+    >>> down(jnp.ones((1, 8)), jnp.ones((8, 4))).tolist()
+    (1, 4) -> (1, 2)
+    [[8.0, 8.0, 8.0, 8.0]]
     """
     with checked_collective("psum_scatter", spec, x) as (op, lhs, rhs, value, sizes):
         if does_nothing(spec, op):
@@ -260,9 +345,17 @@ def psum_scatter(spec, x):
 
 
 def psum(spec, x):
-    """Reduces a partial sum and gives every device the whole result.
+    """Adds up a partial sum, and gives every device the whole result.
 
-    For example, `B L +t -> B L` or `+d +t ->`.
+    - sends: an all-reduce
+    - gradient: passed on unchanged, without communication
+    - rejects: a spec that drops no `+`, or changes dims
+
+    >>> @typed_shard_map
+    ... def total(x: f32["B/d L/t"]) -> f32[""]:
+    ...     return shardops.psum("+d +t ->", shardops.einsum_unreduced("B/d L/t -> +d +t", x))
+    >>> total(jnp.ones((4, 6))).item()
+    24.0
     """
     with checked_collective("psum", spec, x) as (op, lhs, rhs, value, _):
         if does_nothing(spec, op):
@@ -277,9 +370,17 @@ def psum(spec, x):
 
 
 def pmax(spec, x):
-    """Takes the maximum over dims and their devices: `B L V/t -> B L`.
+    """Takes the maximum over the dims that the spec drops, and over their devices.
 
-    Not differentiable, like `lax.pmax`.
+    - sends: an all-reduce of the maxima
+    - gradient: none; it raises if one is needed, so apply `lax.stop_gradient` first
+    - rejects: a partial sum
+
+    >>> @typed_shard_map
+    ... def largest(x: f32["B/d V/t"]) -> f32["B/d"]:
+    ...     return shardops.pmax("B/d V/t -> B/d", x)
+    >>> largest(jnp.array([[1.0, 5.0, 2.0, 0.0], [3.0, 0.0, 9.0, 4.0]])).tolist()
+    [5.0, 9.0]
     """
     with checked_collective("pmax", spec, x) as (op, lhs, rhs, value, _):
         kept = tuple(dim for dim in lhs.dims if dim in rhs.dims)
@@ -295,7 +396,21 @@ def pmax(spec, x):
 
 
 def all_to_all(spec, x):
-    """Moves an axis from one dim to another: `L/t K -> L K/t`."""
+    """Moves an axis from the end of one dim to the end of another.
+
+    - sends: an all-to-all
+    - gradient: the reverse
+    - rejects: axes that leave more than one dim; a partial sum
+
+    >>> @typed_shard_map
+    ... def by_head(x: f32["L/t K"]) -> f32["L K/t"]:
+    ...     heads = shardops.all_to_all("L/t K -> L K/t", x)
+    ...     print(x.shape, "->", heads.shape)
+    ...     return heads
+    >>> by_head(jnp.ones((6, 4))).shape
+    (3, 4) -> (6, 2)
+    (6, 4)
+    """
     with checked_collective("all_to_all", spec, x) as (op, lhs, rhs, value, sizes):
         if does_nothing(spec, op):
             return x
@@ -314,9 +429,20 @@ def all_to_all(spec, x):
 
 
 def shard(spec, x):
-    """Keeps this device's block of a dim that every device holds whole: `B L -> B L/c`.
+    """Keeps this device's block of a dim that every device has whole, of integers or bools.
 
-    For integers and bools only.
+    - sends: nothing
+    - gradient: none
+    - rejects: floats, whose gradient would be lost or counted twice; a partial sum
+
+    >>> @typed_shard_map
+    ... def own_ids(ids: i32["B/d L"]) -> i32["B/d L/t"]:
+    ...     block = shardops.shard("B/d L -> B/d L/t", ids)
+    ...     print(ids.shape, "->", block.shape)
+    ...     return block
+    >>> own_ids(jnp.ones((4, 6), jnp.int32)).shape
+    (2, 6) -> (2, 3)
+    (4, 6)
     """
     with checked_collective("shard", spec, x) as (op, lhs, rhs, value, sizes):
         if does_nothing(spec, op):
@@ -344,10 +470,19 @@ def shard(spec, x):
 
 
 def ppermute(spec, x, *, axis: str, shift: int):
-    """Sends each device's block to the device `shift` further along the ring of `axis`.
+    """Sends each device's block to the device `shift` steps ahead in the ring of `axis`.
 
-    The type does not change.
-    After `ppermute('B L/t M', x, axis='t', shift=1)`, device i holds what device i-1 held.
+    The type does not change. With `shift=1`, device i then has what device i-1 had.
+
+    - sends: a permute
+    - gradient: the reverse
+    - rejects: an axis that shards no dim of `x`; a partial sum
+
+    >>> @typed_shard_map
+    ... def shifted(x: i32["L/t"]) -> i32["L/t"]:
+    ...     return shardops.ppermute("L/t", x, axis="t", shift=1)
+    >>> shifted(jnp.arange(4)).tolist()
+    [2, 3, 0, 1]
     """
     with checked_collective("ppermute", f"{spec} ->", x) as (_, shape, _, value, _):
         size = devices_along((axis,))
@@ -363,11 +498,22 @@ def ppermute(spec, x, *, axis: str, shift: int):
 
 
 def replicate(spec, x):
-    """Marks a value that is the same on every device of r as used independently on each.
+    """Marks an array as a copy on each device of an axis, for use with different data on each.
 
-    For example, `M/d F/t -> M/d F/t *r`. Returns a Copy. The forward pass does nothing. The
-    backward pass all-reduces the gradient over r once, here instead of at each use. `... -> ... *r`
-    takes any array or pytree of arrays. A Copy over r is returned unchanged.
+    `... -> ... *r` takes any array, or a pytree of arrays. What is a copy already is returned
+    unchanged.
+
+    - sends: nothing
+    - gradient: one all-reduce, here instead of at each use
+    - rejects: a value that differs over the axis; a partial sum
+
+    >>> @typed_shard_map
+    ... def loss(w: f32["M"], x: f32["B/d M"]) -> f32[""]:
+    ...     w = shardops.replicate("M -> M *d", w)
+    ...     return shardops.psum("+d ->", shardops.einsum_unreduced("B/d M, M -> +d", x, w))
+    >>> x = jnp.arange(8.0).reshape(4, 2)
+    >>> jax.grad(loss)(jnp.ones(2), x).tolist()  # sums over all of B: 0+2+4+6 and 1+3+5+7
+    [12.0, 16.0]
     """
     with checked_op("replicate", spec, *([x] if hasattr(x, "shape") else [])) as sizes:
         op = parse(spec, 1, "...", "*")
@@ -403,18 +549,29 @@ def replicate(spec, x):
 def einsum_unreduced(
     spec, *operands, preferred_element_type=None, product=None, name="einsum_unreduced"
 ):
-    """Einsum of this device's blocks: `B/d L F/t, M F/t -> B/d L M +t`. It does not communicate.
+    """Computes an einsum of this device's blocks; contracting a sharded dim gives a partial sum.
 
-    Takes one or more operands of one dtype. A dim keeps its sharding from operand to result.
-    Contracting a sharded dim makes the result a partial sum, written `+`, for psum_scatter or psum
-    to reduce.
+    The operands, one or more, have one dtype. A dim keeps its sharding from operand to result. The
+    axes of a contracted dim are marked `+` in the result, for `psum` or `psum_scatter` to reduce.
+
+    - accepts: also gathered arrays and copies
+    - sends: nothing
+    - gradient: einsums with the other operands
+    - rejects: operands of several dtypes; a missing `+`
 
     Args:
         spec: the dims of each operand and of the result.
-        *operands: arrays, gathered arrays or Copies.
-        preferred_element_type: dtype in which to sum; None: the operands' dtype.
+        *operands: arrays, gathered arrays or copies.
+        preferred_element_type: dtype in which to sum; None: that of the operands.
         product: function (formula, x, y) to call instead of jnp.einsum, e.g. in another precision.
         name: name of the op in messages.
+
+    >>> @typed_shard_map
+    ... def squares(x: f32["B/d F/t"]) -> f32["B/d"]:
+    ...     parts = shardops.einsum_unreduced("B/d F/t, B/d F/t -> B/d +t", x, x)
+    ...     return shardops.psum("B/d +t -> B/d", parts)
+    >>> squares(jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
+    [5.0, 25.0]
     """
     with checked_operands(name, spec, *operands) as (op, values, sizes):
         formula = einsum_formula(op)
@@ -458,11 +615,22 @@ def einsum_unreduced(
 
 
 def broadcast(spec, x):
-    """Repeats `x` along new dims, e.g. a bias for each position: `M -> B/d L/t M`.
+    """Repeats an array along new dims, such as a bias for each position.
 
-    It does not communicate. The current scope must have bound the sizes of the new dims. The
-    gradient sums over them, so it is a partial sum over their axes. As for einsum_unreduced, `x`
-    must have been gathered over these axes, or be a Copy.
+    Annotations must have bound the sizes of the new dims. If these are sharded, first gather `x`
+    over their axes, or make it a copy.
+
+    - accepts: also gathered arrays and copies
+    - sends: nothing
+    - gradient: the sum over the new dims
+    - rejects: a changed dim; a partial sum
+
+    >>> @typed_shard_map
+    ... def add_bias(x: f32["B/d M"], bias: f32["M/d"]) -> f32["B/d M"]:
+    ...     bias = shardops.all_gather("M/d -> M", bias)
+    ...     return x + shardops.broadcast("M -> B/d M", bias)
+    >>> add_bias(jnp.zeros((2, 2)), jnp.array([1.0, 2.0])).tolist()
+    [[1.0, 2.0], [1.0, 2.0]]
     """
     with checked_operands("broadcast", spec, x) as (op, values, sizes):
         lhs = op.lhs[0]
@@ -489,28 +657,56 @@ def broadcast(spec, x):
 
 
 def products(product: Callable[..., Any] | None) -> contextlib.AbstractContextManager[None]:
-    """Context in which `matmul` calls product(formula, x, y) instead of jnp.einsum.
+    """Returns a context in which `matmul` calls `product(formula, x, y)` instead of `jnp.einsum`.
 
-    None means jnp.einsum.
+    None means `jnp.einsum`.
+
+    >>> def rounded(formula, x, y):
+    ...     return jnp.einsum(formula, jnp.round(x), jnp.round(y))
+    >>> @typed_shard_map
+    ... def dot(x: f32["B/d M"], y: f32["B/d M"]) -> f32["B/d"]:
+    ...     return shardops.matmul("B/d M, B/d M -> B/d", x, y)
+    >>> with shardops.products(rounded):
+    ...     dot(jnp.full((2, 3), 1.4), jnp.ones((2, 3))).tolist()
+    [3.0, 3.0]
     """
     return bound(product=product)
 
 
 def matmul(spec, x, w):
-    """einsum_unreduced of activations and a weight, with the `product` that the trainer has set.
+    """Multiplies activations by a weight: `einsum_unreduced`, in FP8 if the trainer sets it.
 
-    That may be an FP8 matmul.
+    It calls the function of the enclosing `products`, if there is one.
+
+    - accepts, sends, gradient and rejects: as `einsum_unreduced`
+
+    >>> @typed_shard_map
+    ... def up(x: f32["B/d M"], w: f32["M/d F"]) -> f32["B/d F"]:
+    ...     return shardops.matmul("B/d M, M F -> B/d F", x, shardops.all_gather("M/d F -> M F", w))
+    >>> up(jnp.ones((2, 4)), jnp.ones((4, 3))).tolist()
+    [[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
     """
     return einsum_unreduced(spec, x, w, product=current_scope().product, name="matmul")
 
 
 def index_unreduced(spec, table, ids):
-    """Looks `ids` up in the [dim] of `table`: `[V/t] M, B/d L -> B/d L M +t`.
+    """Looks ids up in the dim of a table that stands in brackets; an id outside it gives zeros.
 
-    It does not communicate. A lookup in a sharded dim finds only ids of this device's block and
-    gives 0 for others: a partial sum. If the table and the ids share dims,
-    `B/d L [V/t], B/d L -> B/d L +t`, one entry is picked for each position. An id out of range
-    gives zeros.
+    If that dim is sharded, each device finds the ids of its own block, so the result is a partial
+    sum. If the table and the ids share the other dims, as in `B/d L [V/t], B/d L -> B/d L +t`, one
+    entry is picked for each id.
+
+    - accepts: also gathered arrays and copies
+    - sends: nothing
+    - gradient: a scatter-add into the table
+    - rejects: ids that are not integers; a partial sum
+
+    >>> @typed_shard_map
+    ... def embed(table: f32["V/t M"], ids: i32["L"]) -> f32["L M"]:
+    ...     parts = shardops.index_unreduced("[V/t] M, L -> L M +t", table, ids)
+    ...     return shardops.psum("L M +t -> L M", parts)
+    >>> embed(jnp.arange(8.0).reshape(4, 2), jnp.array([3, 0])).tolist()
+    [[6.0, 7.0], [0.0, 1.0]]
     """
     operands = checked_operands("index_unreduced", spec, table, ids, allowed=("[dim]", "*"))
     with operands as (op, (values, indices), _):

@@ -106,14 +106,20 @@ def vary_over(axis: str, dim: str = "") -> contextlib.AbstractContextManager[Non
 
 
 def alone(axis: str) -> contextlib.AbstractContextManager[None]:
-    """Context in which each device of `axis` computes by itself, as if the mesh lacked the axis.
+    """Returns a context in which each device of an axis computes as if the mesh lacked the axis.
 
-    Specs are read without it, so that no op communicates over it, and every value may differ over
-    it. Loop inside over a dim that the axis shards, so that one device computes the same, for each
-    row. With W: Array["R/r", Weights] and x: f32["R/r B/d M"]:
+    Inside, specs are read without the axis, no op communicates over it, and values may differ over
+    it. Map over a dim that the axis shards, so that one device computes the same, for each row.
 
-        with shardops.alone("r"):
-            W = lax.map(lambda own: step(*own), (W, x))  # step(w: Weights, x: f32["B/b M"])
+    >>> @typed
+    ... def total(x: f32["L/t"]) -> f32[""]:
+    ...     return shardops.psum("+t ->", shardops.einsum_unreduced("L/t -> +t", x))
+    >>> @typed_shard_map
+    ... def totals(x: f32["R/d L/t"]) -> f32["R/d"]:
+    ...     with shardops.alone("d"):
+    ...         return lax.map(total, x)
+    >>> totals(jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
+    [3.0, 7.0]
     """
     apart = current_scope().apart | ({axis: ""} if axis in mesh_axes() else {})
     return bound(apart=apart, alone=current_scope().alone | {axis})

@@ -21,9 +21,20 @@ from shardlib.values import describe, devices_along, stage_axes
 
 
 def zigzag(spec, x):
-    """Exchanges half blocks, into zigzag order or back.
+    """Exchanges halves of blocks, into zigzag order or back.
 
-    For example, `B L/c M -> B Z/c M` or `B Z/c M -> B L/c M`.
+    In this order, which balances causal attention over the devices, a dim is named Z. Of 2n chunks
+    on n devices, device i has the chunks i and 2n - 1 - i.
+
+    - sends: two permutes of half a block
+    - gradient: the reverse
+    - rejects: a dim that several axes shard; blocks of odd size; a partial sum
+
+    >>> @typed_shard_map
+    ... def balanced(x: i32["L/t"]) -> i32["Z/t"]:
+    ...     return shardops.zigzag("L/t -> Z/t", x)
+    >>> balanced(jnp.arange(8)).tolist()  # the first device of t has the first and the last chunk
+    [0, 1, 6, 7, 2, 3, 4, 5]
     """
     with checked_collective("zigzag", spec, x) as (op, lhs, rhs, value, _):
         changed = [i for i, (a, b) in enumerate(zip(lhs.dims, rhs.dims, strict=False)) if a != b]

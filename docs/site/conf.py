@@ -33,6 +33,8 @@ pygments_dark_style = "github-dark"
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # what is stored is shown; tests/repository/test_tour.py compares the tour with a run
 nb_merge_streams = True
+copybutton_prompt_text = r">>> |\.\.\. "  # of the examples in docs/ops.md, whose results are not copied
+copybutton_prompt_is_regexp = True
 
 LINK = re.compile(r"\]\(((?!\w+:)[^)#\s]+\.(?:py|yaml|yml|toml|txt|sh|patch))\)")
 PAGE_LINK = re.compile(r"\[[\w./-]+\.md\]\(([\w./-]+\.md)")

@@ -30,6 +30,7 @@ RUN_BY = {
     "loading.md": "repository/test_snippets.py",
     "mixing.md": "train/test_mixing_page.py",
     "models.md": "train/test_own_model.py",
+    "ops.md": "shardlib/test_op_examples.py",
     "other-trainers.md": "proof/test_other_trainers.py",
     "parallelism.md": "tools/test_schedule_tool.py",
     "pytree-zarr-checkpoint.md": "run/test_checkpoint.py",
