@@ -41,6 +41,12 @@ def assert_sound(
         ShardError: the mesh, and file and line of the first value that is not what one device
             computes.
         ValueError: a mesh is not of this form, or none has several devices.
+
+    >>> x, specs = jnp.ones(8), {"in_specs": P("data"), "out_specs": P()}
+    >>> assert_sound(lambda x: lax.psum(x.sum(), "data"), x, meshes=["data=2", "data=4"], **specs)
+    >>> assert_sound(lambda x: lax.pmean(x.sum(), "data"), x, meshes=["data=2"], **specs)
+    Traceback (most recent call last):
+    shardlib.parsing.ShardError: on the mesh data=2: ...: it is 0.5 times what it is on one ...
     """
     __tracebackhide__ = True  # of pytest: a failed test shows its own line and the message
     of = {mesh: sizes_of(mesh) for mesh in meshes}

@@ -9,12 +9,13 @@ import jax
 import pytest
 
 from shardlib.shardtypes import ShardError
+from shardwright import testing
 from shardwright.inspect import examine, soundness
 from shardwright.inspect.statistics.points import saved_points
 from shardwright.modeling.model import load_model
 from shardwright.run import provenance
 from shardwright.run.step import Step, trace_step
-from tests.support import tiny
+from tests.support import examples, tiny
 from tests.support.recipes import SOURCE, module_of
 
 DOWN = 'shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)'
@@ -91,3 +92,10 @@ def test_a_compiled_step_is_compared_once_for_its_program_and_text(tmp_path, mon
     shown = capsys.readouterr().out
     assert shown.count("as in a") == 2
     assert shown.count("WARNING    a line") == 6
+
+
+@pytest.mark.long
+def test_the_example_of_assert_sound(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    names = {"assert_sound": testing.assert_sound}
+    assert examples.run("assert_sound", testing.assert_sound.__doc__, names) == 2

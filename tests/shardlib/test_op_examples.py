@@ -1,25 +1,15 @@
 """The examples in the ops' docstrings, from which docs/ops.md is made: each runs and shows what it says."""
 
-import doctest
 import inspect
 
 import jax
 import pytest
 
 from shardlib import shardops
+from tests.support.examples import run
 from tests.support.ops_page import GROUPS
 
 pytestmark = pytest.mark.quick
-
-
-def run(name: str, doc: str | None, names: dict) -> int:
-    """Runs the example in a docstring, which may define further names; returns its number of statements."""
-    test = doctest.DocTestParser().get_doctest(doc or "", names, name, f"<docstring of {name}>", 0)
-    test.globs = names
-    shown: list[str] = []
-    result = doctest.DocTestRunner(verbose=False).run(test, out=shown.append, clear_globs=False)
-    assert result.failed == 0, "".join(shown)
-    return result.attempted
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib import testing
 from shardlib.shardtypes import ShardError
+from tests.support import examples
 
 pytestmark = pytest.mark.quick
 
@@ -40,6 +41,11 @@ def test_a_wrong_one_fails_with_its_mesh_and_line():
     line = mean.__code__.co_firstlineno + 1
     with pytest.raises(ShardError, match=rf"^on the mesh data=2 model=2: \S*test_testing.py:{line}: \w+: .* 0.5 times"):
         testing.assert_sound(mean, X, W, meshes=["data=4 model=1", "data=2 model=2"], **SPECS)
+
+
+def test_its_example():
+    names = {"assert_sound": testing.assert_sound, "jax": jax, "jnp": jnp, "lax": lax, "P": P}
+    assert examples.run("assert_sound", testing.assert_sound.__doc__, names) == 3
 
 
 @pytest.mark.parametrize("mesh", ["", "data", "data=0", "data=2,model=2", "2x2"])
