@@ -1,9 +1,8 @@
-"""data.loss_mask: the chats of docs/data.md, of which only answers are targets, for the loss and its gradients."""
+"""data.loss_mask: the chats of docs/recipes/chats.py, of which only answers are targets, for the loss and its gradients."""
 
 import dataclasses
 import itertools
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from shardwright.data.loader import DataConfig, StreamConfig, flat, make_loader
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PROGRAM = Path(__file__).parents[2] / "docs" / "recipes" / "chats.py"
 LENGTH = 60  # of the first chat with all of its answers
 CHATS = [
     [("user", "1+1?"), ("assistant", "2"), ("user", "2+2?"), ("assistant", "4, of course")],
@@ -32,15 +31,14 @@ def expected(chat) -> list[tuple[int, bool]]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> DataConfig:
-    """The dataset that the page's code writes."""
+    """The dataset that the program writes."""
     directory = tmp_path_factory.mktemp("chats")
     for split in ("train", "validation"):
         lines = [json.dumps([dict(zip(("role", "content"), m, strict=True)) for m in chat]) for chat in CHATS]
         (directory / f"chats_{split}.jsonl").write_text("\n".join(lines))
-    (code,) = [code for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M) if "chats" in code]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        exec(code, {})
+        exec(PROGRAM.read_text(), {})
     return DataConfig(
         filespec=str(directory / "data/chats.zarr"), shuffle=False, sequence_packing=False, loss_mask="answer"
     )

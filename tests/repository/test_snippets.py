@@ -2,6 +2,7 @@
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.shardtypes import f32, typed_shard_map
+from shardwright.data import loader
 from shardwright.modeling import masks
 from shardwright.models import gpt2
 from shardwright.tools.huggingface import families
@@ -23,11 +25,9 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 RUN_BY = {
     "changing.md": "optimizers/test_grpo.py",
-    "data.md": "loader/test_loss_mask.py",
     "evaluation.md": "tools/test_evaluate.py",
     "flat-tokens.md": "flat_tokens/test_flat_tokens.py",
     "huggingface.md": "models/test_huggingface_export.py",
-    "loading.md": "repository/test_snippets.py",
     "mixing.md": "train/test_mixing_page.py",
     "models.md": "train/test_own_model.py",
     "ops.md": "shardlib/test_op_examples.py",
@@ -54,9 +54,9 @@ def test_each_page_with_python_has_a_test():
     assert not [path for path in ROOT.glob("*.md") if "```python" in path.read_text()]
 
 
-def test_loading(monkeypatch):
+def test_a_loop_with_the_loader(monkeypatch):
     """The loader and the prefetcher, on the demo's dataset; the loop gets each batch once."""
-    (code,) = blocks("loading.md")
+    code = textwrap.dedent((loader.__doc__ or "").partition("own:\n\n")[2].rpartition("\n\n")[0])
     monkeypatch.chdir(ROOT)
     c = load("local_test_synthetic")
     names = {"jax": jax, "mesh": tiny.mesh("d=4 t=2"), "config": c, "saved_state": None, "start": 3, "m": 2, "seen": []}

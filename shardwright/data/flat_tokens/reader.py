@@ -76,7 +76,7 @@ class Reader:
         self._starts = self._open_array(f"{split}/seq_starts", np.uint64)
         self.num_tokens = self._tokens.shape[0]
         self.num_documents = self._starts.shape[0] - 1
-        add = "Add it with flat_tokens.add_input (docs/flat-tokens.md), or choose a dataset that has it."
+        add = "Add it with flat_tokens.add_input (docs/formats.md), or choose a dataset that has it."
         self.inputs = {name: self._open_array(self.input_key(name), np.uint32, add) for name in inputs}
         self._check_extent()
         self._check_files(MOST_PROBES_REMOTE if "://" in filespec else MOST_PROBES_LOCAL)

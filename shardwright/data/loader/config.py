@@ -52,7 +52,7 @@ class StreamConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Source of the tokens: exactly one of `filespec`, `mixture` and `stream` (docs/loading.md)."""
+    """Source of the tokens: exactly one of `filespec`, `mixture` and `stream` (docs/data.md)."""
 
     filespec: str | None = None
     """A flat-tokens dataset (docs/flat-tokens.md): a local path, or a URL (`gs://`, `s3://`, `http://`)."""
