@@ -3,7 +3,7 @@
     python -m bench.checkpoint [GiB] [directory]
 
 The state is one array on eight simulated devices, restored to the same mesh and to another. Rates are per process; a
-slower store limits the whole run. See docs/pytree-zarr-checkpoint.md.
+slower store limits the whole run. See docs/formats.md.
 """
 
 import sys

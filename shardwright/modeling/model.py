@@ -187,7 +187,7 @@ class LanguageModel(Protocol):
     A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared` for
     all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike;
     `tokens.index_in_period` is the index of a layer in its period. `inputs` names further values of each token in the
-    dataset (docs/flat-tokens.md), which the model finds in `tokens.inputs`. `State` is the pytree_dataclass of what a
+    dataset (docs/formats.md), which the model finds in `tokens.inputs`. `State` is the pytree_dataclass of what a
     layer keeps of each text while text is sampled, beside or instead of keys and values (modeling/state.py).
     """
 

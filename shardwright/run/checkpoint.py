@@ -1,6 +1,8 @@
 """Saves and restores checkpoints: per step a directory, with a zarr v3 array per leaf and a manifest written last.
 
-The format is specified in docs/pytree-zarr-checkpoint.md.
+docs/formats.md shows the layout. A directory is a checkpoint if and only if its name is ten digits and it holds the
+root zarr.json. Process 0 writes that after each process has written its shards and a file `.written-<process index>`
+with checksums or its error. The next start or save removes what a killed or failed save left.
 """
 
 import concurrent.futures

@@ -1,6 +1,8 @@
 """Reads and writes the files of a checkpoint: zarr v3 arrays, and the manifest with the checksum of each chunk.
 
-The format is specified in docs/pytree-zarr-checkpoint.md.
+docs/formats.md shows the layout. The manifest is the attributes of the root group: `format`, `format_version` (version 2
+can be read too), `step`, `saved_at` in UTC, `arrays` (with `crc32c` as eight hex digits per chunk, in C order),
+`metadata`, and `sha256` of the others as `json.dumps(…, sort_keys=True, separators=(",", ":"))`.
 """
 
 import collections

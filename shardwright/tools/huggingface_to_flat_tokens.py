@@ -2,7 +2,7 @@
 
     python -m tools.huggingface_to_flat_tokens --config-name=tinystories
 
-shardwright/tools/configs/ has examples, which docs/data.md explains; docs/flat-tokens.md describes the format. After a
+shardwright/tools/configs/ has examples, which docs/data.md explains; docs/formats.md describes the format. After a
 kill, the same command resumes and writes the same bytes.
 """
 

@@ -91,7 +91,7 @@ def test_reads_rows_and_documents(tmp_path, small_chunks):
 
 
 def test_sizes_of_shards():
-    # The promise of docs/flat-tokens.md; the other tests make them small.
+    # The promise of docs/formats.md; the other tests make them small.
     sizes = flat_tokens.writer
     assert (sizes.INNER_CHUNK, sizes.TOKENS_SHARD, sizes.STARTS_SHARD) == (2**13, 2**24, 2**22)
 
@@ -295,24 +295,24 @@ def test_numpy_annotations_are_checked():
 
 def test_examples_of_the_documentation(tmp_path, monkeypatch):
     root = Path(__file__).parents[2]
-    text = (root / "docs/flat-tokens.md").read_text()
+    text = (root / "docs/formats.md").read_text().partition("\n## Checkpoints\n")[0]
     examples = [block.split("```")[0] for block in text.split("```python\n")[1:]]
     (tmp_path / "synthetic_dataset.zarr").symlink_to(root / "synthetic_dataset.zarr")
     monkeypatch.chdir(tmp_path)
     names = {}
     for example in examples:
         exec(example, names)
-    assert len(examples) == 4
+    assert len(examples) == 3
     assert names["is_start"].tolist() == [True] + [False] * (names["ids"].size - 1)
     starts = zarr.open_group("data/mine.zarr", mode="r")["train/seq_starts"][:]
     assert starts.tolist() == [0, 3, 5]
+    exec(program_for_seqax(), {})
     assert Reader("data/mine_for_seqax.zarr", "train").fingerprint == Reader("data/mine.zarr", "train").fingerprint
     assert zarr.open_group("data/mine.zarr", mode="r")["train/input_language"][:].tolist() == [0, 0, 0, 3, 3]
 
 
-def example_for_seqax():
-    text = (Path(__file__).parents[2] / "docs/flat-tokens.md").read_text()
-    return next(x.split("```")[0] for x in text.split("```python\n") if "mine_for_seqax" in x)
+def program_for_seqax():
+    return (Path(__file__).parents[2] / "docs/recipes/zarr_v2.py").read_text()
 
 
 def test_the_copy_for_seqax_is_laid_out_as_its_own_dataset(tmp_path, monkeypatch):
@@ -325,7 +325,7 @@ def test_the_copy_for_seqax_is_laid_out_as_its_own_dataset(tmp_path, monkeypatch
         reader = Reader(str(SEQAX), split)
         ids, _ = flat_tokens.decode(read_whole(reader))
         write("data/mine.zarr", [(ids, reader.document_spans(np.arange(reader.num_documents))[1])], split)
-    exec(example_for_seqax(), {})
+    exec(program_for_seqax(), {})
     copy, load = Path("data/mine_for_seqax.zarr"), lambda *path: json.loads(Path(*path).read_text())
     for group in (copy, copy / "train", copy / "validation"):
         assert load(group, ".zgroup") == {"zarr_format": 2}

@@ -411,7 +411,7 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
 
 def test_the_documented_example_reads_a_checkpoint(tmp_path, monkeypatch, capsys):
     save(tmp_path / "runs/my_run/checkpoints", 500, metadata={"seed": 7})
-    document = (REPOSITORY / "docs/pytree-zarr-checkpoint.md").read_text()
+    document = (REPOSITORY / "docs/formats.md").read_text().partition("\n## Checkpoints\n")[2]
     (example,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     variables = {}

@@ -1,4 +1,4 @@
-"""Reads and writes datasets in the flat-tokens format (docs/flat-tokens.md)."""
+"""Reads and writes datasets in the flat-tokens format (docs/formats.md)."""
 
 from shardwright.data.flat_tokens.format import decode, is_there, open_kvstore, opening_context, read_file
 from shardwright.data.flat_tokens.reader import Reader

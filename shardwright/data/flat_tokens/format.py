@@ -1,4 +1,4 @@
-"""Implements the flat-tokens format (docs/flat-tokens.md): constants, token encoding, access to stores and splits."""
+"""Implements the flat-tokens format (docs/formats.md): constants, token encoding, access to stores and splits."""
 
 import contextlib
 import os

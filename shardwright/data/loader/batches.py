@@ -109,7 +109,7 @@ class Loader:
         batch_size: sequences in a batch, over all hosts.
         seq_len: tokens in a sequence.
         vocab_size: bound on the token ids, or None for no check.
-        inputs: names of further inputs of batches (docs/flat-tokens.md).
+        inputs: names of further inputs of batches (docs/formats.md).
         loss_inputs: those of the loss.
         microbatches: number of microbatches in the batches that `load` returns, at least 1.
         pad: True to add padding sequences at the end of a batch that the mesh does not divide.

@@ -55,7 +55,7 @@ class DataConfig:
     """Source of the tokens: exactly one of `filespec`, `mixture` and `stream` (docs/data.md)."""
 
     filespec: str | None = None
-    """A flat-tokens dataset (docs/flat-tokens.md): a local path, or a URL (`gs://`, `s3://`, `http://`)."""
+    """A flat-tokens dataset (docs/formats.md): a local path, or a URL (`gs://`, `s3://`, `http://`)."""
     mixture: dict[str, SourceConfig] = field(default_factory=dict)
     """Several flat-tokens datasets by name, with their weights."""
     stream: StreamConfig | None = None

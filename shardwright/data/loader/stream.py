@@ -60,7 +60,7 @@ class StreamLoader(Loader):
                 continue
             raise ValueError(
                 f"data.stream is set, but the {reader} also reads {', '.join(names)}, which streams do not have. "
-                "Write a flat-tokens dataset with it (docs/flat-tokens.md) and set data.filespec."
+                "Write a flat-tokens dataset with it (docs/formats.md) and set data.filespec."
             )
         stream: Any = config.stream
         self._config, self._stream = config, stream
