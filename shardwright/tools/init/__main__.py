@@ -2,7 +2,7 @@
 
     shardwright init my_project
 
-docs/projects.md shows what to do with it.
+docs/check.md shows what to do with it.
 """
 
 import argparse
