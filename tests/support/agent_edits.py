@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -23,10 +22,6 @@ from tests.support.recipes import ROOT
 
 SESSION = sorted((edit for edit in EDITS.values() if edit.session), key=lambda edit: edit.session)
 PAGE = ROOT / "docs/agents.md"
-CALL = re.compile(r"[\w.]+[(\[][^`]*?'[^']*'[^`]*?[)\]]+")
-"""Code in a message that is not marked as code: `matmul('B M, M F -> B F')`, `f32['B M']`."""
-LONGEST = 70
-"""Characters of a line of code that the page shows."""
 COMMAND = ["-m", "tools.check", "--config-name=local_test_synthetic", "check.output=json"]
 TRACKED = ("train.py", "shardlib", "shardwright", "configs", "tools", "docs")
 
@@ -47,8 +42,8 @@ def checkout(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def edited(directory: Path, edit: Edit, with_fix: bool = False) -> Iterator[str]:
-    """Context in which a checkout has an edit, or also the change that follows its remedy; yields the file's text."""
+def edited(directory: Path, edit: Edit, with_fix: bool = False) -> Iterator[None]:
+    """Context in which a checkout has an edit, or also the change that follows its remedy."""
     ((file, text),) = edit.files.items()
     if with_fix:
         text = edit.fix.apply(text)
@@ -56,7 +51,7 @@ def edited(directory: Path, edit: Edit, with_fix: bool = False) -> Iterator[str]
     before = path.read_text()
     path.write_text(text)
     try:
-        yield text
+        yield
     finally:
         path.write_text(before)
 
@@ -70,68 +65,52 @@ def check(directory: Path, *words: str, **environment: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout.strip().rpartition("\n")[2])
 
 
-def verdict(found: dict, text: str) -> str:
-    """What the page says of a result on an edited file: with the text of lines, because their numbers change."""
-    lines = text.splitlines()
-
-    def code(place: str) -> str:
-        number = int(re.search(r":(\d+)", place)[1])
-        first = next(line.strip() for line in lines[number - 1 :] if not line.strip().startswith("@"))
-        return f"`{first if len(first) <= LONGEST else first[:LONGEST] + '…'}`"
-
+def verdict(found: dict) -> str:
+    """What the page says of a result."""
     if found["verdict"] == "rejected":
-        remedy = f" *Remedy:* {found['remedy']}" if found["remedy"] else ""
-        said = CALL.sub(r"`\g<0>`", f"{found['problem']}.{remedy}")
-        return f"**rejected** by `{found['checks'][-1]['name']}` at {code(found['place'])}: {said}"
-    than, parts = found["difference"], []
+        return f"**rejected** by `{found['checks'][-1]['name']}`"
+    than, of = found["difference"], found["difference"]["bytes"]
     if than["same_program"]:
-        return "accepted, no change to the program"
-    if than["lines"]:
-        parts.append(f"changed: {', '.join(map(code, than['lines']))}")
-    of = than["bytes"]
-    if of["now"] != of["before"]:
-        parts.append(f"memory {of['now'] / of['before'] - 1:+.1%}")
+        return "accepted: no change to the program"
+    lines = len(than["lines"])
+    parts = [f"{lines} line{'s' * (lines > 1)} changed"] if lines else []
+    parts += [f"memory {of['now'] / of['before'] - 1:+.1%}"] if of["now"] != of["before"] else []
     parts += [f"{than['parameters']:+,} parameters"] if than["parameters"] else []
-    return "accepted; " + "; ".join(parts or ["changed"])
+    return "accepted: " + ", ".join(parts or ["changed"])
 
 
 def record(directory: Path) -> list[str]:
-    """The recorded parts of the page, in order: what check says of the edit with a remedy, and after it; the table."""
+    """The recorded parts of the page, in order: what check says of the edit with a remedy; the table."""
     environment = {"JAX_COMPILATION_CACHE_DIR": str(directory / ".cache")}  # without earlier proofs
     check(directory, **environment)
-    rows, loads, shown = [], [], []
-    sessions = [(str(edit.session), edit.id, edit, False) for edit in SESSION]
+    rows, loads, seconds, shown = [], [], [], []
+    sessions = [(edit.id, edit, False) for edit in SESSION]
     (fixed,) = (edit for edit in SESSION if edit.fix)
-    sessions.append(("", f"{fixed.session}, with its remedy", fixed, True))
-    for number, name, edit, with_fix in sessions:
-        with edited(directory, edit, with_fix) as text:
-            begin, computed = time.perf_counter(), cpu_seconds()
+    sessions.append(("the same, with its remedy", fixed, True))
+    for name, edit, with_fix in sessions:
+        with edited(directory, edit, with_fix):
+            begin = time.perf_counter()
             _, found = check(directory, **environment)
-            took = f"{time.perf_counter() - begin:.1f} | {cpu_seconds() - computed:.1f}"
+            seconds.append(time.perf_counter() - begin)
         loads.append(os.getloadavg()[0])
-        shown += [as_json(found)] * (edit is fixed)
-        rows.append(f"| {number} | {name} | {verdict(found, text).replace('|', chr(92) + '|')} | {took} |\n")
+        shown += [as_json(found)] * (edit is fixed and not with_fix)
+        rows.append(f"| {name} | {verdict(found)} |\n")
         print(rows[-1], end="", flush=True)
     about = f"{os.cpu_count()} cores that other programs used too, with a load of {min(loads):.0f} to {max(loads):.0f}"
-    head = "| | edit | what `check` says | seconds | of CPU |\n|---|---|---|---|---|\n"
-    return [*shown, f"Recorded on {about}:\n\n{head}{''.join(rows)}"]
-
-
-def cpu_seconds() -> float:
-    """CPU time of the programs that ended."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    took = f"each check took {min(seconds):.0f} to {max(seconds):.0f} seconds"
+    head = "| edit | what `check` says |\n|---|---|\n"
+    return [*shown, f"Recorded on {about}; {took}:\n\n{head}{''.join(rows)}"]
 
 
 def as_json(found: dict) -> str:
-    """The verdict as a block of JSON, without the text of each check and the costs by line."""
-    names = ("verdict", "certain", "place", "problem", "remedy", "difference")
+    """The verdict as a block of JSON, without the text of each check."""
+    names = ("verdict", "certain", "place", "problem", "remedy")
     kept = {name: found[name] for name in names if name in found}
     return f"```json\n{json.dumps(kept, indent=1, ensure_ascii=False)}\n```"
 
 
 RECORDED = re.compile(r"```json\n.*?```|^Recorded on .*?\n(?=\n[^|\n])", re.DOTALL | re.MULTILINE)
-"""The parts of the page that the script writes: two blocks of JSON, and the table with the line before it."""
+"""The parts of the page that the script writes: a block of JSON, and the table with the line before it."""
 
 
 if __name__ == "__main__":

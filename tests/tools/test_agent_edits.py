@@ -1,11 +1,11 @@
-"""The session of docs/agents.md: each edit has the verdict, the check and the line that the page shows."""
+"""The session of docs/agents.md: each edit has the verdict and the check that the page shows, at its line."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from shardwright.tools.init.__main__ import TEMPLATE
 from tests.support import agent_edits
 from tests.support.edits import Edit
 
@@ -15,23 +15,21 @@ EDITS = {edit.id: edit for edit in agent_edits.SESSION}
 def rows() -> list[tuple[str, str]]:
     """Each edit of the page's table, and what the page says of it."""
     *_, recorded = agent_edits.RECORDED.findall(agent_edits.PAGE.read_text())
-    table = re.findall(r"^\| *\d* *\| (.*?) \| (.*) \| [\d.]+ \| [\d.]+ \|$", recorded, re.M)
+    table = re.findall(r"^\| (.*?) \| (.*) \|$", recorded.partition("|---|---|\n")[2], re.M)
     assert len(table) > 10
     return table
 
 
+def without_percents(text: str) -> str:
+    """The text without the digits of percentages, in which versions of jax differ."""
+    return re.sub(r"[\d.]+%", "%", text)
+
+
 @pytest.mark.quick
 def test_the_page_has_each_edit_with_its_verdict():
-    rejected = {name: f"**rejected** by `{edit.check}` at " for name, edit in EDITS.items() if edit.check}
-    expected = [*((name, rejected.get(name, "accepted")) for name in EDITS), ("10, with its remedy", "accepted")]
-    assert [name for name, _ in rows()] == [name for name, _ in expected]
-    for (name, text), (_, begin) in zip(rows(), expected, strict=True):
-        assert text.startswith(begin), name
-
-
-@pytest.mark.quick
-def test_the_page_quotes_what_a_project_gets():
-    assert (TEMPLATE / "AGENTS.md").read_text() in agent_edits.PAGE.read_text()
+    rejected = {name: f"**rejected** by `{edit.check}`" for name, edit in EDITS.items() if edit.check}
+    expected = [*((name, rejected.get(name, "accepted")) for name in EDITS), ("the same, with its remedy", "accepted")]
+    assert [(name, said.partition(":")[0]) for name, said in rows()] == expected
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +53,10 @@ def test_a_wrong_edit_is_rejected_at_its_line(checkout, name):
     assert (found["verdict"], found["checks"][-1]["name"]) == ("rejected", edit.check)
     file, _, number = found["place"].partition(":")
     assert int(number) in edit.lines[file], found["place"]
-    said = dict(rows())[name].replace("`", "")
-    assert found["problem"].replace("`", "") in said
-    assert found["remedy"].replace("`", "") in said
+    assert found["remedy"]
     if edit.fix:
+        assert f'"problem": {json.dumps(found["problem"])},' in agent_edits.PAGE.read_text()
+        assert f'"remedy": {json.dumps(found["remedy"])}\n' in agent_edits.PAGE.read_text()
         assert check(checkout, edit, with_fix=True)["verdict"] == "accepted"
 
 
@@ -68,6 +66,7 @@ def test_a_right_edit_is_accepted_and_compared(checkout, name):
     edit = EDITS[name]
     found = check(checkout, edit)
     assert found["verdict"] == "accepted"
+    assert without_percents(agent_edits.verdict(found)) == without_percents(dict(rows())[name])
     difference = found["difference"]
     assert difference["same_program"] == edit.same
     lines = edit.lines.get("train.py", set())  # none of a configuration
