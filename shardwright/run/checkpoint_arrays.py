@@ -1,6 +1,6 @@
 """Reads and writes the files of a checkpoint: zarr v3 arrays, and the manifest with the checksum of each chunk.
 
-docs/formats.md shows the layout. The manifest is the attributes of the root group: `format`, `format_version` (version 2
+docs/formats.md shows the layout. The manifest is the attributes of the root group: `format`, `format_version` (2
 can be read too), `step`, `saved_at` in UTC, `arrays` (with `crc32c` as eight hex digits per chunk, in C order),
 `metadata`, and `sha256` of the others as `json.dumps(…, sort_keys=True, separators=(",", ":"))`.
 """

@@ -1,4 +1,4 @@
-"""data.loss_mask: the chats of docs/recipes/chats.py, of which only answers are targets, for the loss and its gradients."""
+"""data.loss_mask: the chats of docs/recipes/chats.py, whose targets are the answers, for the loss and its gradients."""
 
 import dataclasses
 import itertools
