@@ -1,7 +1,6 @@
 """`check` on functions of other projects: bodies with specs, functions that map, any kind of mesh."""
 
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -241,14 +240,12 @@ def test_what_cannot_be_traced_on_several_meshes():
         check(right, X, **SPECS)
 
 
-def test_the_example_of_the_page():
-    page = (Path(__file__).parents[2] / "docs" / "soundness.md").read_text()
-    refused, gradient = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "check(" in block)
-    names = {"jax": jax, "jnp": jnp, "lax": lax, "P": P, "check": check}
-    names |= {"AbstractMesh": AbstractMesh, "AxisType": AxisType}
-    with pytest.raises(ShardError, match=OWN_MAXIMUM):
-        exec(refused, names)
-    exec(gradient, names)
+def test_the_gradient_of_a_function_that_calls_shard_map():
+    def loss(x, w):
+        y = jax.shard_map(lambda x, w: lax.psum(x @ w, "t"), in_specs=(P("d", "t"), P("t")), out_specs=P("d"))(x, w)
+        return jnp.mean(y**2)
+
+    check(jax.grad(loss, argnums=1), shape(8, 16), shape(16, 4), mesh=AUTO)
 
 
 @pytest.mark.parametrize("is_made", [False, True])
