@@ -1,8 +1,8 @@
 """Proves the shard_map parts of public JAX libraries, and compares their numbers on several devices and on one.
 
-`python -m tests.programs.other_trainers` prints the table of docs/other-trainers.md. Each function is taken as it is
-installed. Packages that are missing are named, and their rows left out. Install them beside shardwright, without CUDA
-or torch:
+`python -m tests.programs.other_trainers` prints a table, which docs/other-trainers.md sums up. Each function is taken
+as it is installed. Packages that are missing are named, and their rows left out. Install them beside shardwright,
+without CUDA or torch:
 
     pip install ringattention==0.1.2 ejkernel==0.0.80.3 flax==0.12.8 optax==0.2.8
     pip install --no-deps --ignore-requires-python maxtext==0.2.5 aqtp qwix simplejson pathwaysutils fastapi \\
