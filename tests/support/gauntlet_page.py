@@ -17,25 +17,26 @@ KINDS = {
     "d": "data, checkpoints and state",
     "e": "compilers and kernels",
 }
-NAMES = {"type": "types", "proof": "proof", "verify": "`tools.verify`", "test": "a test", "": "nothing"}
+NAMES = {"type": "types", "proof": "proof", "verify": "`tools.verify`", "test": "a test"}
 """What catches a bug, as the page says it."""
 BUGS = [edit for edit in EDITS.values() if edit.bug]
 HEAD = """# The Gauntlet: published parallelism bugs
 
-Would shardwright have caught them? Each of these bugs ran silently in another framework and computed the wrong thing.
-[test_edits.py](../tests/edits/test_edits.py) plants each in this repository and checks what catches it:
+Of {bugs} bugs that ran silently in other frameworks, {planted} could be planted in this repository. A run rejects
+{early} of these before its first step; `tools.verify` finds {verify} and a test {test}.
+[edits.toml](../tests/edits/edits.toml) has the report of each bug, its edit, and the message, tensor or test that
+catches it, as [test_edits.py](../tests/edits/test_edits.py) checks. The other {rest} concern a compiler, or a part that
+shardwright doesn't have.
 
-- **types** reject the step while it is traced.
-- **proof**: it rejects the traced step before it is compiled.
-- **`tools.verify`** names the first tensor that differs from one device.
-- **a test** fails, because the bug computes the same on every mesh, or isn't in the step.
+caught by | when
+--- | ---
+types | at each start of a run, while the step is traced
+proof | at each start of a run, before the step is compiled
+[`tools.verify`](parallelism.md) | if you run it: it names the first tensor that differs from one device
+a test | if you run it, because the bug computes the same on every mesh, or isn't in the step
 
-A bug with no edit can't be planted, because shardwright has no such part or the bug is in a compiler.
-[edits.toml](../tests/edits/edits.toml) describes every bug, its edit, and the message, tensor or test that catches it.
-`python -m tests.support.gauntlet_page` prints this page.
-
-The last two columns below show what [spmd_types](https://github.com/meta-pytorch/spmd_types) {version}, a type system
-for PyTorch (strict global mode, commit 54cf099), rejects of these bugs, written as short programs. It accepts each
+The last two columns below are about [spmd_types](https://github.com/meta-pytorch/spmd_types) {version}, a type system
+for PyTorch (strict global mode, commit 54cf099). We wrote {tried} of the bugs as short programs. It accepts each
 program without the bug.
 """
 
@@ -54,7 +55,7 @@ def linked(upstream: str) -> str:
 
 def catcher(edit: Edit) -> str:
     """What catches a bug, as a cell."""
-    return NAMES[next((gate for gate in GATES if getattr(edit, gate)), "")] if edit.changes else "no edit"
+    return next(NAMES[gate] for gate in GATES if getattr(edit, gate)) if edit.changes else "no edit"
 
 
 def page() -> str:
@@ -66,20 +67,14 @@ def page() -> str:
         caught = [names.count(name) for name in NAMES.values()]
         theirs = [edit.spmd for edit in ours if edit.spmd]
         rows.append([meaning, len(ours), sum(caught), *caught, len(theirs), theirs.count("refused")])
-    rows.append(["all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True))])
-    caught = [f"by {name}" for name in NAMES.values()]
-    lines = [HEAD.format(version=DATA["spmd_types"]), "## Counts", ""]
-    lines += table(["class", "bugs", "planted here", *caught, "tried in spmd_types", "rejected by it"], rows)
-    for kind, meaning in KINDS.items():
-        lines += ["", f"## {meaning[0].upper()}{meaning[1:]}", ""]
-        shown, rest = ([edit for edit in BUGS if edit.kind == kind and edit.shown is x] for x in (True, False))
-        lines += [f"- **{catcher(x)}**: {x.bug.rstrip('.')} ({linked(x.id)})." for x in shown] + [""]
-        rows = []
-        for name in (*NAMES.values(), "no edit"):
-            threads = dict.fromkeys(linked(re.match(r"[^,;\s]+", x.id)[0]) for x in rest if catcher(x) == name)
-            rows += [[name, "; ".join(threads)]] * bool(threads)
-        lines += table(["caught by", "other bugs"], rows)
-    return "\n".join(lines) + "\n"
+    total = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+    bugs, planted, types, proof, verify, test, tried, _ = total
+    counts = {"bugs": bugs, "planted": planted, "early": types + proof, "verify": verify, "test": test, "tried": tried}
+    head = HEAD.format(version=DATA["spmd_types"], rest=bugs - planted, **counts)
+    names = ["class", "bugs", "planted", *NAMES.values(), "tried in spmd_types", "rejected by it"]
+    lines = [head, "## Counts", "", *table(names, [*rows, ["all", *total]]), "", "## Examples", ""]
+    shown = [(f"{edit.bug.rstrip('.')} ({linked(edit.id)})", catcher(edit)) for edit in BUGS if edit.shown]
+    return "\n".join([*lines, *table(["bug", "caught by"], shown)]) + "\n"
 
 
 if __name__ == "__main__":
