@@ -1,4 +1,4 @@
-"""docs/hybrid.md: the template becomes a hybrid that is proved, causal and sampled, and each error is the one shown."""
+"""docs/hybrid.md: the template becomes a hybrid that is proved, causal and sampled, and each error has the message shown."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ from tests.support.recipes import ROOT
 
 PAGE = (ROOT / "docs/hybrid.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-MESSAGES = re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+MESSAGES = [message.strip("` ") for message in re.findall(r"^\| (`.*?`+) \|", PAGE, re.MULTILINE)]
 MIXING = "\n\n".join(
     re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/mixing.md").read_text(), re.DOTALL | re.MULTILINE)
 )
@@ -81,19 +81,12 @@ EDITS = [
 ]
 
 
-def words(message: str) -> str:
-    """Its place and problem, and its remedy, without the lines between them."""
-    problem, remedy = message.split("\n", 1)[0], message.partition("  remedy: ")[2]
-    remedy = re.split(r"\n  traced with|\nnot proved", remedy)[0]
-    return re.sub(r":\d+: ", ":…: ", " ".join(f"{problem} remedy: {remedy}".split()))
-
-
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("index", range(5))
-def test_an_error_is_the_one_shown(index, tmp_path):
+def test_an_error_has_the_message_shown(index, tmp_path):
     old, new, does = EDITS[index]
     assert len(MESSAGES) == len(EDITS)
     expected = pytest.raises((ShardError, ValueError))
-    with project(tmp_path, old, new) as c, jax.set_mesh(tiny.mesh("d=2 t=2")), expected as refused:
+    with project(tmp_path, old, new) as c, jax.set_mesh(tiny.mesh("d=2 t=2")), expected as rejected:
         does(c)
-    assert words(str(refused.value).replace(f"{tmp_path}/", "")) == words(MESSAGES[index])
+    assert MESSAGES[index] in str(rejected.value).split("\n", 1)[0]
