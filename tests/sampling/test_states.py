@@ -20,7 +20,7 @@ from shardwright.sampling import cache
 from shardwright.sampling.sampler import Sampler, Sampling
 from tests.support import state_models as models
 from tests.support import tiny
-from tests.support.own_model import MINE, SIZES, imported, patched
+from tests.support.own_model import MINE, SIZES, imported, with_state
 from tests.support.recipes import changed, module_of
 from tests.support.redrawn import redrawn
 
@@ -118,7 +118,7 @@ def test_the_delta_rule_is_a_loop():
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_the_model_of_the_page(dtype, tmp_path):
     """It trains, is proved, and is sampled, on several devices."""
-    source = patched(MINE, "A layer with state").replace("K/t D 16", f"K/t D {SIZES['d_head']}")
+    source = with_state(MINE).replace("K/t D 16", f"K/t D {SIZES['d_head']}")
     with imported("recurrent", source, tmp_path) as module, jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
         c = tiny.config(module.ModelConfig(**SIZES, module="recurrent"), compute_dtype=dtype)
         step = tiny.step(c)

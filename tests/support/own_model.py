@@ -24,10 +24,10 @@ def imported(name: str, source: str, directory: Path):
         sys.modules.pop(name, None)
 
 
-def patched(source: str, section: str = "More than tokens", index: int = 0) -> str:
-    """A model's source with a change that this section of docs/models.md shows."""
-    diffs = re.findall(r"```diff\n(.*?)```", PAGE[PAGE.index(f"## {section}") :], flags=re.S)
-    return changed(source, diffs[index])
+def with_state(source: str) -> str:
+    """A model's source with the state that docs/models.md adds to it."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", PAGE, flags=re.S)
+    return changed(source, diff)
 
 
 def changed(source: str, diff: str) -> str:

@@ -20,7 +20,7 @@ from shardwright.tools.verify.inputs import random_batch
 from tests.support import tiny
 from tests.support.losses_of_runs import losses as losses_of
 from tests.support.numpy_checks import check_modules
-from tests.support.own_model import MINE, SIZES, imported, patched
+from tests.support.own_model import MINE, SIZES, changed, imported
 
 check_modules(flat_tokens)
 
@@ -199,9 +199,35 @@ def test_inputs_are_those_of_the_token_that_is_read(mask):
 WEIGHTED = """        weight = lax.bitcast_convert_type(tokens.inputs[..., 1], jnp.float32)
         q = q * (1 + weight[..., None, None]).astype(x.dtype)
         read = """
-KINDED = "import jax.numpy as jnp\nfrom jax import lax\n" + patched(MINE).replace('"mine"', '"kinded"').replace(
-    'inputs = ("kind",)', 'inputs = ("kind", "weight")'
-).replace("        read = ", WEIGHTED)
+KINDED = changed(
+    MINE.replace('"mine"', '"kinded"').replace("        read = ", WEIGHTED),
+    """\
++import jax.numpy as jnp
++from jax import lax
+ import dataclasses
+@@
+-from shardwright.modeling.weights import matrix, table_of, unembedding
++from shardwright.modeling.weights import embedding, matrix, table_of, unembedding
+@@
+ class Weights:
+     embed: unembedding["V/t/p M/fsdp"]  # also the output projection
++    kinds: embedding["8/t/p M/fsdp"]  # 8: a multiple of t·p
+     layers: Array["layers/p", Layer]
+@@
+ class Model:
+     Weights = Weights
++    inputs = ("kind", "weight")
+@@
+         self.config = config
+-        self.table = table_of(Weights, config, std=lambda fan_in: fan_in**-0.5)
++        changes = {"kinds": {"std": config.d_model**-0.5}}
++        self.table = table_of(Weights, config, lambda fan_in: fan_in**-0.5, changes)
+@@
+         x = index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
++        kinds = all_gather("8/t/p M/fsdp -> 8/t/p M", w.kinds)
++        x = x + index_unreduced("[8/t/p] M, B/b L/c -> B/b L/c M +t +p", kinds, tokens.inputs[..., 0])
+""",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,6 @@
 """Layers of several kinds: a block of two layers as the element of the stack, and a stack before `layers`.
 
-The models are those of docs/models.md. A dense computation on one device has its own formulas.
+The models are changes of the one of docs/models.md. A dense computation on one device has its own formulas.
 """
 
 import contextlib
@@ -33,12 +33,73 @@ from shardwright.optimizers.scales import scales_of
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.stages import placement_of
 from tests.support import dense, tiny
-from tests.support.own_model import MINE, SIZES, changed, imported, patched
+from tests.support.own_model import MINE, SIZES, changed, imported
 from tests.support.proofs import found_soon
 
-BLOCK, TWO = (patched(MINE, "Layers of several kinds", i) for i in range(2))
-TWO = TWO.replace('"mine"', '"two"')
-BLOCK = BLOCK.replace('"mine"', '"block"').replace("Window(128)", "Window(3)")
+BLOCK = changed(
+    MINE.replace('"mine"', '"block"'),
+    """\
+-from shardwright.modeling.masks import CAUSAL
++from shardwright.modeling.masks import CAUSAL, AttentionMask, Window, causal, same_document
+@@
++@pytree_dataclass
++class Block:
++    window: Layer
++    full: Layer
++
++
+ @pytree_dataclass
+ class Weights:
+     embed: unembedding["V/t/p M/fsdp"]  # also the output projection
+-    layers: Array["layers/p", Layer]
++    layers: Array["layers/p", Block]
+@@
+     def layer(self, x, w, tokens, attention):
++        x = self.attend(x, w.window, attention, AttentionMask((causal, same_document, Window(3))))
++        return self.attend(x, w.full, attention, CAUSAL)
++
++    def attend(self, x, w, attention, mask):
+@@
+-        read = save_for_backward(attention(q[..., None, :], k, v, CAUSAL)[..., 0, :])
++        read = save_for_backward(attention(q[..., None, :], k, v, mask)[..., 0, :])
+""",
+)
+TWO = changed(
+    MINE.replace('"mine"', '"two"'),
+    """\
+ import dataclasses
++from typing import ClassVar
++
++import jax
+@@
+     module: str = "two"
++    dense_layers: int = 2
++    dims: ClassVar[dict] = settings.ModelConfig.dims | {"dense": "dense_layers"}
+@@
++@pytree_dataclass
++class Dense(Layer):
++    w_up: matrix["M/fsdp -> F/t"]
++    w_down: matrix["F/t -> M/fsdp"]
++
++
+ @pytree_dataclass
+ class Weights:
+     embed: unembedding["V/t/p M/fsdp"]  # also the output projection
++    dense: Array["dense *p", Dense] | None  # None if dense_layers is 0
+@@
+-        return x + psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
++        x = x + psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
++        return self.mlp(x, w) if isinstance(w, Dense) else x
++
++    def mlp(self, x, w):
++        nx = all_gather("B/b L/c/t M -> B/b L/c M", unit_rms(x, 1e-5).astype(x.dtype))
++        w_up = all_gather("M/fsdp F/t -> M F/t", w.w_up)
++        hidden = save_for_backward(jax.nn.relu(matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up)))
++        w_down = all_gather("F/t M/fsdp -> F/t M", w.w_down)
++        out = matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
++        return x + psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+""",
+)
 MIXED = changed(
     TWO.replace('"two"', '"mixed"'),
     """\
