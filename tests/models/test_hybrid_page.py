@@ -1,4 +1,4 @@
-"""docs/hybrid.md: the template becomes a hybrid that is proved, causal and sampled, and each error has the message shown."""
+"""docs/hybrid.md: the template becomes a hybrid that is proved, causal and sampled; each error has its message."""
 
 import contextlib
 import re
