@@ -26,16 +26,14 @@ ROOT = Path(__file__).parents[2]
 RUN_BY = {
     "changing.md": "optimizers/test_grpo.py",
     "evaluation.md": "tools/test_evaluate.py",
-    "flat-tokens.md": "flat_tokens/test_flat_tokens.py",
+    "formats.md": "flat_tokens/test_flat_tokens.py",
     "huggingface.md": "models/test_huggingface_export.py",
     "mixing.md": "train/test_mixing_page.py",
     "models.md": "train/test_own_model.py",
     "ops.md": "shardlib/test_op_examples.py",
-    "other-trainers.md": "proof/test_other_trainers.py",
+    "other-trainers.md": "repository/test_snippets.py",
     "parallelism.md": "tools/test_schedule_tool.py",
-    "pytree-zarr-checkpoint.md": "run/test_checkpoint.py",
     "refused.md": "proof/test_refused_page.py",
-    "seqax.md": "repository/test_snippets.py",
     "sharding-types.md": "shardlib/test_sharding_types_doc.py",
     "soundness.md": "inspect/test_selection.py",
 }
