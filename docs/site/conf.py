@@ -55,7 +55,8 @@ def _write_groups() -> list[str]:
         caption, _, text = group.partition("\n")
         links = re.findall(r"\[([^]]+)\]\(([\w./-]+\.(?:md|ipynb))\)", text)
         pages = {(ROOT / "docs" / link).resolve().relative_to(ROOT): title for title, link in reversed(links)}
-        listed = "\n".join(f"{title[0].upper()}{title[1:]} </{page.with_suffix('')}>" for page, title in reversed(pages.items()))
+        titles = {page: " ".join(title.split()) for page, title in reversed(pages.items())}
+        listed = "\n".join(f"{x[0].upper()}{x[1:]} </{page.with_suffix('')}>" for page, x in titles.items())
         shown = re.sub(r"\]\(((?:\.\./)?)([\w./#-]+\))", lambda m: f"]({'/' if m[1] else '/docs/'}{m[2]}", text)
         name = f"group-{caption.lower().replace(' ', '-')}"
         (ROOT / SHOWN / f"{name}.md").write_text(f"# {caption}\n{shown}\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n")

@@ -1,4 +1,4 @@
-"""Diagrams of the pages, as SVGs on a light plate, which both themes of a reader show alike: what `pictures.py` writes."""
+"""Diagrams of the pages, as SVGs on a light plate for light and dark themes: what `pictures.py` writes."""
 
 import ast
 from pathlib import Path

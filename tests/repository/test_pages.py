@@ -25,7 +25,7 @@ from shardlib.shardtypes import ShardError
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
-from shardwright.models import gpt2, moe
+from shardwright.models import delta, gpt2, mla
 from shardwright.run.checks import register_schema, to_config
 from shardwright.run.config import Config
 from shardwright.run.step import trace_step
@@ -207,7 +207,7 @@ def test_commands_compose(monkeypatch):
 # ---- settings and files -------------------------------------------------------------------------------------------
 
 OTHER_SECTIONS = {
-    "model": (ModelConfig, moe.ModelConfig, gpt2.ModelConfig),
+    "model": (ModelConfig, mla.ModelConfig, delta.ModelConfig, gpt2.ModelConfig),
     "verify": (VerifyConfig,),
     "tokenizer": (TokenizerConfig,),
 }

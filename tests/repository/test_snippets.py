@@ -70,7 +70,7 @@ def test_a_loop_with_the_loader(monkeypatch):
 
 
 def test_the_scale_of_seqax():
-    (code,) = blocks("seqax.md")
+    (code,) = blocks("other-trainers.md")
     names = {"masks": masks}
     exec(code, names)
     assert names["mask"].scale == 1.0
