@@ -32,6 +32,7 @@ from shardwright.run.opening import CheckpointChoice, MeshChoice, SavedRun, Writ
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.program import run_program
+from shardwright.tools.huggingface.beside import ends_of
 
 
 @dataclass
@@ -50,7 +51,8 @@ class Settings(Sampling, CheckpointChoice):
     """Number of tokens that the next one can see, for which memory is taken; null: training.seq_len of the run. RoPE by
     the length of the text (dynamic, longrope) is that of so many tokens."""
     stop: list[int] | None = None
-    """Ids of the tokens that end a text. Null: the end token of the run's data, if any; []: none."""
+    """Ids of the tokens that end a text. Null: the end token of the run's data and the EOS tokens of an imported model;
+    []: none."""
     stop_strings: list[str] = field(default_factory=list)
     """Texts that end a text where the first of them comes."""
     batch: int = within(1, 2**20, 64)
@@ -106,12 +108,12 @@ class Ends:
     strings: list[str]
 
     @classmethod
-    def read(cls, config: Settings, tokenizer: Tokenizer) -> "Ends":
+    def read(cls, config: Settings, tokenizer: Tokenizer, saved: SavedRun) -> "Ends":
         """Reads the settings. Raises ValueError for an empty string."""
         if "" in config.stop_strings:
             raise ValueError("stop_strings has an empty text, which every text begins with; leave it out.")
-        default = [] if tokenizer.end is None else [tokenizer.end]
-        return cls(tokenizer, tuple(default if config.stop is None else config.stop), config.stop_strings)
+        ids = ends_of(saved, tokenizer) if config.stop is None else tuple(config.stop)
+        return cls(tokenizer, ids, config.stop_strings)
 
     def decode(self, prompt: Sequence[int], ids: list[int]) -> str:
         """The text that tokens add to a prompt, without the one that ends it."""
@@ -184,7 +186,7 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
             check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
             prompts = [config.prompt_ids]
             texts = [tokenizer.decode(config.prompt_ids)]
-        ends = Ends.read(config, tokenizer)
+        ends = Ends.read(config, tokenizer, saved)
         context = config.context or c.training.seq_len
         c.model.check(context)
         # Of a long context no more is taken than the texts can have.

@@ -82,10 +82,9 @@ def find_model(name: str) -> Path:
     return directory
 
 
-def next_commands(output: Path, ends: int | list[int] | None) -> list[str]:
-    """Writes what to do with an import whose texts end with `ends`."""
-    stop = "" if ends is None else f" 'stop={[ends] if isinstance(ends, int) else ends}'"
-    sample = f"To sample:\n  {command_of('tools.generate')} run={output}{stop} prompt=<text>"
+def next_commands(output: Path) -> list[str]:
+    """Writes what to do with an import."""
+    sample = f"To sample:\n  {command_of('tools.generate')} run={output} prompt=<text>"
     return [
         *[sample] * (output / "tokenizer.json").is_file(),
         "To continue training, with the settings of a run in configs/:\n"
@@ -156,7 +155,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
     log(f"checkpoint {output}/checkpoints/0000000000")
     log(shown(f"kept       for exports: {', '.join(beside.described(found))}"))
-    for line in next_commands(output, found["generation_config"].get("eos_token_id", content.get("eos_token_id"))):
+    for line in next_commands(output):
         log(line)
 
 

@@ -26,6 +26,7 @@ from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.settings.program import run_program
+from shardwright.tools.huggingface.beside import ends_of
 
 
 @dataclass
@@ -83,14 +84,14 @@ class Model:
             self.c = saved.config
             self.model = load_model(saved.config.model)
             self.tokenizer = tokenizer_of_run(saved.config.data, self.config.tokenizer, saved.tokenizer_file)
+            self.stop = ends_of(saved, self.tokenizer)
             self.weights = saved.read_weights(self.model, self.config.other_source, print, self.config.average)
             self.step, self.metadata = saved.step, saved.metadata
 
     def _sampler(self, temperature: float, min_p: float) -> Sampler:
         """What draws tokens one by one, with memory for all that the model sees."""
-        end = self.tokenizer.end
         context = self.c.training.seq_len
-        settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
+        settings = Sampling(context, temperature, min_p=min_p, stop=self.stop)
         if self._any is not None:
             return self._any.with_settings(settings)
         self._any = Sampler(trace_step(self.c, self.model), settings, context, 1, chunk=1)
@@ -106,12 +107,11 @@ class Model:
 
         Returns how many tokens there are, and why there are no more.
         """
-        end = self.tokenizer.end
         done = ""
 
         def is_over(prompt: list[int], added: list[int], whole: bool = False) -> bool:
             nonlocal done
-            text = self.tokenizer.continuation(prompt, added[:-1] if added[-1] == end else added)
+            text = self.tokenizer.continuation(prompt, added[:-1] if added[-1] in self.stop else added)
             text = text if whole else text.rstrip("\N{REPLACEMENT CHARACTER}")
             write(text[len(done) :])
             done = max(done, text, key=len)
@@ -122,7 +122,7 @@ class Model:
         is_over(ids, added, whole=True)
         full = f"with the prompt they fill the model's context of {sampler.context}"
         why = "max_tokens is reached" if len(added) >= asked.max_tokens else full
-        return f"{len(added)} tokens: {'the text ends here' if added[-1] == end else why}."
+        return f"{len(added)} tokens: {'the text ends here' if added[-1] in self.stop else why}."
 
 
 class Handler(BaseHTTPRequestHandler):

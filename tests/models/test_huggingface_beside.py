@@ -129,7 +129,7 @@ def test_an_export_of_an_import_is_what_transformers_read_before(chat, tmp_path,
     shutil.copytree(chat, model)
     form(model)
     said = to_run(model, tmp_path / "run", check=form is in_a_file)
-    assert "'stop=[" in said
+    assert "stop=" not in said
     assert "tokenizer=" not in said
     told = export(tmp_path / "run", tmp_path / "back", dtype=None, check=form is in_a_file)
     assert "left out" not in told
@@ -192,6 +192,18 @@ def test_an_id_beyond_the_vocabulary_and_a_template_of_another_begin_are_left_ou
     ]
     assert beside.Kept(found, None, vocab=end + 1).ids("config") == {"eos_token_id": end}
     assert bos < end
+
+
+def test_texts_end_at_the_ends_of_an_import_and_of_the_runs_documents():
+    tokenizer = Tokenizer(definition(SPECIAL), end_token="</s>")
+    of_documents, end = (tokenizer.special[token] for token in ("</s>", "<|im_end|>"))
+    found = copy.deepcopy(beside.NOTHING)
+    found["tokens"] = {str(end): "<|im_end|>", "9": "another token"}
+    found["generation_config"] = {"eos_token_id": [end, 9]}
+    saved: Any = SimpleNamespace(metadata={CARRIED: found}, config=SimpleNamespace(model=SimpleNamespace(vocab=320)))
+    assert beside.ends_of(saved, tokenizer) == (of_documents, end)
+    saved.metadata = {}
+    assert beside.ends_of(saved, tokenizer) == (of_documents,)
 
 
 @pytest.mark.parametrize(

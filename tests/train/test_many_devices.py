@@ -19,6 +19,8 @@ MESHES = {
     "c4_h100x64_7b": {"d": 128, "t": 8},
     "c4_h100x64_olmoe": {"d": 16, "e": 64},
     "c4_h100x64_qwen30b": {"d": 8, "e": 128},
+    "c4_h100x64_qwen30b model=moe_deepseek_v3": {"d": 2, "e": 256, "t": 2},
+    "c4_h100x64_qwen30b model=moe_qwen3_next_80b_a3b": {"d": 2, "e": 256, "t": 2},
     "flat_tokens_c4_a100x8x4_84m": {"r": 8, "d": 128},
     "flat_tokens_c4_a100x8_2b": {"d": 256, "t": 4},
 }
@@ -32,7 +34,7 @@ IN_CI = ("gpt2_124m", "local_experts")
 def test_a_shipped_configuration_is_proved_on_1024_devices(name):
     sizes = {"r": 1, "t": 1} | MESHES[name]
     assert math.prod(sizes.values()) == 1024
-    c = composed(name, "paths.model_name=large")
+    c = composed(*name.split(), "paths.model_name=large")
     c.training.batch_size = c.training.microbatches * 1024 // sizes["t"]
     with jax.sharding.use_abstract_mesh(explicit_mesh(axes_of_mesh(sizes))):
         check_divides(c, sizes)

@@ -15,6 +15,7 @@ from typing import Any
 from shardwright.data.text.definitions import load_definition
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.data.untrusted import COPY_AGAIN, LARGE, check_types, read_object, read_text
+from shardwright.run.opening import CARRIED, SavedRun
 
 MOST = 2**20
 """Most characters of all of it, as JSON."""
@@ -203,3 +204,15 @@ def with_end(ends: int | list[int] | None, end: int | None) -> int | list[int] |
     if end is None or end in ids:
         return ends
     return [*ids, end] if ids else end
+
+
+def ends_of(saved: SavedRun, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end a text of a run: that of its documents, and the EOS ids of an import that mean the same still."""
+    ids = [] if tokenizer.end is None else [tokenizer.end]
+    found = saved.metadata.get(CARRIED)
+    if found and tokenizer.definition:
+        check(found, "what the checkpoint kept of the files of an imported model")
+        kept = Kept(found, tokenizer, saved.config.model.vocab)
+        for file in ("generation_config", "config"):
+            ids += _ids(kept.ids(file).get("eos_token_id"))
+    return tuple(dict.fromkeys(ids))
