@@ -258,28 +258,48 @@ def read_arrays(
 ) -> list[jax.Array]:
     """Reads arrays, sharded as `like`. Each process reads only the chunks that its devices need, each once.
 
-    Rows of `like` beyond those saved are 0.
+    Replicas on several processes read a part each, and gather the others' over the network: what a store sends does not
+    grow with their number. Rows of `like` beyond those saved are 0.
     """
-    jobs, shards = [], []
+    jobs, shards, shardings = [], [], []
     for name, leaf in like.items():
         of_leaf = {}
         targets = []
-        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
+        sharding: Any = split_over_replicas(leaf) if jax.process_count() > 1 else leaf.sharding
+        shardings.append(sharding)
+        for index in sharding.addressable_devices_indices_map(leaf.shape).values():
             if str(index) not in of_leaf:
-                values = of_leaf[str(index)] = np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+                values = of_leaf[str(index)] = np.zeros(sharding.shard_shape(leaf.shape), leaf.dtype)
                 stored = _stored_regions(index, leaf.shape, orders.get(name))
                 targets += [(there, values[rows]) for there, rows in stored]
         shards.append(of_leaf)
         jobs += _reads(functools.partial(read_chunk, store, directory), saved[name], targets)
     in_parallel(jobs)
     arrays = []
-    for leaf, of_leaf in zip(like.values(), shards, strict=True):
+    for leaf, of_leaf, sharding in zip(like.values(), shards, shardings, strict=True):
 
         def shard(index, of_leaf=of_leaf):
             return of_leaf[str(index)]
 
-        arrays.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, shard))
+        part = jax.make_array_from_callback(leaf.shape, sharding, shard)
+        arrays.append(part if sharding == leaf.sharding else jax.device_put(part, leaf.sharding))
     return arrays
+
+
+def split_over_replicas(leaf: Any) -> jax.sharding.Sharding:
+    """The sharding of an array, and along its first dim that they divide also over axes that it is replicated over."""
+    sharding = leaf.sharding
+    spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
+    spec = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
+    used = set(itertools.chain(*spec))
+    for axis, devices in sharding.mesh.shape.items():
+        block = sharding.shard_shape(leaf.shape)
+        if axis in used or devices == 1:
+            continue
+        if (dim := next((i for i, n in enumerate(block) if n % devices == 0), None)) is not None:
+            spec[dim] = *spec[dim], axis
+            sharding = jax.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
+    return sharding
 
 
 def _reads(read_chunk: Callable[..., Any], saved: SavedArray, targets: list[tuple[Box, np.ndarray]]) -> list[Callable]:

@@ -4,6 +4,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from shardwright.cluster.watch import pause
 from shardwright.run.stores import in_all_processes
 
@@ -12,6 +16,14 @@ def count_batches(validation: Any, batches: int) -> int:
     """Counts the batches that `evaluate` takes of the validation split."""
     once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
     return max(1, min(batches, once))
+
+
+def _sum_over_processes(count: int) -> int:
+    """The sum of a count of each process, below 2^60; arrays hold 32 bits."""
+    if jax.process_count() == 1:
+        return count
+    high, low = multihost_utils.process_allgather(np.array(divmod(count, 2**30), np.int32)).astype(int).sum(0)
+    return int(high) * 2**30 + int(low)
 
 
 def evaluate(evaluation_step: Callable[..., Any], weights: object, validation: Any, batches: int) -> dict[str, float]:
@@ -42,6 +54,6 @@ def evaluate(evaluation_step: Callable[..., Any], weights: object, validation: A
             "input, raise training.eval_batches or training.seq_len, or set training.eval_batches=0."
         )
     result = {"loss": nats / targets, "targets": int(targets)}
-    if None not in sizes and (size := sum(sizes)):
+    if None not in sizes and (size := _sum_over_processes(sum(sizes))):
         result |= {"utf8_bytes": size, "bits_per_byte": nats / math.log(2) / size}
     return result

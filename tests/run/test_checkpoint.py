@@ -340,6 +340,21 @@ def run_processes(tmp_path, program):
             process.kill()
 
 
+@pytest.mark.parametrize(
+    ("shape", "spec", "found"),
+    [
+        ((8, 6), P("d", "t"), P(("d", "r"), "t")),
+        ((2, 12), P("d", None), P("d", ("r", "t"))),  # blocks of one row
+        ((3,), P(None), P(None)),
+        ((), P(), P()),
+    ],
+)
+def test_replicas_read_a_part_each(shape, spec, found):
+    mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
+    leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
+    assert checkpoint_arrays.split_over_replicas(leaf).is_equivalent_to(NamedSharding(mesh, found), len(shape))
+
+
 @pytest.mark.long
 def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
     outputs = run_processes(
@@ -347,7 +362,9 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         """
         import resource
         from jax.experimental import multihost_utils
+        from shardwright.run import checkpoint_arrays
         from shardwright.run.stores import Store
+        checkpoint_arrays.SMALL_BYTES = 0
 
         def told(action):
             try:
@@ -370,6 +387,17 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         for shard in restored["x"].addressable_shards:
             assert (np.asarray(shard.data) == values[shard.index]).all()
         print("restored", step, int(restored["n"]))
+        read, sizes = Store.read, []
+        def counting(self, *place):
+            sizes.append(len(read(self, *place)))
+            return read(self, *place)
+        Store.read = counting
+        everywhere = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+        whole = checkpointer.restore(step, {"x": everywhere})["x"]
+        assert all((np.asarray(shard.data) == values).all() for shard in whole.addressable_shards)
+        assert whole.sharding == everywhere.sharding
+        print("each reads half:", values.nbytes / 2 <= sum(sizes) < values.nbytes * 0.6)
+        Store.read = read
 
         read, failures = Store.read, ["Input/output error"] * (rank == 0)
         def failing(self, *place):
@@ -398,6 +426,7 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
     )
     for i, output in enumerate(outputs):
         assert "restored 1234567 5" in output, output
+        assert "each reads half: True" in output, output
         begin, there, damage, full = [line for line in output.splitlines() if line.startswith("told: ")]
         assert begin.endswith("0001234568 was not saved. Earlier ones, if any, are unchanged.")
         assert "Input/output error" in begin[:200]

@@ -219,13 +219,16 @@ class Loader:
         return None
 
     def utf8_bytes(self, step: int) -> int | None:
-        """Counts the UTF-8 bytes of the text of the targets in the batch of `step`; None if unknown.
+        """Counts the UTF-8 bytes of the text of the targets in this process's share of the batch; None if unknown.
 
-        Each host reads the whole batch, so the number does not depend on the mesh or the number of hosts.
+        Each process reads as many sequences as another. The sum over processes is that of the batch of `step`.
         """
         if self.byte_lengths is None:
             return None
-        found = self.sequences(step, np.arange(self.batch_size))
+        rows = np.array_split(np.arange(self.batch_size), jax.process_count())[jax.process_index()]
+        if not rows.size:  # fewer sequences than processes
+            return 0
+        found = self.sequences(step, rows)
         return self.byte_lengths.count(found.targets[found.loss_mask], found.is_seq_start[found.loss_mask])
 
     def load(self, step: int) -> TokenBatch:
