@@ -182,7 +182,7 @@ class Machine(RuleBasedStateMachine):
             exported = ends | {step for step in range(last) if self.is_due(step, c.training.export_interval)}
             saves = {step for step in due | exported if step > first} | {step for step in saved if step <= first}
             if c.training.export_interval and error is None and ended is None:
-                made = {int(path.name) for path in self.directory.glob("exports/*")}
+                made = {int(path.name) for path in self.directory.glob("exports/[0-9]*")}
                 assert made >= exported & {*now}, "each export is made once its checkpoint is there"
             assert last in now
             assert {*now} <= saves
