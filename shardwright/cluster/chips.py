@@ -17,7 +17,8 @@ from shardwright.data.untrusted import parse_yaml, read_file, read_text
 CHIPS = Path(__file__).parent / "chips"
 """Directory of the chips that have names."""
 _MOST_BYTES = 2**20
-_MAY_BE_0 = ("interference", "layer_s", "launch_s", "near_latency_s", "far_latency_s", "error")
+_LOSSES = ("interference", "layer_s", "launch_s", "near_latency_s", "far_latency_s", "passing_latency_s")
+_MAY_BE_0 = (*_LOSSES, "error")
 _PLATFORMS = ("gpu", "tpu", "cpu")
 _MOST = {
     **dict.fromkeys(("matmul_share", "attention_share", "memory_share", "link_share"), 2),
@@ -75,7 +76,9 @@ class Chip:
         interference: seconds by which a second of communication slows down computation that overlaps with it.
         launch_s: seconds to launch a kernel.
         layer_s: host seconds per layer and microbatch; 0 for a compiled step.
-        near_latency_s, far_latency_s: seconds per hop of a collective, within a group and between groups.
+        near_latency_s: seconds per hop of a collective within a group.
+        far_latency_s: seconds of a hop to the next group.
+        passing_latency_s: seconds of a hop within a group, in a ring that passes through other groups too.
         error: relative error of step times that four of five runs stayed within.
         products: measured FLOP/s of bf16 matmuls alone, by m, k, n.
         collectives: by operation, measured bytes/s of collectives in a group, by devices and bytes; link_share is then
@@ -104,6 +107,7 @@ class Chip:
     near_latency_s: float
     far_latency_s: float
     error: float
+    passing_latency_s: float = 0.0
     products: Table | None = dataclasses.field(default=None, compare=False, repr=False)
     collectives: Mapping[str, Table] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -112,7 +116,7 @@ class Chip:
     def at_its_peaks(self) -> "Chip":
         """This chip at the vendor's figures, without any losses: a lower bound of step times."""
         shares = dict.fromkeys(("matmul_share", "attention_share", "memory_share", "link_share"), 1.0)
-        free = dict.fromkeys(("interference", "launch_s", "layer_s", "near_latency_s", "far_latency_s"), 0.0)
+        free = dict.fromkeys(_LOSSES, 0.0)
         return dataclasses.replace(self, products=None, collectives={}, **shares, **free)
 
     def peak_of(self, dtype: str) -> float:
@@ -139,8 +143,8 @@ class Chip:
         """Predicts the seconds of a collective.
 
         A ring moves (n - 1) / n of the bytes past each device, and twice that for an all-reduce (NCCL's performance
-        page). Between groups, the devices of a group share the traffic. A ring of groups takes a hop per other group;
-        NCCL all-reduces along trees instead.
+        page). Between groups, the devices of a group share the traffic. A ring of groups takes a hop per other group,
+        and passes through each device of a group; NCCL all-reduces along trees instead.
 
         Args:
             op: all_gather, psum_scatter, psum, all_to_all or ppermute.
@@ -170,7 +174,8 @@ class Chip:
             near_s = near_bytes / (self.near_bandwidth * self.link_share) + hops * self.near_latency_s
         if far == 1:
             return near_s
-        return max(near_s, far_bytes / (self.far_bandwidth * self.link_share) + far_hops * self.far_latency_s)
+        hop_s = self.far_latency_s + (near - 1) * self.passing_latency_s
+        return max(near_s, far_bytes / (self.far_bandwidth * self.link_share) + far_hops * hop_s)
 
 
 def known() -> list[str]:
@@ -191,11 +196,11 @@ def chip_of(name: str) -> Chip:
             f"{did_you_mean(name, known())}"
         )
     data = _fields_of(path)
-    tables = ("products", "collectives")
-    needed = {field.name for field in dataclasses.fields(Chip)} - {"name", "sources", *tables}
+    optional = {"products", "collectives", "passing_latency_s"}
+    needed = {field.name for field in dataclasses.fields(Chip)} - {"name", "sources", *optional}
     if wrong := needed - set(data):
         raise ValueError(f"{path} has no {min(wrong)}. Add it as {{value, source}}, or say which chip it is like.")
-    if wrong := set(data) - needed - {*tables}:
+    if wrong := set(data) - needed - optional:
         raise ValueError(f"{path} has an unknown {min(wrong)}. A chip has {', '.join(sorted(needed))}.")
     values = {key: _value(path, key, field["value"]) for key, field in data.items()}
     return Chip(name=path.stem, sources={key: field["source"] for key, field in data.items()}, **values)
