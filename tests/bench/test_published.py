@@ -68,7 +68,7 @@ STRANGE = {
     "source": ["a trainer of which nobody knows"],
     "model": ["2/64", "2/64/0 vocab 256", "2/64/5 vocab 256", "2/64/4", "mixture of 8", ""],
     "chips": ["2 H900", "H100", "0 H100", "4 H100"],
-    "mesh": ["d2 d1", "c2", "d-2", ""],
+    "mesh": ["d2 d1", "x2", "d-2", ""],
     "sequences_per_data_shard": ["1.5", "-1"],
     "accumulation": ["nan"],
     "seq_len": ["0", "1" * 30, "²"],
@@ -223,3 +223,57 @@ def test_trainers_are_held_out_in_turn(tmp_path):
     assert calibration.figures([pair for pair in pairs if pair[0].group == ("fast",)], turns).median == pytest.approx(
         2, rel=0.03
     )
+
+
+# ---- what other trainers overlap ----------------------------------------------------------------------------------
+
+
+NEMO = "x1,NeMo,4/64/4 vocab 256,{},{},1,4,32,bf16,none,F,0.5,,,"
+
+
+def planned(tmp_path, chips: str, mesh: str, ops: list[Op]) -> float:
+    """Seconds of a step of these operations, as NeMo runs it on a mesh."""
+    run = run_of(tmp_path, NEMO.format(chips, mesh))._replace(constants={"interference": 0.5})
+    step = PlannedStep(ops, [], dict(run.sizes), Facts(1, 1.0, "bf16", 4, 4), None)
+    return runs.plan(run, step).seconds
+
+
+MATMUL = Op("", "forward", "", "matmul", "", 4.0, 2e12, 0.0, (1, 10000, 10000, 10000), "bf16", loop=1)
+GATHER = Op(
+    "", "forward", "", "collective", "all_gather", 4.0, 0.0, 0.0, axes=("t",), bytes=1e9, timing="waited", loop=1
+)
+
+
+def test_messages_inside_matmuls_cost_a_share_of_their_time(tmp_path):
+    computed = planned(tmp_path, "4 H100", "t4", [MATMUL])
+    alone = 4 * chip_of("h100").collective_s("all_gather", 1e9, {"t": 4}, ("t",))
+    share = (planned(tmp_path, "4 H100", "t4", [MATMUL, GATHER]) - computed) / alone
+    assert share == pytest.approx(16 / 132 + 1 / 5 / 4, abs=0.002)
+
+
+def test_gradients_are_summed_beside_computation(tmp_path):
+    """Over r and c, slowing it by `interference` of their time: 1 GB, as ours is half of it over c, and in f32."""
+    ours = Op("", "backward", "", "collective", "psum", 1.0, 0.0, 0.0, axes=("r",), bytes=1e9, timing="waited")
+    computed = planned(tmp_path, "16 H100", "d8 c2", [MATMUL])
+    alone = chip_of("h100").collective_s("psum", 1e9, {"r": 8, "c": 2}, ("r", "c"))
+    assert planned(tmp_path, "16 H100", "d8 c2", [MATMUL, ours]) - computed == pytest.approx(0.5 * alone)
+
+
+def test_a_distributed_optimizer_updates_a_part_and_copies_nothing(tmp_path):
+    update = Op("", "", "", "memory", "f32[1]", 1.0, 0.0, 1e11)
+    accumulated = Op("", "", "", "memory", "f32[1]", 4.0, 0.0, 1e11, loop=1)
+    of_weights = GATHER._replace(axes=("c",), timing="ahead")
+    computed = planned(tmp_path, "16 H100", "d8 c2", [MATMUL])
+    chip = chip_of("h100")
+    one = 1e11 / 16 / (chip.memory_bandwidth * chip.memory_share) + chip.launch_s
+    assert planned(tmp_path, "16 H100", "d8 c2", [MATMUL, update]) - computed == pytest.approx(one)
+    assert planned(tmp_path, "16 H100", "d8 c2", [MATMUL, accumulated, of_weights]) == computed
+
+
+def test_chunks_of_layers_shorten_the_wait_for_stages(tmp_path):
+    """To a quarter with four: (p - 1) / (m v) of the time computed (arXiv 2104.04473, section 2.2.2)."""
+    one, four = (run_of(tmp_path, NEMO.format("2 H100", f"p2{chunks}")) for chunks in ("", " v4"))
+    step = runs.step_of(one)
+    first, last = runs.plan(one, step), runs.plan(four, step)
+    assert last.bubble == pytest.approx(first.bubble / 4)
+    assert first.seconds - last.seconds == pytest.approx(0.75 * first.bubble)

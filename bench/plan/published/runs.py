@@ -4,13 +4,14 @@ Two tables are known by their columns: runs of trainers with their settings (COL
 becomes a configuration of ours, whose step is traced and put on its chip. trainers.yaml has what each trainer computes.
 """
 
+import collections
 import csv
 import dataclasses
 import functools
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from shardwright.data.loader import DataConfig
 from shardwright.data.untrusted import one_line, read_text
 from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import PlannedStep
+from shardwright.inspect.plan.work import Op
 from shardwright.inspect.planning import planned_step
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
@@ -65,8 +67,9 @@ class Run(NamedTuple):
         group: rows of one group are ranked, and are held out, together.
         chip: kind of its devices, apart from what calibration fits.
         constants: fields of the Chip that differ for its trainer: EAGER, or what calibration found.
-        config, sizes: settings of ours, and devices along p, r, d and t.
+        config, sizes: settings of ours, and devices along p, r, d, c and t.
         again: shares of products and attention that the backward pass computes again, beside what `config` says.
+        chunks: of layers, that each stage of its pipeline has.
         saved: share that it keeps of what `config` saves for the backward pass.
         eager: whether each operation is a kernel of its own.
         flops: FLOPs a token that its MFU counts.
@@ -82,6 +85,7 @@ class Run(NamedTuple):
     sizes: Mapping[str, int]
     again: Mapping[str, float]
     saved: float
+    chunks: int
     eager: bool
     flops: float
     step_s: float | Any = None
@@ -193,17 +197,19 @@ def _of_vtrain(values: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ..
     return dict.fromkeys(COLUMNS, "") | row, group
 
 
-def _sizes(text: str, data: str) -> dict[str, int]:
+def _sizes(text: str, data: str) -> tuple[dict[str, int], int]:
+    """The devices along each axis of a mesh, and the chunks of layers of each stage (v)."""
     parts = [] if text == "1" else text.split()
     axes = [part[:1] for part in parts]
     if (
-        not all(re.fullmatch("[prdt][1-9][0-9]{0,6}", part) for part in parts)
+        not all(re.fullmatch("[prdctv][1-9][0-9]{0,6}", part) for part in parts)
         or len(set(axes)) < len(parts)
         or not text
     ):
-        raise ValueError(f"mesh is {text!r}; it has axes p, r, d and t, as in d8 t4, or is 1")
-    sizes = {"p": 1, "r": 1, "d": 1, "t": 1} | {part[0]: int(part[1:]) for part in parts}
-    return sizes if data == "d" else sizes | {"r": sizes["r"] * sizes["d"], "d": 1}
+        raise ValueError(f"mesh is {text!r}; it has axes p, r, d, c and t, as in d8 t4, or is 1")
+    sizes = {"p": 1, "r": 1, "d": 1, "c": 1, "t": 1, "v": 1} | {part[0]: int(part[1:]) for part in parts}
+    chunks = sizes.pop("v")
+    return (sizes if data == "d" else sizes | {"r": sizes["r"] * sizes["d"], "d": 1}), chunks
 
 
 def _up(size: int, *factors: int) -> int:
@@ -254,7 +260,7 @@ def _run(name: str, values: Mapping[str, str]) -> Run:
         raise ValueError(f"chips is {values['chips']!r}; give their number and kind, as in 8 H100")
     chips = int(found[1])
     kind = found[2].lower().removesuffix("-80").replace("-40", "_40gb")
-    sizes = _sizes(values["mesh"], c["data"])
+    sizes, chunks = _sizes(values["mesh"], c["data"])
     sequences, count = _whole(values, "sequences_per_data_shard", 2**16), _whole(values, "accumulation", 2**16)
     length = _whole(values, "seq_len")
     flops = values["flops"] or "F"
@@ -292,10 +298,13 @@ def _run(name: str, values: Mapping[str, str]) -> Run:
         counted += 6 * sum(math.prod(w.shape) for w in looked_up)
     eager = c["eager"] and "compiled" not in precision
     chip = dataclasses.replace(chip_of(kind), **c["hardware"])
+    if "clock" in c and chip.products:
+        slower = dataclasses.replace(chip.products, rates=chip.products.rates * c["clock"])
+        chip = dataclasses.replace(chip, products=slower)
     how = known[recompute]
     run = Run(
         *(name, trainer, (trainer, name), chip, EAGER if eager else {}, config, sizes),
-        *(how.get("again", {}), how.get("kept", 1.0), eager, counted),
+        *(how.get("again", {}), how.get("kept", 1.0), chunks, eager, counted),
     )
     step_s, rate, mfu = (_measured(values, x) for x in ("step_s", "tokens_per_s_per_chip", "mfu_percent"))
     step_s = step_s or (rate and run.tokens / rate / run.devices) or (mfu and run.mfu(1.0) / mfu)
@@ -322,14 +331,52 @@ def _traced(run: Run, save: str) -> PlannedStep:
 
 def plan(run: Run, step: PlannedStep) -> Plan:
     """The plan of a run, on its chip with the constants of its trainer."""
+    found = plan_of(step._replace(ops=_as_trained(run, step)), dataclasses.replace(run.chip, **run.constants), 1)
+    # With v chunks of layers on a device, stages wait for each other 1 / v as long (arXiv 2104.04473, section 2.2.2).
+    saved = found.bubble * (1 - 1 / run.chunks)
+    return found._replace(seconds=found.seconds - saved, bubble=found.bubble - saved)
+
+
+def _as_trained(run: Run, step: PlannedStep) -> list[Op]:
+    """The operations of a step of ours, changed to those of its trainer."""
     c = trainers()[run.trainer]
-    ops = step.ops
-    if not c.get("overlaps", True):
-        # Its collectives are waited for, and none is of all stages: they are ours, since we share the vocabulary.
+    overlaps = c.get("overlaps", [])
+    ops = [op._replace(bytes=c.get("summed", 1.0) * op.bytes) if op.axes == ("r",) else op for op in step.ops]
+    if overlaps is False or "p" in overlaps:  # collectives of all stages are ours alone, as we share the vocabulary
         ops = [op for op in ops if op.kind != "collective" or op.what == "ppermute" or "p" not in op.axes]
-        ops = [op._replace(timing="waited") if op.kind == "collective" else op for op in ops]
-    ops = [op._replace(bytes=c.get("summed", 1.0) * op.bytes) if op.axes == ("r",) else op for op in ops]
-    return plan_of(step._replace(ops=ops), dataclasses.replace(run.chip, **run.constants), 1)
+    if overlaps is False:
+        return [op._replace(timing="waited") if op.kind == "collective" else op for op in ops]
+    if c.get("distributed_optimizer"):
+        ops = list(_of_distributed_optimizer(ops, run.sizes))
+    fused = c.get("fused", {})
+    ops = [op._replace(count=fused["t"] * op.count, timing="waited") if _is_of(op, fused) else op for op in ops]
+    computed: dict[int, float] = collections.defaultdict(float)
+    for op in ops:
+        computed[op.loop] += op.count * op.flops
+    most = max(computed, key=lambda loop: computed[loop])
+    loops = [op.loop if computed[op.loop] else most for op in ops]
+    return [
+        op._replace(timing="after", loop=loop) if _is_of(op, overlaps) else op
+        for op, loop in zip(ops, loops, strict=True)
+    ]
+
+
+def _is_of(op: Op, axes: Collection[str]) -> bool:
+    return op.kind == "collective" and set(op.axes) <= set(axes)
+
+
+def _of_distributed_optimizer(ops: Sequence[Op], sizes: Mapping[str, int]) -> Iterator[Op]:
+    """Operations with Megatron's distributed optimizer and its fused accumulation of gradients.
+
+    Each device has whole weights, in bf16, and sums gradients of r and c once a step. A matmul adds to the gradients
+    that are there already, and each device updates its part of the weights.
+    """
+    for op in ops:
+        if op.kind == "memory" and not op.phase:
+            if op.count == 1:
+                yield op._replace(traffic=op.traffic / sizes["r"] / sizes["c"])
+        elif op.kind != "collective" or "c" not in op.axes or op.timing == "waited":
+            yield op._replace(axes=("r", "c"), bytes=op.bytes * sizes["c"]) if op.axes == ("r",) else op
 
 
 def memory(run: Run, step: PlannedStep) -> float | None:
