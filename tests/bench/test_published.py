@@ -3,11 +3,12 @@
 import collections
 import csv
 import io
+import json
 import math
 
 import pytest
 
-from bench.plan.published import calibration, runs
+from bench.plan.published import calibration, record, runs
 from bench.plan.published.__main__ import lines, main
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.plan.step import Facts, PlannedStep
@@ -277,3 +278,34 @@ def test_chunks_of_layers_shorten_the_wait_for_stages(tmp_path):
     first, last = runs.plan(one, step), runs.plan(four, step)
     assert last.bubble == pytest.approx(first.bubble / 4)
     assert first.seconds - last.seconds == pytest.approx(0.75 * first.bubble)
+
+
+# ---- constants, figures and the page ------------------------------------------------------------------------------
+
+
+KEPT = json.loads(record.FIGURES.read_text())
+
+
+def test_the_figures_are_of_these_sources():
+    assert KEPT["digest"] == record.digest(), f"plans of published runs may have changed: run {record.COMMAND}"
+
+
+def test_the_page_and_the_constants_are_those_of_the_figures():
+    page = record.PAGE.read_text()
+    assert record.with_tables(page, KEPT) == page
+    for name, values in KEPT["constants"].items():
+        assert vars(chip_of("h100"))[name] == pytest.approx(values["used"], rel=1e-3)
+        assert f"{values['fitted']:.3g}" in chip_of("h100").sources[name] or values["used"] == values["fitted"]
+
+
+def test_nothing_is_fitted_to_the_runs_that_are_held_out():
+    fitted, unseen = (runs.read(str(path)) for path in (record.TABLE, record.HELD_OUT))
+    planned = [run for run in unseen.runs if isinstance(run, runs.Run)]
+    assert len(planned) == len(unseen.rows)
+    assert not {tuple(row[1:]) for row in fitted.rows} & {tuple(row[1:]) for row in unseen.rows}
+    assert collections.Counter(map(record.mesh_of, planned)) == {"t": 8, "p": 6, "d": 6, "c": 2}
+
+
+def test_a_digest_ignores_comments_and_docstrings():
+    code = '"""Text."""\nx = 1  # why\n\n\ndef f():\n    """More\n    text."""\n    return "kept"\n'
+    assert record._code(code) == 'x = 1\ndef f():\n    return "kept"'

@@ -2,9 +2,12 @@
 
     python -m bench.plan.published tests/data/plan/published.csv
     python -m bench.plan.published tests/data/plan/published.csv --calibrate --together --most 100
+    python -m bench.plan.published tests/data/plan/published.csv --write
 
 A row becomes a configuration of ours (runs.py), planned as its trainer computes (trainers.yaml). docs/plan.md (How
 accurate it is) has the results. --calibrate fits constants, beginning at those of the chip, and holds other rows out.
+--write fits those of all chips, and writes them, figures.json and the table of docs/plan.md (record.py), in about five
+minutes.
 """
 
 import csv
@@ -12,8 +15,10 @@ import io
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from bench.plan.published.calibration import calibrated, scores
+from bench.plan.published.record import TABLE, record
 from bench.plan.published.runs import ADDED, Table, memory, plan, read, step_of
 from shardwright.data.untrusted import one_line
 from shardwright.tools.chip.common import parser_of
@@ -56,8 +61,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--calibrate", action="store_true", help="fit constants for each trainer and kind of chip")
     parser.add_argument("--together", action="store_true", help="fit all at once, and hold out each trainer in turn")
     parser.add_argument("--most", type=int, default=20, help="rows of a kind of chip to fit; of all if together")
+    parser.add_argument(
+        "--write", action="store_true", help="fit all, and write constants, figures.json and docs/plan.md"
+    )
     args = parser.parse_args(arguments)
     try:
+        if args.write:
+            if Path(args.table).resolve() != TABLE:
+                raise ValueError(
+                    f"--write is for {TABLE.name}, the table to which the constants of all chips are fitted."
+                )
+            for line in record():
+                print(line, flush=True)
+            return
         table = read(args.table)
         for line in calibrated(table, args.most, args.together) if args.calibrate else lines(table):
             print(line, flush=True)

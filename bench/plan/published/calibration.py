@@ -142,7 +142,7 @@ def calibrated(table: Table, most: int, together: bool = False) -> Iterator[str]
     if not runs:
         raise ValueError("no row can be planned and has a measured time, rate or MFU: give one that calibrates.")
     if together:
-        pairs = yield from _traced([run._replace(group=(run.trainer,)) for run in runs])
+        pairs = yield from traced([run._replace(group=(run.trainer,)) for run in runs])
         yield from _fitted("all", pairs, most, ACHIEVED, len({run.trainer for run in runs}))
         return
     by_chip = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -151,15 +151,15 @@ def calibrated(table: Table, most: int, together: bool = False) -> Iterator[str]
     for chip, of_chip in by_chip.items():
         left = most
         for trainer, same in sorted(of_chip.items(), key=lambda item: len(item[1])):
-            if pairs := (yield from _traced(same)):
+            if pairs := (yield from traced(same)):
                 of = {**vars(pairs[0][0].chip), **pairs[0][0].constants}
                 start = {name: of[name] for name in trainers()[trainer]["fits"]}
                 yield from _fitted(f"{trainer} on {chip}", pairs, left, start, FOLDS)
                 left -= len(picked(pairs, left))
 
 
-def _traced(runs: Sequence[Run]) -> Generator[str, None, list[Pair]]:
-    """The runs with their steps. Gives a line for each that has none."""
+def traced(runs: Sequence[Run]) -> Generator[str, None, list[Pair]]:
+    """The runs with their steps, traced. Gives a line for each that has none."""
     pairs = []
     for run in runs:
         try:
