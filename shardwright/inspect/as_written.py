@@ -194,7 +194,7 @@ def _instead(what: Collective, have: Iterable[Collective], platform: str) -> Ite
         yield _AS_WRITTEN, what._replace(dtype="u32", entries=2 * what.entries)
     if platform == "cpu" and (what.dtype == "bf16" or what.dtype.startswith("f8")):
         wider = "f32" if what.dtype == "bf16" else "f16"
-        yield f"in {wider} instead of {what.dtype}", what._replace(dtype=wider)
+        yield f"in {wider}, which XLA sends for {what.dtype} on CPUs", what._replace(dtype=wider)
     if platform == "tpu" and what.reduction in _EXTREMES.values():  # the same, of what was converted from bf16
         yield "in bf16 instead of f32", what._replace(dtype="bf16")
     if platform == "tpu" and what.kind in ("all-gather", "reduce-scatter"):
