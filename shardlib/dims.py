@@ -1,8 +1,8 @@
-"""Which dims of the operands and results of a primitive are the same: one table for every analysis.
+"""Says which dims of a primitive's operands and results correspond: one table for every analysis.
 
-The proof reads in it along which dims a primitive may be applied to a block, causality which
-entries depend on which. A primitive without a row is unknown to both: each entry of its results may
-depend on all operands.
+The proof uses it to decide along which dims a primitive may be applied to each block, and the
+causality check to find which entries depend on which. For a primitive without a row, each entry of
+the results may depend on all operands.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,17 +20,17 @@ from shardlib.equations import (
 )
 
 Labels = list[Any]
-"""An int, a str, or None for each dim."""
+"""For each dim an int or a str, its label, or None."""
 
 
 class Dims(NamedTuple):
     """A label for each dim of each operand, and of each result.
 
-    Dims of operands and results with one label have one size, and the primitive does the same to
-    each entry along them: a block of the operands gives that block of the results. With a label
-    that no result has, entry i of one operand meets entry i of the others, and what comes of all
-    these is combined. None: entries are taken together; of a result, each may depend on all of
-    them.
+    Dims with the same label have the same size, and the primitive treats the entries along them
+    separately: a block of the operands gives that block of the results. A label that no result has
+    is of a contraction: entry i of one operand meets entry i of the others, and the results for all
+    i are combined. None means that entries are taken together; in a result, that each may depend on
+    all of them.
 
     For example, jnp.sum(x, 0) of x: [2, 3] has the operands [[None, 1]] and the results [[1]]. x @
     w of [2, 3] and [3, 4] has [[0, "contracted 0"], ["contracted 0", 1]] and [[0, 1]], sort along
@@ -47,7 +47,7 @@ def dims_of(eqn: Eqn) -> Dims:
 
 
 def checked(eqn: Eqn, row: Dims) -> Dims:
-    """Drops labels that one dim has alone, and labels of dims of several sizes."""
+    """Drops labels that only one dim has, and labels of dims of different sizes."""
     sizes: dict[Any, list[int]] = {}
     for var, labels in zip((*eqn.invars, *eqn.outvars), (*row.operands, *row.results), strict=True):
         for label, size in zip(labels, shape_of(var), strict=True):
@@ -61,7 +61,7 @@ def checked(eqn: Eqn, row: Dims) -> Dims:
 
 
 def places(result: Labels, labels: Labels) -> list[int | None]:
-    """Finds which of `labels` each label of `result` is; None if it is none of them.
+    """Finds the index in `labels` of each label of `result`; None if it is not there.
 
     places([2, 0, None], [0, 1, 2]) is [2, 0, None].
     """
@@ -73,23 +73,24 @@ def _labeled(var: Any, known: Mapping[int, Any]) -> Labels:
 
 
 def _same(eqn: Eqn, kept: Iterable[int]) -> Dims:
-    """Labels dims `kept` of all operands and results as the same."""
+    """Gives the dims `kept` the same labels in all operands and results."""
     known = {i: i for i in kept}
     operands, results = ([_labeled(var, known) for var in of] for of in (eqn.invars, eqn.outvars))
     return Dims(operands, results)
 
 
 def _same_except(eqn: Eqn, *together: int) -> Dims:
-    """Labels all dims of operands as the same but those `together`, which may count from the last.
+    """Gives all dims the same labels in all operands and results, except the dims `together`.
 
-    Others of one size, that is: dims of another size are cut, or hold what one entry consists of.
+    These may count from the last dim. `checked` drops labels of dims whose size changes, because
+    these are cut, or hold the parts of one entry.
     """
     rank = max(len(shape_of(var)) for var in eqn.invars)
     return _same(eqn, {*range(rank)} - {i % rank for i in together})
 
 
 def _of_entries(eqn: Eqn) -> Dims:
-    """Labels the dims of elementwise operations; a dim of one entry is repeated."""
+    """Labels the dims of elementwise operations; None for dims of size 1 that are broadcast."""
     (shape,) = {*map(shape_of, eqn.outvars)}
     operands: list[Labels] = []
     for var in eqn.invars:
@@ -116,7 +117,7 @@ def _of_windows(eqn: Eqn) -> Dims:
 
 
 def _of_systems(eqn: Eqn) -> Dims:
-    """Labels systems: each matrix is separate, and each vector for which its system is solved."""
+    """Labels the dims along which there are separate matrices, or separate right-hand sides."""
     (a, b), _ = _same_except(eqn, -2, -1)
     vectors = len(b) - (1 if eqn.params["left_side"] else 2)
     b[vectors] = vectors
@@ -124,16 +125,16 @@ def _of_systems(eqn: Eqn) -> Dims:
 
 
 def _of_source(eqn: Eqn) -> Dims:
-    """Labels are dims of the operands."""
+    """Labels dims by the dims of the operand."""
     source = source_dims(eqn)
     known = {i: i for i in source if i is not None}
     return Dims([_labeled(var, known) for var in eqn.invars], [source for _ in eqn.outvars])
 
 
 def of_reshape(eqn: Eqn) -> Dims:
-    """Labels dims of one size that have one number of entries after each of theirs as the same.
+    """Labels the dims that a reshape keeps: those of the same size and row-major stride.
 
-    So the first dim of [6, 4] as [6, 2, 2] is the same, not that of [6, 4] as [3, 8].
+    A reshape of [6, 4] to [6, 2, 2] keeps the first dim; one to [3, 8] keeps none.
     """
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     order = eqn.params.get("dimensions") or range(len(old))
@@ -142,9 +143,9 @@ def of_reshape(eqn: Eqn) -> Dims:
 
 
 def _strides(shape: Sequence[int]) -> Labels:
-    """Labels each dim by its size and the number of entries after one of its own.
+    """Labels each dim by its size and its row-major stride; None for size 1.
 
-    Those of [6, 1, 4] are "6 of 4", None and "4 of 1".
+    The labels of [6, 1, 4] are "6 of 4", None and "4 of 1".
     """
     found = []
     after = 1
@@ -155,13 +156,13 @@ def _strides(shape: Sequence[int]) -> Labels:
 
 
 def _of_pieces(pieces: Sequence, axis: int) -> tuple[list[Labels], list[Labels]]:
-    """Labels the dims of arrays, and of the array that they are along `axis`."""
+    """Labels the dims of `pieces`, and those of the array that stacks them along `axis`."""
     labels: Labels = [*range(len(shape_of(pieces[0])))]
     return [labels] * len(pieces), [[*labels[:axis], None, *labels[axis:]]]
 
 
 def _of_matmul(eqn: Eqn) -> Dims:
-    """Labels dims by the dims of the result, and by names of what is contracted."""
+    """Labels batch and free dims by the dims of the result, and contracted dims by names."""
     contracted, batch = eqn.params["dimension_numbers"]
     operands = []
     free = len(batch[0])
@@ -177,9 +178,10 @@ def _of_matmul(eqn: Eqn) -> Dims:
 
 
 def _of_convolution(eqn: Eqn) -> Dims:
-    """Labels sequences as separate, and channels if each is a group.
+    """Labels the dims of sequences and of channels.
 
-    A kernel of size 1 moves nothing, so its positions are the same too.
+    Channels are contracted, or separate if each is a group. Positions are separate where the kernel
+    has size 1.
     """
     p = eqn.params
     (batch, feature, *xs), (out, into, *ws), (to_batch, to_feature, *ys) = p["dimension_numbers"]
@@ -207,7 +209,7 @@ def _of_convolution(eqn: Eqn) -> Dims:
 
 
 def _windows(numbers: Any, var: Any, gone: Sequence[int]) -> list[int]:
-    """Returns the dims of the operand of a gather or scatter that its windows have."""
+    """Returns the dims of `var` that windows of a gather or scatter have."""
     gone = (*gone, *numbers.operand_batching_dims)
     return [i for i in range(len(shape_of(var))) if i not in gone]
 
@@ -215,8 +217,8 @@ def _windows(numbers: Any, var: Any, gone: Sequence[int]) -> list[int]:
 def _of_gather(eqn: Eqn) -> Dims:
     """Labels dims by the dims of the result.
 
-    What a window does not hold whole is taken together. x[i] of x: [5, 3] and i: [4] has the
-    operands [[None, 1], [0, None]], whose last dim is that of index vectors, and the results [[0,
+    Dims of which windows hold only a part have None. x[i] of x: [5, 3] and i: [4] has the operands
+    [[None, 1], [0, None]], where the last dim of i is that of index vectors, and the results [[0,
     1]].
     """
     x = eqn.invars[0]
@@ -230,7 +232,7 @@ def _of_gather(eqn: Eqn) -> Dims:
 
 
 def _of_scatter(eqn: Eqn) -> Dims:
-    """Labels dims by the dims of the operand, and by names of those of the indices."""
+    """Labels dims by the dims of the operand, and dims of the indices by names."""
     x, indices, updates = eqn.invars
     d = eqn.params["dimension_numbers"]
     windows = _windows(d, x, d.inserted_window_dims)
@@ -264,8 +266,8 @@ ROWS: dict[str, Callable[[Any], Dims]] = {
     "triangular_solve": _of_systems,
     "unstack": lambda eqn: Dims(*_of_pieces(eqn.outvars, eqn.params["axis"])[::-1]),
 }
-"""The dims of an equation, by the name of its primitive. If dims with one label turn out to have
-different sizes, or there is only one, the label counts as None."""
+"""Functions that label the dims of an equation, by the name of its primitive. A label counts as
+None if only one dim has it, or dims of different sizes."""
 
 for _names, _row in (
     ("argmax argmin broadcast_in_dim reduce reduce_xor squeeze transpose", _of_source),

@@ -1,8 +1,8 @@
 """Interprets traced programs: the one place that goes through the equations of a jaxpr.
 
-An analysis is a Domain: what it knows of a value, and what follows for the results of an equation
-from what it knows of the operands. `interpret` follows a program over it, in program order, with
-what it calls in place of the calls.
+An analysis is a Domain: which facts it keeps about a value, and how facts about the results of an
+equation follow from facts about its operands. `interpret` goes through a program in order, and into
+the bodies of its calls, loops and branches.
 """
 
 import dataclasses
@@ -45,12 +45,12 @@ SHOWN = {
     "convert_element_type": "astype",
 }
 SHOWN |= {"ring_enter": "ppermute", "ring_close": "add", "ring_scatter": "add"}
-"""Names that users know some primitives by."""
+"""Names that messages use for some primitives."""
 
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """An equation of a program, and the one that calls what it is in.
+    """An equation of a jaxpr, with the equation that calls or runs this jaxpr.
 
     For example, `Operation(eqn).place()` is `model.py:12`.
     """
@@ -75,7 +75,7 @@ class Operation:
         return params_of(self.eqn)
 
     def body(self, name: str, i: int | None = None) -> Any:
-        """Returns the program in a parameter, or the i-th of those in it, for `Domain.run`."""
+        """Returns the jaxpr in a parameter, or the i-th if it holds several, for `Domain.run`."""
         return self.params[name] if i is None else self.params[name][i]
 
     @property
@@ -85,7 +85,7 @@ class Operation:
 
     @property
     def path(self) -> tuple[int, ...]:
-        """Identifies it in its program: ids of its callers, and of its equation.
+        """Identifies it in its program, by the ids of its callers and of its equation.
 
         Callers outside of its shard_map are left out.
         """
@@ -104,8 +104,8 @@ class Operation:
     def line(self) -> tuple[str, int] | None:
         """Returns file and line of the user's code that made the equation; None if there is none.
 
-        JAX traces its own jitted functions once. Their equations know only the first caller, so
-        this caller is asked.
+        JAX traces its own jitted functions once, so their equations record only the first call.
+        Their line is therefore that of the calling equation.
         """
         found = self.calls()
         return found[-1] if found else None
@@ -129,9 +129,9 @@ class Operation:
 
 
 class Domain(Generic[V]):
-    """An analysis: what it knows of values. A subclass says what follows for an equation.
+    """An analysis by abstract interpretation: each value has a fact, of type V.
 
-    For example, with the number of additions that led to each value:
+    Subclasses derive the facts. For example, the number of additions that led to each value:
 
         class Additions(Domain[int]):
             def constant(self, x): return 0
@@ -141,23 +141,23 @@ class Domain(Generic[V]):
     """
 
     def constant(self, x: Any) -> V:
-        """Returns what is known of a literal, or of an array that the program holds."""
+        """Returns the fact about a literal, or about an array that the program holds."""
         raise NotImplementedError
 
     def apply(self, op: Operation, ins: list[V]) -> list[V]:
-        """Derives what is known of the results of an equation that runs no body."""
+        """Derives facts about the results of an equation that is no call, loop or conditional."""
         raise NotImplementedError
 
     def join(self, op: Operation, a: V, b: V) -> V:
-        """Joins what is known of two values, of which one that `op` computes is either."""
+        """Joins two facts: the result holds for a value, computed by `op`, that has either."""
         raise NotImplementedError
 
     def run(self, program: Any, ins: list[V], op: Operation) -> list[V]:
-        """Follows a program that an equation runs."""
+        """Interprets a jaxpr that an equation runs: a callee, a loop body or a branch."""
         return interpret(program, self, ins, op)
 
     def follow(self, op: Operation, ins: list[V]) -> list[V]:
-        """Derives what is known of the results of any equation."""
+        """Derives facts about the results of any equation."""
         if (body := called(op.eqn)) is not None:
             return self.call(op, body, ins)
         if op.name == "scan":
@@ -169,13 +169,13 @@ class Domain(Generic[V]):
         return self.apply(op, ins)
 
     def call(self, op: Operation, body: Any, ins: list[V]) -> list[V]:
-        """Follows what an equation calls."""
+        """Interprets the callee of a call."""
         return self.run(body, ins, op)
 
     def scan(self, op: Operation, consts: list[V], carry: list[V], xs: list[V]) -> list[V]:
-        """Finds what holds in every turn of a loop over the rows of `xs`.
+        """Finds facts that hold in every iteration of a scan over the rows of `xs`.
 
-        What is known of an array is taken to be known of its rows, and the other way round.
+        The fact about an array is also used for its rows, and the other way round.
         """
 
         def turn(carry: list[V]) -> list[V]:
@@ -185,7 +185,7 @@ class Domain(Generic[V]):
         return [*carry, *turn(carry)[len(carry) :]]
 
     def loop(self, op: Operation, of_test: list[V], of_body: list[V], carry: list[V]) -> list[V]:
-        """Finds what holds after every turn of a while loop, whatever its test reads."""
+        """Finds facts that hold after any number of iterations of a while loop."""
 
         def turn(carry: list[V]) -> list[V]:
             self.run(op.body("cond_jaxpr"), [*of_test, *carry], op)
@@ -194,7 +194,7 @@ class Domain(Generic[V]):
         return fixed_point(carry, turn, functools.partial(self.join, op))
 
     def branch(self, op: Operation, which: V, args: list[V]) -> list[V]:
-        """Finds what holds for every branch of a conditional, whatever decides."""
+        """Finds facts about the results of a conditional that hold whichever branch runs."""
         count = len(op.params["branches"])
         outs = [self.run(op.body("branches", i), args, op) for i in range(count)]
         join = functools.partial(self.join, op)
@@ -208,14 +208,14 @@ def interpret(
     caller: Operation | None = None,
     operations: Iterable[Operation] | None = None,
 ) -> list[V]:
-    """Follows a program over a domain, and returns what is known of its results.
+    """Interprets a program over a domain. Returns the facts about its results.
 
     Args:
         program: a jaxpr, closed or open.
         domain: the analysis.
-        ins: what is known of its arguments, or of its constants and its arguments.
+        ins: facts about its arguments, or about its constants and its arguments.
         caller: the equation that runs it; None: none does.
-        operations: what the domain follows for each equation; None: the equation itself.
+        operations: what `domain.follow` gets for each equation; None: an Operation.
     """
     walk = steps(program, domain.constant, ins, caller, operations)
     op, values = next(walk)
@@ -231,10 +231,10 @@ def steps(
     caller: Operation | None = None,
     operations: Iterable[Operation] | None = None,
 ) -> Generator[tuple[Operation | None, list[V]], Iterable[V]]:
-    """Goes through a program, as `interpret` does, which goes on by itself.
+    """Goes through a program like `interpret`, as a generator whose caller derives the facts.
 
-    Yields each operation with what is known of its operands, and takes what is known of its
-    results. At the end it yields None with what is known of the results of the program.
+    Yields each operation with the facts about its operands, and is sent the facts about its
+    results. At the end it yields None and the facts about the results of the program.
     """
     jaxpr, consts = body_of(program)
     ins = [*ins]
@@ -256,15 +256,15 @@ def steps(
 def fixed_point(
     carry: list[V], turn: Callable[[list[V]], Sequence[V]], join: Callable[[V, V], V]
 ) -> list[V]:
-    """Finds what is known of carried values before every turn of a loop, and after the last one.
+    """Finds facts about carried values that hold before and after every iteration of a loop.
 
-    If a turn adds 1 to what starts as 0, and `join` of different numbers is None, a carry that is
-    known to be 0 is known as None: some number.
+    Suppose that an iteration adds 1 to a carry that starts as 0, and that `join` of two different
+    numbers is None, for some number. Then the fact about the carry is None.
 
     Args:
-        carry: what is known before the first turn.
-        turn: what is known after a turn, from what is known before it.
-        join: what is known of a value that is one or the other.
+        carry: the facts before the first iteration.
+        turn: derives the facts after an iteration from those before it.
+        join: returns a fact that holds if either of two facts does.
 
     Raises:
         AssertionError: it does not settle.
@@ -286,7 +286,8 @@ def operations_in(
 ) -> Iterator[Operation]:
     """Iterates over the equations of a jaxpr, closed or open, in program order.
 
-    Each comes before those of the jaxprs in its parameters; without `inside`, these are left out.
+    Each equation comes before those of the jaxprs in its parameters, which `inside=False` leaves
+    out.
     """
     for eqn in body_of(program)[0].eqns:
         op = Operation(eqn, caller)
@@ -296,7 +297,7 @@ def operations_in(
 
 
 def equations_in(program: object, inside: bool = True) -> Iterator[Any]:
-    """Iterates over the equations of `operations_in`."""
+    """Iterates over the same equations as `operations_in`, without their callers."""
     return (op.eqn for op in operations_in(program, inside=inside))
 
 
@@ -313,13 +314,13 @@ def needed_for(
         eqn.invars if is_used else None
     ),
 ) -> tuple[list[Any], set]:
-    """Finds the equations and variables of an open jaxpr on which variables depend.
+    """Finds the equations and variables of an open jaxpr that some of its variables depend on.
 
     Args:
         jaxpr: the program. Bodies are not looked into.
         variables: some of its variables, and literals.
-        reads: for an equation, and whether a result is needed: the operands that it is needed
-            with; None: it is not needed.
+        reads: gets an equation, and True if one of its results is needed. Returns the operands that
+            the equation reads; None if it is not needed.
 
     Returns:
         The equations, in program order, and the variables, among them `variables`.
@@ -338,15 +339,16 @@ def needed_for(
 
 
 def digest_of(program: object) -> str:
-    """Hashes a program: operations, their parameters, constants; not lines and names of values.
+    """Hashes a program: its operations, their parameters and constants.
 
-    So lambda x: 2 * x and lambda y: 2 * y have one hash, and lambda x: 3 * x another.
+    Source lines and names of values do not matter: lambda x: 2 * x and lambda y: 2 * y have the
+    same hash, lambda x: 3 * x has another.
     """
     return _digest_of(program, {})
 
 
 class _Digest(Domain[str]):
-    """Numbers the values of a program, and hashes its equations. `known` has hashes of bodies."""
+    """Hashes equations, with their values numbered in order. `known` caches hashes of bodies."""
 
     def __init__(self, known: dict[int, str]):
         self.hash = hashlib.sha256()
@@ -358,7 +360,7 @@ class _Digest(Domain[str]):
         self.hash.update(repr(parts).encode())
 
     def number(self, var: Any) -> str:
-        """Names a new variable."""
+        """Returns the next number, with the type of a new variable."""
         self._count += 1
         return f"{self._count}:{var.aval}"
 
@@ -383,10 +385,10 @@ def _digest_of(program: Any, known: dict[int, str]) -> str:
 
 
 def in_words(x: Any, known: dict[int, str] | None = None) -> str:
-    """Describes a parameter of an equation. Parameters that mean the same have one text.
+    """Describes a parameter of an equation. Parameters that mean the same have the same text.
 
-    A program stands there by its hash, an array by its content, and functions without addresses.
-    `known` has hashes of programs.
+    Programs are described by their hash, arrays by a hash of their content, functions without
+    addresses. `known` caches hashes of programs.
     """
     if x is None or isinstance(x, int | float | str | np.dtype):
         return repr(x)
@@ -416,7 +418,8 @@ def in_words(x: Any, known: dict[int, str] | None = None) -> str:
 class Copies(Domain[Any]):
     """Copies a program: each equation is added to `found`, with new variables.
 
-    A subclass replaces some of them. A value is its variable in the copy, or a literal.
+    Subclasses replace some equations. The fact about a value is its variable in the copy, or a
+    literal.
     """
 
     def __init__(self) -> None:
@@ -446,13 +449,13 @@ def _nothing() -> Any:
 
 
 def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
-    """Evaluates an equation for the operands `ins`. It keeps its source line."""
+    """Evaluates an equation on the operands `ins`, with the source line of the equation."""
     operands = {var: value for var, value in zip(eqn.invars, ins, strict=True) if is_variable(var)}
     return core.jaxpr_as_fun(core.ClosedJaxpr(program_of(eqn, operands), []))(*operands.values())
 
 
 def literal_of(x: Any) -> Any:
-    """Returns the number of a literal; an array that a jaxpr holds is its own value."""
+    """Returns the number of a literal; returns an array that a jaxpr holds as it is."""
     if isinstance(x, core.Literal):
         aval: Any = x.aval
         return np.asarray(x.val, aval.dtype)
