@@ -1,4 +1,1 @@
-"""Proves that a per-device program computes the blocks of what it computes on one device.
-
-The blocks are those of its mesh.
-"""
+"""Proves that each device computes its blocks of what the program computes on one device."""

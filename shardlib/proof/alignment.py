@@ -1,9 +1,9 @@
 """Aligns a per-device program with the same program on one device, equation by equation.
 
-Both are traces of one source, so they have the same equations, but for those that only reshape: if
-a device has one entry of a dim, JAX adds or leaves some out. Such equations need not match. The
-others, which compute, must take the same entries. The rule of an equation that was left out here is
-still applied, because it may add up the entries of several devices.
+Both are traces of one source, so their equations match, except that JAX adds or leaves out reshapes
+where a device has only one entry along a dim. Reshapes need not match. Other equations compute, and
+must take the same entries. If one is missing here, in the per-device program, its rule is still
+applied, because it may add up entries of several devices.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ from shardlib.proof.primitives import OF_SIZES
 
 V = TypeVar("V")
 AS_IS = equations.words("copy pvary convert_element_type")
-"""Primitives that keep all entries and the shape, if they keep the dtype."""
+"""Primitives that change neither entries nor shape. They count only if they keep the dtype."""
 SHAPING = equations.REDUCTIONS | equations.kinds("view") | {"slice"}
 
 
 class Layout(NamedTuple):
-    """Says which entries of a value a device has: those of the value `root`, by strides.
+    """Entries of the value `root` that a device has, given by strides like a NumPy view.
 
-    The stride is 0 along a dim of one entry. A [2, 3] array as computed is Layout(root, (2, 3), (3,
-    1)), its transpose Layout(root, (3, 2), (1, 3)): the same entries, in another order.
+    Along a dim of size 1, the stride is 0. An array of shape [2, 3] itself is Layout(root, (2, 3),
+    (3, 1)), its transpose is Layout(root, (3, 2), (1, 3)): the same entries in another order.
     """
 
     root: object
@@ -47,13 +47,13 @@ class Layout(NamedTuple):
 
 
 def laid_out(root: object, shape: tuple[int, ...]) -> Layout:
-    """Lays out all entries of `root` in row-major order."""
+    """Returns the layout of all entries of `root`, in row-major order."""
     strides = (math.prod(shape[i + 1 :]) if n > 1 else 0 for i, n in enumerate(shape))
     return Layout(root, tuple(shape), tuple(strides))
 
 
 class Different(Exception):
-    """Raised if the program is another one on one device."""
+    """Raised if the programs on the mesh and on one device have different operations."""
 
     def __init__(self, here: Any, there: Any):
         self.place = "?" if here is None and there is None else Operation(here or there).place()
@@ -67,19 +67,19 @@ class Different(Exception):
 
 
 ANY = Layout(object(), (), ())
-"""Stands for the entries of what per-device code computes."""
+"""Layout of what per-device code (shardops.per_device) computes, which is not aligned."""
 
 
 class Aligned(NamedTuple):
-    """Two jaxprs as pairs of equations.
+    """Two jaxprs, aligned as pairs of equations.
 
     Attributes:
-        ours: the jaxpr here, with one turn instead of each ring.
-        theirs: that on one device, completed by what it left out because of a choice by the number
-            of devices.
+        ours: the jaxpr here, with one iteration in place of each ring.
+        theirs: the jaxpr on one device, with the operations that a choice such as `if axis_size >
+            1` skipped there.
         pairs: the equations, in the order on one device, without their callers.
-        here: entries of each result of the per-device program.
-        there: the entries that it should have according to the program on one device.
+        here: layout of each result of the per-device program.
+        there: layout that it should have according to the program on one device.
     """
 
     ours: Any
@@ -100,7 +100,7 @@ class Alignment:
 
     Args:
         sizes: number of devices along each axis of the mesh.
-        twin_sizes: those of the mesh of one device: 1, but for axes that both have.
+        twin_sizes: the same for the mesh of one device: 1, except for axes that both have.
     """
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
@@ -113,8 +113,8 @@ class Alignment:
 
         Args:
             ours: the jaxpr on a mesh, or a body in it.
-            theirs: that on one device.
-            shapes: shape that each argument of `theirs` has here; None: that of the argument of
+            theirs: the same on one device.
+            shapes: the shape of each argument of `theirs` here; None: that of the argument of
                 `ours`.
 
         Raises:
@@ -149,7 +149,7 @@ class Alignment:
         return Aligned(ours, theirs, pairing.pairs, here, there)
 
     def fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
-        """Returns True if blocks of two shapes may make one whole.
+        """Returns True if arrays of shape `here` may be the blocks of an array of shape `there`.
 
         On a mesh of 2 x 2 devices, (4, 3) here fits (16, 3) on one device, and not (12, 3).
         """
@@ -158,7 +158,7 @@ class Alignment:
 
 
 class Paired(Domain[V]):
-    """An analysis of a program next to the same one on one device. It follows Equations.
+    """Analyzes a program together with its twin on one device. Its operations are Equations.
 
     Attributes:
         sizes: number of devices along each axis of the mesh.
@@ -170,21 +170,21 @@ class Paired(Domain[V]):
         self._alignment = Alignment(self.sizes, self.twin_sizes)
 
     def number(self, here: Any, there: Any, op: Equation | None) -> V:
-        """Returns what is known of a literal or an array that the programs hold."""
+        """Returns the fact about a literal, or about an array that the programs hold."""
         raise NotImplementedError
 
     def other(self, var: Atom, op: Equation | None) -> V:
-        """Returns what is known of an operand of `op` that is another value on one device.
+        """Returns the fact about an operand of `op` that is another value on one device.
 
-        Without `op`, it is a result of the program.
+        If `op` is None, the value is a result of the program.
         """
         raise NotImplementedError
 
     def constant(self, x: object) -> Any:
-        """Leaves literals to `read`."""
+        """Returns None, because `read` fills in the facts about literals."""
 
     def run(self, program: Twins, ins: list[V], op: Any = None) -> list[V]:
-        """Follows both programs, as they are aligned."""
+        """Aligns both programs, and derives facts about the results."""
         (ours, consts), (theirs, twin_consts) = map(body_of, program)
         known = op and op.inner
         found = known or self._alignment.align(ours, theirs)
@@ -200,7 +200,7 @@ class Paired(Domain[V]):
     def read(
         self, ours: list, theirs: list, values: list[V], wrong: frozenset, op: Equation | None
     ) -> list[V]:
-        """Replaces what is known of literals, and of the values `wrong`."""
+        """Returns `values`, but calls `number` for literals, and `other` at the indices `wrong`."""
         return [
             self.other(a, op)
             if i in wrong
@@ -211,14 +211,14 @@ class Paired(Domain[V]):
         ]
 
     def call(self, op: Any, body: object, ins: list[V]) -> list[V]:
-        """Follows what an equation calls on each device."""
+        """Interprets the callee of a call on each device."""
         if op.name == "shard_map":
             return self.apply(op, ins)
         return self.run(Twins(*map(equations.called, (op.eqn, op.twin))), ins, op)
 
 
 class _View(NamedTuple):
-    """An equation here that only reshapes, with the entries of its operand and of its result."""
+    """An equation here that only reshapes, with the layouts of its operand and of its result."""
 
     eqn: Eqn
     operand: Layout
@@ -226,9 +226,9 @@ class _View(NamedTuple):
 
 
 class _Pairing(Domain[Layout | None]):
-    """Follows a program on one device, and pairs its equations with those here.
+    """Goes through a program on one device, and pairs its equations with those here.
 
-    It knows of a value which entries a device has of it; None for a literal.
+    The fact about a value is its Layout here; None for a literal.
     """
 
     def __init__(self, alignment: Alignment, ours: Any, args: Iterable[Layout]):
@@ -239,10 +239,10 @@ class _Pairing(Domain[Layout | None]):
         self._go_on(*next(self._ours))
 
     def constant(self, x: Any) -> None:
-        """Knows no entries of a literal."""
+        """Returns None, because literals have no layout."""
 
     def _go_on(self, own: Operation | None, ins: list[Any]) -> None:
-        """Goes to the next equation here that does more than reshape, and sets others aside."""
+        """Goes to the next equation here that does more than reshape; collects the reshapes."""
         while own and _may_reshape(own.eqn) and (x := ins[0]) is not ANY:
             found = _view(own.eqn, x, shape_of(own.eqn.outvars[0]))
             if found is None:
@@ -278,7 +278,7 @@ class _Pairing(Domain[Layout | None]):
         return [*found]
 
     def _view_of(self, eqn: Eqn, x: Layout) -> "_View | None":
-        """Finds the equation here, among those set aside, that returns what `eqn` returns there.
+        """Finds the reshape here, among those collected, that returns what `eqn` returns there.
 
         Returns None if there is none.
         """
@@ -299,7 +299,7 @@ class _Pairing(Domain[Layout | None]):
     def _paired(
         self, own: Eqn, eqn: Eqn, ys: list[Layout | None]
     ) -> tuple[Equation, list[Layout], list[Layout]]:
-        """Pairs two equations that compute; also returns the entries of their results."""
+        """Pairs two equations that compute; also returns the layouts of their results."""
         if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
             raise Different(own, eqn)
         xs = self.ins
@@ -332,7 +332,7 @@ class _Pairing(Domain[Layout | None]):
 
 
 def _result_of_call(var: Any, twin: Any, inner: Layout | None) -> Layout:
-    """Returns the entries of a result of a call, from those that the called jaxpr returns."""
+    """Returns the layout of a call's result, from the layout that the called jaxpr returns."""
     if inner is ANY:
         return ANY
     if inner is None:
@@ -343,9 +343,9 @@ def _result_of_call(var: Any, twin: Any, inner: Layout | None) -> Layout:
 def others(
     ours: Sequence, theirs: Sequence, key: Callable[..., Any] | None = None
 ) -> frozenset[int]:
-    """Returns which of some Layouts differ between here and one device.
+    """Returns the indices at which the layouts here and on one device differ.
 
-    They are compared by key(Layout) if it is given.
+    If `key` is given, layouts with the same key(layout) count as equal.
     """
     return frozenset(
         i
@@ -357,15 +357,15 @@ def others(
 def _may_reshape(eqn: Eqn) -> bool:
     """Returns True if an equation may only reshape.
 
-    JAX does not leave out what it makes of literals.
+    Those of literals count as computing, because JAX does not leave them out.
     """
     return eqn.primitive.name in SHAPING | AS_IS and is_variable(eqn.invars[0])
 
 
 def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Equation | None:
-    """Pairs two equations with the same entries, if they treat dims of more than one entry alike.
+    """Pairs two equations that do the same to all dims of more than one entry.
 
-    They do if they do the same to all of these dims.
+    Returns None if they do not, or if they match without being adapted.
     """
     # These say which dim is which.
     names_of_dims = ("axes", "dimension_numbers")
@@ -393,14 +393,13 @@ def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Equation | Non
 
 
 FORMS = equations.REDUCTIONS | equations.SCATTERS | {"dot_general", "gather"}
-"""Primitives that compute, and whose parameters JAX changes if an operand has a dim of one
-entry."""
+"""Primitives that compute, and whose parameters JAX changes if an operand has a dim of size 1."""
 
 
 def same_entries(x: Layout) -> tuple:
-    """Identifies the entries of a value whatever its shape.
+    """Identifies the entries of a layout, in whatever shape.
 
-    Returns its root, and the dims of more than one entry.
+    Returns the root, and size and stride of each dim of more than one entry.
     """
     return x.root, *((n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1)
 
@@ -408,10 +407,10 @@ def same_entries(x: Layout) -> tuple:
 def _form(
     eqn: Eqn, shapes: Sequence[tuple[int, ...]], params: Mapping
 ) -> tuple[Any, tuple[int, ...]]:
-    """Computes what an equation of FORMS does to dims of more than one entry.
+    """Describes what an equation of FORMS does to dims of more than one entry.
 
     Also returns the result's shape. For example, a matmul of [4, 1, 8] and [8, 2] that contracts
-    the 8 has the form of one of [4, 8] and [8, 2]. Their results are [4, 1, 2] and [4, 2].
+    the 8 has the same form as one of [4, 8] and [8, 2]. Their results are [4, 1, 2] and [4, 2].
 
     Args:
         eqn: the equation.
@@ -438,16 +437,15 @@ def _form(
 
 
 def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout | None:
-    """Returns the result of an equation, if it only reshapes its operand.
+    """Returns the layout of an equation's result if it only reshapes its operand, else None.
 
-    A sum along a dim of one entry does: of Layout(root, (4, 1), (1, 0)) along dim 1, it is
+    A sum along a dim of size 1 only reshapes: along dim 1, Layout(root, (4, 1), (1, 0)) becomes
     Layout(root, (4,), (1,)).
 
     Args:
         eqn: the equation.
-        x: its operand.
-        shape: shape of the result on a device; None: of an equation on one device that JAX left out
-            here.
+        x: the layout of its operand.
+        shape: the result's shape on a device; None: JAX left out the equation here.
     """
     name = eqn.primitive.name
     params = eqn.params
@@ -484,12 +482,12 @@ def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
 
 
 def _resized(var: Any, shape: tuple[int, ...]) -> SimpleNamespace:
-    """Stands for a variable of another shape."""
+    """Makes a stand-in for a variable, with another shape."""
     return SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, var.aval.dtype))
 
 
 def _cut(eqn: Eqn, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
-    """Adapts an equation on one device to the operands `xs` and a result of this shape."""
+    """Adapts an equation on one device to the shapes here, of `xs` and of its result."""
     sizes = {
         name: tuple(shape) for name in ("shape", "new_sizes", "limit_indices") if name in eqn.params
     }
@@ -512,14 +510,14 @@ OPERATIONS = equations.COLLECTIVES | equations.words(
 
 
 class _Lacking(Exception):
-    """Raised if the program of one device lacks an equation that computes there."""
+    """Raised if one device lacks an equation that would change values there."""
 
 
 class _Completion(Domain[Any]):
-    """Goes through a program next to that of one device, and adds what this one left out.
+    """Goes through a program next to its twin on one device, and adds what the twin left out.
 
-    It knows of a value which variable or literal it is on one device, and which was the same value
-    before something was added.
+    The fact about a value is a pair: its variable or literal on one device, and the one that had
+    the same value before anything was added.
     """
 
     def __init__(self, twin: Jaxpr, twin_sizes: Mapping[str, int]):
@@ -532,7 +530,7 @@ class _Completion(Domain[Any]):
         return x, x
 
     def rename(self, ours: Sequence, ins: Sequence, theirs: Sequence) -> list:
-        """Renames variables on one device to those whose value they have here: `ins`."""
+        """Returns `theirs`, with `ins` in place of variables that were the same value before."""
         if len(ours) != len(theirs):
             return list(theirs)
 
@@ -569,12 +567,12 @@ class _Completion(Domain[Any]):
 
 
 def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
-    """Completes the program of one device by operations that it left out.
+    """Adds to the program of one device the operations that it left out.
 
     The step may have `if lax.axis_size("t") > 1: x = lax.psum(x, "t")`. Then one device lacks the
-    psum. What is added changes nothing there: collectives that keep the shape, over axes of one
-    device, and multiplications by a number that is 1 there. Returns `twin` itself if it lacks other
-    operations.
+    psum. Only operations that change nothing there are added: collectives over axes of one device
+    that keep the shape, and multiplications by a number that is 1 there. If anything else is
+    missing, returns `twin` itself.
     """
     completion = _Completion(twin, twin_sizes)
     try:
@@ -588,7 +586,7 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
 
 
 def _left_out(eqn: Eqn, ins: list, twin_sizes: Mapping[str, int]) -> Any:
-    """Builds the equation on one device of operands `ins`. Raises _Lacking if it computes there."""
+    """Builds a left-out equation on operands `ins`. Raises _Lacking if it would change values."""
     name = eqn.primitive.name
     if name in ("div", "mul"):
         if len(ins) != 2 or is_variable(eqn.invars[1]):

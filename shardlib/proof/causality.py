@@ -1,10 +1,9 @@
-"""Checks in a traced forward pass what a position's logits depend on.
+"""Checks in a traced forward pass that logits depend on no later token and on no other document.
 
-That must be no later token and no other document. The pass is interpreted over the facts of
-shardlib.proof.reach, at its own sizes, on one device. Token ids and weights are unknown, but
-positions are known numbers, so masks are too. The starts of documents are known: given in one way,
-or in two ways that differ after a position. What then differs before that position depends on later
-documents. See docs/soundness.md.
+The pass is interpreted over the facts of shardlib.proof.reach, at its own sizes, on one device.
+Token ids and weights are unknown, but positions are known numbers, so masks are too. The starts of
+documents are known: in one layout, or in two that are the same up to a position. Logits before that
+position that differ between the two depend on later documents. See docs/soundness.md.
 """
 
 import dataclasses
@@ -41,17 +40,17 @@ from shardlib.proof.reach_slots import have_same_slots, is_in, of_sorted, togeth
 FORM = (kinds("view") | words("convert_element_type copy pad slice")) - {"transpose"}
 """Primitives that JAX adds or leaves out depending on the sizes of dims."""
 MET = np.int32(2**29)
-"""Stands for a token: a target and logits have met."""
+"""Token of a value in which logits and a target have met."""
 TURNS = 2**16
-"""Largest number of loop iterations that are followed one by one."""
+"""Largest number of iterations of a while loop that are followed one by one."""
 
 
 def tokens(batch: int, length: int, is_forward: bool = True) -> np.ndarray:
     """Numbers a batch's tokens, [batch, length].
 
-    Token i of sequence b is b·L + i, or counted from the last one. Token i is the target of
-    position i, so its logits may depend on the tokens before it. tokens(2, 3) is [[0, 1, 2], [3, 4,
-    5]], and [[5, 4, 3], [2, 1, 0]] counted from the last.
+    Token i of sequence b has number b·L + i; without `is_forward`, numbers count from the last
+    token. Token i is the target of position i, so its logits may depend on the tokens before it.
+    tokens(2, 3) is [[0, 1, 2], [3, 4, 5]], and [[5, 4, 3], [2, 1, 0]] counted from the last.
     """
     number = np.arange(batch * length, dtype=np.int32).reshape(batch, length)
     return number if is_forward else number[::-1, ::-1]
@@ -60,17 +59,17 @@ def tokens(batch: int, length: int, is_forward: bool = True) -> np.ndarray:
 def find_later(
     program: ClosedJaxpr, args: list[Reach], seen: np.ndarray, rows: int, **options: Any
 ) -> str | None:
-    """Finds where logits of a position come to depend on what the position must not see.
+    """Finds where the logits of a position come to depend on something that it must not see.
 
-    Returns None if they do nowhere. A mean over positions that is added to their embeddings gives
+    Returns None if they never do. A mean over positions that is added to their embeddings gives
     `model.py:7: reduce_sum: the logits of position 0 depend on the token of position 2, that it is
     to predict, or a later one`.
 
     Args:
-        program: a closed jaxpr, whose first result is the logits [B, L, V], or which names them
-            LOGITS and their targets [B, L] TARGETS, for a microbatch as a whole or part by part
+        program: a closed jaxpr. Its first result is the logits [B, L, V]; or it tags logits with
+            the name LOGITS and targets [B, L] with TARGETS, per microbatch, as a whole or in parts
             along L.
-        args: what is known of its arguments.
+        args: the facts about its arguments.
         seen: the last token that the logits of each position may depend on, [B, L] for all
             microbatches; or LATER.
         rows: sequences per microbatch.
@@ -105,9 +104,9 @@ def find_later(
 def _problem_of(
     name: str, parts: list["Part"], seen: np.ndarray, row: int, is_forward: bool
 ) -> str | None:
-    """Describes what a microbatch's logits, from `row` on, depend on but must not.
+    """Describes what logits or targets of a microbatch depend on but must not; None: nothing.
 
-    It may also describe a target that they have read.
+    `name` is LOGITS or TARGETS; the microbatch begins with sequence `row`.
     """
     last = np.concatenate([_last_of_positions(part.x) for part in parts], 1)
     ahead = np.concatenate([part.predicted for part in parts], 1)
@@ -150,9 +149,9 @@ class Part(NamedTuple):
     """Logits or targets of some positions, as a loss gets them.
 
     Attributes:
-        x: what is known of them.
-        predicted: the token that each position predicts, the last one on which its target depends;
-            past the last token of a sequence if there is none.
+        x: the facts about them.
+        predicted: the token that each position predicts, which is the last one that its target
+            depends on; past the end of the sequence if there is none.
         place: the call by which the step computes this loss.
     """
 
@@ -166,12 +165,12 @@ def _last_of_positions(x: Reach) -> np.ndarray:
 
 
 class Interpreter(Domain[Reach]):
-    """Derives what is known of the results of a program from what is known of its arguments.
+    """Derives facts about the results of a program from facts about its arguments.
 
     Attributes:
         named: the values named LOGITS or TARGETS, in order.
-        problem: where a target first meets the logits of a later position, or of another sequence;
-            None: nowhere. What logits and targets produce together may go anywhere.
+        problem: the first operation that combines a target with the logits of a later position or
+            of another sequence; None: none does. What is computed from both is not followed.
     """
 
     problem: str | None = None
@@ -193,12 +192,12 @@ class Interpreter(Domain[Reach]):
             rows: sequences per microbatch; None: all.
             is_forward: True if tokens are numbered from the first one.
             unknown: ids of literals and arrays whose numbers are not known.
-            growth: n positions stand for n to this power.
-            free: names and mark labels of values that count as independent of tokens, though
-                computed from some.
-            is_shown: True if nothing was found without `unknown`. Where a mask depends on `unknown`
-                alone, no position that has a key in the program is then taken to have none in
-                longer sequences.
+            growth: a value with n numbers here has n**growth of them in longer sequences.
+            free: names and mark labels of values that are taken as independent of tokens, although
+                they are computed from some.
+            is_shown: True if nothing was found without `unknown`. Then a position that sees a key
+                in this program is assumed to see one in longer sequences, where its mask depends on
+                `unknown` alone.
         """
         self.seen = seen
         self.rows = rows or len(seen)
@@ -208,7 +207,7 @@ class Interpreter(Domain[Reach]):
         self._entered = ""
 
     def constant(self, source: object) -> Reach:
-        """Returns what is known of a literal, or of an array that the program holds."""
+        """Returns the fact about a literal, or about an array that the program holds."""
         x = reach.constant(literal_of(source))  # whose number may be one that its dtype lacks
         if id(source) not in self.unknown:
             return x
@@ -219,7 +218,7 @@ class Interpreter(Domain[Reach]):
         return reach.make_reach(x.shape, bound, False, dtype=x.number.dtype)
 
     def follow(self, eq: Operation, ins: list[Reach]) -> list[Reach]:
-        """Derives what is known of the results of an equation."""
+        """Derives facts about the results of an equation."""
         name = eq.name
         if name == "name":
             if (label := eq.params["name"]) in self.named:
@@ -235,7 +234,7 @@ class Interpreter(Domain[Reach]):
         return super().follow(eq, ins)
 
     def apply(self, eq: Operation, ins: list[Reach]) -> list[Reach]:
-        """Derives what is known of the results of an equation that runs no body."""
+        """Derives facts about the results of an equation that is no call, loop or conditional."""
         name = eq.name
         if name == "select_n" and self.is_shown and not (ins[0].known | (ins[0].last >= 0)).all():
             return self._worked(eq, ins, self._shown)
@@ -251,7 +250,7 @@ class Interpreter(Domain[Reach]):
         return [choices] if choices else apply(eqn, ins)
 
     def _worked(self, eq: Operation, ins: list[Reach], how: Callable[..., Any]) -> list[Reach]:
-        """Runs rule `how`; also notes where the values first became wrong."""
+        """Applies the rule `how`. Records where values first depend on what they must not see."""
 
         def work(ins: list[Reach]) -> list[Reach]:
             results = zip(how(eq.eqn, ins), eq.eqn.outvars, strict=False)
@@ -274,10 +273,10 @@ class Interpreter(Domain[Reach]):
         return found
 
     def _loss_gets(self, eq: Operation, x: Reach, name: str) -> Reach:
-        """Returns what a loss knows of logits or targets: which they are, not what they depend on.
+        """Returns logits or targets as the loss gets them: dependent only on their own positions.
 
-        Targets have numbers past those of logits, counted from the last one, because the first
-        target is looked for.
+        Targets have numbers past those of logits, counted from the last one, because `_meet` looks
+        for the first target.
         """
         rows, count = x.shape[:2]
         size, length = (self.seen.size, self.seen.shape[1])
@@ -311,7 +310,7 @@ class Interpreter(Domain[Reach]):
     def _meet(
         self, eq: Operation, ins: list[Reach], found: list[Reach], how: Callable[..., Any]
     ) -> None:
-        """Notes where a target first meets logits that may know it."""
+        """Records the first operation that combines a target with logits that may depend on it."""
         size = self.seen.size
         length = self.seen.shape[1]
         parts = (0, size), (size, 2 * size)
@@ -335,9 +334,9 @@ class Interpreter(Domain[Reach]):
             x.last = np.where((logits >= 0) & (target < size), MET, x.last)
 
     def _drop_overflow(self, x: Reach, var: Atom) -> Reach:
-        """Drops the numbers of a value that would not fit in its dtype in longer sequences.
+        """Drops the known numbers of a value whose dtype cannot hold those of longer sequences.
 
-        It would have more of them there than its dtype can hold.
+        There the value would have more different numbers than the dtype has.
         """
         if (
             self.growth == 1
@@ -360,7 +359,7 @@ class Interpreter(Domain[Reach]):
     def scan(
         self, eq: Operation, fixed: list[Reach], carry: list[Reach], xs: list[Reach]
     ) -> list[Reach]:
-        """Follows a loop turn by turn."""
+        """Interprets a scan iteration by iteration."""
         body, length = eq.params["jaxpr"], eq.params["length"]
         carried = len(carry)
         rows: list[list[Reach]] = []
@@ -391,7 +390,7 @@ class Interpreter(Domain[Reach]):
     def loop(
         self, eq: Operation, of_test: list[Reach], of_body: list[Reach], carry: list[Reach]
     ) -> list[Reach]:
-        """Follows a while loop turn by turn, as long as its test is known."""
+        """Interprets a while loop iteration by iteration, as long as its condition is known."""
         ins = [*of_test, *of_body, *carry]
         for _ in range(TURNS):
             (go,) = interpret(eq.params["cond_jaxpr"], self, [*of_test, *carry], eq)
@@ -407,7 +406,7 @@ class Interpreter(Domain[Reach]):
         return self._worked(eq, ins, anything)
 
     def branch(self, eq: Operation, which: Reach, args: list[Reach]) -> list[Reach]:
-        """Follows the branch of a conditional that is taken; if that is not known, all together."""
+        """Interprets the branch taken; if it is unknown, results may depend on all operands."""
         branches = eq.params["branches"]
         if which.ways:
             return reach.in_each_way(functools.partial(self.follow, eq), [which, *args])
@@ -418,12 +417,12 @@ class Interpreter(Domain[Reach]):
 
 
 def _reads(x: Reach, start: int, end: int) -> np.ndarray:
-    """Returns True at entries whose last token is one of `start` to `end`, without `end`."""
+    """Returns True at entries whose last token is in range(start, end)."""
     return (start <= x.last) & (x.last < end)
 
 
 def _keep_reads(x: Reach, start: int, end: int) -> Reach:
-    """Drops from a value what it depends on, but for tokens `start` to `end`, without `end`."""
+    """Drops the dependence of a value on tokens outside of range(start, end)."""
 
     def kept(last: np.ndarray) -> np.ndarray:
         return np.where((start <= last) & (last < end), last, NONE)
@@ -433,7 +432,7 @@ def _keep_reads(x: Reach, start: int, end: int) -> Reach:
 
 
 def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
-    """Returns True if the entries have positions along a dim, and see nothing hidden from these."""
+    """Returns True if some dims may be positions that see no token hidden from them."""
 
     def fits(upper: np.ndarray, *dims: int) -> bool:
         """Returns True if no entry is above `upper`, whose dims are `dims` of `last`."""
@@ -460,7 +459,7 @@ def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
 
 
 def _region_rule(label: str) -> tuple[Callable, int] | None:
-    """Returns the rule of a shardop that marks its code as per-device, and its operands' number.
+    """Returns the rule of a shardop that marks its code as per-device, and its number of operands.
 
     Such ops treat each row separately.
     """
@@ -470,7 +469,7 @@ def _region_rule(label: str) -> tuple[Callable, int] | None:
 
 
 def _in_region(rule: tuple[Callable, int], eqn: Eqn, ins: list[Reach]) -> list[Reach]:
-    """Applies a rule of `_region_rule`. In a gradient, JAX passes constants after the operands."""
+    """Applies a rule of `_region_rule`. In gradients, JAX passes constants after the operands."""
     of_operands, count = rule
     if any((x.last >= 0).any() for x in ins[count:]):
         return anything(eqn, ins)
@@ -501,7 +500,7 @@ def _sums_of_rows(eqn: Eqn, rows: Reach, ids: Reach) -> Reach | None:
 
 
 def _drop_fact(x: Reach) -> Reach:
-    """Drops what is known of the entries of a value together."""
+    """Drops the facts that relate the entries of a value to each other: Among, Sums or Slots."""
     return dataclasses.replace(together(x), fact=None) if x.fact else x
 
 

@@ -1,7 +1,8 @@
-"""The entry of the proof: traces a program on a mesh and on one device, and compares them.
+"""Entry points of the proof: trace a program on a mesh and on one device, and compare them.
 
-`check` is for any function under jax.shard_map, `prove` for the programs of a training step. Both
-report what is not a block of what one device computes, and say whether it is wrong or not proved.
+`check` takes any function under jax.shard_map, `prove` takes the programs of a training step. Both
+report values that are not blocks of what one device computes, and say whether each is wrong or not
+proved.
 """
 
 import contextlib
@@ -64,8 +65,8 @@ STAGES = (
     REPEATED,
 )
 LACKING = ("this mesh", "one device"), OF_AXES, OF_AXES
-"""Who runs the two forms of a program, and the remedy if they differ: in a line that one form runs,
-or both."""
+"""Names of two programs, and remedies if they differ: in a line that only one of them runs, and in
+a line that both run."""
 PLAIN = {
     r"shardops\.size\(name\)": "x.shape[i] * jax.lax.axis_size(axis)",
     r"shardops\.positions(\('.*?'\))?": "jnp.arange(n) + n * jax.lax.axis_index(axis)",
@@ -82,7 +83,7 @@ PLAIN = {
     r"for a partial sum, all_gather": "for a partial sum, jax.lax.all_gather",
     r"\b(with|or) (psum|psum_scatter|pmax|pmin|all_gather|all_to_all)\b": r"\1 jax.lax.\2",
 }
-"""For remedies that name our functions: the same in functions of JAX."""
+"""What remedies say to code without shardlib: JAX's functions in place of ours."""
 Programs = dict[str, tuple[Any, list]]
 """Jaxprs by name, each with the types of the arguments of its shard_maps."""
 Trace = Callable[[AbstractMesh], Programs]
@@ -92,16 +93,16 @@ Trace = Callable[[AbstractMesh], Programs]
 def prove(
     trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None = None
 ) -> list[Finding]:
-    """Finds what is wrong with programs on a mesh.
+    """Finds where programs compute something else on a mesh than on one device.
 
-    They are traced there and on one device, and not run.
+    They are traced on both, and not run.
 
     Args:
         trace: traces the programs.
         mesh: the mesh; None: the current one.
-        singles: functions that trace the programs that a single device runs on its own mesh, which
-            lacks the axes of OPTIONAL. What `trace` gives on one device along each axis must
-            compute the same; True: up to rounding.
+        singles: functions that trace the programs for a single device, whose mesh lacks the axes of
+            OPTIONAL. Each must compute the same as those of `trace` with one device along each
+            axis; True: up to rounding.
 
     Raises:
         ValueError: a shard_map is bound to a mesh.
@@ -130,7 +131,7 @@ def prove(
 
 
 def _findings_on_mesh(ours: Programs, theirs: Programs, mesh: Any) -> list[Finding]:
-    """Finds what is wrong with programs on a mesh, next to those on one device of each axis."""
+    """Compares programs on a mesh with the same programs on one device along each axis."""
     found: list[Finding] = []
     for name, (program, types) in ours.items():
         twin, _ = theirs[name]
@@ -148,7 +149,7 @@ def _findings_on_mesh(ours: Programs, theirs: Programs, mesh: Any) -> list[Findi
 def _findings_on_one_device(
     program: Any, expected: Any, texts: tuple, rounding: bool
 ) -> list[Finding]:
-    """Finds what differs between a program and the `expected` one, both on one device."""
+    """Finds where a program differs from the `expected` one, both traced on one device."""
     names, remedy, of_both = texts
     differing = list(differences(program, expected, names, remedy, rounding))
     if not differing:
@@ -163,7 +164,7 @@ def _findings_on_one_device(
 
 
 def _lines_of(program: Any) -> set[str]:
-    """Returns the lines of files that led to the equations of a program."""
+    """Returns the source lines of the calls that led to the equations of a program."""
     return {place(*frame) for eqn in equations_in(program) for frame in frames_of(eqn)}
 
 
@@ -178,7 +179,7 @@ def _in_plain_jax(text: str) -> str:
 
 
 def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> AbstractMesh:
-    """Makes a mesh of one device, of the same kind, along each axis of `mesh`.
+    """Makes a mesh like `mesh`, of the same kind of device, with one device along each axis.
 
     It lacks the axes in `without`.
     """
@@ -200,8 +201,8 @@ def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> A
 def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[list]:
     """Sets the mesh on which a program is traced.
 
-    Its choices for speed are those of a mesh of sizes `planned`. Yields a list that holds, after
-    tracing, the argument types of the program's shard_maps.
+    The program chooses fast implementations as on a mesh of sizes `planned`. Yields a list that
+    holds, after tracing, the argument types of the program's shard_maps.
     """
     enter: Any = jax.sharding.use_abstract_mesh if isinstance(mesh, AbstractMesh) else jax.set_mesh
     # First leave any mesh: JAX does not change from one mesh to another of a different size.
@@ -222,9 +223,9 @@ def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[lis
 
 
 def prove_function(function: Callable[[], Any], mesh: Any = None) -> list[Finding]:
-    """Finds what is wrong with a program whose jaxpr `function` returns; see `prove`.
+    """Calls `prove` for one program, whose jaxpr `function` returns.
 
-    It is traced on the current mesh.
+    The function must trace it on the current mesh.
     """
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
 
@@ -293,7 +294,7 @@ def _place_and_remedy(finding: Finding) -> tuple[str, str]:
 def raise_for(found: list[Finding], shown: int | None = None) -> None:
     """Raises ShardError if anything was found.
 
-    It shows the first `shown` findings, or all, and the verdict.
+    The error has the first `shown` findings (None: all) and the verdict.
     """
     if found:
         if any(finding.is_wrong for finding in found):

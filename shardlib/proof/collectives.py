@@ -33,8 +33,8 @@ from shardlib.proof.primitives import rule
 def _collective(*names: str) -> Callable:
     """Registers a rule (eq, axes) for collectives.
 
-    It is asked about the axes that have several devices. Over axes of one device, here and there, a
-    tiled collective returns its operand.
+    The rule gets only the axes that have several devices. Over axes of one device, here and in the
+    twin, a tiled collective returns its operand without a rule.
     """
 
     def register(function: Callable[..., Any]) -> Callable:
@@ -58,8 +58,8 @@ def _collective(*names: str) -> Callable:
 def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
     """Derives the result of a cast to a partial sum, as of jax.lax.pcast(x, axes, to="unreduced").
 
-    Of a value that all n devices hold, the sum of the terms is n times the value: it gets a ratio,
-    which a division by n may take away.
+    If all n devices hold the value, the sum of these terms is n times the value. So the result gets
+    a ratio, which a division by n may cancel.
     """
     (x,) = eq.ins
     if (new := {*axes} - x.partial) and not x.is_zero:
@@ -119,7 +119,7 @@ def _all_gather(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 
 def _add_axes(dim: Dim | Any, size: int, axes: tuple[str, ...]) -> Dim:
-    """Adds axes to those that cut a dim, of which a device then has `size` entries."""
+    """Adds axes to those that cut a dim; a device then has `size` entries of it."""
     if dim is UNIFORM:
         return cut(size, axes)
     first, *rest = dim.parts
@@ -185,7 +185,7 @@ def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
 
 @_collective(*kinds("extreme"))
 def _pmax(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
-    """Takes an extreme over devices.
+    """Takes a maximum or minimum over devices.
 
     x: f32[8/d 4]    jnp.max(x, 0)    f32[4], the maximum of this device's block over d
     x: f32[8/d 4]    lax.pmax(jnp.max(x, 0), "d")    f32[4]
@@ -195,7 +195,7 @@ def _pmax(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
 
 
 def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Value:
-    """Takes the maximum or minimum over devices."""
+    """Derives the result of a maximum or minimum over devices."""
     # As of logarithms of own sums: the same on all devices, but not what it is on one device.
     if x.shift:
         own = {axis for source, _ in x.shift for axis in source.axes}
@@ -218,7 +218,7 @@ def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Va
 
 @_collective("all_to_all")
 def _all_to_all(eq: Equation, axes: tuple[str, ...]) -> Value:
-    """Moves axes from the joined dim to the split one.
+    """Moves axes from the dim that is concatenated to the dim that is split.
 
     x: f32[8/d 4]    lax.all_to_all(x, "d", 1, 0, tiled=True)    f32[8 4/d]
     """
@@ -239,9 +239,9 @@ def _all_to_all(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 @_collective(*kinds("permutation"))
 def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
-    """Returns what all devices hold, if a ppermute moves that; refuses one that moves blocks.
+    """Handles a ppermute of a value that all devices hold; refuses one that moves blocks.
 
-    rings.py has replaced the rings that it understands before the rules are asked.
+    Rings that rings.py understands have been replaced before this rule is applied.
 
         x: f32[8/d 4]    lax.ppermute(x, "d", [(0, 1), (1, 0)])    refused
     """
@@ -288,7 +288,7 @@ def _renamed(dim: Dim | Any, changes: Names) -> Dim | Any:
 def renamed(eq: Equation, x: Value, changes: Names) -> Value:
     """Renames axes of `x`, in its dims and in its pending sums and extremes.
 
-    An untiled collective does so: what devices held becomes entries of an array, and back.
+    Untiled collectives do so: the blocks that devices held become entries of an array, and back.
     """
     eq.block(x)
     moved = {name for old in changes for name in old}
@@ -312,8 +312,8 @@ def renamed(eq: Equation, x: Value, changes: Names) -> Value:
 def names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -> tuple[Dim, str]:
     """Makes the dim whose entries stand for the devices of `axes`.
 
-    Also returns the name of their blocks. Raises Refused unless dim k of `x` is that dim; for None,
-    unless `x` has no such blocks yet.
+    Also returns the axis name of the blocks of these devices (see domain.Sizes). Raises Refused if
+    dim k of `x` is not that dim, or, with k=None, if `x` has such blocks already.
     """
     n = devices(eq.sizes, axes)
     entries = cut(n, (f"{ENTRIES}{n}",))
@@ -349,7 +349,7 @@ def _gathered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
 
 
 def _scattered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
-    """Derives the result of psum_scatter along dim k, after the sum: each device has its entry."""
+    """Derives the result of psum_scatter along dim k: each device has its own entry of the sum."""
     if axes:
         _, blocks = names(eq, x, axes, k)
         x = renamed(eq, x, {(blocks,): axes}) if x.dims[k] is not UNIFORM else x
@@ -372,7 +372,7 @@ def _exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined
 
 
 def merge_parts(parts: list[Part]) -> list[Part]:
-    """Joins factors of a dim where entries that stand for devices meet these devices' blocks."""
+    """Merges a factor of a dim that stands for devices with the factor of these devices' blocks."""
     found: list[Part] = []
     for size, axes in parts:
         before = found[-1] if found else None
@@ -389,7 +389,7 @@ def merge_parts(parts: list[Part]) -> list[Part]:
 
 
 def combined(value: Value) -> Value:
-    """Reads a sum or extreme over entries that stand for devices as the collective that it is.
+    """Treats a sum or extreme over entries that stand for devices as the equivalent collective.
 
     x: f32[8/d 4]    lax.all_gather(jnp.sum(x, 0), "d").sum(0)    f32[4]
     """

@@ -1,8 +1,8 @@
-"""Rules of loops and conditionals, from their bodies and from what decides them.
+"""Rules of loops and conditionals, which depend on their bodies and on their conditions.
 
-A loop's carry is a block if it is one before and after each turn. A device may also loop over the
-rows of its own block, if each turn does the same to its row. What decides must be the same on all
-devices: those that take another branch would wait forever in a collective.
+A loop's carry is a block if it is one before and after each iteration. A device may also loop over
+the rows of its own block, if each iteration does the same to its row. Conditions must be the same
+on all devices: those that take another branch would wait forever in a collective.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from shardlib.proof.equation import Equation, Refused, Twins
 
 
 def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
-    """Returns the axes over which JAX says that a value differs; all axes if it does not say."""
+    """Returns the axes over which a value varies by its JAX type; all axes if that does not say."""
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(
         a for a in (sizes if kind is None else kind.varying | kind.unreduced) if sizes[a] > 1
@@ -28,7 +28,7 @@ def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
 
 
 def join(eq: Equation, a: Value, b: Value) -> Value:
-    """Joins the facts about two values, of which a result is one or the other."""
+    """Joins the facts about two values, one of which is the result."""
     if a.unprovable or b.unprovable:
         return a if a.unprovable else b
     if a == b:
@@ -49,9 +49,9 @@ def join(eq: Equation, a: Value, b: Value) -> Value:
 
 
 def anonymous(value: Value) -> Value:
-    """Drops what `value` was computed from.
+    """Drops references to the values that `value` was computed from.
 
-    That may belong to another iteration, or to another branch.
+    They may belong to another iteration, or to another branch.
     """
     unknown = dataclasses.replace(
         value, origin=None, source=None, total=None, is_taken=False, masked=None
@@ -60,9 +60,10 @@ def anonymous(value: Value) -> Value:
 
 
 class _Totals(Domain[int | None]):
-    """Which total a value of a loop's body is: a carried value, to which others may be added.
+    """Finds the running totals in a loop's body: a carried value, plus other values.
 
-    None for other values, OTHER for what is computed from a total in another way.
+    The fact is the index of the carried value; None for other values, OTHER for what is computed
+    from a total in another way.
     """
 
     def constant(self, x: object) -> None:
@@ -81,11 +82,12 @@ OTHER = -1
 
 
 def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
-    """Returns how the first dim of `xs` is cut, if a loop may run over each device's own rows.
+    """Returns how the first dim of `xs` is cut, if each device may loop over its own rows.
 
-    Returns None if it may not. The loop must do the same to each row, and may add up: its results
-    are then blocks, and its sums partial. Devices are at different rows, so nothing may be
-    exchanged (`_exchange`), and no row's result may be cut, or pending, over their axes.
+    Returns None if not. The loop must do the same to each row, and may add up: its results are then
+    blocks, and its sums partial. Devices are at different rows at a time, so they must not
+    communicate (`_exchange`), and no row's result may be cut, or pending, over the axes of the
+    rows.
     """
     consts, carry, rows = ([None] * len(part) for part in split_scan(eq.eqn, eq.ins))
     totals = [*range(len(carry))]
@@ -98,7 +100,7 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
 
 
 def _exchange(eq: Equation, rows: Dim | Any) -> Unprovable | None:
-    """Returns the reason against a loop over each device's own rows that communicates."""
+    """Returns why a loop over each device's own rows is refused if it communicates, else None."""
     axes = frozenset(map(real, rows.axes)) if rows else frozenset()
     found = _collectives(axes, eq.params["jaxpr"])
     if not found:
@@ -112,9 +114,9 @@ def _exchange(eq: Equation, rows: Dim | Any) -> Unprovable | None:
 
 
 def _of_own_rows(eq: Equation, rows: Dim | Any) -> Aligned | None:
-    """Aligns a loop's body over a device's own rows, of which one device has one.
+    """Aligns the body of a loop over each device's own rows with the body on one device.
 
-    Blocks of each device may then also be parts of as many as there are rows.
+    The number of rows is one more factor by which sizes here and there may differ.
     """
     if rows is None:
         return None
@@ -124,7 +126,7 @@ def _of_own_rows(eq: Equation, rows: Dim | Any) -> Aligned | None:
 
 
 def _total(eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
-    """Sums what a loop adds to `start` for each of a device's own rows."""
+    """Derives the sum of `start` and of what a loop over each device's own rows adds to it."""
     if start.unprovable or row.unprovable:
         return start if start.unprovable else row
     axes = frozenset(map(real, rows.axes))
@@ -140,9 +142,9 @@ def _total(eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
 
 
 def _of_turn(eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
-    """Gives what a loop iterates over, or returns in each turn, other dims.
+    """Changes the dims of a value that a loop iterates over, or returns in each iteration.
 
-    It is unprovable if `demand` refuses it.
+    The result is unprovable if `demand` refuses the value.
     """
     try:
         if not x.unprovable:
@@ -166,9 +168,9 @@ class Control(Paired[Value]):
 
     Attributes:
         is_unchecked: True if JAX does not say over which axes a value differs: check_vma=False.
-        own_rows: axes over whose devices the loops run that are being followed, each over its rows.
-        problems: by equation: collectives under a condition that differs, which not all devices
-            reach; and what is wrong with the arguments of per-device code.
+        own_rows: axes whose devices each iterate over their own rows in the current loops.
+        problems: by equation: collectives under a condition that differs between devices, so that
+            not all reach them; and wrong arguments of per-device code.
     """
 
     is_unchecked: bool
@@ -176,7 +178,7 @@ class Control(Paired[Value]):
     problems: dict[Any, Unprovable]
 
     def join(self, op: Any, a: Value, b: Value) -> Value:
-        """Joins the facts of two turns, or of two branches."""
+        """Joins the facts of two iterations, or of two branches."""
         return join(op, a, b)
 
     def scan(
@@ -234,14 +236,14 @@ class Control(Paired[Value]):
     def loop(
         self, op: Any, of_test: list[Value], of_body: list[Value], carry: list[Value]
     ) -> list[Value]:
-        """Derives the results of a while loop, by a fixed point of what is known of the carry."""
+        """Derives the results of a while loop, by a fixed point of the facts about the carry."""
         carry = super().loop(op, of_test, of_body, list(map(anonymous, carry)))
         (go,) = self.run(op.body("cond_jaxpr"), [*of_test, *carry], op)
         bodies = [op.params["cond_jaxpr"], op.params["body_jaxpr"]]
         return self._decided(op, go, bodies[0].jaxpr.outvars[0], bodies, carry)
 
     def branch(self, op: Any, which: Value, args: list[Value]) -> list[Value]:
-        """Derives the results of a conditional, which must be decided alike on all devices.
+        """Derives the results of a conditional, whose predicate must be the same on all devices.
 
         x: f32[4], y: f32[8/d]    lax.cond(x[0] > 0, jnp.exp, jnp.sin, y)    f32[8/d]
         x: f32[8/d]    lax.cond(jnp.max(x) > 0, jnp.exp, jnp.sin, x)    refused
@@ -256,7 +258,7 @@ class Control(Paired[Value]):
         return self._decided(op, which, op.eqn.invars[0], branches, found)
 
     def linear_solve(self, eq: Equation) -> list[Value]:
-        """Follows the function that solves; the others are for derivatives, which call them."""
+        """Follows the function that solves the system. Only derivatives call the others."""
         names, counts = zip(*eq.params["const_lengths"]._asdict().items(), strict=True)
         start = sum(counts[: names.index("solve")])
         args = [*eq.ins[start : start + counts[names.index("solve")]], *eq.ins[sum(counts) :]]
@@ -265,9 +267,9 @@ class Control(Paired[Value]):
     def _decided(
         self, eq: Equation, predicate: Value, var: Atom, bodies: Any, found: list[Value]
     ) -> list[Value]:
-        """Returns results that depend on a predicate; unprovable ones if devices differ in it.
+        """Returns results that depend on a predicate; unprovable ones if devices may differ in it.
 
-        Records collectives not all reach.
+        Then it also records a collective in `bodies`, because not all devices reach it.
         """
         with contextlib.suppress(Refused):
             # The choice is the same on all devices, and as on one device.

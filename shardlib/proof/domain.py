@@ -21,7 +21,7 @@ Offset = tuple[tuple[str, int], ...]
 class Part(NamedTuple):
     """A factor of the size of a dim: `size` entries per device, cut over `axes`.
 
-    The first axis is the slowest.
+    The first axis is the outermost.
     """
 
     size: int
@@ -54,9 +54,9 @@ ROUNDING = 1e-6
 """Largest relative difference of numbers that are equal up to float32 rounding."""
 
 UNIFORM: Any = None
-"""Instead of a Dim: all entries along it are equal, so it fits any sharding and any size.
-`Dim | Any` means a Dim or UNIFORM; likewise `tuple | Any` may be None. Any is there because type
-checkers cannot follow what tells them apart."""
+"""Takes the place of a Dim: all entries along it are equal, so it fits any sharding and any size.
+`Dim | Any` means a Dim or UNIFORM; `tuple | Any` a tuple or None. They say Any because type
+checkers cannot follow how the two are told apart."""
 
 
 def whole(size: int, name: str = "") -> Dim:
@@ -73,13 +73,13 @@ def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
 
 
 class Sizes(dict[str, int]):
-    """Number of devices along each axis of the mesh, and along names that stand for axes in a Dim.
+    """Number of devices along each axis of the mesh, and along made-up axes in a Dim.
 
-    An array of n entries that stand for devices, as an untiled all_gather makes, is cut as on n
-    devices: over ENTRIES n along the dim that has them, and over BLOCKS n along the dim whose
-    blocks they are. With two devices, lax.all_gather(x, "d") of x: f32[8/d 4] is f32[1/entries of 2
-    8/blocks of 2 4]. If each device has reordered its block of a dim, the axes of the dim have
-    names with ~ and a number.
+    An untiled all_gather makes an array of n entries that stand for devices. It counts as cut over
+    made-up axes of n devices: over ENTRIES n along the dim of these entries, and over BLOCKS n
+    along the dim that the devices' blocks are of. With two devices, lax.all_gather(x, "d") of x:
+    f32[8/d 4] is f32[1/entries of 2 8/blocks of 2 4]. If each device has reordered its block of a
+    dim, the names of the dim's axes end in ~ and a number.
     """
 
     def __missing__(self, axis: str) -> Any:
@@ -91,7 +91,7 @@ class Sizes(dict[str, int]):
 
 
 class SizesOnOne(dict[str, int]):
-    """`Sizes` of the twin's mesh, which has one such entry."""
+    """`Sizes` of the mesh of one device, where a dim has one entry that stands for a device."""
 
     def __missing__(self, axis: str) -> int:
         return self.get(real(axis), 1)
@@ -108,11 +108,11 @@ def real(axis: str) -> str:
 class Subtracted(NamedTuple):
     """Identifies the index that an offset was subtracted from.
 
-    A lookup and a mask belong together if both are of one such index.
+    A lookup and a mask belong together if they use the same index.
 
     Attributes:
-        token: of the index.
-        dims: for each dim of the value that has this, the dim of the index that it is.
+        token: the token of the index.
+        dims: for each dim of the value that has this, the matching dim of the index.
     """
 
     token: object
@@ -120,17 +120,16 @@ class Subtracted(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Says what an extreme, its index, or an exponential was computed of.
+    """Identifies the value that an extreme (maximum or minimum) or an exponential was taken of.
 
     Attributes:
-        token: of the value that it was computed of.
-        kind: max or min for an extreme; sum for the sum of the exponentials of the value; exp for
-            these exponentials, and less for their exponents, of which nothing was taken yet; any
-            for a number that depends on the mesh, and is the same on all devices of the axes, so
-            that it may only cancel out.
+        token: the token of that value.
+        kind: `max` or `min` for an extreme; `exp` for exponentials of the value, `less` for their
+            exponents, and `sum` for a sum of the exponentials; `any` for a number that depends on
+            the mesh but is the same on all devices of the axes, and so may only cancel out.
         along: the dims over which an extreme or a sum was taken.
         axes: the axes that cut them.
-        dims: for each dim of the value that has this, the dim of the extreme that it is.
+        dims: for each dim of the value that has this, the matching dim of the extreme.
     """
 
     token: object
@@ -141,7 +140,7 @@ class Source(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A range from `low` to `high`, each on this mesh and on one device."""
+    """A range of indices from `low` to `high`, each given on this mesh and on one device."""
 
     low: tuple[float, float] = (-math.inf, -math.inf)
     high: tuple[float, float] = (math.inf, math.inf)
@@ -154,9 +153,9 @@ class Range(NamedTuple):
         return Range((low, low_on_one), (high, high_on_one))
 
     def covers(self, here: int, there: int) -> bool:
-        """Returns True if it holds all indices into a block.
+        """Returns True if the range holds all indices into a block.
 
-        The block has `here` entries, and `there` on one device.
+        The block has `here` entries on this mesh, and `there` on one device.
         """
         return max(self.low) <= 0 and self.high[0] >= here - 1 and self.high[1] >= there - 1
 
@@ -165,8 +164,8 @@ class Mask(NamedTuple):
     """True where an offset index is in a range, or outside it.
 
     For at = ids - n * axis_index("d"), (0 <= at) & (at < n) has the offset of `at` and the range 0
-    to n - 1. With a source: true where this device has the extreme. With axes: true on one device
-    of these, and on one device's mesh. Then the index, offset and range count for nothing.
+    to n - 1. If `source` is set, the mask is instead true where this device has the extreme; if
+    `axes` is set, on one of the devices along these axes, and on one device's mesh.
     """
 
     valid: Range
@@ -178,16 +177,16 @@ class Mask(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unprovable:
-    """The first place where a value stopped being explained."""
+    """Why nothing is known about a value: the first operation that no rule explains."""
 
     place: str
     problem: str
     remedy: str = ""
     operands: tuple[str, ...] = ()
     differs: bool = False
-    """True: one device does not compute the value."""
+    """True: the program on one device does not compute the value."""
     eq: Any = None
-    """The Equation that refuses its operands; None if another is to blame."""
+    """The Equation whose operands were refused; None if another one is to blame."""
 
     def __str__(self) -> str:
         lines = [f"{self.place}: {self.problem}", *(f"  {operand}" for operand in self.operands)]
@@ -207,7 +206,7 @@ class Value:
         folded: axes of its dims over which blocks were added entry by entry.
         folding: the equation that added them.
         known: its number, on this mesh and on one device; for a count, the first entry.
-        offset: what each device adds to it.
+        offset: the number that each device adds to it, which depends on the device.
         count: dims along which it counts 0, 1, … in row-major order.
         is_local: True if a count stops at the end of this device's block.
         counted: the equation that made the count.
@@ -215,17 +214,16 @@ class Value:
         others: lower bound of the other indices, on this mesh and on one device; None: any number.
         drops: for looked-up values, True if entries out of range are NaN.
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
-        mask: what it says about an offset index; None if it is not a mask.
+        mask: for a mask, which indices it is true for; None if it is not a mask.
         masked: the offset of the index whose mask made it a partial sum; None if none did.
-        origin: the index, for an offset index, what was looked up by it, its mask, and what was
-            masked.
-        source: for an extreme, and for an argmax over a block: what it was taken of.
+        origin: for an offset index, entries looked up by it, its mask, and masked entries: the
+            index.
+        source: for an extreme or an argmax over a block: the value that it was taken of.
         shift: extremes of this device's block that were added to it, with their coefficients.
-        is_scale: True if it was instead multiplied by the exponential of what `shift` adds up to.
-        shifting: the equation that first added one.
-        total: for the exponential of a value and for its exponent, but for `shift`: of which value.
-            For the sum of such exponentials of this device's block, but for `shift` and a factor
-            that all devices have: of which.
+        is_scale: True if it was instead multiplied by exp of the sum of `shift`.
+        shifting: the equation that first added a term of `shift`.
+        total: for exp(x - m), for x - m, and for a sum of exp(x - m) over this device's block times
+            any factor that all devices have: the value x, where `shift` accounts for m.
         is_taken: True if it is the extreme of `source` over all devices.
         is_index: True if it is the index of the first extreme of `source` in this device's block.
         places: for an index into a device's block, how the indexed dim is cut; None for other
@@ -234,9 +232,9 @@ class Value:
         unprovable: why nothing is known; None if facts are.
         token: equal for two values that are certainly equal.
 
-    A value that has each, in code of each device for x: f32['B/d M'], table: f32['V/d M'] and
-    ids: i32['L'], with n = len(table), at = ids - n * axis_index('d'), and
-    inside = (0 <= at) & (at < n):
+    A value that has each fact, in per-device code with x: f32['B/d M'], table: f32['V/d M'] and
+    ids: i32['L'], with n = len(table), at = ids - n * axis_index('d'), and inside = (0 <= at) & (at
+    < n):
 
         dims        x
         partial     jnp.sum(x, axis=0)
@@ -341,7 +339,7 @@ class Value:
     def rearranged(self, dims: Iterable[Dim | Any]) -> "Value":
         """Returns the value's entries in other dims.
 
-        Keeps the sums, extremes and factors that they are parts of.
+        Keeps its pending sums and extremes, and its factors.
         """
         known = None if self.count else self.known
         return Value(tuple(dims), self.partial, self.extreme, self.ratio, self.scaled, known=known)
@@ -371,7 +369,7 @@ def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
 
 
 def moved(value: Value, source: Sequence[int | None]) -> Value:
-    """Moves dim source[j] of `value` to j; where that is None, entries along j are equal.
+    """Moves dim source[j] of `value` to j; None makes a dim along which all entries are equal.
 
     moved(x, (1, 0)) is the transpose of a matrix, moved(x, (None, 0)) repeats a vector.
     """
@@ -398,7 +396,7 @@ def moved(value: Value, source: Sequence[int | None]) -> Value:
 
 
 def added(terms: Iterable[tuple[Source, int]]) -> frozenset[tuple[Source, int]]:
-    """Adds the coefficients of equal extremes of this device's block; drops those of sum 0."""
+    """Adds the coefficients of equal terms of a `shift`; drops terms that cancel."""
     total: Counter[Source] = Counter()
     for source, coefficient in terms:
         total[source] += coefficient

@@ -2,9 +2,9 @@
 
 An operation on blocks gives the block of the result if all operands are cut alike, or are equal
 along the dims that others cut. On a partial sum it must also be linear: exp of a sum is not the sum
-of exps. Two more things are followed here: known numbers, so that a division by the number of
-devices is told from one by 2, and the exponentials of a softmax over a sharded dim, of which each
-device subtracts the maximum of its own block.
+of exps. The rules also follow known numbers, to tell a division by the number of devices from one
+by 2, and the exponentials of a softmax over a sharded dim, where each device subtracts the maximum
+of its own block.
 """
 
 import dataclasses
@@ -37,20 +37,20 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "eq": np.equal, "ne": np.not_equal,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
-"""What primitives do with known numbers."""
+"""NumPy functions that compute primitives of known numbers."""
 _CASTS: dict[str, Callable[..., Any]] = dict.fromkeys(
     ("convert_element_type", "copy", "reduce_precision"), np.asarray
 )
-"""Primitives that only cast known numbers, which their result's dtype does."""
+"""Primitives that only cast known numbers to the dtype of their result."""
 
 LINEAR, ADDITIONS = kinds("linear"), kinds("addition")
 ADDING = {*ADDITIONS, "exp"}
 
 
 def refuse_rbg(eq: Equation) -> None:
-    """Raises Refused for several keys of JAX's `rbg`.
+    """Raises Refused for an array of several keys of JAX's `rbg`.
 
-    Under vmap, all bits are drawn from the first key.
+    Under vmap, all bits are drawn from the first key of the array.
     """
     aval = eq.eqn.invars[0].aval
     # It has several keys here or on one device.
@@ -111,7 +111,7 @@ def _is_untaken(value: Value) -> bool:
 def _shifted(eq: Equation, ins: list[Value]) -> Value:
     """Follows extremes of a device's block that are subtracted before an exponential.
 
-    They are followed until a factor undoes that. exp(x - m) * exp(m - maximum) is exp(x - maximum)
+    They are followed until a factor cancels them. exp(x - m) * exp(m - maximum) is exp(x - maximum)
     for any m, so each device may use its own. For example, e = jnp.exp(x - jnp.max(x)) of x:
     f32[8/d] has the shift {(m, -1)}, with m for the maximum of the block; e * jnp.exp(jnp.max(x))
     has none.
@@ -140,9 +140,10 @@ def _shifted(eq: Equation, ins: list[Value]) -> Value:
 
 
 def _total(eq: Equation, ins: list[Value]) -> Source | None:
-    """Finds `total` of the result.
+    """Finds `Value.total` of the result.
 
-    That is `x` less an own extreme, its exponential, or a sum of these times a factor.
+    Sets it for x less an extreme of this device's block, for the exponential of that, and for its
+    sum times a factor.
     """
     if eq.name == "sub" and _is_untaken(ins[1]) and not (ins[0].shift or ins[0].extreme):
         if eq.shape():
@@ -156,11 +157,10 @@ def _total(eq: Equation, ins: list[Value]) -> Source | None:
 
 
 def _by_own_totals(eq: Equation, ins: list[Value]) -> list[Value]:
-    """Takes the sum of this device's exponentials as a factor of its own, if it divides.
+    """Moves a sum of this device's exponentials that divides into `shift`, and undoes the division.
 
-    It also undoes a division by it. If s is the sum of exp(x - m) over a block, exp(x - m) / s is
-    exp(x) / S, with the sum S of exp(x). Multiplied by S, which is exp(m + log(s)), it is exp(x),
-    whatever the block.
+    Let s be the sum of exp(x - m) over a block, and S that of exp(x). Then exp(x - m) / s is exp(x)
+    / S. Multiplied by S, which is exp(m + log(s)), it is exp(x), whatever the block.
     """
     found = list(ins)
     for i, v in enumerate(ins):
@@ -177,7 +177,7 @@ def _by_own_totals(eq: Equation, ins: list[Value]) -> list[Value]:
 def _of_rows(eq: Equation, ins: list[Value]) -> Value:
     """Applies the primitive to looked-up entries.
 
-    Those out of range still have to be masked, by the same index.
+    Entries out of range still have to be masked, by the index of the lookup.
     """
     rows = [v for v in ins if v.looked_up is not None]
     looked_up, origin = rows[0].looked_up, rows[0].origin
@@ -190,7 +190,7 @@ def _of_rows(eq: Equation, ins: list[Value]) -> Value:
 
 
 def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
-    """Computes the result of known numbers, here and on one device; None if it is not known.
+    """Computes the result if all operands are known numbers, here and on one device; else None.
 
     x: f32[4]    2.0 * lax.axis_size("d") + 1    f32[], 5 here and 3 on one device
     """
@@ -262,9 +262,9 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
 
 
 def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
-    """Handles linear operations on entries that are sums over different blocks.
+    """Handles linear operations on values whose entries are sums over different blocks.
 
-    They are treated like partial sums.
+    These values are treated like partial sums.
     """
     live = [v for v in ins if not v.is_zero]
     if len({v.folded for v in live}) > 1 or not _is_linear(eq):
@@ -276,7 +276,7 @@ def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
 
 
 def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | None:
-    """Returns the pending extreme of the operand and other values.
+    """Returns the extreme that is pending for the result; None if there is none.
 
     Raises Refused if the operation does not allow one.
     """
@@ -307,7 +307,8 @@ def _is_linear(eq: Equation) -> bool:
 def keeps_sums(before: Any, after: Any) -> bool:
     """Returns True if the sum of converted terms is the converted sum.
 
-    It is for f32 to bf16, up to rounding; not for f32 to i32, which truncates each term.
+    A conversion from f32 to bf16 keeps sums, up to rounding; one from f32 to i32 truncates each
+    term.
     """
     integers = [jnp.issubdtype(d, jnp.integer) for d in (before, after)]
     if jnp.issubdtype(before, jnp.unsignedinteger) and not integers[1]:

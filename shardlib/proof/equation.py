@@ -1,8 +1,8 @@
 """One equation of a traced program, next to the same equation of the program on one device.
 
-The rules get an Equation, ask it about operands (`eq.block(x)`, `eq.finished(x)`), and raise
-Refused. The questions hold the texts of messages, so that each problem reads the same wherever it
-is found.
+Rules check operands with methods of Equation, such as `eq.block(x)` and `eq.finished(x)`, which
+raise Refused. The methods hold the texts of messages, so that each problem reads the same wherever
+it is found.
 """
 
 import dataclasses
@@ -52,14 +52,14 @@ OWN_SIZE = (
 )
 DEVICES = "leave it out: like the number of devices, shardops.axis_size, it is 1 on one device"
 FOLDING = words("psum psum_invariant pvary reduce_sum add add_any sub neg convert_element_type")
-"""Linear primitives whose rules accept sums of different blocks that are still to be summed along
-the dim."""
+"""Linear primitives whose rules accept values whose entries are sums over different blocks, and
+still have to be summed along the dim."""
 SHIFTING = kinds("call", "cast", "addition", "product")
 SHIFTING |= words(
     "exp log convert_element_type broadcast_in_dim squeeze transpose reduce_sum dot_general"
 )
 SHIFTING |= kinds("sum", "extreme")
-"""Primitives whose rules accept values to which each device added an extreme of its block."""
+"""Primitives whose rules accept values to which each device added an extreme of its own block."""
 NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (
         lambda value: value.offset,
@@ -91,7 +91,7 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
         "as 'L/t'",
     ),
 )
-"""Tests for values that are neither a block nor a term of a sum, with problem and remedy."""
+"""Tests for values that are neither a block nor a term of a sum, each with problem and remedy."""
 
 
 class Refused(Exception):
@@ -101,7 +101,7 @@ class Refused(Exception):
         problem: what is wrong, in one sentence.
         remedy: what to do.
         at: the Equation to blame; None: the one whose rule raised it.
-        differs: True if one device does not compute the value.
+        differs: True if the program on one device does not compute the value.
     """
 
     def __init__(
@@ -122,15 +122,15 @@ class Twins(NamedTuple):
 class Equation(Operation):
     """An equation, its operands, and the same equation on one device.
 
-    If JAX left the equation out here, `eqn` is what it would be.
+    If JAX left the equation out here, `eqn` is the equation as it would be.
 
     Attributes:
         twin: the equation on one device.
         ins: the facts about each operand.
         sizes: number of devices along each axis of the mesh.
         twin_sizes: the same for the mesh of one device.
-        inner: the alignment of what it runs, if that is about other shapes of the same entries.
-        others: operands whose value here differs from that on one device.
+        inner: the alignment of the jaxpr that it runs, if shapes in it differ but entries do not.
+        others: indices of operands that are another value on one device.
     """
 
     twin: Any = None
@@ -141,15 +141,15 @@ class Equation(Operation):
     others: frozenset[int] = frozenset()
 
     def body(self, name: str, i: int | None = None) -> Twins:
-        """Returns the program in a parameter, or the i-th of those in it, and its twin."""
+        """Returns the jaxpr in a parameter, or the i-th if it holds several, and its twin."""
         return Twins(*(Operation(eqn).body(name, i) for eqn in (self.eqn, self.twin)))
 
     def shape(self, i: int = 0) -> tuple[int, ...]:
-        """Returns the shape of operand i on a device."""
+        """Returns the shape of operand i here, on each device of the mesh."""
         return self.eqn.invars[i].aval.shape
 
     def twin_shape(self, i: int = 0) -> tuple[int, ...]:
-        """Returns the shape of operand i on one device."""
+        """Returns the shape of operand i in the program on one device."""
         return self.twin.invars[i].aval.shape
 
     def whole_size(self, dim: Dim | Any, size: int) -> int:
@@ -165,7 +165,7 @@ class Equation(Operation):
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """Shape of the first result on a device."""
+        """Shape of the first result here, on each device of the mesh."""
         return self.eqn.outvars[0].aval.shape
 
     def result_type(self, i: int = 0) -> np.dtype:
@@ -210,8 +210,8 @@ class Equation(Operation):
     def block(self, value: Value) -> Value:
         """Returns `value`, a block of a whole value or a term of a sum.
 
-        Raises Refused if it is neither. It is neither if it is an offset index, say, or positions
-        that count from the start of this device's block: see NO_BLOCKS.
+        Raises Refused for anything else, such as an offset index, or positions that count from the
+        start of this device's block: see NO_BLOCKS.
         """
         if self.name not in FOLDING:
             self.unfolded(value)
@@ -228,8 +228,8 @@ class Equation(Operation):
     def finished(self, value: Value) -> Value:
         """Returns `value`, a block. Raises Refused for anything else, also for a partial sum.
 
-        So a rule asks it of the operand of exp, which of f32[4 +d] is refused: "exp of a partial
-        sum over d: the sum of the results is not the result of the sum".
+        The rule of exp calls this for its operand, so exp of f32[4 +d] is refused: "exp of a
+        partial sum over d: the sum of the results is not the result of the sum".
         """
         self.block(value)
         if value.partial:
@@ -237,7 +237,7 @@ class Equation(Operation):
         return self.term(value)
 
     def _of_partial(self, value: Value) -> tuple[str, str]:
-        """Describes a partial sum in what is not linear: the problem and the remedy."""
+        """Returns problem and remedy for a partial sum in an operation that is not linear."""
         axes = ", ".join(sorted(value.partial))
         problem = (
             f"{self.shown} of a partial sum over {axes}: the sum of the results is not the result "
@@ -246,7 +246,7 @@ class Equation(Operation):
         return problem, self.reduction(value)
 
     def term(self, value: Value) -> Value:
-        """Returns `value`, which depends on no extreme that is still to be taken.
+        """Returns `value`, which must not depend on an extreme that is still to be taken.
 
         Raises Refused if it is, or was shifted by, such an extreme.
         """
@@ -270,7 +270,7 @@ class Equation(Operation):
         return value
 
     def settled(self, value: Value) -> Value:
-        """Returns `value` as a term of a sum, if it has this device's own sum as a factor.
+        """Returns `value` as a term of a sum, if this device's sum of exponentials is a factor.
 
         With s for the sum of this device's exponentials, s * v is its term of the sum over devices.
         """
@@ -351,7 +351,7 @@ class Equation(Operation):
         return VARY.format(axes=axes_of(self.eqn)) if is_added else ""
 
     def uncut(self, value: Value, i: int, verb: str) -> None:
-        """Raises Refused if dim i is sharded, along which `verb` happens."""
+        """Raises Refused if dim i, along which `verb` happens, is sharded."""
         dim = value.dims[i]
         if dim is not UNIFORM and dim.axes:
             axes = ", ".join(dim.axes)
@@ -395,10 +395,10 @@ class Equation(Operation):
         )
 
     def parts(self, values: list[Value]) -> list[Value]:
-        """Returns `values`, of which n devices may each hold 1/n.
+        """Returns `values`, where shares of 1/n on each of n devices may become partial sums.
 
-        Those are partial sums, if another value is one. With check_vma=False, the gradient of what
-        all devices have is such a value.
+        They do if another value is a partial sum. With check_vma=False, each device has such a
+        share of the gradient of a replicated value.
         """
         first = max(values, key=lambda value: len(value.partial))
 
@@ -449,7 +449,7 @@ class Equation(Operation):
     def join(self, dims: Iterable[Dim | Any], values: list[Value]) -> Value:
         """Joins several values side by side.
 
-        The result is a sum or an extreme, if all of them are terms of one.
+        The result is a partial sum or a pending extreme if all of them are terms of the same one.
         """
         values, extremes = self.parts(values), {value.extreme for value in values}
         if len(extremes) > 1:
@@ -461,7 +461,7 @@ class Equation(Operation):
         )
 
     def like(self, value: Value, declared: Value) -> None:
-        """Raises Refused for an argument of per-device code without its declared type."""
+        """Raises Refused if an argument of per-device code does not have its declared type."""
         fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
         if not fits or value.partial != declared.partial or value.extreme:
             dtype = self.eqn.invars[0].aval.dtype
@@ -488,7 +488,7 @@ class Equation(Operation):
     def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
         """Returns the calls that led to the equation, and its operands' types.
 
-        Also says where a size on which it depends may come from.
+        Also names the line that a size may come from on which the equation depends.
         """
         # Of a conditional outside jax.shard_map, the facts about its operands are not known.
         pairs = zip(self.ins, self.eqn.invars, strict=bool(self.ins))

@@ -1,8 +1,9 @@
 """Derives facts about the values of a per-device program, next to the program on one device.
 
-The Interpreter goes through both programs, as alignment.py has paired their equations, and applies
-to each the rule of its primitive. What a rule refuses becomes an unprovable value with the place
-and the reason; values computed from it keep that reason, so that the first place is reported.
+The Interpreter goes through both programs, whose equations alignment.py has paired, and applies the
+rule of each primitive. If a rule refuses an equation, its results are unprovable values with the
+place and the reason; values computed from them keep that reason, so that the first place is
+reported.
 """
 
 import dataclasses
@@ -48,8 +49,8 @@ converted in the program."""
 class Interpreter(Control):
     """Derives facts about the results of a program.
 
-    It also finds problems that hold whatever becomes of its results. outside.py makes one for each
-    jax.shard_map, and runs it on the facts that in_specs state.
+    It also finds problems that matter even if no result depends on them. outside.py makes one for
+    each jax.shard_map, and runs it on the facts that in_specs state.
 
     Attributes:
         noted: each equation with the facts about its results, by its path.
@@ -67,11 +68,11 @@ class Interpreter(Control):
         self._in_stages = False
 
     def number(self, here: Any, there: Any, op: Equation | None) -> Value:
-        """Reads a literal or an array."""
+        """Returns facts about a literal or an array."""
         return read_array(*(getattr(x, "val", x) for x in (here, there)))
 
     def other(self, var: Atom, op: Equation | None) -> Value:
-        """Refuses a value that is another one on one device."""
+        """Returns an unprovable value, in place of one that is another value on one device."""
         problem = "has other entries here than on one device, or the same in another order"
         problem = f"{op.shown}: an operand {problem}" if op else f"a result {problem}"
         remedy = (
@@ -131,9 +132,9 @@ class Interpreter(Control):
         return found if isinstance(found, list) else [found]
 
     def blamed(self, reason: Unprovable) -> Unprovable:
-        """Moves a reason to the line that calls a function which is right elsewhere.
+        """Moves a reason to the line of the user's call, if the called function is right elsewhere.
 
-        The function is right where other lines call it. Returns other reasons as they are.
+        It is if it was proved for other calls. Returns other reasons as they are.
         """
         own = reason.eq.calls() if reason.eq else []
         shared = 0
@@ -155,9 +156,9 @@ class Interpreter(Control):
         )
 
     def _checked(self, eq: Equation, i: int, value: Value) -> Value:
-        """Checks that `value` can have the shape of result i, also on one device.
+        """Checks that `value` can be result i, here and on one device.
 
-        Otherwise it raises Refused.
+        Raises Refused if it cannot.
         """
         aval = eq.eqn.outvars[i].aval
         shape = shape_of(eq.eqn.outvars[i])
@@ -248,7 +249,7 @@ class Interpreter(Control):
         return Value(entered.dims, over, unprovable=entered.unprovable)
 
     def _declared(self, text: str, shape: tuple[int, ...]) -> Value:
-        """Reads the declared type of an argument or result of per-device code."""
+        """Parses the declared type of an argument or result of per-device code."""
         spec = parse_shape(text)
         axes = [
             tuple(
@@ -262,7 +263,7 @@ class Interpreter(Control):
 
 
 def _check_sizes(eq: Equation, value: Value, shape: tuple, twin_shape: tuple) -> None:
-    """Raises Refused unless a result's dims are cut from as many entries as on one device."""
+    """Raises Refused if the global size of a result's dim is not its size on one device."""
     for k, (dim, n, there) in enumerate(zip(value.dims, shape, twin_shape, strict=True)):
         if dim is UNIFORM:
             continue
@@ -294,9 +295,9 @@ def block_of(
 
 
 def read_array(here: Any, there: Any) -> Value:
-    """Reads facts about a constant array here and on one device.
+    """Returns facts about a constant array here and on one device.
 
-    It is a number, or an array that is the same on both.
+    It must be a number, or an array that is the same on both.
     """
     if isinstance(here, jax.Array) and jnp.issubdtype(here.dtype, jax.dtypes.prng_key):
         bits = read_array(jax.random.key_data(here), jax.random.key_data(there))

@@ -1,4 +1,4 @@
-"""Decides whether what is proved for short sequences carries over to longer ones.
+"""Decides whether a proof for short sequences holds for longer ones.
 
 The program is compared with the same one for shorter sequences, equation by equation: shapes,
 parameters, literals and arrays. A number must be the same, or grow with the length: by a fixed
@@ -18,7 +18,7 @@ from shardlib.interpret import Operation, arrays_in, operations_in
 from shardlib.proof.reach import LOW, are_equal
 
 ROUNDED = 8
-"""Slots of experts are a multiple of this."""
+"""The number of slots of an expert is rounded to a multiple of this."""
 
 
 def compared(long: object, short: object, length: int, at: int) -> tuple[str, set[int], bool]:
@@ -26,8 +26,8 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
 
     Returns:
         The first equation that differs; empty if none does.
-        Ids of literals and arrays of the short program whose numbers follow no such rule, or that
-            only positions beyond the shorter sequences reach: their content counts as unknown.
+        Ids of literals and arrays of the short program whose content counts as unknown: it follows
+            no such rule, or only positions beyond the shorter sequences reach it.
         True if arrays with a dim of positions are among them.
     """
     unknown = set()
@@ -68,9 +68,9 @@ def _named(op: Operation) -> str:
 
 
 def _follows(long: float, short: float, length: int, at: int) -> bool:
-    """Returns True if a number is a fixed share of the length, or a fixed one is added.
+    """Returns True if a number is proportional to the length, or to it plus a constant.
 
-    The number of blocks is such a share. It may be rounded to a multiple of ROUNDED. For lengths 64
+    The number of blocks is proportional. It may be rounded to a multiple of ROUNDED. For lengths 64
     and 32, 128 and 64 follow, and 72 and 40; 100 and 33 do not.
     """
     if abs(short) < 2:  # such as one block, which no other block sees
@@ -88,10 +88,11 @@ def _follows(long: float, short: float, length: int, at: int) -> bool:
 
 
 def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
-    """Returns True if the numbers are the same and the shorter sequences reach them.
+    """Returns True if the numbers of both programs agree, so that they count as known.
 
-    Also if one follows from the length. Products of positions reach any whole number. Floats from
-    `end` on, such as -1e9, are not positions.
+    They agree if one follows from the length; or if they are the same, and not so large that only
+    longer sequences reach them. Products of positions reach any whole number. Floats from `end` on,
+    such as -1e9, are not positions.
     """
     if not isinstance(getattr(short, "dtype", np.dtype(float)), np.dtype):
         return True  # keys

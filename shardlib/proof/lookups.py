@@ -1,8 +1,9 @@
 """Rules of lookups, and of writes to a part of an array.
 
-Along a whole dim any index will do. Along a sharded dim a device has only its own entries, so the
-index must be relative to its block: id - n * axis_index, with n entries per device. What it looks
-up is right where that is in 0..n-1. With a mask for the rest it is a term of a sum over devices.
+Along a whole dim, any index is right. Along a sharded dim a device has only its own entries, so the
+index must be relative to its block: id - n * axis_index, with n entries per device. Looked-up
+entries are right where this index is in 0..n-1. If the others are masked, the result is a term of a
+sum over devices.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ def _indices(ids: Value, count: int) -> list[Value]:
 
 
 def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | Any:
-    """Returns the axes that shard dim i of operand 1 where an offset index reads or writes.
+    """Returns the axes that shard dim i of the operand, if an offset index reads or writes there.
 
     It must read or write this device's block of the dim. Returns None for other indices.
     """
@@ -39,7 +40,7 @@ def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | Any:
 def _drops(eq: Equation, index: Value, i: int) -> bool:
     """Returns True if indices into the blocks of other devices are dropped.
 
-    They are if they are past the end of dim i.
+    JAX drops them if they are past the end of dim i.
     """
     ends = eq.shape()[i], eq.twin_shape()[i]
     others = index.others
@@ -126,7 +127,7 @@ def _gather(eq: Equation) -> Value:
 
 
 def _take_windows(eq: Equation, of_x: Labels, dims: list[Any]) -> None:
-    """Sets those of `dims` that are a part of a dim, which must be whole."""
+    """Sets `dims` where windows take a part of a dim. That dim must be whole."""
     (x, _), numbers = eq.ins, eq.params["dimension_numbers"]
     rest = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     to = iter(numbers.offset_dims)
@@ -141,7 +142,7 @@ def _take_windows(eq: Equation, of_x: Labels, dims: list[Any]) -> None:
 
 
 def _fills_sums(eq: Equation) -> bool:
-    """Returns True if a gather fills in the same in each term of a sum as in the sum: 0 or NaN."""
+    """Returns True if a gather may fill in its value in each term of a sum: 0 or NaN."""
     fill = eq.params["fill_value"]
     if fill is None:  # of floats NaN, else the smallest or largest number
         return jnp.issubdtype(eq.result_type(), jnp.inexact)
@@ -149,7 +150,7 @@ def _fills_sums(eq: Equation) -> bool:
 
 
 def _joined(eq: Equation, operands: Iterable[Labels], order: Labels) -> list[Any]:
-    """Returns how the dims with the labels `order` are cut, in all operands that have them."""
+    """Returns how the dims with the labels `order` are cut, which all operands must agree on."""
     pairs = zip(eq.ins, operands, strict=False)
     return list(eq.join_dims([moved(x, places(order, labels)) for x, labels in pairs]))
 
@@ -161,8 +162,8 @@ def _scatter(eq: Equation) -> Value:
         i: i32[6/d], x: f32[6/d 4]    jnp.zeros((8, 4)).at[i].add(x)    f32[8 4 +d]
         i: i32[6/d], x: f32[6/d 4]    jnp.zeros((8, 4)).at[i].set(x)    refused
 
-    Each device adds its own updates, so the result is a partial sum. Of updates that are written to
-    one entry the last counts, which may be on another device.
+    Each device adds its own updates, so the result is a partial sum. If several updates write to
+    one entry, the last one counts, and it may be on another device.
     """
     x, ids, updates = eq.ins
     eq.block(x)
@@ -185,11 +186,12 @@ class _Scatter:
 
     Attributes:
         dims: the dims of the result.
-        batch: the dims of the updates along which they have different indices. UNIFORM once it is
-            known on which device each of them writes.
-        places: the dim of the updates that each of `batch` is; None as in `batch`.
-        sizes: the sizes of a window along the dims that it has, here and on one device.
-        own: axes whose devices each add the same updates to their own part of a dim.
+        batch: for each dim of the indices, how the updates along it are cut. UNIFORM once it is
+            known which device writes each of them.
+        places: for each of `batch`, the matching dim of the updates. None where `batch` is UNIFORM
+            for that reason.
+        sizes: the size of windows along each of their dims, here and on one device.
+        own: axes whose devices all have the same updates, and add them to their own part of a dim.
     """
 
     def __init__(self, eq: Equation):
@@ -213,7 +215,7 @@ class _Scatter:
             self._mark_known(k)
 
     def write_windows(self) -> None:
-        """Checks that the dims of which windows hold a part are whole."""
+        """Checks that dims are whole if windows hold only a part of them."""
         eq, numbers = self.eq, self.numbers
         gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
         in_window = (i for i in range(len(eq.shape())) if i not in gone)
@@ -228,7 +230,7 @@ class _Scatter:
             eq.uncut(self.x, i, "the first entry is written")
 
     def _mark_known(self, k: int) -> None:
-        """Notes that it is known where the updates along dim k of the indices go."""
+        """Records that it is known which device writes the updates along dim k of the indices."""
         self.batch[k], self.places[k] = UNIFORM, None
 
     def write_at(self, i: int, index: Value) -> None:
@@ -247,7 +249,7 @@ class _Scatter:
             self.dims[i] = dim if dim is not UNIFORM else whole(self.eq.shape()[i])
 
     def _counted(self, i: int, index: Value) -> tuple[int, Any]:
-        """Finds the dim of the indices along which this one has each entry of dim i once.
+        """Finds the dim of the indices along which `index` takes each entry of dim i once.
 
         Also returns how dim i is cut then; UNIFORM if there is no such dim.
         """
@@ -268,8 +270,9 @@ class _Scatter:
     def _write_own_block(self, i: int, index: Value) -> None:
         """Writes at an index that is relative to this device's block of dim i.
 
-        What is dropped is written on the device that has the entry, in the same order as on one
-        device. A window of several entries would be dropped whole where a block ends.
+        An update that is dropped here is written by the device that has the entry, in the same
+        order as on one device. Windows must have one entry: a larger one would be dropped whole
+        where a block ends.
         """
         eq = self.eq
         axes, dropped = _axes_of_index(eq, index, i), _drops(eq, index, i)
@@ -281,7 +284,7 @@ class _Scatter:
         self.own = frozenset() if dropped else frozenset(axes)
 
     def result(self) -> Value:
-        """Returns the result, a sum or extreme still to be taken over axes that are left over."""
+        """Returns the result: a partial sum, or pending extreme, over axes that cut the updates."""
         eq, x, updates = self.eq, self.x, self.updates
         kind = {"scatter-max": "max", "scatter-min": "min"}.get(eq.name)
         partial, pending = self._left_over(kind)
@@ -299,7 +302,7 @@ class _Scatter:
     def _left_over(self, kind: str | None) -> tuple[frozenset[str], frozenset[str]]:
         """Returns the axes of a partial sum, and those of an extreme that is still to be taken.
 
-        `kind` is that of the extreme, max or min; None if the scatter takes none.
+        `kind` is max or min for an extreme; None if the scatter takes none.
         """
         eq = self.eq
         partial = self.updates.partial - self.own
@@ -322,7 +325,7 @@ class _Scatter:
 
 
 def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
-    """Inverts the order of a block: 0, 1, … written where the order says."""
+    """Inverts the order of a block, by writing 0, 1, … at the indices that are the order."""
     sizes = [part.size for dim in (order.dims[0], order.places) if dim for part in dim.parts]
     is_count = counted.known == (0, 0) and not counted.offset and counted.is_local
     if sizes != [eq.shape()[0]] * 2 or not is_count:
@@ -333,7 +336,7 @@ def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
 def _is_masked(updates: Value, index: Value, of_index: list[Any]) -> bool:
     """Returns True if updates are zero where this index is outside the block.
 
-    They are masked by it, entry by entry.
+    They must have been masked by it, entry by entry.
     """
     if updates.masked != index.offset or not (updates.origin and index.origin):
         return False
@@ -342,10 +345,11 @@ def _is_masked(updates: Value, index: Value, of_index: list[Any]) -> bool:
 
 
 def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tuple[str, ...]:
-    """Returns the axes that shard a part of a dim of `whole_size`, from `start` on.
+    """Returns the axes that shard a part of a dim if each device takes `size` entries from `start`.
 
-    `start` must be the start of this device's block of that part. The part begins at the same entry
-    on every mesh, and ends within the dim, because JAX moves back what goes beyond it.
+    `start` must be the start of this device's block of that part. The part must begin at the same
+    entry on every mesh, and end within `whole_size`, because JAX moves back slices that go beyond
+    it.
     """
     axes = axes_of_offset(start.offset, size, eq.sizes)
     first, first_on_one = start.known or (-1, -1)
@@ -359,8 +363,8 @@ def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tu
 def _dynamic_slice(eq: Equation) -> Value:
     """Takes a part of each dim.
 
-    Of x: f32[8], 8 // axis_size entries from there times axis_index on are this device's block,
-    f32[8/d]. Of a sharded dim, no other part may be taken:
+    Of a whole x: f32[8], with n = 8 // axis_size, the n entries from n * axis_index on are this
+    device's block, f32[8/d]. Of a sharded dim, no other part may be taken:
 
         x: f32[8/d], i: i32[]    lax.dynamic_slice(x, [i], [2])    refused
     """
@@ -394,8 +398,8 @@ def _dynamic_slice(eq: Equation) -> Value:
 def _dynamic_update_slice(eq: Equation) -> Value:
     """Writes a part of each dim. Blocks written into zeros, each at its place, are terms of a sum.
 
-    With start = [len(y) * lax.axis_index("d")] of a block y: f32[8/d], writing it into jnp.zeros(8)
-    gives f32[8 +d].
+    Writing a block y: f32[8/d] into jnp.zeros(8) at start = [len(y) * lax.axis_index("d")] gives
+    f32[8 +d].
     """
     (x, y, *starts) = eq.ins
     dims = []

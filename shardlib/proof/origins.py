@@ -1,7 +1,7 @@
 """Finds the line of a user's file that made an equation, for messages.
 
-An equation knows the calls that led to it. Where two programs differ, because of a choice by a
-size, the sources are read to name the choice, and the line where the size got its name.
+An equation knows the calls that led to it. Where two programs differ because of a choice by a size,
+the sources are read to name the choice, and the line that gave the size its name.
 """
 
 import ast
@@ -33,8 +33,8 @@ def is_helper(file: str) -> bool:
 def callers_text(eqn: Any, within: str | None = None) -> str:
     """Names the lines of users' files that led to an equation within a layer, innermost first.
 
-    The line of its place is left out. `called from family.py:231, 208; train.py:317`, or the
-    innermost two `within` a file; empty without callers.
+    For example, `called from family.py:231, 208; train.py:317`, without the equation's own line.
+    Names the innermost two `within` a file. Empty without callers.
     """
     frames = frames_of(eqn)
     start = next((i for i, (file, _) in enumerate(frames) if file == layers.__file__), 0)
@@ -79,10 +79,10 @@ def use_of(array: object, program: Any) -> Operation | None:
 
 
 def choice_between(here: Eqn | None, there: Eqn | None) -> str:
-    """Names the choice where the sources of two equations part; or returns "".
+    """Names the choice in the source that leads to one equation or the other; "" if none is found.
 
     For example, `by the choice moe.py:384, slots is None, of moe.py:383`. The last line is the
-    assignment of what the choice depends on.
+    assignment that the choice depends on.
     """
     ours, theirs = (
         [f for f in frames_of(eqn) if is_users(f[0])] if eqn else [] for eqn in (here, there)
@@ -99,7 +99,7 @@ def _holds(branch: Sequence[ast.stmt | ast.expr], line: int | None) -> bool:
 
 
 def _choice(here: Line | None, there: Line | None) -> str:
-    """Names the choice by a size on whose sides two lines are; returns "" if there is none."""
+    """Names the choice by a size that has each line in another branch; "" if there is none."""
     files = {frame[0] for frame in (here, there) if frame}
     lines = [x and x[1] for x in (here, there)]
     if len(files) != 1:
@@ -134,8 +134,8 @@ def _tree(file: str) -> ast.AST:
 def size_text(frames: Iterable[Line]) -> str:
     """Names the line where a size gets a name, such as `of a size at moe.py:383`; or returns "".
 
-    The size is one on this device, or a number of devices. It looks before the innermost of the
-    calls `frames` that uses the name. A call that has a size itself needs no more.
+    The size is one on this device, or a number of devices. The line must come before the innermost
+    of the calls `frames` that uses the name. A call that has a size itself needs no other line.
     """
     for file, line in reversed([frame for frame in frames if is_users(frame[0])]):
         here = [n for n in ast.walk(_tree(file)) if _is_simple(n) and _is_at(n, line)]
@@ -157,7 +157,7 @@ _SIZE = re.compile(
 def _is_of_size(file: str, node: ast.AST, line: int) -> bool:
     """Returns True if a node at a line depends on a size.
 
-    Others, such as flags, are alike on every mesh.
+    Others, such as flags, have the same value on every mesh.
     """
     made = _assignments(file, line, _names(node))
     return bool(_SIZE.search(ast.unparse(node))) or any(

@@ -2,9 +2,8 @@
 
 Inside each jax.shard_map an Interpreter runs on the types that in_specs state. Outside, both
 programs compute the same on whole arrays. If one shard_map takes what another returned, with the
-same spec, each device gets its own block back, whatever it is. So facts about blocks pass on, and
-the spec declares nothing: JAX keeps what a backward pass needs this way, stacked along dim 0 over
-all axes.
+same spec, each device gets its own block back. So the facts about blocks pass on, whatever the spec
+declares. JAX uses this for what a backward pass needs: it is stacked along dim 0 over all axes.
 """
 
 import dataclasses
@@ -29,18 +28,18 @@ from shardlib.proof.origins import callers_text, use_of
 from shardlib.values import Sharding, axes_of_spec
 
 AS_RUN = "as run"
-"""Form of a program that is checked as it is run."""
+"""Form of a program that is traced as the run executes it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is wrong with a program, or not proved: where, what the value is, what to do."""
+    """A problem with a program, wrong or not proved: where, what the value is, and what to do."""
 
     text: str
     is_wrong: bool = False
     """True: the value contradicts its type. False: nothing proves that the program is right."""
     differs: bool = False
-    """True: one device does not compute the value."""
+    """True: the program on one device does not compute the value."""
     form: str = AS_RUN
     """The form in which the program was traced."""
 
@@ -49,7 +48,7 @@ class Finding:
 
 
 Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
-"""Each equation inside a shard_map, by its path, with the facts about its results."""
+"""The facts about the results of each equation inside a shard_map, by the equation's path."""
 
 
 def findings(
@@ -57,7 +56,7 @@ def findings(
 ) -> tuple[list[Finding], Facts]:
     """Finds what is wrong in each jax.shard_map of a traced program.
 
-    Also finds what depends on the mesh outside of them.
+    Also finds values outside of them that depend on the mesh.
 
     Args:
         program: the result of jax.make_jaxpr or of jax.jit(f).trace(...).jaxpr.
@@ -85,9 +84,9 @@ def shard_maps_in(program: object) -> list[Any]:
 
 @dataclasses.dataclass
 class _Suspect:
-    """What is wrong with a value outside of jax.shard_map.
+    """A finding about a value outside of jax.shard_map, which may turn out not to matter.
 
-    Nothing is if only shard_maps take it that know what it is.
+    It does not if only shard_maps read the value that have facts about it.
     """
 
     finding: Finding
@@ -97,7 +96,7 @@ class _Suspect:
 
 @dataclasses.dataclass(frozen=True)
 class _Passed:
-    """What is known of a value outside of jax.shard_map."""
+    """Facts about a value outside of jax.shard_map."""
 
     value: Value  # facts about each device's block; if `spec` is None, about the whole value
     spec: Sharding | None = None  # how a shard_map over the axes `sizes` put the blocks together
@@ -115,12 +114,12 @@ class _Passed:
 
     @property
     def has_known_layout(self) -> bool:
-        """Facts about a whole value do not say how it is cut, which does not matter for zeros."""
+        """True if it is known how the value is cut; for zeros, it need not be."""
         return self.spec is not None or self.value.is_zero
 
 
 def _use(values: Iterable[_Passed | None]) -> None:
-    """Notes that something uses values which is not a shard_map that knows what they are."""
+    """Marks values as used by something other than a shard_map that has facts about them."""
     for suspect in itertools.chain.from_iterable(x.suspects for x in values if x):
         suspect.is_used = True
 
@@ -129,7 +128,7 @@ REMEDY = "compute it inside jax.shard_map, or make it the same on every mesh"
 
 
 class _Outside(Paired[_Passed | None]):
-    """Follows a program outside of jax.shard_map. None is known of a value like on one device."""
+    """Follows a program outside of jax.shard_map. None stands for a value as on one device."""
 
     def __init__(self, program: object, types: Sequence):
         super().__init__({}, {})
@@ -139,7 +138,7 @@ class _Outside(Paired[_Passed | None]):
         self._types = iter(types)
 
     def other(self, var: object, op: Equation | None) -> None:
-        """Notes that an operand, or a result of the program, is another value on one device."""
+        """Records that an operand, or a result of the program, is another value on one device."""
         where = f"{op.place()}: " if op else ""
         self._suspect(
             f"{where}outside jax.shard_map, another value is used than on one device\n  "
@@ -147,7 +146,7 @@ class _Outside(Paired[_Passed | None]):
         )
 
     def number(self, here: Any, there: Any, op: Equation | None) -> _Passed | None:
-        """Reads a literal, or an array that was made outside of the program."""
+        """Returns facts about a literal or captured array; None if it is the same on one device."""
         arrays = [getattr(x, "val", x) for x in (here, there)]
         value = read_array(*arrays)
         is_same = len({*map(np.shape, arrays)}) == 1
@@ -167,19 +166,19 @@ class _Outside(Paired[_Passed | None]):
         return _Passed(value, suspects=(self._suspect("\n  ".join([*lines, f"remedy: {REMEDY}"])),))
 
     def _suspect(self, finding: Finding | str) -> _Suspect:
-        """Adds what may be wrong."""
+        """Records a finding about a value."""
         self.found.append(_Suspect(Finding(finding) if isinstance(finding, str) else finding))
         return self.found[-1]
 
     def _of_number(self, op: Equation | None) -> _Suspect:
-        """Notes that a number of an equation, or a result, depends on the mesh."""
+        """Records that a number of an equation, or a result of the program, depends on the mesh."""
         where = f"{op.place()}: {op.shown}" if op else "result"
         return self._suspect(
             f"{where}: a number outside of jax.shard_map depends on the mesh\n  remedy: {REMEDY}"
         )
 
     def follow(self, op: Any, ins: list[_Passed | None]) -> list[_Passed | None]:
-        """Derives what is known of the results of an equation."""
+        """Derives facts about the results of an equation."""
         ins = self.read(op.eqn.invars, op.twin.invars, ins, op.others, op)
         if op.name == "shard_map":
             return self._of_shard_map(op.eqn, op.twin, ins)
@@ -207,14 +206,14 @@ class _Outside(Paired[_Passed | None]):
         return ins if op.name in IDENTITIES else super().follow(op, ins)
 
     def apply(self, op: Any, ins: list[_Passed | None]) -> list[_Passed | None]:
-        """Notes that an equation uses its operands, as do those in its bodies."""
+        """Marks the operands of an equation as used, and follows its bodies without facts."""
         _use(ins)
         for bodies in zip(jaxprs_of(op.eqn), jaxprs_of(op.twin), strict=True):
             _use(self.run(Twins(*bodies), [None] * len(body_of(bodies[0])[0].invars), op))
         return [None] * len(op.eqn.outvars)
 
     def loop(self, op: Operation, *ins: list[_Passed | None]) -> list[_Passed | None]:
-        """Follows the bodies of a while loop by themselves."""
+        """Follows the bodies of a while loop without facts about their arguments."""
         return self.apply(op, [*itertools.chain(*ins)])
 
     def scan(
@@ -224,7 +223,7 @@ class _Outside(Paired[_Passed | None]):
         carry: list[_Passed | None],
         xs: list[_Passed | None],
     ) -> list[_Passed | None]:
-        """Derives the results of a scan, of whose carry nothing is known."""
+        """Derives facts about the results of a scan, without any about its carry."""
         _use(carry)
         _use(x for x in xs if x and x.is_cut)
         rows = [
@@ -241,12 +240,12 @@ class _Outside(Paired[_Passed | None]):
     def branch(
         self, op: Operation, which: _Passed | None, args: list[_Passed | None]
     ) -> list[_Passed | None]:
-        """Derives the results of a conditional; what decides is used."""
+        """Derives facts about the results of a conditional, and marks its predicate as used."""
         _use([which])
         return super().branch(op, which, args)
 
     def join(self, op: Any, a: _Passed | None, b: _Passed | None) -> _Passed | None:
-        """Joins what is known of a result of a conditional from two branches."""
+        """Joins the facts about a result of a conditional from two branches."""
         if (
             a is None
             or b is None
@@ -309,7 +308,7 @@ def _argument(
 ) -> Value:
     """Returns facts about an argument of a shard_map that its spec shards over `axes`.
 
-    These are `declared`, unless the argument is what another shard_map returned with this spec.
+    They are `declared`, unless another shard_map returned the argument with this spec.
     """
     if (
         x is None
@@ -326,7 +325,7 @@ def _argument(
 
 
 def _in_turns(x: _Passed, dims: tuple, spec: Sharding | None) -> _Passed | None:
-    """Returns what is known of a value in any turn of a loop, or in all of them together."""
+    """Returns facts about a value in any iteration of a loop, or of all iterations stacked."""
     if not (x.value.unprovable or x.value.is_block):
         _use([x])
         return None
@@ -336,7 +335,7 @@ def _in_turns(x: _Passed, dims: tuple, spec: Sharding | None) -> _Passed | None:
 
 
 def _numbers(eqn: Eqn) -> dict:
-    """Returns the parameters of an equation that consist of numbers, dtypes and choices."""
+    """Returns the parameters of an equation that consist of numbers, dtypes and enums."""
     kinds = int | float | np.dtype | enum.Enum
     return {
         name: value
@@ -346,7 +345,7 @@ def _numbers(eqn: Eqn) -> dict:
 
 
 class _Places(Domain[str]):
-    """Where each value is made: `file.py:line: `; of a cast that JAX added, what it casts."""
+    """Finds where each value is made: `file.py:line: `; for a cast that JAX added, its operand."""
 
     def constant(self, x: object) -> str:
         return ""
@@ -369,7 +368,7 @@ def _finding(
     body: Any,
     there: tuple[int, ...],
 ) -> Finding | None:
-    """Compares result i of a shard_map with its spec; returns None if it is what that says.
+    """Compares result i of a shard_map with its spec; returns None if they agree.
 
     The sum of a block, declared with P(), gives "result 0 is f32[4 +d], and is declared f32[4]".
     """

@@ -1,8 +1,8 @@
 """Rules for arithmetic on positions, and for masks.
 
-A device finds its positions by adding axis_index times the size of its block to a count, and finds
-whether an id is in its block by subtracting that and comparing with both ends. Until such a
-computation is complete its values are no blocks. These rules follow it.
+A device computes its positions by adding axis_index times the size of its block to a count. It
+finds the ids in its block by subtracting that number and comparing with both ends. Until such a
+computation is complete, its values are not blocks. These rules follow it.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def apply_rule(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _index_into_own_block(eq: Equation, index: Value, *others: Value) -> Value | None:
-    """Follows what jnp does with an index before a lookup: no index is negative."""
+    """Follows what jnp does with negative indices before a lookup: in a block, there are none."""
     if index.places is None or not others or not others[0].is_constant:
         return None
     if eq.name in ("lt", "ge") and others[0].is_zero:
@@ -61,7 +61,7 @@ def _holds_positions(before: Any, after: Any) -> bool:
 
 
 def _labels(value: Value) -> Subtracted:
-    """Labels `value` as the index that an offset is subtracted from."""
+    """Identifies `value` as the index that an offset is subtracted from."""
     return Subtracted(value.token, tuple(range(len(value.dims))))
 
 
@@ -166,9 +166,9 @@ def resolved(eq: Equation, value: Value) -> Value:
 
 
 def _is_same(value: Value) -> bool:
-    """Returns True if the number of a value is known and the same here and on one device.
+    """Returns True if the number of a value is known, and the same here and on one device.
 
-    For a count, the number is the one where it begins.
+    For a count, this is the number that it begins with.
     """
     return value.known is not None and value.known[0] == value.known[1]
 
@@ -179,8 +179,8 @@ def _is_same(value: Value) -> bool:
 def _compared(eq: Equation, a: Value, b: Value) -> Value:
     """Compares positions within this device's block, or an index less this device's offset.
 
-    The result of the latter is a mask: `at >= 0` of at = i - n * axis_index is true from the start
-    of the block on, `at < n` before its end.
+    The latter gives a mask: with at = i - n * axis_index, `at >= 0` is true from the start of the
+    block on, and `at < n` is true before its end.
     """
     name = eq.name
     offset = domain.add_offsets(a.offset, b.offset, -1)
@@ -220,11 +220,11 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
 
 
 def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozenset[str]:
-    """Finds the axes of which a == b holds on exactly one device, as for axis_index("d") == 0.
+    """Finds axes along which a == b holds on exactly one device, as for axis_index("d") == 0.
 
-    The offset takes each of the values 0, 1, … on one of the devices, so it equals a number among
-    them there alone. On a mesh with one device along these axes it is 0, so a == b must hold for 0
-    in the program on one device. Returns none if any of this is not so.
+    The offset takes each of the values 0, 1, … on exactly one device, so it equals one of these
+    numbers there alone. With one device along these axes the offset is 0, so a == b must hold for 0
+    in the program on one device. Returns no axes if any of this is not so.
     """
     if any(v.known is None or v.count or v.valid or v.is_index for v in (a, b)):
         return frozenset()
@@ -240,7 +240,7 @@ def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozens
 def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> Value:
     """Keeps what all devices have on one device of some axes, with zero on the others.
 
-    It is a term of a sum over them.
+    The result is a term of a sum over these axes.
 
         x: f32[4]    jnp.where(lax.axis_index("d") == 0, x, 0)    f32[4 +d]
     """
@@ -256,7 +256,7 @@ def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> 
 def _combined(eq: Equation, a: Value, b: Value) -> Value:
     """Combines two masks of one index.
 
-    The result holds within both ends of a block (and), or outside one of them (or).
+    The result is true between the two ends of a block (and), or outside of them (or).
     """
     is_outside = eq.name == "or"
     sides = {a.mask.is_outside, b.mask.is_outside}
@@ -277,7 +277,7 @@ def _is_of(mask: Value, offset: Offset | None, index: Value) -> bool:
 
 
 def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
-    """Returns the axes for which a mask says which indices are in this device's block."""
+    """Returns the axes over which a mask selects the indices in this device's block."""
     sizes = tuple(n + 1 for n in mask.valid.high)
     axes = domain.axes_of_offset(tuple((axis, -c) for axis, c in mask.offset), sizes[0], eq.sizes)
     wholes = [
@@ -295,7 +295,7 @@ def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
 def _masked(eq: Equation, ins: list[Value]) -> Value | None:
     """Masks looked-up entries: the result is a partial sum.
 
-    Each entry is in the block of one device only. With w: f32[8/d 4], i: i32[6], n = len(w), at = i
+    Each index is in the block of one device only. With w: f32[8/d 4], i: i32[6], n = len(w), at = i
     - n * axis_index and inside = (0 <= at) & (at < n), each device has the right rows of its own
     block, and jnp.where(inside[:, None], w[jnp.clip(at, 0, n - 1)], 0) is f32[6 4 +d].
     """
@@ -355,7 +355,7 @@ def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value
 
 
 def _best(eq: Equation, ins: list[Value]) -> Value | None:
-    """Finds the devices whose own extreme is that of all devices: these may give its index."""
+    """Finds the devices whose own extreme is that of all devices. Only they may give its index."""
     values = [v for v in ins if not v.is_index]
     local: Any = next((v for v in values if v.extreme and v.source is not None), None)
     taken = next((v for v in values if v.is_taken), None)

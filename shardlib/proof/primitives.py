@@ -57,7 +57,7 @@ OF_SIZES = words(
     axis_size perm sharding out_sharding dst_sharding concrete_mesh mesh feature_group_count
     batch_group_count result_avals"""
 )
-"""Parameters that may depend on the mesh: the rules compare the sizes that result."""
+"""Parameters that may depend on the mesh: rules compare the sizes of the results instead."""
 KEEPING = kinds("view") | words(
     "iota axis_index argmax argmin concatenate slice gather scan while cond sort dot_general "
     "scatter ring_index"
@@ -71,7 +71,7 @@ rule(*IDENTITIES)(lambda eq: eq.ins)
 
 @rule("device_put")
 def _device_put(eq: Equation) -> list[Value]:
-    """Returns what moves to a device's host memory, or back; refuses other moves."""
+    """Handles moves to a device's host memory and back; refuses other moves."""
     is_move = all(isinstance(place, jax.memory.Space) for place in eq.params["devices"])
     return eq.ins if is_move else everything_whole(eq)
 
@@ -82,7 +82,8 @@ LINEAR_IN: dict[str, int] = dict.fromkeys(
     ("cumsum", "fft", "reduce_window_sum", "select_and_scatter_add"), 0
 )
 LINEAR_IN |= {"triangular_solve": 1}
-"""Primitives without a rule that are linear in this operand, which may be a term of a sum."""
+"""For primitives without a rule: the index of an operand in which they are linear, so that it may
+be a term of a sum."""
 
 
 @rule(*LINEAR_IN)
@@ -103,7 +104,7 @@ def _linear(eq: Equation) -> list[Value]:
 def everything_whole(eq: Equation) -> list[Value]:
     """Handles a primitive without a rule, by its row in shardlib.dims.
 
-    Without a row, each device must have all of each operand.
+    Without a row, each device must hold each operand whole.
 
         x: f32[8/d 4 4]    jnp.linalg.cholesky(x)    f32[8/d 4 4]
         x: f32[4 4/d]    lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "SAME")    refused
@@ -123,10 +124,10 @@ def everything_whole(eq: Equation) -> list[Value]:
 
 
 def shared_dims(eq: Equation) -> Dims:
-    """Returns the dims that are the same here and on one device.
+    """Returns the labels of dims that are the same here and on one device.
 
-    Of a dim that has one entry here, what it is on one device counts: a single channel, for
-    example, is a group and all channels.
+    For a dim of size 1 here, the label on one device counts: a single channel, for example, is both
+    a group and all channels.
     """
 
     def shared(var: Any, here: Labels, there: Labels) -> Labels:
@@ -149,7 +150,7 @@ def joined_dims(
     Args:
         eq: the equation.
         verb: what happens along other dims, as in "entries are taken together along dim 0".
-        of: its dims; the caller checks those whose label no result has. None: as in shardlib.dims.
+        of: its Dims; None: those of shardlib.dims. The caller checks labels that no result has.
     """
     operands, results = of or shared_dims(eq)
     kept = {label for labels in (operands if of else results) for label in labels} - {None}
@@ -169,7 +170,7 @@ def joined_dims(
 
 
 def map_separately(eq: Equation, of: Dims | None = None) -> list[Value]:
-    """Handles an operation on plain blocks by its dims."""
+    """Applies an operation to plain blocks, each separately, as its Dims allow."""
     for value in eq.ins:
         eq.plain(value)
     return [*map(Value, joined_dims(eq, of=of))]

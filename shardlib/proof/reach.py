@@ -17,14 +17,14 @@ from jax import core
 NONE = np.int32(-1)
 """The last token of an entry that depends on none."""
 LATER = np.int32(2**30 - 1)
-"""Stands for a token: the start of a later document."""
+"""Token that stands for the start of a later document."""
 MOST = 2**24
 """Largest number of entries to compute one by one. Beyond it, all entries of a dim are taken
 together."""
 LOW = -1e3
 """exp of numbers below this is 0."""
 MAYBE_LOW = -1.0
-"""Bound of an unknown entry that may be LOW, or of the size of its operands. See Reach."""
+"""Bound of an unknown entry that may be below LOW, or may be an ordinary number. See Reach."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,20 +41,21 @@ class Reach:
                      none is beyond LOW, infinity if one of them masks
         MAYBE_LOW    one or the other
 
-    The proof takes a number into which no larger known number went as at most half as large as a
-    LOW one that meets it in a sum or a maximum. It takes no entry for small that may itself be LOW:
-    the largest score of a row that sees no key is a number that masks, and the others of its row,
-    less this one, are not LOW.
+    The proof assumes that an entry into which no larger known number went is at most half as large
+    as a number below LOW that it meets in a sum or a maximum. It does not assume this of entries
+    that may be below LOW themselves: in a row of scores that sees no key, the maximum is such a
+    number, and the scores less the maximum are not below LOW.
 
     Attributes:
         shape: the value's shape.
         number: for known entries their numbers, for others their bounds.
         known: True where an entry is the same number for all tokens and weights.
         last: last token that an entry may depend on; NONE: none.
-        why: where tokens first came in that a position must not see; None: nowhere.
-        fact: what else is known of the entries together: Among, Sums or Slots.
-        ways: the value for each of two ways in which later documents may begin, without their
-            tokens; None: it is the same.
+        why: the operation that first made it depend on tokens that a position must not see; None:
+            none did.
+        fact: a further fact about all entries: Among, Sums or Slots.
+        ways: the value for each of two layouts of later documents, without their tokens; None: it
+            is the same.
         blurred: True for a result whose entries count as depending on all entries of the operands.
     """
 
@@ -78,11 +79,11 @@ class Reach:
         return self.known & (self.number == 0)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Returns the three arrays."""
+        """Returns `number`, `known` and `last`."""
         return self.number, self.known, self.last
 
     def over(self, dims: Iterable[int]) -> np.ndarray:
-        """Returns the last token of all entries along `dims` together; these dims get size 1."""
+        """Returns the last token that any entry along `dims` depends on; these dims get size 1."""
         return self.last.max(tuple(dims), keepdims=True, initial=NONE)
 
     def alike(self) -> "Reach":
@@ -98,7 +99,7 @@ class Reach:
         return Reach(self.shape, *map(settled, self.arrays()), why=self.why)
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray], shape: Sequence[int]) -> "Reach":
-        """Moves the entries, applying `move` to each array."""
+        """Rearranges the entries, by applying `move` to each array."""
         fact = self.fact.moved(move) if isinstance(self.fact, Sums) else None
         ways: Any = self.ways and tuple(x.moved(move, shape) for x in self.ways)
         return Reach(tuple(shape), *map(move, self.arrays()), why=self.why, fact=fact, ways=ways)
@@ -115,9 +116,9 @@ class Among(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Arrays of the value have along `dim`, a dim of slots, several entries for a slot.
+    """The value has a dim of slots, each of which holds one of several choices.
 
-    There is one entry for each choice that a slot may hold, with the number that it has then: see
+    Along `dim`, the arrays have an entry for each choice, with the facts if a slot holds it: see
     shardlib.proof.reach_slots.
     """
 
@@ -126,18 +127,18 @@ class Slots(NamedTuple):
     """Identifies the slots: if two values have the same source, a slot holds the same choice in
     both."""
     chosen: np.ndarray
-    """The last token on which it depends that the slot holds this choice. An entry depends on it
+    """The last token on which it depends whether the slot holds this choice. An entry depends on it
     even if its number is known."""
     group: np.ndarray
-    """The number of the choice that was made, such as that of a position. Slots of other groups
-    hold other choices."""
+    """Number of the selection, such as a position whose top_k it is. Slots of other selections hold
+    other choices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Each entry is a running sum, plus more.
+    """Each entry is a running sum of an array along a dim, plus other terms.
 
-    The sum is of an array along a dim, up to entry `at` of the flat array.
+    The sum goes up to entry `at` of the flat array.
 
     Attributes:
         at: indices into the flat array, with the dims of the value; -1 for a known number, in place
@@ -148,8 +149,8 @@ class Sums:
         step: distance of neighbors along the dim in the flat array.
         size: entries along the dim.
         sign: -1 if the sum was subtracted.
-        added: last token of what was added.
-        array: the array, if each entry is the sum up to its own place, and nothing more.
+        added: last token of the other terms.
+        array: the array, if each entry is the sum up to its own place, without other terms.
     """
 
     at: np.ndarray
@@ -162,25 +163,25 @@ class Sums:
     array: Any = None
 
     def moved(self, move: Callable[..., Any]) -> "Sums":
-        """Moves the entries."""
+        """Rearranges the entries, by applying `move` to each array."""
         added = move(self.added) if np.ndim(self.added) else NONE
         return dataclasses.replace(self, at=move(self.at), added=added, array=None)
 
     def plus(self, last: np.ndarray) -> "Sums":
-        """Adds something that depends on other tokens."""
+        """Adds a term that depends on other tokens."""
         return dataclasses.replace(self, added=np.maximum(self.added, last), array=None)
 
     def without_last(self) -> "Sums":
-        """Takes the last term of each sum away."""
+        """Removes the last term of each sum."""
         is_first = self.at // self.step % self.size == 0
         return dataclasses.replace(self, at=np.where(is_first, -1, self.at - self.step), array=None)
 
     def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray]:
         """Finds where one sum is part of the other, for differences of entries.
 
-        Also returns the last token of the rest. The sum up to 5 less the sum up to 2 is that of the
-        entries 3 to 5. So it depends on no token past those of the entries up to 5, nor past those
-        from 3 on.
+        Also returns the last token that the difference depends on. The sum up to 5 less the sum up
+        to 2 is the sum of the entries 3 to 5. So it depends on no token past those of the entries
+        up to 5, nor past those of the entries from 3 on.
         """
         low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
 
@@ -198,7 +199,7 @@ class Sums:
 def sums_of(
     values: Sequence["Reach"], move: Callable[[list[np.ndarray]], np.ndarray]
 ) -> Sums | None:
-    """Moves entries of several values into one.
+    """Returns the running sums of an array that `move` puts together from several values.
 
     Returns None unless they are running sums of one array, or known numbers.
     """
@@ -227,7 +228,7 @@ def dtype_of(aval: core.ShapedArray) -> np.dtype:
 
 
 def highest(dtype: Any) -> Any:
-    """Returns the bound of a number of which nothing is known."""
+    """Returns the bound of a number about which nothing is known."""
     dtype = np.dtype(dtype)
     return dtype.type(np.inf) if dtype.kind in "fc" else dtype.type(0)
 
@@ -240,7 +241,7 @@ def are_equal(a: Any, b: Any) -> Any:
 def sizes(x: "Reach") -> Any:
     """Returns the size of the largest known number that went into each entry.
 
-    It is 0 if that is not beyond LOW.
+    It is 0 if none of them is beyond LOW.
     """
     if x.number.dtype.kind in "biu":  # unknown ones have a number if they were LOW as floats
         return np.where(x.known, 0, x.number)
@@ -250,9 +251,9 @@ def sizes(x: "Reach") -> Any:
 
 
 def bounds(x: "Reach") -> Any:
-    """Returns the bounds of the entries of floats.
+    """Returns the bounds of the entries of floats, also of known entries.
 
-    That of a known entry is the bound of an unknown one as large.
+    A known entry gets the bound of an unknown one of its size.
     """
     return np.where((x.number < 0) & ~(x.known & (x.number >= LOW)), x.number, sizes(x))
 
@@ -264,9 +265,10 @@ def union(a: Any, b: Any) -> Any:
 
 
 def at_most(x: "Reach", ins: Sequence["Reach"]) -> "Reach":
-    """Bounds the result of a choice by ins[0].
+    """Bounds the result of a select whose predicate is ins[0].
 
-    Where this depends on no token, it is the larger of the others if one may mask.
+    Where the predicate is unknown but depends on no token, the bound is the larger one of the
+    cases.
     """
     if x.number.dtype.kind != "f":
         return x
@@ -276,7 +278,7 @@ def at_most(x: "Reach", ins: Sequence["Reach"]) -> "Reach":
 
 
 def sized(x: "Reach", ins: Iterable["Reach"]) -> "Reach":
-    """Bounds those entries of a result of which nothing is known, by the sizes of all operands."""
+    """Bounds entries of a result about which nothing is known, by the sizes of all operands."""
     size = max((sizes(y).max(initial=0) for y in ins), default=0)
     dtype = x.number.dtype
     if dtype.kind in "fc":
@@ -288,7 +290,7 @@ def sized(x: "Reach", ins: Iterable["Reach"]) -> "Reach":
 
 
 def ordinary(x: "Reach") -> "Reach":
-    """Takes what is unknown of a value as numbers into which no known number went."""
+    """Assumes that no known number went into the unknown entries of a value."""
     return sized(x, ())
 
 
@@ -324,7 +326,7 @@ def make_reach(
 def exact(number: Any, aval: object) -> np.ndarray:
     """Returns True where the dtype of a value holds a number exactly.
 
-    Others are rounded, in an unknown way.
+    Other numbers are rounded, and count as unknown.
     """
     dtype = getattr(aval, "dtype", None)
     if not isinstance(dtype, np.dtype) or dtype.kind in "biu":
@@ -339,9 +341,9 @@ def unknown(shape: Sequence[int], dtype: Any, last: Any = NONE) -> Reach:
 
 
 def constant(array: Any) -> Reach:
-    """Builds a known array.
+    """Builds the facts about a constant array.
 
-    The numbers of one that is large, or not of numbers, count as unknown.
+    Its numbers count as unknown if it is large, or not an array of numbers.
     """
     shape = tuple(np.shape(array))
     if math.prod(shape) > MOST or not isinstance(
@@ -355,7 +357,7 @@ def constant(array: Any) -> Reach:
 
 
 def full(x: np.ndarray, shape: Sequence[int], dims: Iterable[int]) -> np.ndarray:
-    """Broadcasts an array to all entries along `dims`."""
+    """Broadcasts an array to its full size along `dims`."""
     sizes = list(x.shape)
     for i in dims:
         sizes[i] = shape[i]
@@ -363,7 +365,7 @@ def full(x: np.ndarray, shape: Sequence[int], dims: Iterable[int]) -> np.ndarray
 
 
 def of_all(values: Iterable[Reach]) -> np.int32:
-    """Returns the last token of all entries of all values."""
+    """Returns the last token that any entry of the values depends on."""
     return max((value.last.max(initial=NONE) for value in values), default=NONE)
 
 
@@ -421,7 +423,7 @@ def placed(x: np.ndarray, at: dict[int, int], rank: int) -> np.ndarray:
 
 
 def cut(value: Reach, parts: Sequence[slice]) -> Reach:
-    """Takes a part of each dim; for slots, the choices stay."""
+    """Takes a slice of each dim; slots keep all their choices."""
     shape = [len(range(*part.indices(n))) for part, n in zip(parts, value.shape, strict=True)]
     if isinstance(value.fact, Slots):
         parts = [slice(None) if i == value.fact.dim else part for i, part in enumerate(parts)]
@@ -449,7 +451,7 @@ def stacked(values: Sequence[Reach], axis: int, shape: Sequence[int]) -> Reach:
 def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> list[Reach]:
     """Evaluates of(ins).
 
-    If operands differ between both ways in which later documents may begin, evaluates both.
+    If operands differ between the two layouts of later documents, evaluates it for each.
     """
     found = of([dataclasses.replace(x, ways=None) if x.ways else x for x in ins])
     if not any(x.ways for x in ins):
@@ -459,7 +461,7 @@ def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> l
 
 
 def _in_both(x: Reach, a: Reach, b: Reach) -> Reach:
-    """Returns `x`, where numbers that are known and equal in both ways become known."""
+    """Returns `x`, where numbers that are known and equal in both layouts become known."""
     if any(isinstance(value.fact, Slots) for value in (x, a, b)):
         return x
     same = a.known & b.known & are_equal(a.number, b.number)

@@ -1,7 +1,7 @@
 """Rules over reach.py for primitives that move or look up entries.
 
-A moved entry keeps its number and its last token. Where an index is not known, an entry may be any
-of those that could be read, and depends on their tokens and on those of the index.
+A moved entry keeps its number and its last token. Where an index is unknown, an entry may be any of
+those that the index could read. It depends on their tokens and on those of the index.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def dtype_of_result(eqn: Eqn) -> np.dtype:
 
 
 def spread(x: np.ndarray, labels: Labels, order: Labels) -> np.ndarray:
-    """Moves the dims of an array to where `order` has their labels; others have one entry.
+    """Moves the dims of an array to where `order` has their labels; other dims get size 1.
 
     An array of shape [2, 3] with the labels ["a", "b"] has the shape [3, 1, 2] in the order ["b",
     "c", "a"].
@@ -41,7 +41,7 @@ def spread(x: np.ndarray, labels: Labels, order: Labels) -> np.ndarray:
 
 
 def by_dims(eqn: Eqn, *ins: Reach) -> list[Reach]:
-    """Derives results as shardlib.dims says on which entries of the operands theirs depend.
+    """Derives results in which entries depend on operands' entries as shardlib.dims says.
 
     A sort along dim 1 of x: [2, 3], whose last tokens are [[0, 1, 2], [3, 4, 5]], gives [[2], [5]]:
     entries of a row depend on the whole row, not on the other one.
@@ -150,10 +150,10 @@ def _iota(eqn: Any) -> Reach:
 
 @rule("gather")
 def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
-    """Takes rows at known indices; at an unknown index, an entry may be any part.
+    """Takes rows at known indices; at an unknown index, an entry may come from any row.
 
-    With last tokens [0, 1, 2] of x, x[jnp.array([2, 0])] has [2, 0]. With an index that depends on
-    token 5, each entry has 5.
+    If x has the last tokens [0, 1, 2], x[jnp.array([2, 0])] has [2, 0]. With an index that depends
+    on token 5, each entry has 5.
     """
     shape = shape_of(eqn.outvars[0])
     d = eqn.params["dimension_numbers"]
@@ -280,7 +280,8 @@ def rows_added(
 ) -> Reach:
     """Adds rows of `new` to the entries of `x` at a known `index` along `dim`.
 
-    Dim i of the index is dim dims[i] of `new`; dim i of `new` is dim at[i] of `x`, or one of rows.
+    Dim i of the index is dim dims[i] of `new`. Dim i of `new` is dim at[i] of `x`, or else a dim of
+    rows.
     """
     rank, count = len(x.shape), len(new.shape)
     of_rows = [i for i in range(count) if i not in at]

@@ -1,9 +1,9 @@
 """Rules over reach.py for primitives that compute.
 
 An entry of a result depends on the tokens of all entries that it is computed from, with few
-exceptions: a factor of 0 leaves nothing of the other; a LOW number gives way to one that is not, in
-a maximum, and is 0 after exp; a known condition chooses one of the cases; and the difference of two
-running sums depends on what is between.
+exceptions: a product with 0 is 0; a number below LOW never is the maximum if another number is not
+below LOW, and its exponential is 0; a known condition chooses one of the cases; and the difference
+of two running sums depends on the terms between them.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from shardlib.proof.reach_moves import (
 
 
 def apply(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
-    """Derives what is known of the results of an equation that runs no body."""
+    """Derives facts about the results of an equation that is no call, loop or conditional."""
     rule = RULES.get(eqn.primitive.name, _default(eqn))
     with np.errstate(all="ignore"):
         if any(reach_slots.is_in(x) for x in ins):
@@ -53,7 +53,7 @@ def _default(eqn: Eqn) -> Callable[..., Any]:
 
 
 def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
-    """Derives results whose entries may depend on all that shardlib.dims does not rule out."""
+    """Derives results whose entries depend on all that shardlib.dims does not rule out."""
     return [dataclasses.replace(x, blurred=True) for x in by_dims(eqn, *ins)]
 
 
@@ -61,16 +61,16 @@ def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
 
 
 UNFOLLOWED = frozenset(("exp", "sqrt", "rsqrt"))
-"""Primitives whose results are not computed from known operands."""
+"""Primitives whose results count as unknown even if their operands are known."""
 SMALL = words("cos erf exp exp2 logistic sign sin tanh")
-"""Primitives whose finite results are no masks, whatever known number went in: exp of a LOW one is
-0."""
+"""Primitives whose finite results never mask, whatever known number went in: exp of a number below
+LOW is 0."""
 
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach:
     """Computes known numbers; an unknown entry depends on the tokens of all operands.
 
-    With last tokens [0, 1] and [1, 0], the sum has [1, 1].
+    The sum of entries with the last tokens [0, 1] and [1, 0] has [1, 1].
     """
     name = eqn.primitive.name
     shape = shape_of(eqn.outvars[0])
@@ -93,10 +93,10 @@ def _elementwise(eqn: Any, *ins: Reach) -> Reach:
 
 
 def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
-    """Finds where a result is known though not all operands are, and its number.
+    """Finds where a result is known though not all operands are; also returns its number.
 
-    Unknown numbers are finite, and not 0/0. So 0 times an unknown number is 0, and exp of one whose
-    bound is -1e9 is 0.
+    Unknown numbers are taken as finite, and not 0/0. So 0 times an unknown number is 0, and exp of
+    one whose bound is -1e9 is 0.
     """
 
     def any_of(arrays: Sequence[Any]) -> Any:
@@ -122,7 +122,7 @@ def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
 
 
 def _bound(name: str, ins: Sequence[Reach]) -> Any:
-    """Bounds unknown results.
+    """Returns the bounds of unknown results.
 
     A score plus -1e9 is at most -5e8, because a score is taken as at most half as large as a number
     that masks.
@@ -157,9 +157,9 @@ def _negative(x: Reach) -> Reach:
 
 @rule("add", "add_any", "sub")
 def _added(eqn: Eqn, a: Reach, b: Reach) -> Reach:
-    """Adds or subtracts; of a difference of two running sums along a dim, the rest remains.
+    """Adds or subtracts two values.
 
-    That is what lies between the ends of the two.
+    The difference of two running sums along a dim depends on the terms between their ends.
     """
     found = _elementwise(eqn, a, b)
     sign = -1 if eqn.primitive.name == "sub" else 1
@@ -202,9 +202,9 @@ def _converted(eqn: Eqn, x: Reach) -> Reach:
 
 
 def _holds(before: Any, after: Any) -> bool:
-    """Returns True if a conversion leaves running sums what they are.
+    """Returns True if running sums that are converted are still running sums.
 
-    Rounding of large integers does not count.
+    Rounding of large integers is ignored.
     """
     is_float = jnp.issubdtype(after, jnp.floating)
     if jnp.issubdtype(before, jnp.floating) and is_float:
@@ -242,7 +242,7 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
 
 @rule("max")
 def _larger(eqn: Eqn, *ins: Reach) -> Reach:
-    """Takes the larger number; a LOW one gives way to one that is not, and cannot be."""
+    """Takes the larger number, which is never one below LOW if another cannot be below LOW."""
     result = _elementwise(eqn, *ins)
     if result.number.dtype.kind != "f" or result.is_known:
         return result
@@ -272,7 +272,7 @@ def _index(eqn: Eqn, x: Reach) -> Reach | Any:
 
 @rule("top_k")
 def _chosen(eqn: Eqn, x: Reach) -> list[Reach]:
-    """Chooses entries: an index is a slot that may hold any place, and depends on all entries."""
+    """Handles top_k: an index is a slot, which may hold any position and depends on all entries."""
     values, index = by_dims(eqn, x)
     axis = eqn.params["axis"]
     sizes = [n if i == axis else 1 for i, n in enumerate(x.shape)]
@@ -286,10 +286,10 @@ def _chosen(eqn: Eqn, x: Reach) -> list[Reach]:
 
 @rule(*REDUCERS)
 def _reduced(eqn: Eqn, x: Reach) -> Reach | Any:
-    """Reduces dims, whose entries an entry of the result depends on together.
+    """Reduces dims: an entry of the result depends on all entries that it combines.
 
-    The result is known where all entries are, where all are 0 in a sum, and where one decides. In a
-    maximum, entries that are LOW give way.
+    The result is known where all entries are, where all are 0 in a sum, and where one decides, as
+    in `any`. In a maximum, entries below LOW do not count if another is not.
     """
     name = eqn.primitive.name
     axes = tuple(eqn.params["axes"])
@@ -371,7 +371,7 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
     """Solves a @ x = b.
 
     JAX defines the result and its derivatives by this equation, in whatever way they are computed.
-    If `a` is a triangle, rows of its solution depend on rows on one side alone, up to rounding.
+    If `a` is triangular, a row of the solution depends on rows on one side only, up to rounding.
     """
     matvec = eqn.params["jaxprs"].matvec
     rank = len(a.shape)
@@ -394,7 +394,7 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
 def _is_by_lu(eqn: Eqn) -> bool:
     """Returns True if a custom_linear_solve computes what jnp.linalg.solve does.
 
-    It must be no approximation, nor of a part of `a`.
+    It must neither approximate the solution nor use only a part of `a`.
     """
     a, b = (eqn.invars[i].aval for i in (0, -1))
     given = [
@@ -434,7 +434,7 @@ def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
 
 
 def _of_zeros(shape: Sequence[int], dtype: np.dtype, zeros: Any, last: Any) -> Reach:
-    """Builds a value of which no numbers are known but these zeros."""
+    """Builds a value whose entries are unknown, except for these zeros."""
     return reach.make_reach(shape, np.where(zeros, 0, reach.highest(dtype)), zeros, last, dtype)
 
 
@@ -442,8 +442,8 @@ def _of_zeros(shape: Sequence[int], dtype: np.dtype, zeros: Any, last: Any) -> R
 def _product(eqn: Eqn, *ins: Reach) -> Reach | Any:
     """Multiplies matrices, leaving out a term if one of its factors is 0.
 
-    So a lower triangle of known ones times x, whose rows have the last tokens [0, 1, 2], has [0, 1,
-    2], and a full matrix of ones [2, 2, 2].
+    If the rows of x have the last tokens [0, 1, 2], a lower triangle of known ones times x has [0,
+    1, 2], and a full matrix of ones times x has [2, 2, 2].
     """
     a, b = (x.alike() for x in ins)
     operands, (kept,) = dims_of(eqn)
@@ -462,10 +462,10 @@ def _product(eqn: Eqn, *ins: Reach) -> Reach | Any:
 
 @rule("conv_general_dilated")
 def _convolution(eqn: Eqn, x: Reach, w: Reach) -> Reach | None:
-    """Moves the entries for each position of the kernel; takes features together.
+    """Shifts the entries for each position of the kernel, and combines all features.
 
-    A causal convolution of size 2, padded by (1, 0), has the last tokens [0, 1, 2] of an operand
-    with [0, 1, 2]; one that is padded by (0, 1) has [1, 2, 2].
+    For an operand with the last tokens [0, 1, 2], a causal convolution of size 2, padded by (1, 0),
+    has [0, 1, 2]; one that is padded by (0, 1) has [1, 2, 2].
     """
     p = eqn.params
     shape = shape_of(eqn.outvars[0])

@@ -1,13 +1,13 @@
 """Slots that hold choices: the indices of a top_k, or the first tokens that choose an expert.
 
-Which choice a slot holds is not known, so what is computed of a slot is kept for each choice that
-it may hold. What is looked up at the index of a later choice is known to be later, so a mask by
-this index leaves it out.
+It is not known which choice a slot holds, so facts about a slot are kept for each choice that it
+may hold. What is looked up at the index of a later choice is known to be later, so a mask by this
+index leaves it out.
 
-An expert with C slots takes the first C tokens that choose it: choices that are not made get one
-number past the others, and all are sorted. Whether a slot holds choice v depends on the choices up
-to v, and on none after. What is then added at the position of its choice is known to come from no
-later one.
+An expert with C slots takes the first C tokens that choose it: tokens that do not choose it get one
+number past the others, and all numbers are sorted. So whether a slot holds choice v depends on the
+choices up to v, and on none after. A term that is then added at the position of its choice is known
+to depend on no later position.
 """
 
 import dataclasses
@@ -45,14 +45,15 @@ from shardlib.proof.reach import (
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
 SAME |= kinds("unreduced") | words("copy device_put reduce_precision reshape squeeze")
-"""Primitives that change no number; among them collectives, because each axis has one device."""
+"""Primitives that change no number. Collectives are among them, because each axis has one
+device."""
 FOLLOWED = (
     SAME
     | ELEMENTWISE
     | REDUCTIONS
     | words("broadcast_in_dim dot_general dynamic_slice slice transpose")
 )
-"""Primitives whose rules in reach take a dim of more entries than its size, one for each choice."""
+"""Primitives whose rules in reach accept a dim with more entries than its size: one per choice."""
 
 
 def is_in(x: Reach) -> bool:
@@ -61,7 +62,7 @@ def is_in(x: Reach) -> bool:
 
 
 def together(x: Reach) -> Reach:
-    """Gives up telling the choices of slots apart."""
+    """Merges the choices of slots: each slot may hold any of them."""
     return unknown(x.shape, x.number.dtype, x.over([x.fact.dim])) if is_in(x) else x
 
 
@@ -74,22 +75,22 @@ def have_same_slots(x: Reach, y: Reach) -> bool:
 
 
 def groups(shape: Sequence[int], dim: int) -> np.ndarray:
-    """Numbers the groups of choices along `dim`."""
+    """Numbers the selections along `dim`, such as the positions that each have a top_k."""
     sizes = [1 if i == dim else n for i, n in enumerate(shape)]
     return np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
 
 
 def _with_end(a: np.ndarray, end: np.ndarray, dim: int) -> np.ndarray:
-    """Appends one more entry along `dim`."""
+    """Appends `end` along `dim`, as one more entry."""
     shape = [1 if i == dim else n for i, n in enumerate(a.shape)]
     return np.concatenate([a, np.broadcast_to(end, shape)], dim)
 
 
 def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
-    """Derives the choices in slots; None if the sorted values are not choices.
+    """Derives the choices in slots from what is sorted; None if these are not choices.
 
-    Whether a choice gets a slot depends on those before it, also in other documents. For documents,
-    where tokens are numbered from the last one on, this is left out.
+    Whether a choice gets a slot depends on those before it, also in other documents. This is left
+    out for documents, that is, where tokens are numbered from the last one on.
     """
     numbers = x.fact.numbers if isinstance(x.fact, Among) else ()
     for number, past in (numbers, numbers[::-1]) if len(numbers) == 2 else ():
@@ -113,9 +114,9 @@ def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
 
 
 def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
-    """Applies `rule` to an equation with operands of slots, for each choice.
+    """Applies `rule` to an equation that has operands with slots, for each choice.
 
-    Returns None if it cannot be followed so.
+    Returns None if the equation cannot be followed in this way.
     """
     name = eqn.primitive.name
     if name == "gather":
@@ -145,7 +146,7 @@ def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
         ins = [_aligned(y, x.fact, i) for y, i in zip(ins, at, strict=True)]
 
     def follow(last_of: Callable[[Slots], Any]) -> Any:
-        """Runs the rule on values without numbers, of which those of slots have these tokens."""
+        """Runs the rule without numbers, with the last tokens that `last_of` gives for slots."""
         given = (last_of(y.fact) if is_in(y) else NONE for y in ins)
         pairs = zip(ins, given, strict=True)
         return _first(rule(eqn, *(_of_choice(y, last) if y.shape else y for y, last in pairs)))
@@ -167,7 +168,7 @@ def _first(found: Any) -> Any:
 
 
 def _of_choice(x: Reach, last: Any) -> Reach:
-    """Drops the numbers of a value, whose entries get these last tokens."""
+    """Drops the numbers of a value, and makes `last` the last tokens of its entries."""
     last = np.reshape(last, np.shape(last) or [1] * len(x.shape))
     return dataclasses.replace(unknown(x.shape, x.number.dtype, last), fact=x.fact)
 
@@ -175,7 +176,7 @@ def _of_choice(x: Reach, last: Any) -> Reach:
 def _reshaped(eqn: Eqn, x: Reach) -> Reach | None:
     """Reshapes a value, with the dim of slots alone or together with neighbors.
 
-    These are then other slots, unless they come in the same order.
+    Slots that were merged with neighbors count as other slots, unless they come in the same order.
     """
     dim, source, *numbers = x.fact
     shape = shape_of(eqn.outvars[0])
@@ -202,7 +203,7 @@ def _reshaped(eqn: Eqn, x: Reach) -> Reach | None:
 
 
 def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:
-    """Gives an operand slots along `dim`: those of `fact`, or all alike."""
+    """Makes an operand fit the slots of `fact`: it has those along `dim`, or none."""
     if is_in(x) and (x.fact.source != fact.source or x.fact.dim != dim):
         x = together(x)
     if is_in(x) or dim is None or not x.shape or all(a.shape[dim] == 1 for a in x.arrays()):
@@ -211,7 +212,7 @@ def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:
 
 
 def _added(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
-    """Handles what is added at the positions of choices."""
+    """Handles a scatter that adds at the positions of choices."""
     operand, index, new = ins
     if is_in(operand) or not is_in(index):
         return None
@@ -227,7 +228,7 @@ def _added(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None
 
 
 def _looked_up(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
-    """Handles entries looked up at the positions of choices."""
+    """Handles a gather at the positions of choices."""
     x, starts = ins
     if is_in(x) or not starts.is_known:
         return None

@@ -1,13 +1,13 @@
 """Rings: blocks pass around the devices of an axis, and each device meets all of them.
 
-In each turn a device computes something with the block that it has, adds it up, and passes the
+In each turn a device computes something with the block that it has, accumulates it, and passes the
 block on by ppermute. After n turns it has the sum over all blocks, like a matmul that contracts a
 sharded dim. On one device there is a single turn. So the n turns, unrolled or in a loop, are
 replaced by one, with an axis that stands for the turns: entering the ring moves the block from the
 device axis to this axis, and leaving it sums over it.
 
-Instead, a sum may pass around, to which each device adds what it computes for the device at which
-the sum ends. Then the turns stand for those devices: a reduce-scatter.
+In another kind of ring a sum passes around, and each device adds its term for the device where the
+sum ends. Then the turns stand for those devices: a reduce-scatter.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def _permutes(eqn: Eqn, axis: str | None = None) -> str | None:
 
 
 def _turns(eqn: Eqn) -> bool:
-    """Returns True if an equation is a loop in which values are passed on."""
+    """Returns True if an equation is a loop that passes values around."""
     return eqn.primitive.name == "scan" and any(_passing(eqn.params["jaxpr"]))
 
 
@@ -67,9 +67,9 @@ def _passing(jaxpr: object) -> Iterator[str]:
 
 
 class _Unrolled(Copies):
-    """Copies a jaxpr, with loops unrolled in which blocks pass around.
+    """Copies a jaxpr, and unrolls the loops in it that pass blocks around.
 
-    A ppermute over one device is left out.
+    Leaves out a ppermute over one device.
     """
 
     def __init__(self, sizes: Mapping[str, int]):
@@ -77,7 +77,7 @@ class _Unrolled(Copies):
         self._sizes = sizes
 
     def follow(self, op: Operation, ins: list) -> list:
-        """Adds an equation, or those of its turns, and returns the variables of its results."""
+        """Adds an equation, or those of all turns, and returns the variables of its results."""
         eqn = op.eqn
         if (axis := _permutes(eqn)) and self._sizes[axis] == 1:
             return ins
@@ -123,8 +123,8 @@ def closed(
         j = ring_index(i)
         ring_close(a @ w[j])
 
-    The axis that cuts x is that of the turns in a, so the matmul is a partial sum over the turns,
-    which ring_close sums.
+    In `a`, the axis that cuts x is replaced by the axis of the turns. So the matmul is a partial
+    sum over the turns, which ring_close sums.
     """
     if not any(_permutes(eqn) or _turns(eqn) for eqn in equations_in(jaxpr, inside=False)):
         return jaxpr, twin
@@ -143,8 +143,9 @@ class _Point:
         var: its variable, or the literal.
         eqn: the equation that makes it; None for an argument or a literal.
         ins: the operands of that equation.
-        numbers: its number on each device of the axis, if their index alone determines it.
-        turn: of a block that passes around: the first of its ring, the turn, the step.
+        numbers: its number on each device of the axis, if it depends only on the device's index.
+        turn: for a block that passes around: the first one in its ring, the number of the turn, and
+            the distance that each turn moves it.
     """
 
     var: Any
@@ -160,7 +161,7 @@ class _Point:
 
 
 class _Ring(Domain[_Point]):
-    """The rings over an axis of n devices in an unrolled jaxpr."""
+    """Finds the rings over an axis of n devices in an unrolled jaxpr."""
 
     def __init__(self, jaxpr: Any, axis: str, n: int):
         self.axis, self.n = axis, n
@@ -203,7 +204,7 @@ class _Ring(Domain[_Point]):
         return outs
 
     def _close(self, last: _Point) -> None:
-        """Records the ring that ends with `last`, if the turns before it do the same."""
+        """Records the ring that ends with `last`, if all its turns do the same."""
         chain = []  # what accumulates one turn after the other, last first
         x = last
         while x.name == last.name and not x.turn:
@@ -235,9 +236,9 @@ class _Ring(Domain[_Point]):
                 return
 
     def _close_sums(self, last: _Point) -> None:
-        """Records the ring of a sum that passes around and ends with `last`.
+        """Records the ring that passes a sum around and ends with `last`.
 
-        It is one if all devices add the same to it.
+        All devices must add the same to it.
         """
         terms = []
         x = last
@@ -262,9 +263,9 @@ class _Ring(Domain[_Point]):
         self.start = 0
 
     def _match(self, a: _Point, b: _Point, k: int, marks: dict, seen: dict) -> bool:
-        """Returns True if `a` is in turn k what `b` is in the first.
+        """Returns True if `a` is in turn k what `b` is in the first turn.
 
-        Marks in `b` what passes around.
+        Marks which variables of `b` enter a turn from outside, and which are computed in it.
         """
         variables = [x.var for x in (a, b) if is_variable(x.var)]
         if len(variables) < 2:
@@ -304,7 +305,7 @@ class _Ring(Domain[_Point]):
 class _OneTurn(Copies):
     """Copies a jaxpr with one turn of each ring, over an axis that stands for the turns.
 
-    It knows of a value which variable it is in a turn.
+    The fact about a value is the variable that it is in a turn.
     """
 
     def __init__(self, ring: _Ring):
@@ -316,7 +317,7 @@ class _OneTurn(Copies):
         self._replaced = {id(last): last for _, last, _, _ in ring.found.values()}
 
     def follow(self, op: Operation, ins: list) -> list:
-        """Adds an equation, what enters a turn after it, and the turn."""
+        """Adds an equation, the turn that stands after it, and its copy within a turn."""
         eqn = op.eqn
         self.found += [eqn] if id(eqn) not in self._replaced else []
         if id(eqn) in self._ring.found:
@@ -327,7 +328,7 @@ class _OneTurn(Copies):
         return list(map(self.enter, eqn.outvars))
 
     def enter(self, var: Any) -> Any:
-        """Adds the equation by which a variable enters a turn, if it does."""
+        """Adds the equation, if any, by which a variable enters a turn; returns the new one."""
         mark = self._ring.marks.get(var)
         if mark is not None and mark is not self._ring:
             like = next(iter(self._replaced.values()))
@@ -370,7 +371,7 @@ def _is_number(aval: Any) -> bool:
 
 
 class _Numbers(Domain[Any]):
-    """The number of a value on each of the `n` devices of an axis; None if it has none.
+    """Finds a value's number on each of the `n` devices of an axis; None if it is not known.
 
     For example, (axis_index + 1) % 4 has [1, 2, 3, 0].
     """
@@ -405,7 +406,7 @@ class _Numbers(Domain[Any]):
 
 @rule("ring_enter", "ring_index", "ring_close", "ring_scatter")
 def _ring(eq: Equation) -> Value:
-    """Derives facts about what enters a ring, an index of it, and the result of all turns."""
+    """Derives facts about the results of the primitives that stand for a ring."""
     (x,) = eq.ins
     turns = eq.params["turns"]
     if eq.name == "ring_index":

@@ -1,4 +1,4 @@
-"""Compares two programs, each traced on one device: do they compute the same?
+"""Compares two programs, each traced on one device, to find out if they compute the same.
 
 A pipeline stage runs other code than a single device, and a mesh without the axis t other code than
 one with t=1. Both are read as graphs of the same nodes (shardlib/graph.py), in which equal
@@ -12,10 +12,10 @@ from shardlib.graph import Graph, Nodes
 from shardlib.interpret import Operation
 
 VIEWS = ("reshape", "transpose", "split", "concatenate", "scan")
-"""Primitives that messages do not name, because the difference is before or inside them."""
+"""Primitives that messages do not name, because the programs differ before or inside them."""
 AT_MOST, ALIKE = 20, 4
-"""How many more equations one program may have, before this many that have the same names in
-both."""
+"""Limits of a search for extra equations: how many of them one program may have, and how many
+equations after them must have the same names in both."""
 
 
 def differences(
@@ -26,10 +26,10 @@ def differences(
     Args:
         ours: the result of jax.jit(f).trace(...).jaxpr.
         theirs: another one, with the same arguments and results.
-        names: who runs each program, for the message.
+        names: who runs each program, such as "one device", for the message.
         remedy: what to do.
-        rounding: True if numbers may be rounded at different points. They are rounded to the same
-            dtypes.
+        rounding: True if the programs may round numbers at different points. They must round to the
+            same dtypes.
     """
     nodes = Nodes()
     a, b = (Graph(program, nodes, rounding) for program in (ours, theirs))
@@ -62,8 +62,8 @@ def differences(
 def _firsts(only_in_one: list[list[Operation]]) -> list[list[Operation]]:
     """Finds the first equation that one program has and the other lacks.
 
-    It is the first of each if they have different ones. What follows from it is another value in
-    each, from the same operations.
+    If both programs have such equations, finds one for each. Later operations are the same in both,
+    but compute with another value.
     """
     names = [[op.name for op in ops] for ops in only_in_one]
     if names[0][:ALIKE] != names[1][:ALIKE]:

@@ -67,7 +67,7 @@ rule("empty", "empty2", "create_token")(lambda eq: constant(len(eq.result_shape)
 
 
 def _with(x: Value, result: Value) -> Value:
-    """Returns `result`, which is `x` in other dims. Raises Refused if a count is lost."""
+    """Returns `result`, which is `x` in other dims. Raises Refused if that loses a count."""
     if not x.count or result.count:
         return result
     if x.offset or x.is_local:
@@ -95,7 +95,7 @@ def _moved(eq: Equation) -> Value:
 
 @dataclasses.dataclass
 class _Piece:
-    """A factor of the entries of an array, as a reshape sees it."""
+    """A factor of the size of an array, which a reshape moves as a whole or splits."""
 
     size: int
     whole: int
@@ -109,7 +109,7 @@ class _Piece:
 def _pieces(
     eq: Equation, x: Value, shape: Sequence[int], twin_shape: Sequence[int]
 ) -> list[_Piece]:
-    """Factors the entries of `x`, of these shapes here and on one device."""
+    """Factors the size of `x`, whose shape is given here and on one device."""
     pieces: list[_Piece] = []
     for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
         name = dim.name if dim else ""
@@ -204,7 +204,7 @@ def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None
 
 
 def _outer_axes(eq: Equation, axes: tuple[str, ...], blocks: int) -> tuple[str, ...]:
-    """Returns the first of `axes` that cut a dim into so many blocks; () if none or all do."""
+    """Returns the first of `axes` that cut a dim into `blocks` blocks; () if none or all do."""
     for i in range(1, len(axes)):
         outer = axes[:i]
         if {*axes} <= {*eq.sizes} and devices(eq.sizes, outer) == blocks * devices(
@@ -215,7 +215,7 @@ def _outer_axes(eq: Equation, axes: tuple[str, ...], blocks: int) -> tuple[str, 
 
 
 def _take(eq: Equation, pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piece]:
-    """Takes the next factors, of `size` together on a device, and `there` on one.
+    """Takes the next factors, whose product is `size` here and `there` on one device.
 
     Splits the last one if needed.
     """

@@ -1,7 +1,8 @@
 """Rules of reductions, matmuls and other primitives that combine entries.
 
-A sum along a sharded dim is a partial sum over its axes, a maximum is one that is still to be taken
-over the devices, and whatever needs the entries in their order (sort, cumsum) is refused along it.
+A sum along a sharded dim is a partial sum over its axes, and a maximum is one that is still to be
+taken over the devices. Whatever needs the entries in their order (sort, cumsum) is refused along a
+sharded dim.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ def _cut_axes(x: Value, gone: Any) -> tuple[str, ...]:
 def _summable(eq: Equation, x: Value, gone: Iterable[int]) -> None:
     """Raises Refused for an extreme, and for a device's own factors that differ along `gone`.
 
-    `gone` are dims. A factor that is the same along them may still be undone after the sum.
+    `gone` are dims. A factor that is the same along them may still be cancelled after the sum.
     """
     differs = any(source.dims[i] is not None for source, _ in x.shift for i in gone)
     if x.extreme or not x.is_scale or differs:
@@ -143,9 +144,10 @@ def _sort(eq: Equation) -> list[Value]:
 
 
 def _sorted_block(eq: Equation) -> list[Value] | None:
-    """Sorts each device's block separately, into an order of its own; the whole is then not sorted.
+    """Sorts each device's block by itself; None if the equation is not such a sort.
 
-    A second sort, of that order, undoes it. None if the equation is not such a sort.
+    Each device has an order of its own, so the whole is not sorted. A second sort, of that order,
+    undoes the first.
     """
     (key, *_) = eq.ins
     n = eq.shape()[0]
@@ -294,8 +296,8 @@ GIVEN = ("activation", "fwd_output", "grad_output")
 def _attention(eq: Equation) -> list[Value]:
     """Treats each head of each sequence separately.
 
-    These may be sharded, but not positions and entries of heads. q, k and v are [B, T, N, H], or
-    [B, N, T, H] with layout 1; a bias is [B or 1, N or 1, T, S].
+    So heads and sequences may be sharded, but positions and head_dim may not. q, k and v are [B, T,
+    N, H], or [B, N, T, H] with layout 1; a bias is [B or 1, N or 1, T, S].
     """
     names = (*OPERANDS, *GIVEN)[: len(eq.ins)]
     at_head = 1 if eq.params["layout"] else 2
