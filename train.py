@@ -8,12 +8,12 @@ in shardwright/modeling/forward.py, and the loop over layers in shardlib/layers.
 Dims
   m  microbatches               B  sequences of each        M  d_model
   L  positions, as queries      S  positions, as keys       F  d_ff
-  K  key/value heads            Q  query heads for each K   D  entries of a head
+  K  key/value heads            Q  query heads for each K   D  head_dim
   V  vocabulary
 Axes of the device mesh
   r  replicas: plain data parallel
   d  data parallel, weights sharded at rest (FSDP)
-  e  experts, which are sharded over it; else like d
+  e  shards the experts; otherwise like d
   t  tensor parallel
   c  context: each device has some positions
   p  pipeline: each device has its own layers
@@ -23,14 +23,14 @@ Groups of axes
 
 `f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum
 over t, which still has to be reduced, `*t` copies of a value on the devices of t. Devices along an
-axis that a type does not name hold the same values. An axis that the mesh lacks is read as one
+axis that a type does not name hold the same values. An axis that the mesh lacks counts as one
 device. docs/sharding-types.md teaches the types.
 
-Between layers the residual stream is `act['B/b L/c/t M']`: each device of c and t holds its own
-positions. `act` is the compute dtype, which training.compute_dtype sets. A weight's line has its
-inputs, its outputs and its sharding at rest.
+Between layers the residual stream is `act['B/b L/c/t M']`: each device along c and t holds its own
+positions. `act` is the compute dtype, which training.compute_dtype sets. The declaration of a
+weight has its inputs, outputs and sharding at rest.
 
-What devices of c and p send each other is in modeling/context.py and shardlib/pipeline.py.
+Communication along c and p is in modeling/context.py and shardlib/pipeline.py.
 """
 
 import dataclasses
@@ -139,7 +139,7 @@ class Llama:
     def __init__(self, config: ModelConfig, **changes: dict):
         """Matrices begin with variance weight_init_scale²/fan-in, gains at 1.
 
-        `changes` are as for table_of.
+        `changes` sets attributes of weights, by name; see table_of.
         """
         std = config.embed_init_scale or (config.d_model**-0.5 if config.tied_embeddings else 1.0)
         changes["embed"] = {
@@ -258,7 +258,7 @@ def softmax_attention(
 ) -> act["B/b L K/t Q D_v"]:
     """Softmax attention in f32, with heads sharded over t.
 
-    `mask` makes attention weights of the products q·k.
+    `mask` turns the scores q·k into attention weights.
     """
     formula = "B/b L K/t Q D, B/b S K/t D -> B/b K/t Q L S"
     products = shardops.einsum_unreduced(formula, q, k, preferred_element_type=jnp.float32)
@@ -346,9 +346,9 @@ def microbatch_loss(
     head: Callable,
     groups: int | None = None,
 ) -> tuple[f32[""], LayerAux]:
-    """Loss of a microbatch, of which `head` computes the last part, and the LayerAux of its layers.
+    """Loss of a microbatch, whose last part `head` computes, and the LayerAux of its layers.
 
-    Losses of layers are averaged over `groups`, the number of microbatches; None leaves them out.
+    The auxiliary losses of the layers are divided by `groups`; None leaves them out.
     """
     tokens = forward.tokens(batch, seeds)
     x = forward.embed(w, tokens)
@@ -361,7 +361,7 @@ def microbatch_loss(
 
 @typed
 def dropout_seeds(batch: Batch, step: i32[""], config: Config) -> u32["m B/b"] | None:
-    """A random number for each sequence of step `step`; None if the model drops nothing."""
+    """Dropout seed of each sequence of step `step`; None if the model has no dropout."""
     if not getattr(config.model, "dropout", 0):
         return None
     key = jax.random.fold_in(jax.random.key(config.training.seed), step)
@@ -370,13 +370,13 @@ def dropout_seeds(batch: Batch, step: i32[""], config: Config) -> u32["m B/b"] |
 
 
 def gatherable(w: W, forward: Forward) -> W:
-    """The weights as embed, layers and logits gather them."""
+    """The weights at rest, or gathered once per step, as embed, layers and logits take them."""
     w = at_rest(w, forward.training.reduce_dtype)
     return gather_ahead(w) if forward.gathers_ahead else w  # once for all microbatches
 
 
 def zero_sum(w: jax.Array) -> jax.Array:
-    """The sum of no gradients of a weight, in f32 at least."""
+    """Zeros to which the gradients of a weight are added, in f32 at least."""
     return jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32))
 
 
@@ -641,9 +641,9 @@ LISTENERS = (
 
 
 def train(config: Config, model: LanguageModel, directory: Path) -> str | None:
-    """A run on the current mesh to its end, or to the next of training.changes.
+    """Runs training on the current mesh to its end, or to the next of training.changes.
 
-    Returns what Run.end does.
+    Returns what Run.end returns.
     """
     with Run(config, model, directory, SPEC, LISTENERS) as run:
         state = run.begin()  # of the last checkpoint, or of init_state
