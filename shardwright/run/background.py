@@ -20,10 +20,10 @@ _ROOT = Path(__file__).parents[2]
 FAILURES = (OSError, RuntimeError, ValueError)
 """Exceptions that run_beside, or parsing its output, may raise."""
 TIMEOUT_S = 600.0
-"""Seconds until such a process is killed. Generous, because training steps keep all cores busy."""
+"""Seconds until a program that run_beside runs is killed. Generous, because training steps keep all cores busy."""
 T = TypeVar("T")
 _running: dict[threading.Thread, subprocess.Popen[Any]] = {}
-"""The program that each thread waits for."""
+"""The program that run_beside runs on each thread."""
 
 
 def run_beside(
@@ -37,10 +37,10 @@ def run_beside(
 ) -> str:
     """Runs `python -m <module>` and returns its stdout. On Linux, it dies with this process, also if that is killed.
 
-    `directory` is its working directory; None: ours. With `own_modules` it imports modules from there. Raises
-    RuntimeError with the last line of its stderr if it fails, or if it takes longer than `timeout` seconds (None:
-    TIMEOUT_S). `nice` lowers its priority; 19 is the lowest one. `started` gets the process, which it may keep to end
-    it.
+    `directory` is its working directory; None: that of this process. With `own_modules` it imports modules from there.
+    Raises RuntimeError with the last line of its stderr if it fails, or if it takes longer than `timeout` seconds
+    (None: TIMEOUT_S). `nice` lowers its priority; 19 is the lowest one. `started` is called with the process, for
+    example to keep it and kill it later.
     """
     timeout = timeout or TIMEOUT_S
     around = ["setpriv", "--pdeathsig", "KILL"], ["nice", "-n", str(nice)]
@@ -93,19 +93,19 @@ class Task(concurrent.futures.Future[T]):
             self.set_result(result)
 
     def kill_program(self) -> None:
-        """Kills the program that run_beside runs for it now, if there is one. RuntimeError is raised there."""
+        """Kills the program that run_beside runs for it now, if there is one. run_beside then raises RuntimeError."""
         if process := _running.get(self._thread):
             process.kill()
 
 
 def kill_programs() -> None:
-    """Kills each program that run_beside runs now. RuntimeError is raised there."""
+    """Kills each program that run_beside runs now. Each run_beside then raises RuntimeError."""
     for process in list(_running.values()):
         process.kill()
 
 
 def wait_for(task: Task[T], what: str, stopped_by: Callable[[], str | None]) -> None:
-    """Waits for background work. Says so after seconds, and kills its program once `stopped_by` names a signal."""
+    """Waits for background work. Prints a line if it takes long; kills the program once `stopped_by` names a signal."""
     says_at = time.monotonic() + 3
     while not task.done():
         if stopped_by():

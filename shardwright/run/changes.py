@@ -37,7 +37,7 @@ MOST_CHANGES = 128
 
 
 def may_change(name: str) -> bool:
-    """Returns whether a setting may change during a run."""
+    """Returns True if a setting may change during a run."""
     return name in MAY_CHANGE or name.startswith("data.mixture.")
 
 
@@ -48,7 +48,7 @@ def firsts(config: Any) -> list[int]:
 
 
 def settings_at(config: dict, step: int) -> dict:
-    """Applies the changes up to `step` to a configuration dict. Raises ValueError if a change is not in a section."""
+    """Applies the changes up to `step` to a configuration dict. Raises ValueError for a setting in no section."""
     found = copy.deepcopy(config)
     for change in found["training"].pop("changes", ()):
         for setting in filter(may_change, change if change["step"] <= step else ()):
@@ -140,7 +140,7 @@ def steps_of(c: Config, tokens: int) -> int:
 
 
 MOST_STEPS = 2**31 - 1
-"""Total of a run with training.minutes, until its last step is known."""
+"""Number of steps that a run with training.minutes is given, until its last step is known."""
 
 
 def total_steps(c: Config, loader: Loader) -> int:

@@ -50,7 +50,7 @@ _ATTRIBUTES = {"step": int, "saved_at": str, "arrays": {str: _ARRAY}, "metadata"
 SMALL_BYTES = 2**14
 """Arrays with shards smaller than this are gathered into one file instead of one file per shard."""
 MOST_GATHERED = 2**22
-"""Largest array to gather for that, or a small model on many devices would be replicated on each."""
+"""Largest array to gather, in bytes. Otherwise a small model on many devices would be replicated on each."""
 CHUNK_BYTES = 2**28
 """Largest size of a chunk, where possible: a reader of any part of a chunk reads all of it."""
 MOST_PIECES = 64
@@ -135,7 +135,7 @@ def named_leaves(tree: object) -> dict[str, Any]:
 
 
 def _within(box: Box, outer: Box) -> Box:
-    """Returns the region `box` relative to the start of `outer`."""
+    """Returns the region `box` as indices relative to the start of `outer`."""
     return tuple(slice(at.start - o.start, at.stop - o.start) for at, o in zip(box, outer, strict=True))
 
 
@@ -287,7 +287,7 @@ def read_arrays(
 
 
 def split_over_replicas(leaf: Any) -> jax.sharding.Sharding:
-    """The sharding of an array, and along its first dim that they divide also over axes that it is replicated over."""
+    """Returns the array's sharding, extended by axes that replicate it, each along the first dim that it divides."""
     sharding = leaf.sharding
     spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
     spec = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]

@@ -1,4 +1,4 @@
-"""Measures the time of a run with training.minutes, which all processes agree on, and when it is used up."""
+"""Measures the time of a run with training.minutes, on which all processes agree, and decides when it is used up."""
 
 import collections
 import statistics
@@ -13,14 +13,14 @@ from shardwright.optimizers.rates import Clock
 
 _now = time.monotonic
 _RECENT = 20
-"""Steps whose median is taken as the time of a step."""
+"""Number of recent steps whose median time is taken as the time of a step."""
 
 
 class Stopwatch:
-    """Counts the time since the first step of a run, without what its starts took before their first steps.
+    """Counts the time of a run from its first step on. The time before the first step of each start is left out.
 
-    All processes make the same calls. They agree on the time by the devices, which take the largest of theirs, so that
-    the loop never waits.
+    All processes make the same calls. The devices compute the largest of their times, so all agree on it and the loop
+    never waits.
 
     Args:
         minutes: training.minutes.
@@ -38,22 +38,22 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the steps up to now, for the checkpoint; all of them once the time is over."""
+        """Seconds of the steps up to now, for the checkpoint; at least training.minutes once the time is over."""
         seconds = self._before + (0.0 if self._began is None else _now() - self._began)
         return max(seconds, 60 * self.minutes) if self.is_over and self.minutes else seconds
 
     def begin(self) -> None:
-        """Begins with the first step."""
+        """Starts counting, with the first step of this start."""
         self._began = _now()
 
     def now(self) -> Clock | None:
-        """The clock for the step that begins, on the current mesh; None without training.minutes."""
+        """Returns the clock for the step that begins, on the current mesh; None without training.minutes."""
         if self.minutes is None:
             return None
         return Clock(agreed(self.seconds / (60 * self.minutes)))
 
     def see(self, clock: Clock) -> None:
-        """Takes the clock of the step that was dispatched, and decides whether it is the last one.
+        """Reads the clock of the step that was just dispatched, and sets `is_over` if that step is the last one.
 
         That step begins when the one before it ends, about now, so the next one would end two steps later.
         """
@@ -63,7 +63,7 @@ class Stopwatch:
 
 
 def agreed(share: float) -> jax.Array | np.float32:
-    """The largest number of all processes, on all devices of the current mesh. Does not wait for them."""
+    """Returns the largest `share` of all processes, on all devices of the current mesh. Does not wait for them."""
     if jax.process_count() == 1:
         return np.float32(share)
     mesh = jax.sharding.get_mesh()

@@ -38,9 +38,9 @@ class TrainingConfig:
     epochs: float | None = within(0, 2**20, None)
     """Length of the run in passes over the dataset."""
     minutes: float | None = above_0(None)
-    """Length of the run in minutes on the clock, from its first step on, with validation and checkpoints; also over
-    several starts. The decay of the learning rate follows the clock: optimizer.schedule_steps stands for all of this
-    time. Instead of steps, tokens and epochs."""
+    """Length of the run in minutes of wall time from its first step on, summed over all starts, with validation and
+    checkpoints. The learning rate decays by the clock: optimizer.schedule_steps stands for the whole time. Give it
+    instead of steps, tokens and epochs."""
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Settings that change from a given step on, by their full names, such as
     [{step: 1000, training.seq_len: 2048}]. A resumed run may add entries (docs/experiments.md)."""
@@ -60,7 +60,7 @@ class TrainingConfig:
     other_source: bool = False
     """Allows resuming with source that computes something else than the source of the checkpoint."""
     unproved_causality: bool = False
-    """Also runs if the proof that the model is causal ended with an error, which is printed."""
+    """Runs even if the proof that the model is causal ended with an error, which is printed."""
     reference: str | None = None
     """Directory or URL of a run or checkpoint whose model the training step also runs, for distillation (teacher) or
     preference optimization (reference policy). Any size with the same vocabulary; its weights are frozen, and
@@ -83,8 +83,8 @@ class TrainingConfig:
     bf16, unless JAX_DEFAULT_MATMUL_PRECISION=highest is in the environment."""
     reduce_dtype: str = "compute"
     """Dtype in which gradients of matrices are reduced over d and r. compute: compute_dtype. f32: twice the bytes of
-    bf16, without rounding at each addition (docs/performance.md). Microbatches are accumulated in f32, but those side
-    by side in compute_dtype."""
+    bf16, without rounding at each addition (docs/performance.md). Gradients are accumulated over microbatches in f32,
+    but over those side by side in compute_dtype."""
     attention: str = "auto"
     """Implementation of attention. einsum: materializes all scores. blockwise: one block of scores at a time. cudnn:
     NVIDIA's fused flash attention. triton: a kernel for NVIDIA GPUs that skips other documents. splash: a kernel for
@@ -107,15 +107,16 @@ class TrainingConfig:
     """Activation checkpointing: what a layer saves for its backward pass, which recomputes the rest. marked: values
     that the model marks with save_for_backward. offload: the same, in host memory; needs a loop over layers and no
     stages. nothing: only the layer's input. dots: outputs of weight matmuls. more: also inputs of weight matmuls that
-    are cheap to recompute. everything: all that XLA does not fuse, but of what devices exchange only marked
-    values."""
+    are cheap to recompute. everything: all that XLA does not fuse, except results of collectives that are not
+    marked."""
     unroll: int | None = within(1, 2**16, 1)
     """Layers per iteration of the loop over layers, at least 1. Null: all, without a loop. This takes longer to
     compile, but a GPU copies fewer saved activations."""
     eval_batches: int = within(0, 2**31, 8)
     """Most batches of the validation split per evaluation; 0 for no evaluations."""
     forecast: str | None = None
-    """A forecast of this run's loss, made by tools.forecast. The run says when it leaves it. Null: none."""
+    """Path of a forecast of this run's loss, from tools.forecast. The run reports when its loss leaves the forecast.
+    Null: none."""
     eval_interval: int | None = at_least_1(None)
     """Steps between evaluations. The last step is always followed by one. Null: only that."""
     eval_epochs: float | None = above_0(None)

@@ -19,7 +19,7 @@ def count_batches(validation: Any, batches: int) -> int:
 
 
 def _sum_over_processes(count: int) -> int:
-    """The sum of a count of each process, below 2^60; arrays hold 32 bits."""
+    """Returns the sum of a count over all processes, exact below 2^60 although JAX's arrays hold 32 bits."""
     if jax.process_count() == 1:
         return count
     high, low = multihost_utils.process_allgather(np.array(divmod(count, 2**30), np.int32)).astype(int).sum(0)

@@ -19,7 +19,7 @@ EXPORT_S = 4 * 3600.0
 
 
 class Exports:
-    """Exports checkpoints one after another, to `<directory>/exports/<step>`. Process 0 does.
+    """Exports checkpoints one after another, to `<directory>/exports/<step>`, on process 0 only.
 
     An export is complete or missing. A failure is printed and logged, and training continues.
 
@@ -36,7 +36,7 @@ class Exports:
         self._is_elsewhere = False
 
     def set_aside(self, start: int) -> None:
-        """Moves the exports of later steps than `start` to `exports/set_aside`: they are of steps that are redone."""
+        """Moves the exports of steps after `start` to `exports/set_aside`, because these steps are run again."""
         folder = self._directory / "exports"
         later = [path for path in sorted(folder.glob("[0-9]*")) if path.name.isdigit() and int(path.name) > start]
         if not later:
@@ -85,7 +85,7 @@ class Exports:
         return bool(self._exports)
 
     def left(self) -> list[int]:
-        """Lists the steps whose checkpoints are exported now or later."""
+        """Lists the steps whose checkpoints are being exported, or are still to be."""
         return [step for step, export in self._exports.items() if not export.done()]
 
     def wait(self, stopped_by: Callable[[], str | None]) -> bool:

@@ -50,15 +50,15 @@ class Speed(NamedTuple):
 
 
 def attended_keys(calls: Iterable[Call], c: ModelConfig, length: int) -> float:
-    """Computes the number of keys a query attends to in all layers, in a sequence of one document, over c.layers.
+    """Computes the mean over layers of the number of keys that a query attends to, in a sequence of one document.
 
-    Where values have another size than keys, a key counts by the mean of both over the size of a key.
+    If values have another size than keys, a key counts by the mean of both sizes, divided by the size of a key.
     """
     return sum(call.layers * _share(call) * call.pattern.attended(length) for call in calls) / c.layers
 
 
 def _share(call: Call) -> float:
-    """FLOPs of a pair of a query and a key, over those with values of the size of keys."""
+    """Returns the FLOPs of a query-key pair, relative to those of a pair whose value has the size of the key."""
     return (1 + call.d_value / call.q.shape[-1]) / 2
 
 
@@ -70,8 +70,8 @@ def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
     Args:
         table: weights of the model.
         c: its ModelConfig.
-        attended: keys per query over c.layers, from `attended_keys`. PaLM (arXiv 2204.02311, appendix B) and many
-            published figures take all positions of a sequence.
+        attended: mean number of keys per query and layer, from `attended_keys`. PaLM (arXiv 2204.02311, appendix B) and
+            many published figures take all positions of a sequence.
     """
     weights = [weight for weight in jax.tree.leaves(table) if weight.kind != "embedding"]
     multiplied = sum(math.prod(weight.shape) * weight.used for weight in weights)

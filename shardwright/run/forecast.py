@@ -1,4 +1,4 @@
-"""A forecast of a run's loss that was written before the run (tools.forecast), and whether the run keeps to it."""
+"""Reads a forecast of a run's loss, written before the run by tools.forecast, and compares the run with it."""
 
 import math
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from shardwright.data.untrusted import number, read_object
 from shardwright.run.files import write_whole
 
 FILE = "forecast.json"
-"""Its copy in the run's directory."""
+"""Name of the copy of the forecast in the run's directory."""
 PARTS = 10
-"""Parts of a run, of as many tokens each, whose mean training losses are forecast."""
+"""Number of parts of a run, with equally many tokens, for each of which the mean training loss is forecast."""
 
 
 class Bound(NamedTuple):
-    """The forecast of a loss, in nats per token."""
+    """Forecast of a loss, with its lower and upper bound, in nats per token."""
 
     loss: float
     low: float
@@ -30,14 +30,16 @@ class Forecast(NamedTuple):
     params: int
     """Parameters of the model without embeddings."""
     tokens: int
-    """Of the whole run."""
+    """Tokens of the whole run."""
     metric: str
-    """What `end` is of: val, the last validation loss, or loss, the mean training loss of the last part."""
+    """The loss that `end` forecasts: val, the last validation loss, or loss, the mean training loss of the last
+    part."""
     end: Bound
     curve: list[Bound]
-    """Of the mean training loss of each part."""
+    """Forecast of the mean training loss of each part."""
     law: tuple[float, ...] = ()
-    """E, A, a, B, b of the law of the end, L(N, D) = E + A/N^a + B/D^b; empty in a file without it."""
+    """Coefficients E, A, a, B, b of the scaling law for `end`, L(N, D) = E + A/N^a + B/D^b; empty in a file without
+    it."""
 
 
 def read_forecast(path: Path) -> Forecast:
@@ -60,15 +62,15 @@ def read_forecast(path: Path) -> Forecast:
 
 
 def part_of(tokens: Any, total: int) -> Any:
-    """Number of the part, from 0, in which a step ends after so many tokens; of arrays too."""
+    """Returns the number of the part, from 0, in which a step ends that has seen `tokens` tokens. Takes arrays too."""
     return np.clip(np.ceil(np.asarray(tokens) * PARTS / total - 1e-9) - 1, 0, PARTS - 1).astype(int)
 
 
 def losses_of_parts(tokens: np.ndarray, losses: np.ndarray, total: int) -> np.ndarray:
-    """Mean loss of the steps of each part of a run of `total` tokens; NaN without any: f64[PARTS].
+    """Computes the mean loss of the steps in each part of a run, f64[PARTS]; NaN for a part without steps.
 
     Args:
-        tokens: seen up to the end of each step.
+        tokens: number of tokens of the run at the end of each step.
         losses: of each step; those that are not finite don't count.
         total: tokens of the whole run.
     """
@@ -111,14 +113,14 @@ class Watch:
         write_whole(directory / FILE, self._source.read_text())
 
     def see(self, step: int, tokens: int, loss: Any) -> None:
-        """Takes the loss of a step that ends after so many tokens of the run."""
+        """Adds the loss of a step, after which the run has seen `tokens` tokens."""
         if (part := int(part_of(tokens, self.of_run.tokens))) != self._part:
             self.end_part()
         self._step, self._part = step, part
         self._losses += [value] if math.isfinite(value := number(loss)) else []  # a skipped step's is not
 
     def end_part(self) -> None:
-        """Compares the mean loss since the part began, or since the run was resumed in it."""
+        """Compares the mean loss of the current part, or of its steps since the run was resumed."""
         if self._losses:
             self._tell(self._step, self._part, sum(self._losses) / len(self._losses), self.of_run.curve[self._part])
         self._losses = []

@@ -24,7 +24,7 @@ class Keeper:
         whole: the configuration with all changes.
         directory: of the run.
         model: the model.
-        placement: of its layers.
+        placement: the placement of its layers on stages.
 
     Attributes:
         checkpoints: the Checkpointer of the run.
@@ -75,7 +75,7 @@ class Keeper:
         return done, metadata["loader"], metadata.get("skips", {})
 
     def _best_of(self, metadata: dict[str, Any], done: int) -> tuple[int, float] | None:
-        """The best checkpoint that the metadata of step `done` names, if it is there and its loss still compares."""
+        """Returns the best checkpoint by the metadata of step `done`, if it is there and its loss still compares."""
         best = metadata.get("best")
         if not best or best["step"] not in self.checkpoints.steps():
             return None

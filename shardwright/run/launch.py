@@ -38,7 +38,7 @@ CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
 
 
 def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callable[[], None]:
-    """Decorator: makes `run` a program, called with what `launched` gives for configs/ and the command line.
+    """Decorator: makes `run` a program whose arguments `launched` makes from configs/ and the command line.
 
     `run` returns None, or the name of the signal that stopped it; the exit code is then STOPPED's.
     """
@@ -68,7 +68,7 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
 def composed(name: str, *overrides: str, own: str | Path | None = None) -> Config:
     """Composes <name>.yaml with overrides such as `training.steps=10`, as on the command line.
 
-    It is a file of the directory `own`, a project's configurations, or one of CONFIGS.
+    The file is in the directory `own`, which has a project's configurations, or in CONFIGS.
     """
     register_schema()
     read_as_written(Config)

@@ -136,11 +136,11 @@ class RunLog(contextlib.AbstractContextManager):
         self._waited += seconds
 
     def note(self, step: int, event: str) -> None:
-        """Notes what took time after a step, without a line of its own."""
+        """Records an event that took time after a step, without a line in the file."""
         self._events.append((step, event))
 
     def noted(self, begin: int, end: int) -> list[str]:
-        """Names of the events and notes after the steps from `begin` to before `end`."""
+        """Returns the names of the events and notes after the steps from `begin` to before `end`."""
         return sorted({event for step, event in self._events if begin <= step < end})
 
     def flush(self) -> None:

@@ -34,9 +34,9 @@ from shardwright.run.step import Step, trace_step
 
 Write = Callable[[str], None]
 DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")
-"""Model settings that may differ from those of training.init_from if its weights may."""
+"""Model settings in which a run may differ from training.init_from, if it also allows missing or unused weights."""
 CARRIED = "huggingface"
-"""Key in a checkpoint's metadata of what an import kept beside the weights, which runs that start from it carry on."""
+"""Key in a checkpoint's metadata of what an import kept besides the weights. Runs that start from it keep that too."""
 NAMED = 4
 """Most weights taken from a checkpoint that are printed by name. Fresh and unused ones are all printed."""
 REMEDY = (
@@ -157,14 +157,15 @@ def read_state(
 ) -> Any:
     """Reads the state of a checkpoint onto the current mesh.
 
-    `State` is its class, generic in the class of the weights; `shapes` those of its arrays; `placement` the layers'.
+    `State` is its class, generic in the class of the weights; `shapes` are those of its arrays; `placement` is that of
+    its layers.
     """
     like = sharded(State[model.Weights], shapes)
     return checkpoints.restore(step, like, stack_orders(placement, State, shapes))
 
 
 def trusted_options(c: run_config.Config, trust: bool, write_line: Write) -> dict[str, Any]:
-    """Returns the run's XLA options. Without trust, omits texts, which could be paths of files or code."""
+    """Returns the run's XLA options. Without trust, omits strings, because they could be paths of files or code."""
     options = c.hardware.options
     left = [name for name, value in options.items() if isinstance(value, str) and not trust]
     for name in left:
@@ -254,7 +255,7 @@ def read_weights(
 def _check_same_model(path: str | os.PathLike, saved: dict, config: dict, may_decide_weights: bool) -> None:
     """Raises ValueError if the `saved` settings of a model differ from those of `config` in more than may differ.
 
-    With `may_decide_weights` those may that decide which weights exist, and those that only `config` has.
+    With `may_decide_weights`, these may differ: settings that decide which weights exist, and those only in `config`.
     """
     # Fine-tuning may change RoPE scaling (for longer sequences), dropout, and the losses of experts.
     free = ("embed_init_scale", "weight_init_scale", "init_std", "family", "rope_scaling", "dropout")
@@ -277,7 +278,7 @@ def _check_same_model(path: str | os.PathLike, saved: dict, config: dict, may_de
 
 
 def _compare_weights(has: dict[str, Any], wants: dict[str, Any]) -> dict[str, list[str]]:
-    """What becomes of the weights that a checkpoint `has` and a model `wants`: the names of each kind."""
+    """Lists the weights that a checkpoint `has` and a model `wants` by what happens to them when they are read."""
 
     def is_longer(name: str) -> bool:
         old, new = has[name], wants[name]
@@ -293,13 +294,13 @@ def _compare_weights(has: dict[str, Any], wants: dict[str, Any]) -> dict[str, li
 
 @jax.jit
 def _replace_first_rows(x: jax.Array, rows: jax.Array, count: int) -> jax.Array:
-    """`x` with the first `count` of its rows from `rows`, which has its shape."""
+    """Returns `x` with the first `count` rows replaced by those of `rows`, which has the same shape."""
     index = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1))
     return jnp.where(index < count, rows, x)
 
 
 def carried_of(path: str | os.PathLike) -> dict[str, Any]:
-    """Reads what a run that starts from the weights of a checkpoint carries into the metadata of its own.
+    """Reads the metadata of a checkpoint that a run which starts from its weights copies to its own checkpoints.
 
     `path` is as for `find_checkpoint`.
     """
@@ -309,7 +310,7 @@ def carried_of(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def carried_in(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The part of a checkpoint's metadata that later checkpoints have too."""
+    """Returns the part of a checkpoint's metadata that later checkpoints keep."""
     return {key: value for key, value in metadata.items() if key == CARRIED}
 
 

@@ -5,8 +5,8 @@
         source.zip              the project's source, with which tools.replay replays steps
         provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run
 
-Compared are the training step and the evaluation step: each is traced on one device, and the hash is of its lowered
-text, so comments and names of values do not matter.
+The training step and the evaluation step are compared by hashes. Each step is traced on one device, and the hash is
+that of its lowered text, so comments and variable names do not matter.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ from shardwright.settings.words import listed, say
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("shardlib", "shardwright")
 PARTS = {"train.py": "shardwright/train.py", "models": "shardwright/models"} | {name: name for name in PACKAGES}
-"""The project's source, by the names under which it is compared. Each leaves out those before it, and PROGRAMS."""
+"""The project's source in parts, by the names under which they are compared. No file is in two parts, or in
+PROGRAMS."""
 PROGRAMS = "shardwright/tools"
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 """Prefixes of the environment variables that are kept. Others may be secrets."""
@@ -48,7 +49,7 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 def own_modules() -> list[Path]:
     """Lists the files of loaded modules that are the user's own: not Python's, of packages, or of this project.
 
-    The script `shardwright`, which an installer writes, is none.
+    The script `shardwright`, which an installer writes, is not one of them.
     """
     ours = *PACKAGES, "train.py", "jax_extra.py", "tools", "bench", "tests"
     within = tuple(f"{ROOT / name}/" for name in ours)
@@ -90,7 +91,7 @@ def source_of() -> dict[str, str]:
 
 @functools.cache
 def version() -> tuple[str, ...]:
-    """What a result of this project depends on besides its arguments: its own files, and JAX."""
+    """Identifies what results of this project depend on besides their arguments: its own files, and JAX."""
     files = {name: paths for name, paths in files_of_project().items() if name in PACKAGES}
     return *_digests(files).values(), *map(importlib.metadata.version, ("jax", "jaxlib"))
 
@@ -115,7 +116,7 @@ def _device() -> Device:
 
 
 def read_by(step: Step) -> tuple:
-    """Returns what determines the programs of a step besides the source: settings, the reference."""
+    """Returns what determines the programs of a step besides the source: its settings, and the reference."""
     settings = [
         dataclasses.asdict(part)
         for part in (step.config.model, step.config.optimizer, step.config.training, step.config.pipeline)
@@ -130,18 +131,18 @@ def keep_result(
     kinds: object = dict,
     may_keep: Callable[[], bool] = lambda: True,
 ) -> dict[str, Any]:
-    """Returns what `make` returns, or what it returned before for the same key.
+    """Returns the result of `make`, or what it returned before for the same key.
 
-    That is kept next to compiled programs. A record that cannot be read or written is ignored,
-    with a line.
+    Results are kept next to compiled programs. If a record cannot be read or written, a line is printed and it is
+    ignored.
 
     Args:
-        name: what the facts are, and directory of the records.
-        key: returns what the facts follow from besides `version`, above all Step.digest of the
-            programs that run. If it raises, nothing is kept.
-        make: returns the facts, of types that JSON has.
+        name: name of the result, and of the directory of its records.
+        key: returns what the result depends on besides `version`, above all Step.digest of the programs that run. If it
+            raises, nothing is kept.
+        make: returns the result, of types that JSON has.
         kinds: types of its values, as for untrusted.check_types.
-        may_keep: called after `make`. False: what it returned is of this start only.
+        may_keep: called after `make`. False: the result is for this start only.
     """
     directory = kept_programs(name)
     if directory is None:

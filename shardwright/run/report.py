@@ -35,7 +35,7 @@ def parameters_of(model: Any) -> int:
 
 
 def parameters_without_embeddings(model: Any) -> int:
-    """Counts the parameters of a model but for those of its embedding and unembedding."""
+    """Counts the parameters of a model, without those of its embedding and unembedding."""
 
     def is_weight(x):
         return hasattr(x, "kind")
@@ -123,12 +123,12 @@ def describe_data(run: Schedule) -> list[str]:
 
 
 def in_percent(share: float) -> str:
-    """Formats a share."""
+    """Formats a share as a percentage."""
     return f"{100 * share:.3g}%"
 
 
 def has_targets(loader: Loader, batches: int) -> bool:
-    """Whether any of the batches of an evaluation has a target."""
+    """Returns True if any of the first `batches` batches of an evaluation has a target."""
     every = np.arange(loader.batch_size)
     return any(loader.sequences(i, every).loss_mask.any() for i in range(count_batches(loader, batches)))
 

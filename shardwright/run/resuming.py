@@ -78,7 +78,8 @@ def saved_config(metadata: object) -> dict[str, dict]:
 def with_defaults(saved: dict, named: str | None = None) -> dict:
     """Fills in defaults for the settings that a checkpoint's configuration lacks.
 
-    For the model only if its module is shipped here or is `named`, by the user: no other is imported.
+    Model settings are filled in only if the module is shipped here, or `named` by the user, because no other is
+    imported.
     """
     filled = {}
     for section in dataclasses.fields(Config):
@@ -138,7 +139,7 @@ def config_of(saved: dict, trust: bool = False) -> Config:
 
 
 def _functions(saved: dict) -> Iterator[tuple[str, object]]:
-    """Yields the settings of a checkpoint that may name functions; `named` imports none without a colon."""
+    """Yields the settings of a checkpoint that may name functions of a module, as module:function."""
     optimizer, trackers = saved.get("optimizer", {}), saved.get("trackers", {})
     yield from ((f"optimizer.{name}", optimizer.get(name)) for name in ("algorithm", "loss", "schedule"))
     groups, names = optimizer.get("groups"), trackers.get("names")
@@ -232,8 +233,8 @@ def choose_checkpoint(
 ) -> tuple[int, dict] | None:
     """Chooses the checkpoint to resume from. Returns its step and metadata, the same in all processes; None without.
 
-    It is the latest with an intact manifest, or the one of step `wanted`. If a run that already went back to `wanted`,
-    with the same batches, saved the latest, it is that: repeating a command continues the run.
+    It is the latest with an intact manifest, or the one of step `wanted`. But if the latest is of a run that already
+    went back to `wanted`, with the same batches, it is the latest, so that repeating a command continues the run.
 
     Args:
         checkpoints: of the run.
@@ -266,7 +267,7 @@ def choose_checkpoint(
 
 
 def _went_back(metadata: dict, wanted: int, skip_steps: Sequence[int], step: int) -> bool:
-    """Returns whether a run with these settings saved the checkpoint of `step`, after the same batches."""
+    """Returns True if a run with these settings saved the checkpoint of `step`, after the same batches."""
     config = saved_config(metadata)
     with contextlib.suppress(ValueError):
         check_skips(config.get("data", {}).get("skip_steps", []), skip_steps, step)

@@ -50,7 +50,7 @@ class Run(Schedule):
     Args:
         c, model, spec: as for Schedule.
         directory: of the run.
-        listeners: classes of what happens around the steps, in this order.
+        listeners: Listener classes, whose methods are called around the steps in this order.
 
     Attributes:
         options: compiler options that the installed XLA knows.
@@ -60,11 +60,12 @@ class Run(Schedule):
         stopped_by: name of the signal that requested a stop; None without one.
         log: the RunLog, since `begin`.
         program, hlo, compiled_s: the compiled step, the file of its text, and how long it took, since `compile`.
-        skips: what the checkpoint knows of skipped steps: SkippedSteps.state.
+        skips: SkippedSteps.state, from the checkpoint.
         keeper: the Keeper of its checkpoints.
 
     Raises:
-        ValueError: tools would take another SPEC, the data is too short, or a checkpoint has other settings.
+        ValueError: tools would load another SPEC than `spec`, the data is too short, or a checkpoint has other
+            settings.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Run(Schedule):
         return facts_of(self, speed)
 
     def signal(self) -> str | None:
-        """Names the signal that requested a stop, also since the last step, in this process; None without one."""
+        """Name of the signal that requested a stop in this process, even since the last step; None without one."""
         return self.stopped_by or self._stop.signal
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: object) -> None:

@@ -90,9 +90,9 @@ class Schedule:
         return self.done >= self.end_step
 
     def due(self, interval: int | None, epochs: float | None = None) -> bool:
-        """Returns whether `interval` divides the steps done, or the last step passed a multiple of `epochs` epochs.
+        """Returns True if `interval` divides the steps done, or the last step passed a multiple of `epochs` epochs.
 
-        Always true after the last step. None: only then.
+        Always True after the last step. None: only then.
         """
         if epochs is not None:
             begin, end = (self.loader.epochs_before(self.batch_of(step)) for step in (self.done - 1, self.done))
@@ -100,7 +100,7 @@ class Schedule:
         return self.is_over or (interval is not None and self.done % interval == 0) or (epochs is not None and passed)
 
     def end_here(self) -> None:
-        """Makes the steps done all steps of the run."""
+        """Makes the current step the last of the run: its total is the number of steps done."""
         self.total = self.end_step = self.done
 
     def batch_of(self, step: int) -> int:

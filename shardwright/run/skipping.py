@@ -120,7 +120,7 @@ def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list
 
 @jax.jit
 def are_finite(state: Any) -> Any:
-    """Computes, on the devices, whether all values of each array are finite."""
+    """Computes on the devices, for each array, if all its values are finite."""
     return jax.tree.map(lambda x: jnp.isfinite(x).all(), state)
 
 

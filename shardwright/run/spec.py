@@ -1,4 +1,4 @@
-"""What the rest of the package needs of a training program, as one value: no module imports train.py itself."""
+"""Collects the parts of a training program that the package uses, so that no module imports train.py itself."""
 
 import dataclasses
 import importlib
@@ -45,7 +45,7 @@ class StepSpec:
 
 
 def load_spec(name: str | None = None) -> StepSpec:
-    """The SPEC of a training program, by the name of its module; None: that of `training_module`.
+    """Loads the SPEC of a training program, by the name of its module; None: that of `training_module`.
 
     Raises ValueError if the module has none.
     """

@@ -29,11 +29,12 @@ from shardwright.optimizers.scales import initial_table
 from shardwright.run.config import Config, check_divides
 
 IN_ORDER = "in order"
-"""Instead of a schedule: each device runs all layers, by shardlib.pipeline.run_in_order. Used for verification."""
+"""Takes the place of a schedule: each device runs all layers, by shardlib.pipeline.run_in_order. Used for
+verification."""
 
 
 def has_stages() -> bool:
-    """Returns whether the current mesh has an axis p."""
+    """Returns True if the current mesh has an axis p."""
     return PIPELINE_AXIS in mesh_axes()
 
 

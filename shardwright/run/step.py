@@ -38,7 +38,7 @@ NAMES = "training", "evaluation", "start"
 READ = ("model", "optimizer", "training", "pipeline", "mesh")
 """Sections of the settings that a program may read: those of provenance.read_by, and the mesh."""
 LOSSES = "training loss", "evaluation loss"
-"""What of these programs computes the loss of a microbatch."""
+"""Names of the parts of these programs that compute the loss of a microbatch."""
 _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "save": "marked", "unroll": 1}
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1, "minutes": None}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
@@ -91,7 +91,7 @@ class Step:
         spec: the parts of the training program.
         name: one of NAMES or LOSSES, or "logits", the forward pass over texts.
         forms: keys of FORMS that are applied, and its size if that differs; empty: as the run executes it.
-        planned: sizes of the mesh for which it chooses the fast implementation.
+        planned: sizes of the mesh for which it chooses fast implementations.
     """
 
     config: Config
@@ -232,7 +232,7 @@ class Step:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hash of the traced program on its mesh, whatever its comments and names of values."""
+        """Hash of the traced program on its mesh, which does not depend on comments and names of values."""
         return digest_of(self.jaxpr)
 
     @functools.cached_property
@@ -242,7 +242,7 @@ class Step:
 
 
 def clock_of(c: Config, spec: StepSpec, elapsed: float = 0.0) -> tuple[Clock, ...]:
-    """The last argument of a training step with training.minutes; empty without.
+    """Returns the last argument of a training step with training.minutes, as a tuple; empty without.
 
     Raises ValueError if the step of `spec` takes none.
     """
@@ -258,7 +258,7 @@ def clock_of(c: Config, spec: StepSpec, elapsed: float = 0.0) -> tuple[Clock, ..
 
 
 class _Unread:
-    """A section of the settings that a program may not read: proofs and hashes are kept for the others."""
+    """A section of the settings that a program must not read, because kept proofs and hashes do not depend on it."""
 
     def __init__(self, section: str):
         self._section = section
@@ -285,7 +285,7 @@ def _trace_logits(step: Step) -> jax.stages.Traced:
 
 
 def _of_microbatch(c: Config, name: str) -> Config:
-    """The settings of a step `name` of one microbatch, or of two that run side by side."""
+    """Returns the settings of a step `name` of one microbatch, or of two that run side by side."""
     t = c.training
     count = min(2, t.side_by_side) if name == "training" else 1  # enough to see that one reads another
     sizes = {"batch_size": t.batch_size // t.microbatches * count, "microbatches": count}

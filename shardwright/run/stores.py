@@ -126,7 +126,7 @@ def _below(directory: str) -> ts.KvStore.KeyRange:
 def in_parallel(jobs: Iterable[Callable[[], T]]) -> list[T]:
     """Runs jobs, WORKERS at a time, and returns their results. After an error no further job starts.
 
-    The error is raised once all have ended, or a late write could recreate files that the next save removes.
+    The error is raised once all have ended, because a late write could recreate files that the next save removes.
     """
     with concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="chunk") as pool:
         return list(pool.map(lambda job: job(), jobs))

@@ -154,7 +154,7 @@ run."""
 
 
 def tracker_of(name: str) -> tuple[str, Callable[[Any, Facts], Opened]]:
-    """Package of a tracker, and the function that opens a run: of TRACKERS, or module:function of the user's own."""
+    """Returns a tracker's package and the function that opens a run: of TRACKERS, or the user's module:function."""
     return TRACKERS[name] if name in TRACKERS else (name.partition(":")[0], named("tracker", name, {}))
 
 
@@ -312,7 +312,7 @@ def _leave(name: str, why: str) -> None:
 
 
 def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """Extracts the step and the numbers, by name, from a line of metrics.jsonl; numbers of an event as `event/name`.
+    """Extracts the step and the numbers, by name, from a line of metrics.jsonl; those of an event as `event/name`.
 
     Entries of lists and dicts are named with `/`; a dict in a list by its entry `name`. The strings for NaN and the
     infinities become floats; other texts are dropped.

@@ -1,4 +1,4 @@
-"""What happens around the steps of a run: listeners, which Run tells of every step, in the order of its list."""
+"""Listeners: classes whose methods Run calls around the steps of a run, in the order of its list."""
 
 from shardwright.run.listeners.checkpoints import Checkpoints
 from shardwright.run.listeners.listener import Ending, Listener, Listeners, Training

@@ -81,7 +81,7 @@ class Checkpoints(Listener):
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def _validated_best(self) -> tuple[int, float] | None:
-        """Step and loss of the validation after this step, if it is the best so far."""
+        """Step and loss of the validation after this step, if it is the best so far; else None."""
         last = self._validation.last if self._validation else None
         if last is None or last[0] != self._run.done or not math.isfinite(last[1]):
             return None
@@ -89,7 +89,7 @@ class Checkpoints(Listener):
 
     @property
     def _bests(self) -> list[tuple[int, float]]:
-        """The best checkpoint, and one that will take its place once it is complete."""
+        """The best checkpoint, and one that will replace it once it is complete."""
         return [best for best in (self._best, self._next_best) if best]
 
     def _save(self, state: Any, best: tuple[int, float] | None) -> None:
@@ -125,7 +125,7 @@ class Checkpoints(Listener):
             self._checkpoints.save(done, state, metadata, orders, check=complete, again=True)
 
     def _held(self) -> list[int]:
-        """Steps of the checkpoints that are kept beside the latest ones: of exports, and the best complete one."""
+        """Steps of the checkpoints kept besides the latest: those being exported, and the best complete one."""
         complete = self._checkpoints.steps()
         best = [step for step, _ in self._bests if step in complete]
         return [*self._exports.left(), *best[-1:]]

@@ -1,4 +1,4 @@
-"""What a listener of a run is, and a list of them, each of which is told of every step, in its order."""
+"""Defines a listener, whose methods a run calls around its steps, and a list of listeners, called in order."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ L = TypeVar("L", bound="Listener")
 
 
 class Training(Protocol):
-    """What listeners read of a run.Run, which documents it."""
+    """The attributes of run.Run that listeners read. Run documents them."""
 
     spec: Any
     whole: Config
@@ -70,36 +70,36 @@ class Ending(NamedTuple):
 
 
 class Listener:
-    """Is told what happens. All processes tell theirs the same. Methods that a listener does not need do nothing."""
+    """Base class: a run calls these methods, the same in all processes. By default they do nothing."""
 
     def check(self, run: Training) -> None:
         """Raises ValueError for a wrong setting, before the log is opened: nothing of an earlier start is changed."""
 
     def begin(self, run: Training) -> None:
-        """After the state was restored and the log opened."""
+        """Called after the state was restored and the log opened."""
 
     def before(self, step: int, state: Any, batch: Any) -> None:
-        """Before a step is dispatched, from this state and batch."""
+        """Called before a step is dispatched, with its state and batch."""
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
-        """After a step was dispatched. The next one donates its state, none its metrics; both are arrays."""
+        """Called after a step was dispatched, with its arrays. The next step donates the state, none the metrics."""
 
     def see(self, step: int, values: Mapping[str, Any]) -> None:
-        """Takes the metrics of a step as numbers, or as words if they are not finite, after they were written."""
+        """Called after the metrics of a step were written, with them as numbers, or strings if they are not finite."""
 
     def wait(self) -> bool:
-        """Waits for what it does in the background, after the last step. Returns False if a signal cut that short."""
+        """Waits for background work, after the last step. Returns False if a signal cut it short."""
         return True
 
     def end(self, how: Ending) -> None:
         """Ends, and prints its results."""
 
     def close(self) -> None:
-        """Lets go of what it holds, however the run ended."""
+        """Releases what it holds, however the run ended."""
 
 
 class Listeners:
-    """Tells all listeners of a list, in its order. A context manager, which closes them."""
+    """Calls all listeners of a list, in order. A context manager, which closes them."""
 
     def __init__(self, listeners: Sequence[Listener]):
         self._listeners = listeners
@@ -128,22 +128,22 @@ class Listeners:
             self._begun.callback(listener.close)
 
     def before(self, step: int, state: Any, batch: Any) -> None:
-        """Before a step is dispatched."""
+        """Calls `before` of each listener."""
         for listener in self._listeners:
             listener.before(step, state, batch)
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
-        """After a step was dispatched."""
+        """Calls `after` of each listener."""
         for listener in self._listeners:
             listener.after(step, state, metrics)
 
     def see(self, step: int, values: Mapping[str, Any]) -> None:
-        """The metrics of a step were written."""
+        """Calls `see` of each listener."""
         for listener in self._listeners:
             listener.see(step, values)
 
     def end(self, how: Ending) -> None:
-        """Ends them, once. After an error of one, which is raised at the end, the others are told that the run failed.
+        """Ends each listener once. If one raises an error, the others are told that the run failed; it is raised last.
 
         So each prints and writes what it has, and the log names one end.
         """
@@ -161,6 +161,6 @@ class Listeners:
             raise first
 
     def wait(self) -> bool:
-        """Waits for what they do in the background. Returns False if a signal cut any of it short."""
+        """Waits for all their background work. Returns False if a signal cut any of it short."""
         waited = [listener.wait() for listener in self._listeners]
         return all(waited)

@@ -48,7 +48,7 @@ class Statistics(Listener):
 
 
 class Skips(Listener):
-    """Counts skipped steps and tells spikes, with the documents of their batch."""
+    """Counts skipped steps and reports loss spikes, with the documents of their batch."""
 
     def begin(self, run: Training) -> None:
         t = run.config.training
@@ -151,7 +151,7 @@ class Summary(Listener):
 def forecast_of_run(given: Path, directory: Path, start: int) -> Path:
     """Returns the file to compare a run with: training.forecast, or its copy in the directory of a resumed run.
 
-    A forecast that is edited once losses are known is none, so this prints a line if the file is another one by now.
+    Prints a line if training.forecast has changed since, because a forecast must not be edited once losses are known.
     """
     copy = directory / FILE
     if not start or not copy.exists():
@@ -240,7 +240,7 @@ class Report(Listener):
         self._page.close()
 
     def _is_finished(self) -> bool:
-        """Whether an earlier start has written the end of the run; it may have been killed just before."""
+        """True if an earlier start logged the end of the run, even if it was killed right after that."""
         if jax.process_index() != 0:
             return True
         found = end_of(read_metrics(self._run.directory / "metrics.jsonl"))

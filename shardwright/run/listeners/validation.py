@@ -29,7 +29,7 @@ class Validation(Listener):
 
     @functools.cached_property
     def _step(self) -> jax.stages.Compiled:
-        """The evaluation step as it was proved."""
+        """The compiled evaluation step, of the program that was proved."""
         return self._run.step.other(name="evaluation").lower().compile(compiler_options=self._run.options)
 
     def _event(self, weights: Any, average: Any) -> tuple[str, dict[str, Any]]:
