@@ -337,7 +337,7 @@ def test_the_first_change_and_its_refusal():
     assert shown.split() == message.split()[1:]  # after the place, whose line number moves with each change
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other jax traces a few operations more, by a percent")
 @pytest.mark.parametrize("page", ["README.md", "docs/plan.md", "docs/performance.md"])
 def test_what_a_page_quotes_of_a_plan_is_what_the_program_shows(page):
