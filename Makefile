@@ -78,11 +78,11 @@ docs: $(SITE) ## the documentation as a site with search; prints the path of its
 
 pictures: $(DEVELOPMENT) ## the pictures of README and the outputs of docs/tour.ipynb, anew: some minutes
 	@$(VENV)/bin/python docs/site/pictures.py
-	@rm -rf runs/pictured
-	@$(RUN) train --config-name=local_test_synthetic paths.model_name=pictured
-	@sed 's|$(CURDIR)/||g' runs/pictured/report.html >runs/pictured/page.html
-	@$(CHROMIUM) --headless --no-sandbox --hide-scrollbars --virtual-time-budget=20000 --window-size=1280,852 \
-	  --screenshot=docs/pictures/report.png file://$(CURDIR)/runs/pictured/page.html
+	@rm -rf runs/demo
+	@$(RUN) train --config-name=local_test_synthetic paths.model_name=demo
+	@sed 's|$(CURDIR)/||g' runs/demo/report.html >runs/demo/page.html
+	@$(CHROMIUM) --headless --no-sandbox --hide-scrollbars --virtual-time-budget=20000 --window-size=1280,950 \
+	  --screenshot=docs/pictures/report.png file://$(CURDIR)/runs/demo/page.html
 
 lint: $(DEVELOPMENT) ## only the linters and the type checker
 	$(RUN) ruff check
