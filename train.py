@@ -574,7 +574,7 @@ def make_training_step(config: Config, model: LanguageModel):
         loss, g, layers = loss_and_gradients(state.weights, batch, seeds, config, forward)
         g = checkpoint_name(g, "gradient")  # the name by which statistics find them
         new, grad_norm, rate = update_state(state, g, step, config, updates, clock)
-        skipped = ~jnp.isfinite(loss + grad_norm + rate)
+        skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped, count_targets(batch))
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardlib.parsing import ShardError, did_you_mean, named
@@ -62,6 +63,24 @@ def _own_schedule(at: jax.Array, c: OptimizerConfig) -> jax.Array:
             "of `if`",
         ) from error
     return share
+
+
+MOST_CHECKED = 10_000
+"""Most steps at which a schedule of the user's own is checked, evenly spaced."""
+
+
+def check_schedule(c: OptimizerConfig, steps: int) -> None:
+    """Raises ValueError if a schedule of the user's own is not finite at one of so many steps."""
+    if ":" not in c.schedule:
+        return
+    at = np.unique(np.linspace(0, steps - 1, min(steps, MOST_CHECKED)).astype(np.int32))
+    shares = np.asarray(jax.jit(jax.vmap(lambda step: _own_schedule(step, c)))(np.float32(at)))
+    if not np.isfinite(shares).all():
+        first = int(at[~np.isfinite(shares)][0])
+        raise ValueError(
+            f"optimizer.schedule={c.schedule} gives {shares[at == first][0]} at step {first} of {steps}; return a "
+            "finite number for each."
+        )
 
 
 def averaged(state: Any, step: i32[""], c: Any) -> Any:

@@ -15,6 +15,7 @@ from shardwright.cluster.watch import now_at
 from shardwright.data.loader import TokenBatch, prefetch
 from shardwright.inspect import examine
 from shardwright.modeling.model import COMPUTE_DTYPES, LanguageModel
+from shardwright.optimizers.rates import check_schedule
 from shardwright.run.background import kill_programs
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.changes import MOST_STEPS
@@ -119,6 +120,10 @@ class Run(Schedule):
             if self.clock.is_over:
                 self.end_here()
             check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
+            if not self.is_over:
+                in_minutes = self.whole.training.minutes is not None
+                steps = (self.config.optimizer.schedule_steps or 1) if in_minutes else self.total
+                check_schedule(self.config.optimizer, steps)
             planned = self._planned()  # before allocating the state, which may not fit
             state = keeper.state(start, self.step, self.spec.State)
         for step, why in keeper.damaged.items():

@@ -188,12 +188,10 @@ def test_a_schedule_of_ones_own_is_a_number_of_the_step(monkeypatch, kind):
         assert jax.jit(lambda step: rates.learning_rate(step, c))(jnp.int32(4)) == 0.5 * c.learning_rate
 
 
-def test_a_step_without_a_finite_rate_is_skipped(monkeypatch, one_device):
-    c = tiny.config(tiny.model(layers=1))
-    c = dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, schedule="mine:schedule"))
-    monkeypatch.setattr(rates, "_own_schedule", lambda at, c: jnp.where(at < 1, 1.0, jnp.nan))
-    step = tiny.training_step(c)
-    before = jax.device_get(tiny.state(c))
-    state, metrics = step(tiny.state(c), tiny.place_batch(c), np.int32(1))
-    assert metrics.skipped
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+def test_a_schedule_that_is_not_finite_is_refused_before_the_run(monkeypatch):
+    c = dataclasses.replace(tiny.config(tiny.model()).optimizer, schedule="mine:schedule")
+    monkeypatch.setattr(rates, "named", lambda *_: lambda step, c: jnp.where(step < 40, 1 - step / 100, jnp.nan))
+    rates.check_schedule(c, 40)
+    with pytest.raises(ValueError, match="schedule=mine:schedule gives nan at step 40 of 50"):
+        rates.check_schedule(c, 50)
+    rates.check_schedule(dataclasses.replace(c, schedule="cosine"), 50)
