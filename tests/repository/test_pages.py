@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests").rglob("*.md")])
 YOURS = {"mine.py", "mixing.py", "model/mine.yaml", "my_schedules.py", "script.py", "__main__.py"}
 """Files that a page has its reader write, or that many folders have."""
-NOT_OURS = ("pdb", "pip", "pytest")
+NOT_OURS = ("pip", "pytest")
 
 
 def blocks(text: str) -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """Programs that a run starts beside itself."""
 
+import concurrent.futures
 import os
 import signal
 import subprocess
@@ -90,6 +91,7 @@ def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
     wait_for(drawing, "the picture", stopped_by)
     assert time.monotonic() - began < 30
     assert drawing.result() == "it was killed"
+    concurrent.futures.wait([other], timeout=0.5)
     assert not other.done(), "only the program that is waited for is killed"
     other.kill_program()
     assert str(other.exception()) == "it was killed"
@@ -99,5 +101,6 @@ def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
 def test_a_line_is_shown_before_the_wait_that_it_announces():
     """Also in a file, as of Slurm."""
     program = "import os; from shardwright.run.printing import log; log('exporting'); os._exit(0)"
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    shown = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
     assert shown == "exporting\n"
