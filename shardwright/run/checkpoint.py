@@ -61,8 +61,8 @@ OWNER = ".owner"
 class Checkpointer(contextlib.AbstractContextManager):
     """Saves and restores pytrees of jax.Arrays under `<place>/<step, 10 digits>/<leaf path>`.
 
-    With several processes, all make the same calls in the same order on the same `place`, and each writes only its own
-    shards (those with replica_id 0).
+    With several processes, all make the same calls in the same order on the same `place`. Those that have the same
+    shards share the work: each chunk is written, and read, by one of them.
 
     Args:
         place: path in a file system that all processes share, created by the first save; or a URL, as for Store.
@@ -171,7 +171,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     def restore(self, step: int, like: object, orders: Orders = NO_ORDERS, partly: bool = False) -> Any:
         """Restores the state saved at `step`, with the shardings of `like`. An error in one process is raised in all.
 
-        Each process reads only the chunks that its devices need, each once.
+        Each process reads only chunks that its devices need. Those that need the same ones share the reading.
 
         Args:
             step: step of a complete checkpoint.
@@ -194,7 +194,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         if not partly:
             check_same_arrays(f"{self.store.url}/{name}", saved, expected)
         arrays = in_all_processes(lambda: read_arrays(self.store, name, saved, expected, orders))
-        return jax.tree.unflatten(jax.tree.structure(like), arrays)
+        return jax.tree.unflatten(jax.tree.structure(like), [place() for place in arrays])
 
     def manifest(self, step: int) -> dict:
         """Reads the manifest of a checkpoint. Raises ValueError if there is none, Damaged if it is damaged."""

@@ -12,13 +12,14 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import google_crc32c
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -42,6 +43,8 @@ Index = tuple[int, ...]
 """Index of a chunk in the chunk grid of an array."""
 Box = tuple[slice, ...]
 """A region of an array, with bounds."""
+Bounds = tuple[tuple[int, int], ...]
+"""A shard of an array: start and stop in each dim."""
 Checksums = dict[str, int]
 """The crc32c of each chunk, by the key of its file in the checkpoint."""
 _ARRAY = {"shape": [int], "dtype": str, "chunk_shape": [int], "crc32c": str}
@@ -139,12 +142,44 @@ def _within(box: Box, outer: Box) -> Box:
     return tuple(slice(at.start - o.start, at.stop - o.start) for at, o in zip(box, outer, strict=True))
 
 
-def _stored_regions(index: Sequence[slice], shape: Sequence[int], order: np.ndarray | None) -> list[tuple[Box, Any]]:
-    """Lists the regions on disk that make up a device's shard of a leaf, each with its rows in the shard."""
-    box = tuple(slice(*at.indices(size)[:2]) for at, size in zip(index, shape, strict=True))
+def _stored_regions(bounds: Bounds, order: np.ndarray | None) -> list[tuple[Box, Any]]:
+    """Lists the regions on disk that make up a shard, each with its rows in the shard."""
+    box = tuple(itertools.starmap(slice, bounds))
     if order is None:
         return [(box, ...)]
-    return [((layers, *box[1:]), rows) for layers, rows in consecutive(order, index[0])]
+    return [((layers, *box[1:]), rows) for layers, rows in consecutive(order, box[0])]
+
+
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
+    return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
+
+
+def holders_of(leaf: Any) -> dict[Bounds, list[int]]:
+    """Lists the processes that have each shard of a leaf."""
+    found = collections.defaultdict(set)
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        found[_bounds(index, leaf.shape)].add(device.process_index)
+    return {bounds: sorted(processes) for bounds, processes in found.items()}
+
+
+def shares(
+    saved: SavedArray, holders: Mapping[Bounds, list[Any]], order: np.ndarray | None, turns: Iterator[int]
+) -> Iterator[tuple[int, Bounds, Index, Box, Any]]:
+    """Chooses for each chunk a process that reads or writes it, for all processes that have the same shards.
+
+    They take turns, so that what a store sends does not grow with the number of replicas, and what a process writes
+    shrinks.
+
+    Yields:
+        A process, and for one shard of it and one chunk the bounds of the shard, the index of the chunk, and a region
+        on disk, with its rows in the shard, that both have a part of.
+    """
+    turn_of: dict[Index, int] = {}
+    for bounds, processes in holders.items():
+        for box, rows in _stored_regions(bounds, order):
+            for index in saved.overlapping(box):
+                turn = turn_of[index] if index in turn_of else turn_of.setdefault(index, next(turns))
+                yield processes[turn % len(processes)], bounds, index, box, rows
 
 
 def _chunk_shape(leaf: jax.Array, order: np.ndarray | None) -> tuple[int, ...]:
@@ -183,19 +218,21 @@ def gather_small(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
     """Copies the shards that this process saves to host memory, as chunks of each array. Waits for them."""
     arrays = []
+    turns = itertools.count()
     for name, leaf in leaves.items():
         order = orders.get(name)
         saved = SavedArray(name, leaf.shape, str(leaf.dtype), _chunk_shape(leaf, order))
+        reordered: Any = ...
+        if order is not None and leaf.is_fully_replicated:
+            reordered, order = np.argsort(order), None
+        own = {_bounds(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
         chunks: dict[Index, np.ndarray] = {}
-        for shard in [shard for shard in leaf.addressable_shards if shard.replica_id == 0]:
-            # On CPU this references the buffer instead of copying. While it lives, JAX copies the buffer when a step
-            # donates it.
-            values = np.asarray(shard.data)
-            if order is not None and leaf.is_fully_replicated:
-                values = values[np.argsort(order)]
-                order = None
-            for box, rows in _stored_regions(shard.index, leaf.shape, order):
-                chunks |= {i: values[rows][_within(saved.box(i), box)] for i in saved.overlapping(box)}
+        for process, bounds, index, box, rows in shares(saved, holders_of(leaf), order, turns):
+            if process == jax.process_index():
+                # On CPU this references the buffer instead of copying. While it lives, JAX copies the buffer when a
+                # step donates it.
+                values = np.asarray(own[bounds])[reordered]
+                chunks[index] = values[rows][_within(saved.box(index), box)]
         arrays.append((saved, chunks))
     return arrays
 
@@ -255,68 +292,82 @@ def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) ->
 
 def read_arrays(
     store: Store, directory: str, saved: Mapping[str, SavedArray], like: Mapping[str, Any], orders: Orders
-) -> list[jax.Array]:
-    """Reads arrays, sharded as `like`. Each process reads only the chunks that its devices need, each once.
+) -> list[Callable[[], jax.Array]]:
+    """Reads this process's part of arrays, sharded as `like`. Processes that have the same shards take turns.
 
-    Replicas on several processes read a part each, and gather the others' over the network: what a store sends does not
-    grow with their number. Rows of `like` beyond those saved are 0.
+    Returns:
+        Functions that make the arrays. All processes call them in this order, after none has failed, because processes
+        send each other what they read. Rows of `like` beyond those saved are 0.
     """
-    jobs, shards, shardings = [], [], []
+    jobs, arrays = [], []
+    turns = itertools.count()
+    process = jax.process_index()
     for name, leaf in like.items():
-        of_leaf = {}
-        targets = []
-        sharding: Any = split_over_replicas(leaf) if jax.process_count() > 1 else leaf.sharding
-        shardings.append(sharding)
-        for index in sharding.addressable_devices_indices_map(leaf.shape).values():
-            if str(index) not in of_leaf:
-                values = of_leaf[str(index)] = np.zeros(sharding.shard_shape(leaf.shape), leaf.dtype)
-                stored = _stored_regions(index, leaf.shape, orders.get(name))
-                targets += [(there, values[rows]) for there, rows in stored]
-        shards.append(of_leaf)
-        jobs += _reads(functools.partial(read_chunk, store, directory), saved[name], targets)
+        holders = holders_of(leaf)
+        is_shared = _is_shared(leaf, holders)
+        if not is_shared:
+            holders = {bounds: [process] for bounds, processes in holders.items() if process in processes}
+        values: dict[Bounds, np.ndarray] = {}
+        targets = collections.defaultdict(list)
+        for reader, bounds, index, box, rows in shares(saved[name], holders, orders.get(name), turns):
+            if reader == process:
+                if bounds not in values:
+                    values[bounds] = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
+                targets[index].append((box, values[bounds][rows]))
+        jobs += [functools.partial(_read_into, store, directory, saved[name], *item) for item in targets.items()]
+        arrays.append(functools.partial(_placed, leaf, values, is_shared))
     in_parallel(jobs)
-    arrays = []
-    for leaf, of_leaf, sharding in zip(like.values(), shards, shardings, strict=True):
-
-        def shard(index, of_leaf=of_leaf):
-            return of_leaf[str(index)]
-
-        part = jax.make_array_from_callback(leaf.shape, sharding, shard)
-        arrays.append(part if sharding == leaf.sharding else jax.device_put(part, leaf.sharding))
     return arrays
 
 
-def split_over_replicas(leaf: Any) -> jax.sharding.Sharding:
-    """Returns the array's sharding, extended by axes that replicate it, each along the first dim that it divides."""
-    sharding = leaf.sharding
-    spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
-    spec = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
-    used = set(itertools.chain(*spec))
-    for axis, devices in sharding.mesh.shape.items():
-        block = sharding.shard_shape(leaf.shape)
-        if axis in used or devices == 1:
-            continue
-        if (dim := next((i for i, n in enumerate(block) if n % devices == 0), None)) is not None:
-            spec[dim] = *spec[dim], axis
-            sharding = jax.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
-    return sharding
+def _is_shared(leaf: Any, holders: Mapping[Bounds, list[int]]) -> bool:
+    """True if processes read parts of the same shards, to be added: of words of 32 bits, which all backends add."""
+    return leaf.dtype.itemsize == 4 and any(len(processes) > 1 for processes in holders.values())
 
 
-def _reads(read_chunk: Callable[..., Any], saved: SavedArray, targets: list[tuple[Box, np.ndarray]]) -> list[Callable]:
-    """Makes one job per chunk that reads regions of an array into NumPy arrays."""
-    by_chunk = collections.defaultdict(list)
+def _placed(leaf: Any, values: Mapping[Bounds, np.ndarray], is_shared: bool) -> jax.Array:
+    """Makes an array of the shards that this process read; where a shard is shared, others read the rest of it.
+
+    Args:
+        leaf: shape, dtype and sharding of the array.
+        values: what was read, by shard, and 0 elsewhere; all 0 for a shard that is missing.
+        is_shared: True to add what processes with the same shard have. Their bits are added, which keeps -0.0 and NaN.
+    """
+    shard_shape = leaf.sharding.shard_shape(leaf.shape)
+    if not is_shared:
+
+        def shard(index):
+            return values.get(_bounds(index, leaf.shape), np.zeros(shard_shape, leaf.dtype))
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
+    left = dict(values)
+    parts = []
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        part = left.pop(_bounds(index, leaf.shape), None)  # by one device of this process
+        bits = np.zeros(shard_shape, np.uint32) if part is None else part.view(np.uint32)
+        parts.append(jax.device_put(bits[None], device))
+    mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
+    used = set(jax.tree.leaves(tuple(spec)))
+    over = tuple(axis for axis in mesh.axis_names if axis not in used)
+    stacked = NamedSharding(mesh, PartitionSpec(over, *spec))
+    copies = math.prod(mesh.shape[axis] for axis in over)
+    of_each = jax.make_array_from_single_device_arrays((copies, *leaf.shape), stacked, parts)
+    return jax.jit(_add_bits, static_argnums=1, out_shardings=leaf.sharding)(of_each, leaf.dtype)
+
+
+def _add_bits(of_each: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(jnp.sum(of_each, axis=0, dtype=jnp.uint32), dtype)
+
+
+def _read_into(
+    store: Store, directory: str, saved: SavedArray, index: Index, targets: list[tuple[Box, np.ndarray]]
+) -> None:
+    """Reads a chunk, and copies from it to the arrays of these regions."""
+    chunk = read_chunk(store, directory, saved, index)
+    region = saved.box(index)
     for box, values in targets:
-        for index in saved.overlapping(box):
-            by_chunk[index].append((box, values))
-
-    def read(index: Index) -> None:
-        chunk = read_chunk(saved, index)
-        region = saved.box(index)
-        for box, values in by_chunk[index]:
-            both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, region, strict=True))
-            values[_within(both, box)] = chunk[_within(both, region)]
-
-    return [functools.partial(read, index) for index in by_chunk]
+        both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, region, strict=True))
+        values[_within(both, box)] = chunk[_within(both, region)]
 
 
 # ---- the manifest ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Checkpoints: the format, meshes and several processes. What kills and damage do is in test_resuming.py."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -341,18 +342,63 @@ def run_processes(tmp_path, program):
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec", "found"),
+    ("chunk", "holders", "found"),
     [
-        ((8, 6), P("d", "t"), P(("d", "r"), "t")),
-        ((2, 12), P("d", None), P("d", ("r", "t"))),  # blocks of one row
-        ((3,), P(None), P(None)),
-        ((), P(), P()),
+        # A chunk of each shard: the processes take turns.
+        ((4, 6), {((0, 4), (0, 6)): [0, 2], ((4, 8), (0, 6)): [1, 3]}, [(0, 0), (3, 1)]),
+        # Two chunks of each shard: each of its processes has one.
+        ((2, 6), {((0, 4), (0, 6)): [0, 2], ((4, 8), (0, 6)): [1, 3]}, [(0, 0), (2, 1), (1, 2), (3, 3)]),
+        # A chunk of both shards: one process reads it for both.
+        ((8, 6), {((0, 4), (0, 6)): [0, 1], ((4, 8), (0, 6)): [0, 1]}, [(0, 0), (0, 0)]),
     ],
 )
-def test_replicas_read_a_part_each(shape, spec, found):
-    mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
-    leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
-    assert checkpoint_arrays.split_over_replicas(leaf).is_equivalent_to(NamedSharding(mesh, found), len(shape))
+def test_processes_with_the_same_shards_take_turns(chunk, holders, found):
+    saved = checkpoint_arrays.SavedArray("x", (8, 6), "float32", chunk)
+    shares = checkpoint_arrays.shares(saved, holders, None, itertools.count())
+    assert [(process, index[0]) for process, _, index, _, _ in shares] == found
+
+
+@pytest.mark.long
+def test_replicas_write_and_read_each_chunk_once(tmp_path):
+    """Two processes that have the same shards, of 12 arrays and a count: each writes and reads half of the bytes."""
+    outputs = run_processes(
+        tmp_path,
+        """
+        from shardwright.run import checkpoint_arrays
+        from shardwright.run.stores import Store
+        checkpoint_arrays.SMALL_BYTES = 0
+        mesh = jax.make_mesh((2, 4), ("r", "d"), axis_types=(AxisType.Explicit,) * 2)
+        values[0, :3] = -0.0, np.nan, np.float32(1e-45)
+        values.view(np.uint32)[0, 3] = 0x7FC12345  # a NaN with a payload
+        sharding = NamedSharding(mesh, P(None, "d"))
+        rolled = {f"x{i}": np.roll(values, i, 1) for i in range(12)}
+        state = {k: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for k, x in rolled.items()}
+        state["count"] = jax.device_put(np.int32(7), NamedSharding(mesh, P()))
+        wrote, got = [], []
+        write, read = Store.write, Store.read
+        Store.write = lambda self, key, content: wrote.append((key, len(content or b""))) or write(self, key, content)
+        checkpointer.save(5, state, {})
+        checkpointer.wait()
+        def counting(self, key, *more):
+            content = read(self, key, *more)
+            got.append((key, len(content or b"")))
+            return content
+        Store.read = counting
+        assert checkpointer.latest_step() == 5
+        like = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in state.items()}
+        restored = checkpointer.restore(5, like)
+        for name, x in restored.items():
+            assert x.sharding == state[name].sharding
+            for shard, was in zip(x.addressable_shards, state[name].addressable_shards):
+                assert np.asarray(shard.data).tobytes() == np.asarray(was.data).tobytes(), name
+        for done in (wrote, got):
+            chunks = [size for key, size in done if key.split("/")[2:3] == ["c"]]
+            print("chunks:", len(chunks), sum(size for size in chunks if size > 8))
+        """,
+    )
+    size = 24 * (2**18 // 4 + 4)
+    assert outputs[0].count(f"chunks: 25 {size}") == 2, outputs
+    assert outputs[1].count(f"chunks: 24 {size}") == 2, outputs
 
 
 @pytest.mark.long
