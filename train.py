@@ -22,15 +22,15 @@ Groups of axes
   fsdp  c/d/e, over which weights are sharded at rest, and gathered for use
 
 `f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum
-over t, which still has to be reduced, `*t` copies of a value on the devices of t. Devices along an
-axis that a type does not name hold the same values. An axis that the mesh lacks counts as one
-device. docs/sharding-types.md teaches the types.
+over t, still to be reduced; `*t` marks a value of which each device of t has a copy. Except over p
+within a stage, devices along an axis that a type does not name hold the same values. An axis that
+the mesh lacks counts as one device. docs/sharding-types.md teaches the types.
 
 Between layers the residual stream is `act['B/b L/c/t M']`: each device along c and t holds its own
 positions. `act` is the compute dtype, which training.compute_dtype sets. The declaration of a
-weight has its inputs, outputs and sharding at rest.
+weight states its inputs, outputs and sharding at rest.
 
-Communication along c and p is in modeling/context.py and shardlib/pipeline.py.
+Attention across c is in shardwright/modeling/context.py, pipelines are in shardlib/pipeline.py.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ from shardwright.sampling import samples
 
 @pytree_dataclass
 class TransformerLayer:
-    """Weights of one layer: inputs -> outputs, sharded as at rest."""
+    """Weights of one layer, a matrix as `inputs -> outputs`, with their sharding at rest."""
 
     attention_norm: gain["M"]
     w_q: matrix["M/fsdp -> K/t Q D"]
@@ -118,7 +118,7 @@ class TransformerLayer:
 class Transformer:
     """Weights of the model."""
 
-    embed: embedding["V/t/p M/fsdp"]  # all stages look tokens up together, each in its rows
+    embed: embedding["V/t/p M/fsdp"]  # each stage of p looks up the tokens of its rows of V
     layers: Array["layers/p", TransformerLayer]  # stacked; each stage of p has its own
     final_norm: gain["M/p"]  # all stages compute the logits together, so each has its part
     unembed: unembedding["V/t/p M/fsdp if not tied_embeddings"]
@@ -137,7 +137,7 @@ class Llama:
     mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document))
 
     def __init__(self, config: ModelConfig, **changes: dict):
-        """Matrices begin with variance weight_init_scale²/fan-in, gains at 1.
+        """Initial std: weight_init_scale/√fan-in (embed: embed_init_scale); gains start at 1.
 
         `changes` sets attributes of weights, by name; see table_of.
         """
@@ -161,7 +161,7 @@ class Llama:
     def embed(self, w: Transformer, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
         embed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed)
-        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would
+        # f32, because the gradient of a frequent token sums thousands of terms, which bf16 would
         # round.
         embed = embed.astype(jnp.float32)
         x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
@@ -210,7 +210,7 @@ class Llama:
         return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     def head_norm(self, heads: str, x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        """RMSNorm of each head of queries or keys, of type `heads`; `x` itself without a weight."""
+        """RMSNorm of each head in `x`, of spec `heads`: queries or keys. `x` if no weight."""
         if weight is None:
             return x
         weight = shardops.all_gather("D/t/fsdp -> D", weight)
@@ -241,7 +241,7 @@ Model = Llama
 
 @typed
 def rms_norm(x: act["B/b L/c/t M"], weight: f32["M"], epsilon: float) -> act["B/b L/c/t M"]:
-    """RMSNorm of each position, in f32. Each device of t norms its own positions."""
+    """RMSNorm of each position, computed in f32. Each device of t normalizes its positions."""
     y = shardops.einsum_unreduced("B/b L/c/t M, M -> B/b L/c/t M", unit_rms(x, epsilon), weight)
     return save_for_backward(y.astype(x.dtype), cheap=True)
 
@@ -256,9 +256,9 @@ def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
 def softmax_attention(
     q: act["B/b L K/t Q D"], k: act["B/b S K/t D"], v: act["B/b S K/t D_v"], mask: masks.Mask
 ) -> act["B/b L K/t Q D_v"]:
-    """Softmax attention in f32, with heads sharded over t.
+    """Softmax attention with heads sharded over t. Scores and softmax are in f32.
 
-    `mask` turns the scores q·k into attention weights.
+    `mask` turns the scores q·k into attention weights of the dtype of `v`.
     """
     formula = "B/b L K/t Q D, B/b S K/t D -> B/b K/t Q L S"
     products = shardops.einsum_unreduced(formula, q, k, preferred_element_type=jnp.float32)
@@ -279,7 +279,7 @@ def cross_entropy(
 ) -> f32["B/b L/c"]:
     """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)².
 
-    The backward pass keeps the logits only.
+    With training.save=marked, it saves `logits` and two numbers per position for the backward pass.
     """
     logits = jnp.float32(logits)
     peak = save_for_backward(shardops.pmax("B/b L/c V/t/p -> B/b L/c", lax.stop_gradient(logits)))
@@ -297,12 +297,12 @@ def cross_entropy(
 def training_loss(
     logits: act["B/b L/c V/t/p"], targets: Targets, config: OptimizerConfig
 ) -> f32["B/b L/c"]:
-    """Loss of each target that training minimizes; validation takes cross_entropy."""
+    """Training loss of each target: cross_entropy with z_loss, which validation leaves out."""
     return cross_entropy(logits, targets.ids, config.z_loss)
 
 
 def validation_loss(logits: act["B/b L/c V/t/p"], targets: Targets) -> f32["B/b L/c"]:
-    """Loss of each target that validation reports."""
+    """Validation loss of each target: cross_entropy without z_loss."""
     return cross_entropy(logits, targets.ids)
 
 
@@ -346,7 +346,7 @@ def microbatch_loss(
     head: Callable,
     groups: int | None = None,
 ) -> tuple[f32[""], LayerAux]:
-    """Loss of a microbatch, whose last part `head` computes, and the LayerAux of its layers.
+    """Loss of a microbatch, which `head` computes after the layers, and the layers' LayerAux.
 
     The auxiliary losses of the layers are divided by `groups`; None leaves them out.
     """
@@ -370,7 +370,7 @@ def dropout_seeds(batch: Batch, step: i32[""], config: Config) -> u32["m B/b"] |
 
 
 def gatherable(w: W, forward: Forward) -> W:
-    """The weights at rest, or gathered once per step, as embed, layers and logits take them."""
+    """Wraps weights at rest for shardops.all_gather; gathers them now if `forward` says so."""
     w = at_rest(w, forward.training.reduce_dtype)
     return gather_ahead(w) if forward.gathers_ahead else w  # once for all microbatches
 
@@ -384,7 +384,7 @@ def zero_sum(w: jax.Array) -> jax.Array:
 def loss_and_gradients(
     w: W, batch: Batch, seeds: u32["m B/b"] | None, config: Config, forward: Forward
 ) -> tuple[f32[""], W, LayerMetrics | None]:
-    """Mean loss in nats a token, its gradients, and the metrics of the layers."""
+    """Mean training loss per target plus auxiliary losses, its gradients, and LayerMetrics."""
     m = config.training.microbatches
     at_once = config.training.side_by_side
     count = jnp.maximum(count_targets(batch), 1)  # without targets the loss is 0, not NaN
@@ -394,10 +394,10 @@ def loss_and_gradients(
     adds_up = stages.has_stages() or m > at_once
 
     # With jax.grad around the sum over microbatches, each layer would reduce its gradients over r
-    # for each of them. So this part is differentiated by itself: the gradients that are added up
-    # are those of its result, and `reduce` turns their sum into gradients of `w`, reduced over r
-    # (and d) once per step. If no gradient is added up, each gather reduces its own over r instead,
-    # beside the backward pass of other layers.
+    # for each of them. So `prepare` is differentiated by itself: gradients of `gathered` are added
+    # up, and `reduce` turns their sum into gradients of `w`, reduced over r (and d) once per step.
+    # If none are added up, each gather reduces its own gradient over r instead, overlapped with the
+    # backward pass of other layers.
     def prepare(w: W) -> W:
         if adds_up and not forward.gathers_ahead:
             w = shardops.replicate("... -> ... *r", w)  # its transpose sums gradients over r
@@ -433,7 +433,7 @@ class State(Generic[W]):
     weights: W
     adam_mu: shardtypes.Subset[W]  # momentum of matrices under Muon; None for frozen weights
     adam_nu: shardtypes.Subset[W]  # None for matrices under Muon and for frozen weights
-    average: W | None = None  # of the weights after earlier steps, by training.eval_average
+    average: W | None = None  # of the weights over steps; None without training.eval_average
 
 
 @typed
@@ -441,12 +441,12 @@ def global_norm(g: W) -> f32[""]:
     """Root of the sum of the squares of all entries."""
 
     # An array is sharded over all axes but r, so that the flattened blocks of all devices hold each
-    # entry once. N is another number for each array.
+    # entry once. N differs between arrays, so each call has a scope.
     @shardtypes.scope
     def sum_of_squares(x: jax.Array) -> Any:
         return shardops.einsum_unreduced("N/t/fsdp/p -> +t +fsdp +p", jnp.square(x.reshape(-1)))
 
-    # A small vector may be whole over some axes, whose devices must not count it again.
+    # A small vector may be replicated along some axes: it must not be counted once per device.
     def squares_of_small(kind: shardtypes.ArrayType, x: jax.Array) -> jax.Array:
         marks = " ".join(f"+{axis}" for axis in sorted(kind.spec.sharded))
         square = shardops.einsum_unreduced(f"{kind.spec} -> {marks}", jnp.square(x))
@@ -473,8 +473,8 @@ def adamw(
 ) -> State[W]:
     """One AdamW update (arXiv 1711.05101, algorithm 2).
 
-    It changes the weights that `updates` assigns to adamw. Steps count from 0. Each device updates
-    its own blocks.
+    It changes the weights whose rates.Update in the tree `updates` names adamw. Steps count from 0.
+    Each device updates its own blocks.
     """
     count = jnp.float32(step + 1)
 
@@ -509,7 +509,7 @@ def update_state(
     updates: object,
     clock: rates.Clock | None = None,
 ) -> tuple[State[W], f32[""], f32[""]]:
-    """State after an update with the gradients `g`, their norm before clipping, and the rate."""
+    """Applies the gradients `g`: returns the new State, their norm before clipping, the rate."""
 
     def zero_if_frozen(update: rates.Update, g: jax.Array) -> jax.Array:
         return jnp.zeros_like(g) if update.algorithm == rates.FROZEN else g
@@ -535,7 +535,7 @@ class Metrics:
     learning_rate: f32[""]
     layers: LayerMetrics | None
     skipped: bool_[""]  # loss or grad_norm is not finite, so that the state stayed as it was
-    targets: f32[""]  # if there are none, the step has no loss, and none is logged
+    targets: f32[""]  # their number; if 0, the loss of the step is 0 and is not logged
 
 
 def init_state(key: jax.Array, config: Config, model: LanguageModel) -> State:
@@ -584,7 +584,7 @@ def make_training_step(config: Config, model: LanguageModel):
 def make_evaluation_step(
     config: Config, model: LanguageModel, options: dict[str, Any] | None = None
 ):
-    """The jitted evaluation step: (weights, batch) -> (sum of losses in nats, targets)."""
+    """The jitted evaluation step: (weights, batch) -> (sum of nats, number of targets)."""
     forward = Forward(model, config.training, softmax_attention)
     Weights = model.Weights
 
@@ -635,7 +635,7 @@ LISTENERS = (
     samples.Samples,
     samples.Tasks,
     listeners.Validation,
-    listeners.Checkpoints,  # last: a resumed run does not log again what the others log of a step
+    listeners.Checkpoints,  # last: saves after the others logged, so resuming logs nothing twice
 )
 """What happens around each step, in this order."""
 
@@ -643,14 +643,14 @@ LISTENERS = (
 def train(config: Config, model: LanguageModel, directory: Path) -> str | None:
     """Runs training on the current mesh to its end, or to the next of training.changes.
 
-    Returns what Run.end returns.
+    Returns the name of the signal that stopped it, run.CHANGES if settings change next, or None.
     """
     with Run(config, model, directory, SPEC, LISTENERS) as run:
         state = run.begin()  # of the last checkpoint, or of init_state
         if run.is_over:  # resumed after its last step
             return run.end()
-        # Both steps compute on this mesh what they compute on one device, and no token sees a later
-        # one; and what has another form on this platform, such as attention, computes the same.
+        # These raise unless the training and evaluation steps compute on this mesh what they do on
+        # one device, no token sees a later one, and kernels of this platform match their reference.
         run.prove()
         run.check_kernels()
         training_step = run.compile()  # as it was proved
@@ -669,6 +669,6 @@ def main(config: Config, model: LanguageModel, directory: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    from train import main  # as the module `train`, by which tools name this file
+    from train import main  # not __main__.main: tools load this file as the module `train`
 
     main()

@@ -38,9 +38,9 @@ LEAST_ROWS = 8
 def grouped_product(spec: str, rows: object, ids: object, matrices: object) -> Any:
     """Multiplies each row by one of N matrices, which its id in [0, N) selects.
 
-    The first dim of the rows and ids is also the first of the matrices' group `(P N)`. The second
-    dim of a matrix is contracted, as in `einsum_unreduced`: if it is sharded, the result is a
-    partial sum. An id outside [0, N) gives zeros. With N = 1 this is an einsum, whatever the ids.
+    The first dim of rows and ids, P, also begins the group `(P N)` of the matrices. The next dim of
+    the matrices is contracted, as in `einsum_unreduced`: if it is sharded, the result is a partial
+    sum. An id outside [0, N) gives zeros, except with N = 1: then the ids are ignored.
 
     - accepts: also gathered arrays and copies
     - sends: nothing

@@ -133,7 +133,7 @@ def region(fn: Callable[..., Any], *args: object) -> Any:
 
 
 def per_device(spec, fn, *args, reason: str, takes: str = ""):
-    """Calls a function whose code differs between devices on purpose.
+    """Calls a function that treats devices differently on purpose, such as by their index.
 
     The proof does not look inside: it takes the results to have the types in the spec, and the
     gradients of the arguments to have the arguments' types. Use it for a ring, a halo, the slots of

@@ -3,14 +3,14 @@
 Call them in a function that `typed_shard_map` or a trainer maps over the devices. The spec of an op
 states the types of its operands and of its result. While JAX traces, an op raises `ShardError` with
 the operands' types and a remedy if an operand does not have the type in the spec, if sizes or axes
-disagree, if a dim is not divisible by its devices, or if the op does not do what the spec says.
+disagree, if a dim is not divisible by its devices, or if the spec describes another op.
 
-An op compiles to the `jax.lax` op of the same name, plus transposes if it acts on a dim that is not
-the first. The backward pass communicates where the forward pass does, by the transposed collective,
-and nowhere else: a gather becomes a reduce-scatter and vice versa, and the gradient of a copy is
-reduced where the copy was made.
+A collective compiles to the `jax.lax` op of its name, plus transposes if it acts on a dim that is
+not the first. The backward pass communicates only where the forward pass does: a gather becomes a
+reduce-scatter and vice versa, and a psum nothing. The exception is `replicate`, which sends nothing
+and whose gradient is all-reduced.
 
-Of these ops, only those that say so accept gathered arrays (`all_gather`) and copies (`replicate`).
+Only ops that say so accept gathered arrays (results of `all_gather`) and copies (of `replicate`).
 
 The examples run as tests. They print the shape of a block while JAX traces, and show what comes
 back from all devices. The names that they use, and their mesh of four devices, are:
@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.checks import note_type
+from shardlib.checks import check_divisible, note_type
 from shardlib.grouped import grouped_product
 from shardlib.jax_errors import WITHOUT_MAXIMUM
 from shardlib.marks import per_device
@@ -183,9 +183,11 @@ def positions(spec: str) -> jax.Array:
 
 
 def zeros(spec: str, dtype, **sizes: int) -> jax.Array:
-    """Returns zeros of a type.
+    """Returns this device's block of an array of zeros.
 
     Pass the global size of each dim that no annotation in this function has bound as a keyword.
+
+    - rejects: a size that the devices along the axes of its dim do not divide
 
     >>> @typed_shard_map
     ... def counters(x: f32["B/d M"]) -> f32["B/d N"]:
@@ -199,9 +201,11 @@ def zeros(spec: str, dtype, **sizes: int) -> jax.Array:
     with checked_op("zeros", spec):
         shape = on_mesh(parse_shape(spec))
         require_shard_map()
-        blocks = [
-            (sizes.get(dim.name) or size(dim.name)) // devices_along(dim.axes) for dim in shape.dims
-        ]
+        blocks = []
+        for dim in shape.dims:
+            whole = dim.literal_size or sizes.get(dim.name) or size(dim.name)
+            check_divisible(dim, whole)
+            blocks.append(whole // devices_along(dim.axes))
     return note_type(varying(jnp.zeros(blocks, dtype), shape.sharded), shape)
 
 
@@ -209,19 +213,19 @@ def zeros(spec: str, dtype, **sizes: int) -> jax.Array:
 
 
 def all_gather(spec, x, *, replicated=False, dtype=None):
-    """Gathers the blocks of dims, so that every device along their last axes has the whole dims.
+    """Gathers the blocks of dims along the axes that the spec drops, so that each device has all.
 
     The result is a gathered array. You may cast it, pass it to ops that accept one, and combine it
     by `@`, `+`, `-` and `*` with an array that differs over the axes of the gather. With
     `replicated` it is a plain array that any function takes, but whose gradient must be the same on
     each device.
 
-    The spec `M/d F/t -> M F/t *d` returns a copy instead, which a `lax.scan` can carry. Applied to
-    that copy, `M/d F/t -> M F/t` does nothing; from the copy of `M/d/p -> M/d *p`, `M/d/p -> M`
-    gathers only over d.
+    The spec `M/d F/t -> M F/t *d` returns a copy instead, which a `lax.scan` can carry. Inside the
+    loop, `M/d F/t -> M F/t` of that copy does nothing. What `M/d/p -> M/d *p` has gathered over p,
+    `M/d/p -> M` gathers over d alone.
 
     - sends: an all-gather of the blocks, cast to `dtype` before
-    - gradient: a reduce-scatter, in the dtype of `x`; that of a copy once, after the loop
+    - gradient: a reduce-scatter, in the dtype of `x`; for a copy only one, not one for each use
     - rejects: a partial sum; a copy that is `replicated`
 
     A trainer passes weights at rest. They are gathered in the dtype in which the model's class
@@ -299,9 +303,10 @@ _gather_narrow.defvjp(
 def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax.Array:
     """Runs collective(x, axes, tiled=True) along `dim`, moved to the front and back.
 
-    Along another dim, XLA on a CPU chooses layouts that slow neighboring ops by more time than the
-    collective takes. XLA keeps a collective over one device: it then runs along a new dim of size
-    1, and nothing is moved.
+    Along another dim, XLA on a CPU chooses layouts that cost neighboring ops more time than the
+    collective takes. On a GPU it casts and transposes a weight's block in one kernel before the
+    gather, and copies nothing as large as the result. XLA does not remove a collective over one
+    device, which is therefore run along a new dim of size 1, without moving `dim`.
     """
     if planned_devices(axes) == 1:
         return collective(x.reshape(1, *x.shape), axes, tiled=True, **options).reshape(x.shape)
@@ -429,7 +434,7 @@ def all_to_all(spec, x):
 
 
 def shard(spec, x):
-    """Keeps this device's block of a dim that every device has whole, of integers or bools.
+    """Keeps this device's block of a dim that every device has whole, in an integer or bool array.
 
     - sends: nothing
     - gradient: none
@@ -564,6 +569,7 @@ def einsum_unreduced(
         *operands: arrays, gathered arrays or copies.
         preferred_element_type: dtype in which to sum; None: that of the operands.
         product: function (formula, x, y) to call instead of jnp.einsum, e.g. in another precision.
+            Only for two float operands, each dim of which is in two of operands and result.
         name: name of the op in messages.
 
     >>> @typed_shard_map
@@ -690,7 +696,7 @@ def matmul(spec, x, w):
 
 
 def index_unreduced(spec, table, ids):
-    """Looks ids up in the dim of a table that stands in brackets; an id outside it gives zeros.
+    """Looks ids up along the dim that the spec brackets; an id outside it gives zeros.
 
     If that dim is sharded, each device finds the ids of its own block, so the result is a partial
     sum. If the table and the ids share the other dims, as in `B/d L [V/t], B/d L -> B/d L +t`, one

@@ -21,10 +21,10 @@ from shardlib.values import describe, devices_along, stage_axes
 
 
 def zigzag(spec, x):
-    """Exchanges halves of blocks, into zigzag order or back.
+    """Brings a sharded dim into zigzag order, or back: devices exchange halves of their blocks.
 
-    In this order, which balances causal attention over the devices, a dim is named Z. Of 2n chunks
-    on n devices, device i has the chunks i and 2n - 1 - i.
+    This order balances causal attention over the devices: of 2n chunks on n devices, device i has
+    the chunks i and 2n - 1 - i. The spec must name the dim Z in this order, and only there.
 
     - sends: two permutes of half a block
     - gradient: the reverse

@@ -100,7 +100,7 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
 
 
 def _exchange(eq: Equation, rows: Dim | Any) -> Unprovable | None:
-    """Returns why a loop over each device's own rows is refused if it communicates, else None."""
+    """Returns the refusal of a loop over a device's own rows that communicates; None for others."""
     axes = frozenset(map(real, rows.axes)) if rows else frozenset()
     found = _collectives(axes, eq.params["jaxpr"])
     if not found:

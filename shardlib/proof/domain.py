@@ -129,7 +129,7 @@ class Source(NamedTuple):
             the mesh but is the same on all devices of the axes, and so may only cancel out.
         along: the dims over which an extreme or a sum was taken.
         axes: the axes that cut them.
-        dims: for each dim of the value that has this, the matching dim of the extreme.
+        dims: for each dim of the value with this Source, the matching dim of the extreme.
     """
 
     token: object

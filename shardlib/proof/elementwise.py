@@ -192,6 +192,8 @@ def _of_rows(eq: Equation, ins: list[Value]) -> Value:
 def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
     """Computes the result if all operands are known numbers, here and on one device; else None.
 
+    With 2 devices along d (types of operands, the operation, type of the result):
+
     x: f32[4]    2.0 * lax.axis_size("d") + 1    f32[], 5 here and 3 on one device
     """
     if not all(v.is_constant and not (v.partial or v.extreme) for v in ins):
@@ -225,7 +227,7 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
 
 
 def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], float]:
-    """Returns the axes over which the result is a partial sum, and its ratio.
+    """Returns the axes over which the result is a partial sum, and its `Value.ratio`.
 
     x: f32[4]  x / lax.axis_size("d")  f32[4], multiplied by a number that depends on the mesh
     x: f32[4]    lax.psum(x / lax.axis_size("d"), "d")    f32[4]

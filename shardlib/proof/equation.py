@@ -112,7 +112,7 @@ class Refused(Exception):
 
 
 class Twins(NamedTuple):
-    """A program, closed or open, and the same program on one device."""
+    """A program, a ClosedJaxpr or a Jaxpr, and the same program on one device."""
 
     here: Any
     there: Any
@@ -293,9 +293,9 @@ class Equation(Operation):
         return self.unscaled(self.finished(value))
 
     def unscaled(self, value: Value) -> Value:
-        """Returns `value`, which no number that depends on the mesh may have multiplied.
+        """Returns `value`.
 
-        Raises Refused if one has.
+        Raises Refused if it was multiplied by a number that depends on the mesh.
         """
         if math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
             return value

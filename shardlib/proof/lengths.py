@@ -26,8 +26,8 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
 
     Returns:
         The first equation that differs; empty if none does.
-        Ids of literals and arrays of the short program whose content counts as unknown: it follows
-            no such rule, or only positions beyond the shorter sequences reach it.
+        Ids of literals and arrays of the short program whose content counts as unknown: it neither
+            stays the same nor follows from the length, or only longer sequences reach it.
         True if arrays with a dim of positions are among them.
     """
     unknown = set()
@@ -68,10 +68,10 @@ def _named(op: Operation) -> str:
 
 
 def _follows(long: float, short: float, length: int, at: int) -> bool:
-    """Returns True if a number is proportional to the length, or to it plus a constant.
+    """Returns True if a number grows in proportion to the length, up to a constant summand.
 
-    The number of blocks is proportional. It may be rounded to a multiple of ROUNDED. For lengths 64
-    and 32, 128 and 64 follow, and 72 and 40; 100 and 33 do not.
+    A proportional number, such as one of blocks, may be rounded to a multiple of ROUNDED. For
+    lengths 64 and 32, 128 and 64 follow, and 72 and 40; 100 and 33 do not.
     """
     if abs(short) < 2:  # such as one block, which no other block sees
         return False
@@ -91,8 +91,8 @@ def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
     """Returns True if the numbers of both programs agree, so that they count as known.
 
     They agree if one follows from the length; or if they are the same, and not so large that only
-    longer sequences reach them. Products of positions reach any whole number. Floats from `end` on,
-    such as -1e9, are not positions.
+    longer sequences reach them. An integer of any size may be a product of positions. Floats of
+    magnitude `end` or more, such as -1e9, are not positions.
     """
     if not isinstance(getattr(short, "dtype", np.dtype(float)), np.dtype):
         return True  # keys

@@ -1,7 +1,7 @@
 """Finds the line of a user's file that made an equation, for messages.
 
-An equation knows the calls that led to it. Where two programs differ because of a choice by a size,
-the sources are read to name the choice, and the line that gave the size its name.
+An equation knows the calls that led to it. Where two programs differ because of a branch on a size,
+the sources are read to name the branch, and the line that gave the size its name.
 """
 
 import ast
@@ -134,8 +134,9 @@ def _tree(file: str) -> ast.AST:
 def size_text(frames: Iterable[Line]) -> str:
     """Names the line where a size gets a name, such as `of a size at moe.py:383`; or returns "".
 
-    The size is one on this device, or a number of devices. The line must come before the innermost
-    of the calls `frames` that uses the name. A call that has a size itself needs no other line.
+    The size is one on this device, or a number of devices. Goes through the calls `frames` from the
+    innermost outwards, to the last line before a call that assigns a size to a name used there.
+    Stops with "" at a call that reads a size itself.
     """
     for file, line in reversed([frame for frame in frames if is_users(frame[0])]):
         here = [n for n in ast.walk(_tree(file)) if _is_simple(n) and _is_at(n, line)]

@@ -3,7 +3,7 @@
 Inside each jax.shard_map an Interpreter runs on the types that in_specs state. Outside, both
 programs compute the same on whole arrays. If one shard_map takes what another returned, with the
 same spec, each device gets its own block back. So the facts about blocks pass on, whatever the spec
-declares. JAX uses this for what a backward pass needs: it is stacked along dim 0 over all axes.
+declares. JAX passes residuals to the backward pass like that, stacked along dim 0 over all axes.
 """
 
 import dataclasses

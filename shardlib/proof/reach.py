@@ -461,7 +461,7 @@ def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> l
 
 
 def _in_both(x: Reach, a: Reach, b: Reach) -> Reach:
-    """Returns `x`, where numbers that are known and equal in both layouts become known."""
+    """Returns `x`, knowing only numbers that are known and equal in both layouts, `a` and `b`."""
     if any(isinstance(value.fact, Slots) for value in (x, a, b)):
         return x
     same = a.known & b.known & are_equal(a.number, b.number)

@@ -242,7 +242,7 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
 
 @rule("max")
 def _larger(eqn: Eqn, *ins: Reach) -> Reach:
-    """Takes the larger number, which is never one below LOW if another cannot be below LOW."""
+    """Takes the larger number. An operand below LOW loses against one that cannot be below LOW."""
     result = _elementwise(eqn, *ins)
     if result.number.dtype.kind != "f" or result.is_known:
         return result

@@ -35,7 +35,9 @@ def run_beside(
     nice: int = 19,
     started: Callable[[subprocess.Popen[Any]], object] = lambda process: None,
 ) -> str:
-    """Runs `python -m <module>` and returns its stdout. On Linux, it dies with this process, also if that is killed.
+    """Runs `python -m <module>` and returns its stdout.
+
+    On Linux, the program is killed when this process ends, even if this one is killed.
 
     `directory` is its working directory; None: that of this process. With `own_modules` it imports modules from there.
     Raises RuntimeError with the last line of its stderr if it fails, or if it takes longer than `timeout` seconds

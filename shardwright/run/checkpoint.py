@@ -119,12 +119,16 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         Args:
             step: 0 to 2**31 - 1; not saved before, unless `again`.
-            state: a pytree of jax.Arrays of booleans, integers, f16, f32, or f64, in containers with named or numbered
-                children (dataclasses, dicts, tuples, lists). Names become directory names.
-            metadata: JSON values without NaN or infinity, kept in the manifest. `check` may add to it.
-            orders: for each stack of layers, by name, its order in memory. Stacks are written in layer order.
-            check: called in every process. Nothing is written if it raises. An OSError, which all processes must raise,
-                fails the save. It may wait for the step that computes `state`; the work before it overlaps with that.
+            state: a pytree of jax.Arrays of booleans, integers, bf16, f16, f32, or f64, in
+                containers with named or numbered children (dataclasses, dicts, tuples, lists).
+                Names become directory names.
+            metadata: JSON values without NaN or infinity, kept in the manifest. `check` may add to
+                it.
+            orders: for each stack of layers, by name, its order in memory. Stacks are written in
+                layer order.
+            check: called in every process before anything is written. If it raises OSError, which
+                all processes must then do, the save fails, as if writing had; another exception is
+                raised at once. It may wait for the step that computes `state`.
             again: True to retry a failed save of this step, replacing what it left.
 
         Raises:
@@ -204,7 +208,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         return manifest
 
     def take_ownership(self) -> None:
-        """Takes ownership of the directory: saves of a run that started before fail. One process calls this."""
+        """Takes ownership of the directory, so that an earlier run can no longer save to it.
+
+        One process calls this.
+        """
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         name = f"process {os.getpid()} on {socket.gethostname()}, since {since} ({secrets.token_hex(8)})"
         self._owner = name.encode()
@@ -234,7 +241,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             say(f"WARNING: cannot remove old checkpoints in {self.store.url}: {error}")
 
     def _make_room(self, step: int, again: bool) -> None:
-        """Clears the directory of a new checkpoint. Raises ValueError if it has a complete one, unless `again`."""
+        """Empties the directory for a new checkpoint.
+
+        Raises ValueError if it has a complete one, unless `again`.
+        """
         name = directory_of(step)
         self._check_owner()
         if not again and self.store.read(f"{name}/{MANIFEST}") is not None:

@@ -1,4 +1,4 @@
-"""Measures the time of a run with training.minutes, on which all processes agree, and decides when it is used up."""
+"""Measures how long a run has trained, the same in all processes, for training.minutes."""
 
 import collections
 import statistics

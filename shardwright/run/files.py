@@ -21,7 +21,10 @@ _MOST_CONFIG = 2**20
 
 
 def read_config(path: Path) -> dict[str, dict]:
-    """Reads the configuration from a run's config.yaml. Raises ValueError if the file has none."""
+    """Reads the configuration from a run's config.yaml.
+
+    Raises ValueError if the file has none or cannot be read.
+    """
     try:
         found = parse_yaml(read_text(path, _MOST_CONFIG))
     except (OSError, ValueError) as error:
@@ -53,9 +56,10 @@ _MOST_BYTES, _MOST_STEP = 2**32, 2**53
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yields the objects of a run's JSON-lines file; None for a line that is not valid, such as a killed run leaves.
+    """Yields the objects of a run's JSON-lines file, and None for each invalid line.
 
-    Raises what `read_file` raises.
+    A killed run may leave one. Raises FileNotFoundError, Damaged, or ValueError if the file cannot
+    be read.
     """
     for line in read_file(path, _MOST_BYTES).splitlines():
         try:

@@ -62,7 +62,10 @@ def read_forecast(path: Path) -> Forecast:
 
 
 def part_of(tokens: Any, total: int) -> Any:
-    """Returns the number of the part, from 0, in which a step ends that has seen `tokens` tokens. Takes arrays too."""
+    """Returns which of the PARTS of a run of `total` tokens it is in after `tokens` tokens, from 0.
+
+    Takes arrays too.
+    """
     return np.clip(np.ceil(np.asarray(tokens) * PARTS / total - 1e-9) - 1, 0, PARTS - 1).astype(int)
 
 
@@ -85,12 +88,12 @@ class Watch:
 
     Args:
         source: training.forecast.
-        params: parameters of this run's model without embeddings.
-        tokens: of this run.
+        params: number of parameters of this run's model, without embeddings.
+        tokens: number of tokens of this run, in all its steps.
         tell: called with the last step of a part, the part's number, its mean loss, and its Bound.
 
     Raises:
-        ValueError: it is the forecast of another run.
+        ValueError: the file is not a forecast, or its params or tokens are those of another run.
         OSError: the file cannot be read.
     """
 

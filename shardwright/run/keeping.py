@@ -50,7 +50,8 @@ class Keeper:
     def last(self, provenance_at: Callable[[int], dict[str, Any]]) -> tuple[int, dict, dict]:
         """Finds the checkpoint to resume from: (step, loader state, SkippedSteps state), or (0, {}, {}).
 
-        `provenance_at` maps a step to the provenance of this program with the settings of that step.
+        `provenance_at` maps a step to this program's provenance with the settings of that step.
+        Raises ValueError if no checkpoint is intact, or if this run may not continue it.
         """
         wanted, skips = self._whole.training.resume_step, self._whole.data.skip_steps
         self.seconds, self.best = 0.0, None

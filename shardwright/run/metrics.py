@@ -140,7 +140,7 @@ class RunLog(contextlib.AbstractContextManager):
         self._events.append((step, event))
 
     def noted(self, begin: int, end: int) -> list[str]:
-        """Returns the names of the events and notes after the steps from `begin` to before `end`."""
+        """Returns the names of the events and notes of steps `begin` to `end - 1`, sorted."""
         return sorted({event for step, event in self._events if begin <= step < end})
 
     def flush(self) -> None:
@@ -304,7 +304,10 @@ class RunLog(contextlib.AbstractContextManager):
 
 
 def move_later_lines(path: Path, step: int) -> int:
-    """Moves the lines after `step` steps, and those that are not JSON, to `<name>.left`. Returns their number."""
+    """Moves lines of steps after the first `step`, and invalid lines, to `<name>.left`.
+
+    Returns the number of lines moved.
+    """
     if not path.exists():
         return 0
     check_file(path)  # opening a pipe would block

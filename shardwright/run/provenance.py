@@ -91,7 +91,7 @@ def source_of() -> dict[str, str]:
 
 @functools.cache
 def version() -> tuple[str, ...]:
-    """Identifies what results of this project depend on besides their arguments: its own files, and JAX."""
+    """Returns what kept results depend on: hashes of this project's files, versions of JAX."""
     files = {name: paths for name, paths in files_of_project().items() if name in PACKAGES}
     return *_digests(files).values(), *map(importlib.metadata.version, ("jax", "jaxlib"))
 

@@ -96,7 +96,10 @@ def logits_of(forward: Forward, w: object) -> Callable[[Any], Any]:
 
 
 def read_reference(c: Config, spec: StepSpec) -> tuple:
-    """Reads what `weights_of` describes, sharded as at rest on the current mesh."""
+    """Reads the weights of training.reference, sharded as at rest on the current mesh.
+
+    Returns a tuple of one pytree; () without a reference. Raises as `weights_of`.
+    """
     path = str(c.training.reference)
     weights = []
     for shapes in weights_of(c, spec):

@@ -231,7 +231,9 @@ def check_processes(parts: Mapping[str, Any]) -> None:
 def choose_checkpoint(
     checkpoints: Checkpointer, wanted: int | None, damaged: dict[int, str], skip_steps: Sequence[int] = ()
 ) -> tuple[int, dict] | None:
-    """Chooses the checkpoint to resume from. Returns its step and metadata, the same in all processes; None without.
+    """Chooses the checkpoint to resume from: its step and metadata, the same in all processes.
+
+    None if the run has no checkpoint, nor a damaged one, and `wanted` is None.
 
     It is the latest with an intact manifest, or the one of step `wanted`. But if the latest is of a run that already
     went back to `wanted`, with the same batches, it is the latest, so that repeating a command continues the run.

@@ -65,8 +65,8 @@ class Run(Schedule):
         keeper: the Keeper of its checkpoints.
 
     Raises:
-        ValueError: tools would load another SPEC than `spec`, the data is too short, or a checkpoint has other
-            settings.
+        ValueError: `spec` is not the one that `load_spec` finds, the data is too short, or a
+            checkpoint has other settings.
     """
 
     def __init__(
@@ -269,7 +269,10 @@ class Run(Schedule):
 
     @staticmethod
     def to_the_end(train: Callable[[], str | None]) -> str | None:
-        """Repeats `train`, which resumes from the last checkpoint, while it ends because settings change."""
+        """Calls `train`, which resumes from the last checkpoint, until it does not return CHANGES.
+
+        Returns the name of the signal that stopped it, or None.
+        """
         while (ended := train()) == CHANGES:
             log("")
         return ended

@@ -64,7 +64,7 @@ def _orders(c: Config, placement: LayerPlacement) -> Orders:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The loss of a microbatch in three parts, which stages run as shardlib.pipeline.run_schedule says.
+    """The loss of a microbatch as `first`, `layers` and `last`, for shardlib.pipeline.run_schedule.
 
     Attributes:
         forward: the forward pass.
@@ -134,7 +134,7 @@ def stack_orders(placement: LayerPlacement, kind: object, like: object) -> dict[
 
 
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
-    """Folds the current mesh into axes r, d and t: d takes all devices except t's, or r if they do not divide."""
+    """Folds all axes of the mesh but t into d, or into r if d would not divide the weights."""
     mesh = jax.sharding.get_mesh()
     if {*mesh.shape} <= {*ALWAYS}:
         return mesh

@@ -90,7 +90,8 @@ class Step:
         mesh: the mesh to trace on, of devices or abstract.
         spec: the parts of the training program.
         name: one of NAMES or LOSSES, or "logits", the forward pass over texts.
-        forms: keys of FORMS that are applied, and its size if that differs; empty: as the run executes it.
+        forms: keys of FORMS that are applied, and `<rows> × <length> tokens` if the size of a
+            microbatch is not the run's; empty: as the run executes it.
         planned: sizes of the mesh for which it chooses fast implementations.
     """
 
@@ -302,8 +303,8 @@ def trace_step(
 ) -> Step:
     """Makes the Step of these settings on a mesh, by default the current one. Step.other makes variants of it.
 
-    `name` is one of NAMES, `form` one of FORMS. `spec` has the parts of the training program; None: that of
-    `load_spec`.
+    `name` is one of NAMES, `form` is AS_RUN or one of FORMS. `spec` has the parts of the training
+    program; None: that of `load_spec`.
     """
     mesh = mesh or jax.sharding.get_mesh()
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh

@@ -22,9 +22,9 @@ from shardwright.settings.program import Refused, refusals_shown
 
 
 class Job:
-    """A function of the configuration that prints rejected settings without a traceback, in any process.
+    """A function of the configuration whose rejections of settings are printed without a traceback.
 
-    Launchers pickle it: another process imports the program from its module and takes its attribute `job`.
+    It holds in any process: it is pickled as the attribute `job` of a program, by module and name.
     """
 
     __wrapped__: Callable

@@ -128,17 +128,17 @@ def tables(kept: Mapping[str, Any]) -> str:
     by_trainer = (f"{name} {x['median']:.2f}, {100 * x['error']:.0f}" for name, x in kept["by trainer"].items())
     unfitted = kept["held out by mesh"]
     rows = [
-        f"Typical error {100 * of['error']:.0f} %; {inside} of {of['rows']} public runs are within the range, and "
-        f"{also} of {unseen['rows']} to which no constant was fitted.",
+        f"Mean error {100 * of['error']:.0f} %. {inside} of the {of['rows']} public runs to which the constants are "
+        f"fitted are within the range, and {also} of {unseen['rows']} others.",
         "",
         "| runs | planned / measured | error, % | within range, % |",
         "|---|---|---|---|",
         _row("not fitted", unseen),
-        *(_row(MESHES[name], unfitted[name]) for name in MESHES if name in unfitted),
+        *(_row(f"not fitted, with {MESHES[name]}", unfitted[name]) for name in MESHES if name in unfitted),
         _row("fitted", of),
-        _row("fitted without the trainer", kept["cross-validated"]),
+        _row("each trainer left out of the fit", kept["cross-validated"]),
         "",
-        f"By trainer: {'; '.join(by_trainer)} %.",
+        f"Planned / measured and error in %, by trainer: {'; '.join(by_trainer)}.",
     ]
     return "\n".join(rows)
 
