@@ -11,8 +11,8 @@ from types import ModuleType
 from shardlib.parsing import ShardError
 from shardlib.places import shown_path
 from shardlib.proof.check import tracing
-from shardwright.inspect.loaded_code import digest_of_module
 from shardwright.optimizers.rates import own_functions
+from shardwright.run.loaded_code import digest_of_module
 from shardwright.run.provenance import PACKAGES, own_modules
 from shardwright.run.spec import load_spec
 from shardwright.run.step import Step

@@ -18,14 +18,13 @@ from shardlib.places import place
 from shardlib.proof.check import Finding, on_one_device, prove, prove_function, raise_for, tracing
 from shardlib.proof.domain import BLOCKS
 from shardwright.inspect.fresh import OTHER_VALUES, reimport
-from shardwright.inspect.loaded_code import digest_of_code
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.masks import numbers_in
 from shardwright.optimizers.rates import own_functions
 from shardwright.run.config import TrainingConfig
+from shardwright.run.loaded_code import code_of, digest_of_code, digests_of
 from shardwright.run.provenance import keep_result, read_by
-from shardwright.run.reference import model_of
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import in_all_processes
 
@@ -54,7 +53,7 @@ def check_steps(step: Step) -> None:
     """
 
     def key() -> tuple:
-        return [step.other(name=name).digest for name in NAMES], read_by(step), devices_of(step.mesh)
+        return digests_of(step), read_by(step), devices_of(step.mesh)
 
     refuse(lambda: find_unsound(step), key, *code_of(step))
 
@@ -73,11 +72,6 @@ def check_program(program: Any, args: object, *settings: Any) -> None:
         return digest_of(trace()), program.__name__, settings, repr(shapes)
 
     refuse(lambda: prove_function(trace), key, program)
-
-
-def code_of(step: Step) -> list[object]:
-    """What the code that a step runs is reached from."""
-    return [step.model, step.spec, own_functions(step.config.optimizer), model_of(step.config)]
 
 
 def devices_of(mesh: Any) -> tuple:

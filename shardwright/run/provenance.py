@@ -172,14 +172,28 @@ def keep_result(
     return found
 
 
-def provenance_of(step: Step, which: tuple[str, ...] = ("training", "evaluation")) -> dict[str, Any]:
+def provenance_of(
+    step: Step, which: tuple[str, ...] = ("training", "evaluation"), kept_for: Callable[[], object] | None = None
+) -> dict[str, Any]:
     """Makes the provenance for a checkpoint: hashes of the source and of the plain programs, and what traced them.
 
     The plain programs are for one device, without settings that may change on resuming. A program that cannot be traced
     has no hash, and `untraced` is the reason.
+
+    Args:
+        step: the training step.
+        which: names of the programs.
+        kept_for: returns what the plain programs depend on, as proofs do, to keep their hashes for; None traces them.
     """
-    # They are traced at each start: no program on this mesh says what the source computes in its plain form.
-    found = _hashed(step, which)
+
+    def make() -> dict[str, Any]:
+        return _hashed(step, which)
+
+    def key() -> object:
+        return which, _device().platform, kept_for and kept_for()
+
+    kinds = {"programs": {str: str}, "untraced?": str}
+    found = keep_result("plain_programs", key, make, kinds) if kept_for else make()
     traced_by = f"jax {jax.__version__}, lowered for {_device().platform}"
     return {**found, "source": source_of(), "traced_by": traced_by}
 

@@ -9,7 +9,8 @@ from shardwright.data.loader import Loader, batch_of, make_loader
 from shardwright.modeling.model import LanguageModel, inputs_of
 from shardwright.run.changes import config_at, described_change, firsts, loader_at, tokens_before, total_steps
 from shardwright.run.config import Config
-from shardwright.run.provenance import provenance_of
+from shardwright.run.loaded_code import code_of, digest_of_code, digests_of
+from shardwright.run.provenance import provenance_of, read_by
 from shardwright.run.resuming import check_processes
 from shardwright.run.spec import StepSpec
 from shardwright.run.step import Step, trace_step
@@ -53,7 +54,7 @@ class Schedule:
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
         """Provenance of the program with the current settings."""
-        return provenance_of(self.step)
+        return provenance_of_run(self.step)
 
     def resume(self, start: int, loader_state: dict[str, Any]) -> None:
         """Makes the loaders and step counts for a run resumed at `start`. Raises ValueError for missing data."""
@@ -121,3 +122,8 @@ class Schedule:
     def changes(self) -> dict[int, str]:
         """Describes each change of settings, by the step from which it applies."""
         return {first: described_change(self.whole, first) for first in firsts(self.whole)[1:]}
+
+
+def provenance_of_run(step: Step) -> dict[str, Any]:
+    """Makes the provenance of a step like provenance_of, with hashes that are kept like its proof."""
+    return provenance_of(step, kept_for=lambda: (digests_of(step), read_by(step), digest_of_code(*code_of(step))))

@@ -11,7 +11,7 @@ import pytest
 import train
 from shardlib.parsing import ShardError
 from shardwright.inspect import fresh, soundness
-from shardwright.run import provenance
+from shardwright.run import loaded_code, provenance, schedule
 from shardwright.run.step import Step
 from tests.support import tiny
 
@@ -52,6 +52,7 @@ def start(records, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(soundness, "NAMES", ("evaluation",))
+    monkeypatch.setattr(loaded_code, "NAMES", soundness.NAMES)
     monkeypatch.setattr(soundness, "OTHER_VALUES", set())
     monkeypatch.setattr(fresh, "OTHER_VALUES", soundness.OTHER_VALUES)
     proofs, prove = [], soundness.prove
@@ -146,3 +147,28 @@ def test_a_stale_pyc_keeps_no_proof_for_its_file(start, tmp_path, monkeypatch):
     assert start({}) == 1
     shutil.rmtree(tmp_path / "__pycache__")
     rejected(start, {})
+
+
+def test_hashes_of_plain_programs_are_kept_for_the_code_too(records, tmp_path, monkeypatch):
+    """Other code may give the same program on this mesh, and another one on the device of the plain programs."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(loaded_code, "NAMES", ("evaluation",))
+    traced, hashed = [], provenance._hashed
+    monkeypatch.setattr(provenance, "_hashed", lambda *given: traced.append(1) or hashed(*given))
+    c = tiny.config(tiny.model(layers=1), attention="einsum")
+    found = []
+    for text in (RIGHT, RIGHT, WRONG):
+        (tmp_path / "a_model.py").write_text(text)
+        sys.modules.pop("a_model", None)
+        importlib.invalidate_caches()
+        module = importlib.import_module("a_model")
+        with jax.set_mesh(tiny.mesh("d=2")):
+            step = Step(c, module.Model(c.model), jax.sharding.get_mesh(), train.SPEC)
+            found.append((schedule.provenance_of_run(step)["programs"], step.other(name="evaluation").digest))
+            assert found[-1][0] == provenance.provenance_of(step)["programs"]
+    assert len(traced) == 2 + 3
+    (first, on_mesh), again, (other, also_on_mesh) = found
+    assert (first, on_mesh) == again
+    assert on_mesh == also_on_mesh
+    assert first != other

@@ -28,9 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib.places import is_of_python
+from shardwright.optimizers.rates import own_functions
 from shardwright.run.config import Config
 from shardwright.run.provenance import own_modules
-from shardwright.run.step import Step
+from shardwright.run.reference import model_of
+from shardwright.run.step import NAMES, Step
 
 VERSIONS = ("einops", "jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
 """Packages that are known by their versions, as Python itself is."""
@@ -61,6 +63,16 @@ def digest_of_code(*roots: object) -> str:
     beside = {name: digest_of_module(own[name], name != "__main__") for name in sorted(own)}
     versions = [getattr(sys.modules.get(name), "__version__", None) for name in VERSIONS]
     return _Walk().digest(beside, versions, *roots)
+
+
+def code_of(step: Step) -> list[object]:
+    """What the code that a step runs is reached from."""
+    return [step.model, step.spec, own_functions(step.config.optimizer), model_of(step.config)]
+
+
+def digests_of(step: Step) -> list[str]:
+    """Hashes of the programs of a run as they are traced on its mesh."""
+    return [step.other(name=name).digest for name in NAMES]
 
 
 def digest_of_module(module: ModuleType, values: bool) -> str:

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from shardwright.inspect.loaded_code import digest_of_code, digest_of_module
+from shardwright.run.loaded_code import digest_of_code, digest_of_module
 from shardwright.run.provenance import ROOT
 
 pytestmark = pytest.mark.quick
@@ -126,8 +126,8 @@ def test_values_are_told_from_functions():
 
 HASHES = """
 import jax
-from shardwright.inspect.loaded_code import digest_of_code
-from shardwright.inspect.soundness import code_of
+from shardwright.run.loaded_code import digest_of_code
+from shardwright.run.loaded_code import code_of
 from tests.support import tiny
 with jax.set_mesh(tiny.mesh("one device")):
     step = tiny.step(tiny.config())
