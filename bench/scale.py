@@ -1,27 +1,34 @@
-"""Measures how a process's own work around the step scales with the number of devices: CPU time, memory, files.
+"""Measures how a process's own work around the step scales with the number of hosts: CPU time, memory, files, bytes.
 
     python -m bench.scale
 
-Nothing runs on a device, because meshes are abstract. Each process has eight devices with one sequence each. The step
-is that of flat_tokens_c4_a100x8_2b with t=8, without replicas.
+Nothing runs on a device: meshes are abstract, or of devices that are not there. Each host is a process with eight
+devices (t=8) and eight sequences; eight hosts are a replica (d=8), and more hosts are more replicas (r). The step is
+that of flat_tokens_c4_a100x8_2b.
 
-Columns: CPU seconds of the start, the proof, the placement of devices / 8 stages, and 10 batches; files of a checkpoint
-that the process writes; CPU seconds to write its manifest (process 0) and to read it (every process), and for the log
-and the report of 1,000 steps; peak memory in MiB.
+Columns: CPU seconds of the start, the proof, the placement of devices / 8 stages, 10 batches, writing the manifest of a
+checkpoint (host 0), reading it (every host), and the log and the report of 1,000 steps; peak memory in MiB. Then, of
+the host with most: KiB read from the dataset for a batch; files and MiB of a checkpoint that it writes; MiB that it
+reads to restore one; and MiB of the manifest, which every host reads.
 """
 
 import contextlib
-import math
+import dataclasses
+import itertools
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+import tensorstore
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from bench.common import cpu_seconds
 from shardlib.schedules import in_a_ring
@@ -37,60 +44,104 @@ from shardwright.run.metrics import RunLog
 from shardwright.run.spec import load_spec
 from shardwright.run.stages import place_layers
 from shardwright.run.step import trace_step
-from shardwright.run.stores import Store
+from shardwright.run.stores import MANIFEST, Store
 from shardwright.settings.composing import SHIPPED
 
-DEVICES, OWN, STEPS = (8, 64, 512, 4096), 8, 1000
-"""Numbers of devices in a run, and of one process; steps in the log and the report."""
-COLUMNS = "devices start proof stages batches files manifest reading log report memory"
+HOSTS, OF_HOST, STEPS = (1, 8, 64, 1024), 8, 1000
+"""Numbers of hosts; devices and sequences of each; steps in the log and the report."""
+COLUMNS = "hosts start proof stages batches write_s read_s log report memory batch files save restore manifest"
+AXES = "r", "d", "t"
+EXPLICIT = (AxisType.Explicit,) * len(AXES)
 
 
-def arrays_of(c: Config) -> list[saved.SavedArray]:
-    """Returns the arrays of a checkpoint, with a number instead of each chunk."""
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device that is not there: what a sharding asks of one."""
+
+    id: int
+
+    @property
+    def process_index(self) -> int:
+        return self.id // OF_HOST
+
+
+def state_on(mesh: Mesh, c: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the arrays of a checkpoint, by name, with their shardings on `mesh`. The current mesh has its sizes."""
     model = load_model(c.model)
     state = jax.eval_shape(lambda: load_spec().init_state(jax.random.key(0), c, model))
-    shardings = saved.named_leaves(make_shardings(load_spec().State[model.Weights], like=state))
-    arrays = []
-    for name, x in saved.named_leaves(state).items():
-        shard = shardings[name].shard_shape(x.shape)
-        is_gathered = math.prod(shard) * 4 < saved.SMALL_BYTES and x.size * 4 <= saved.MOST_GATHERED
-        grid = tuple(1 if is_gathered else size // part for size, part in zip(x.shape, shard, strict=True))
-        arrays.append(saved.SavedArray(name, grid, "float32", (1,) * x.ndim))
-    return arrays
+    specs = saved.named_leaves(make_shardings(load_spec().State[model.Weights], like=state))
+    leaves = saved.named_leaves(state).items()
+    return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[k].spec)) for k, x in leaves}
 
 
-def row(devices: int) -> list[str]:
-    sizes = "mesh.t=8", f"mesh.d={devices // 8}", "mesh.r=1", f"training.batch_size={devices}"
-    c = composed("flat_tokens_c4_a100x8_2b", *sizes)
+def arrays_of(state: dict[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[saved.SavedArray, Any]]:
+    """Returns how each array is saved, and the array as it is then sharded."""
+    found = {}
+    for name, leaf in state.items():
+        if saved.is_small(leaf):
+            leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=saved.replicated(leaf))
+        found[name] = saved.SavedArray(name, leaf.shape, str(leaf.dtype), saved.chunk_shape(leaf, None)), leaf
+    return found
+
+
+def most(arrays: dict[str, tuple[saved.SavedArray, Any]]) -> tuple[int, float]:
+    """Returns the files, and the MiB, of the process that reads or writes most of them."""
+    turns = itertools.count()
+    chunks: Counter[int] = Counter()
+    size: Counter[int] = Counter()
+    for array, leaf in arrays.values():
+        shares = saved.shares(array, saved.holders_of(leaf), None, turns)
+        for process, _ in {(process, index) for process, _, index, *_ in shares}:
+            chunks[process] += 1
+            size[process] += array.chunk_bytes
+    return max(chunks.values()), max(size.values()) / 2**20
+
+
+def bytes_read() -> int:
+    """Returns the bytes that tensorstore has read from files."""
+    return sum(x["value"] for m in tensorstore.experimental_collect_matching_metrics(READ) for x in m["values"])
+
+
+READ = "/tensorstore/kvstore/file/bytes_read"
+
+
+def row(hosts: int) -> list[str]:
+    sizes = hosts // 8 or 1, min(hosts, 8), OF_HOST
+    on_mesh = (f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    c = composed("flat_tokens_c4_a100x8_2b", *on_mesh, f"training.batch_size={hosts * OF_HOST}")
     model = load_model(c.model)
-    sizes = (c.mesh.r, c.mesh.d, c.mesh.t)
-    found = [time.process_time()]
-    with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)):
+    found: list[float] = [hosts, time.process_time()]
+    with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, AXES, axis_types=EXPLICIT)):
         found.append(cpu_seconds(lambda: find_unsound(trace_step(c, model))))
         step = trace_step(c, model).traced
-        arrays = arrays_of(c)
-    found.append(cpu_seconds(lambda: place_layers(devices, in_a_ring(devices // 8, 1), 1)))
+        mesh = Mesh(np.array([Device(i) for i in range(hosts * OF_HOST)]).reshape(sizes), AXES, axis_types=EXPLICIT)
+        state = state_on(mesh, c)
+    arrays = arrays_of(state)
+    found.append(cpu_seconds(lambda: place_layers(hosts * OF_HOST, in_a_ring(hosts, 1), 1)))
     c.data.filespec = str(SHIPPED / "synthetic_dataset.zarr")
-    loader = make_loader(c.data, "train", devices, 64)
-    found.append(cpu_seconds(lambda: [loader.sequences(step, np.arange(OWN)) for step in range(10)]))
-    found.append(sum(min(OWN, math.prod(array.grid)) for array in arrays))
-    written = {array.key(i): 0 for array in arrays for i in np.ndindex(array.grid)}
+    loader = make_loader(c.data, "train", hosts * OF_HOST, 64)
+    before = bytes_read()
+    found.append(cpu_seconds(lambda: [loader.sequences(step, np.arange(OF_HOST)) for step in range(10)]))
+    batch = (bytes_read() - before) / 10 / 2**10
+    written = {array.key(i): 0 for array, _ in arrays.values() for i in np.ndindex(array.grid)}
     metrics = vars(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), step.out_info[1]))
     with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(None):
         store = Store(f"{place}/checkpoints")
         speed = Speed(1, 1.0, PeakFlops(1.0, ""))
-        found.append(cpu_seconds(lambda: saved.commit(store, 1, arrays, written, {})))
+        found.append(cpu_seconds(lambda: saved.commit(store, 1, [array for array, _ in arrays.values()], written, {})))
         found.append(cpu_seconds(lambda: saved.read_manifest(store, 1)))
+        manifest = Path(place, "checkpoints", saved.directory_of(1), MANIFEST).stat().st_size / 2**20
         with RunLog(place, total_steps=STEPS, start_step=0, speed=speed) as log:
             found.append(cpu_seconds(lambda: [log.log(step, metrics) for step in range(STEPS)]))
         subprocess.run([sys.executable, "-m", "tools.report", f"run={place}"], check=True, capture_output=True)
     own, report = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    found += [report.ru_utime + report.ru_stime, max(own.ru_maxrss, report.ru_maxrss) // 1024]
-    return [f"{x:.2f}" if isinstance(x, float) else str(x) for x in (devices, *found)]
+    found += [report.ru_utime + report.ru_stime, max(own.ru_maxrss, report.ru_maxrss) // 1024, batch]
+    found += [*most(arrays), most({k: (array, state[k]) for k, (array, _) in arrays.items()})[1], manifest]
+    return [f"{x:.2f}" if isinstance(x, float) else str(x) for x in found]
 
 
 if __name__ == "__main__":
     cells = row(int(sys.argv[1])) if sys.argv[1:] else COLUMNS.split()
     print("".join(f"{cell:>9}" for cell in cells), flush=True)
-    for devices in () if sys.argv[1:] else DEVICES:  # in separate processes, to measure the memory of each
-        subprocess.run([sys.executable, "-m", "bench.scale", str(devices)], check=True)
+    for hosts in () if sys.argv[1:] else HOSTS:  # in separate processes, to measure the memory of each
+        subprocess.run([sys.executable, "-m", "bench.scale", str(hosts)], check=True)

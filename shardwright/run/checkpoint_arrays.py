@@ -182,7 +182,7 @@ def shares(
                 yield processes[turn % len(processes)], bounds, index, box, rows
 
 
-def _chunk_shape(leaf: jax.Array, order: np.ndarray | None) -> tuple[int, ...]:
+def chunk_shape(leaf: Any, order: np.ndarray | None) -> tuple[int, ...]:
     """Chooses the chunk shape: a shard, or one of up to MOST_PIECES equal parts of a large shard."""
     chunk = [max(1, size) for size in leaf.sharding.shard_shape(leaf.shape)]
     if order is not None and not leaf.is_fully_replicated:
@@ -205,14 +205,20 @@ def gather_small(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     Otherwise even the norms of a model would take one file per device. All processes call this.
     """
 
-    def shard_bytes(x):
-        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return leaves | {k: jax.device_put(x, replicated(x)) for k, x in leaves.items() if is_small(x)}
 
-    def is_small(x):
-        return shard_bytes(x) < SMALL_BYTES and x.nbytes <= MOST_GATHERED and not x.is_fully_replicated
 
-    small: dict[str, Any] = {k: x for k, x in leaves.items() if is_small(x)}
-    return leaves | {k: jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec())) for k, x in small.items()}
+def is_small(leaf: Any) -> bool:
+    """True for a leaf, of shards on several devices, that is written as one file."""
+    if leaf.sharding.is_fully_replicated:
+        return False
+    of_shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return of_shard < SMALL_BYTES and math.prod(leaf.shape) * leaf.dtype.itemsize <= MOST_GATHERED
+
+
+def replicated(leaf: Any) -> jax.sharding.Sharding:
+    """Returns the sharding of a leaf of which each device has the whole."""
+    return NamedSharding(leaf.sharding.mesh, PartitionSpec())
 
 
 def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
@@ -221,7 +227,7 @@ def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
     turns = itertools.count()
     for name, leaf in leaves.items():
         order = orders.get(name)
-        saved = SavedArray(name, leaf.shape, str(leaf.dtype), _chunk_shape(leaf, order))
+        saved = SavedArray(name, leaf.shape, str(leaf.dtype), chunk_shape(leaf, order))
         reordered: Any = ...
         if order is not None and leaf.is_fully_replicated:
             reordered, order = np.argsort(order), None

@@ -283,7 +283,7 @@ class RunLog(contextlib.AbstractContextManager):
             parts.append("no targets")
         if self._durations:
             speed = self.speed.of_step(seconds)
-            parts.append(f"{speed['tokens_per_second']:,.0f} tokens/s")
+            parts.append(f"speed {speed['tokens_per_second']:,.0f} tokens/s")
             parts += [f"MFU {100 * speed['mfu']:.1f}%"] if "mfu" in speed else []
             share = sum(self._shares) / len(self._shares)
             parts += [f"{share:.0%} targets"] if share < 1 else []  # of what both count

@@ -147,7 +147,9 @@ def in_all_processes(action: Callable[[], T], *more: type[Exception]) -> T:
         kind = next(i for i, kind in enumerate(kinds) if isinstance(error, kind))
         sent = f"{kind}{error}".encode(errors="replace")[:_MESSAGE_BYTES]
     sent = np.frombuffer(sent.ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
-    texts = [bytes(text).rstrip(b"\0").decode(errors="replace") for text in multihost_utils.process_allgather(sent)]
+    texts = []
+    if multihost_utils.process_allgather(np.int32(raised is not None)).any():  # one number of each process, mostly
+        texts = [bytes(x).rstrip(b"\0").decode(errors="replace") for x in multihost_utils.process_allgather(sent)]
     if raised is not None:
         raise raised
     if failed := next(filter(None, texts), ""):

@@ -224,7 +224,7 @@ def use(patch) -> None:
     patch.setattr(train, "SPEC", SPEC)
     patch.setattr(train, "Run", Bare)
     patch.setattr(schedule, "trace_step", trace)
-    patch.setattr(schedule, "provenance_of", lambda step: {"source": {}, "programs": {}, "traced_by": ""})
+    patch.setattr(schedule, "provenance_of_run", lambda step: {"source": {}, "programs": {}, "traced_by": ""})
     patch.setattr(step.Step, "lower", lower_once)
     patch.setattr(step.Step, "calls", [])
     patch.setattr(run, "load_spec", lambda: SPEC)

@@ -51,7 +51,7 @@ RUN = (
     (r"^(?P<what>plan) +(.+)$", r"\2"),
     (r"^(?P<what>step 1)/\d+  (loss \S+)", r"\2"),
     (r"^step 1  (?P<what>memory)  peak_memory (.+?)  source", r"\2"),
-    (r"^(?P<what>step (\d+))/\2  ETA \S+  (loss \S+)  (\S+ tokens/s(?:  MFU \S+)?)", r"\3, \4"),
+    (r"^(?P<what>step (\d+))/\2  ETA \S+  (loss \S+)  speed (\S+ tokens/s(?:  MFU \S+)?)", r"\3, \4"),
 )
 ROW = ((r"^(?P<what>.+?): (.+)$", r"\2"),)
 KIND = ((r"^ *([\d.]+) +([\d.]+) +\S+  (?P<what>.+): all$", r"\1 ms a step, predicted \2"),)
