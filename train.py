@@ -22,9 +22,9 @@ Groups of axes
   fsdp  c/d/e, over which weights are sharded at rest, and gathered for use
 
 `f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum
-over t, still to be reduced; `*t` marks a value of which each device of t has a copy. Except over p
-within a stage, devices along an axis that a type does not name hold the same values. An axis that
-the mesh lacks counts as one device. docs/sharding-types.md teaches the types.
+over t, still to be reduced; `*t` marks equal copies, whose gradients are summed over t. Devices
+along an axis that a type does not name hold the same values, except along p in a pipeline stage.
+An axis that the mesh lacks counts as one device. docs/sharding-types.md teaches the types.
 
 Between layers the residual stream is `act['B/b L/c/t M']`: each device along c and t holds its own
 positions. `act` is the compute dtype, which training.compute_dtype sets. The declaration of a
@@ -99,7 +99,7 @@ from shardwright.sampling import samples
 
 @pytree_dataclass
 class TransformerLayer:
-    """Weights of one layer, a matrix as `inputs -> outputs`, with their sharding at rest."""
+    """Weights of one layer, as sharded at rest. A matrix is declared as `inputs -> outputs`."""
 
     attention_norm: gain["M"]
     w_q: matrix["M/fsdp -> K/t Q D"]
@@ -210,7 +210,7 @@ class Llama:
         return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     def head_norm(self, heads: str, x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        """RMSNorm of each head in `x`, of spec `heads`: queries or keys. `x` if no weight."""
+        """RMSNorm over D of queries or keys `x` of spec `heads`; without `weight`, `x` as it is."""
         if weight is None:
             return x
         weight = shardops.all_gather("D/t/fsdp -> D", weight)
@@ -329,7 +329,7 @@ def summed_loss(
 def head_loss(
     w: W, x: object, batch: TokenBatch, *, forward: Forward, loss: Callable, count: f32[""]
 ) -> f32[""]:
-    """Loss of a microbatch, from the output `x` of the last layer: the sum divided by `count`."""
+    """Summed loss of a microbatch, from the output `x` of the last layer, divided by `count`."""
     loss = explicit_activation_checkpointing(loss, save=forward.training.save)
     summed = functools.partial(summed_loss, model=forward.model, loss=loss)
     read = outside_of_layers(forward.model.table, but="embedding")
@@ -348,7 +348,7 @@ def microbatch_loss(
 ) -> tuple[f32[""], LayerAux]:
     """Loss of a microbatch, which `head` computes after the layers, and the layers' LayerAux.
 
-    The auxiliary losses of the layers are divided by `groups`; None leaves them out.
+    Their auxiliary losses are divided by `groups`, the calls per step; None leaves them out.
     """
     tokens = forward.tokens(batch, seeds)
     x = forward.embed(w, tokens)
@@ -394,10 +394,10 @@ def loss_and_gradients(
     adds_up = stages.has_stages() or m > at_once
 
     # With jax.grad around the sum over microbatches, each layer would reduce its gradients over r
-    # for each of them. So `prepare` is differentiated by itself: gradients of `gathered` are added
-    # up, and `reduce` turns their sum into gradients of `w`, reduced over r (and d) once per step.
-    # If none are added up, each gather reduces its own gradient over r instead, overlapped with the
-    # backward pass of other layers.
+    # once per microbatch. So `prepare` is differentiated by itself: gradients of `gathered` are
+    # added up, and `reduce` turns their sum into gradients of `w`, reduced over r (and d) once per
+    # step. If there is only one gradient, nothing is added up, and each gather reduces its own over
+    # r instead, overlapped with the backward pass of other layers.
     def prepare(w: W) -> W:
         if adds_up and not forward.gathers_ahead:
             w = shardops.replicate("... -> ... *r", w)  # its transpose sums gradients over r
@@ -495,7 +495,7 @@ def adamw(
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": muon}
-"""By name, as in optimizer.algorithm. Each updates its own weights and returns the State."""
+"""By their name in optimizer.algorithm. Each updates the weights assigned to it in the State."""
 LOSSES = {"cross_entropy": training_loss}
 """By name, as in optimizer.loss."""
 
@@ -509,7 +509,7 @@ def update_state(
     updates: object,
     clock: rates.Clock | None = None,
 ) -> tuple[State[W], f32[""], f32[""]]:
-    """Applies the gradients `g`: returns the new State, their norm before clipping, the rate."""
+    """Applies `g`. Returns the new State, the norm of `g` before clipping, and the rate."""
 
     def zero_if_frozen(update: rates.Update, g: jax.Array) -> jax.Array:
         return jnp.zeros_like(g) if update.algorithm == rates.FROZEN else g
@@ -584,7 +584,7 @@ def make_training_step(config: Config, model: LanguageModel):
 def make_evaluation_step(
     config: Config, model: LanguageModel, options: dict[str, Any] | None = None
 ):
-    """The jitted evaluation step: (weights, batch) -> (sum of nats, number of targets)."""
+    """The jitted evaluation step: (weights, batch) -> (summed loss in nats, number of targets)."""
     forward = Forward(model, config.training, softmax_attention)
     Weights = model.Weights
 
@@ -619,7 +619,7 @@ SPEC = StepSpec(
     make_evaluation_step=make_evaluation_step,
     takes_clock=True,
 )
-"""What runs, proofs and tools use of this file."""
+"""The parts of this file that runs, proofs and tools use."""
 
 
 # ---- main ----------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def per_device(spec, fn, *args, reason: str, takes: str = ""):
 
     - sends: what the function sends
     - gradient: that of the function
-    - rejects: a result that does not have its type; an empty reason
+    - rejects: a result that does not have its type; a reason that is empty or has a `|`
 
     Args:
         spec: the type of the result, `B/r/d L/t M`; for a tuple, the types separated by commas.

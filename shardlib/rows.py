@@ -29,8 +29,8 @@ def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = No
     """Gathers rows of a table by id, within each sequence; an id outside the table gives zeros.
 
     The table and the ids share their first dims, and every device has the dim in brackets whole.
-    `repeats`, if known, is how often an id may occur at most in a sequence: on a GPU the gradient
-    then avoids XLA's scatter, which is slow there, but drops occurrences beyond it.
+    `repeats`, if known, is the most times that an id occurs in a sequence. On a GPU the gradient
+    then avoids XLA's scatter, which is slow there, but drops any further occurrences.
 
     - accepts: also gathered arrays and copies
     - sends: nothing
@@ -61,8 +61,8 @@ def add_rows(spec: str, rows: object, ids: object, *, repeats: int | None = None
     """Adds rows up by id, within each sequence; a row whose id is outside the result is dropped.
 
     It is the transpose of `take_rows`; a mixture of experts combines its outputs with it. The ids
-    and the result share their first dims. The axes of the other dims of the ids, over which rows
-    are summed, are marked `+` in the result. An annotation must have bound the size of the dim in
+    and the result share their first dims. Rows are summed over the other dims of the ids, whose
+    axes are marked `+` in the result. An annotation must have bound the size of the dim in
     brackets. `repeats` is as in `take_rows`, for the sum itself.
 
     - accepts: also gathered arrays and copies

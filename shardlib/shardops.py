@@ -123,7 +123,10 @@ def axis_size(axes: str) -> int:
 def axis_index(axis: str) -> jax.Array:
     """Returns the coordinate of this device along an axis, counted from 0.
 
-    It is an i32 scalar that differs over the axis.
+    It is an i32 scalar that differs over the axis, and 0 for an axis of shardwright that the mesh
+    lacks.
+
+    - rejects: other axes that the mesh lacks; a call outside of a shard_map
 
     >>> @typed_shard_map
     ... def coordinates() -> i32["D/d"]:
@@ -163,7 +166,8 @@ def size(dim: str) -> int:
 def positions(spec: str) -> jax.Array:
     """Returns the global positions of this device's block of a dim, i32.
 
-    - rejects: a dim whose size no annotation in this function has bound
+    - rejects: a dim whose size no annotation in this function has bound, or that the devices along
+      its axes do not divide
 
     >>> @typed_shard_map
     ... def numbered(x: f32["L/t"]) -> i32["L/t"]:
@@ -176,7 +180,9 @@ def positions(spec: str) -> jax.Array:
     """
     with checked_op("positions", spec):
         (dim,) = (shape := on_mesh(parse_shape(spec))).dims
-        block = (dim.literal_size or size(dim.name)) // devices_along(dim.axes)
+        whole = dim.literal_size or size(dim.name)
+        check_divisible(dim, whole)
+        block = whole // devices_along(dim.axes)
         require_shard_map()
     offset = sum(axis_index(axis) * block * _minor_devices(dim, axis) for axis in dim.axes)
     return note_type(jnp.arange(block, dtype=jnp.int32) + offset, shape)
@@ -221,8 +227,8 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
     each device.
 
     The spec `M/d F/t -> M F/t *d` returns a copy instead, which a `lax.scan` can carry. Inside the
-    loop, `M/d F/t -> M F/t` of that copy does nothing. What `M/d/p -> M/d *p` has gathered over p,
-    `M/d/p -> M` gathers over d alone.
+    loop, `M/d F/t -> M F/t` of that copy does nothing. After `M/d/p -> M/d *p`, a gather over p,
+    `M/d/p -> M` of the copy gathers over d alone.
 
     - sends: an all-gather of the blocks, cast to `dtype` before
     - gradient: a reduce-scatter, in the dtype of `x`; for a copy only one, not one for each use
@@ -569,7 +575,7 @@ def einsum_unreduced(
         *operands: arrays, gathered arrays or copies.
         preferred_element_type: dtype in which to sum; None: that of the operands.
         product: function (formula, x, y) to call instead of jnp.einsum, e.g. in another precision.
-            Only for two float operands, each dim of which is in two of operands and result.
+            Only for two float operands, if each dim is in at least two of x, y and the result.
         name: name of the op in messages.
 
     >>> @typed_shard_map

@@ -24,7 +24,8 @@ def zigzag(spec, x):
     """Brings a sharded dim into zigzag order, or back: devices exchange halves of their blocks.
 
     This order balances causal attention over the devices: of 2n chunks on n devices, device i has
-    the chunks i and 2n - 1 - i. The spec must name the dim Z in this order, and only there.
+    the chunks i and 2n - 1 - i. In the spec, the dim is named Z on the side that is in this order,
+    and must have another name on the other side.
 
     - sends: two permutes of half a block
     - gradient: the reverse

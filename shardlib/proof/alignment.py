@@ -355,9 +355,9 @@ def others(
 
 
 def _may_reshape(eqn: Eqn) -> bool:
-    """Returns True if an equation may only reshape.
+    """Returns True if an equation possibly does no more than reshape.
 
-    Those of literals count as computing, because JAX does not leave them out.
+    Equations on literals count as computing, because JAX does not leave them out.
     """
     return eqn.primitive.name in SHAPING | AS_IS and is_variable(eqn.invars[0])
 

@@ -1,6 +1,7 @@
 """Checks in a traced forward pass that logits depend on no later token and on no other document.
 
-The pass is interpreted over the facts of shardlib.proof.reach, at its own sizes, on one device.
+The pass, as traced on one device, is interpreted over facts about the entries of its arrays: see
+shardlib/proof/reach.py.
 Token ids and weights are unknown, but positions are known numbers, so masks are too. The starts of
 documents are known: in one layout, or in two that are the same up to a position. Logits before that
 position that differ between the two depend on later documents. See docs/soundness.md.
@@ -71,7 +72,7 @@ def find_later(
             along L.
         args: the facts about its arguments.
         seen: the last token that the logits of each position may depend on, [B, L] for all
-            microbatches; or LATER.
+            microbatches; LATER: they may depend on any.
         rows: sequences per microbatch.
         **options: passed to Interpreter.
     """
@@ -140,7 +141,7 @@ def _problem_of(
             )
         if of != row + own:
             return f"{line} a sequence depend on tokens of another sequence of the batch"
-        where = "that it is to predict, or a later one" if is_forward else "in an earlier document"
+        where = "which it is to predict, or a later one" if is_forward else "in an earlier document"
         return f"{line} position {position} depend on the token of position {read}, {where}"
     return None
 
@@ -275,8 +276,8 @@ class Interpreter(Domain[Reach]):
     def _loss_gets(self, eq: Operation, x: Reach, name: str) -> Reach:
         """Returns logits or targets as the loss gets them: dependent only on their own positions.
 
-        Targets have numbers past those of logits, counted from the last one, because `_meet` looks
-        for the first target.
+        The tokens of targets are numbered after those of logits, and from the last to the first:
+        facts keep the largest number, and `_meet` needs the first target.
         """
         rows, count = x.shape[:2]
         size, length = (self.seen.size, self.seen.shape[1])

@@ -84,10 +84,10 @@ OTHER = -1
 def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
     """Returns how the first dim of `xs` is cut, if each device may loop over its own rows.
 
-    Returns None if not. The loop must do the same to each row, and may add up: its results are then
-    blocks, and its sums partial. Devices are at different rows at a time, so they must not
-    communicate (`_exchange`), and no row's result may be cut, or pending, over the axes of the
-    rows.
+    Returns None if not. The loop must do the same to each row, except that it may add rows up: what
+    it returns per row makes a block, and its sums are partial sums. Devices may be at different
+    rows at any time, so they must not communicate (`_exchange`), and no row's result may be cut, or
+    pending, over the axes of the rows.
     """
     consts, carry, rows = ([None] * len(part) for part in split_scan(eq.eqn, eq.ins))
     totals = [*range(len(carry))]

@@ -103,7 +103,7 @@ def elementwise(eq: Equation) -> Value:
 
 
 def _is_untaken(value: Value) -> bool:
-    """Returns True for an extreme of this device's block that was taken over no devices yet."""
+    """Returns True for an extreme of a device's block that must still be taken over all devices."""
     axes = value.source and not value.is_index and {*value.source.axes}
     return value.extreme is not None and value.extreme[1] == axes
 

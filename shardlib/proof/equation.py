@@ -270,9 +270,9 @@ class Equation(Operation):
         return value
 
     def settled(self, value: Value) -> Value:
-        """Returns `value` as a term of a sum, if this device's sum of exponentials is a factor.
+        """Returns `value`, as a partial sum if a factor of it is a block's sum of exponentials.
 
-        With s for the sum of this device's exponentials, s * v is its term of the sum over devices.
+        With s for that sum, s * v is this device's term of a sum over devices.
         """
         own = [term for term in value.shift if term[0].kind != "any"]
         if not value.is_scale or len(own) != 1 or own[0][0].kind != "sum" or own[0][1] != 1:

@@ -90,9 +90,9 @@ def _follows(long: float, short: float, length: int, at: int) -> bool:
 def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
     """Returns True if the numbers of both programs agree, so that they count as known.
 
-    They agree if one follows from the length; or if they are the same, and not so large that only
-    longer sequences reach them. An integer of any size may be a product of positions. Floats of
-    magnitude `end` or more, such as -1e9, are not positions.
+    They agree if they grow with the length (`_follows`), or if they are equal and below at / 2: a
+    larger number may be a position that only longer sequences reach, or for integers a product of
+    positions. Floats of magnitude `end` or more, such as -1e9, are not positions; equal ones agree.
     """
     if not isinstance(getattr(short, "dtype", np.dtype(float)), np.dtype):
         return True  # keys

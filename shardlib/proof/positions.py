@@ -238,7 +238,7 @@ def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozens
 
 
 def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> Value:
-    """Keeps what all devices have on one device of some axes, with zero on the others.
+    """Sets a value that all devices of some axes have to zero on all but one of them.
 
     The result is a term of a sum over these axes.
 

@@ -259,7 +259,7 @@ def bounds(x: "Reach") -> Any:
 
 
 def union(a: Any, b: Any) -> Any:
-    """Returns the bound of an entry that is one of two, or a sum of two that are not LOW."""
+    """Combines the bounds of two entries into that of either, or of their sum if neither is LOW."""
     least, most = np.minimum(a, b), np.maximum(a, b)
     return np.where((least >= 0) | (most < LOW), most, np.where(most <= 0, MAYBE_LOW, np.inf))
 

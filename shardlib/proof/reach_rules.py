@@ -289,7 +289,7 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach | Any:
     """Reduces dims: an entry of the result depends on all entries that it combines.
 
     The result is known where all entries are, where all are 0 in a sum, and where one decides, as
-    in `any`. In a maximum, entries below LOW do not count if another is not.
+    in `any`. In a maximum, entries below LOW do not count if another entry is not below it.
     """
     name = eqn.primitive.name
     axes = tuple(eqn.params["axes"])

@@ -62,7 +62,7 @@ def _turns(eqn: Eqn) -> bool:
 
 
 def _passing(jaxpr: object) -> Iterator[str]:
-    """Iterates over the axes around which a jaxpr passes values, outside the jaxprs inside it."""
+    """Iterates over the axes around which a jaxpr passes values, ignoring its inner jaxprs."""
     return filter(None, map(_permutes, equations_in(jaxpr, inside=False)))
 
 

@@ -67,7 +67,11 @@ rule("empty", "empty2", "create_token")(lambda eq: constant(len(eq.result_shape)
 
 
 def _with(x: Value, result: Value) -> Value:
-    """Returns `result`, which is `x` in other dims. Raises Refused if that loses a count."""
+    """Returns `result`, which is `x` in other dims.
+
+    A count that is lost leaves the numbers unknown; a local one, or one with an offset, raises
+    Refused.
+    """
     if not x.count or result.count:
         return result
     if x.offset or x.is_local:
@@ -137,8 +141,8 @@ def _reshape(eq: Equation) -> Value:
         x: f32[4 8/d]    jnp.sum(x.reshape(-1))    f32[+d]
         x: f32[4 8/d]    jnp.cumsum(x.reshape(-1))    refused
 
-    A block of the merged dim in the third line is not contiguous. Its entries may be summed, as for
-    the norm of flattened gradients, but their order is not that of the whole.
+    A block of the merged dim in the last three lines is not contiguous. Its entries may be summed,
+    as for the norm of flattened gradients, but their order is not that of the whole.
     """
     (x, *_), new = eq.ins, eq.result_shape
     shape, twin_shape = eq.shape(), eq.twin_shape()

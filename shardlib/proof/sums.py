@@ -134,7 +134,7 @@ def _argmax(eq: Equation) -> Value:
 
 @rule("sort")
 def _sort(eq: Equation) -> list[Value]:
-    """Sorts along whole dims. A one-dimensional block may also be sorted by itself.
+    """Sorts along whole dims, or a one-dimensional block by itself: see _sorted_block.
 
     x: f32[8/d 4]    jnp.sort(x, 1)    f32[8/d 4]
     x: f32[8/d 4]    jnp.sort(x, 0)    refused

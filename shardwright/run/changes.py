@@ -144,7 +144,10 @@ MOST_STEPS = 2**31 - 1
 
 
 def total_steps(c: Config, loader: Loader) -> int:
-    """Computes the number of steps of a run with this loader. Raises ValueError as steps_for does."""
+    """Computes the number of steps of a run with this loader; MOST_STEPS with training.minutes.
+
+    Raises ValueError as steps_for does.
+    """
     t = c.training
     if t.minutes is not None:
         return MOST_STEPS

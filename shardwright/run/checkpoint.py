@@ -126,9 +126,9 @@ class Checkpointer(contextlib.AbstractContextManager):
                 it.
             orders: for each stack of layers, by name, its order in memory. Stacks are written in
                 layer order.
-            check: called in every process before anything is written. If it raises OSError, which
-                all processes must then do, the save fails, as if writing had; another exception is
-                raised at once. It may wait for the step that computes `state`.
+            check: called in every process before anything is written. It may wait for the step that
+                computes `state`. If it raises OSError, it must do so in all processes; the save
+                then fails as if writing had failed. Another exception is raised at once.
             again: True to retry a failed save of this step, replacing what it left.
 
         Raises:
@@ -175,7 +175,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     def restore(self, step: int, like: object, orders: Orders = NO_ORDERS, partly: bool = False) -> Any:
         """Restores the state saved at `step`, with the shardings of `like`. An error in one process is raised in all.
 
-        Each process reads only chunks that its devices need. Those that need the same ones share the reading.
+        Each process reads only chunks that its devices need. Processes that need the same chunks of an array with a
+        32-bit dtype divide the reading among them.
 
         Args:
             step: step of a complete checkpoint.
@@ -352,8 +353,9 @@ class Checkpointer(contextlib.AbstractContextManager):
 def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[Checkpointer, int]:
     """Opens the checkpoints of a run, which the caller closes. Also returns a step, the same in all processes.
 
-    `path` is the directory or URL of a run, or of one of its checkpoints. Without `step`, the step is that checkpoint's
-    or the last. Raises ValueError if there is none.
+    `path` is the directory or URL of a run, or of one of its checkpoints. If `step` is None, it is the step of that
+    checkpoint, or the last complete one of the run; raises ValueError if the run has none. Whether a step that `path`
+    or `step` names exists is not checked.
     """
     place = os.fspath(path).rstrip("/")
     above, _, name = place.rpartition("/")

@@ -165,14 +165,13 @@ def holders_of(leaf: Any) -> dict[Bounds, list[int]]:
 def shares(
     saved: SavedArray, holders: Mapping[Bounds, list[Any]], order: np.ndarray | None, turns: Iterator[int]
 ) -> Iterator[tuple[int, Bounds, Index, Box, Any]]:
-    """Chooses for each chunk a process that reads or writes it, for all processes that have the same shards.
+    """Divides the chunks of an array, to read or to write, among the processes that hold the same shards.
 
-    They take turns, so that what a store sends does not grow with the number of replicas, and what a process writes
-    shrinks.
+    They take turns, so that a store does not send more if there are more replicas, and each process writes less.
 
     Yields:
-        A process, and for one shard of it and one chunk the bounds of the shard, the index of the chunk, and a region
-        on disk, with its rows in the shard, that both have a part of.
+        The process that reads or writes, the bounds of a shard that it holds, the index of a chunk, a region of the
+        shard on disk that overlaps the chunk, and the rows of this region in the shard.
     """
     turn_of: dict[Index, int] = {}
     for bounds, processes in holders.items():
@@ -204,7 +203,6 @@ def gather_small(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
     Otherwise even the norms of a model would take one file per device. All processes call this.
     """
-
     return leaves | {k: jax.device_put(x, replicated(x)) for k, x in leaves.items() if is_small(x)}
 
 
@@ -217,7 +215,7 @@ def is_small(leaf: Any) -> bool:
 
 
 def replicated(leaf: Any) -> jax.sharding.Sharding:
-    """Returns the sharding of a leaf of which each device has the whole."""
+    """Returns the fully replicated sharding on the mesh of a leaf."""
     return NamedSharding(leaf.sharding.mesh, PartitionSpec())
 
 
@@ -299,11 +297,13 @@ def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) ->
 def read_arrays(
     store: Store, directory: str, saved: Mapping[str, SavedArray], like: Mapping[str, Any], orders: Orders
 ) -> list[Callable[[], jax.Array]]:
-    """Reads this process's part of arrays, sharded as `like`. Processes that have the same shards take turns.
+    """Reads this process's part of arrays, sharded as `like`.
+
+    Processes that have the same shards take turns, if the dtype has 32 bits; otherwise each reads all that it needs.
 
     Returns:
-        Functions that make the arrays. All processes call them in this order, after none has failed, because processes
-        send each other what they read. Rows of `like` beyond those saved are 0.
+        Functions that make the arrays. Once all processes have read without error, all call them in this order, because
+        processes send each other what they read. Rows of `like` beyond those saved are 0.
     """
     jobs, arrays = [], []
     turns = itertools.count()

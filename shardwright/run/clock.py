@@ -43,7 +43,7 @@ class Stopwatch:
         return max(seconds, 60 * self.minutes) if self.is_over and self.minutes else seconds
 
     def begin(self) -> None:
-        """Starts counting, with the first step of this start."""
+        """Starts counting. Called just before the first step after this start of the run."""
         self._began = _now()
 
     def now(self) -> Clock | None:
@@ -55,7 +55,8 @@ class Stopwatch:
     def see(self, clock: Clock) -> None:
         """Reads the clock of the step that was just dispatched, and sets `is_over` if that step is the last one.
 
-        That step begins when the one before it ends, about now, so the next one would end two steps later.
+        The dispatched step begins about now, when the one before it ends. So a step after it would end two step times
+        from now. If that is too late, the dispatched step is the last one.
         """
         self._shares.append(float(clock.elapsed))
         each = statistics.median(np.diff(self._shares)) if len(self._shares) > 1 else 0.0

@@ -13,7 +13,7 @@ from shardwright.run.stores import in_all_processes
 
 
 def count_batches(validation: Any, batches: int) -> int:
-    """Counts the batches that `evaluate` takes of the validation split."""
+    """Counts the batches that `evaluate` reads: `batches`, or all of a shorter validation split, at least 1."""
     once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
     return max(1, min(batches, once))
 

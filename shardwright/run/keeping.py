@@ -18,7 +18,7 @@ from shardwright.run.stores import Damaged
 
 
 class Keeper:
-    """Restores the first state of a run.
+    """Restores or initializes the state from which a run starts or resumes.
 
     Args:
         whole: the configuration with all changes.

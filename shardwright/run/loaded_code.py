@@ -76,7 +76,7 @@ def digests_of(step: Step) -> list[str]:
 
 
 def digest_of_module(module: ModuleType, values: bool) -> str:
-    """Hash of the functions and classes that a module defines, and with `values` of its other values."""
+    """Hash of the functions and classes that a module defines and, if `values` is True, of its other values."""
     walk = _Walk(module.__name__, values)
     walk.named(dict(_entries(module)))
     return walk.digest()
@@ -91,7 +91,7 @@ def _entries(module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _is_library(name: str) -> bool:
-    """True for a module, by its full name, of Python or of LIBRARIES."""
+    """True if the module with this full name belongs to Python's standard library or to LIBRARIES."""
     top = name.partition(".")[0]
     if top in LIBRARIES:
         return True

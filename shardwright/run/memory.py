@@ -4,7 +4,7 @@ import jax
 
 
 def peak_memory(compiled: jax.stages.Compiled, done: object) -> dict[str, int | str]:
-    """Returns the peak memory of the fullest device of this process, in bytes, and its source.
+    """Returns `peak_memory_bytes`, the peak of the fullest device of this process, and its `source`.
 
     The source "device" is the peak since the process started, including earlier jobs of a sweep. Where devices do not
     report it, such as on CPU, the source is "compiler": what the step needs, with arguments and results; donated

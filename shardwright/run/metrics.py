@@ -126,7 +126,7 @@ class RunLog(contextlib.AbstractContextManager):
             self.flush()  # no step follows that would have to be dispatched first
 
     def end_here(self) -> None:
-        """Makes the step given to `log` last the end of the run, and writes it."""
+        """Ends the run with the step that `log` was last given, and writes its metrics."""
         if self._pending is not None:
             self.total_steps = self._pending[0] + 1
             self.flush()

@@ -83,7 +83,10 @@ def weights_of(c: Config, spec: StepSpec) -> tuple:
 
 
 def forward_of(c: Config, einsum: Callable[..., Any]) -> Forward:
-    """The forward pass of the model of training.reference. Raises ValueError without one, or as model_of."""
+    """The forward pass of the model of training.reference; `einsum` is softmax_attention of train.py.
+
+    Raises ValueError without a reference, or as model_of.
+    """
     if (model := model_of(c)) is None:
         raise ValueError("this train.py compares with another model: set training.reference to a checkpoint of it.")
     return Forward(model, c.training, einsum)

@@ -164,7 +164,7 @@ def fetched(c: Config) -> Iterator[tuple[str, str]]:
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     """Lists the dotted names of settings that may not change when a run resumes.
 
-    Mesh, processes, logging, microbatches, and the length of the run may.
+    The mesh, the number of processes, logging, microbatches and the length of the run are not among them.
     """
     data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
     training = tuple(

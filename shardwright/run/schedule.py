@@ -93,7 +93,7 @@ class Schedule:
     def due(self, interval: int | None, epochs: float | None = None) -> bool:
         """Returns True if `interval` divides the steps done, or the last step passed a multiple of `epochs` epochs.
 
-        Always True after the last step. None: only then.
+        Also True if `is_over`: after the last step, or before a change of settings. An argument of None is ignored.
         """
         if epochs is not None:
             begin, end = (self.loader.epochs_before(self.batch_of(step)) for step in (self.done - 1, self.done))
@@ -116,7 +116,10 @@ class Schedule:
         return {name: number for name, number in begun.items() if number > max(1, math.ceil(before[name]))}
 
     def tokens_before(self) -> int:
-        """Computes Speed.tokens_before: tokens of the steps before the start, minus those at the current batch size."""
+        """Computes Speed.tokens_before, a correction for earlier batch sizes.
+
+        It is the number of tokens in the steps before the start, less what it would be at the current batch size.
+        """
         return tokens_before(self.whole, self.start) - self.start * self.loader.tokens_per_batch
 
     def changes(self) -> dict[int, str]:

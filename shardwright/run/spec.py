@@ -47,7 +47,7 @@ class StepSpec:
 def load_spec(name: str | None = None) -> StepSpec:
     """Loads the SPEC of a training program, by the name of its module; None: that of `training_module`.
 
-    Raises ValueError if the module has none.
+    Raises ValueError if the module has none, or defines a field's name as something other than SPEC has.
     """
     module = importlib.import_module(name or training_module())
     spec = getattr(module, "SPEC", None)

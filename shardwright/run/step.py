@@ -208,7 +208,7 @@ class Step:
 
     @property
     def jaxpr(self) -> Any:
-        """The program, with its source lines, a ClosedJaxpr."""
+        """The program as a ClosedJaxpr, with source lines."""
         return self._loss if self.name in LOSSES else self.traced.jaxpr
 
     @functools.cached_property

@@ -24,7 +24,8 @@ from shardwright.settings.program import Refused, refusals_shown
 class Job:
     """A function of the configuration whose rejections of settings are printed without a traceback.
 
-    It holds in any process: it is pickled as the attribute `job` of a program, by module and name.
+    This also works in the processes of a launcher, because a Job is pickled by reference, as the attribute `job` of a
+    program with this module and name.
     """
 
     __wrapped__: Callable

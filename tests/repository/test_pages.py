@@ -285,7 +285,7 @@ def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
         f"{right} correct programs": f"{right - escapes} accepted as they are, {escapes} once declared `per_device`",
         f"{caught.total()} silent bugs that were reported in other frameworks ([docs/gauntlet.md](docs/gauntlet.md))": (
             f"{caught['types']} rejected by types, {caught['proof']} by the proof, {caught['`tools.verify`']} found by "
-            f"`tools.verify`, {caught['a test']} only by tests of this repository"
+            f"comparing tensors (`tools.verify`), {caught['a test']} only by tests of this repository"
         ),
     }
     table = re.findall(r"^\| (\d+ .*?) \| (.*?) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)

@@ -195,7 +195,9 @@ def test_printed_lines(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
     assert lines[0] == "step 1/25  loss 0.123  learning_rate 0.0003"
-    assert re.match(r"step 10/25  ETA 0:00:00  loss 9.123  speed [\d,]+ tokens/s  MFU .*%  learning_rate 0.0003$", lines[1])
+    assert re.match(
+        r"step 10/25  ETA 0:00:00  loss 9.123  speed [\d,]+ tokens/s  MFU .*%  learning_rate 0.0003$", lines[1]
+    )
 
 
 def test_waiting_for_data_is_printed_if_it_is_much(tmp_path, capsys):

@@ -36,8 +36,8 @@ proof | at each start of a run, before the step is compiled
 a test | if you run it, because the bug computes the same on every mesh, or isn't in the step
 
 The last two columns below are about [spmd_types](https://github.com/meta-pytorch/spmd_types) {version}, a type system
-for PyTorch (strict global mode, commit 54cf099). We wrote {tried} of the bugs as short programs. It accepts each
-program without the bug.
+for PyTorch (strict global mode, commit 54cf099). We wrote {tried} of the bugs as short programs. spmd_types accepts
+each program without the bug.
 """
 
 

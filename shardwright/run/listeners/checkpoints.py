@@ -132,11 +132,17 @@ class Checkpoints(Listener):
 
     @property
     def _rotates(self) -> bool:
-        """False after a skipped step, because its cause may be in the newest checkpoint already."""
+        """True if a save may delete older checkpoints.
+
+        False after a skipped step, because its cause may be in the newest checkpoint already.
+        """
         return not (self._skips and self._skips.steps.in_a_row)
 
     def _has_ended(self, then: str) -> bool:
-        """Waits for the last save. Returns True if it succeeded; otherwise prints the error and what happens `then`."""
+        """Waits for the last save. Returns True if it succeeded; otherwise prints the error and what happens `then`.
+
+        Raises OSError after MAX_FAILED failures in a row.
+        """
         try:
             with pause("waiting for a checkpoint to be written"):
                 in_all_processes(self._checkpoints.wait)
