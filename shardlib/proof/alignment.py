@@ -1,8 +1,9 @@
 """Aligns a per-device program with the same program on one device, equation by equation.
 
-Both are traces of one source, so their equations match, except that JAX adds or leaves out reshapes
-where a device has only one entry along a dim. Reshapes need not match. Other equations compute, and
-must take the same entries. If one is missing here, in the per-device program, its rule is still
+"Here" means in the per-device program, "there" in the program on one device. Both are traces of one
+source, so their equations match, except that JAX adds or leaves out reshapes where a device has one
+entry along a dim. These need not match. A sum along such a dim counts as a reshape. Other equations
+compute: they must match, and take the same entries. If a reshape is missing here, its rule is still
 applied, because it may add up entries of several devices.
 """
 
@@ -30,15 +31,15 @@ from shardlib.proof.primitives import OF_SIZES
 
 V = TypeVar("V")
 AS_IS = equations.words("copy pvary convert_element_type")
-"""Primitives that change neither entries nor shape. They count only if they keep the dtype."""
+"""Primitives that change neither entries nor shape if they keep the dtype."""
 SHAPING = equations.REDUCTIONS | equations.kinds("view") | {"slice"}
 
 
 class Layout(NamedTuple):
-    """Entries of the value `root` that a device has, given by strides like a NumPy view.
+    """An array of entries of the value `root`, given by strides like a NumPy view.
 
-    Along a dim of size 1, the stride is 0. An array of shape [2, 3] itself is Layout(root, (2, 3),
-    (3, 1)), its transpose is Layout(root, (3, 2), (1, 3)): the same entries in another order.
+    Strides count entries; along a dim of size 1, the stride is 0. A root of shape [2, 3] itself is
+    Layout(root, (2, 3), (3, 1)), its transpose is Layout(root, (3, 2), (1, 3)).
     """
 
     root: object
@@ -47,13 +48,16 @@ class Layout(NamedTuple):
 
 
 def laid_out(root: object, shape: tuple[int, ...]) -> Layout:
-    """Returns the layout of all entries of `root`, in row-major order."""
+    """Returns the layout of an array of all entries of `root`, in row-major order."""
     strides = (math.prod(shape[i + 1 :]) if n > 1 else 0 for i, n in enumerate(shape))
     return Layout(root, tuple(shape), tuple(strides))
 
 
 class Different(Exception):
-    """Raised if the programs on the mesh and on one device have different operations."""
+    """Raised if the programs on the mesh and on one device have different operations.
+
+    `place` is `file.py:line` of the first operation that differs; ? if it is not known.
+    """
 
     def __init__(self, here: Any, there: Any):
         self.place = "?" if here is None and there is None else Operation(here or there).place()
@@ -74,12 +78,12 @@ class Aligned(NamedTuple):
     """Two jaxprs, aligned as pairs of equations.
 
     Attributes:
-        ours: the jaxpr here, with one iteration in place of each ring.
+        ours: the jaxpr here, in which one turn replaces each ring (rings.py).
         theirs: the jaxpr on one device, with the operations that a choice such as `if axis_size >
             1` skipped there.
-        pairs: the equations, in the order on one device, without their callers.
-        here: layout of each result of the per-device program.
-        there: layout that it should have according to the program on one device.
+        pairs: an Equation for each equation of `theirs`, in order. `Paired.run` adds the caller.
+        here: layout of each result of the per-device program; None for a literal.
+        there: layout that this result should have according to the program on one device.
     """
 
     ours: Any
@@ -100,7 +104,8 @@ class Alignment:
 
     Args:
         sizes: number of devices along each axis of the mesh.
-        twin_sizes: the same for the mesh of one device: 1, except for axes that both have.
+        twin_sizes: the same for the mesh of one device: 1, except along an axis of several devices
+            that both meshes have.
     """
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
@@ -114,11 +119,11 @@ class Alignment:
         Args:
             ours: the jaxpr on a mesh, or a body in it.
             theirs: the same on one device.
-            shapes: the shape of each argument of `theirs` here; None: that of the argument of
-                `ours`.
+            shapes: the shape that each argument of `theirs` has on a device of the mesh; None: the
+                shapes of the arguments of `ours`. Reshapes before a call may make them differ.
 
         Raises:
-            Different: an equation is on one side only, and does more than reshape.
+            Different: an equation that does more than reshape, or an argument, is on one side only.
         """
         if (len(ours.constvars), len(ours.invars)) != (len(theirs.constvars), len(theirs.invars)):
             raise Different(*(next(equations_in(jaxpr), None) for jaxpr in (ours, theirs)))
@@ -162,7 +167,7 @@ class Paired(Domain[V]):
 
     Attributes:
         sizes: number of devices along each axis of the mesh.
-        twin_sizes: the same for the twin's mesh: 1, except for axes that both have.
+        twin_sizes: the same for the twin's mesh, as in Alignment.
     """
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
@@ -174,9 +179,9 @@ class Paired(Domain[V]):
         raise NotImplementedError
 
     def other(self, var: Atom, op: Equation | None) -> V:
-        """Returns the fact about an operand of `op` that is another value on one device.
+        """Returns the fact about an operand of `op` whose entries differ from those on one device.
 
-        If `op` is None, the value is a result of the program.
+        If `op` is None, `var` is a result of the program.
         """
         raise NotImplementedError
 
@@ -184,7 +189,7 @@ class Paired(Domain[V]):
         """Returns None, because `read` fills in the facts about literals."""
 
     def run(self, program: Twins, ins: list[V], op: Any = None) -> list[V]:
-        """Aligns both programs, and derives facts about the results."""
+        """Aligns both programs, and derives facts about the results. Raises Different."""
         (ours, consts), (theirs, twin_consts) = map(body_of, program)
         known = op and op.inner
         found = known or self._alignment.align(ours, theirs)
@@ -211,7 +216,7 @@ class Paired(Domain[V]):
         ]
 
     def call(self, op: Any, body: object, ins: list[V]) -> list[V]:
-        """Interprets the callee of a call on each device."""
+        """Interprets the callee of a call; a shard_map is left to `apply`."""
         if op.name == "shard_map":
             return self.apply(op, ins)
         return self.run(Twins(*map(equations.called, (op.eqn, op.twin))), ins, op)
@@ -228,7 +233,8 @@ class _View(NamedTuple):
 class _Pairing(Domain[Layout | None]):
     """Goes through a program on one device, and pairs its equations with those here.
 
-    The fact about a value is its Layout here; None for a literal.
+    The fact about a value is the Layout that it should have here; None for a literal. `own` is the
+    next equation here that does more than reshape, and `ins` has the layouts of its operands.
     """
 
     def __init__(self, alignment: Alignment, ours: Any, args: Iterable[Layout]):
@@ -242,7 +248,7 @@ class _Pairing(Domain[Layout | None]):
         """Returns None, because literals have no layout."""
 
     def _go_on(self, own: Operation | None, ins: list[Any]) -> None:
-        """Goes to the next equation here that does more than reshape; collects the reshapes."""
+        """Goes to the next equation here that does more than reshape; collects those before it."""
         while own and _may_reshape(own.eqn) and (x := ins[0]) is not ANY:
             found = _view(own.eqn, x, shape_of(own.eqn.outvars[0]))
             if found is None:
@@ -267,7 +273,7 @@ class _Pairing(Domain[Layout | None]):
         own = self.own.eqn
         if own.primitive.name != op.name or is_region(own) != is_region(eqn):
             raise Different(own, eqn)
-        # What it keeps for its backward pass, a ring for each of its turns, depends on the mesh.
+        # The residuals of a region depend on the mesh: a ring keeps some for each turn.
         if is_region(eqn):
             self.pairs.append(Equation(own, twin=eqn))
             self._go_on(*self._ours.send([ANY] * len(own.outvars)))
@@ -299,7 +305,7 @@ class _Pairing(Domain[Layout | None]):
     def _paired(
         self, own: Eqn, eqn: Eqn, ys: list[Layout | None]
     ) -> tuple[Equation, list[Layout], list[Layout]]:
-        """Pairs two equations that compute; also returns the layouts of their results."""
+        """Pairs two equations that compute. Also returns their results' layouts, here and there."""
         if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
             raise Different(own, eqn)
         xs = self.ins
@@ -363,9 +369,9 @@ def _may_reshape(eqn: Eqn) -> bool:
 
 
 def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Equation | None:
-    """Pairs two equations that do the same to all dims of more than one entry.
+    """Pairs two equations of FORMS that differ only in dims of size 1.
 
-    Returns None if they do not, or if they match without being adapted.
+    Returns None if they differ in more, or if they match as they are.
     """
     # These say which dim is which.
     names_of_dims = ("axes", "dimension_numbers")
@@ -397,9 +403,9 @@ FORMS = equations.REDUCTIONS | equations.SCATTERS | {"dot_general", "gather"}
 
 
 def same_entries(x: Layout) -> tuple:
-    """Identifies the entries of a layout, in whatever shape.
+    """Returns what identifies a layout apart from its dims of size 1.
 
-    Returns the root, and size and stride of each dim of more than one entry.
+    This is the root, and the size and stride of each other dim.
     """
     return x.root, *((n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1)
 
@@ -487,7 +493,7 @@ def _resized(var: Any, shape: tuple[int, ...]) -> SimpleNamespace:
 
 
 def _cut(eqn: Eqn, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
-    """Adapts an equation on one device to the shapes here, of `xs` and of its result."""
+    """Copies an equation of one device, with operands shaped like `xs` and a result of `shape`."""
     sizes = {
         name: tuple(shape) for name in ("shape", "new_sizes", "limit_indices") if name in eqn.params
     }
@@ -516,8 +522,8 @@ class _Lacking(Exception):
 class _Completion(Domain[Any]):
     """Goes through a program next to its twin on one device, and adds what the twin left out.
 
-    The fact about a value is a pair: its variable or literal on one device, and the one that had
-    the same value before anything was added.
+    The fact about a value is a pair of variables or literals of the twin: the one that holds the
+    value now, and the one that stood in its place before anything was added.
     """
 
     def __init__(self, twin: Jaxpr, twin_sizes: Mapping[str, int]):
@@ -530,7 +536,7 @@ class _Completion(Domain[Any]):
         return x, x
 
     def rename(self, ours: Sequence, ins: Sequence, theirs: Sequence) -> list:
-        """Returns `theirs`, with `ins` in place of variables that were the same value before."""
+        """Returns `theirs`, with the first of a pair of `ins` in place of the second."""
         if len(ours) != len(theirs):
             return list(theirs)
 
@@ -571,7 +577,7 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
 
     The step may have `if lax.axis_size("t") > 1: x = lax.psum(x, "t")`. Then one device lacks the
     psum. Only operations that change nothing there are added: collectives over axes of one device
-    that keep the shape, and multiplications by a number that is 1 there. If anything else is
+    that keep the shape, and `mul` and `div` by a literal, which becomes 1. If anything else is
     missing, returns `twin` itself.
     """
     completion = _Completion(twin, twin_sizes)
@@ -586,7 +592,7 @@ def completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
 
 
 def _left_out(eqn: Eqn, ins: list, twin_sizes: Mapping[str, int]) -> Any:
-    """Builds a left-out equation on operands `ins`. Raises _Lacking if it would change values."""
+    """Copies an equation for operands `ins`. Raises _Lacking if it would change values there."""
     name = eqn.primitive.name
     if name in ("div", "mul"):
         if len(ins) != 2 or is_variable(eqn.invars[1]):

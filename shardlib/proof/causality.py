@@ -1,10 +1,11 @@
 """Checks in a traced forward pass that logits depend on no later token and on no other document.
 
-The pass, as traced on one device, is interpreted over facts about the entries of its arrays: see
-shardlib/proof/reach.py.
-Token ids and weights are unknown, but positions are known numbers, so masks are too. The starts of
-documents are known: in one layout, or in two that are the same up to a position. Logits before that
-position that differ between the two depend on later documents. See docs/soundness.md.
+The pass, as traced on one device, is interpreted over facts about each entry of its arrays: the
+last token that it may depend on, and its number if that is known (shardlib/proof/reach.py). Tokens
+are numbered from the first on to find later ones, and from the last on to find those of earlier
+documents. Token ids and weights are unknown, but positions are known numbers, so masks are too. The
+starts of documents are known: in one layout, or in two that are the same up to a position. Logits
+before that position that differ between the two depend on later documents. See docs/soundness.md.
 """
 
 import dataclasses
@@ -41,16 +42,16 @@ from shardlib.proof.reach_slots import have_same_slots, is_in, of_sorted, togeth
 FORM = (kinds("view") | words("convert_element_type copy pad slice")) - {"transpose"}
 """Primitives that JAX adds or leaves out depending on the sizes of dims."""
 MET = np.int32(2**29)
-"""Token of a value in which logits and a target have met."""
+"""Stands in place of a token for a value that was computed from both logits and a target."""
 TURNS = 2**16
 """Largest number of iterations of a while loop that are followed one by one."""
 
 
 def tokens(batch: int, length: int, is_forward: bool = True) -> np.ndarray:
-    """Numbers a batch's tokens, [batch, length].
+    """Returns the numbers of a batch's tokens, [batch, length].
 
     Token i of sequence b has number b·L + i; without `is_forward`, numbers count from the last
-    token. Token i is the target of position i, so its logits may depend on the tokens before it.
+    token. Token i is the target of position i, whose logits may depend on the tokens before it.
     tokens(2, 3) is [[0, 1, 2], [3, 4, 5]], and [[5, 4, 3], [2, 1, 0]] counted from the last.
     """
     number = np.arange(batch * length, dtype=np.int32).reshape(batch, length)
@@ -60,19 +61,19 @@ def tokens(batch: int, length: int, is_forward: bool = True) -> np.ndarray:
 def find_later(
     program: ClosedJaxpr, args: list[Reach], seen: np.ndarray, rows: int, **options: Any
 ) -> str | None:
-    """Finds where the logits of a position come to depend on something that it must not see.
+    """Finds where the logits of a position first depend on what this position must not see.
 
-    Returns None if they never do. A mean over positions that is added to their embeddings gives
-    `model.py:7: reduce_sum: the logits of position 0 depend on the token of position 2, that it is
-    to predict, or a later one`.
+    Returns a message; None if they never do. A mean over positions that is added to the embeddings
+    gives `model.py:7: reduce_sum: the logits of position 0 depend on the token of position 2, which
+    it is to predict, or a later one`.
 
     Args:
         program: a closed jaxpr. Its first result is the logits [B, L, V]; or it tags logits with
             the name LOGITS and targets [B, L] with TARGETS, per microbatch, as a whole or in parts
             along L.
         args: the facts about its arguments.
-        seen: the last token that the logits of each position may depend on, [B, L] for all
-            microbatches; LATER: they may depend on any.
+        seen: the number (see `tokens`) of the last token that the logits of each position may
+            depend on, [B, L] for all microbatches; LATER: they may depend on any.
         rows: sequences per microbatch.
         **options: passed to Interpreter.
     """
@@ -105,7 +106,7 @@ def find_later(
 def _problem_of(
     name: str, parts: list["Part"], seen: np.ndarray, row: int, is_forward: bool
 ) -> str | None:
-    """Describes what logits or targets of a microbatch depend on but must not; None: nothing.
+    """Describes a forbidden dependency of logits or targets of a microbatch; None: there is none.
 
     `name` is LOGITS or TARGETS; the microbatch begins with sequence `row`.
     """
@@ -170,8 +171,8 @@ class Interpreter(Domain[Reach]):
 
     Attributes:
         named: the values named LOGITS or TARGETS, in order.
-        problem: the first operation that combines a target with the logits of a later position or
-            of another sequence; None: none does. What is computed from both is not followed.
+        problem: a message about the first operation that combines a target with the logits of a
+            later position or of another sequence; None: none does.
     """
 
     problem: str | None = None
@@ -192,13 +193,13 @@ class Interpreter(Domain[Reach]):
             seen: the last token that each position may depend on, [B, L].
             rows: sequences per microbatch; None: all.
             is_forward: True if tokens are numbered from the first one.
-            unknown: ids of literals and arrays whose numbers are not known.
+            unknown: the id() of each literal and array whose numbers count as unknown.
             growth: a value with n numbers here has n**growth of them in longer sequences.
             free: names and mark labels of values that are taken as independent of tokens, although
                 they are computed from some.
-            is_shown: True if nothing was found without `unknown`. Then a position that sees a key
-                in this program is assumed to see one in longer sequences, where its mask depends on
-                `unknown` alone.
+            is_shown: True if nothing was found with an empty `unknown`. Then a position that sees a
+                key in this program is assumed to see one in longer sequences, where its mask
+                depends on `unknown` alone.
         """
         self.seen = seen
         self.rows = rows or len(seen)
@@ -251,7 +252,7 @@ class Interpreter(Domain[Reach]):
         return [choices] if choices else apply(eqn, ins)
 
     def _worked(self, eq: Operation, ins: list[Reach], how: Callable[..., Any]) -> list[Reach]:
-        """Applies the rule `how`. Records where values first depend on what they must not see."""
+        """Applies the rule `how`. Notes where values first depend on more than `seen` (_fits)."""
 
         def work(ins: list[Reach]) -> list[Reach]:
             results = zip(how(eq.eqn, ins), eq.eqn.outvars, strict=False)
@@ -289,7 +290,7 @@ class Interpreter(Domain[Reach]):
             last = _last_of_positions(x)
             is_own = (last >= number) & (last // length == number // length)
             shift = np.where(is_own, last - number, 0)
-            # A position whose target is a constant, past the end, is that of a head as the others.
+            # A constant target, past the end, is taken to be as far ahead as others of its head.
             number = number + np.where(last < 0, shift.max(1, keepdims=True), shift)
         elif group and self.named[TARGETS]:  # not of the first head, which is sampled
             parts = [part.predicted for part in self.named[TARGETS]]
@@ -337,7 +338,7 @@ class Interpreter(Domain[Reach]):
     def _drop_overflow(self, x: Reach, var: Atom) -> Reach:
         """Drops the known numbers of a value whose dtype cannot hold those of longer sequences.
 
-        There the value would have more different numbers than the dtype has.
+        In longer sequences, the value would have more different numbers than the dtype can hold.
         """
         if (
             self.growth == 1
@@ -433,7 +434,7 @@ def _keep_reads(x: Reach, start: int, end: int) -> Reach:
 
 
 def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
-    """Returns True if some dims may be positions that see no token hidden from them."""
+    """Returns True if no entry depends on more than `seen`, for some dims as positions."""
 
     def fits(upper: np.ndarray, *dims: int) -> bool:
         """Returns True if no entry is above `upper`, whose dims are `dims` of `last`."""
@@ -450,7 +451,7 @@ def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
             return True
         for j in find_dims(seen.shape[1]):  # a query and a key
             if len({i, j, batch}) == 3 and i < j:
-                # A later sum of other documents has what it must not have.
+                # A later sum over keys shows tokens of other documents, if there are any.
                 most = np.maximum.accumulate(seen, axis=1)
                 both = np.maximum(most[:, :, None], most[:, None])
                 both = np.moveaxis(both, 0, (batch > i) + (batch > j))
@@ -460,9 +461,9 @@ def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
 
 
 def _region_rule(label: str) -> tuple[Callable, int] | None:
-    """Returns the rule of a shardop that marks its code as per-device, and its number of operands.
+    """Returns the rule of a shardop whose code is marked as per-device, and its operand count.
 
-    Such ops treat each row separately.
+    Returns None for another label. These ops treat each row separately.
     """
     if label.startswith("products of rows by ids"):
         return _products_of_rows, 3
@@ -470,7 +471,7 @@ def _region_rule(label: str) -> tuple[Callable, int] | None:
 
 
 def _in_region(rule: tuple[Callable, int], eqn: Eqn, ins: list[Reach]) -> list[Reach]:
-    """Applies a rule of `_region_rule`. In gradients, JAX passes constants after the operands."""
+    """Applies a result of `_region_rule`. In gradients, JAX passes constants after the operands."""
     of_operands, count = rule
     if any((x.last >= 0).any() for x in ins[count:]):
         return anything(eqn, ins)
@@ -518,12 +519,12 @@ def _stacked(rows: list[Reach], var: Atom) -> Reach:
 
 
 def _digest(args: list[Reach]) -> bytes:
-    """Hashes values: equal ones have equal hashes."""
+    """Hashes values: equal values have equal hashes."""
     arrays = [a for x in args for value in (x, *(x.ways or ())) for a in value.arrays()]
     form = repr([(x.shape, x.dtype.str) for x in arrays]).encode()
     return hashlib.sha256(b"".join([form, *(x.tobytes() for x in arrays)])).digest()
 
 
 def operations(program: ClosedJaxpr) -> list[str]:
-    """Lists the primitives of a program that compute, in order, including those in calls."""
+    """Lists the names of a program's primitives, except FORM, in order and including its calls."""
     return [eqn.primitive.name for eqn in equations_in(program) if eqn.primitive.name not in FORM]

@@ -65,8 +65,8 @@ STAGES = (
     REPEATED,
 )
 LACKING = ("this mesh", "one device"), OF_AXES, OF_AXES
-"""Names of two programs, and remedies if they differ: in a line that only one of them runs, and in
-a line that both run."""
+"""STAGES and LACKING have the names of two programs, the remedy if these differ in a line that only
+one of them runs, and the remedy if they differ in a line that both run."""
 PLAIN = {
     r"shardops\.size\(name\)": "x.shape[i] * jax.lax.axis_size(axis)",
     r"shardops\.positions(\('.*?'\))?": "jnp.arange(n) + n * jax.lax.axis_index(axis)",
@@ -83,11 +83,11 @@ PLAIN = {
     r"for a partial sum, all_gather": "for a partial sum, jax.lax.all_gather",
     r"\b(with|or) (psum|psum_scatter|pmax|pmin|all_gather|all_to_all)\b": r"\1 jax.lax.\2",
 }
-"""What remedies say to code without shardlib: JAX's functions in place of ours."""
+"""Patterns in remedies, and JAX's functions that replace them for code without shardlib."""
 Programs = dict[str, tuple[Any, list]]
-"""Jaxprs by name, each with the types of the arguments of its shard_maps."""
+"""Jaxprs by name, each with the list that `tracing` yields: argument types of its shard_maps."""
 Trace = Callable[[AbstractMesh], Programs]
-"""Traces programs on a mesh."""
+"""A function that traces programs on a mesh."""
 
 
 def prove(
@@ -95,14 +95,14 @@ def prove(
 ) -> list[Finding]:
     """Finds where programs compute something else on a mesh than on one device.
 
-    They are traced on both, and not run.
+    They are traced on both, and not run. Returns an empty list if the proof succeeds.
 
     Args:
         trace: traces the programs.
         mesh: the mesh; None: the current one.
         singles: functions that trace the programs for a single device, whose mesh lacks the axes of
-            OPTIONAL. Each must compute the same as those of `trace` with one device along each
-            axis; True: up to rounding.
+            OPTIONAL. Each program must compute what that of `trace` computes with one device along
+            each axis; if the function's value is True, up to rounding.
 
     Raises:
         ValueError: a shard_map is bound to a mesh.
@@ -149,7 +149,10 @@ def _findings_on_mesh(ours: Programs, theirs: Programs, mesh: Any) -> list[Findi
 def _findings_on_one_device(
     program: Any, expected: Any, texts: tuple, rounding: bool
 ) -> list[Finding]:
-    """Finds where a program differs from the `expected` one, both traced on one device."""
+    """Finds where a program differs from the `expected` one, both traced on one device.
+
+    `texts` is STAGES or LACKING.
+    """
     names, remedy, of_both = texts
     differing = list(differences(program, expected, names, remedy, rounding))
     if not differing:
@@ -201,8 +204,9 @@ def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> A
 def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[list]:
     """Sets the mesh on which a program is traced.
 
-    The program chooses fast implementations as on a mesh of sizes `planned`. Yields a list that
-    holds, after tracing, the argument types of the program's shard_maps.
+    The program chooses fast implementations as on a mesh of sizes `planned`; None: those of `mesh`.
+    Yields a list that holds, after tracing, the argument types of the program's shard_maps. Raises
+    ValueError if a shard_map is bound to another mesh.
     """
     enter: Any = jax.sharding.use_abstract_mesh if isinstance(mesh, AbstractMesh) else jax.set_mesh
     # First leave any mesh: JAX does not change from one mesh to another of a different size.
@@ -259,7 +263,7 @@ def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: A
         **specs: in_specs, out_specs and other options of jax.shard_map.
 
     Raises:
-        ShardError: names file and line of the first value that is not a block of what one device
+        ShardError: names file and line of each value not proved to be a block of what one device
             computes, and says whether the function is wrong or not proved.
         ValueError: there is no mesh, it has Manual axes, or the function is bound to a mesh.
     """
@@ -294,7 +298,8 @@ def _place_and_remedy(finding: Finding) -> tuple[str, str]:
 def raise_for(found: list[Finding], shown: int | None = None) -> None:
     """Raises ShardError if anything was found.
 
-    The error has the first `shown` findings (None: all) and the verdict.
+    The error has the verdict and the first `shown` findings (None: all), of which one is kept for
+    each place and remedy.
     """
     if found:
         if any(finding.is_wrong for finding in found):
@@ -313,7 +318,7 @@ def raise_for(found: list[Finding], shown: int | None = None) -> None:
 
 
 def _placed(x: Any) -> Any:
-    """Returns an array's shape, dtype and PartitionSpec, for the current mesh."""
+    """Returns the shape, dtype and PartitionSpec (on the current mesh) of an array; else `x`."""
     if not hasattr(x, "dtype"):
         return x
     spec = getattr(getattr(x, "sharding", None), "spec", None)

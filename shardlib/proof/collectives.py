@@ -1,4 +1,4 @@
-"""Rules of collectives, and of casts between JAX's types of values under shard_map.
+"""Rules of collectives, and of casts of values under shard_map to partial sums.
 
 A collective is right if it does what the type of its operand calls for: gathers the axes that cut a
 dim, sums over the axes of a partial sum. Anything else is refused at its line, because one device,
@@ -31,10 +31,10 @@ from shardlib.proof.primitives import rule
 
 
 def _collective(*names: str) -> Callable:
-    """Registers a rule (eq, axes) for collectives.
+    """Registers a rule, a function of (eq, axes), for the collectives of these names.
 
-    The rule gets only the axes that have several devices. Over axes of one device, here and in the
-    twin, a tiled collective returns its operand without a rule.
+    The rule gets only the axes that have several devices. If there are none, a tiled collective
+    returns its operands, and the rule is not called.
     """
 
     def register(function: Callable[..., Any]) -> Callable:
@@ -56,10 +56,10 @@ def _collective(*names: str) -> Callable:
 
 @_collective(*kinds("unreduced"))
 def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
-    """Derives the result of a cast to a partial sum, as of jax.lax.pcast(x, axes, to="unreduced").
+    """Derives the result of a cast to a partial sum, as by jax.lax.pcast(x, axes, to="unreduced").
 
     If all n devices hold the value, the sum of these terms is n times the value. So the result gets
-    a ratio, which a division by n may cancel.
+    the ratio 1/n, which a division by n cancels.
     """
     (x,) = eq.ins
     if (new := {*axes} - x.partial) and not x.is_zero:
@@ -79,9 +79,10 @@ def _is_pending(x: Value, axes: Iterable[str]) -> bool:
 
 
 def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> Dim | Any:
-    """Returns dim k without `axes`. These must be the last that cut it, or its outermost part.
+    """Returns dim k of `x` without `axes`, which must be the last axes that cut its first part.
 
-    `verb` says in an error what the collective does, such as "it gathers".
+    So 16/r/d over d becomes 16/r; over r, it raises Refused. `verb` says in the message what the
+    collective does, such as "it gathers".
     """
     dim = x.dims[k]
     have = dim.parts[0].axes if dim is not UNIFORM else ()
@@ -96,7 +97,7 @@ def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> D
 
 
 def _with_dims(x: Value, dims: dict[int, Dim | Any]) -> Value:
-    """Replaces dims of `x`."""
+    """Returns `x` with other dims at the indices that are keys of `dims`."""
     return dataclasses.replace(
         x, dims=tuple(dims.get(i, dim) for i, dim in enumerate(x.dims)), total=None
     )
@@ -131,7 +132,7 @@ def _add_axes(dim: Dim | Any, size: int, axes: tuple[str, ...]) -> Dim:
 
 @_collective(*kinds("scatter"))
 def _reduce_scatter(eq: Equation, axes: tuple[str, ...]) -> Value:
-    """Sums, and cuts a dim over the same axes.
+    """Sums over devices, and cuts a dim over the axes of the sum.
 
     x: f32[8 +d]    lax.psum_scatter(x, "d", tiled=True)    f32[8/d]
     """
@@ -145,9 +146,10 @@ def _reduce_scatter(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 
 def summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> Value:
-    """Sums over devices. A value that all of them hold is multiplied by their number.
+    """Derives the sum of a value over the devices of `axes`.
 
-    So its ratio, the value on one device divided by the value here, is divided by their number.
+    The sum of a value that all of them hold is the value times their number. So its ratio, the
+    value on one device divided by that here, is divided by their number.
     """
     again = [axis for axis in axes if axis not in x.partial and axis not in x.sharded - x.folded]
     ratio = near(x.ratio * devices(eq.twin_sizes, again) / devices(eq.sizes, again))
@@ -172,12 +174,12 @@ def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
     for x in map(eq.settled, eq.ins):
         is_common = x.is_scale and all(source.kind == "any" for source, _ in x.shift)
         if not is_common or x.sharded & {*axes}:
-            # Else it has a factor that all devices have, which a quotient of two sums loses.
+            # Otherwise all devices have the same factor, which cancels in a quotient of two sums.
             eq.term(x)
         if x.is_constant and not x.partial:
             found.append(constant(len(x.dims), x.known[0] * here, x.known[1] * there))
         else:
-            # A sum along the dim is then that of all blocks, as before.
+            # If a sum along the dim follows, it is the sum of all blocks.
             folded = x.folded | x.sharded & set(axes)
             found.append(dataclasses.replace(summed(eq, x, axes), folded=folded, folding=eq))
     return found
@@ -195,8 +197,8 @@ def _pmax(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
 
 
 def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Value:
-    """Derives the result of a maximum or minimum over devices."""
-    # As of logarithms of own sums: the same on all devices, but not what it is on one device.
+    """Derives the result of a maximum or minimum (`kind`: max or min) over devices."""
+    # Such as one of logarithms of own sums: the same on all devices, but another on one device.
     if x.shift:
         own = {axis for source, _ in x.shift for axis in source.axes}
         if x.is_scale or x.partial or x.extreme or x.sharded & {*axes} or not own <= {*axes}:
@@ -263,11 +265,12 @@ def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
 
 
 Names = dict[tuple[str, ...], tuple[str, ...]]
-"""New names of axes, by the old ones. Those that change together are consecutive."""
+"""New names of axes by old ones. Several axes, such as ("d", "t"), are renamed only where they cut
+a dim one after the other."""
 
 
 def _renamed(dim: Dim | Any, changes: Names) -> Dim | Any:
-    """Renames the axes of a dim."""
+    """Renames the axes of a dim. Raises Refused if it has only some axes of a key of `changes`."""
     if dim is UNIFORM:
         return dim
     parts = []
@@ -288,7 +291,8 @@ def _renamed(dim: Dim | Any, changes: Names) -> Dim | Any:
 def renamed(eq: Equation, x: Value, changes: Names) -> Value:
     """Renames axes of `x`, in its dims and in its pending sums and extremes.
 
-    Untiled collectives do so: the blocks that devices held become entries of an array, and back.
+    In an untiled collective, blocks on devices become entries of an array, or these become blocks
+    again. In a ring, turns take the place of devices.
     """
     eq.block(x)
     moved = {name for old in changes for name in old}
@@ -310,10 +314,10 @@ def renamed(eq: Equation, x: Value, changes: Names) -> Value:
 
 
 def names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -> tuple[Dim, str]:
-    """Makes the dim whose entries stand for the devices of `axes`.
+    """Returns the dim whose entries stand for the devices of `axes`, and the axis of their blocks.
 
-    Also returns the axis name of the blocks of these devices (see domain.Sizes). Raises Refused if
-    dim k of `x` is not that dim, or, with k=None, if `x` has such blocks already.
+    For two devices, these are 1/entries of 2 and `blocks of 2` (see domain.Sizes). Raises Refused
+    if dim k of `x` is another dim; if k is None or that dim is UNIFORM, `x` must have no such axis.
     """
     n = devices(eq.sizes, axes)
     entries = cut(n, (f"{ENTRIES}{n}",))
@@ -372,7 +376,10 @@ def _exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined
 
 
 def merge_parts(parts: list[Part]) -> list[Part]:
-    """Merges a factor of a dim that stands for devices with the factor of these devices' blocks."""
+    """Merges a factor of a dim that stands for devices with the factor of these devices' blocks.
+
+    When a reshape merges the dims 1/entries of 2 and 8/blocks of 2, the result is a whole dim of 8.
+    """
     found: list[Part] = []
     for size, axes in parts:
         before = found[-1] if found else None

@@ -1,8 +1,8 @@
-"""Rules of loops and conditionals, which depend on their bodies and on their conditions.
+"""Rules of loops and conditionals.
 
-A loop's carry is a block if it is one before and after each iteration. A device may also loop over
-the rows of its own block, if each iteration does the same to its row. Conditions must be the same
-on all devices: those that take another branch would wait forever in a collective.
+A loop's carry is a block if it is a block before and after each iteration. A device may also loop
+over the rows of its own block, if each iteration does the same to its row. Conditions must be the
+same on all devices: if devices take different branches, a collective in one branch waits forever.
 """
 
 import contextlib
@@ -20,7 +20,10 @@ from shardlib.proof.equation import Equation, Refused, Twins
 
 
 def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
-    """Returns the axes over which a value varies by its JAX type; all axes if that does not say."""
+    """Returns the axes of several devices over which a value varies, according to its JAX type.
+
+    Returns all axes of several devices if the type does not say.
+    """
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(
         a for a in (sizes if kind is None else kind.varying | kind.unreduced) if sizes[a] > 1
@@ -28,7 +31,7 @@ def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
 
 
 def join(eq: Equation, a: Value, b: Value) -> Value:
-    """Joins the facts about two values, one of which is the result."""
+    """Returns facts that hold for either of two values, if the equation returns one of them."""
     if a.unprovable or b.unprovable:
         return a if a.unprovable else b
     if a == b:
@@ -49,9 +52,9 @@ def join(eq: Equation, a: Value, b: Value) -> Value:
 
 
 def anonymous(value: Value) -> Value:
-    """Drops references to the values that `value` was computed from.
+    """Returns `value` without references to the values that it was computed from.
 
-    They may belong to another iteration, or to another branch.
+    These may belong to another iteration, or to another branch.
     """
     unknown = dataclasses.replace(
         value, origin=None, source=None, total=None, is_taken=False, masked=None
@@ -62,8 +65,8 @@ def anonymous(value: Value) -> Value:
 class _Totals(Domain[int | None]):
     """Finds the running totals in a loop's body: a carried value, plus other values.
 
-    The fact is the index of the carried value; None for other values, OTHER for what is computed
-    from a total in another way.
+    The fact about a total is the index of the carried value; None for a value that no total went
+    into, OTHER for a value that is computed from a total in another way.
     """
 
     def constant(self, x: object) -> None:
@@ -84,10 +87,10 @@ OTHER = -1
 def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
     """Returns how the first dim of `xs` is cut, if each device may loop over its own rows.
 
-    Returns None if not. The loop must do the same to each row, except that it may add rows up: what
-    it returns per row makes a block, and its sums are partial sums. Devices may be at different
-    rows at any time, so they must not communicate (`_exchange`), and no row's result may be cut, or
-    pending, over the axes of the rows.
+    Returns None otherwise. The loop must do the same to each row, except that it may add rows up:
+    what it returns per row makes a block, and its sums are partial sums. Devices are at different
+    rows at the same time, so they must not communicate (`_exchange`), and no row's result may be
+    cut, or pending, over the axes of the rows.
     """
     consts, carry, rows = ([None] * len(part) for part in split_scan(eq.eqn, eq.ins))
     totals = [*range(len(carry))]
@@ -116,7 +119,8 @@ def _exchange(eq: Equation, rows: Dim | Any) -> Unprovable | None:
 def _of_own_rows(eq: Equation, rows: Dim | Any) -> Aligned | None:
     """Aligns the body of a loop over each device's own rows with the body on one device.
 
-    The number of rows is one more factor by which sizes here and there may differ.
+    Sizes here and there may also differ by the number of rows. Returns None if `rows` is None, or
+    if the layouts of the results differ.
     """
     if rows is None:
         return None
@@ -142,9 +146,9 @@ def _total(eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
 
 
 def _of_turn(eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
-    """Changes the dims of a value that a loop iterates over, or returns in each iteration.
+    """Returns a value that a loop iterates over, or returns in each iteration, with other dims.
 
-    The result is unprovable if `demand` refuses the value.
+    The value becomes unprovable if `demand` raises Refused for it.
     """
     try:
         if not x.unprovable:
@@ -169,8 +173,8 @@ class Control(Paired[Value]):
     Attributes:
         is_unchecked: True if JAX does not say over which axes a value differs: check_vma=False.
         own_rows: axes whose devices each iterate over their own rows in the current loops.
-        problems: by equation: collectives under a condition that differs between devices, so that
-            not all reach them; and wrong arguments of per-device code.
+        problems: what is wrong even if no result depends on it: collectives under a condition that
+            differs between devices, so that not all reach them; wrong arguments of per-device code.
     """
 
     is_unchecked: bool
@@ -184,7 +188,7 @@ class Control(Paired[Value]):
     def scan(
         self, op: Any, consts: list[Value], carry: list[Value], xs: list[Value]
     ) -> list[Value]:
-        """Derives the results of a scan: the same loop as on one device, or one over own rows.
+        """Derives the results of a scan, which may run over each device's own rows.
 
         x: f32[4]    lax.scan(lambda c, _: (2 * c, c), x, None, 3)[1]    f32[3 4]
         x: f32[8/d 4]    lax.scan(lambda c, r: (c + r, r), jnp.zeros(4), x)[0]    f32[4 +d]
@@ -258,7 +262,10 @@ class Control(Paired[Value]):
         return self._decided(op, which, op.eqn.invars[0], branches, found)
 
     def linear_solve(self, eq: Equation) -> list[Value]:
-        """Follows the function that solves the system. Only derivatives call the others."""
+        """Derives the results of lax.custom_linear_solve from its `solve`.
+
+        Only derivatives call its other functions.
+        """
         names, counts = zip(*eq.params["const_lengths"]._asdict().items(), strict=True)
         start = sum(counts[: names.index("solve")])
         args = [*eq.ins[start : start + counts[names.index("solve")]], *eq.ins[sum(counts) :]]
@@ -267,7 +274,7 @@ class Control(Paired[Value]):
     def _decided(
         self, eq: Equation, predicate: Value, var: Atom, bodies: Any, found: list[Value]
     ) -> list[Value]:
-        """Returns results that depend on a predicate; unprovable ones if devices may differ in it.
+        """Returns the results `found`; unprovable ones if devices may differ in the predicate.
 
         Then it also records a collective in `bodies`, because not all devices reach it.
         """

@@ -1,9 +1,10 @@
 """Facts about a value of a per-device program: which block of which whole value each device holds.
 
-The whole value is what the same program computes on one device. A device's value is its block of
-it, a term of a sum of blocks, or something that a later operation turns into a block. Otherwise it
-is `unprovable`, and must not reach a result. Messages and examples write facts as types: f32[8/d 4]
-is a block of an f32[8, 4] whose rows are cut over axis d, f32[4 +d] a partial sum over d.
+The whole value is what the same program computes on one device. A device holds its block of the
+whole value, a term of a sum over devices that gives the block, or something that a later operation
+turns into a block. Otherwise the value is `unprovable`, and must not reach a result. Messages and
+examples write facts as types: f32[8/d 4] is a block of an f32[8, 4] whose rows are cut (sharded)
+over axis d, f32[4 +d] a partial sum over d. An extreme is a maximum or a minimum.
 """
 
 import dataclasses
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 
 Number = int | float | bool
 Offset = tuple[tuple[str, int], ...]
-"""A number that depends on the device: the sum over axes of coefficient · index of the device."""
+"""A number that depends on the device: a sum of coefficient · index of the device along the axis.
+(("d", 4),) is 4 * lax.axis_index("d")."""
 
 
 class Part(NamedTuple):
-    """A factor of the size of a dim: `size` entries per device, cut over `axes`.
+    """A factor of the size of a dim, of which each device holds `size` entries.
 
-    The first axis is the outermost.
+    `axes` cut it, outermost first: with ("r", "d"), d cuts each of the blocks that r makes.
     """
 
     size: int
@@ -30,7 +32,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """How a dim is cut: its factors, major to minor; all but the first are cut.
+    """How a dim is cut: its factors, major to minor; only the first may be without axes.
 
     Only merged dims have several. On two devices, a reshape of f32[4 8/d] to one dim gives the
     factors Part(4, ()) and Part(4, ("d",)), written (4 8/d).
@@ -46,16 +48,16 @@ class Dim:
 
     @property
     def is_merged(self) -> bool:
-        """True if the blocks are not contiguous."""
+        """True if a device's block is not contiguous in the whole dim."""
         return len(self.parts) > 1
 
 
 ROUNDING = 1e-6
-"""Largest relative difference of numbers that are equal up to float32 rounding."""
+"""Numbers whose relative difference is at most this count as equal: float32 rounds them."""
 
 UNIFORM: Any = None
-"""Takes the place of a Dim: all entries along it are equal, so it fits any sharding and any size.
-`Dim | Any` means a Dim or UNIFORM; `tuple | Any` a tuple or None. They say Any because type
+"""Replaces the Dim of a dim along which all entries are equal, so that any sharding and size fit.
+`Dim | Any` means a Dim or UNIFORM, `tuple | Any` a tuple or None. They say Any because type
 checkers cannot follow how the two are told apart."""
 
 
@@ -67,7 +69,7 @@ def whole(size: int, name: str = "") -> Dim:
 def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
     """Returns a dim of which each device holds a contiguous block of `size` entries.
 
-    The dim B/r/d of 32 entries, on two devices along each axis, is cut(8, ("r", "d"), "B").
+    The dim B/r/d of 32 entries, with two devices along each axis, is cut(8, ("r", "d"), "B").
     """
     return Dim((Part(size, axes),), name)
 
@@ -75,11 +77,14 @@ def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
 class Sizes(dict[str, int]):
     """Number of devices along each axis of the mesh, and along made-up axes in a Dim.
 
-    An untiled all_gather makes an array of n entries that stand for devices. It counts as cut over
-    made-up axes of n devices: over ENTRIES n along the dim of these entries, and over BLOCKS n
-    along the dim that the devices' blocks are of. With two devices, lax.all_gather(x, "d") of x:
-    f32[8/d 4] is f32[1/entries of 2 8/blocks of 2 4]. If each device has reordered its block of a
-    dim, the names of the dim's axes end in ~ and a number.
+    An untiled all_gather over n devices adds a dim of n entries, one for each device. On one device
+    it has one entry, so a made-up axis `entries of n`, with 1/n devices, cuts it. In other dims the
+    axis `blocks of n`, with n devices, replaces the gathered axes. With two devices,
+    lax.all_gather(x, "d") of x: f32[8/d 4] is f32[1/entries of 2 8/blocks of 2 4]. `blocks of n.k`
+    stands for the turns of a ring (rings.py).
+
+    If each device has reordered its block of a dim, the names of the dim's axes end in ~ and a
+    label of the order, such as d~0.
     """
 
     def __missing__(self, axis: str) -> Any:
@@ -91,7 +96,7 @@ class Sizes(dict[str, int]):
 
 
 class SizesOnOne(dict[str, int]):
-    """`Sizes` of the mesh of one device, where a dim has one entry that stands for a device."""
+    """`Sizes` of the mesh of one device: 1 for made-up axes, and for axes that it lacks."""
 
     def __missing__(self, axis: str) -> int:
         return self.get(real(axis), 1)
@@ -101,18 +106,18 @@ ENTRIES, BLOCKS = "entries of ", "blocks of "
 
 
 def real(axis: str) -> str:
-    """Returns the real axis of an axis name that marks reordered blocks."""
+    """Returns the name of an axis without the mark of reordered blocks: d for d~0."""
     return axis.partition("~")[0]
 
 
 class Subtracted(NamedTuple):
-    """Identifies the index that an offset was subtracted from.
+    """Identifies an index from which an offset was subtracted: ids in ids - n * axis_index("d").
 
     A lookup and a mask belong together if they use the same index.
 
     Attributes:
-        token: the token of the index.
-        dims: for each dim of the value that has this, the matching dim of the index.
+        token: the `Value.token` of the index.
+        dims: for each dim of the value with this fact, the matching dim of the index; None: none.
     """
 
     token: object
@@ -120,16 +125,17 @@ class Subtracted(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Identifies the value that an extreme (maximum or minimum) or an exponential was taken of.
+    """Identifies the value x of which an extreme (maximum or minimum) or exponential was taken.
 
     Attributes:
-        token: the token of that value.
-        kind: `max` or `min` for an extreme; `exp` for exponentials of the value, `less` for their
-            exponents, and `sum` for a sum of the exponentials; `any` for a number that depends on
-            the mesh but is the same on all devices of the axes, and so may only cancel out.
+        token: the `Value.token` of x.
+        kind: `max` or `min` for an extreme m of x; `less` for x - m, `exp` for exp(x - m), and
+            `sum` for a sum of exp(x - m); `any` for a number that depends on the mesh but is the
+            same on all devices of `axes`, and must cancel out.
         along: the dims over which an extreme or a sum was taken.
         axes: the axes that cut them.
-        dims: for each dim of the value with this Source, the matching dim of the extreme.
+        dims: for each dim of the value with this Source, the matching dim of the extreme; None:
+            none.
     """
 
     token: object
@@ -140,7 +146,7 @@ class Source(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A range of indices from `low` to `high`, each given on this mesh and on one device."""
+    """A range of indices, both ends included. Each end is (on this mesh, on one device)."""
 
     low: tuple[float, float] = (-math.inf, -math.inf)
     high: tuple[float, float] = (math.inf, math.inf)
@@ -161,11 +167,11 @@ class Range(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """True where an offset index is in a range, or outside it.
+    """A mask that is true where an offset index is in the range `valid`, or outside of it.
 
     For at = ids - n * axis_index("d"), (0 <= at) & (at < n) has the offset of `at` and the range 0
     to n - 1. If `source` is set, the mask is instead true where this device has the extreme; if
-    `axes` is set, on one of the devices along these axes, and on one device's mesh.
+    `axes` is set, it is true on exactly one of the devices along these axes.
     """
 
     valid: Range
@@ -186,7 +192,7 @@ class Unprovable:
     differs: bool = False
     """True: the program on one device does not compute the value."""
     eq: Any = None
-    """The Equation whose operands were refused; None if another one is to blame."""
+    """The Equation whose operands were refused; None if another equation is to blame."""
 
     def __str__(self) -> str:
         lines = [f"{self.place}: {self.problem}", *(f"  {operand}" for operand in self.operands)]
@@ -198,39 +204,43 @@ class Value:
     """Facts about one value.
 
     Attributes:
-        dims: how each dim is cut; UNIFORM for a broadcast one.
+        dims: how each dim is cut; UNIFORM if all entries along it are equal.
         partial: axes over which it is a partial sum.
-        extreme: ("max" or "min", axes over which it is still to be taken).
-        ratio: the whole value on one device, divided by what the blocks add up to.
-        scaled: the equation that gave it a ratio.
-        folded: axes of its dims over which blocks were added entry by entry.
-        folding: the equation that added them.
-        known: its number, on this mesh and on one device; for a count, the first entry.
-        offset: the number that each device adds to it, which depends on the device.
+        extreme: ("max" or "min", axes over which it must still be taken); None: it is no extreme.
+        ratio: the whole value on one device, divided by what the blocks add up to: 1/2 if that is
+            twice as much; NaN if no positive number fits.
+        scaled: the equation that gave it a ratio other than 1.
+        folded: axes that cut its dims, and over which blocks were added, entry by entry.
+        folding: the equation that added the blocks.
+        known: its number without the offset, (on this mesh, on one device); for a count, the first
+            entry; with is_index, the size of the indexed dim; None: not known.
+        offset: the part of it that depends on the device.
         count: dims along which it counts 0, 1, … in row-major order.
         is_local: True if a count stops at the end of this device's block.
         counted: the equation that made the count.
         valid: for an offset index that was clipped, the indices that are unchanged; None: all.
-        others: lower bound of the other indices, on this mesh and on one device; None: any number.
+        others: lower bound of the other indices, (on this mesh, on one device); None: any number.
         drops: for looked-up values, True if entries out of range are NaN.
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
         mask: for a mask, which indices it is true for; None if it is not a mask.
         masked: the offset of the index whose mask made it a partial sum; None if none did.
-        origin: for an offset index, entries looked up by it, its mask, and masked entries: the
-            index.
+        origin: the index before an offset was subtracted; also for entries that were looked up or
+            masked by it, and for the mask.
         source: for an extreme or an argmax over a block: the value that it was taken of.
-        shift: extremes of this device's block that were added to it, with their coefficients.
+        shift: pairs (Source, coefficient) of extremes, or logarithms of sums, of this device's
+            block that were added to it: (m, -1) for x - m.
         is_scale: True if it was instead multiplied by exp of the sum of `shift`.
         shifting: the equation that first added a term of `shift`.
-        total: for exp(x - m), for x - m, and for a sum of exp(x - m) over this device's block times
-            any factor that all devices have: the value x, where `shift` accounts for m.
-        is_taken: True if it is the extreme of `source` over all devices.
+        total: the value x, if this is x - m, exp(x - m), or a sum of exp(x - m) over this device's
+            block times any factor that all devices have; `shift` accounts for m.
+        is_taken: True if it is the extreme of `source` over all devices; with is_index, if it
+            counts from the start of the whole dim.
         is_index: True if it is the index of the first extreme of `source` in this device's block.
         places: for an index into a device's block, how the indexed dim is cut; None for other
             values.
         components: for index vectors, the facts about each component along the last dim.
-        unprovable: why nothing is known; None if facts are.
-        token: equal for two values that are certainly equal.
+        unprovable: why nothing is known about it; None if something is.
+        token: an object that two values share only if they are certainly equal.
 
     A value that has each fact, in per-device code with x: f32['B/d M'], table: f32['V/d M'] and
     ids: i32['L'], with n = len(table), at = ids - n * axis_index('d'), and inside = (0 <= at) & (at
@@ -300,7 +310,7 @@ class Value:
 
     @property
     def is_constant(self) -> bool:
-        """True if it is one known number."""
+        """True if all its entries are one known number."""
         return self.known is not None and not (self.count or self.offset or self.is_index)
 
     @property
@@ -319,7 +329,7 @@ class Value:
 
     @property
     def is_own_total(self) -> bool:
-        """True if it is the sum of exponentials of this device's block, times a factor."""
+        """True if it is a sum of exponentials of this device's block alone, times a factor."""
         return (
             self.total is not None
             and self.total.kind == "sum"
@@ -337,9 +347,9 @@ class Value:
         return frozenset(real(axis) for dim in self.dims if dim for axis in dim.axes)
 
     def rearranged(self, dims: Iterable[Dim | Any]) -> "Value":
-        """Returns the value's entries in other dims.
+        """Returns facts about the same entries in other dims.
 
-        Keeps its pending sums and extremes, and its factors.
+        Keeps `partial`, `extreme` and `ratio`, and the number unless the value is a count.
         """
         known = None if self.count else self.known
         return Value(tuple(dims), self.partial, self.extreme, self.ratio, self.scaled, known=known)
@@ -349,7 +359,7 @@ def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
     """Returns facts about a number, repeated along `ndim` dims.
 
     The number of devices along d, 2 here and 1 on one device, is constant(0, 2, 1): its ratio is
-    0.5.
+    0.5. The ratio is NaN if the numbers have different signs, or only one of them is 0.
     """
     on_mesh, on_one = (
         x.real if isinstance(x, complex) and not x.imag else x for x in (on_mesh, on_one)
@@ -409,10 +419,10 @@ def devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 
 def axes_of_offset(offset: Offset, size: Number, sizes: Mapping[str, int]) -> tuple[str, ...] | Any:
-    """Returns the axes, slowest first, that cut a dim into blocks of `size` with this offset.
+    """Returns the axes, outermost first, that cut a dim into blocks of `size` starting at `offset`.
 
-    Returns None if there are none. With 2 devices along d and 3 along t, the offset 12 · d + 4 · t
-    is that of blocks of 4 entries over (d, t).
+    Returns None if there are none. With 2 devices along d and 3 along t, blocks of 4 entries over
+    (d, t) start at the offset (("d", 12), ("t", 4)).
     """
     order = tuple(axis for axis, _ in sorted(offset, key=lambda pair: -pair[1]))
     expected = {axis: size * devices(sizes, order[i + 1 :]) for i, axis in enumerate(order)}
@@ -430,7 +440,8 @@ def add_offsets(a: Offset, b: Offset, factor: int = 1) -> Offset:
 def describe(value: Value, shape: tuple[int, ...], dtype: object, sizes: Mapping[str, int]) -> str:
     """Writes a value's type in shardtypes' notation, such as `f32[B/r/d 64 +t]`.
 
-    Dims without a name have their global sizes.
+    `shape` is its shape on a device. Dims without a name are written as their global sizes. Facts
+    that a type cannot express follow in words.
     """
 
     def text(dim: Dim | Any, size: int) -> str:
@@ -473,5 +484,5 @@ def describe(value: Value, shape: tuple[int, ...], dtype: object, sizes: Mapping
 
 
 def near(ratio: float) -> float:
-    """Returns 1 if `ratio` differs from it only by rounding, else `ratio`."""
+    """Returns 1 if `ratio` is 1 up to rounding, else `ratio`."""
     return 1.0 if math.isclose(ratio, 1.0, rel_tol=ROUNDING) else ratio

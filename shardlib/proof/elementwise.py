@@ -37,7 +37,7 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "eq": np.equal, "ne": np.not_equal,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
-"""NumPy functions that compute primitives of known numbers."""
+"""By primitive, the NumPy function that computes it if all operands are known numbers."""
 _CASTS: dict[str, Callable[..., Any]] = dict.fromkeys(
     ("convert_element_type", "copy", "reduce_precision"), np.asarray
 )
@@ -48,9 +48,9 @@ ADDING = {*ADDITIONS, "exp"}
 
 
 def refuse_rbg(eq: Equation) -> None:
-    """Raises Refused for an array of several keys of JAX's `rbg`.
+    """Raises Refused if the first operand is an array of several keys of JAX's `rbg`.
 
-    Under vmap, all bits are drawn from the first key of the array.
+    Under vmap, JAX draws all bits from the first key of such an array.
     """
     aval = eq.eqn.invars[0].aval
     # It has several keys here or on one device.
@@ -109,12 +109,11 @@ def _is_untaken(value: Value) -> bool:
 
 
 def _shifted(eq: Equation, ins: list[Value]) -> Value:
-    """Follows extremes of a device's block that are subtracted before an exponential.
+    """Follows the `shift` of values: extremes of a device's block that were added to them.
 
-    They are followed until a factor cancels them. exp(x - m) * exp(m - maximum) is exp(x - maximum)
-    for any m, so each device may use its own. For example, e = jnp.exp(x - jnp.max(x)) of x:
-    f32[8/d] has the shift {(m, -1)}, with m for the maximum of the block; e * jnp.exp(jnp.max(x))
-    has none.
+    A later factor may cancel them: exp(x - m) * exp(m - maximum) is exp(x - maximum) for any m, so
+    each device may subtract its own m. For example, e = jnp.exp(x - jnp.max(x)) of x: f32[8/d] has
+    the shift {(m, -1)}, with m for the maximum of the block; e * jnp.exp(jnp.max(x)) has none.
     """
     is_scale = any(v.is_scale for v in ins)
     inexact = jnp.issubdtype(eq.result_type(), jnp.inexact)
@@ -140,10 +139,10 @@ def _shifted(eq: Equation, ins: list[Value]) -> Value:
 
 
 def _total(eq: Equation, ins: list[Value]) -> Source | None:
-    """Finds `Value.total` of the result.
+    """Returns `Value.total` of the result, or None.
 
-    Sets it for x less an extreme of this device's block, for the exponential of that, and for its
-    sum times a factor.
+    A result has one if it is x - m, with m for an extreme of this device's block, exp(x - m), or a
+    sum of exp(x - m) over this device's block times a factor.
     """
     if eq.name == "sub" and _is_untaken(ins[1]) and not (ins[0].shift or ins[0].extreme):
         if eq.shape():
@@ -157,10 +156,11 @@ def _total(eq: Equation, ins: list[Value]) -> Source | None:
 
 
 def _by_own_totals(eq: Equation, ins: list[Value]) -> list[Value]:
-    """Moves a sum of this device's exponentials that divides into `shift`, and undoes the division.
+    """Returns the operands, with divisors that sum this device's exponentials moved to `shift`.
 
     Let s be the sum of exp(x - m) over a block, and S that of exp(x). Then exp(x - m) / s is exp(x)
-    / S. Multiplied by S, which is exp(m + log(s)), it is exp(x), whatever the block.
+    / S. Multiplied by S, which is exp(m + log(s)), it is exp(x), whatever the block. A factor s
+    that undoes such a division is moved too.
     """
     found = list(ins)
     for i, v in enumerate(ins):
@@ -175,9 +175,9 @@ def _by_own_totals(eq: Equation, ins: list[Value]) -> list[Value]:
 
 
 def _of_rows(eq: Equation, ins: list[Value]) -> Value:
-    """Applies the primitive to looked-up entries.
+    """Applies the primitive to entries that were looked up by one offset index.
 
-    Entries out of range still have to be masked, by the index of the lookup.
+    Entries out of range must still be masked, by the same index.
     """
     rows = [v for v in ins if v.looked_up is not None]
     looked_up, origin = rows[0].looked_up, rows[0].origin
@@ -264,7 +264,7 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
 
 
 def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
-    """Handles linear operations on values whose entries are sums over different blocks.
+    """Handles linear operations on `folded` values, whose entries are sums over different blocks.
 
     These values are treated like partial sums.
     """
@@ -299,7 +299,7 @@ def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | Non
 def _is_linear(eq: Equation) -> bool:
     """Returns True unless the operation is a conversion that does not commute with sums.
 
-    Integers count modulo 2^n. Signed 32-bit integers are assumed not to overflow.
+    Integers are added modulo 2^n. Signed 32-bit integers are assumed not to overflow.
     """
     if eq.name != "convert_element_type":
         return True

@@ -1,8 +1,8 @@
 """One equation of a traced program, next to the same equation of the program on one device.
 
 Rules check operands with methods of Equation, such as `eq.block(x)` and `eq.finished(x)`, which
-raise Refused. The methods hold the texts of messages, so that each problem reads the same wherever
-it is found.
+return the operand or raise Refused. The methods hold the texts of messages, so that each problem
+reads the same wherever it is found. Blocks and other facts are explained in domain.py.
 """
 
 import dataclasses
@@ -52,14 +52,14 @@ OWN_SIZE = (
 )
 DEVICES = "leave it out: like the number of devices, shardops.axis_size, it is 1 on one device"
 FOLDING = words("psum psum_invariant pvary reduce_sum add add_any sub neg convert_element_type")
-"""Linear primitives whose rules accept values whose entries are sums over different blocks, and
-still have to be summed along the dim."""
+"""Linear primitives whose rules accept a `folded` value: its entries are sums over different
+blocks, and must still be summed along the sharded dim."""
 SHIFTING = kinds("call", "cast", "addition", "product")
 SHIFTING |= words(
     "exp log convert_element_type broadcast_in_dim squeeze transpose reduce_sum dot_general"
 )
 SHIFTING |= kinds("sum", "extreme")
-"""Primitives whose rules accept values to which each device added an extreme of its own block."""
+"""Primitives whose rules accept a `shift`: each device added an extreme of its own block."""
 NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (
         lambda value: value.offset,
@@ -95,7 +95,7 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
 
 
 class Refused(Exception):
-    """Raised for a value that is not a block of a whole value.
+    """Raised by a rule for an equation whose results need not be blocks of whole values.
 
     Attributes:
         problem: what is wrong, in one sentence.
@@ -122,15 +122,15 @@ class Twins(NamedTuple):
 class Equation(Operation):
     """An equation, its operands, and the same equation on one device.
 
-    If JAX left the equation out here, `eqn` is the equation as it would be.
+    If JAX left the equation out on the mesh, `eqn` is what it would be there.
 
     Attributes:
         twin: the equation on one device.
         ins: the facts about each operand.
         sizes: number of devices along each axis of the mesh.
         twin_sizes: the same for the mesh of one device.
-        inner: the alignment of the jaxpr that it runs, if shapes in it differ but entries do not.
-        others: indices of operands that are another value on one device.
+        inner: for a call, the Aligned jaxprs that it runs; None: they are not aligned yet.
+        others: indices of operands whose entries differ from those on one device.
     """
 
     twin: Any = None
@@ -155,7 +155,7 @@ class Equation(Operation):
     def whole_size(self, dim: Dim | Any, size: int) -> int:
         """Returns the size on one device of a dim that has `size` entries here.
 
-        A dim of 4 entries that is cut over d, of 2 devices, has 8.
+        With 2 devices along d, the size is 8 for a dim of 4 entries that is cut over d.
         """
         if dim is UNIFORM:
             return size
@@ -175,7 +175,7 @@ class Equation(Operation):
     # ---- what rules ask of their operands
 
     def same(self, *names: str) -> None:
-        """Raises Refused if parameters depend on the mesh."""
+        """Raises Refused if a parameter of these names is another one on one device."""
         for name in names:
             here = self.params.get(name)
             there = self.twin.params.get(name)
@@ -208,10 +208,10 @@ class Equation(Operation):
         return value
 
     def block(self, value: Value) -> Value:
-        """Returns `value`, a block of a whole value or a term of a sum.
+        """Returns `value` if it is a block of a whole value, or a term of a sum or extreme.
 
         Raises Refused for anything else, such as an offset index, or positions that count from the
-        start of this device's block: see NO_BLOCKS.
+        start of this device's block: see NO_BLOCKS. Primitives in FOLDING and SHIFTING accept more.
         """
         if self.name not in FOLDING:
             self.unfolded(value)
@@ -226,7 +226,7 @@ class Equation(Operation):
         return value
 
     def finished(self, value: Value) -> Value:
-        """Returns `value`, a block. Raises Refused for anything else, also for a partial sum.
+        """Returns `value` if it is a block. Raises Refused otherwise, also for a partial sum.
 
         The rule of exp calls this for its operand, so exp of f32[4 +d] is refused: "exp of a
         partial sum over d: the sum of the results is not the result of the sum".
@@ -246,9 +246,10 @@ class Equation(Operation):
         return problem, self.reduction(value)
 
     def term(self, value: Value) -> Value:
-        """Returns `value`, which must not depend on an extreme that is still to be taken.
+        """Returns `value`, which may be a term of a sum.
 
-        Raises Refused if it is, or was shifted by, such an extreme.
+        Raises Refused for an extreme that must still be taken over devices, and for a value to
+        which a device added such an extreme (`shift`).
         """
         shifted = [v.extreme for v in value.shifting.ins if v.extreme] if value.shift else []
         if (
@@ -286,9 +287,9 @@ class Equation(Operation):
         )
 
     def plain(self, value: Value) -> Value:
-        """Returns `value`, a finished block without factors that depend on the mesh.
+        """Returns `value` if it is `finished`, and no factor of it depends on the mesh.
 
-        Raises Refused if it is anything else.
+        Raises Refused otherwise.
         """
         return self.unscaled(self.finished(value))
 
@@ -329,7 +330,7 @@ class Equation(Operation):
         raise Refused(problem, remedy, made, True)
 
     def reduction(self, value: Value) -> str:
-        """Returns the remedy for a partial sum."""
+        """Returns the remedy for a partial sum that is used like a finished value."""
         axes = sorted(map(real, value.partial))
         n = devices(self.sizes, axes) / devices(self.twin_sizes, axes)
         # Sums over blocks are divided by the blocks' size.
@@ -341,9 +342,9 @@ class Equation(Operation):
         return "reduce the partial sum first, with psum or psum_scatter"
 
     def of_gradient(self) -> str:
-        """Returns the remedy for a sum over devices that JAX adds to a gradient.
+        """Returns the remedy if this is a sum over devices that JAX inserted into a gradient.
 
-        Returns "" for another sum.
+        Returns "" for another equation.
         """
         is_added = self.name == "psum_invariant" and "transpose(" in str(
             self.eqn.source_info.name_stack
@@ -351,7 +352,10 @@ class Equation(Operation):
         return VARY.format(axes=axes_of(self.eqn)) if is_added else ""
 
     def uncut(self, value: Value, i: int, verb: str) -> None:
-        """Raises Refused if dim i, along which `verb` happens, is sharded."""
+        """Raises Refused if dim i is sharded.
+
+        `verb` says in the message what happens along the dim, such as "a loop runs".
+        """
         dim = value.dims[i]
         if dim is not UNIFORM and dim.axes:
             axes = ", ".join(dim.axes)
@@ -388,17 +392,17 @@ class Equation(Operation):
         return found[0] if found else UNIFORM
 
     def join_dims(self, values: list[Value]) -> tuple[Dim | Any, ...]:
-        """Returns how the dims of operands of one shape are cut."""
+        """Returns how the dims of operands of the same shape are cut: `joined_dim` of each."""
         return tuple(
             self.joined_dim(i, dims)
             for i, dims in enumerate(zip(*(v.dims for v in values), strict=True))
         )
 
     def parts(self, values: list[Value]) -> list[Value]:
-        """Returns `values`, where shares of 1/n on each of n devices may become partial sums.
+        """Returns `values`, with shares as partial sums if another value is a partial sum.
 
-        They do if another value is a partial sum. With check_vma=False, each device has such a
-        share of the gradient of a replicated value.
+        A share is 1/n of a value, on each of n devices. With check_vma=False, each device has such
+        a share of the gradient of a replicated value.
         """
         first = max(values, key=lambda value: len(value.partial))
 
@@ -447,9 +451,10 @@ class Equation(Operation):
         return live[0].ratio if live else 1.0
 
     def join(self, dims: Iterable[Dim | Any], values: list[Value]) -> Value:
-        """Joins several values side by side.
+        """Returns facts about an array with these dims, made of entries of several values.
 
-        The result is a partial sum or a pending extreme if all of them are terms of the same one.
+        The array is a partial sum or a pending extreme if all values are. Raises Refused if they
+        differ in this.
         """
         values, extremes = self.parts(values), {value.extreme for value in values}
         if len(extremes) > 1:
@@ -473,12 +478,12 @@ class Equation(Operation):
     # ---- refusals
 
     def unprovable(self, reason: Unprovable) -> list[Value]:
-        """Marks all results as unprovable."""
+        """Returns facts about the results: all are unprovable for this reason."""
         variables = self.eqn.outvars
         return [Value((UNIFORM,) * len(shape_of(var)), unprovable=reason) for var in variables]
 
     def explain(self, refusal: Refused) -> Unprovable:
-        """Adds the place and the operands' types to a refusal."""
+        """Turns a refusal into an Unprovable, with the place and the operands' types."""
         own = None if refusal.at else self
         at = refusal.at or self
         operands = at.operand_texts("size" in refusal.remedy)
@@ -486,15 +491,15 @@ class Equation(Operation):
         return Unprovable(at.place(), problem, refusal.remedy, operands, refusal.differs, own)
 
     def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
-        """Returns the calls that led to the equation, and its operands' types.
+        """Returns lines of a message: the calls that led to the equation, its operands' types.
 
-        Also names the line that a size may come from on which the equation depends.
+        With `of_size`, also the line from which a size in the equation may come.
         """
         # Of a conditional outside jax.shard_map, the facts about its operands are not known.
         pairs = zip(self.ins, self.eqn.invars, strict=bool(self.ins))
         found = self.line()
-        # Code that a model calls did not change, so the line to change is one that calls it. In the
-        # model's own file it may be either.
+        # If a helper that models call made the equation, the line to change is a call of it. In the
+        # model's own file it may be the equation's line, or a call within this file.
         callers = callers_text(self.eqn, found[0] if found and not is_helper(found[0]) else None)
         return (
             *filter(None, [callers, size_text(frames_of(self.eqn)) if of_size else ""]),
@@ -506,9 +511,9 @@ class Equation(Operation):
 
 
 def equal_parameters(here: object, there: object) -> bool:
-    """Returns True if two parameters are equal.
+    """Returns True if two parameters of equations are equal.
 
-    NaN (a fill value) equals NaN.
+    NaN, as a fill value, equals NaN. Arrays and jaxprs are compared by content.
     """
     is_array = hasattr(here, "shape")
     return (not is_array and here == there) or in_words(here) == in_words(there)

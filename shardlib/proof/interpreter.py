@@ -49,8 +49,8 @@ converted in the program."""
 class Interpreter(Control):
     """Derives facts about the results of a program.
 
-    It also finds problems that matter even if no result depends on them. outside.py makes one for
-    each jax.shard_map, and runs it on the facts that in_specs state.
+    It also finds `problems` that matter even if no result depends on them. outside.py makes an
+    Interpreter for each jax.shard_map, and runs it on the facts that in_specs state.
 
     Attributes:
         noted: each equation with the facts about its results, by its path.
@@ -72,7 +72,7 @@ class Interpreter(Control):
         return read_array(*(getattr(x, "val", x) for x in (here, there)))
 
     def other(self, var: Atom, op: Equation | None) -> Value:
-        """Returns an unprovable value, in place of one that is another value on one device."""
+        """Returns an unprovable value, in place of one whose entries differ from one device's."""
         problem = "has other entries here than on one device, or the same in another order"
         problem = f"{op.shown}: an operand {problem}" if op else f"a result {problem}"
         remedy = (
@@ -115,7 +115,7 @@ class Interpreter(Control):
         return [self._checked(eq, i, value) for i, value in enumerate(found)]
 
     def apply(self, op: Any, ins: list[Value]) -> list[Value]:
-        """Applies the rule of an equation."""
+        """Applies the rule of an equation. If an operand is unprovable, so are the results."""
         if op.name != "ring_index" and (
             unprovable := next((v.unprovable for v in ins if v.unprovable), None)
         ):
@@ -132,9 +132,9 @@ class Interpreter(Control):
         return found if isinstance(found, list) else [found]
 
     def blamed(self, reason: Unprovable) -> Unprovable:
-        """Moves a reason to the line of the user's call, if the called function is right elsewhere.
+        """Returns a reason that blames the user's call of a function that other calls prove right.
 
-        It is if it was proved for other calls. Returns other reasons as they are.
+        Returns `reason` as it is if its equation was not proved in another call.
         """
         own = reason.eq.calls() if reason.eq else []
         shared = 0
@@ -156,9 +156,9 @@ class Interpreter(Control):
         )
 
     def _checked(self, eq: Equation, i: int, value: Value) -> Value:
-        """Checks that `value` can be result i, here and on one device.
+        """Returns `value` as result i of an equation, with a token of its own.
 
-        Raises Refused if it cannot.
+        Raises Refused if its sizes, dtype or sharding cannot be those of the result.
         """
         aval = eq.eqn.outvars[i].aval
         shape = shape_of(eq.eqn.outvars[i])
@@ -283,7 +283,8 @@ def block_of(
 ) -> Value:
     """Returns facts about a device's block of an array whose dims are sharded over `axes`.
 
-    For example, block_of([("d",), ()], (4, 4), {"d": 2}) is f32[8/d 4], of any dtype.
+    `shape` is the shape of the block, `partial` has axes over which it is a partial sum, `names`
+    has names of the dims. So block_of([("d",), ()], (4, 4), {"d": 2}) is f32[8/d 4], of any dtype.
     """
     live = [tuple(axis for axis in a if sizes[axis] > 1) for a in axes]
     names = names or [""] * len(shape)
@@ -295,9 +296,9 @@ def block_of(
 
 
 def read_array(here: Any, there: Any) -> Value:
-    """Returns facts about a constant array here and on one device.
+    """Returns facts about a constant array, given here and on one device.
 
-    It must be a number, or an array that is the same on both.
+    The value is unprovable unless the two are equal, or each repeats a single number.
     """
     if isinstance(here, jax.Array) and jnp.issubdtype(here.dtype, jax.dtypes.prng_key):
         bits = read_array(jax.random.key_data(here), jax.random.key_data(there))

@@ -1,4 +1,4 @@
-"""Decides whether a proof for short sequences holds for longer ones.
+"""Decides whether a proof of causality for short sequences holds for longer ones.
 
 The program is compared with the same one for shorter sequences, equation by equation: shapes,
 parameters, literals and arrays. A number must be the same, or grow with the length: by a fixed
@@ -25,10 +25,10 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
     """Compares a program for sequences of `length` positions with the same one for `at` positions.
 
     Returns:
-        The first equation that differs; empty if none does.
-        Ids of literals and arrays of the short program whose content counts as unknown: it neither
-            stays the same nor follows from the length, or only longer sequences reach it.
-        True if arrays with a dim of positions are among them.
+        The first equation that differs, such as `model.py:7: dot_general`; empty if none does.
+        The id() of each literal and array of the short program whose numbers count as unknown: they
+            neither stay the same nor grow with the length, or only longer sequences reach them.
+        True if one of these arrays has another shape in the long program.
     """
     unknown = set()
     arrays = False
@@ -48,7 +48,7 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
             for var, other in zip(a.invars, b.invars, strict=True)
             if isinstance(other, core.Literal)
         ]
-        # Of unknown numbers, this is used.
+        # The proof uses whether numbers are below LOW even if they count as unknown.
         if any(np.less(value, LOW) != np.less(other, LOW) for value, other, _ in literals):
             return _named(x), set(), False
         unknown |= {
@@ -70,8 +70,8 @@ def _named(op: Operation) -> str:
 def _follows(long: float, short: float, length: int, at: int) -> bool:
     """Returns True if a number grows in proportion to the length, up to a constant summand.
 
-    A proportional number, such as one of blocks, may be rounded to a multiple of ROUNDED. For
-    lengths 64 and 32, 128 and 64 follow, and 72 and 40; 100 and 33 do not.
+    A proportional number, such as that of the slots of an expert, may be rounded to a multiple of
+    ROUNDED. For lengths 64 and 32, 128 and 64 follow, and 72 and 40; 100 and 33 do not.
     """
     if abs(short) < 2:  # such as one block, which no other block sees
         return False
@@ -110,7 +110,7 @@ def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
 
 
 def _sizes(eqn: Eqn) -> Iterator[int]:
-    """Yields the whole numbers in an equation's parameters and in the shapes of its results."""
+    """Yields the integers in an equation's parameters and in the shapes of its results."""
     parts = [*map(shape_of, eqn.outvars)]
     parts += [
         value for name, value in sorted(eqn.params.items()) if isinstance(value, int | tuple | list)

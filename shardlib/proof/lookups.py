@@ -21,14 +21,14 @@ from shardlib.proof.primitives import rule
 
 
 def _indices(ids: Value, count: int) -> list[Value]:
-    """Returns facts about each component of index vectors."""
+    """Returns facts about each of the `count` components of index vectors."""
     return list(ids.components) if len(ids.components) == count else [ids] * count
 
 
 def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | Any:
-    """Returns the axes that shard dim i of the operand, if an offset index reads or writes there.
+    """Returns the axes that cut dim i of the operand, if `index` is relative to a device's block.
 
-    It must read or write this device's block of the dim. Returns None for other indices.
+    Such an index is ids - n * axis_index, with n entries per device. Returns None for others.
     """
     if not index.offset or index.mask or index.looked_up is not None:
         return None
@@ -38,9 +38,9 @@ def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | Any:
 
 
 def _drops(eq: Equation, index: Value, i: int) -> bool:
-    """Returns True if indices into the blocks of other devices are dropped.
+    """Returns True if JAX drops indices into the blocks of other devices.
 
-    JAX drops them if they are past the end of dim i.
+    It does if they are past the end of dim i, and the mode is FILL_OR_DROP.
     """
     ends = eq.shape()[i], eq.twin_shape()[i]
     others = index.others
@@ -127,7 +127,7 @@ def _gather(eq: Equation) -> Value:
 
 
 def _take_windows(eq: Equation, of_x: Labels, dims: list[Any]) -> None:
-    """Sets `dims` where windows take a part of a dim. That dim must be whole."""
+    """Sets `dims` of the result where windows take a part of a dim, which must be whole."""
     (x, _), numbers = eq.ins, eq.params["dimension_numbers"]
     rest = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     to = iter(numbers.offset_dims)
@@ -142,7 +142,7 @@ def _take_windows(eq: Equation, of_x: Labels, dims: list[Any]) -> None:
 
 
 def _fills_sums(eq: Equation) -> bool:
-    """Returns True if a gather may fill in its value in each term of a sum: 0 or NaN."""
+    """Returns True if the fill value of a gather suits each term of a sum: it is 0 or NaN."""
     fill = eq.params["fill_value"]
     if fill is None:  # of floats NaN, else the smallest or largest number
         return jnp.issubdtype(eq.result_type(), jnp.inexact)
@@ -150,7 +150,10 @@ def _fills_sums(eq: Equation) -> bool:
 
 
 def _joined(eq: Equation, operands: Iterable[Labels], order: Labels) -> list[Any]:
-    """Returns how the dims with the labels `order` are cut, which all operands must agree on."""
+    """Returns how the dims with the labels `order` are cut; operands that have them must agree.
+
+    `operands` has the labels of each operand's dims, as in shardlib.dims.Dims.
+    """
     pairs = zip(eq.ins, operands, strict=False)
     return list(eq.join_dims([moved(x, places(order, labels)) for x, labels in pairs]))
 
@@ -162,8 +165,8 @@ def _scatter(eq: Equation) -> Value:
         i: i32[6/d], x: f32[6/d 4]    jnp.zeros((8, 4)).at[i].add(x)    f32[8 4 +d]
         i: i32[6/d], x: f32[6/d 4]    jnp.zeros((8, 4)).at[i].set(x)    refused
 
-    Each device adds its own updates, so the result is a partial sum. If several updates write to
-    one entry, the last one counts, and it may be on another device.
+    Each device adds its own updates, so the result is a partial sum. With `set`, the last one of
+    several updates to an entry counts, and it may be on another device.
     """
     x, ids, updates = eq.ins
     eq.block(x)
@@ -190,7 +193,7 @@ class _Scatter:
             known which device writes each of them.
         places: for each of `batch`, the matching dim of the updates. None where `batch` is UNIFORM
             for that reason.
-        sizes: the size of windows along each of their dims, here and on one device.
+        sizes: by dim of the operand, the size of windows along it, here and on one device.
         own: axes whose devices all have the same updates, and add them to their own part of a dim.
     """
 
@@ -215,7 +218,7 @@ class _Scatter:
             self._mark_known(k)
 
     def write_windows(self) -> None:
-        """Checks that dims are whole if windows hold only a part of them."""
+        """Records the sizes of windows. Raises Refused if they hold a part of a sharded dim."""
         eq, numbers = self.eq, self.numbers
         gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
         in_window = (i for i in range(len(eq.shape())) if i not in gone)
@@ -234,7 +237,7 @@ class _Scatter:
         self.batch[k], self.places[k] = UNIFORM, None
 
     def write_at(self, i: int, index: Value) -> None:
-        """Writes along dim i of the operand, at an index."""
+        """Records a write along dim i of the operand, at `index`. May raise Refused."""
         k, into = self._counted(i, index)
         if into is not UNIFORM and not into.is_merged:
             self.dims[i] = self.eq.joined_dim(i, [self.x.dims[i], into])
@@ -268,11 +271,11 @@ class _Scatter:
         return 0, UNIFORM
 
     def _write_own_block(self, i: int, index: Value) -> None:
-        """Writes at an index that is relative to this device's block of dim i.
+        """Records a write at an index that is relative to this device's block of dim i.
 
         An update that is dropped here is written by the device that has the entry, in the same
-        order as on one device. Windows must have one entry: a larger one would be dropped whole
-        where a block ends.
+        order as on one device. Windows must have one entry, because JAX drops a larger window as a
+        whole where a block ends.
         """
         eq = self.eq
         axes, dropped = _axes_of_index(eq, index, i), _drops(eq, index, i)
@@ -325,7 +328,7 @@ class _Scatter:
 
 
 def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
-    """Inverts the order of a block, by writing 0, 1, … at the indices that are the order."""
+    """Derives the inverse of a block's order, which is made by writing 0, 1, … at the order."""
     sizes = [part.size for dim in (order.dims[0], order.places) if dim for part in dim.parts]
     is_count = counted.known == (0, 0) and not counted.offset and counted.is_local
     if sizes != [eq.shape()[0]] * 2 or not is_count:
@@ -334,9 +337,9 @@ def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
 
 
 def _is_masked(updates: Value, index: Value, of_index: list[Any]) -> bool:
-    """Returns True if updates are zero where this index is outside the block.
+    """Returns True if updates are zero where `index` is outside of this device's block.
 
-    They must have been masked by it, entry by entry.
+    They must have been masked by this index, entry by entry.
     """
     if updates.masked != index.offset or not (updates.origin and index.origin):
         return False
@@ -345,11 +348,11 @@ def _is_masked(updates: Value, index: Value, of_index: list[Any]) -> bool:
 
 
 def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tuple[str, ...]:
-    """Returns the axes that shard a part of a dim if each device takes `size` entries from `start`.
+    """Returns the axes that cut a part of a dim if each device takes `size` entries from `start`.
 
-    `start` must be the start of this device's block of that part. The part must begin at the same
-    entry on every mesh, and end within `whole_size`, because JAX moves back slices that go beyond
-    it.
+    Raises Refused unless `start` is the start of this device's block of that part. The part must
+    begin at the same entry on every mesh, and end within `whole_size`, because JAX moves back
+    slices that go beyond it.
     """
     axes = axes_of_offset(start.offset, size, eq.sizes)
     first, first_on_one = start.known or (-1, -1)
@@ -363,8 +366,8 @@ def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tu
 def _dynamic_slice(eq: Equation) -> Value:
     """Takes a part of each dim.
 
-    Of a whole x: f32[8], with n = 8 // axis_size, the n entries from n * axis_index on are this
-    device's block, f32[8/d]. Of a sharded dim, no other part may be taken:
+    From x: f32[8], with n = 8 // axis_size, each device takes its block, f32[8/d], as the n entries
+    from n * axis_index on. If all devices take the same part of a sharded dim, it is refused:
 
         x: f32[8/d], i: i32[]    lax.dynamic_slice(x, [i], [2])    refused
     """
@@ -396,7 +399,7 @@ def _dynamic_slice(eq: Equation) -> Value:
 
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(eq: Equation) -> Value:
-    """Writes a part of each dim. Blocks written into zeros, each at its place, are terms of a sum.
+    """Writes a part of each dim. Zeros with a device's block at its offset are a term of a sum.
 
     Writing a block y: f32[8/d] into jnp.zeros(8) at start = [len(y) * lax.axis_index("d")] gives
     f32[8 +d].
