@@ -40,7 +40,9 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
             return _named(longer), set(), False
         a, b = x.eqn, y.eqn
         pairs = list(itertools.zip_longest(_sizes(a), _sizes(b)))
-        if any(x != y and (None in (x, y) or not _follows(x, y, length, at)) for x, y in pairs):
+        if len(a.invars) != len(b.invars) or any(
+            x != y and (None in (x, y) or not _follows(x, y, length, at)) for x, y in pairs
+        ):
             return _named(x), set(), False
         end = math.inf if a.primitive.name in kinds("comparison") else length
         literals = [
@@ -56,7 +58,10 @@ def compared(long: object, short: object, length: int, at: int) -> tuple[str, se
             for value, other, var in literals
             if not _is_known(value, other, length, at, end)
         }
-    for x, y in zip(arrays_in(long), arrays_in(short), strict=True):
+    of_long, of_short = list(arrays_in(long)), list(arrays_in(short))
+    if len(of_long) != len(of_short):
+        return "the number of its constant arrays", set(), False
+    for x, y in zip(of_long, of_short, strict=True):
         if not _is_known(x, y, length, at, length):
             unknown.add(id(y))
             arrays |= np.shape(x) != np.shape(y)
