@@ -20,7 +20,7 @@ from shardlib.equations import (
 )
 
 Labels = list[Any]
-"""For each dim an int or a str, its label, or None."""
+"""The label of each dim of an array: an int, a str or None."""
 
 
 class Dims(NamedTuple):
@@ -28,9 +28,9 @@ class Dims(NamedTuple):
 
     Dims with the same label have the same size, and the primitive treats the entries along them
     separately: a block of the operands gives that block of the results. A label that no result has
-    is of a contraction: entry i of one operand meets entry i of the others, and the results for all
-    i are combined. None means that entries are taken together; in a result, that each may depend on
-    all of them.
+    marks a contracted dim: entry i of one operand meets entry i of the others, and the results for
+    all i are combined. None on an operand's dim means that its entries are taken together; on a
+    result's dim, that each entry may depend on all of these.
 
     For example, jnp.sum(x, 0) of x: [2, 3] has the operands [[None, 1]] and the results [[1]]. x @
     w of [2, 3] and [3, 4] has [[0, "contracted 0"], ["contracted 0", 1]] and [[0, 1]], sort along
@@ -47,7 +47,7 @@ def dims_of(eqn: Eqn) -> Dims:
 
 
 def checked(eqn: Eqn, row: Dims) -> Dims:
-    """Drops labels that only one dim has, and labels of dims of different sizes."""
+    """Replaces a label by None if only one dim has it, or dims of different sizes."""
     sizes: dict[Any, list[int]] = {}
     for var, labels in zip((*eqn.invars, *eqn.outvars), (*row.operands, *row.results), strict=True):
         for label, size in zip(labels, shape_of(var), strict=True):
@@ -61,7 +61,7 @@ def checked(eqn: Eqn, row: Dims) -> Dims:
 
 
 def places(result: Labels, labels: Labels) -> list[int | None]:
-    """Finds the index in `labels` of each label of `result`; None if it is not there.
+    """Finds the index in `labels` of each label of `result`; None where a label is not found.
 
     places([2, 0, None], [0, 1, 2]) is [2, 0, None].
     """
@@ -82,8 +82,8 @@ def _same(eqn: Eqn, kept: Iterable[int]) -> Dims:
 def _same_except(eqn: Eqn, *together: int) -> Dims:
     """Gives all dims the same labels in all operands and results, except the dims `together`.
 
-    These may count from the last dim. `checked` drops labels of dims whose size changes, because
-    these are cut, or hold the parts of one entry.
+    Negative numbers count from the last dim. `checked` drops the labels of dims whose size changes:
+    a part is taken of these, or they hold the parts of one entry.
     """
     rank = max(len(shape_of(var)) for var in eqn.invars)
     return _same(eqn, {*range(rank)} - {i % rank for i in together})
@@ -209,17 +209,16 @@ def _of_convolution(eqn: Eqn) -> Dims:
 
 
 def _windows(numbers: Any, var: Any, gone: Sequence[int]) -> list[int]:
-    """Returns the dims of `var` that windows of a gather or scatter have."""
+    """Returns the dims of `var`, except `gone` and batch dims: those of a gather's windows."""
     gone = (*gone, *numbers.operand_batching_dims)
     return [i for i in range(len(shape_of(var))) if i not in gone]
 
 
 def _of_gather(eqn: Eqn) -> Dims:
-    """Labels dims by the dims of the result.
+    """Labels dims by the dims of the result; None for dims of which windows hold only a part.
 
-    Dims of which windows hold only a part have None. x[i] of x: [5, 3] and i: [4] has the operands
-    [[None, 1], [0, None]], where the last dim of i is that of index vectors, and the results [[0,
-    1]].
+    x[i] of x: [5, 3] and i: [4] has the operands [[None, 1], [0, None]] and the results [[0, 1]].
+    The last dim of the indices, which JAX adds, has the components of an index vector.
     """
     x = eqn.invars[0]
     d = eqn.params["dimension_numbers"]

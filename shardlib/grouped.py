@@ -27,9 +27,9 @@ from shardlib.rearranging import bind_groups
 from shardlib.values import describe, planned_devices, varying
 
 BLOCKS = {"gpu": 2}
-"""Average number of blocks for the rows of one matrix, by platform. The last block of each matrix
-is not full, but a block of few rows leaves most of a GPU idle. docs/measurements.md has what XLA
-predicts."""
+"""Average number of blocks for the rows of one matrix, by platform. With few large blocks, much of
+the last block of each matrix is empty; with many small ones, most of a GPU is idle.
+docs/measurements.md has what XLA predicts."""
 BLOCKS_ELSEWHERE = 8
 LEAST_ROWS = 8
 """Smallest number of rows in a block."""
@@ -92,7 +92,7 @@ def _spec_text(dims: Iterable[Dim], partial: Iterable[str] = ()) -> str:
 
 
 class _Types(NamedTuple):
-    """Types of the operands, of the result, and of their gradients."""
+    """Types of the operands and of the result, and (`of_…`) of their gradients."""
 
     rows: str
     ids: str
@@ -104,7 +104,7 @@ class _Types(NamedTuple):
 
 
 def _ungrouped(shape: ShapeSpec) -> list[Dim]:
-    """The dims of a type, with each group as one dim."""
+    """Returns the dims of a type, with each group as one dim."""
     return [
         Dim("_".join(d.name for d in dim.group), dim.axes) if dim.group else dim
         for dim in shape.dims
@@ -174,9 +174,9 @@ _product.defvjp(lambda *args: (_product(*args), args[1:]), _backward)
 def _region(
     what: str, result: str, fn: Callable[..., Any], *operands: tuple[jax.Array, str]
 ) -> jax.Array:
-    """Calls `fn` on operands whose types the check enforces.
+    """Calls `fn` as per-device code, with operands of the given types.
 
-    The result is taken to have the type `result`.
+    The proof checks these types, and takes the result to have the type `result`.
     """
     label = f"{what} by ids, {', '.join(spec for _, spec in operands)} -> {result}"
     entered = [marks.enter(x, f"{label} [{i}]", spec) for i, (x, spec) in enumerate(operands)]
@@ -187,7 +187,10 @@ def _region(
 
 
 def products_of_rows(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Multiplies rows[P, …, M] by matrices[P·N, M, F], selected by ids[P, …]: [P, …, F]."""
+    """Multiplies rows[P, …, M] by matrices[P·N, M, F], selected by ids[P, …]: [P, …, F].
+
+    A row whose id is outside [0, N) gives 0.
+    """
     x = rows.reshape(-1, rows.shape[-1])
     of_rows = _matrix_of_each(ids, len(matrices))
     if products.target_device().platform == "tpu":
@@ -205,9 +208,9 @@ def products_of_rows(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> ja
 
 
 def sums_of_products(rows: jax.Array, ids: jax.Array, g: jax.Array, count: int) -> jax.Array:
-    """Sums the outer products of rows[P, …, M] and g[P, …, F] by id: [count, M, F].
+    """Sums the outer products of rows[P, …, M] and g[P, …, F] for each matrix: [count, M, F].
 
-    An id that no row has gets 0.
+    ids[P, …] select the matrices, of which there are `count` = P·N. A matrix without rows gets 0.
     """
     x = rows.reshape(-1, rows.shape[-1])
     of_rows = _matrix_of_each(ids, count)
@@ -233,9 +236,9 @@ def sums_of_products(rows: jax.Array, ids: jax.Array, g: jax.Array, count: int) 
 
 
 def _matrix_of_each(ids: jax.Array, count: int) -> jax.Array:
-    """Index of the matrix, out of `count`, of each row of ids[P, …], flattened.
+    """Returns the index in [0, count) of each row's matrix, from ids[P, …], flattened.
 
-    A row without one gets `count`.
+    A row without a matrix gets `count`.
     """
     each = count // len(ids)
     ids = ids.astype(jnp.int32)
@@ -245,7 +248,7 @@ def _matrix_of_each(ids: jax.Array, count: int) -> jax.Array:
 
 
 def _sorted(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The rows sorted by matrix, those without one last, and the number of rows of each matrix."""
+    """Returns the rows' indices sorted by matrix (without one: last), and the rows per matrix."""
     sizes = jnp.sum(
         of_rows[:, None] == jnp.arange(count, dtype=of_rows.dtype), axis=0, dtype=jnp.int32
     )
@@ -253,10 +256,10 @@ def _sorted(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Groups rows by matrix into blocks.
+    """Groups rows by matrix into blocks of b rows.
 
-    Returns the rows in each block [K, b], the matrix of each [K], and each row's position. A row or
-    a position past the end means none. There are as many blocks as any ids may need.
+    Returns the rows in each block [K, b], the matrix of each block [K], and the position of each
+    row in the K·b places. An index past the end means none. K is enough for any ids.
     """
     n = len(of_rows)
     blocks = BLOCKS.get(products.target_device().platform, BLOCKS_ELSEWHERE)
@@ -277,7 +280,7 @@ def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, ja
 
 
 def _running_sums(sizes: jax.Array) -> jax.Array:
-    """The sum of the sizes before each, and of all."""
+    """Returns the sum of the sizes before each matrix, and of all: [2, 3] gives [0, 2, 5]."""
     return jnp.concatenate([jnp.zeros_like(sizes[:1]), jnp.cumsum(sizes)])
 
 

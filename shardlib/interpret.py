@@ -1,8 +1,8 @@
 """Interprets traced programs: the one place that goes through the equations of a jaxpr.
 
-An analysis is a Domain: which facts it keeps about a value, and how facts about the results of an
-equation follow from facts about its operands. `interpret` goes through a program in order, and into
-the bodies of its calls, loops and branches.
+An analysis is a Domain: it defines which facts to keep about a value, and how facts about the
+results of an equation follow from facts about its operands. `interpret` goes through a program in
+order, and into the bodies of its calls, loops and branches.
 """
 
 import dataclasses
@@ -85,9 +85,9 @@ class Operation:
 
     @property
     def path(self) -> tuple[int, ...]:
-        """Identifies it in its program, by the ids of its callers and of its equation.
+        """The ids of its callers and of its equation, which identify it within its shard_map.
 
-        Callers outside of its shard_map are left out.
+        Callers outside of the shard_map, and the shard_map itself, are left out.
         """
         found = [id(self.eqn)]
         caller = self.caller
@@ -258,8 +258,8 @@ def fixed_point(
 ) -> list[V]:
     """Finds facts about carried values that hold before and after every iteration of a loop.
 
-    Suppose that an iteration adds 1 to a carry that starts as 0, and that `join` of two different
-    numbers is None, for some number. Then the fact about the carry is None.
+    For example, let a fact be a number, or None for any number, as `join` of two different numbers
+    returns. If each iteration adds 1 to a carry that starts as 0, the fact about it is None.
 
     Args:
         carry: the facts before the first iteration.
@@ -267,7 +267,7 @@ def fixed_point(
         join: returns a fact that holds if either of two facts does.
 
     Raises:
-        AssertionError: it does not settle.
+        AssertionError: the facts still change after 4 * len(carry) + 8 iterations.
     """
     for _ in range(4 * len(carry) + 8):
         after = turn(carry)[: len(carry)]
@@ -297,7 +297,7 @@ def operations_in(
 
 
 def equations_in(program: object, inside: bool = True) -> Iterator[Any]:
-    """Iterates over the same equations as `operations_in`, without their callers."""
+    """Iterates over the equations that `operations_in` yields, without their callers."""
     return (op.eqn for op in operations_in(program, inside=inside))
 
 
@@ -320,7 +320,7 @@ def needed_for(
         jaxpr: the program. Bodies are not looked into.
         variables: some of its variables, and literals.
         reads: gets an equation, and True if one of its results is needed. Returns the operands that
-            the equation reads; None if it is not needed.
+            the equation reads; None if the equation is not needed.
 
     Returns:
         The equations, in program order, and the variables, among them `variables`.
@@ -339,7 +339,7 @@ def needed_for(
 
 
 def digest_of(program: object) -> str:
-    """Hashes a program: its operations, their parameters and constants.
+    """Hashes a program, by its operations, their parameters and constants, to 20 hex digits.
 
     Source lines and names of values do not matter: lambda x: 2 * x and lambda y: 2 * y have the
     same hash, lambda x: 3 * x has another.

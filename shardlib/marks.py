@@ -1,6 +1,6 @@
-"""Code that differs between devices on purpose: the op for it, and marks around it.
+"""The op per_device, for code that treats devices differently on purpose, and marks around it.
 
-What such code computes is not checked; its results are taken to have the types that are declared.
+The proof does not check what such code computes: it takes the results to have their declared types.
 
 A mark is a name on a value (jax.ad_checkpoint.checkpoint_name), which compiles to nothing.
 Arguments are marked `enters`, and results `leaves` with the declared type. Gradients cross in the
@@ -26,8 +26,8 @@ STAGES = (
     "the stages of a pipeline run different tasks at a time, by a schedule that is checked by "
     "itself"
 )
-"""Reason of the pipeline executor, which is traced without a region; code inside it may have
-regions."""
+"""The reason that the pipeline executor gives. It is traced without a region around it, so that
+code inside it may have regions."""
 
 
 LOGITS, TARGETS = "logits of the model", "targets of the loss"
@@ -35,12 +35,12 @@ LOGITS, TARGETS = "logits of the model", "targets of the loss"
 GIVEN = "given to the loss"
 """Name of what a loss reads besides logits and targets."""
 LAYER_NUMBERS = "numbers of the layers"
-"""Name of the value that identifies the layers: a stage runs some of them, and no other ids may
-replace these."""
+"""Name of the ids of all layers. A stage uses some of them; the comparison with one device finds
+any other numbers in their place."""
 
 
 def layer_numbers(count: int) -> jax.Array:
-    """The ids of all layers, i32."""
+    """Returns the ids of all layers, 0 to count - 1."""
     return checkpoint_name(jnp.arange(count), LAYER_NUMBERS)
 
 
@@ -49,11 +49,10 @@ GRADIENT_SUMS = "gradients of all microbatches"
 
 
 def like_weights(g: Any, w: Any) -> Any:
-    """Sums of gradients in the dtypes of `w`, as jax.vjp takes them.
+    """Casts sums of gradients to the dtypes of the gathered weights `w`, as jax.vjp takes them.
 
-    `w` is the weights as they are gathered. They are the only values that may be cast to another
-    dtype in a step that gathers its weights ahead than in one that does not, whose gathered weights
-    have no gradients of their own.
+    The name GRADIENT_SUMS allows these sums alone to be cast to another dtype in a step that
+    gathers its weights ahead than in one that does not: there, gathered weights have no gradients.
     """
     return jax.tree.map(lambda g, x: checkpoint_name(g, GRADIENT_SUMS).astype(x.dtype), g, w)
 
@@ -62,9 +61,9 @@ class Mark(NamedTuple):
     """What the name of a marked value encodes.
 
     Attributes:
-        kind: enters, leaves, or gradient: leaves with the type of the argument that entered as
-            `label`.
-        label: the reason, and the index of the argument.
+        kind: "enters", "leaves", or "gradient", which leaves with the type of the argument that
+            entered as `label`.
+        label: the reason; for an argument with its index, as in "a halo [0]".
         spec: the type in shardtypes' notation; empty for any type.
     """
 
@@ -74,7 +73,7 @@ class Mark(NamedTuple):
 
 
 def mark_of(eqn: Eqn) -> Mark | None:
-    """The mark that an equation makes; None for other equations."""
+    """Returns the mark that an equation makes; None for other equations."""
     name = eqn.params.get("name") if eqn.primitive.name == "name" else None
     if isinstance(name, str) and name.startswith(f"{REGION}|"):
         return Mark(*name.split("|")[1:])
@@ -82,7 +81,7 @@ def mark_of(eqn: Eqn) -> Mark | None:
 
 
 def is_region(eqn: Eqn) -> bool:
-    """True if an equation calls code that is per-device on purpose."""
+    """Returns True if an equation calls code that is per-device on purpose."""
     return eqn.params.get("name") == REGION and eqn.primitive.name in ("jit", "pjit")
 
 
@@ -102,7 +101,7 @@ _marked.defvjp(
 
 
 def mark(x: jax.Array, forward: Mark, backward: Mark) -> jax.Array:
-    """Marks `x`, and its gradient."""
+    """Marks `x` as `forward`, and its gradient as `backward`."""
     return (
         _marked(x, forward, backward) if jnp.issubdtype(x.dtype, jnp.inexact) else _name(x, forward)
     )
@@ -124,7 +123,7 @@ def leave_like(x: jax.Array, label: str) -> jax.Array:
 
 
 def region(fn: Callable[..., Any], *args: object) -> Any:
-    """Calls fn(*args) so that the analysis does not look inside."""
+    """Calls fn(*args) under jit, by a name that tells the proof not to look inside."""
 
     def per_device(*args):
         return fn(*args)

@@ -73,7 +73,7 @@ def rearrange(spec: str, x: object, /, **sizes: int) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
-    """Translates a spec into a pattern for einops, and the names of dims in it.
+    """Returns the pattern for einops of a spec, and the name in it of each dim.
 
     Raises ShardError for a wrong spec.
     """
@@ -100,7 +100,7 @@ def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
 
 
 def _side(shape: ShapeSpec, names: dict[str, str]) -> str:
-    """One side of a pattern for einops."""
+    """Returns one side of a pattern for einops."""
     words = []
     for dim in shape.dims:
         if dim.group:
@@ -111,7 +111,7 @@ def _side(shape: ShapeSpec, names: dict[str, str]) -> str:
 
 
 def _members(which: str, shape: ShapeSpec) -> dict[str, Dim]:
-    """The dims of one side by name, with those inside groups, without 1."""
+    """Returns the dims of one side by name: members in place of groups, but no `1`."""
     dims = [
         dim
         for dim in itertools.chain(*(dim.group or [dim] for dim in shape.dims))

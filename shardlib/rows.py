@@ -1,9 +1,9 @@
 """The ops take_rows and add_rows.
 
-They look up rows of the same sequence, and add rows back where they came from.
-`B/d [L] M, B/d S/t -> B/d S/t M` takes, for each position of S, the row of L with its id, within
-each sequence. Its transpose `B/d S/t M, B/d S/t -> B/d [L] M +t` adds each row of S to the row of L
-with its id.
+They look up rows of the same sequence, and add rows back where they came from. For each position of
+S, `B/d [L] M, B/d S/t -> B/d S/t M` takes the row of L that the position's id names, within each
+sequence. Its transpose `B/d S/t M, B/d S/t -> B/d [L] M +t` adds each row of S to the row of L that
+its id names.
 """
 
 import functools
@@ -113,9 +113,9 @@ def _sums(
     rows: jax.Array,
     ids: jax.Array,
 ) -> jax.Array:
-    """Sums rows[*common, …, …] by ids[*common, …], of type `spec`.
+    """Sums rows[*common, …, …] that have equal ids[*common, …]: [*common, count, …] of type `spec`.
 
-    `what` names them for the proof.
+    `common` is the number of dims that ids and result share. `what` names the rows for the proof.
     """
     if not _in_turns(repeats):
         return _add(common, count, repeats, spec, rows, ids)
@@ -136,7 +136,7 @@ def _in_turns(repeats: int | None) -> TypeGuard[int]:
 def _take(
     common: int, count: int, repeats: int | None, spec: str, table: jax.Array, ids: jax.Array
 ) -> jax.Array:
-    """Rows of table[*common, count, …], of the type `spec`, by ids[*common, …]."""
+    """Looks up table[*common, count, …] by ids[*common, …]. `spec`: type of its gradient."""
 
     def take(table, ids):
         return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -150,7 +150,7 @@ def _take(
 def _add(
     common: int, count: int, repeats: int | None, spec: str, rows: jax.Array, ids: jax.Array
 ) -> jax.Array:
-    """Computes `_sums`."""
+    """Computes `_sums`, without marks for the proof."""
 
     def add(rows, ids):
         rest = rows.shape[ids.ndim :]
@@ -181,9 +181,10 @@ _add.defvjp(
 
 
 def sums_in_turns(rows: jax.Array, ids: jax.Array, count: int, repeats: int) -> jax.Array:
-    """Sums the rows[N, …] by id: [count, …]. Each id occurs at most `repeats` times.
+    """Sums rows[N, …] with equal ids[N]: [count, …]. Drops ids outside [0, count).
 
-    The rows with an id are looked up one after the other, in their order.
+    Each of `repeats` turns adds the next row of every id, in f32 or wider, and further rows are
+    dropped. The result has the dtype of `rows`.
     """
     wanted = jnp.arange(count, dtype=ids.dtype)
     order = jnp.argsort(ids, stable=True)
@@ -199,7 +200,10 @@ def sums_in_turns(rows: jax.Array, ids: jax.Array, count: int, repeats: int) -> 
 
 
 def _common(op: OpSpec, table: ShapeSpec, ids: ShapeSpec, indices: jax.Array) -> int:
-    """Number of leading dims that a table and ids share, before the dim that is looked up."""
+    """Returns how many leading dims a table and ids share, before the dim that is looked up.
+
+    Raises ShardError if the spec or the ids do not fit.
+    """
     if table.index is None or sum(shape.index is not None for shape in (*op.lhs, op.rhs)) != 1:
         raise ShardError("the spec does not mark the dim that the ids index", "write it as [L]")
     looked_up = table.dims[table.index]

@@ -230,14 +230,14 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
     loop, `M/d F/t -> M F/t` of that copy does nothing. After `M/d/p -> M/d *p`, a gather over p,
     `M/d/p -> M` of the copy gathers over d alone.
 
-    - sends: an all-gather of the blocks, cast to `dtype` before
+    - sends: an all-gather of the blocks, after a cast to `dtype`
     - gradient: a reduce-scatter, in the dtype of `x`; for a copy only one, not one for each use
     - rejects: a partial sum; a copy that is `replicated`
 
-    A trainer passes weights at rest. They are gathered in the dtype in which the model's class
-    declares them, and their gradient is reduced over r and the gathered axes in
+    A trainer passes weights at rest to the model. They are gathered in the dtype in which the
+    model's class declares them, and their gradient is reduced over r and the gathered axes in
     `training.reduce_dtype`. If `training.gather_weights` has gathered a weight for the whole step,
-    this returns what was gathered.
+    all_gather returns that gathered weight.
 
     >>> @typed_shard_map
     ... def project(x: f32["B/d M"], w: f32["M/d F"]) -> f32["B/d F"]:
@@ -291,9 +291,9 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _gather_narrow(gather, axes, dim: int, dtype, wide, x: jax.Array) -> jax.Array:
-    """gather(x.astype(dtype)).
+    """Computes gather(x.astype(dtype)).
 
-    Its gradient is reduce-scattered over `axes` along `dim` in `wide`, the dtype of x.
+    The gradient is reduce-scattered over `axes` along `dim` in `wide`, the dtype of x.
     """
     return gather(x.astype(dtype))
 
@@ -307,7 +307,7 @@ _gather_narrow.defvjp(
 
 
 def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax.Array:
-    """Runs collective(x, axes, tiled=True) along `dim`, moved to the front and back.
+    """Runs collective(x, axes, tiled=True) along `dim`, which is moved to the front and back.
 
     Along another dim, XLA on a CPU chooses layouts that cost neighboring ops more time than the
     collective takes. On a GPU it casts and transposes a weight's block in one kernel before the
@@ -511,8 +511,8 @@ def ppermute(spec, x, *, axis: str, shift: int):
 def replicate(spec, x):
     """Marks an array as a copy on each device of an axis, for use with different data on each.
 
-    `... -> ... *r` takes any array, or a pytree of arrays. What is a copy already is returned
-    unchanged.
+    The spec `... -> ... *r` fits any array, and any pytree of arrays. A value that is already a
+    copy over the axis is returned unchanged.
 
     - sends: nothing
     - gradient: one all-reduce, here instead of at each use
@@ -595,8 +595,8 @@ def einsum_unreduced(
         values, axes, copies = cast_to_result(op, values, operands)
         if len(values) > 1:
             values = [refuse_repeated_gradient(i, v, op) for i, v in enumerate(values, 1)]
-        # simple: every dim is in at least two of the three arrays, so each gradient is an einsum of
-        # the other two.
+        # simple: every dim is in at least two of the operands and the result, so the gradient of
+        # each operand is an einsum of the result's gradient and the other operand.
         places = collections.Counter(name for shape in (*op.lhs, op.rhs) for name in shape.names)
         simple = (
             len(values) == 2
@@ -686,9 +686,9 @@ def products(product: Callable[..., Any] | None) -> contextlib.AbstractContextMa
 
 
 def matmul(spec, x, w):
-    """Multiplies activations by a weight: `einsum_unreduced`, in FP8 if the trainer sets it.
+    """Multiplies activations by a weight, by `einsum_unreduced`; in FP8 if the trainer sets that.
 
-    It calls the function of the enclosing `products`, if there is one.
+    It multiplies with the function that the enclosing `products` gives, if there is one.
 
     - accepts, sends, gradient and rejects: as `einsum_unreduced`
 
@@ -759,5 +759,5 @@ def index_unreduced(spec, table, ids):
 
 
 def _minor_devices(dim: Dim, axis: str) -> int:
-    """Number of blocks of `dim` that one step along `axis` skips."""
+    """Returns how many blocks of `dim` one step along `axis` goes forward."""
     return devices_along(dim.axes[dim.axes.index(axis) + 1 :])

@@ -1,4 +1,4 @@
-"""The current mesh, and values that jax.numpy must not touch: partial sums and copies."""
+"""The current mesh, and values that jax.numpy rejects: partial sums, copies, weights at rest."""
 
 import contextlib
 import dataclasses
@@ -29,17 +29,17 @@ SHORT_DTYPES |= {
 
 
 _LIBRARY = ("shardlib.", "shardwright.")
-"""How the names of the library's modules begin."""
+"""Prefixes of the names of the library's modules."""
 _STEPS = ("shardwright.train", "shardwright.models.")
-"""How the names of those begin that users edit."""
+"""Prefixes of the names of modules that users edit."""
 
 
 def _refused_in_steps(function: Callable) -> Callable:
     """Lets only the library call `function`, whose result depends on the run's mesh.
 
-    It is that of this mesh also where one device is traced. So two traces that the proof compares
-    choose the same implementation. A step that computes by it would be the same in both, whatever
-    it computes.
+    The result is the same when the proof traces the step on one device, so that both traces choose
+    the same implementation. If a step computed with this result, the proof could not see that the
+    step depends on the mesh.
     """
 
     @functools.wraps(function)
@@ -61,7 +61,7 @@ def _refused_in_steps(function: Callable) -> Callable:
 
 
 def mesh_axes() -> Mapping[str, int]:
-    """Size of each axis of the current mesh, except in `alone`; empty if no mesh is set."""
+    """Returns the size of each mesh axis, without those of `alone`; {} if no mesh is set."""
     mesh = jax.sharding.get_abstract_mesh()
     left_out = current_scope().alone
     return {} if mesh.empty else {a: n for a, n in mesh.shape.items() if a not in left_out}
@@ -69,7 +69,7 @@ def mesh_axes() -> Mapping[str, int]:
 
 @_refused_in_steps
 def target_device():
-    """The device that the traced program is for: JAX's first one.
+    """Returns the device that the traced program is for: JAX's first one.
 
     A program can also be compiled for a machine elsewhere, on an abstract mesh of another platform.
     Then this is the mesh's abstract device, which has a platform and a kind.
@@ -81,9 +81,10 @@ def target_device():
 
 
 def on_mesh(spec: ShapeSpec) -> ShapeSpec:
-    """`spec` on the current mesh: without the axes of AXIS_ORDER that the mesh lacks.
+    """Returns `spec` on the current mesh: without the axes of AXIS_ORDER that the mesh lacks.
 
-    Within `alone`, a group of axes is one axis less, so that the spec names its axes.
+    Within `alone`, it also lacks the axes of `alone`, and names axes instead of groups: `B/b`
+    without r becomes `B/d/e`.
     """
     sizes = mesh_axes()
     left_out = current_scope().alone
@@ -93,14 +94,14 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
 
 
 def vary_over(axis: str, dim: str = "") -> contextlib.AbstractContextManager[None]:
-    """Context in which each device of `axis` computes something of its own.
+    """Returns a context in which each device of `axis` computes something of its own.
 
-    Every value may differ over the axis. Specs need not mention the axis there. On a mesh without
+    Inside, every value may differ over the axis, and specs need not mention it. On a mesh without
     the axis nothing changes.
 
     Args:
         axis: the axis.
-        dim: the dim of results that the axis shards (see `sharded_apart`).
+        dim: name of the dim of results that the axis shards (see `sharded_apart`); "": none.
     """
     return bound(apart=current_scope().apart | ({axis: dim} if axis in mesh_axes() else {}))
 
@@ -127,9 +128,9 @@ def alone(axis: str) -> contextlib.AbstractContextManager[None]:
 
 
 def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
-    """Adds to `spec` the axes that it may leave out within `vary_over`.
+    """Adds to `spec` the axes that shard one of its dims by an enclosing `vary_over`.
 
-    They are those that shard one of its dims.
+    Within vary_over("c", "L"), `B/d L` becomes `B/d L/c`.
     """
     return dataclasses.replace(spec, dims=tuple(map(_dim_apart, spec.dims)))
 
@@ -143,25 +144,25 @@ def _dim_apart(dim: Dim) -> Dim:
 
 
 def pipeline_stage() -> contextlib.AbstractContextManager[None]:
-    """Context for tracing a task of a pipeline."""
+    """Returns a context for tracing a task of a pipeline, in which values may differ over p."""
     return vary_over(PIPELINE_AXIS)
 
 
 def stage_axes() -> tuple[str, ...]:
-    """Axes over which any value may vary although its spec does not say so.
+    """Returns the axes over which any value may vary although its spec does not say so.
 
-    The pipeline axis is one within a task.
+    They are those of the enclosing `vary_over` and `alone`: within a task of a pipeline, p.
     """
     return sort_axes(current_scope().apart)
 
 
 def inside_shard_map() -> bool:
-    """True if per-device code is being traced."""
+    """Returns True while per-device code is traced."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def devices_along(axes: Iterable[str]) -> int:
-    """Number of devices along `axes` together.
+    """Returns the number of devices along `axes` together.
 
     Axes of AXIS_ORDER that the mesh lacks count as one device.
 
@@ -185,35 +186,36 @@ def devices_along(axes: Iterable[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """How to trace a program that is compared with another one, or only planned."""
+    """Options for tracing a program that is compared with another one, or only planned."""
 
     sizes: tuple[tuple[str, int], ...] = ()
-    """Mesh sizes on which choices for speed depend, whatever mesh the program is traced on; empty:
-    its own mesh."""
+    """Mesh sizes by which to choose fast implementations, whatever mesh the program is traced on;
+    empty: those of that mesh."""
     kernels_as_calls: bool = False
-    """True: for a program that is only planned, attention other than einsum is traced as one call
-    that computes nothing, because a kernel may only be traced where its device is."""
+    """True: trace attention other than einsum as one call that computes nothing. For plans, because
+    some kernels can only be traced where their device is."""
 
 
 _PLANNED = jax.make_user_context(Planned())  # JAX retraces a jitted function if it differs
 
 
 def planned_for(**changes: object) -> contextlib.AbstractContextManager:
-    """Context that changes attributes of Planned."""
+    """Returns a context that changes attributes of Planned."""
     return _PLANNED(dataclasses.replace(_PLANNED.value, **changes))
 
 
 @_refused_in_steps
 def planned() -> Planned:
-    """How the current program is traced."""
+    """Returns the options with which the current program is traced."""
     return _PLANNED.value
 
 
 @_refused_in_steps
 def planned_devices(axes: Iterable[str]) -> int:
-    """Number of devices along `axes` for choices of speed.
+    """Returns the number of devices along `axes` by which to choose a fast implementation.
 
-    Two traces that are compared must make these choices alike.
+    It differs from `devices_along` in a trace that is compared with one on another mesh: see
+    Planned.sizes.
     """
     sizes = planned_axes()
     return math.prod(sizes.get(axis, 1) for axis in axes)
@@ -221,7 +223,7 @@ def planned_devices(axes: Iterable[str]) -> int:
 
 @_refused_in_steps
 def planned_axes() -> Mapping[str, int]:
-    """Axes and sizes of the mesh by which such choices are made."""
+    """Returns the axes and sizes of the mesh that `planned_devices` counts on."""
     return dict(_PLANNED.value.sizes) or mesh_axes()
 
 
@@ -231,9 +233,9 @@ def planned_axes() -> Mapping[str, int]:
 def varying(x: object, axes: Iterable[str]) -> Any:
     """Marks `x`, an array or a pytree of arrays, in JAX's types as varying over `axes`.
 
-    The forward pass does nothing. The gradient stays correct: for a gathered value it becomes a
-    partial sum, as it should. If JAX knows that the value is the same on every device, its gradient
-    is all-reduced here; `op_checks.cast` rejects that, because no spec shows it.
+    The forward pass does nothing. The gradient stays correct: that of a gathered value becomes a
+    partial sum. If JAX knows that the value is the same on every device, its gradient is
+    all-reduced here; `op_checks.cast` rejects that, because no spec shows it.
     """
     axes = set(axes)
 
@@ -428,7 +430,7 @@ WITHOUT_COPY = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Copy(_Opaque):
-    """A copy on every device of `axes`, each used independently: its gradient is a partial sum.
+    """A value of which each device of `axes` uses its own copy: its gradient is a partial sum.
 
     Its mark is `*axis`. It is not an array: only all_gather, broadcast, einsum_unreduced and
     index_unreduced take it, and check its use.
@@ -436,11 +438,11 @@ class Copy(_Opaque):
 
     @property
     def T(self):
-        """Returns the copy with its dims in reverse order."""
+        """The copy with its dims in reverse order."""
         return jax.tree.map(jnp.transpose, self)
 
     def __getitem__(self, index: Any):
-        """Returns a part of the copy, which is one too. `index` has numbers and slices."""
+        """Returns a part of the copy, as a copy. `index` has ints, slices, None and `...`."""
         parts = index if isinstance(index, tuple) else (index,)
         kinds = (int, slice, types.EllipsisType, types.NoneType)
         if not all(isinstance(part, kinds) for part in parts):
@@ -459,11 +461,11 @@ class Copy(_Opaque):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class AtRest(_Opaque):
-    """A weight as a model's functions are given it, of its type at rest. Only all_gather takes it.
+    """A weight as a trainer passes it to a model, with its type at rest. Only all_gather takes it.
 
     all_gather returns the weight as the layer uses it: cast to `used_dtype`, with a gradient that
-    is reduced over r and over the gathered axes. A weight that was gathered ahead is inside as a
-    Copy, and is returned as it is.
+    is reduced over r and over the gathered axes. If the weight was gathered ahead, this holds the
+    gathered weight as a Copy.
     """
 
     used_dtype: Any = dataclasses.field(default=None, metadata={"static": True})
@@ -479,14 +481,14 @@ class AtRest(_Opaque):
 
 
 def is_opaque(value) -> bool:
-    """True if `value` is a partial sum, a copy or a weight at rest."""
+    """Returns True if `value` is a partial sum, a copy or a weight at rest."""
     return isinstance(value, _Opaque)
 
 
 def unwrap(value: Any) -> Any:
-    """The array inside a copy; the array or Copy inside a partial sum or a weight at rest.
+    """Returns the array in a copy, or the array or Copy in a partial sum or a weight at rest.
 
-    For shardlib itself.
+    Only for the library itself.
     """
     return value._value
 
@@ -520,11 +522,11 @@ def states_text(varying: Iterable[str], gathered: Iterable[str], unreduced: Iter
 # ---- shardings of whole arrays, outside of shard_map ---------------------------------------------
 
 Sharding = tuple[tuple[str, ...], ...]
-"""The axes that shard each dim."""
+"""The axes that shard each dim: (("d",), ()) for P("d", None)."""
 
 
 def sharding_of(value) -> Sharding | None:
-    """The axes that shard each dim of a whole array.
+    """Returns the axes that shard each dim of a whole array.
 
     Returns None if JAX does not know them (no mesh, or Auto axes).
     """
@@ -539,7 +541,7 @@ def sharding_of(value) -> Sharding | None:
 
 
 def axes_of_spec(spec: jax.sharding.PartitionSpec, ndim: int) -> Sharding:
-    """The axes that shard each of `ndim` dims, from a PartitionSpec."""
+    """Returns the axes that shard each of `ndim` dims, from a PartitionSpec."""
     entries = (*spec, *[None] * (ndim - len(spec)))
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 

@@ -1,9 +1,8 @@
-"""Zigzag order: which chunks of a dim each device of an axis holds.
+"""Zigzag order, which gives the devices of an axis chunks of a dim that balance causal attention.
 
-It balances causal attention. A dim in this order is named Z. It has 2n chunks on n devices. Device
-i holds chunks 2i and 2i + 1 in the order of positions, `L/c`, and chunks i and 2n - 1 - i in zigzag
-order, `Z/c`. The proof treats the two as different dims, so values in one order never meet values
-in the other.
+On n devices, the dim has 2n chunks. Device i holds chunks 2i and 2i + 1 in the order of positions,
+`L/c`, and chunks i and 2n - 1 - i in zigzag order, in which the dim is named Z: `Z/c`. The proof
+treats the two as different dims, so values in one order never meet values in the other.
 """
 
 import functools
@@ -70,16 +69,17 @@ def zigzag(spec, x):
 
 
 def exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
-    """This device's chunks of `x` in zigzag order if `into`, else back; for per-device code.
+    """Exchanges chunks along `dim`: into zigzag order if `into`, else back. For per-device code.
 
-    In either order, one of its two chunks has an even number.
+    In either order, one of a device's two chunks has an even number. So one permute moves the even
+    chunks, and another one the odd chunks.
     """
     n = devices_along(axis)
     i = lax.axis_index(axis)
     first, second = jnp.split(x, 2, axis=dim)
 
     def device_of(chunk: int) -> int:
-        """The device that has a chunk in zigzag order."""
+        """Returns the device that has a chunk in zigzag order."""
         return min(chunk, 2 * n - 1 - chunk)
 
     to_even, to_odd = ([(k, device_of(2 * k + odd)) for k in range(n)] for odd in (0, 1))
@@ -97,11 +97,11 @@ def exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
 def permuted(
     x: jax.Array, axis: str, pairs: list[tuple[int, int]], in_stage: bool | None = None
 ) -> jax.Array:
-    """`lax.ppermute` for per-device code, with pairs that cover all devices of `axis`.
+    """Runs `lax.ppermute` in per-device code, with pairs that cover all devices of `axis`.
 
-    In XLA all devices of the mesh meet in a permute, but the stages of a pipeline run different
-    tasks. Within a stage it is therefore an all_to_all, in which only the devices of `axis` meet,
-    of blocks that are 0 except one.
+    In XLA all devices of the mesh take part in a permute, but the stages of a pipeline run
+    different tasks. Within a stage, this is therefore an all_to_all among the devices of `axis`, in
+    which each device sends zeros to all devices except its receiver.
 
     Args:
         x: this device's block.

@@ -1,7 +1,7 @@
-"""Finds the line of a user's file that made an equation, for messages.
+"""Names the lines of users' files that led to an equation, for messages.
 
-An equation knows the calls that led to it. Where two programs differ because of a branch on a size,
-the sources are read to name the branch, and the line that gave the size its name.
+JAX records the calls that led to each equation. Where two programs differ because of a branch on a
+size, this module reads the sources to name the branch, and the line that gave the size its name.
 """
 
 import ast
@@ -19,22 +19,23 @@ from shardlib.places import is_users, shown_path
 
 SHOWN = 8
 """Largest number of calls that a message shows."""
-Line = tuple[str, int]
+Line = tuple[str, int]  # a file, and the number of a line
 
 
 def is_helper(file: str) -> bool:
-    """Returns True if a file belongs to a package whose functions a model calls.
+    """Returns True if a file is in a package: its folder has an `__init__.py`.
 
-    The model's own file is not one.
+    Its lines are those of helper functions, so messages name the lines that call them instead.
     """
     return (Path(file).parent / "__init__.py").exists()
 
 
 def callers_text(eqn: Any, within: str | None = None) -> str:
-    """Names the lines of users' files that led to an equation within a layer, innermost first.
+    """Names the lines of users' files that called the line of an equation, innermost first.
 
-    For example, `called from family.py:231, 208; train.py:317`, without the equation's own line.
-    Names the innermost two `within` a file. Empty without callers.
+    For example, `called from family.py:231, 208; train.py:317`. Leaves out the calls around the
+    equation's layer, and files in packages. With `within`, a file, names only its innermost two
+    lines. Returns "" if no line is left.
     """
     frames = frames_of(eqn)
     start = next((i for i, (file, _) in enumerate(frames) if file == layers.__file__), 0)
@@ -50,7 +51,7 @@ def callers_text(eqn: Any, within: str | None = None) -> str:
 
 
 class _Uses(Domain[bool]):
-    """Finds the first equation that computes with an array that a program holds."""
+    """Finds the first equation that computes with an array. The fact is True for the array."""
 
     def __init__(self, array: object):
         self._array = array
@@ -69,7 +70,7 @@ class _Uses(Domain[bool]):
 
 
 def use_of(array: object, program: Any) -> Operation | None:
-    """Finds the first equation that computes with an array that a program holds.
+    """Returns the first equation that computes with `array`, a constant of a traced program.
 
     Returns None if there is none.
     """
@@ -79,10 +80,10 @@ def use_of(array: object, program: Any) -> Operation | None:
 
 
 def choice_between(here: Eqn | None, there: Eqn | None) -> str:
-    """Names the choice in the source that leads to one equation or the other; "" if none is found.
+    """Names the `if` or `while` by which one program has `here` and the other `there`; else "".
 
-    For example, `by the choice moe.py:384, slots is None, of moe.py:383`. The last line is the
-    assignment that the choice depends on.
+    For example, "by the choice moe.py:384, `slots is None`, of moe.py:383": line 384 has the test,
+    and line 383 assigns a name that the test uses.
     """
     ours, theirs = (
         [f for f in frames_of(eqn) if is_users(f[0])] if eqn else [] for eqn in (here, there)
@@ -99,7 +100,7 @@ def _holds(branch: Sequence[ast.stmt | ast.expr], line: int | None) -> bool:
 
 
 def _choice(here: Line | None, there: Line | None) -> str:
-    """Names the choice by a size that has each line in another branch; "" if there is none."""
+    """Names an `if` or `while` on a size that has only one of two lines in a branch; else ""."""
     files = {frame[0] for frame in (here, there) if frame}
     lines = [x and x[1] for x in (here, there)]
     if len(files) != 1:
@@ -134,9 +135,9 @@ def _tree(file: str) -> ast.AST:
 def size_text(frames: Iterable[Line]) -> str:
     """Names the line where a size gets a name, such as `of a size at moe.py:383`; or returns "".
 
-    The size is one on this device, or a number of devices. Goes through the calls `frames` from the
-    innermost outwards, to the last line before a call that assigns a size to a name used there.
-    Stops with "" at a call that reads a size itself.
+    A size is that of an array on this device, or a number of devices. Follows the calls `frames`
+    from the innermost outwards. The first call that uses a name of a size, assigned earlier in the
+    same function, gives the line: that of the assignment. A call that reads a size itself gives "".
     """
     for file, line in reversed([frame for frame in frames if is_users(frame[0])]):
         here = [n for n in ast.walk(_tree(file)) if _is_simple(n) and _is_at(n, line)]
@@ -156,9 +157,9 @@ _SIZE = re.compile(
 
 
 def _is_of_size(file: str, node: ast.AST, line: int) -> bool:
-    """Returns True if a node at a line depends on a size.
+    """Returns True if an expression depends on a size, itself or by names assigned before `line`.
 
-    Others, such as flags, have the same value on every mesh.
+    Other expressions, such as flags, have the same value on every mesh.
     """
     made = _assignments(file, line, _names(node))
     return bool(_SIZE.search(ast.unparse(node))) or any(

@@ -1,9 +1,10 @@
-"""Finds what is wrong with a whole traced program, next to the same program on one device.
+"""Finds what is wrong in a whole traced program, by comparing it with its twin on one device.
 
-Inside each jax.shard_map an Interpreter runs on the types that in_specs state. Outside, both
-programs compute the same on whole arrays. If one shard_map takes what another returned, with the
-same spec, each device gets its own block back. So the facts about blocks pass on, whatever the spec
-declares. JAX passes residuals to the backward pass like that, stacked along dim 0 over all axes.
+Inside each jax.shard_map an Interpreter derives facts about blocks, beginning with in_specs.
+Outside, both programs must compute the same on whole arrays. If one shard_map takes a result of
+another, with the same spec, each device gets its own block back: then the facts about blocks still
+hold, whatever the spec declares. JAX passes residuals to the backward pass in this way, stacked
+along dim 0 over all axes.
 """
 
 import dataclasses
@@ -28,12 +29,12 @@ from shardlib.proof.origins import callers_text, use_of
 from shardlib.values import Sharding, axes_of_spec
 
 AS_RUN = "as run"
-"""Form of a program that is traced as the run executes it."""
+"""The `form` of a Finding in a program that was traced as a run executes it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A problem with a program, wrong or not proved: where, what the value is, and what to do."""
+    """A value that is wrong or not proved right. `text` has its line, the problem and a remedy."""
 
     text: str
     is_wrong: bool = False
@@ -48,7 +49,7 @@ class Finding:
 
 
 Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
-"""The facts about the results of each equation inside a shard_map, by the equation's path."""
+"""The facts about the results of each equation inside a shard_map, by its `Operation.path`."""
 
 
 def findings(
@@ -65,7 +66,7 @@ def findings(
             messages; None: no names.
 
     Returns:
-        The findings, and the facts about the results of each equation.
+        The findings, and the facts about the results of each equation inside a shard_map.
 
     Raises:
         Different: the twin has other operations.
@@ -78,7 +79,7 @@ def findings(
 
 
 def shard_maps_in(program: object) -> list[Any]:
-    """Returns the equations that call jax.shard_map."""
+    """Returns the equations of a program, also in its bodies, that call jax.shard_map."""
     return [eqn for eqn in equations_in(program) if eqn.primitive.name == "shard_map"]
 
 
@@ -86,12 +87,12 @@ def shard_maps_in(program: object) -> list[Any]:
 class _Suspect:
     """A finding about a value outside of jax.shard_map, which may turn out not to matter.
 
-    It does not if only shard_maps read the value that have facts about it.
+    It does not matter if nothing reads the value except shard_maps that get the facts about it.
     """
 
     finding: Finding
-    is_taken: bool = False  # by such a shard_map; or nothing may read the value
-    is_used: bool = False  # by something else
+    is_taken: bool = False  # such a shard_map reads the value, or possibly nothing does
+    is_used: bool = False  # something else reads the value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,12 +115,12 @@ class _Passed:
 
     @property
     def has_known_layout(self) -> bool:
-        """True if it is known how the value is cut; for zeros, it need not be."""
+        """True if it is known how the value is cut, or does not matter, as for zeros."""
         return self.spec is not None or self.value.is_zero
 
 
 def _use(values: Iterable[_Passed | None]) -> None:
-    """Marks values as used by something other than a shard_map that has facts about them."""
+    """Records that something other than a shard_map with facts about them reads the values."""
     for suspect in itertools.chain.from_iterable(x.suspects for x in values if x):
         suspect.is_used = True
 
@@ -128,7 +129,7 @@ REMEDY = "compute it inside jax.shard_map, or make it the same on every mesh"
 
 
 class _Outside(Paired[_Passed | None]):
-    """Follows a program outside of jax.shard_map. None stands for a value as on one device."""
+    """Follows a program outside of jax.shard_map. The fact None: the value equals its twin's."""
 
     def __init__(self, program: object, types: Sequence):
         super().__init__({}, {})
@@ -166,12 +167,12 @@ class _Outside(Paired[_Passed | None]):
         return _Passed(value, suspects=(self._suspect("\n  ".join([*lines, f"remedy: {REMEDY}"])),))
 
     def _suspect(self, finding: Finding | str) -> _Suspect:
-        """Records a finding about a value."""
+        """Records a finding about a value, and returns its _Suspect."""
         self.found.append(_Suspect(Finding(finding) if isinstance(finding, str) else finding))
         return self.found[-1]
 
     def _of_number(self, op: Equation | None) -> _Suspect:
-        """Records that a number of an equation, or a result of the program, depends on the mesh."""
+        """Records that a literal or parameter of `op`, or a literal result, depends on the mesh."""
         where = f"{op.place()}: {op.shown}" if op else "result"
         return self._suspect(
             f"{where}: a number outside of jax.shard_map depends on the mesh\n  remedy: {REMEDY}"
@@ -184,8 +185,8 @@ class _Outside(Paired[_Passed | None]):
             return self._of_shard_map(op.eqn, op.twin, ins)
         numbers = (self._of_number(op),) if _numbers(op.eqn) != _numbers(op.twin) else ()
         blank = Value((UNIFORM,) * len(shape_of(op.eqn.outvars[0]) if op.eqn.outvars else ()))
-        # With check_vma=False, JAX divides a gradient by the number of devices that take it, and
-        # sums it inside.
+        # With check_vma=False, JAX divides a gradient by the number of devices that get it, and
+        # sums it inside the shard_map.
         if (
             op.name == "div"
             and ins[0] is None
@@ -196,7 +197,7 @@ class _Outside(Paired[_Passed | None]):
             made = Equation(op.eqn, ins=[blank, ins[1].value])
             value = dataclasses.replace(blank, ratio=near(1 / ins[1].value.ratio), scaled=made)
             return [_Passed(value, suspects=ins[1].suspects)]
-        # A branch of a cond returns zeros in place of what another branch keeps.
+        # A branch of a cond returns zeros in place of the residuals of another branch.
         if op.name.startswith("empty") or (
             op.name == "broadcast_in_dim" and ins[0] and ins[0].value.is_zero
         ):
@@ -206,7 +207,7 @@ class _Outside(Paired[_Passed | None]):
         return ins if op.name in IDENTITIES else super().follow(op, ins)
 
     def apply(self, op: Any, ins: list[_Passed | None]) -> list[_Passed | None]:
-        """Marks the operands of an equation as used, and follows its bodies without facts."""
+        """Marks the operands as used, and follows bodies without facts about their arguments."""
         _use(ins)
         for bodies in zip(jaxprs_of(op.eqn), jaxprs_of(op.twin), strict=True):
             _use(self.run(Twins(*bodies), [None] * len(body_of(bodies[0])[0].invars), op))
@@ -260,7 +261,7 @@ class _Outside(Paired[_Passed | None]):
         return dataclasses.replace(x, value=join(eq, a.value, b.value), suspects=suspects)
 
     def _of_shard_map(self, eqn: Eqn, twin: Eqn, ins: list[_Passed | None]) -> list[_Passed | None]:
-        # Over other axes the compiler shards, without a trace in the program.
+        # The compiler shards over the other axes, of which the program shows nothing.
         manual = eqn.params["newly_manual_axes"]
         sizes = Sizes({axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual})
         twin_sizes = dict(twin.params["mesh"].shape)
@@ -297,7 +298,7 @@ class _Outside(Paired[_Passed | None]):
                 # If devices may differ over an axis that the spec lacks, a device may get the block
                 # of another one.
                 suspects[0].is_used = not apart <= over
-                # JAX does not read all that it keeps.
+                # It may be a residual. The backward pass does not read all of them.
                 suspects[0].is_taken = apart == over and len(list(filter(None, axes))) == 1
             outs.append(_Passed(value, axes, sizes, suspects))
         return outs
@@ -308,7 +309,8 @@ def _argument(
 ) -> Value:
     """Returns facts about an argument of a shard_map that its spec shards over `axes`.
 
-    They are `declared`, unless another shard_map returned the argument with this spec.
+    They are `declared`, unless more is known: of a number that depends on the mesh, or of what
+    another shard_map returned with this spec.
     """
     if (
         x is None
@@ -325,7 +327,7 @@ def _argument(
 
 
 def _in_turns(x: _Passed, dims: tuple, spec: Sharding | None) -> _Passed | None:
-    """Returns facts about a value in any iteration of a loop, or of all iterations stacked."""
+    """Returns facts about a value of any iteration of a loop, or about a stack of all of them."""
     if not (x.value.unprovable or x.value.is_block):
         _use([x])
         return None
@@ -345,7 +347,7 @@ def _numbers(eqn: Eqn) -> dict:
 
 
 class _Places(Domain[str]):
-    """Finds where each value is made: `file.py:line: `; for a cast that JAX added, its operand."""
+    """Finds the line that makes each value, `file.py:line: `; for casts by JAX, the operand's."""
 
     def constant(self, x: object) -> str:
         return ""

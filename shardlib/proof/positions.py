@@ -1,8 +1,9 @@
 """Rules for arithmetic on positions, and for masks.
 
-A device computes its positions by adding axis_index times the size of its block to a count. It
-finds the ids in its block by subtracting that number and comparing with both ends. Until such a
-computation is complete, its values are not blocks. These rules follow it.
+A device gets the positions of its block by adding an offset, axis_index times the size of the
+block, to a count 0, 1, …. It finds the ids in its block by subtracting the offset, which gives an
+offset index, and comparing with both ends of the block. Until such a computation is complete, its
+values are not blocks of a whole value. These rules follow it.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ def apply_rule(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _index_into_own_block(eq: Equation, index: Value, *others: Value) -> Value | None:
-    """Follows what jnp does with negative indices before a lookup: in a block, there are none."""
+    """Follows how jnp wraps negative indices: an index into the own block is never negative."""
     if index.places is None or not others or not others[0].is_constant:
         return None
     if eq.name in ("lt", "ge") and others[0].is_zero:
@@ -61,12 +62,12 @@ def _holds_positions(before: Any, after: Any) -> bool:
 
 
 def _labels(value: Value) -> Subtracted:
-    """Identifies `value` as the index that an offset is subtracted from."""
+    """Returns the label of what is computed by subtracting an offset from the index `value`."""
     return Subtracted(value.token, tuple(range(len(value.dims))))
 
 
 def _position(eq: Equation, ins: list[Value]) -> Value | None:
-    """Handles sums, multiples and bounds of positions and offsets."""
+    """Derives sums, multiples and bounds of positions and offsets; None for other results."""
     name = eq.name
     if name in ("add", "add_any", "sub"):
         return _added(eq, *ins, sign=-1 if name == "sub" else 1)
@@ -91,7 +92,7 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
-    """Computes a + sign · b.
+    """Derives facts about a + sign · b.
 
     With x: f32[8/d] and n = len(x), so 4 here and 8 on one device, jnp.arange(n) counts from the
     start of a block, and jnp.arange(n) + n * lax.axis_index("d") are positions in the whole dim:
@@ -101,8 +102,8 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
     if a.is_index or b.is_index:
         return _first_index(eq, a, b, offset)
     if a.valid or b.valid:
-        # Not the clipped index any more: jnp wraps a negative one like this before it selects the
-        # one that is not.
+        # No longer the clipped index: jnp adds the size to wrap a negative index, before it selects
+        # one of the two.
         is_moved = a.valid and b.is_constant
         return dataclasses.replace(a, origin=None, others=None) if is_moved else None
     both = None
@@ -132,7 +133,7 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
     is_plus = sign > 0 or not b.is_constant
     if offset and both is None and is_plus and (a.is_constant or b.is_constant):
         index, number = (a, b) if b.is_constant else (b, a)
-        # jnp wraps a negative index so: it is right nowhere, so that no mask fits it.
+        # jnp wraps negative indices like this. The sum is right nowhere, so that no mask fits it.
         if number.known[0] != number.known[1]:
             return dataclasses.replace(index, origin=None, valid=Range(), others=None)
     for value in (a, b):
@@ -149,7 +150,7 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
 def resolved(eq: Equation, value: Value) -> Value:
     """Turns a count with an offset into positions of a sharded dim.
 
-    The offset must be that of this device's block.
+    Returns `value` unchanged if its offset is not that of this device's block.
     """
     if not value.count or not value.offset:
         return value
@@ -186,7 +187,8 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
     offset = domain.add_offsets(a.offset, b.offset, -1)
     if name in ("eq", "ne") and (axes := _axes_of_number(eq, offset, a, b)):
         return Value(eq.join_dims([a, b]), mask=Mask(Range(), name == "ne", axes=axes))
-    # Never negative: the start of a block, a count, and an index that was clipped at 0.
+    # A lower bound of `a`; -1: unknown. The start of a block, a count, and an index that was
+    # clipped at 0 are never negative.
     least = -1
     if a.offset and a.known is not None and not a.count and not a.valid:
         least = min(*a.known, *(c for _, c in a.offset))
@@ -222,9 +224,9 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
 def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozenset[str]:
     """Finds axes along which a == b holds on exactly one device, as for axis_index("d") == 0.
 
-    The offset takes each of the values 0, 1, … on exactly one device, so it equals one of these
-    numbers there alone. With one device along these axes the offset is 0, so a == b must hold for 0
-    in the program on one device. Returns no axes if any of this is not so.
+    The offset must take each of the values 0, 1, … on exactly one device, and be compared with one
+    of them. With one device along these axes the offset is 0, so a == b must hold for 0 in the
+    program on one device. Returns no axes if any of this is not so.
     """
     if any(v.known is None or v.count or v.valid or v.is_index for v in (a, b)):
         return frozenset()
@@ -277,7 +279,10 @@ def _is_of(mask: Value, offset: Offset | None, index: Value) -> bool:
 
 
 def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
-    """Returns the axes over which a mask selects the indices in this device's block."""
+    """Returns the axes over which a mask selects the indices in this device's block.
+
+    Raises Refused if it selects others.
+    """
     sizes = tuple(n + 1 for n in mask.valid.high)
     axes = domain.axes_of_offset(tuple((axis, -c) for axis, c in mask.offset), sizes[0], eq.sizes)
     wholes = [
@@ -341,7 +346,7 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
 
 
 def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value:
-    """Replaces the entries of an index that are out of range, as jnp does with negative ones."""
+    """Derives an index whose entries out of range are replaced: jnp.where(inside, at, n)."""
     if not _is_of(which, index.offset, index):
         eq.block(index)
     valid = which.mask.valid & index.valid
@@ -355,7 +360,10 @@ def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value
 
 
 def _best(eq: Equation, ins: list[Value]) -> Value | None:
-    """Finds the devices whose own extreme is that of all devices. Only they may give its index."""
+    """Derives the mask of the devices that have the extreme of all; None for other comparisons.
+
+    It is m == lax.pmax(m, "d"), with m = jnp.max(x). Only these devices may give the index of m.
+    """
     values = [v for v in ins if not v.is_index]
     local: Any = next((v for v in values if v.extreme and v.source is not None), None)
     taken = next((v for v in values if v.is_taken), None)

@@ -33,7 +33,7 @@ them."""
 
 
 def rule(*names: str, of: dict = RULES) -> Callable:
-    """Registers a function as the rule of the primitives of these names.
+    """Registers a function in the table `of` as the rule of the primitives of these names.
 
     For example, the order of entries may be reversed along a whole dim only:
 
@@ -71,7 +71,7 @@ rule(*IDENTITIES)(lambda eq: eq.ins)
 
 @rule("device_put")
 def _device_put(eq: Equation) -> list[Value]:
-    """Handles moves to a device's host memory and back; refuses other moves."""
+    """Handles moves between a device's memory and its host's; other moves need whole operands."""
     is_move = all(isinstance(place, jax.memory.Space) for place in eq.params["devices"])
     return eq.ins if is_move else everything_whole(eq)
 
@@ -82,8 +82,8 @@ LINEAR_IN: dict[str, int] = dict.fromkeys(
     ("cumsum", "fft", "reduce_window_sum", "select_and_scatter_add"), 0
 )
 LINEAR_IN |= {"triangular_solve": 1}
-"""For primitives without a rule: the index of an operand in which they are linear, so that it may
-be a term of a sum."""
+"""The index of the operand in which each of these primitives is linear, which may therefore be a
+term of a sum."""
 
 
 @rule(*LINEAR_IN)
@@ -124,7 +124,7 @@ def everything_whole(eq: Equation) -> list[Value]:
 
 
 def shared_dims(eq: Equation) -> Dims:
-    """Returns the labels of dims that are the same here and on one device.
+    """Returns the labels of an equation's dims, as far as they are the same on one device.
 
     For a dim of size 1 here, the label on one device counts: a single channel, for example, is both
     a group and all channels.
@@ -150,7 +150,7 @@ def joined_dims(
     Args:
         eq: the equation.
         verb: what happens along other dims, as in "entries are taken together along dim 0".
-        of: its Dims; None: those of shardlib.dims. The caller checks labels that no result has.
+        of: its Dims, of which the caller checks the contracted dims; None: those of shardlib.dims.
     """
     operands, results = of or shared_dims(eq)
     kept = {label for labels in (operands if of else results) for label in labels} - {None}
@@ -170,7 +170,10 @@ def joined_dims(
 
 
 def map_separately(eq: Equation, of: Dims | None = None) -> list[Value]:
-    """Applies an operation to plain blocks, each separately, as its Dims allow."""
+    """Applies an operation to each block separately, as its Dims allow.
+
+    Raises Refused for an operand that is not a plain block (Equation.plain).
+    """
     for value in eq.ins:
         eq.plain(value)
     return [*map(Value, joined_dims(eq, of=of))]

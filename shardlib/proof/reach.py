@@ -1,9 +1,9 @@
 """Facts for causality: which tokens an entry may depend on, and which entries are known numbers.
 
 Tokens are numbered through the batch, from its first token or from its last. For each entry of a
-value, this keeps the last token that it may depend on; and its number, if it is the same for all
-tokens and weights. The numbers are needed because a causal mask is made of them: a score that a
-known -1e9 was added to depends on its tokens, but its exponential is 0.
+value, a Reach has the last token that it may depend on; and its number, if that is the same for all
+tokens and weights. The numbers are needed because a causal mask is made of them: if a known -1e9 is
+added to a score, the sum depends on the tokens of the score, but its exponential is 0.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ MOST = 2**24
 """Largest number of entries to compute one by one. Beyond it, all entries of a dim are taken
 together."""
 LOW = -1e3
-"""exp of numbers below this is 0."""
+"""Numbers below this are masks: their exponential counts as 0."""
 MAYBE_LOW = -1.0
 """Bound of an unknown entry that may be below LOW, or may be an ordinary number. See Reach."""
 
@@ -33,29 +33,29 @@ class Reach:
 
     Each array has the value's dims, with size 1 where all entries along a dim are alike.
 
-    Numbers are kept because of masks. A number below LOW masks: its exponential is 0. So an unknown
-    entry, such as a score to which -1e9 was added, has a bound in place of its number:
+    A number below LOW masks: its exponential is 0. So an unknown entry, such as a score to which
+    -1e9 was added, has a bound in place of its number:
 
         below LOW    the entry is at most this
-        0 or more    the largest known number that went into the entry has at most this size: 0 if
-                     none is beyond LOW, infinity if one of them masks
-        MAYBE_LOW    one or the other
+        0 or more    the largest magnitude of the known numbers that went into the entry: 0 if none
+                     exceeds -LOW, infinity if it is not known, or if a mask may be among them
+        MAYBE_LOW    either of these
 
-    The proof assumes that an entry into which no larger known number went is at most half as large
-    as a number below LOW that it meets in a sum or a maximum. It does not assume this of entries
-    that may be below LOW themselves: in a row of scores that sees no key, the maximum is such a
-    number, and the scores less the maximum are not below LOW.
+    Where an entry with a bound of 0 or more meets a number below LOW in a sum or a maximum, the
+    proof assumes that it is at most half as large, if its bound is. It does not assume this of
+    entries that may be below LOW themselves: in a row of scores that sees no key, the maximum is
+    below LOW, and the differences of scores and maximum are not.
 
     Attributes:
         shape: the value's shape.
         number: for known entries their numbers, for others their bounds.
         known: True where an entry is the same number for all tokens and weights.
         last: last token that an entry may depend on; NONE: none.
-        why: the operation that first made it depend on tokens that a position must not see; None:
-            none did.
+        why: (place, primitive, blurred) of the operation that first made it depend on tokens that a
+            position must not see; None: none did.
         fact: a further fact about all entries: Among, Sums or Slots.
-        ways: the value for each of two layouts of later documents, without their tokens; None: it
-            is the same.
+        ways: the facts in each of two layouts of later documents, without dependence on LATER;
+            None: they are the same in both.
         blurred: True for a result whose entries count as depending on all entries of the operands.
     """
 
@@ -118,8 +118,8 @@ class Among(NamedTuple):
 class Slots(NamedTuple):
     """The value has a dim of slots, each of which holds one of several choices.
 
-    Along `dim`, the arrays have an entry for each choice, with the facts if a slot holds it: see
-    shardlib.proof.reach_slots.
+    For the indices of a top_k of 2 out of 8, `dim` has size 2 in the value and 8 in its arrays: an
+    entry for each choice, with the facts about a slot that holds it. See reach_slots.py.
     """
 
     dim: int
@@ -127,18 +127,19 @@ class Slots(NamedTuple):
     """Identifies the slots: if two values have the same source, a slot holds the same choice in
     both."""
     chosen: np.ndarray
-    """The last token on which it depends whether the slot holds this choice. An entry depends on it
-    even if its number is known."""
+    """The last token that affects whether a slot holds this choice. An entry depends on it even if
+    its number is known."""
     group: np.ndarray
-    """Number of the selection, such as a position whose top_k it is. Slots of other selections hold
-    other choices."""
+    """Number of the selection that a slot belongs to, such as the top_k of one position. Slots of
+    other selections hold other choices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
     """Each entry is a running sum of an array along a dim, plus other terms.
 
-    The sum goes up to entry `at` of the flat array.
+    The sum goes up to entry `at` of the flat array. A cumsum along dim 1 of [2, 3] has `at` = [[0,
+    1, 2], [3, 4, 5]], `step` = 1 and `size` = 3.
 
     Attributes:
         at: indices into the flat array, with the dims of the value; -1 for a known number, in place
@@ -177,11 +178,10 @@ class Sums:
         return dataclasses.replace(self, at=np.where(is_first, -1, self.at - self.step), array=None)
 
     def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray]:
-        """Finds where one sum is part of the other, for differences of entries.
+        """Returns where this minus `other` is the sum of the terms between, and its last token.
 
-        Also returns the last token that the difference depends on. The sum up to 5 less the sum up
-        to 2 is the sum of the entries 3 to 5. So it depends on no token past those of the entries
-        up to 5, nor past those of the entries from 3 on.
+        The sum up to 5 less the sum up to 2 is the sum of the entries 3 to 5. So its last token is
+        at most the last one of the entries up to 5, and at most that of the entries from 3 on.
         """
         low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
 
@@ -199,9 +199,9 @@ class Sums:
 def sums_of(
     values: Sequence["Reach"], move: Callable[[list[np.ndarray]], np.ndarray]
 ) -> Sums | None:
-    """Returns the running sums of an array that `move` puts together from several values.
+    """Returns the Sums of a value that `move` puts together from the entries of several values.
 
-    Returns None unless they are running sums of one array, or known numbers.
+    Returns None unless these are running sums of one array, or known numbers.
     """
     sums = [x.fact if isinstance(x.fact, Sums) else None for x in values]
     first: Any = next(filter(None, sums), None)
@@ -228,7 +228,7 @@ def dtype_of(aval: core.ShapedArray) -> np.dtype:
 
 
 def highest(dtype: Any) -> Any:
-    """Returns the bound of a number about which nothing is known."""
+    """Returns the bound of a number about which nothing is known: infinity, or 0 for integers."""
     dtype = np.dtype(dtype)
     return dtype.type(np.inf) if dtype.kind in "fc" else dtype.type(0)
 
@@ -239,9 +239,9 @@ def are_equal(a: Any, b: Any) -> Any:
 
 
 def sizes(x: "Reach") -> Any:
-    """Returns the size of the largest known number that went into each entry.
+    """Returns the largest magnitude of the known numbers that went into each entry.
 
-    It is 0 if none of them is beyond LOW.
+    It is 0 if none exceeds -LOW, and infinity if it is not known.
     """
     if x.number.dtype.kind in "biu":  # unknown ones have a number if they were LOW as floats
         return np.where(x.known, 0, x.number)
@@ -251,9 +251,9 @@ def sizes(x: "Reach") -> Any:
 
 
 def bounds(x: "Reach") -> Any:
-    """Returns the bounds of the entries of floats, also of known entries.
+    """Returns the bounds of the entries of floats, also of known entries (see Reach).
 
-    A known entry gets the bound of an unknown one of its size.
+    A known -1e9 has the bound -1e9, a known 5 or -5 has 0, and a known 1e6 has 1e6.
     """
     return np.where((x.number < 0) & ~(x.known & (x.number >= LOW)), x.number, sizes(x))
 
@@ -268,7 +268,7 @@ def at_most(x: "Reach", ins: Sequence["Reach"]) -> "Reach":
     """Bounds the result of a select whose predicate is ins[0].
 
     Where the predicate is unknown but depends on no token, the bound is the larger one of the
-    cases.
+    bounds of the cases.
     """
     if x.number.dtype.kind != "f":
         return x
@@ -278,7 +278,7 @@ def at_most(x: "Reach", ins: Sequence["Reach"]) -> "Reach":
 
 
 def sized(x: "Reach", ins: Iterable["Reach"]) -> "Reach":
-    """Bounds entries of a result about which nothing is known, by the sizes of all operands."""
+    """Bounds the entries about which nothing is known by the largest `sizes` of all operands."""
     size = max((sizes(y).max(initial=0) for y in ins), default=0)
     dtype = x.number.dtype
     if dtype.kind in "fc":
@@ -343,7 +343,7 @@ def unknown(shape: Sequence[int], dtype: Any, last: Any = NONE) -> Reach:
 def constant(array: Any) -> Reach:
     """Builds the facts about a constant array.
 
-    Its numbers count as unknown if it is large, or not an array of numbers.
+    Its numbers count as unknown if it has more than MOST entries, or is not an array of numbers.
     """
     shape = tuple(np.shape(array))
     if math.prod(shape) > MOST or not isinstance(
@@ -372,7 +372,7 @@ def of_all(values: Iterable[Reach]) -> np.int32:
 def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
     """Reshapes an array of a value from shape `old` to `new`.
 
-    Dims are expanded only where they are cut.
+    Dims along which entries are alike keep size 1, unless merged with dims along which they differ.
     """
     if 0 in old:  # the product of further dims says nothing
         return np.broadcast_to(x, old).reshape(new)
@@ -449,9 +449,9 @@ def stacked(values: Sequence[Reach], axis: int, shape: Sequence[int]) -> Reach:
 
 
 def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> list[Reach]:
-    """Evaluates of(ins).
+    """Returns of(ins).
 
-    If operands differ between the two layouts of later documents, evaluates it for each.
+    If an operand has `ways`, also evaluates `of` in each layout, to know what both agree on.
     """
     found = of([dataclasses.replace(x, ways=None) if x.ways else x for x in ins])
     if not any(x.ways for x in ins):

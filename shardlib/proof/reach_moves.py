@@ -1,7 +1,7 @@
-"""Rules over reach.py for primitives that move or look up entries.
+"""Rules of the causality check for primitives that move or look up entries (facts: reach.py).
 
-A moved entry keeps its number and its last token. Where an index is unknown, an entry may be any of
-those that the index could read. It depends on their tokens and on those of the index.
+A moved entry keeps its number and its last token. Where an index is unknown, an entry of the result
+may be any that the index could read, so it depends on the tokens of all of these and of the index.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from shardlib.proof.reach import MOST, NONE, Reach
 from shardlib.proof.reach_slots import SAME
 
 RULES: dict[str, Callable[..., Any]] = {}
-"""Rules (eqn, *operands) -> Reach, or a list of them; None: each entry may depend on all entries of
-all operands."""
+"""Rules (eqn, *operands) -> Reach, or a list of them; None: the rule does not apply, so `anything`
+of reach_rules does."""
 rule = functools.partial(primitives.rule, of=RULES)
 
 
@@ -43,8 +43,8 @@ def spread(x: np.ndarray, labels: Labels, order: Labels) -> np.ndarray:
 def by_dims(eqn: Eqn, *ins: Reach) -> list[Reach]:
     """Derives results in which entries depend on operands' entries as shardlib.dims says.
 
-    A sort along dim 1 of x: [2, 3], whose last tokens are [[0, 1, 2], [3, 4, 5]], gives [[2], [5]]:
-    entries of a row depend on the whole row, not on the other one.
+    A sort along dim 1 of [2, 3] turns the last tokens [[0, 1, 2], [3, 4, 5]] into [[2], [5]]: the
+    entries of a row depend on the whole row, and not on the other row.
     """
     operands, results = dims_of(eqn)
 
@@ -161,7 +161,7 @@ def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
     order: Labels = [*range(len(shape))]
     parts = [i for i, label in enumerate(labels) if label is None]
     (anywhere,) = by_dims(eqn, x, starts)
-    # If clipped, a whole dim is read from its first entry on.
+    # If indices are clipped, a window as large as its dim begins at 0, whatever the index.
     is_clipped = "clip" in str(eqn.params["mode"]).lower()
     of_dim = [k for k, i in enumerate(d.start_index_map) if not is_clipped or i in parts]
     if len(parts) != 1 or [d.start_index_map[k] for k in of_dim] != parts:
@@ -242,7 +242,7 @@ def _dynamic_update(eqn: Eqn, x: Reach, new: Reach, *starts: Reach) -> Reach | N
 def _scatter(eqn: Eqn, x: Reach, starts: Reach, new: Reach) -> Any:
     """Writes one part, or adds rows, at known indices.
 
-    Otherwise every entry may come from any update.
+    Returns None for other scatters, in which every entry may come from any update.
     """
     if not starts.is_known or math.prod(x.shape) > MOST:
         return None
@@ -280,8 +280,8 @@ def rows_added(
 ) -> Reach:
     """Adds rows of `new` to the entries of `x` at a known `index` along `dim`.
 
-    Dim i of the index is dim dims[i] of `new`. Dim i of `new` is dim at[i] of `x`, or else a dim of
-    rows.
+    Dim i of the index is dim dims[i] of `new`. Dim i of `new` is dim at[i] of `x`; dims that are
+    not in `at` count the rows. Rows whose index is out of range are dropped.
     """
     rank, count = len(x.shape), len(new.shape)
     of_rows = [i for i in range(count) if i not in at]

@@ -1,9 +1,9 @@
-"""Rules over reach.py for primitives that compute.
+"""Rules of the causality check for primitives that compute (facts: reach.py).
 
 An entry of a result depends on the tokens of all entries that it is computed from, with few
 exceptions: a product with 0 is 0; a number below LOW never is the maximum if another number is not
 below LOW, and its exponential is 0; a known condition chooses one of the cases; and the difference
-of two running sums depends on the terms between them.
+of two running sums depends only on the terms that one has and the other lacks.
 """
 
 import dataclasses
@@ -93,10 +93,10 @@ def _elementwise(eqn: Any, *ins: Reach) -> Reach:
 
 
 def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
-    """Finds where a result is known though not all operands are; also returns its number.
+    """Returns where a result is known though not all operands are, and its number there.
 
-    Unknown numbers are taken as finite, and not 0/0. So 0 times an unknown number is 0, and exp of
-    one whose bound is -1e9 is 0.
+    Assumes that unknown numbers are finite, and that 0/0 does not occur. So 0 times an unknown
+    number is 0, and so is exp of a number whose bound is -1e9.
     """
 
     def any_of(arrays: Sequence[Any]) -> Any:
@@ -159,14 +159,14 @@ def _negative(x: Reach) -> Reach:
 def _added(eqn: Eqn, a: Reach, b: Reach) -> Reach:
     """Adds or subtracts two values.
 
-    The difference of two running sums along a dim depends on the terms between their ends.
+    The difference of two running sums along a dim depends only on the terms between their ends.
     """
     found = _elementwise(eqn, a, b)
     sign = -1 if eqn.primitive.name == "sub" else 1
     x, y = (z.fact if isinstance(z.fact, Sums) else None for z in (a, b))
     if y:
         y = dataclasses.replace(y, sign=y.sign * sign)
-    if x and x.array is b and sign < 0:  # of all terms but the last
+    if x and x.array is b and sign < 0:  # the sum of all terms but the last
         found.fact = fact = x.without_last()
         found.last = np.where(fact.at < 0, NONE, fact.before[np.maximum(fact.at, 0)])
     elif x and y and x.before is y.before and x.sign == -y.sign:
@@ -202,9 +202,9 @@ def _converted(eqn: Eqn, x: Reach) -> Reach:
 
 
 def _holds(before: Any, after: Any) -> bool:
-    """Returns True if running sums that are converted are still running sums.
+    """Returns True if running sums converted from dtype `before` to `after` are still running sums.
 
-    Rounding of large integers is ignored.
+    Ignores that large integers are rounded.
     """
     is_float = jnp.issubdtype(after, jnp.floating)
     if jnp.issubdtype(before, jnp.floating) and is_float:
@@ -288,8 +288,8 @@ def _chosen(eqn: Eqn, x: Reach) -> list[Reach]:
 def _reduced(eqn: Eqn, x: Reach) -> Reach | Any:
     """Reduces dims: an entry of the result depends on all entries that it combines.
 
-    The result is known where all entries are, where all are 0 in a sum, and where one decides, as
-    in `any`. In a maximum, entries below LOW do not count if another entry is not below it.
+    The result is known where all entries are (in a sum, where all are 0), or where one decides: in
+    `any`, a True. In a maximum, entries below LOW do not count if another entry is not below LOW.
     """
     name = eqn.primitive.name
     axes = tuple(eqn.params["axes"])
@@ -322,7 +322,7 @@ def _reduced(eqn: Eqn, x: Reach) -> Reach | Any:
 
 @rule(*kinds("running"))
 def _cumulative(eqn: Eqn, x: Reach) -> Reach:
-    """Adds up along a dim: each entry depends on those before it, or after it if reversed.
+    """Accumulates along a dim: an entry depends on itself and those before it (reversed: after it).
 
     With last tokens [0, 3, 1], cumsum has [0, 3, 3], and the reversed one [3, 3, 1].
     """
@@ -341,7 +341,7 @@ def _cumulative(eqn: Eqn, x: Reach) -> Reach:
         return reach.make_reach(x.shape, number, True, dtype=x.number.dtype)
     found = reach.unknown(x.shape, dtype_of_result(eqn), accumulate(np.maximum, x.last))
     if name == "cumsum" and not back and 0 < math.prod(x.shape) <= MOST:
-        # Of all dims: along one where tokens are alike, the sums are others.
+        # Expands all dims: where the tokens along a dim are alike, the sums are not.
         last = reach.full(x.last, x.shape, range(len(x.shape)))
         before = np.maximum.accumulate(last, axis).ravel()
         after = np.flip(np.maximum.accumulate(np.flip(last, axis), axis), axis).ravel()
@@ -371,7 +371,7 @@ def _linear_solve(eqn: Eqn, a: Reach, *ins: Reach) -> Reach | None:
     """Solves a @ x = b.
 
     JAX defines the result and its derivatives by this equation, in whatever way they are computed.
-    If `a` is triangular, a row of the solution depends on rows on one side only, up to rounding.
+    If `a` is lower triangular, a row of the solution depends on no later row, up to rounding.
     """
     matvec = eqn.params["jaxprs"].matvec
     rank = len(a.shape)
@@ -414,7 +414,7 @@ def _steps(program: object) -> list[tuple[str, list]]:
 def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
     """Solves a @ x = b for a triangle `a`, by substitution.
 
-    The solution is 0 where all terms are.
+    The solution is known to be 0 where b and all terms that are subtracted from it are.
     """
     size = a.shape[-1]
     is_live, of_a = (
@@ -434,7 +434,7 @@ def _substituted(a: Reach, b: Reach, is_lower: bool) -> Reach:
 
 
 def _of_zeros(shape: Sequence[int], dtype: np.dtype, zeros: Any, last: Any) -> Reach:
-    """Builds a value whose entries are unknown, except for these zeros."""
+    """Builds a value that is known to be 0 where `zeros` is True, and unknown elsewhere."""
     return reach.make_reach(shape, np.where(zeros, 0, reach.highest(dtype)), zeros, last, dtype)
 
 

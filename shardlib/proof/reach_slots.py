@@ -1,13 +1,13 @@
-"""Slots that hold choices: the indices of a top_k, or the first tokens that choose an expert.
+"""Facts about slots that hold choices: the indices of a top_k, or the tokens that an expert takes.
 
 It is not known which choice a slot holds, so facts about a slot are kept for each choice that it
-may hold. What is looked up at the index of a later choice is known to be later, so a mask by this
-index leaves it out.
+may hold. If the choice is position 7, what is looked up there depends on token 7, and a mask that
+compares the index with a position knows whether 7 is later.
 
-An expert with C slots takes the first C tokens that choose it: tokens that do not choose it get one
-number past the others, and all numbers are sorted. So whether a slot holds choice v depends on the
-choices up to v, and on none after. A term that is then added at the position of its choice is known
-to depend on no later position.
+An expert with C slots takes the first C tokens that choose it. To find them, the positions of these
+tokens, and for other tokens a number past all positions, are sorted. So whether a slot holds token
+v depends on the tokens up to v, and on none after. If a term is then added at the position of its
+token, it depends on no later position.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def together(x: Reach) -> Reach:
 
 
 def have_same_slots(x: Reach, y: Reach) -> bool:
-    """Returns True if slots of two values hold the same choices; the first may have a dim more."""
+    """Returns True if the slots of `x` and `y` hold the same choices; `x` may have one more dim."""
     if not (is_in(x) and is_in(y) and x.fact[:2] == y.fact[:2]):
         return False
     group = x.fact.group if len(x.shape) == len(y.shape) else x.fact.group.max(-1)
@@ -87,10 +87,11 @@ def _with_end(a: np.ndarray, end: np.ndarray, dim: int) -> np.ndarray:
 
 
 def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
-    """Derives the choices in slots from what is sorted; None if these are not choices.
+    """Derives slots from the value `x` that is sorted along `dim`; None if it is not of choices.
 
-    Whether a choice gets a slot depends on those before it, also in other documents. This is left
-    out for documents, that is, where tokens are numbered from the last one on.
+    An entry of `x` must be either a number that increases along `dim`, such as its position, or one
+    number past all of these. Whether a choice gets a slot depends on the choices before it, also in
+    other documents. Without `is_forward`, in the check of documents, this dependence is left out.
     """
     numbers = x.fact.numbers if isinstance(x.fact, Among) else ()
     for number, past in (numbers, numbers[::-1]) if len(numbers) == 2 else ():
@@ -174,9 +175,9 @@ def _of_choice(x: Reach, last: Any) -> Reach:
 
 
 def _reshaped(eqn: Eqn, x: Reach) -> Reach | None:
-    """Reshapes a value, with the dim of slots alone or together with neighbors.
+    """Reshapes a value whose dim of slots stays, or is merged with its neighbors; else None.
 
-    Slots that were merged with neighbors count as other slots, unless they come in the same order.
+    Merged slots get another source, which is equal for slots that are merged in the same order.
     """
     dim, source, *numbers = x.fact
     shape = shape_of(eqn.outvars[0])
@@ -203,7 +204,7 @@ def _reshaped(eqn: Eqn, x: Reach) -> Reach | None:
 
 
 def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:
-    """Makes an operand fit the slots of `fact`: it has those along `dim`, or none."""
+    """Makes an operand fit the slots of `fact`: the result has these slots along `dim`, or none."""
     if is_in(x) and (x.fact.source != fact.source or x.fact.dim != dim):
         x = together(x)
     if is_in(x) or dim is None or not x.shape or all(a.shape[dim] == 1 for a in x.arrays()):

@@ -1,10 +1,10 @@
-"""Rings: blocks pass around the devices of an axis, and each device meets all of them.
+"""Replaces rings, in which blocks pass around the devices of an axis, by a single turn.
 
 In each turn a device computes something with the block that it has, accumulates it, and passes the
 block on by ppermute. After n turns it has the sum over all blocks, like a matmul that contracts a
 sharded dim. On one device there is a single turn. So the n turns, unrolled or in a loop, are
-replaced by one, with an axis that stands for the turns: entering the ring moves the block from the
-device axis to this axis, and leaving it sums over it.
+replaced by one turn, with a made-up axis that stands for the turns: a block that enters the ring is
+cut over this axis instead of the device axis, and what leaves the ring is summed over it.
 
 In another kind of ring a sum passes around, and each device adds its term for the device where the
 sum ends. Then the turns stand for those devices: a reduce-scatter.
@@ -51,7 +51,7 @@ _NUMBERS = itertools.count()
 
 
 def _permutes(eqn: Eqn, axis: str | None = None) -> str | None:
-    """Returns the axis around which a ppermute passes a value; None for other equations."""
+    """Returns the axis (`axis`, if given) of a ppermute over one axis; None for other equations."""
     names = axes_of(eqn) if eqn.primitive.name == "ppermute" else ()
     return names[0] if len(names) == 1 and axis in (None, names[0]) else None
 
@@ -67,7 +67,7 @@ def _passing(jaxpr: object) -> Iterator[str]:
 
 
 class _Unrolled(Copies):
-    """Copies a jaxpr, and unrolls the loops in it that pass blocks around.
+    """Copies a jaxpr, and unrolls loops of at most 64 turns that pass blocks around.
 
     Leaves out a ppermute over one device.
     """
@@ -114,7 +114,7 @@ def _live(jaxpr: Jaxpr) -> Any:
 def closed(
     jaxpr: ClosedJaxpr, twin: object, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]
 ) -> tuple[Any, Any]:
-    """Replaces each ring in both programs by one turn.
+    """Replaces each ring in a program and its twin by one turn, and returns both.
 
     Returns them unchanged if a ring is not understood. On two devices, with i for axis_index and y
     for ppermute(x), the program x @ w[i] + y @ w[1 - i] becomes
@@ -144,8 +144,8 @@ class _Point:
         eqn: the equation that makes it; None for an argument or a literal.
         ins: the operands of that equation.
         numbers: its number on each device of the axis, if it depends only on the device's index.
-        turn: for a block that passes around: the first one in its ring, the number of the turn, and
-            the distance that each turn moves it.
+        turn: for a block that passes around: the block before the first ppermute, how often it was
+            passed on since, and by how many devices each time.
     """
 
     var: Any
@@ -168,12 +168,13 @@ class _Ring(Domain[_Point]):
         self._numbers = _Numbers(axis, n)
         self._gathering: list[_Point] = []
         self._steps: set[int] = set()
-        # For a variable of the first turn: ENTER, its coefficient, or self (computed).
+        # For a variable of the first turn: ENTER for a block that passes around, c for a number
+        # that is c * i with the block of device i, self if computed from these; None: as it is.
         self.marks: dict[Any, Any] = {}
-        # By id of the equation after which one turn stands: CLOSE or SCATTER, the last equation of
-        # the ring, what there was before, and what the turn accumulates.
+        # By id of the equation after which to put the one turn: CLOSE or SCATTER, the last equation
+        # of the ring, the value that the ring adds to, and what the turn accumulates.
         self.found: dict[int, tuple[Any, Any, _Point | None, list[_Point]]] = {}
-        # Steps from a device to the one whose block's number it has in the first turn.
+        # Passes from the device that a block or sum belongs to, to the one that has it in turn 0.
         self.start = 0
         interpret(jaxpr, self, map(_Point, [*jaxpr.constvars, *jaxpr.invars]))
         for last in self._gathering if len(self._steps) == 1 else ():
@@ -204,7 +205,7 @@ class _Ring(Domain[_Point]):
         return outs
 
     def _close(self, last: _Point) -> None:
-        """Records the ring that ends with `last`, if all its turns do the same."""
+        """Records the ring that ends with `last`, if there is one and all its turns do the same."""
         chain = []  # what accumulates one turn after the other, last first
         x = last
         while x.name == last.name and not x.turn:
@@ -215,7 +216,7 @@ class _Ring(Domain[_Point]):
         if len(terms) < n - 1:
             return
         places = last.name == "dynamic_update_slice"
-        # The first turn is accumulated into what was there before, or is all that there is yet.
+        # The first turn adds to an earlier value, or is itself the value that the second adds to.
         ways: list[tuple] = [(x, x.ins[0], x.ins[1:]) for x in chain[n - 1 : n]]
         ways += [(chain[n - 2], None, chain[n - 2].ins[:1])] if not places else []
         for at, start, first in ways:
@@ -236,14 +237,14 @@ class _Ring(Domain[_Point]):
                 return
 
     def _close_sums(self, last: _Point) -> None:
-        """Records the ring that passes a sum around and ends with `last`.
+        """Records the ring that passes a sum around and ends with `last`, if there is one.
 
-        All devices must add the same to it.
+        All devices must compute their terms in the same way.
         """
         terms = []
         x = last
         while x.name == last.name and len(terms) < self.n:
-            # What came from another device.
+            # The operand that came from another device.
             passed = [y for y in x.ins if y.turn and y.eqn and _permutes(y.eqn, self.axis)]
             if len(passed) != 1:
                 break
@@ -251,12 +252,12 @@ class _Ring(Domain[_Point]):
             x = passed[0].ins[0]
         if len(terms) < self.n - 1:
             return
-        # After n steps, what was there before is at the device that had it.
+        # With n terms, the value that they are added to is back at the device that had it.
         start, terms = (x, terms) if len(terms) == self.n else (None, [*terms, x])
         marks = dict(self.marks)
         self.start = 1 - self.n
-        # What was added k turns before the end was added k steps before the device where the sum is
-        # now.
+        # A term that was added k turns before the end was added k steps before the device where the
+        # sum ends.
         if all(self._match(term, terms[-1], -k, marks, {}) for k, term in enumerate(terms[:-1])):
             self.marks = marks
             self.found[id(last.eqn)] = SCATTER, last.eqn, start, terms[-1:]
@@ -265,7 +266,7 @@ class _Ring(Domain[_Point]):
     def _match(self, a: _Point, b: _Point, k: int, marks: dict, seen: dict) -> bool:
         """Returns True if `a` is in turn k what `b` is in the first turn.
 
-        Marks which variables of `b` enter a turn from outside, and which are computed in it.
+        Adds to `marks` which variables of `b` enter a turn from outside, and which it computes.
         """
         variables = [x.var for x in (a, b) if is_variable(x.var)]
         if len(variables) < 2:
@@ -303,9 +304,9 @@ class _Ring(Domain[_Point]):
 
 
 class _OneTurn(Copies):
-    """Copies a jaxpr with one turn of each ring, over an axis that stands for the turns.
+    """Copies a jaxpr with one turn in place of each ring, over an axis that stands for the turns.
 
-    The fact about a value is the variable that it is in a turn.
+    The fact about a value is the variable that stands for it within a turn.
     """
 
     def __init__(self, ring: _Ring):
@@ -317,7 +318,7 @@ class _OneTurn(Copies):
         self._replaced = {id(last): last for _, last, _, _ in ring.found.values()}
 
     def follow(self, op: Operation, ins: list) -> list:
-        """Adds an equation, the turn that stands after it, and its copy within a turn."""
+        """Adds the equation, the turn that belongs after it, and the equation's copy for a turn."""
         eqn = op.eqn
         self.found += [eqn] if id(eqn) not in self._replaced else []
         if id(eqn) in self._ring.found:
@@ -328,7 +329,7 @@ class _OneTurn(Copies):
         return list(map(self.enter, eqn.outvars))
 
     def enter(self, var: Any) -> Any:
-        """Adds the equation, if any, by which a variable enters a turn; returns the new one."""
+        """Adds the equation by which a variable enters a turn, if it does; returns the variable."""
         mark = self._ring.marks.get(var)
         if mark is not None and mark is not self._ring:
             like = next(iter(self._replaced.values()))
@@ -371,7 +372,7 @@ def _is_number(aval: Any) -> bool:
 
 
 class _Numbers(Domain[Any]):
-    """Finds a value's number on each of the `n` devices of an axis; None if it is not known.
+    """Finds a scalar's number on each of the `n` devices of an axis; None if it is not known.
 
     For example, (axis_index + 1) % 4 has [1, 2, 3, 0].
     """

@@ -21,7 +21,7 @@ equations after them must have the same names in both."""
 def differences(
     ours: object, theirs: object, names: tuple[str, str], remedy: str, rounding: bool = False
 ) -> Iterator[str]:
-    """Finds where two programs part, if they do not compute the same.
+    """Describes where two programs first differ; yields nothing if they compute the same.
 
     Args:
         ours: the result of jax.jit(f).trace(...).jaxpr.
@@ -60,10 +60,10 @@ def differences(
 
 
 def _firsts(only_in_one: list[list[Operation]]) -> list[list[Operation]]:
-    """Finds the first equation that one program has and the other lacks.
+    """Returns the first equation that each program has and the other lacks: at most one for each.
 
-    If both programs have such equations, finds one for each. Later operations are the same in both,
-    but compute with another value.
+    `only_in_one` also has later equations, which are the same in both but compute with another
+    value. If one program only has a few equations more, the list of the other one is empty.
     """
     names = [[op.name for op in ops] for ops in only_in_one]
     if names[0][:ALIKE] != names[1][:ALIKE]:

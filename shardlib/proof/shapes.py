@@ -67,10 +67,10 @@ rule("empty", "empty2", "create_token")(lambda eq: constant(len(eq.result_shape)
 
 
 def _with(x: Value, result: Value) -> Value:
-    """Returns `result`, which is `x` in other dims.
+    """Returns `result`, the facts about the entries of `x` in other dims.
 
-    A count that is lost leaves the numbers unknown; a local one, or one with an offset, raises
-    Refused.
+    If `x` counts 0, 1, … and `result` no longer does, its numbers become unknown. Raises Refused if
+    the count is local or has an offset.
     """
     if not x.count or result.count:
         return result
@@ -101,19 +101,19 @@ def _moved(eq: Equation) -> Value:
 class _Piece:
     """A factor of the size of an array, which a reshape moves as a whole or splits."""
 
-    size: int
-    whole: int
-    axes: tuple[str, ...]
-    is_uniform: bool
-    is_loose: bool
+    size: int  # here, on each device
+    whole: int  # on one device
+    axes: tuple[str, ...]  # that cut it
+    is_uniform: bool  # all entries are equal
+    is_loose: bool  # and the mesh decides how many there are
     name: str = ""
-    is_counted: bool = False
+    is_counted: bool = False  # the value counts along it
 
 
 def _pieces(
     eq: Equation, x: Value, shape: Sequence[int], twin_shape: Sequence[int]
 ) -> list[_Piece]:
-    """Factors the size of `x`, whose shape is given here and on one device."""
+    """Splits `x`, of the given shapes here and on one device, into its factors larger than 1."""
     pieces: list[_Piece] = []
     for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
         name = dim.name if dim else ""
@@ -157,7 +157,7 @@ def _reshape(eq: Equation) -> Value:
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
         first: Any = pieces[0] if pieces else None
         is_dim = first and not first.is_uniform and first.size % size == 0
-        # It has one entry if the twin has more devices along an axis that both have.
+        # The whole is 1 if the twin has more devices along an axis that both meshes have.
         is_dim = is_dim and first.whole > 1 and not any(a.startswith(ENTRIES) for a in first.axes)
         if there == 1 < size and is_dim:
             # On one device the whole dim is one block: the entries stand for devices.
@@ -192,7 +192,7 @@ def _reshape(eq: Equation) -> Value:
 
 
 def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None:
-    """Finds the old dim that each new one is, if a reshape only adds or removes dims of size 1.
+    """Finds which old dim each new dim is, if a reshape only adds or removes dims of size 1.
 
     Returns None if it does more.
     """
@@ -208,7 +208,7 @@ def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None
 
 
 def _outer_axes(eq: Equation, axes: tuple[str, ...], blocks: int) -> tuple[str, ...]:
-    """Returns the first of `axes` that cut a dim into `blocks` blocks; () if none or all do."""
+    """Returns the first few of `axes`, if these alone cut a dim into `blocks` blocks; else ()."""
     for i in range(1, len(axes)):
         outer = axes[:i]
         if {*axes} <= {*eq.sizes} and devices(eq.sizes, outer) == blocks * devices(
@@ -221,7 +221,7 @@ def _outer_axes(eq: Equation, axes: tuple[str, ...], blocks: int) -> tuple[str, 
 def _take(eq: Equation, pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piece]:
     """Takes the next factors, whose product is `size` here and `there` on one device.
 
-    Splits the last one if needed.
+    Splits the last factor if needed. `last` means that no larger dim than 1 follows.
     """
     taken = []
     product = 1
@@ -290,8 +290,8 @@ def _concatenate(eq: Equation) -> Value:
         and all(shape[k] == 1 for shape in map(eq.shape, range(len(eq.ins))))
         and any(v.count or v.offset for v in eq.ins)
     ):
-        # A local count gives no dim: as an index into a sharded dim, it tells how the dim along
-        # which it counts is cut.
+        # A local count does not say how its dim is cut. That will follow from the sharded dim that
+        # it is an index into.
         bare = [
             tuple(UNIFORM if v.is_local and i in v.count else d for i, d in enumerate(v.dims))
             for v in eq.ins

@@ -1,8 +1,8 @@
 """Rules of reductions, matmuls and other primitives that combine entries.
 
-A sum along a sharded dim is a partial sum over its axes, and a maximum is one that is still to be
-taken over the devices. Whatever needs the entries in their order (sort, cumsum) is refused along a
-sharded dim.
+A sum along a sharded dim is a partial sum over its axes, and a maximum must still be taken over the
+devices. Primitives that need the entries in their order (sort, cumsum) are refused along a sharded
+dim; only a one-dimensional block may be sorted by itself.
 """
 
 import dataclasses
@@ -43,9 +43,10 @@ def _cut_axes(x: Value, gone: Any) -> tuple[str, ...]:
 
 
 def _summable(eq: Equation, x: Value, gone: Iterable[int]) -> None:
-    """Raises Refused for an extreme, and for a device's own factors that differ along `gone`.
+    """Raises Refused if `x` depends on an extreme that must be taken before a sum along `gone`.
 
-    `gone` are dims. A factor that is the same along them may still be cancelled after the sum.
+    With the maximum m of a device's block, exp(x - m) may be summed along dims along which m is the
+    same: the factor exp(-m) may still be cancelled after the sum.
     """
     differs = any(source.dims[i] is not None for source, _ in x.shift for i in gone)
     if x.extreme or not x.is_scale or differs:
@@ -112,8 +113,8 @@ def _extreme(eq: Equation) -> Value:
 def _argmax(eq: Equation) -> Value:
     """Finds the index of an extreme. Along a sharded dim it counts from the start of the block.
 
-    positions.py follows it until it counts from the start of the whole dim, on the devices that
-    have the extreme of all.
+    positions.py follows such an index until it counts from the start of the whole dim, on the
+    devices that have the extreme of all devices.
 
         x: f32[8 4/d]    jnp.argmax(x, 0)    i32[4/d]
         x: f32[8/d]    jnp.argmax(x)    i32[], the maximum of this device's block over d
@@ -144,10 +145,10 @@ def _sort(eq: Equation) -> list[Value]:
 
 
 def _sorted_block(eq: Equation) -> list[Value] | None:
-    """Sorts each device's block by itself; None if the equation is not such a sort.
+    """Derives a sort of each device's block by itself; None if the equation is not such a sort.
 
-    Each device has an order of its own, so the whole is not sorted. A second sort, of that order,
-    undoes the first.
+    Each device has an order of its own, which new names of the axes mark (domain.Sizes): the result
+    is not the sorted whole. A second sort, by that order, undoes the first.
     """
     (key, *_) = eq.ins
     n = eq.shape()[0]
@@ -166,8 +167,8 @@ def _sorted_block(eq: Equation) -> list[Value] | None:
         )
         firsts = []
     else:
-        # An order of the whole block: sorting it gives 0, 1, …, and what goes with it its position
-        # before.
+        # The key is the order that an earlier sort of the block gave. Sorting it gives 0, 1, …, and
+        # entries that are sorted along with it return to their positions before that sort.
         before = key.dims[0]
         after = key.places
         firsts = [Value((whole(n),), known=(0, 0), count=(0,), is_local=True)]
@@ -185,7 +186,7 @@ def _sorted_block(eq: Equation) -> list[Value] | None:
 
 @rule("dot_general")
 def _dot(eq: Equation) -> Value:
-    """Multiplies. Contracting a sharded dim gives a partial sum, if both operands cut it alike.
+    """Multiplies arrays. If both cut a contracted dim alike, the result is a partial sum.
 
         x: f32[4 8/d], w: f32[8/d 2]    x @ w    f32[4 2 +d]
         x: f32[8/d 4], w: f32[4 6/t]    x @ w    f32[8/d 6/t]
@@ -246,7 +247,7 @@ def _contracted(eq: Equation, row: Dims) -> tuple[frozenset[str], float]:
 def _dot_of_rows(eq: Equation) -> Value:
     """Multiplies looked-up rows, each row separately.
 
-    Rows out of range still have to be masked.
+    Rows whose index is out of range still have to be masked.
     """
     k = 0 if eq.ins[0].looked_up is not None else 1
     rows, row = eq.ins[k], dims_of(eq.eqn)
@@ -294,7 +295,7 @@ GIVEN = ("activation", "fwd_output", "grad_output")
 @rule("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
 @rule("dot_product_attention_bwd_wrapper", "dot_product_attention_bwd")
 def _attention(eq: Equation) -> list[Value]:
-    """Treats each head of each sequence separately.
+    """Derives the results of attention, which treats each head of each sequence separately.
 
     So heads and sequences may be sharded, but positions and head_dim may not. q, k and v are [B, T,
     N, H], or [B, N, T, H] with layout 1; a bias is [B or 1, N or 1, T, S].
