@@ -1,4 +1,4 @@
-"""Background work: runs our own programs as subprocesses, at the lowest priority, outside the trainer's GIL."""
+"""Runs background work: functions on threads, and this project's programs as subprocesses, with their own GIL."""
 
 import concurrent.futures
 import itertools
@@ -20,7 +20,7 @@ _ROOT = Path(__file__).parents[2]
 FAILURES = (OSError, RuntimeError, ValueError)
 """Exceptions that run_beside, or parsing its output, may raise."""
 TIMEOUT_S = 600.0
-"""Seconds until a program that run_beside runs is killed. Generous, because training steps keep all cores busy."""
+"""Default timeout of run_beside, in seconds. Generous, because training steps keep all cores busy."""
 T = TypeVar("T")
 _running: dict[threading.Thread, subprocess.Popen[Any]] = {}
 """The program that run_beside runs on each thread."""
@@ -35,14 +35,14 @@ def run_beside(
     nice: int = 19,
     started: Callable[[subprocess.Popen[Any]], object] = lambda process: None,
 ) -> str:
-    """Runs `python -m <module>` and returns its stdout.
+    """Runs `python -m <module> <arguments>` and returns its stdout.
 
-    On Linux, the program is killed when this process ends, even if this one is killed.
+    On Linux, the program is killed when this process ends, even if this process is killed.
 
-    `directory` is its working directory; None: that of this process. With `own_modules` it imports modules from there.
-    Raises RuntimeError with the last line of its stderr if it fails, or if it takes longer than `timeout` seconds
-    (None: TIMEOUT_S). `nice` lowers its priority; 19 is the lowest one. `started` is called with the process, for
-    example to keep it and kill it later.
+    `directory` is the program's working directory (None: that of this process); the program can import modules from
+    there only if `own_modules` is True. `nice` lowers its priority; 19 is the lowest. `started` is called with the
+    Popen object, for example to kill the program later. Raises RuntimeError if the program fails, with the last line of
+    its stderr, or if it takes longer than `timeout` seconds (None: TIMEOUT_S).
     """
     timeout = timeout or TIMEOUT_S
     around = ["setpriv", "--pdeathsig", "KILL"], ["nice", "-n", str(nice)]
@@ -54,8 +54,8 @@ def run_beside(
     options: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": paths}}
     options |= {"stdin": subprocess.DEVNULL}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # Ctrl-C must not reach it. A new session would too, but defeats `nice`: Linux shares CPU time among sessions first
-    # (sched(7), autogroup).
+    # A process group of its own, which Ctrl-C does not reach. A session of its own would defeat `nice`, because Linux
+    # shares CPU time among sessions first (sched(7), autogroup).
     options["process_group"] = 0
     process: subprocess.Popen[Any] = subprocess.Popen(command, cwd=directory, **options)
     with process:
@@ -78,7 +78,7 @@ def run_beside(
 
 
 class Task(concurrent.futures.Future[T]):
-    """Work on a thread of its own."""
+    """The future of a function that runs on a thread of its own."""
 
     def __init__(self, function: Callable[..., T], arguments: tuple[object, ...]):
         super().__init__()
@@ -95,19 +95,22 @@ class Task(concurrent.futures.Future[T]):
             self.set_result(result)
 
     def kill_program(self) -> None:
-        """Kills the program that run_beside runs for it now, if there is one. run_beside then raises RuntimeError."""
+        """Kills the program that this task runs with run_beside, if any. That call then raises RuntimeError."""
         if process := _running.get(self._thread):
             process.kill()
 
 
 def kill_programs() -> None:
-    """Kills each program that run_beside runs now. Each run_beside then raises RuntimeError."""
+    """Kills all programs that run_beside is running. Each of these calls then raises RuntimeError."""
     for process in list(_running.values()):
         process.kill()
 
 
 def wait_for(task: Task[T], what: str, stopped_by: Callable[[], str | None]) -> None:
-    """Waits for background work. Prints a line if it takes long; kills the program once `stopped_by` names a signal."""
+    """Waits for `task`, and raises its error if it fails. After 3 s, prints that it waits for `what`.
+
+    Once `stopped_by` returns the name of a signal instead of None, kills the program that the task runs.
+    """
     says_at = time.monotonic() + 3
     while not task.done():
         if stopped_by():
@@ -120,5 +123,5 @@ def wait_for(task: Task[T], what: str, stopped_by: Callable[[], str | None]) -> 
 
 
 def in_background(function: Callable[..., T], *arguments: object) -> Task[T]:
-    """Calls a function on a new thread and returns its future."""
+    """Starts calling `function(*arguments)` on a new thread, and returns its Task."""
     return Task(function, arguments)

@@ -12,7 +12,7 @@ from shardwright.settings.words import say
 
 @contextlib.contextmanager
 def best_effort(what: str) -> Iterator[None]:
-    """Context for writing `what`: an OSError is printed as a warning instead of raised."""
+    """Prints an OSError in its context as a warning that `what` cannot be written, instead of raising it."""
     try:
         yield
     except OSError as error:
@@ -48,7 +48,7 @@ class _Optional(io.FileIO):
 
 
 def print_if_possible() -> None:
-    """Makes stdout and stderr write ? for what they cannot encode, and drop what they cannot write (full disk)."""
+    """Makes stdout and stderr write `?` for text that they cannot encode, and drop output if the disk is full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):

@@ -1,6 +1,7 @@
-"""Settings that change during a run, at the steps of training.changes.
+"""Applies training.changes: settings that change at given steps of a run.
 
-The settings of a step, and the position of its batch in the data, depend only on the configuration and the step.
+A phase is the steps between two changes, which have the same settings. The settings of a step, and the position of its
+batch in the data, depend only on the configuration and the step.
 """
 
 import copy
@@ -33,7 +34,7 @@ MAY_CHANGE = (
 
 
 MOST_CHANGES = 128
-"""Most entries of training.changes: each adds a tenth of a second to the start of a run."""
+"""Largest number of entries of training.changes: each adds a tenth of a second to the start of a run."""
 
 
 def may_change(name: str) -> bool:
@@ -48,7 +49,10 @@ def firsts(config: Any) -> list[int]:
 
 
 def settings_at(config: dict, step: int) -> dict:
-    """Applies the changes up to `step` to a configuration dict. Raises ValueError for a setting in no section."""
+    """Returns a copy of a configuration dict with the changes up to `step` applied, and training.changes removed.
+
+    Raises ValueError for a setting without a section, such as data.mixture.web if data.mixture is null.
+    """
     found = copy.deepcopy(config)
     for change in found["training"].pop("changes", ()):
         for setting in filter(may_change, change if change["step"] <= step else ()):
@@ -63,7 +67,7 @@ def settings_at(config: dict, step: int) -> dict:
 
 
 def config_at(c: Config, step: int) -> Any:
-    """Applies the changes up to `step` to a Config. Raises ValueError for a value of the wrong type."""
+    """Returns the Config with the changes up to `step` applied. Raises ValueError for a value of the wrong type."""
     if not c.training.changes:
         return c
     found = settings_at(dataclasses.asdict(c), step)
@@ -78,13 +82,13 @@ def config_at(c: Config, step: int) -> Any:
 
 
 def check_number(changes: Sequence[Any]) -> None:
-    """Raises ValueError if training.changes has too many entries."""
+    """Raises ValueError if training.changes has more than MOST_CHANGES entries."""
     if len(changes) > MOST_CHANGES:
         raise ValueError(f"training.changes has {len(changes):,} entries; leave at most {MOST_CHANGES}.")
 
 
 def check_changes(c: Config, check: Callable[[Any], None]) -> None:
-    """Raises ValueError for an invalid entry of training.changes, or one whose settings `check` rejects."""
+    """Raises ValueError if an entry of training.changes is invalid, or `check` rejects the Config from its step on."""
     check_number(c.training.changes)
     for i, (before, change) in enumerate(itertools.pairwise([{"step": 0}, *c.training.changes])):
         name = f"training.changes[{i}]"
@@ -115,7 +119,7 @@ def described_change(c: Config, first: int) -> str:
 
 
 def _phases(c: Config) -> Iterator[tuple[int, Any, int]]:
-    """Yields (first step, end step, tokens per step) of each phase with constant settings."""
+    """Yields (first step, end, tokens per step) of each phase. The end is exclusive, and inf for the last phase."""
     ends: list[Any] = [*firsts(c), math.inf]
     for first, end in itertools.pairwise(ends):
         t = config_at(c, first).training
@@ -123,12 +127,12 @@ def _phases(c: Config) -> Iterator[tuple[int, Any, int]]:
 
 
 def tokens_before(c: Config, step: int) -> int:
-    """Counts the tokens of all batches before a step."""
+    """Counts the tokens, including padding, in the batches of all steps before `step`."""
     return sum(max(0, min(end, step) - first) * each for first, end, each in _phases(c))
 
 
 def steps_of(c: Config, tokens: int) -> int:
-    """Counts the steps that `tokens` tokens are enough for."""
+    """Returns the number of steps, from step 0 on, for which `tokens` tokens suffice."""
     steps = 0
     for first, end, each in _phases(c):
         taken = min(end - first, tokens // each)
@@ -140,7 +144,7 @@ def steps_of(c: Config, tokens: int) -> int:
 
 
 MOST_STEPS = 2**31 - 1
-"""Number of steps that a run with training.minutes is given, until its last step is known."""
+"""Stands for the number of steps of a run with training.minutes until its last step is known."""
 
 
 def total_steps(c: Config, loader: Loader) -> int:
@@ -160,7 +164,8 @@ def total_steps(c: Config, loader: Loader) -> int:
 def loader_at(c: Config, step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None) -> Loader:
     """Makes the loader for the training batch of a step. It continues in the data where the phase before ended.
 
-    `state` is the loader state in the checkpoint of `step`. Raises ValueError as make_loader does.
+    `inputs` are the names of the model's inputs other than tokens. `state` is the loader state in the checkpoint of
+    `step`, if the run resumes there. Raises ValueError as make_loader does.
     """
     settings = [(first, config_at(c, first)) for first in firsts(c) if first <= step]
 

@@ -1,8 +1,9 @@
-"""Saves and restores checkpoints: per step a directory, with a zarr v3 array per leaf and a manifest written last.
+"""Saves and restores checkpoints: a directory for each step, with a zarr v3 array for each leaf, and a manifest.
 
 docs/formats.md shows the layout. A directory is a checkpoint if and only if its name is ten digits and it holds the
-root zarr.json. Process 0 writes that after each process has written its shards and a file `.written-<process index>`
-with checksums or its error. The next start or save removes what a killed or failed save left.
+manifest, zarr.json. Process 0 writes this file last, once all processes have written their shards and each other
+process a file `.written-<process index>` with its checksums or its error. The next start or save removes what a killed
+or failed save left.
 """
 
 import concurrent.futures
@@ -49,20 +50,20 @@ from shardwright.settings.words import say
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that process 0 waits for the others to finish writing before the save fails."""
 SET_ASIDE = "set_aside"
-"""Directory next to the checkpoints for those that a run abandoned by resuming from an earlier step."""
+"""Directory, next to the checkpoints, of those that a resumed run does not use: damaged, or of later steps."""
 _STEP = re.compile("[0-9]{10}")
 
 
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
 OWNER = ".owner"
-"""File with the name of the run that saves here, if paths.checkpoints is set."""
+"""File that names the process that saves here, if paths.checkpoints is set."""
 
 
 class Checkpointer(contextlib.AbstractContextManager):
     """Saves and restores pytrees of jax.Arrays under `<place>/<step, 10 digits>/<leaf path>`.
 
     With several processes, all make the same calls in the same order on the same `place`. Those that have the same
-    shards share the work: each chunk is written, and read, by one of them.
+    shards share the work: one of them writes each chunk, and reads it if its dtype has 32 bits.
 
     Args:
         place: path in a file system that all processes share, created by the first save; or a URL, as for Store.
@@ -79,7 +80,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.rotates = True
         """True if completing a checkpoint removes all but the latest `keep`."""
         self.held: Callable[[], Iterable[int]] = tuple
-        """Lists steps whose checkpoints are not removed yet, because an export reads them."""
+        """Returns the steps whose checkpoints must not be removed yet, such as while an export reads them."""
         self._owner: bytes | None = None
 
     def __exit__(self, *exc_info) -> None:
@@ -90,7 +91,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return sorted(int(name) for name, done in self.store.directories().items() if done and _STEP.fullmatch(name))
 
     def latest_step(self, without: Iterable[int] = ()) -> int | None:
-        """Returns the last complete step that is not in `without`, or None. All processes get process 0's answer."""
+        """Returns the last step that has a complete checkpoint and is not in `without`, or None. Process 0 decides."""
         several = jax.distributed.is_initialized()
         is_first = not several or jax.process_index() == 0  # listing a URL yields the files of all processes
         latest = in_all_processes(lambda: max({*self.steps()} - {*without}, default=-1) if is_first else -1)
@@ -99,7 +100,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return None if latest < 0 else latest
 
     def metadata(self, step: int) -> dict:
-        """Returns the metadata that `save` was given for this step."""
+        """Returns the metadata that `save` was given for this step. Raises as `manifest`."""
         return self.manifest(step)["metadata"]
 
     @pause("saving a checkpoint")
@@ -114,8 +115,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     ) -> None:
         """Copies `state` to host memory, then writes it in the background.
 
-        Afterwards the buffers of `state` may be donated or deleted. Waits for the previous save first. The error of a
-        save is raised by the next `save` or `wait`.
+        Once it returns, the buffers of `state` may be donated or deleted. Waits for the previous save first. If writing
+        fails, the next `save` or `wait` raises the error.
 
         Args:
             step: 0 to 2**31 - 1; not saved before, unless `again`.
@@ -124,8 +125,8 @@ class Checkpointer(contextlib.AbstractContextManager):
                 Names become directory names.
             metadata: JSON values without NaN or infinity, kept in the manifest. `check` may add to
                 it.
-            orders: for each stack of layers, by name, its order in memory. Stacks are written in
-                layer order.
+            orders: the layer of each row in memory, such as [0, 2, 1, 3], by the path of each stack
+                of layers. Stacks are written in layer order.
             check: called in every process before anything is written. It may wait for the step that
                 computes `state`. If it raises OSError, it must do so in all processes; the save
                 then fails as if writing had failed. Another exception is raised at once.
@@ -180,10 +181,10 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         Args:
             step: step of a complete checkpoint.
-            like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh. It may lack whole children
-                of what was saved, such as the optimizer's state, which are not read.
-            orders: as for `save`.
-            partly: allows `like` to lack any arrays, and to have more rows than were saved; these are 0.
+            like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh. It may lack whole
+                top-level children of the saved pytree, such as the optimizer's state, which are not read.
+            orders: as for `save`, on the mesh of `like`.
+            partly: True: `like` may lack any array, and its arrays may have more rows than were saved, which are 0.
 
         Raises:
             ValueError: the arrays of the checkpoint and of `like` differ. The message names them.
@@ -228,7 +229,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             )
 
     def remove_leftovers(self) -> None:
-        """Removes what killed and failed saves left; a failure is printed. One process calls this."""
+        """Removes the directories that killed and failed saves left. Prints a failure. One process calls this."""
         with self._if_possible():
             for name, done in self.store.directories().items():
                 if not done and _STEP.fullmatch(name):
@@ -257,7 +258,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.store.remove(name)  # if it cannot be removed, the save must fail: leftovers would become part of it
 
     def verify(self, step: int) -> list[str]:
-        """Reads all chunks of a checkpoint. Returns a message for each damaged one; empty if it is intact."""
+        """Reads all chunks of a checkpoint. Returns a message for each damaged one; [] if all are intact."""
         directory = directory_of(step)
         try:
             arrays = saved_arrays(self.manifest(step)).values()
@@ -309,7 +310,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             self.rotate()
 
     def rotate(self) -> None:
-        """Removes all but the latest `keep` checkpoints, and those held. One process calls this."""
+        """Removes all checkpoints except the latest `keep` and those of `held`. One process calls this."""
         if self._keep and self.rotates:
             with self._if_possible():
                 for old in {*self.steps()[: -self._keep]} - {*self.held()}:
@@ -351,11 +352,11 @@ class Checkpointer(contextlib.AbstractContextManager):
 
 
 def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[Checkpointer, int]:
-    """Opens the checkpoints of a run, which the caller closes. Also returns a step, the same in all processes.
+    """Returns a Checkpointer for a run, which the caller closes, and a step, the same in all processes.
 
-    `path` is the directory or URL of a run, or of one of its checkpoints. If `step` is None, it is the step of that
-    checkpoint, or the last complete one of the run; raises ValueError if the run has none. Whether a step that `path`
-    or `step` names exists is not checked.
+    `path` is the directory or URL of a run, or of one of its checkpoints. If `step` is None, returns the step of that
+    checkpoint, or the last complete step of the run; raises ValueError if the run has none. Does not check that a step
+    given by `path` or `step` exists.
     """
     place = os.fspath(path).rstrip("/")
     above, _, name = place.rpartition("/")
@@ -375,7 +376,7 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
 
 
 def check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, Any], remedy: str = REMEDY) -> None:
-    """Raises ValueError, with the differences, unless a checkpoint has the expected arrays."""
+    """Raises ValueError, with differences and `remedy`, unless the saved arrays have the expected shapes and dtypes."""
     found = {name: f"{array.dtype}{list(array.shape)}" for name, array in saved.items()}
     wanted = {name: f"{x.dtype}{list(x.shape)}" for name, x in expected.items()}
     if problems := config_differences(found, wanted, (*found, *wanted)):

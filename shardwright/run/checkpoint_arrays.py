@@ -1,8 +1,8 @@
 """Reads and writes the files of a checkpoint: zarr v3 arrays, and the manifest with the checksum of each chunk.
 
-docs/formats.md shows the layout. The manifest is the attributes of the root group: `format`, `format_version` (2
-can be read too), `step`, `saved_at` in UTC, `arrays` (with `crc32c` as eight hex digits per chunk, in C order),
-`metadata`, and `sha256` of the others as `json.dumps(…, sort_keys=True, separators=(",", ":"))`.
+docs/formats.md shows the layout. The manifest is the attributes of the root group: `format`, `format_version`,
+`step`, `saved_at` in UTC, `arrays` (with `crc32c` as eight hex digits per chunk, in C order), `metadata`, and `sha256`,
+the hash of `json.dumps(…, sort_keys=True, separators=(",", ":"))` of the other attributes.
 """
 
 import collections
@@ -42,9 +42,9 @@ DTYPES = frozenset(
 Index = tuple[int, ...]
 """Index of a chunk in the chunk grid of an array."""
 Box = tuple[slice, ...]
-"""A region of an array, with bounds."""
+"""A region of an array: in each dim a slice with start and stop, such as (slice(0, 2), slice(64, 128))."""
 Bounds = tuple[tuple[int, int], ...]
-"""A shard of an array: start and stop in each dim."""
+"""The region of a shard, as a hashable value: start and stop in each dim, such as ((0, 2), (64, 128))."""
 Checksums = dict[str, int]
 """The crc32c of each chunk, by the key of its file in the checkpoint."""
 _ARRAY = {"shape": [int], "dtype": str, "chunk_shape": [int], "crc32c": str}
@@ -58,6 +58,7 @@ CHUNK_BYTES = 2**28
 """Largest size of a chunk, where possible: a reader of any part of a chunk reads all of it."""
 MOST_PIECES = 64
 Orders = Mapping[str, np.ndarray]
+"""The layer of each row in memory, such as [0, 2, 1, 3], by the path of each stack that is not in layer order."""
 NO_ORDERS: Orders = MappingProxyType({})
 
 
@@ -65,11 +66,11 @@ class SavedArray(NamedTuple):
     """An array of a checkpoint.
 
     Attributes:
-        name: its path.
+        name: its path in the checkpoint, such as `weights/embed`.
         shape: its global shape.
         dtype: name of its NumPy dtype.
         chunk: shape of its chunks.
-        checksums: crc32c of each chunk, by its index in the grid of chunks; empty while it is written.
+        checksums: crc32c of each chunk, by the index of the chunk; empty while the array is written.
     """
 
     name: str
@@ -120,7 +121,7 @@ class SavedArray(NamedTuple):
 
 
 def directory_of(step: int) -> str:
-    """Returns the name of the directory of a checkpoint."""
+    """Returns the name of a checkpoint's directory, such as `0000000500`."""
     return f"{step:010}"
 
 
@@ -143,7 +144,10 @@ def _within(box: Box, outer: Box) -> Box:
 
 
 def _stored_regions(bounds: Bounds, order: np.ndarray | None) -> list[tuple[Box, Any]]:
-    """Lists the regions on disk that make up a shard, each with its rows in the shard."""
+    """Lists the regions on disk that make up a shard, each with its rows in the shard.
+
+    With the order [0, 2, 1, 3], a shard with the first two rows has two regions on disk: the layers 0 and 2.
+    """
     box = tuple(itertools.starmap(slice, bounds))
     if order is None:
         return [(box, ...)]
@@ -155,7 +159,7 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 
 def holders_of(leaf: Any) -> dict[Bounds, list[int]]:
-    """Lists the processes that have each shard of a leaf."""
+    """Maps the bounds of each shard of a leaf to the processes that hold it, ascending."""
     found = collections.defaultdict(set)
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
         found[_bounds(index, leaf.shape)].add(device.process_index)
@@ -168,6 +172,7 @@ def shares(
     """Divides the chunks of an array, to read or to write, among the processes that hold the same shards.
 
     They take turns, so that a store does not send more if there are more replicas, and each process writes less.
+    `turns` is a counter, such as itertools.count(), that the calls for all arrays share.
 
     Yields:
         The process that reads or writes, the bounds of a shard that it holds, the index of a chunk, a region of the
@@ -182,7 +187,10 @@ def shares(
 
 
 def chunk_shape(leaf: Any, order: np.ndarray | None) -> tuple[int, ...]:
-    """Chooses the chunk shape: a shard, or one of up to MOST_PIECES equal parts of a large shard."""
+    """Chooses the chunk shape: that of a shard, or of one of up to MOST_PIECES equal parts of a large shard.
+
+    With `order`, a chunk has fewer rows if needed, so that it has no layers of two shards.
+    """
     chunk = [max(1, size) for size in leaf.sharding.shard_shape(leaf.shape)]
     if order is not None and not leaf.is_fully_replicated:
         # Two processes must not share a chunk: both would write it.
@@ -207,7 +215,7 @@ def gather_small(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def is_small(leaf: Any) -> bool:
-    """True for a leaf, of shards on several devices, that is written as one file."""
+    """Returns True for a leaf that is not fully replicated but small enough to be written as one file."""
     if leaf.sharding.is_fully_replicated:
         return False
     of_shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -220,7 +228,7 @@ def replicated(leaf: Any) -> jax.sharding.Sharding:
 
 
 def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
-    """Copies the shards that this process saves to host memory, as chunks of each array. Waits for them."""
+    """Returns each array with the chunks of it that this process writes, in host memory. Waits for the copies."""
     arrays = []
     turns = itertools.count()
     for name, leaf in leaves.items():
@@ -269,7 +277,7 @@ def _write_chunk(store: Store, directory: str, saved: SavedArray, index: Index, 
 
 
 def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) -> np.ndarray:
-    """Reads the values of a chunk. Raises Damaged if they differ from what was written, or OSError."""
+    """Reads the values of a chunk. Raises Damaged if they differ from what was written, OSError if the store fails."""
     key = saved.key(index)
     checksum = saved.checksums[index]
     content = None
@@ -327,17 +335,18 @@ def read_arrays(
 
 
 def _is_shared(leaf: Any, holders: Mapping[Bounds, list[int]]) -> bool:
-    """True if processes read parts of the same shards, to be added: of words of 32 bits, which all backends add."""
+    """Returns True if processes with the same shards divide the reading: for 32-bit dtypes, which _placed can add."""
     return leaf.dtype.itemsize == 4 and any(len(processes) > 1 for processes in holders.values())
 
 
 def _placed(leaf: Any, values: Mapping[Bounds, np.ndarray], is_shared: bool) -> jax.Array:
-    """Makes an array of the shards that this process read; where a shard is shared, others read the rest of it.
+    """Makes an array from the shards that this process read. If `is_shared`, other processes read other parts of them.
 
     Args:
         leaf: shape, dtype and sharding of the array.
-        values: what was read, by shard, and 0 elsewhere; all 0 for a shard that is missing.
-        is_shared: True to add what processes with the same shard have. Their bits are added, which keeps -0.0 and NaN.
+        values: each shard, with 0 where this process read nothing; a missing shard counts as all 0.
+        is_shared: True to add what the processes have read of the same shard. This adds bits as u32, on any backend,
+            because a sum of the values would lose -0.0 and the bits of NaN.
     """
     shard_shape = leaf.sharding.shard_shape(leaf.shape)
     if not is_shared:
@@ -368,7 +377,7 @@ def _add_bits(of_each: jax.Array, dtype: Any) -> jax.Array:
 def _read_into(
     store: Store, directory: str, saved: SavedArray, index: Index, targets: list[tuple[Box, np.ndarray]]
 ) -> None:
-    """Reads a chunk, and copies from it to the arrays of these regions."""
+    """Reads a chunk and copies it into `targets`: regions on disk, each with the array to fill."""
     chunk = read_chunk(store, directory, saved, index)
     region = saved.box(index)
     for box, values in targets:
@@ -435,7 +444,7 @@ def saved_arrays(manifest: Mapping[str, Any]) -> dict[str, SavedArray]:
 
 
 def read_manifest(store: Store, step: int) -> dict | None:
-    """Reads the attributes of a checkpoint's manifest; None if there is none.
+    """Returns the attributes of a checkpoint's manifest; None if there is no manifest.
 
     Raises:
         Damaged: it differs from what was written.

@@ -24,7 +24,7 @@ from shardwright.settings.composing import register_shipped, wrong_setting
 
 
 def register_schema() -> None:
-    """Registers the types of all fields with Hydra. Required fields have no value until overrides set them."""
+    """Registers the types of all settings with Hydra. A required setting has no value until a configuration sets it."""
     register_shipped()
     schema = OmegaConf.structured(Config)
     for section in dataclasses.fields(Config):
@@ -60,7 +60,7 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _checked_base(c: Config) -> dict[str, Any]:
-    """Converts optimizer.base to the types of the model's settings. Raises ValueError for a wrong or unknown one."""
+    """Converts optimizer.base to the types of the model's settings. Raises ValueError if one is wrong or unknown."""
     base = c.optimizer.base
     if not isinstance(base, dict):
         raise ValueError(f"optimizer.base is {base!r}; give settings of the model: 'optimizer.base={{d_model: 64}}'.")
@@ -78,7 +78,10 @@ def _checked_base(c: Config) -> dict[str, Any]:
 
 
 def check_length(c: Config) -> None:
-    """Raises ValueError if the run has several lengths, or settings that its length does not allow."""
+    """Raises ValueError for several of training.steps, tokens, epochs and minutes.
+
+    Also for training.forecast with minutes, or for keep_best without validations before the end of the run.
+    """
     lengths = {name: getattr(c.training, name) for name in ("steps", "tokens", "epochs", "minutes")}
     given = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]
     if len(given) > 1:
@@ -99,7 +102,7 @@ def check_length(c: Config) -> None:
 
 
 def check_config(c: Config) -> None:
-    """Raises ValueError for a setting that is out of range."""
+    """Raises ValueError for a setting that is out of range, or that other settings rule out."""
     for section in dataclasses.fields(c):
         check_ranges(section.name, getattr(c, section.name))
     check_range("model.vocab", c.model.vocab)

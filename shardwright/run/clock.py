@@ -1,4 +1,4 @@
-"""Measures how long a run has trained, the same in all processes, for training.minutes."""
+"""Measures how long a run has trained, for training.minutes. All processes agree on the time."""
 
 import collections
 import statistics
@@ -19,15 +19,15 @@ _RECENT = 20
 class Stopwatch:
     """Counts the time of a run from its first step on. The time before the first step of each start is left out.
 
-    All processes make the same calls. The devices compute the largest of their times, so all agree on it and the loop
-    never waits.
+    All processes make the same calls. The devices compute the maximum of the times of all processes, so that these
+    agree and no device idles for it.
 
     Args:
         minutes: training.minutes.
-        before: seconds of the steps before this start.
+        before: seconds that were counted before this start.
 
     Attributes:
-        is_over: True after the last step for which there is time.
+        is_over: True once the last step for which there is time was dispatched.
     """
 
     def __init__(self, minutes: float | None, before: float = 0.0):
@@ -38,7 +38,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the steps up to now, for the checkpoint; at least training.minutes once the time is over."""
+        """Seconds counted up to now, for the checkpoint; at least 60 times training.minutes if `is_over`."""
         seconds = self._before + (0.0 if self._began is None else _now() - self._began)
         return max(seconds, 60 * self.minutes) if self.is_over and self.minutes else seconds
 
@@ -47,7 +47,7 @@ class Stopwatch:
         self._began = _now()
 
     def now(self) -> Clock | None:
-        """Returns the clock for the step that begins, on the current mesh; None without training.minutes."""
+        """Returns the Clock that the next step takes, on the current mesh; None without training.minutes."""
         if self.minutes is None:
             return None
         return Clock(agreed(self.seconds / (60 * self.minutes)))
@@ -64,7 +64,7 @@ class Stopwatch:
 
 
 def agreed(share: float) -> jax.Array | np.float32:
-    """Returns the largest `share` of all processes, on all devices of the current mesh. Does not wait for them."""
+    """Returns the largest `share` of all processes, as an array on the current mesh. Does not wait for the result."""
     if jax.process_count() == 1:
         return np.float32(share)
     mesh = jax.sharding.get_mesh()

@@ -21,7 +21,7 @@ from shardwright.settings.words import say
 def compile_step(
     lowered: jax.stages.Lowered, directory: Path, options: dict[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, Path | None]:
-    """Compiles a step for the current mesh and writes its optimized HLO text. Prints the reason if that fails.
+    """Compiles a step for the current mesh and writes its optimized HLO text. Prints why if it cannot write it.
 
     Removes the texts, tables and pictures of earlier starts.
 
@@ -50,7 +50,7 @@ def compile_step(
 
 @contextlib.contextmanager
 def seconds_shown(what: str) -> Iterator[None]:
-    """Shows that `what` is being done: on a terminal with the seconds so far, until it is done. On process 0 only."""
+    """Shows `what`, such as "compiling", during its context, on process 0; on a terminal with the seconds so far."""
     if jax.process_index() != 0:
         yield
     elif not (console := Console()).is_terminal:
@@ -64,7 +64,7 @@ def seconds_shown(what: str) -> Iterator[None]:
 
 
 def free_kept_memory() -> None:
-    """Returns freed memory from glibc to the system: compiling leaves hundreds of MiB. Without glibc, does nothing."""
+    """Makes glibc return freed memory to the system: compiling leaves hundreds of MiB. Does nothing without glibc."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 

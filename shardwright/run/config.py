@@ -214,9 +214,9 @@ class Config:
 
 
 def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True, of_sequences: bool = True) -> None:
-    """Raises ValueError for a size of the model, the batch or the sequences that the axes of the mesh do not divide.
+    """Raises ValueError for a dim of a weight, a batch size or a sequence length that its axes do not divide.
 
-    `of_batch` and `of_sequences` also check the batch size and the sequence lengths, not only the weights.
+    `mesh` maps axes to sizes. `of_batch=False` leaves out the batch size, `of_sequences=False` the sequence lengths.
     """
     sizes_of_mesh = axes_of_mesh(mesh)
     # Types with all their axes but those that do not divide a small vector.

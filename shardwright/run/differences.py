@@ -32,7 +32,7 @@ def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> li
 
 
 def flat(config: dict, prefix: str = "") -> dict[str, Any]:
-    """Flattens a nested dict to dotted names. An empty dict counts as a value."""
+    """Flattens a nested dict: {"a": {"b": 1}} becomes {"a.b": 1}. An empty dict counts as a value."""
     values: dict[str, Any] = {}
     for key, value in config.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

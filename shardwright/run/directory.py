@@ -47,7 +47,7 @@ def check_place(root: str, name: str | None) -> None:
 
 
 def place(root: str, name: str) -> Path:
-    """Returns the directory of a run, relative if below the current one; without `..`, which tensorstore rejects."""
+    """Returns the path of a run, relative if below the current directory; without `..`, which tensorstore rejects."""
     # Symbolic links in the name are kept: they may lead to another disk.
     return Path(shown_path(str(Path(os.path.expanduser(root)).resolve() / os.path.normpath(name))))
 
@@ -66,21 +66,21 @@ def override(setting: str, value: str) -> str:
 
 
 def find_place(root: str, name: str | None, config: str) -> tuple[str, Path]:
-    """Returns the name and directory of a run. Without a name, uses the configuration and the time."""
+    """Returns the name and directory of a run. Without a name, makes one of the configuration's name and the time."""
     name = name or f"{config}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     return name, place(root, name)
 
 
 @contextlib.contextmanager
 def run_directory(root: str, name: str | None, config: str, is_shared: bool = True) -> Iterator[tuple[str, Path]]:
-    """Creates and locks the directory of a run for the context, and removes leftovers. Gives its name and path.
+    """Creates and locks the directory of a run for the context, and removes leftovers. Yields the name and path.
 
-    With several processes all call this: process 0 makes and locks the directory, and all check that they see it if it
-    `is_shared`. An error in one is raised in all. If a start fails before the first step, the directory it made is
+    With several processes all call this: process 0 makes and locks the directory, and if `is_shared`, all check that
+    they see it. An error in one is raised in all. If a start fails before the first step, the directory that it made is
     removed.
 
-    `name` may be None only with one process. Raises ValueError if another run uses the directory, or if it cannot be
-    written.
+    The arguments are as for `find_place`; `name` may be None only with one process. Raises ValueError if another run
+    uses the directory, or if it cannot be written.
     """
     name, directory = find_place(root, name, config)
     with contextlib.ExitStack() as cleanup:
@@ -162,7 +162,7 @@ def _remove_start(directory: Path) -> None:
 
 
 def remove_older(newest: Path, pattern: str) -> None:
-    """Removes what earlier starts left in the directory of `newest`, by a glob pattern."""
+    """Removes what matches a glob pattern in the directory of `newest`, except files with the stem of `newest`."""
     for path in newest.parent.glob(pattern):
         if path.stem != newest.stem:
             _remove(path)

@@ -27,16 +27,17 @@ def _sum_over_processes(count: int) -> int:
 
 
 def evaluate(evaluation_step: Callable[..., Any], weights: object, validation: Any, batches: int) -> dict[str, float]:
-    """Computes the mean loss, in nats per token, over the first `batches` batches of the validation split.
+    """Computes `loss`, in nats per target, and the number of `targets` in the first batches of the validation split.
 
-    No sequence of a dataset is in two batches. Sources of a mixture repeat until the longest ends. If the UTF-8 bytes
-    of the tokens are known, also gives the loss in bits per byte.
+    No sequence of a dataset is in two batches, but sources of a mixture repeat until the longest ends. If the UTF-8
+    bytes of the tokens are known, also returns `utf8_bytes`, their number, and `bits_per_byte`.
 
     Args:
         evaluation_step: (weights, batch) -> (nats summed over the batch's targets, number of targets).
         weights: weights of the model.
         validation: loader of the validation split.
-        batches: at least 1. A shorter split gives fewer; one smaller than a batch gives one, with repeated sequences.
+        batches: number of batches, at least 1. A shorter split has fewer; a split smaller than a batch has one batch,
+            with repeated sequences.
 
     Raises:
         OSError, ValueError: a batch cannot be read, on any process, or no token is a target.

@@ -1,4 +1,4 @@
-"""Exports checkpoints during a run, by training.export_interval, in processes of their own."""
+"""Exports checkpoints to Hugging Face format every training.export_interval steps, in separate processes."""
 
 import concurrent.futures
 import datetime
@@ -15,7 +15,7 @@ from shardwright.run.metrics import RunLog
 from shardwright.run.printing import log
 
 EXPORT_S = 4 * 3600.0
-"""Seconds until an export is stopped."""
+"""Seconds after which an unfinished export is stopped."""
 
 
 class Exports:
@@ -24,7 +24,7 @@ class Exports:
     An export is complete or missing. A failure is printed and logged, and training continues.
 
     Args:
-        directory: of the run.
+        directory: the run's directory.
         run_log: gets the events `export` and `export_failed`.
     """
 
@@ -48,7 +48,10 @@ class Exports:
         log(f"WARNING    the exports of the steps {[int(path.name) for path in later]} are moved to {place}")
 
     def add(self, step: int, checkpoint: str, saving: concurrent.futures.Future | None) -> None:
-        """Exports a checkpoint, a path or URL, once it and earlier exports are done. Does not wait."""
+        """Exports the checkpoint at a path or URL once earlier exports and `saving` are done. Does not wait.
+
+        `saving` is the save of the checkpoint; None if it is complete.
+        """
         if jax.process_index() != 0:
             self._is_elsewhere = True
             return
@@ -81,18 +84,18 @@ class Exports:
             process.terminate()
 
     def __bool__(self) -> bool:
-        """True if this process began an export."""
+        """Returns True if an export was added in this process."""
         return bool(self._exports)
 
     def left(self) -> list[int]:
-        """Lists the steps whose checkpoints are being exported, or are still to be."""
+        """Lists the steps whose exports are in progress or have not begun."""
         return [step for step, export in self._exports.items() if not export.done()]
 
     def wait(self, stopped_by: Callable[[], str | None]) -> bool:
         """Waits until all exports are made. Returns False if a signal stopped them.
 
-        `stopped_by` names the signal, if there was one; it is called repeatedly. Resuming makes the exports that are
-        missing.
+        `stopped_by` is called repeatedly; it returns the name of the signal, or None without one. Resuming the run
+        makes the exports that are missing.
         """
         if self._is_elsewhere:  # all processes know of the signal: process 0 stops an export, of the last step at least
             return stopped_by() is None
@@ -108,7 +111,7 @@ class Exports:
         return not self._is_stopped
 
     def stop(self) -> None:
-        """Ends the export that is being made, and makes no more. Resuming makes them."""
+        """Ends the export in progress, and begins no more. Resuming the run makes the missing exports."""
         self._is_stopped = True
         if self._exporter:
             self._exporter.terminate()

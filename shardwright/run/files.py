@@ -10,7 +10,7 @@ from typing import Any
 from shardwright.data.untrusted import COPY_AGAIN, parse_json, parse_yaml, read_file, read_text
 
 LOCK = ".lock"
-"""File that a run locks. It names the process and host of the run, and is empty if there is none."""
+"""File that a run locks. It names the process and host of the run, and is empty if no run uses the directory."""
 REPORT = "report.html"
 """The run's report page."""
 OF_A_STEP = ("step", "event", "elapsed", "tokens", "seconds", "data_seconds", "tokens_per_second", "mfu", "unix_time")
@@ -33,7 +33,7 @@ def read_config(path: Path) -> dict[str, dict]:
 
 
 def as_config(found: object, where: str) -> dict[str, dict]:
-    """Returns `found` if it is a dict of sections. Otherwise raises ValueError, which begins with `where`."""
+    """Returns `found` if it is a dict of sections. Otherwise raises ValueError; its message begins with `where`."""
     if not isinstance(found, dict) or not all(isinstance(section, dict) for section in found.values()):
         raise ValueError(f"{where} has no configuration of a run: sections of settings. Is it a run of this program?")
     try:
@@ -56,10 +56,9 @@ _MOST_BYTES, _MOST_STEP = 2**32, 2**53
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yields the objects of a run's JSON-lines file, and None for each invalid line.
+    """Yields the objects of a run's JSON-lines file, and None for each line without an object with an integer `step`.
 
-    A killed run may leave one. Raises FileNotFoundError, Damaged, or ValueError if the file cannot
-    be read.
+    A killed run may leave such a line. Raises FileNotFoundError, Damaged, or ValueError if the file cannot be read.
     """
     for line in read_file(path, _MOST_BYTES).splitlines():
         try:
@@ -71,7 +70,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def steps_done(record: Mapping[str, Any]) -> int:
-    """Returns the number of steps done at a line of metrics.jsonl. Lines without a clock count steps from 0."""
+    """Returns the number of steps done at a line of metrics.jsonl. Older lines, without unix_time, count from 0."""
     return record["step"] + ("unix_time" not in record)
 
 

@@ -26,7 +26,7 @@ class PeakFlops(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Converts the time of a step to tokens per second and MFU."""
+    """The tokens and FLOPs of a step, with which its time is converted to tokens per second and MFU."""
 
     tokens_per_step: int
     """Tokens in the global batch."""
@@ -34,12 +34,12 @@ class Speed(NamedTuple):
     """FLOPs per token, from flops_of_model."""
     peak: PeakFlops
     tokens_before: int = 0
-    """Correction for steps before the start whose batch size differed; 0 if all steps have tokens_per_step."""
+    """Correction, in tokens, for steps before the start with another batch size; 0 if all have tokens_per_step."""
     of_all_pairs: float = math.nan
     """FLOPs per token if each query attended to all keys."""
 
     def tokens_after(self, step: int) -> int:
-        """Counts the tokens that the run has trained on after a step."""
+        """Returns the number of tokens that the run has trained on after the step with this index."""
         return self.tokens_before + (step + 1) * self.tokens_per_step
 
     def of_step(self, seconds: float) -> dict[str, float]:
@@ -50,9 +50,9 @@ class Speed(NamedTuple):
 
 
 def attended_keys(calls: Iterable[Call], c: ModelConfig, length: int) -> float:
-    """Computes the mean over layers of the number of keys that a query attends to, in a sequence of one document.
+    """Computes the number of keys that a query attends to, as a mean over layers and over a one-document sequence.
 
-    If values have another size than keys, a key counts by the mean of both sizes, divided by the size of a key.
+    If values have another size than keys, each key counts as (1 + d_value / d_key) / 2.
     """
     return sum(call.layers * _share(call) * call.pattern.attended(length) for call in calls) / c.layers
 
@@ -71,7 +71,7 @@ def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
         table: weights of the model.
         c: its ModelConfig.
         attended: mean number of keys per query and layer, from `attended_keys`. PaLM (arXiv 2204.02311, appendix B) and
-            many published figures take all positions of a sequence.
+            many published figures use the sequence length instead.
     """
     weights = [weight for weight in jax.tree.leaves(table) if weight.kind != "embedding"]
     multiplied = sum(math.prod(weight.shape) * weight.used for weight in weights)
@@ -79,7 +79,7 @@ def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
 
 
 def speed_of(step: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:
-    """Makes the Speed of a Step with `tokens` tokens. `before` is Speed.tokens_before."""
+    """Makes the Speed of a Step whose batch has `tokens` tokens. `before` is Speed.tokens_before."""
     model = step.model
     length = step.config.training.seq_len
     c = model.config
@@ -92,12 +92,12 @@ def speed_of(step: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:
 def peak_flops(devices: Sequence[Device], dtype: jax.typing.DTypeLike) -> PeakFlops:
     """Determines the peak matmul FLOP/s of all `devices` together in `dtype`.
 
-    For known chips it is the vendor's dense figure (shardwright/cluster/chips). For others it is measured once, with
-    matmuls on one device of this process, which takes a tenth of a second. On CPUs it is NaN: what one measures there
-    depends on what else runs.
+    For known chips it is the vendor's dense figure (shardwright/cluster/chips). For others it is measured once, with up
+    to five matmuls in about 0.2 s on one device of this process. On CPUs it is NaN, because a measurement there depends
+    on what else is running.
 
     Args:
-        devices: all of one kind, at least one of this process.
+        devices: all of one kind, otherwise ValueError is raised; at least one of this process.
         dtype: type of the operands: bfloat16, float16, float32, or float64.
     """
     kind, *others = sorted({device.device_kind for device in devices})

@@ -62,9 +62,9 @@ def read_forecast(path: Path) -> Forecast:
 
 
 def part_of(tokens: Any, total: int) -> Any:
-    """Returns which of the PARTS of a run of `total` tokens it is in after `tokens` tokens, from 0.
+    """Returns the part, 0 to PARTS - 1, that a run of `total` tokens is in after `tokens` tokens.
 
-    Takes arrays too.
+    `tokens` may be an array.
     """
     return np.clip(np.ceil(np.asarray(tokens) * PARTS / total - 1e-9) - 1, 0, PARTS - 1).astype(int)
 
@@ -74,7 +74,7 @@ def losses_of_parts(tokens: np.ndarray, losses: np.ndarray, total: int) -> np.nd
 
     Args:
         tokens: number of tokens of the run at the end of each step.
-        losses: of each step; those that are not finite don't count.
+        losses: loss of each step; losses that are not finite are left out.
         total: tokens of the whole run.
     """
     known = np.isfinite(losses) & np.isfinite(tokens)
@@ -90,7 +90,7 @@ class Watch:
         source: training.forecast.
         params: number of parameters of this run's model, without embeddings.
         tokens: number of tokens of this run, in all its steps.
-        tell: called with the last step of a part, the part's number, its mean loss, and its Bound.
+        tell: called with the last step of a part, the part's index from 0, its mean loss, and its Bound.
 
     Raises:
         ValueError: the file is not a forecast, or its params or tokens are those of another run.
@@ -116,14 +116,14 @@ class Watch:
         write_whole(directory / FILE, self._source.read_text())
 
     def see(self, step: int, tokens: int, loss: Any) -> None:
-        """Adds the loss of a step, after which the run has seen `tokens` tokens."""
+        """Adds the loss of a step, after which the run has seen `tokens` tokens; in a new part calls end_part first."""
         if (part := int(part_of(tokens, self.of_run.tokens))) != self._part:
             self.end_part()
         self._step, self._part = step, part
         self._losses += [value] if math.isfinite(value := number(loss)) else []  # a skipped step's is not
 
     def end_part(self) -> None:
-        """Compares the mean loss of the current part, or of its steps since the run was resumed."""
+        """Calls `tell` for the current part, with the mean loss of its steps since the run was resumed."""
         if self._losses:
             self._tell(self._step, self._part, sum(self._losses) / len(self._losses), self.of_run.curve[self._part])
         self._losses = []

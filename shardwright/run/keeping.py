@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that a run resumes from, and makes its first state."""
+"""Chooses the checkpoint that a run resumes from, and restores or initializes the state."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +22,14 @@ class Keeper:
 
     Args:
         whole: the configuration with all changes.
-        directory: of the run.
-        model: the model.
+        directory: the run's directory.
+        model: the run's model.
         placement: the placement of its layers on stages.
 
     Attributes:
         checkpoints: the Checkpointer of the run.
         record: entries for provenance.json: the reference, and what was done with the weights of init_from.
-        carried: entries for the metadata of each checkpoint, from that of init_from.
+        carried: entries that each new checkpoint copies from the metadata of the one that the run starts from.
         damaged: step of each unusable checkpoint → what is wrong with it.
         source_differs: how the source differs from that of the checkpoint; None if it does not.
         seconds: time of the steps before the checkpoint, as Stopwatch.seconds.
@@ -48,7 +48,7 @@ class Keeper:
         self.checkpoints = Checkpointer(place, keep=whole.training.keep_checkpoints)
 
     def last(self, provenance_at: Callable[[int], dict[str, Any]]) -> tuple[int, dict, dict]:
-        """Finds the checkpoint to resume from: (step, loader state, SkippedSteps state), or (0, {}, {}).
+        """Finds the checkpoint to resume from: (step, loader state, SkippedSteps state); (0, {}, {}) for a new run.
 
         `provenance_at` maps a step to this program's provenance with the settings of that step.
         Raises ValueError if no checkpoint is intact, or if this run may not continue it.
@@ -76,7 +76,10 @@ class Keeper:
         return done, metadata["loader"], metadata.get("skips", {})
 
     def _best_of(self, metadata: dict[str, Any], done: int) -> tuple[int, float] | None:
-        """Returns the best checkpoint by the metadata of step `done`, if it is there and its loss still compares."""
+        """Returns (step, loss) of the best checkpoint according to the metadata of step `done`.
+
+        None if that checkpoint is gone, or if a change of settings since has made its loss incomparable.
+        """
         best = metadata.get("best")
         if not best or best["step"] not in self.checkpoints.steps():
             return None
@@ -86,7 +89,7 @@ class Keeper:
         return best["step"], best["loss"]
 
     def state(self, start: int, step: Step, State: Any) -> Any:
-        """Restores or initializes the state after `start` steps; None, and an entry in `damaged`, if it is damaged."""
+        """Restores the state after `start` steps, or initializes it for 0. Returns None for a damaged checkpoint."""
         try:
             if not start:
                 source = self._whole.training.init_from
@@ -100,7 +103,7 @@ class Keeper:
             return None
 
     def clean(self, start: int, is_over: bool) -> None:
-        """Sets damaged and later checkpoints aside, and removes unfinished ones."""
+        """Sets aside damaged checkpoints and those after `start`; removes unfinished ones, unless the run `is_over`."""
         if self._whole.paths.checkpoints and not is_over:
             self.checkpoints.take_ownership()
         if later := [step for step in self.checkpoints.steps() if step > start or step in self.damaged]:

@@ -38,9 +38,9 @@ CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
 
 
 def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callable[[], None]:
-    """Decorator: makes `run` a program whose arguments `launched` makes from configs/ and the command line.
+    """Turns `run` into a program, as a decorator. `launched` makes its arguments from configs/ and the command line.
 
-    `run` returns None, or the name of the signal that stopped it; the exit code is then STOPPED's.
+    `run` returns None, or the name of the signal that stopped it. After a signal the exit code is STOPPED.code.
     """
 
     @functools.wraps(run)
@@ -66,9 +66,9 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
 
 
 def composed(name: str, *overrides: str, own: str | Path | None = None) -> Config:
-    """Composes <name>.yaml with overrides such as `training.steps=10`, as on the command line.
+    """Composes <name>.yaml with overrides such as `training.steps=10`, as on the command line. Raises as to_config.
 
-    The file is in the directory `own`, which has a project's configurations, or in CONFIGS.
+    The file is in CONFIGS, or in the directory `own`, where a project has its configurations.
     """
     register_schema()
     read_as_written(Config)
@@ -89,8 +89,8 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
     """Starts the program tools.<name>, whose configuration is that of a run plus a section <name>.
 
     Args:
-        name: of the program, and of the section.
-        schema: a subclass of Config with the section, whose default is that of its dataclass.
+        name: name of the program and of the section.
+        schema: a subclass of Config with a field <name>, whose type is the dataclass of the section.
         job: function of the configuration and of the section. Its ValueErrors are printed as one line.
         doc: docstring of the program.
     """
@@ -115,9 +115,10 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
 
 @contextlib.contextmanager
 def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
-    """Gives the configuration, model and directory of a run, with its mesh set and the run watched for hangs.
+    """Sets the mesh of a run, and watches the run for hangs, during its context.
 
-    Raises ValueError for a setting that is missing, unknown or out of range, before anything is computed.
+    Yields the configuration, model and directory of the run. Raises ValueError for a setting that is missing, unknown
+    or out of range, before anything is computed.
     """
     c = to_config(composed)
     check_place(c.paths.root_working_dir, c.paths.model_name)

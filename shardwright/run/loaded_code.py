@@ -1,8 +1,8 @@
-"""Hashes the code that Python holds, whatever file it came from. What was proved is looked up by this hash.
+"""Hashes code as Python has loaded it, whatever file it came from. Results of proofs are looked up by this hash.
 
-From a step or a function on, it follows the names that code uses: functions, classes, and values of modules. Of a
-function it reads the compiled code without lines, the defaults, and what its closure holds. Libraries are known by
-their versions.
+Beginning with a step or a function, it follows the names that code uses: functions, classes, and values of modules. Of
+a function it reads the bytecode without line numbers, the defaults, and the values in its closure. It does not read the
+code of libraries, only the versions of some.
 """
 
 import functools
@@ -35,16 +35,16 @@ from shardwright.run.reference import model_of
 from shardwright.run.step import NAMES, Step
 
 VERSIONS = ("einops", "jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
-"""Packages that are known by their versions, as Python itself is."""
+"""Packages whose versions are hashed in place of their code."""
 LIBRARIES = {*VERSIONS, "antlr4", "attr", "google_crc32c", "hydra", "jaxtyping", "jinja2", "markupsafe", "omegaconf"}
 LIBRARIES |= {"packaging", "pybind11_builtins", "rich", "tensorstore", "typeguard", "wadler_lindig", "yaml"}
-"""Packages that are not read: those, and others that this project depends on, with which no step computes."""
+"""Packages whose code is not read: VERSIONS, and other dependencies of this project, which compute nothing in steps."""
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented)}
 _BUILTIN: tuple[Any, ...] = (str, int, float, bytes)
 _UNREAD = (Config, Step)
-"""Classes whose objects are not read: what a step reads of the settings is in provenance.read_by."""
+"""Classes whose objects are not read: provenance.read_by returns the settings on which a step depends."""
 _WITHIN = ("__wrapped__", "__func__", "__self__", "fget", "fset", "fdel", "func", "args", "keywords")
-"""Attributes with which an object of a library holds functions: jax.jit, functools.partial, property."""
+"""Attributes in which objects of libraries hold functions, such as those of functools.partial and property."""
 _OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl", "__slots__"}
 _OF_CLASSES |= {"__dataclass_fields__", "__dataclass_params__", "__match_args__"}  # the methods made of them are read
 _OF_CLASSES |= {"__slotnames__", "__firstlineno__", "__static_attributes__"}  # of copy, and of Python 3.13
@@ -54,9 +54,9 @@ _known: dict[int, tuple[CodeType, str, tuple[str, ...]]] = {}
 
 
 def digest_of_code(*roots: object) -> str:
-    """Hash of the code that is reached from these objects, and of the user's own modules.
+    """Hashes the code that is reached from these objects, and the user's own modules.
 
-    Those are read as a whole, because code may find what they define by a name that it computes.
+    Own modules are read as a whole, because code may look up what they define by a name that it computes.
     """
     files = {str(path) for path in own_modules()}
     own = {name: module for name, module in sys.modules.items() if getattr(module, "__file__", None) in files}
@@ -66,24 +66,24 @@ def digest_of_code(*roots: object) -> str:
 
 
 def code_of(step: Step) -> list[object]:
-    """What the code that a step runs is reached from."""
+    """Lists the objects from which all code that a step runs is reached, for digest_of_code."""
     return [step.model, step.spec, own_functions(step.config.optimizer), model_of(step.config)]
 
 
 def digests_of(step: Step) -> list[str]:
-    """Hashes of the programs of a run as they are traced on its mesh."""
+    """Returns Step.digest of each program in NAMES, traced on the mesh of `step`."""
     return [step.other(name=name).digest for name in NAMES]
 
 
 def digest_of_module(module: ModuleType, values: bool) -> str:
-    """Hash of the functions and classes that a module defines and, if `values` is True, of its other values."""
+    """Hashes the functions and classes that a module defines and, if `values` is True, its other values."""
     walk = _Walk(module.__name__, values)
     walk.named(dict(_entries(module)))
     return walk.digest()
 
 
 def _entries(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """What a module defines or imports, besides modules, in the order of names."""
+    """Yields name and value of all that a module defines or imports, except modules, sorted by name."""
     for name, x in sorted(vars(module).items()):
         if not isinstance(x, ModuleType) and (not name.startswith("__") or name == "__getattr__"):
             yield name, x
@@ -91,7 +91,7 @@ def _entries(module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _is_library(name: str) -> bool:
-    """True if the module with this full name belongs to Python's standard library or to LIBRARIES."""
+    """Returns True if the module with this full name belongs to Python's standard library or to LIBRARIES."""
     top = name.partition(".")[0]
     if top in LIBRARIES:
         return True
@@ -104,7 +104,7 @@ def _without_address(x: object) -> str:
 
 
 def _read(code: CodeType) -> tuple[str, tuple[str, ...]]:
-    """Hash of compiled code without lines and file, and the names that it uses."""
+    """Returns a hash of bytecode, without line numbers and file, and the names that it uses."""
     if id(code) not in _known:
         inner = [_read(x) for x in code.co_consts if isinstance(x, CodeType)]
         names = [*code.co_names, *(name for _, of_inner in inner for name in of_inner)]
@@ -130,7 +130,7 @@ def _constant(x: object) -> str:
 
 
 def _modules_of(names: tuple[str, ...], known: Mapping[str, Any], found: list[ModuleType]) -> Iterator[ModuleType]:
-    """The modules that code of these names refers to: those `found` in its globals, and what it imports."""
+    """Yields the modules that code with these `names` refers to: those `found` in its globals, and those it imports."""
     if "import" in names:
         package = known.get("__package__") or ""
         inside = [package.rsplit(".", i)[0] for i in range(package.count(".") + 1)]
@@ -145,11 +145,11 @@ def _modules_of(names: tuple[str, ...], known: Mapping[str, Any], found: list[Mo
 
 
 class _Walk:
-    """Follows objects, each once, and hashes them.
+    """A traversal that visits objects and all that they refer to, each once, and hashes them.
 
     Args:
-        within: name of the module of which functions and classes are read; None: of all that are of no library.
-        values: False: reads functions and classes, and no values beside them, which a trace may change.
+        within: name of the only module whose functions and classes are read; None: all modules except libraries.
+        values: False: reads only functions and classes, not other values, which tracing may change.
     """
 
     def __init__(self, within: str | None = None, values: bool = True):
@@ -160,7 +160,7 @@ class _Walk:
         self._objects: list[Any] = []
 
     def digest(self, *roots: object) -> str:
-        """Hash of these objects and all they refer to."""
+        """Hashes these objects and all that they refer to."""
         self._refer_to(roots)
         for x in self._objects:  # the list grows
             self._parts.append("object")
@@ -168,11 +168,11 @@ class _Walk:
         return hashlib.sha256("\n".join(self._parts).encode()).hexdigest()
 
     def write(self, *parts: object) -> None:
-        """Adds to the hash."""
+        """Adds `parts` to the hash."""
         self._parts.append(repr(parts))
 
     def refer(self, x: Any) -> None:
-        """Adds a plain value or, of another object, the number in the order in which they are met."""
+        """Adds a plain value to the hash; another object by its index in the order of visits, to be visited later."""
         kind = type(x)
         if kind in _PLAIN:
             self._parts.append(repr(x))
@@ -193,7 +193,7 @@ class _Walk:
             self.refer(part)
 
     def named(self, parts: Mapping[Any, Any]) -> None:
-        """Adds parts by name. Without `values`, only those that hold code."""
+        """Adds names and their values to the hash. If `self._values` is False, only those that hold code."""
         for name, x in parts.items():
             if self._values or not (type(x) in _PLAIN or type(x) is tuple or _is_state(x)):
                 self._parts.append(name)
@@ -275,7 +275,7 @@ class _Walk:
 
 
 def _attributes(x: Any) -> dict[str, Any]:
-    """What an object holds: of a library's, functions and plain values."""
+    """Returns the attributes of an object by name; if its class is a library's, only functions and plain values."""
     kind = type(x)
     if kind in _UNREAD:
         return {}
@@ -296,14 +296,14 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _is_state(x: object) -> bool:
-    """True for what a trace may change: neither a function nor a class, nor what holds one."""
+    """Returns True if tracing may change an object: if it is not a function, class or module, and holds none."""
     holds = isinstance(x, property | classmethod | staticmethod | functools.cached_property)
     holds |= callable(x) and _is_library(type(x).__module__)
     return not (holds or isinstance(x, FunctionType | type | ModuleType | MemberDescriptorType | GetSetDescriptorType))
 
 
 def _is_empty(x: object) -> bool:
-    """True for annotations that Python made when they were asked for."""
+    """Returns True for an empty dict, such as the annotations that Python adds to a class when they are read."""
     return type(x) is dict and not x
 
 

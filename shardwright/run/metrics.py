@@ -35,28 +35,28 @@ class RunLog(contextlib.AbstractContextManager):
         step               number of steps done with it, as in the names of checkpoints; arguments count steps from 0
         tokens             tokens that the run has trained on after the step, including before it was resumed
         seconds            from the end of the previous step to the end of this one, with whatever ran between them
-        data_seconds       of these, how long the loop waited for a batch
-        tokens_per_second  counts all positions, also of padding and of tokens that data.loss_mask excludes
-        mfu                the same, and only query-key pairs that attention computes, as if each sequence were one
-                           document; not on CPUs
+        data_seconds       the part of `seconds` that the loop waited for a batch
+        tokens_per_second  counts all positions, including padding and tokens that data.loss_mask excludes
+        mfu                model FLOPs utilization, which counts all positions, and the query-key pairs that attention
+                           computes if each sequence is one document; absent on CPUs
         elapsed            share of training.minutes that had passed when the step began
-        targets            tokens of the step that the loss counts, if they are fewer than its positions
+        targets            number of positions that the loss counts; absent if it counts all
         unix_time          time of writing, in seconds since 1970
 
     The first line of a run lacks the time and speed of a step, because no step precedes it. NaN and the infinities,
     which JSON does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as
-    "event"; lines of steps have no "event". A step without targets has no loss: its line lacks it.
+    "event"; lines of steps have no "event". The line of a step without targets has no "loss".
 
     With several processes all make the same calls, and process 0 writes and prints. Lines that cannot be written stay
     in memory and are retried with the next one. `sync` and `close` raise OSError while there are any.
 
     Args:
-        directory: of the run; created if missing.
+        directory: the run's directory; created if missing.
         total_steps: steps of the whole run, including those before it was resumed; not used with `minutes`.
         start_step: the first step to run. Lines that an earlier start wrote for it and for later steps are moved aside.
         speed: computes the metrics of a step from its time.
         print_every: steps between printed lines, at least 1. The first and the last step are always printed.
-        minutes: training.minutes; the metrics of each step have `elapsed` then.
+        minutes: training.minutes. If it is not None, the metrics given to `log` include `elapsed`.
         see: called in all processes with each step and its values, after they were written.
         send: called with each line of the file, as a dict, from any thread; it must not block.
     """
@@ -132,7 +132,7 @@ class RunLog(contextlib.AbstractContextManager):
             self.flush()
 
     def add_wait(self, seconds: float) -> None:
-        """Counts seconds that the loop waited for a batch."""
+        """Adds seconds that the loop waited for a batch, to be logged as data_seconds."""
         self._waited += seconds
 
     def note(self, step: int, event: str) -> None:
@@ -175,10 +175,10 @@ class RunLog(contextlib.AbstractContextManager):
     def log_event(
         self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]], before: bool = False
     ) -> None:
-        """Writes and prints an event after `step`, such as a validation. An event `before` the step is not printed.
+        """Writes and prints an event after `step`, such as a validation. Waits for the devices.
 
-        Waits for the devices. `values` are JSON values or scalar arrays, by name, or a function that computes them; its
-        time is not part of any step.
+        With `before`, the event precedes the step and is not printed. `values` are JSON values or scalar arrays, by
+        name, or a function that returns them. The time that this function takes is not part of any step.
         """
         self.flush()
         self.note(step - before, event)
@@ -190,7 +190,7 @@ class RunLog(contextlib.AbstractContextManager):
             self._last_end = time.perf_counter()
 
     def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
-        """Writes an event of an earlier step, without arrays. Prints only an error.
+        """Writes an event of an earlier step, whose values must not be JAX arrays. Prints only an error.
 
         Does not wait. May be called from any thread, and after `close`.
         """

@@ -36,9 +36,9 @@ Write = Callable[[str], None]
 DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")
 """Model settings in which a run may differ from training.init_from, if it also allows missing or unused weights."""
 CARRIED = "huggingface"
-"""Key in a checkpoint's metadata of what an import kept besides the weights. Runs that start from it keep that too."""
+"""Key, in a checkpoint's metadata, of what an import kept besides weights. Runs that start from it copy the entry."""
 NAMED = 4
-"""Most weights taken from a checkpoint that are printed by name. Fresh and unused ones are all printed."""
+"""Maximum number of weights taken from a checkpoint to print by name. Fresh and unused weights are all printed."""
 REMEDY = (
     "Start from a checkpoint of this model. Or give training.init_from_missing=fresh to initialize weights, and last "
     "rows of longer tables, that the checkpoint lacks; training.init_from_unused=leave to ignore weights that this "
@@ -48,7 +48,7 @@ REMEDY = (
 
 @dataclass
 class MeshChoice:
-    """Devices along each axis; None: not chosen."""
+    """Number of devices along each axis; -1: the remaining devices; None: not chosen."""
 
     r: int | None = within(-1, 2**20, None)
     d: int | None = within(-1, 2**20, None)
@@ -57,7 +57,7 @@ class MeshChoice:
 
 @dataclass
 class StepChoice(MeshChoice):
-    """Devices along each axis except p, including the axes that only steps use; None: not chosen."""
+    """Number of devices along each axis except p, as in MeshChoice."""
 
     e: int | None = within(-1, 2**20, None)
     c: int | None = within(-1, 2**20, None)
@@ -65,19 +65,19 @@ class StepChoice(MeshChoice):
 
 @dataclass
 class StagesChoice(StepChoice):
-    """Devices along each axis, including p; None: not chosen."""
+    """Number of devices along each axis, as in MeshChoice."""
 
     p: int | None = within(1, 2**20, None)
 
 
 def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
-    """Makes the chosen mesh, with d for the remaining devices; if nothing is chosen, the mesh of `c`.
+    """Makes the mesh of `choice`, with the remaining devices along d; if nothing is chosen, that of c.mesh.
 
-    A StagesChoice, for training steps, must also fit the batch, a StepChoice the sequences. Axes of `c` that `choice`
-    lacks are dropped; if the rest does not fit the devices, all are along d. An attention implementation that this
-    platform lacks becomes `auto` in `c`.
+    Of c.mesh, axes that `choice` does not have are dropped. If the rest does not fit the devices, all devices are along
+    d, except for a StagesChoice. If this platform lacks the attention implementation of `c`, sets it to `auto` in `c`.
 
-    Raises ValueError if the devices or the model do not fit.
+    Raises ValueError if the mesh does not fit the devices or does not divide the weights. A StepChoice must also divide
+    the sequence length, and a StagesChoice, which is for training, also the batch size.
     """
     simulate_devices(c.hardware)
     chosen = {axis: size for axis, size in dataclasses.asdict(choice).items() if size is not None}
@@ -157,15 +157,15 @@ def read_state(
 ) -> Any:
     """Reads the state of a checkpoint onto the current mesh.
 
-    `State` is its class, generic in the class of the weights; `shapes` are those of its arrays; `placement` is that of
-    its layers.
+    `State` is the class of the state, generic in the class of the weights; `shapes` are the shapes of its arrays;
+    `placement` is the placement of the layers on stages. Raises as Checkpointer.restore.
     """
     like = sharded(State[model.Weights], shapes)
     return checkpoints.restore(step, like, stack_orders(placement, State, shapes))
 
 
 def trusted_options(c: run_config.Config, trust: bool, write_line: Write) -> dict[str, Any]:
-    """Returns the run's XLA options. Without trust, omits strings, because they could be paths of files or code."""
+    """Returns the run's XLA options. Without trust, leaves out texts, which could be paths of files or code."""
     options = c.hardware.options
     left = [name for name, value in options.items() if isinstance(value, str) and not trust]
     for name in left:
@@ -219,8 +219,9 @@ def read_weights(
 ) -> tuple[Any, dict[str, list[str]]]:
     """Reads the weights of another run to warm-start one with weights `like`. Also returns what was done with each.
 
-    Arrays or rows that the checkpoint lacks are taken from `like`, and its others ignored, as far as
-    training.init_from_missing and init_from_unused allow. Prints how the models differ.
+    This is a dict such as {"taken": ["embed"], "left": ["unembed"], …}. Arrays or rows that the checkpoint lacks are
+    taken from `like`, and arrays that `like` lacks are not read ("left"), as far as training.init_from_missing and
+    init_from_unused allow. Prints how the models differ.
 
     `path` is as for `find_checkpoint`, `orders` as for `Checkpointer.restore`. Raises ValueError if there is no such
     checkpoint or its model or arrays differ, and Damaged if it is damaged.
@@ -253,9 +254,9 @@ def read_weights(
 
 
 def _check_same_model(path: str | os.PathLike, saved: dict, config: dict, may_decide_weights: bool) -> None:
-    """Raises ValueError if the `saved` settings of a model differ from those of `config` in more than may differ.
+    """Raises ValueError if the `saved` settings of a model differ from those of `config`, except where this is allowed.
 
-    With `may_decide_weights`, these may differ: settings that decide which weights exist, and those only in `config`.
+    With `may_decide_weights`, DECIDE_WEIGHTS may differ too, and `config` may have settings that `saved` lacks.
     """
     # Fine-tuning may change RoPE scaling (for longer sequences), dropout, and the losses of experts.
     free = ("embed_init_scale", "weight_init_scale", "init_std", "family", "rope_scaling", "dropout")
@@ -278,7 +279,7 @@ def _check_same_model(path: str | os.PathLike, saved: dict, config: dict, may_de
 
 
 def _compare_weights(has: dict[str, Any], wants: dict[str, Any]) -> dict[str, list[str]]:
-    """Lists the weights that a checkpoint `has` and a model `wants` by what happens to them when they are read."""
+    """Lists the weights that a checkpoint `has` and a model `wants`, by what read_weights does with them."""
 
     def is_longer(name: str) -> bool:
         old, new = has[name], wants[name]
@@ -300,7 +301,7 @@ def _replace_first_rows(x: jax.Array, rows: jax.Array, count: int) -> jax.Array:
 
 
 def carried_of(path: str | os.PathLike) -> dict[str, Any]:
-    """Reads the metadata of a checkpoint that a run which starts from its weights copies to its own checkpoints.
+    """Reads the part of a checkpoint's metadata that a run started from its weights copies to its own checkpoints.
 
     `path` is as for `find_checkpoint`.
     """
@@ -317,7 +318,7 @@ def carried_in(metadata: dict[str, Any]) -> dict[str, Any]:
 def fresh_state(step: Step, record: dict[str, Any] | None = None) -> Any:
     """Makes the state before the first step, on the mesh of `step`, with the weights of training.init_from if given.
 
-    What was done with each weight is added to `record`.
+    Adds to `record`, as "init_from", what was done with each weight.
     """
     c = step.config
     start = step.other(name="start").lower().compile()

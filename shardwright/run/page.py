@@ -13,7 +13,7 @@ from shardwright.settings.words import say
 FIRST_S = 10.0
 """Seconds from the first step to the first page, so that it does not slow the profiled steps."""
 INTERVAL_S = 60.0
-"""Least seconds from one start of `tools.report` to the next."""
+"""Shortest time, in seconds, from one start of `tools.report` to the next."""
 LARGEST_SHARE = 1 / 30
 """Largest share of the run's time that `tools.report` takes."""
 
@@ -25,7 +25,7 @@ class Page:
     processes, process 0 makes the page.
 
     Args:
-        directory: of the run.
+        directory: the run's directory.
         wanted: False to make no page.
     """
 
@@ -47,7 +47,7 @@ class Page:
             self._made = in_background(self._make)
 
     def finish(self) -> Path | None:
-        """Makes the page a last time and waits for it. Returns its path; None, after printing why, if there is none."""
+        """Makes the page a last time and waits for it. Returns its path; None if it is not wanted or cannot be made."""
         self._is_ending = True
         if self._made and not self._made.done():
             self._made.kill_program()  # an older page, made at the lowest priority

@@ -32,17 +32,17 @@ class StepProfiler:
     `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Only process 0 traces.
 
     Args:
-        log: log of the run. It gets the event "step_bubble" of the last step when the trace has been read; see
+        log: log of the run. It gets the event "step_bubble" of the last profiled step once the trace has been read; see
             shardwright/inspect/compiled/trace.py.
-        read: reads a trace: inspect.examine.read_trace.
+        read: function that reads a trace: inspect.examine.read_trace.
         hlo: HLO text of the step, which maps time to source lines; None if there is none.
-        steps: number of steps of this process.
+        steps: number of steps that this process runs.
         settle: waits until no other thread uses the devices. On NVIDIA GPUs, ending a trace unloads CUPTI; a CUDA call
             on another thread at that moment segfaults.
 
     Attributes:
-        by_line: the slowest source lines, for a terminal, or why they are not known; None before `close`, and if
-            nothing was traced.
+        by_line: the slowest source lines, for a terminal, or why they are not known; None before `close`, or if nothing
+            was traced.
     """
 
     def __init__(

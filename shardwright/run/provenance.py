@@ -43,11 +43,11 @@ PARTS = {"train.py": "shardwright/train.py", "models": "shardwright/models"} | {
 PROGRAMS."""
 PROGRAMS = "shardwright/tools"
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
-"""Prefixes of the environment variables that are kept. Others may be secrets."""
+"""Prefixes of the environment variables that provenance.json keeps. Others may be secrets."""
 
 
 def own_modules() -> list[Path]:
-    """Lists the files of loaded modules that are the user's own: not Python's, of packages, or of this project.
+    """Lists the files of loaded modules that are the user's own: not of Python, installed packages or this project.
 
     The script `shardwright`, which an installer writes, is not one of them.
     """
@@ -66,7 +66,7 @@ def bytes_of(path: Path) -> bytes:
 
 @functools.cache
 def files_of_project() -> dict[str, list[Path]]:
-    """Lists the files of each of PARTS."""
+    """Maps the name of each of PARTS to its files."""
     files = {}
     seen = [ROOT / PROGRAMS]
     for name, path in {name: ROOT / part for name, part in PARTS.items()}.items():
@@ -77,7 +77,7 @@ def files_of_project() -> dict[str, list[Path]]:
 
 
 def files_of_source() -> dict[str, list[Path]]:
-    """Lists the files of each part of the source, by name, with the user's own modules."""
+    """Maps the name of each of PARTS, and of each of the user's own modules, to its files."""
     files = dict(files_of_project())
     for path in own_modules():  # several may have one name, such as __init__.py
         files[path.name] = [*files.get(path.name, ()), path]
@@ -85,13 +85,13 @@ def files_of_source() -> dict[str, list[Path]]:
 
 
 def source_of() -> dict[str, str]:
-    """Hashes each part of the source, by name."""
+    """Maps the names in files_of_source to a hash of these files."""
     return _digests(files_of_source())
 
 
 @functools.cache
 def version() -> tuple[str, ...]:
-    """Returns what kept results depend on: hashes of this project's files, versions of JAX."""
+    """Returns what all kept results depend on: hashes of this project's files, and the versions of jax and jaxlib."""
     files = {name: paths for name, paths in files_of_project().items() if name in PACKAGES}
     return *_digests(files).values(), *map(importlib.metadata.version, ("jax", "jaxlib"))
 
@@ -133,16 +133,16 @@ def keep_result(
 ) -> dict[str, Any]:
     """Returns the result of `make`, or what it returned before for the same key.
 
-    Results are kept next to compiled programs. If a record cannot be read or written, a line is printed and it is
-    ignored.
+    Results are kept in JAX's compilation cache. If a record cannot be read or written, a line is printed, and the
+    result is computed as if there were no record.
 
     Args:
         name: name of the result, and of the directory of its records.
         key: returns what the result depends on besides `version`, above all Step.digest of the programs that run. If it
             raises, nothing is kept.
         make: returns the result, of types that JSON has.
-        kinds: types of its values, as for untrusted.check_types.
-        may_keep: called after `make`. False: the result is for this start only.
+        kinds: types in the result, as for untrusted.check_types.
+        may_keep: called after `make`. If it returns False, the result is not kept.
     """
     directory = kept_programs(name)
     if directory is None:
@@ -182,8 +182,8 @@ def provenance_of(
 
     Args:
         step: the training step.
-        which: names of the programs.
-        kept_for: returns what the plain programs depend on, as proofs do, to keep their hashes for; None traces them.
+        which: names of the programs, from step.NAMES.
+        kept_for: returns the key under which their hashes are kept for later starts; None traces them at each start.
     """
 
     def make() -> dict[str, Any]:
@@ -220,10 +220,10 @@ def compare_source(
     """Describes how the source differs from that of a checkpoint; None if it does not, or if that is not known.
 
     Args:
-        saved: provenance_of the checkpoint; None in older checkpoints.
-        now: provenance_of this run.
-        which: the programs that must be the same.
-        allow: the setting that allows other programs; None if it is set.
+        saved: what provenance_of returned for the checkpoint; None in older checkpoints.
+        now: what it returns for this run.
+        which: names of the programs that must be the same.
+        allow: the setting that allows other programs, for the message; None if it is set.
 
     Raises:
         ValueError: the source computes something else.

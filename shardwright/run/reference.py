@@ -31,7 +31,7 @@ def _manifest(path: str) -> tuple[int, dict]:
 
 
 def model_of(c: Config) -> LanguageModel | None:
-    """Loads the model of training.reference by the configuration of its own run; None without one.
+    """Loads the model of training.reference, as its own run configured it; None without a reference.
 
     Raises ValueError if there is no such checkpoint, or if the training step cannot run the model on the current mesh.
     """
@@ -68,9 +68,9 @@ def check_paths_with_reference(step: Any, options: dict[str, Any]) -> None:
 
 
 def weights_of(c: Config, spec: StepSpec) -> tuple:
-    """The weights of training.reference, as shapes, which a training step takes after its step number.
+    """Returns the shapes of the weights of training.reference, as a tuple of one pytree; () without a reference.
 
-    Empty without a reference. Raises ValueError if there is one, and the step of `spec` takes none.
+    A training step takes the weights after its step number. Raises ValueError if the step of `spec` takes none.
     """
     if (model := model_of(c)) is None:
         return ()
@@ -83,7 +83,7 @@ def weights_of(c: Config, spec: StepSpec) -> tuple:
 
 
 def forward_of(c: Config, einsum: Callable[..., Any]) -> Forward:
-    """The forward pass of the model of training.reference; `einsum` is softmax_attention of train.py.
+    """Returns the forward pass of the model of training.reference; `einsum` is softmax_attention of train.py.
 
     Raises ValueError without a reference, or as model_of.
     """
@@ -93,7 +93,7 @@ def forward_of(c: Config, einsum: Callable[..., Any]) -> Forward:
 
 
 def logits_of(forward: Forward, w: object) -> Callable[[Any], Any]:
-    """Makes a function from a TokenBatch to the logits of the reference with weights `w` at rest. Per-device code."""
+    """Makes a per-device function from a TokenBatch to the logits of the reference, from its weights `w` at rest."""
     copies = scope(forward.gatherable)(w)  # in separate scopes, because its dims have other sizes
     return scope(lambda batch: forward.logits(copies, forward.tokens(batch)))
 
@@ -114,7 +114,7 @@ def read_reference(c: Config, spec: StepSpec) -> tuple:
 
 
 def reference_record(c: Config) -> dict[str, Any] | None:
-    """Returns what a checkpoint keeps of training.reference: path, step and hash of its manifest; None without one."""
+    """Returns path, step and hash of the manifest of training.reference, for checkpoints; None without a reference."""
     if model_of(c) is None:
         return None
     step, manifest = _manifest(c.training.reference)
@@ -123,7 +123,7 @@ def reference_record(c: Config) -> dict[str, Any] | None:
 
 
 def check_reference(saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
-    """Raises ValueError if the records of a run's `saved` reference and the one of `now` differ."""
+    """Raises ValueError if the reference_record in a checkpoint, `saved`, and the current one, `now`, differ."""
     if (saved or {}).get("manifest") != (now or {}).get("manifest"):
 
         def shown(record):

@@ -1,4 +1,4 @@
-"""Prints the lines that describe a run at its start, and collects facts for its page."""
+"""Prints the lines that describe a run at its start, and collects facts for its report page."""
 
 import math
 import time
@@ -128,7 +128,7 @@ def in_percent(share: float) -> str:
 
 
 def has_targets(loader: Loader, batches: int) -> bool:
-    """Returns True if any of the first `batches` batches of an evaluation has a target."""
+    """Returns True if any batch that `evaluate` reads, of at most `batches`, has a target."""
     every = np.arange(loader.batch_size)
     return any(loader.sequences(i, every).loss_mask.any() for i in range(count_batches(loader, batches)))
 
@@ -141,7 +141,7 @@ def save_config(directory: Path, config: object) -> None:
 
 
 def facts_of(run: Schedule, speed: Speed) -> dict[str, Any]:
-    """Collects facts of this start of a run for provenance.json; the page shows them."""
+    """Collects facts about this start of a run for provenance.json, which the report page shows."""
     mesh = jax.sharding.get_mesh()
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     module = run.config.model.module

@@ -162,7 +162,7 @@ def fetched(c: Config) -> Iterator[tuple[str, str]]:
 
 
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
-    """Lists the dotted names of settings that may not change when a run resumes.
+    """Lists the sections, and dotted names of settings, that may not change when a run resumes.
 
     The mesh, the number of processes, logging, microbatches and the length of the run are not among them.
     """
@@ -181,7 +181,7 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
 def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
     """Raises ValueError, with the differences, if `c` cannot resume the run in `directory`, made with `saved`.
 
-    Both must have the same settings in each of the first `done` steps; later ones are those of `c`.
+    Both must have the same fixed settings in each of the first `done` steps. Later steps may differ, and follow `c`.
     """
     saved = with_defaults(saved, c.model.module)
     current = dataclasses.asdict(c)
@@ -205,7 +205,7 @@ def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
 
 
 def deciding_settings(config: Config) -> dict[str, Any]:
-    """Returns the settings that determine what the steps compute, by section. Data paths may differ between hosts."""
+    """Returns the settings that determine what the steps compute, without data paths, in which hosts may differ."""
     data = config.data
     weights = {name: source.weight for name, source in (data.mixture or {}).items()}
     parts = {name: getattr(config, name) for name in ("model", "optimizer", "training", "pipeline", "mesh")}
@@ -235,11 +235,12 @@ def choose_checkpoint(
 
     None if the run has no checkpoint, nor a damaged one, and `wanted` is None.
 
-    It is the latest with an intact manifest, or the one of step `wanted`. But if the latest is of a run that already
-    went back to `wanted`, with the same batches, it is the latest, so that repeating a command continues the run.
+    If `wanted` is None, it is the latest with an intact manifest; otherwise the one of step `wanted`. But if a start
+    with the same resume_step saved the latest, after the same batches, it is the latest, so that repeating a command
+    continues the run.
 
     Args:
-        checkpoints: of the run.
+        checkpoints: the run's Checkpointer.
         wanted: training.resume_step.
         damaged: step of each damaged checkpoint → what is wrong. Newly found ones are added.
         skip_steps: data.skip_steps.
@@ -269,7 +270,7 @@ def choose_checkpoint(
 
 
 def _went_back(metadata: dict, wanted: int, skip_steps: Sequence[int], step: int) -> bool:
-    """Returns True if a run with these settings saved the checkpoint of `step`, after the same batches."""
+    """Returns True if a start with resume_step `wanted` saved the checkpoint of `step`, after the same batches."""
     config = saved_config(metadata)
     with contextlib.suppress(ValueError):
         check_skips(config.get("data", {}).get("skip_steps", []), skip_steps, step)

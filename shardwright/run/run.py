@@ -49,18 +49,19 @@ class Run(Schedule):
     the same calls, and process 0 writes and prints.
 
     Args:
-        c, model, spec: as for Schedule.
-        directory: of the run.
+        c, model, spec: as `whole`, `model` and `spec` of Schedule.
+        directory: the run's directory.
         listeners: Listener classes, whose methods are called around the steps in this order.
 
     Attributes:
         options: compiler options that the installed XLA knows.
         reference: (weights of training.reference,) or ().
         arguments: further arguments of the next training step: `reference`, and the clock of training.minutes.
-        clock: the Stopwatch of the run, since `begin`.
+        clock: the Stopwatch of the run; set by `begin`.
         stopped_by: name of the signal that requested a stop; None without one.
-        log: the RunLog, since `begin`.
-        program, hlo, compiled_s: the compiled step, the file of its text, and how long it took, since `compile`.
+        log: the RunLog; set by `begin`.
+        program, hlo, compiled_s: the compiled step, the file of its HLO text, and the seconds that compiling took;
+            set by `compile`.
         skips: SkippedSteps.state, from the checkpoint.
         keeper: the Keeper of its checkpoints.
 
@@ -110,7 +111,7 @@ class Run(Schedule):
     # ---- before the first step ----------------------------------------------------------------------------------
 
     def begin(self) -> Any:
-        """Restores the state of the last checkpoint, or initializes it. Describes the run and opens its log."""
+        """Restores or initializes the state, and returns it. Describes the run and opens its log."""
         state = None
         keeper = self.keeper
         while state is None:
@@ -164,7 +165,7 @@ class Run(Schedule):
         return facts_of(self, speed)
 
     def signal(self) -> str | None:
-        """Name of the signal that requested a stop in this process, even since the last step; None without one."""
+        """Returns the name of the signal that requested a stop in this process so far; None without a signal."""
         return self.stopped_by or self._stop.signal
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: object) -> None:
@@ -184,7 +185,7 @@ class Run(Schedule):
         return self.provenance
 
     def _planned(self) -> str | None:
-        """Plans the next steps, on process 0. Returns the line to print."""
+        """Plans the next steps, on process 0. Returns the line to print, or None."""
 
         def plan_ahead() -> str | None:
             if jax.process_index() != 0 or self.start >= self.total:
@@ -196,7 +197,7 @@ class Run(Schedule):
         return in_all_processes(plan_ahead)
 
     def prove(self) -> None:
-        """Raises if a step does not compute on this mesh what it computes on one device, or is not causal."""
+        """Raises ShardError unless the steps compute on this mesh what they compute on one device, and are causal."""
         examine.prove(list(map(self.traced, self.ahead)))
 
     def check_kernels(self) -> None:
@@ -244,13 +245,13 @@ class Run(Schedule):
                 return
 
     def before(self, step: int, state: Any, batch: TokenBatch) -> None:
-        """Tells the listeners that a step is about to be dispatched."""
+        """Calls the listeners before a step is dispatched."""
         self.listeners.before(step, state, batch)
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
-        """Queues the metrics of the step just dispatched, writes those of the step before, and tells the listeners.
+        """Queues the metrics of the step just dispatched, writes those of the step before, and calls the listeners.
 
-        No device idles for it. `metrics` is a dataclass with fields that RunLog.log accepts, one of them `loss`.
+        No device idles meanwhile. `metrics` is a dataclass with fields that RunLog.log accepts, one of them `loss`.
         """
         self.done = step + 1
         clock = self.arguments[-1] if self.clock.minutes is not None else None
@@ -278,7 +279,7 @@ class Run(Schedule):
         return ended
 
     def end(self) -> str | None:
-        """Waits until all is written, and prints where. Returns the signal that stopped the run, CHANGES, or None.
+        """Waits until all is written, and prints where. Returns the name of a signal that stopped it, CHANGES, or None.
 
         Raises OSError, with the path, if the last checkpoint or metrics cannot be written.
         """

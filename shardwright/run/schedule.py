@@ -20,12 +20,12 @@ class Schedule:
     """The steps of a run, from where it is resumed to the next of training.changes.
 
     Args:
-        whole: the configuration with all changes.
-        model: of the configuration.
+        whole: the configuration, with training.changes.
+        model: the model of the configuration.
         spec: the parts of the training program.
 
     Attributes:
-        c, step: settings and Step until the next change.
+        config, step: settings and Step until the next change.
         start, done: number of steps done before this start, and so far.
         end_step: number of steps done at the next change, or at the end.
         total: number of steps of the whole run; MOST_STEPS with training.minutes, until its last step.
@@ -48,7 +48,7 @@ class Schedule:
             self.__dict__.pop("provenance", None)
 
     def traced(self, c: Config) -> Step:
-        """Returns the training step with these settings."""
+        """Returns the Step of training with these settings."""
         return self.step if c == self.config else trace_step(c, self.model, spec=self.spec)
 
     @functools.cached_property
@@ -57,7 +57,7 @@ class Schedule:
         return provenance_of_run(self.step)
 
     def resume(self, start: int, loader_state: dict[str, Any]) -> None:
-        """Makes the loaders and step counts for a run resumed at `start`. Raises ValueError for missing data."""
+        """Makes the loaders and step counts of a run that resumes at `start`. Raises ValueError for missing data."""
         self.be_at(start)
         whole = self.whole
         inputs = inputs_of(self.model)
@@ -105,7 +105,7 @@ class Schedule:
         self.total = self.end_step = self.done
 
     def batch_of(self, step: int) -> int:
-        """Returns the index of the batch of a step."""
+        """Returns the index of the batch of a step. Batches in data.skip_steps have an index, but no step."""
         return batch_of(step, self.config.data.skip_steps)
 
     def new_passes(self, step: int) -> dict[str, int]:
@@ -128,5 +128,5 @@ class Schedule:
 
 
 def provenance_of_run(step: Step) -> dict[str, Any]:
-    """Makes the provenance of a step like provenance_of, with hashes that are kept like its proof."""
+    """Makes the provenance of a step, as provenance_of, and keeps its hashes for later starts."""
     return provenance_of(step, kept_for=lambda: (digests_of(step), read_by(step), digest_of_code(*code_of(step))))

@@ -20,10 +20,10 @@ SMALLER_RATE = (
 
 
 RECENT, FEWEST = 20, 5
-"""Steps in the median that smooths a loss or gradient norm, and the fewest that give one."""
+"""Number of recent steps whose median smooths a loss or gradient norm, and the fewest steps for a median."""
 LEAST, OF_NORM, RISES = 0.5, 10, 2
 """Thresholds of a spike: least jump of a loss; multiple of spike_factor for gradient norms; and least jump of both as a
-multiple of the largest rise within RECENT steps, because small batches are noisy."""
+multiple of the largest rise from step to step in RECENT steps, because small batches are noisy."""
 
 
 class SkippedSteps:
@@ -107,7 +107,10 @@ class SkippedSteps:
 
 
 def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list]]:
-    """Names the documents of a batch, in words and as ranges by source for the log. A stream's are not known."""
+    """Describes the documents of a batch in words, and as ranges by source for the log.
+
+    If they are not known, such as those of a stream, the words say why, and there are no ranges.
+    """
     try:
         found = loader.documents(batch)
     except (ValueError, OSError) as error:
@@ -120,7 +123,7 @@ def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list
 
 @jax.jit
 def are_finite(state: Any) -> Any:
-    """Computes on the devices, for each array, if all its values are finite."""
+    """Computes on the devices, for each array, whether all its values are finite."""
     return jax.tree.map(lambda x: jnp.isfinite(x).all(), state)
 
 

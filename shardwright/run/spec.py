@@ -17,9 +17,9 @@ class StepSpec:
     Attributes:
         State: class of the state, generic in the class of the weights.
         Batch: type of the batch of a step.
-        attention: softmax_attention, of all pairs of positions, which other implementations are compared with.
-        cross_entropy: the loss of each target from logits and targets, in validation.
-        optimizers: by name, as in optimizer.algorithm.
+        attention: softmax_attention, over all pairs of positions, with which other implementations are compared.
+        cross_entropy: (logits, targets) -> the loss of each target, in validation.
+        optimizers: functions that update weights, by their name in optimizer.algorithm.
         init_state: (key, config, model) -> state.
         make_training_step: (config, model) -> the jitted training step.
         make_evaluation_step: (config, model, compiler options) -> the jitted evaluation step.
@@ -45,7 +45,7 @@ class StepSpec:
 
 
 def load_spec(name: str | None = None) -> StepSpec:
-    """Loads the SPEC of a training program, by the name of its module; None: that of `training_module`.
+    """Loads the SPEC of a training program by the name of its module; None: the name that training_module returns.
 
     Raises ValueError if the module has none, or defines a field's name as something other than SPEC has.
     """

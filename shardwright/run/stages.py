@@ -1,7 +1,7 @@
 """Runs the microbatches of a step in pipeline stages, and places the layers on the stages.
 
-At rest a stack of layers is sharded `layers/p`, in the order of shardlib/placement.py: layer order if each device of p
-has one chunk.
+At rest, a stack of layers is sharded `layers/p`, with rows in the order of shardlib/placement.py: layer order if each
+device of p has one stage.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from shardwright.optimizers.scales import initial_table
 from shardwright.run.config import Config, check_divides
 
 IN_ORDER = "in order"
-"""Takes the place of a schedule: each device runs all layers, by shardlib.pipeline.run_in_order. Used for
-verification."""
+"""Value of pipeline.schedule for verification: each device runs all layers, in shardlib.pipeline.run_in_order instead
+of a schedule."""
 
 
 def has_stages() -> bool:
@@ -75,7 +75,7 @@ class Parts:
     head: Callable[..., Any]
 
     def first(self, w: object, *microbatch: Any) -> Any:
-        """Computes the input of the first layer of the stages."""
+        """Computes the input of the first layer."""
         return self.forward.embed(w, self.forward.tokens(*microbatch))
 
     def layers(self, w: object, x: object, layer_ids: jax.Array, *microbatch: Any) -> tuple[Any, Any]:
@@ -99,11 +99,11 @@ def run(
         head: as in Parts.
         w: weights, as shardlib.pipeline.run_schedule takes them.
         batch: a tuple of arrays or pytrees, each with a leading dim of microbatches.
-        training: False: the forward pass alone.
+        training: False runs only the forward pass.
 
     Returns:
-        The sum of the losses, its gradients, and the LayerMetrics. Without `training` the loss leaves out the losses of
-        layers, and the others are None.
+        The sum of the losses, its gradients, and the LayerMetrics. Without `training`, the sum leaves out the auxiliary
+        losses of layers, and gradients and metrics are None.
     """
     placement = placement_of(c, forward.model)
     table = None
@@ -120,13 +120,13 @@ def run(
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
-    """Initializes weights, as modeling.weights.initialize, in their order at rest on the current mesh. Under jit."""
+    """Initializes weights (modeling.weights.initialize) in their order at rest on the current mesh. Call under jit."""
     placement = placement_of(c, model)  # raises if the layers do not divide into stages
     return initialize(initial_table(c.optimizer, model), key, placement.order)
 
 
 def stack_orders(placement: LayerPlacement, kind: object, like: object) -> dict[str, np.ndarray]:
-    """Returns the order of each stack in `like`, of type `kind`, by name in a checkpoint; {} if all in layer order."""
+    """Returns the `orders` that Checkpointer takes for `like`, of type `kind`; {} if all stacks are in layer order."""
     if placement.order is None:
         return {}
     found = [(path, array) for path, array, part in arrays_of(kind, like) if part is not ABSENT]
@@ -134,7 +134,7 @@ def stack_orders(placement: LayerPlacement, kind: object, like: object) -> dict[
 
 
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
-    """Folds all axes of the mesh but t into d, or into r if d would not divide the weights."""
+    """Returns the current mesh with all axes but t folded into d, or into r if d would not divide the weights."""
     mesh = jax.sharding.get_mesh()
     if {*mesh.shape} <= {*ALWAYS}:
         return mesh
@@ -169,7 +169,7 @@ def without_stages(weights: object, placement: LayerPlacement, mesh: jax.shardin
 
 
 def describe_stages(c: Config, model: LanguageModel) -> list[str]:
-    """Describes the schedule and its stages in one line; empty without stages."""
+    """Describes the schedule and its stages in a list of one line; [] without stages."""
     if not has_stages():
         return []
     placement = placement_of(c, model)

@@ -43,30 +43,30 @@ _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1, "minutes": None}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
 FORMS: dict[str, Mapping[str, Any]] = {
-    # Attention by train.softmax_attention over all keys, which applies an AttentionMask to all pairs of positions. The
-    # proof looks into no kernel.
+    # The proof cannot look into kernels, so this computes attention by train.softmax_attention over all keys, which
+    # applies an AttentionMask to all pairs of positions.
     "einsum attention": {"training.attention": "einsum", "training.context": "gather"},
-    # Weights gathered once per step, as `auto` does on one device, which otherwise makes the choices of the mesh: some,
-    # such as the pools of experts, change what is computed.
+    # Weights gathered once per step, as `auto` does on one device. All other choices on one device are those for the
+    # mesh of the run, because some, such as the pools of experts, change what is computed.
     "gathered ahead": {"training.gather_weights": "step"},
     # The loss in one chunk of all positions, by the same code as in several.
     "one chunk": {"training.loss_chunk": lambda c: c.training.loss_chunk and c.training.seq_len},
-    # Always masks documents, because each text is one.
+    # Always masks documents, because each text is a document.
     "document mask": {"training.document_mask": True},
-    # With the attention for these devices, and without FP8, where a text depends on others in its batch.
+    # The attention for these devices, without FP8, whose scales make a text depend on the others in its batch.
     "for texts": {"training.attention": "auto", "training.fp8": False},
-    # With stages, each device runs all layers in layer order. In a schedule, devices run different tasks at a time.
+    # With stages, each device runs all layers in layer order. In a schedule, devices run different tasks at one time.
     "layers in order": {"pipeline.schedule": IN_ORDER},
-    # Microbatches one after another instead of side by side: a statistic of a layer is that of one microbatch.
+    # Microbatches one after another instead of side by side, so that statistics of a layer are of one microbatch.
     "one after the other": {"training.side_by_side": 1},
-    # Attention kernels as opaque calls, which are not computed: JAX traces cuDNN's only where cuDNN is, and plans need
-    # the share of pairs that a kernel computes, which the code of blockwise attention and of the ring doesn't state.
+    # Attention kernels as opaque calls, which are not run. JAX traces cuDNN's only where cuDNN is installed, and plans
+    # need the share of pairs that a kernel computes, which the code of blockwise and of ring attention does not state.
     "kernels as calls": {},
     # Without settings that may change when a run resumes: two microbatches, of one sequence or of two.
     "plain": {**_PLAIN, "training.batch_size": 2},
     "plain, of pairs": {**_PLAIN, "training.batch_size": 4},
 }
-"""Variants of a step, by name, as edits of its settings. Beside these, `Step.other` takes other sizes of a microbatch,
+"""Variants of a step, by name, as edits of its settings. Besides these, `Step.other` takes other sizes of a microbatch,
 and LOSSES are traced with one microbatch, or with two side by side."""
 
 
@@ -86,13 +86,13 @@ class Step:
 
     Attributes:
         config: the settings, with the edits of `forms`.
-        model: the model of c.model.
+        model: the model of config.model.
         mesh: the mesh to trace on, of devices or abstract.
         spec: the parts of the training program.
         name: one of NAMES or LOSSES, or "logits", the forward pass over texts.
         forms: keys of FORMS that are applied, and `<rows> × <length> tokens` if the size of a
             microbatch is not the run's; empty: as the run executes it.
-        planned: sizes of the mesh for which it chooses fast implementations.
+        planned: axis sizes of the mesh for which it chooses fast implementations; empty: those of `mesh`.
     """
 
     config: Config
@@ -161,12 +161,12 @@ class Step:
 
     @functools.cached_property
     def calls(self) -> list[Call]:
-        """The attention calls in one period of its layers."""
+        """The attention calls in one period of its layers, after which their pattern repeats."""
         with tracing(self.mesh):
             return calls_of(self.forward, self.size[1], self.size[0])
 
     def batch(self, c: Config | None = None) -> Any:
-        """Returns the shapes of its batch, sharded over its mesh, which must be the current one."""
+        """Returns the shapes of its batch, with the settings `c` if given. Its mesh must be the current one."""
         t = (c or self.config).training
         of_loss = inputs_of_loss(self.config.optimizer) if self.forward.in_training else ()
         return batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self.inputs), len(of_loss))
@@ -243,9 +243,9 @@ class Step:
 
 
 def clock_of(c: Config, spec: StepSpec, elapsed: float = 0.0) -> tuple[Clock, ...]:
-    """Returns the last argument of a training step with training.minutes, as a tuple; empty without.
+    """Returns a tuple of the Clock that a training step takes last with training.minutes; () without this setting.
 
-    Raises ValueError if the step of `spec` takes none.
+    Raises ValueError if the step of `spec` takes no clock.
     """
     if c.training.minutes is None:
         return ()
@@ -286,7 +286,7 @@ def _trace_logits(step: Step) -> jax.stages.Traced:
 
 
 def _of_microbatch(c: Config, name: str) -> Config:
-    """Returns the settings of a step `name` of one microbatch, or of two that run side by side."""
+    """Returns the settings of the program `name` with one microbatch, or with two if training has them side by side."""
     t = c.training
     count = min(2, t.side_by_side) if name == "training" else 1  # enough to see that one reads another
     sizes = {"batch_size": t.batch_size // t.microbatches * count, "microbatches": count}
@@ -313,7 +313,7 @@ def trace_step(
 
 
 def open_steps(c: Config, sizes: Mapping[str, int], device: AbstractDevice | None = None) -> list[Step]:
-    """Opens the program of a configuration without devices: a Step for each phase of its training.changes.
+    """Makes a Step for each phase of training.changes, to be traced on an abstract mesh, without devices.
 
     Args:
         c: the configuration. Its section `mesh` is ignored.

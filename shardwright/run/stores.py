@@ -21,7 +21,7 @@ from shardwright.data.untrusted import LARGE, MEMORY, Damaged
 T = TypeVar("T")
 
 MANIFEST = "zarr.json"
-"""Last part of the key of a checkpoint's manifest. zarr readers require this file, and complain about any other."""
+"""Last part of the key of a checkpoint's manifest. zarr readers require this file, and warn of other files."""
 _ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
 """Exceptions that tensorstore raises."""
 WORKERS = 16
@@ -30,7 +30,7 @@ _MESSAGE_BYTES = 6000
 
 
 class Store:
-    """A directory of a local or shared file system, or the keys at a URL: `s3://`, `gs://`, for reading `https://`.
+    """A directory of a local or shared file system, or the keys below a URL: `s3://`, `gs://`, or read-only `https://`.
 
     Methods are thread-safe. They raise OSError, with the path or URL, if the store fails. When `write` returns, the
     whole file is on the disk.
@@ -89,7 +89,7 @@ class Store:
         return {name: name in manifests for name, slash, _ in parts if slash}
 
     def remove(self, directory: str) -> None:
-        """Removes a directory if it exists, the manifest first, so that a partial one does not pass as complete."""
+        """Removes a directory if it exists. The manifest goes first, so that the rest does not pass as complete."""
         if self.path is None or (self.path / directory).exists():
             self.write(f"{directory}/{MANIFEST}", None)
             self._result(self.kvstore.delete_range(_below(directory)), directory)
@@ -133,7 +133,7 @@ def in_parallel(jobs: Iterable[Callable[[], T]]) -> list[T]:
 
 
 def in_all_processes(action: Callable[[], T], *more: type[Exception]) -> T:
-    """Runs `action` in all processes. Damaged, OSError, ValueError or `more` in one is raised in all."""
+    """Runs `action`; all processes call this. Damaged, OSError, ValueError or `more` in one is raised in all."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:  # asked in this order: no devices start
         return action()
     kinds = (*more, Damaged, OSError, ValueError)

@@ -47,11 +47,11 @@ def _job_of(module: str, name: str) -> Job:
 
 
 class Sweep(Callback):
-    """Hydra callbacks around a sweep and its jobs, named in configs/base.yaml.
+    """Hydra callbacks around a sweep and its jobs, registered in configs/base.yaml.
 
-    A sweep has the directory `<root_working_dir>/<paths.model_name>`, named by default by configuration and time, like
-    a run. Inside, the run of each job is named only by the swept settings, so a sweep that changes a setting shared by
-    all jobs, such as a longer training.steps, finds the same runs and resumes them.
+    A sweep has the directory `<root_working_dir>/<paths.model_name>`, by default named after configuration and time,
+    like a run. Inside, the run of each job is named only by the swept settings. So if you repeat a sweep with another
+    value of a setting that all jobs share, such as a larger training.steps, it finds the same runs and resumes them.
 
     Hydra turns errors raised here into warnings, so an invalid sweep ends the program (SystemExit).
     """

@@ -34,9 +34,9 @@ from shardwright.run.files import write_whole
 from shardwright.settings.words import say
 
 FILE = "trackers.json"
-"""File in a run's directory with the run's id in each tracker, with which a resumed run continues there."""
+"""File in a run's directory with the run's id in each tracker, by which a resumed run continues its record there."""
 TIMEOUT_S = 60.0
-"""Most seconds that a run waits for its trackers at its start and at its end."""
+"""Longest time, in seconds, that a run waits for each tracker at its start and at its end."""
 _SETTINGS = "settings"
 """Section of a ClearML task with the settings of the run; also the object with their values before edits."""
 
@@ -154,7 +154,7 @@ run."""
 
 
 def tracker_of(name: str) -> tuple[str, Callable[[Any, Facts], Opened]]:
-    """Returns a tracker's package and the function that opens a run: of TRACKERS, or the user's module:function."""
+    """Returns a tracker's package and the function that opens a run, from TRACKERS or the user's module:function."""
     return TRACKERS[name] if name in TRACKERS else (name.partition(":")[0], named("tracker", name, {}))
 
 
@@ -219,11 +219,11 @@ def with_edits(arguments: list[str]) -> list[str]:
 
 
 def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) -> None:
-    """Enqueues the program in trackers.queue, if set, and exits. In an agent's run it returns.
+    """Checks that trackers are installed. Enqueues the program in trackers.queue, if set, and exits; an agent returns.
 
     Args:
-        c: which trackers and queue.
-        name: of the run.
+        c: which trackers and queue to use.
+        name: the run's name.
         settings: all settings of the run, as nested dicts.
 
     Raises:
@@ -246,16 +246,16 @@ def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) 
 def tracked(
     c: TrackersConfig, directory: Path, name: str, start: int, settings: Mapping[str, Any]
 ) -> Iterator[Callable]:
-    """Opens the trackers of a run for the context, on process 0. Gives the function that sends lines of metrics.
+    """Opens the trackers of a run for the context, on process 0. Yields a function that sends lines of metrics.
 
-    It takes each line of metrics.jsonl as a dict, from any thread, and does not block, because each tracker has its own
-    thread. If a tracker fails, a warning is printed and training continues without it.
+    It takes a line of metrics.jsonl as a dict, may be called from any thread, and does not block, because each tracker
+    has its own thread. If a tracker fails, a warning is printed and training continues without it.
 
     Args:
-        c: which trackers.
-        directory: of the run.
-        name: of the run.
-        start: number of steps done before.
+        c: which trackers to use.
+        directory: the run's directory.
+        name: the run's name.
+        start: number of steps done before this start.
         settings: all settings of the run, as nested dicts.
     """
     followed: list[_Followed] = []
@@ -312,10 +312,10 @@ def _leave(name: str, why: str) -> None:
 
 
 def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """Extracts the step and the numbers, by name, from a line of metrics.jsonl; those of an event as `event/name`.
+    """Extracts the step and the numbers, by name, from a line of metrics.jsonl, such as `validation/loss` of an event.
 
-    Entries of lists and dicts are named with `/`; a dict in a list by its entry `name`. The strings for NaN and the
-    infinities become floats; other texts are dropped.
+    `/` also joins the names of nested entries: key of a dict, index in a list, or `name` of a dict in a list. The
+    strings for NaN and the infinities become floats; other texts are dropped.
     """
     event = record.get("event")
     found: dict[str, float] = {}
@@ -337,7 +337,7 @@ def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
 
 
 def _known(path: Path) -> dict[str, str]:
-    """Reads the run's ids in its trackers, which an earlier start saved."""
+    """Reads the run's id in each tracker, which an earlier start saved; {} if there are none."""
     try:
         return read_object(path, {str: str}, 2**16) if path.exists() else {}
     except (OSError, ValueError) as error:

@@ -28,15 +28,15 @@ AGAIN_S = 5.0
 class Checkpoints(Listener):
     """Saves the state in the background, when it is due or a signal stops the run, and exports checkpoints.
 
-    It comes last: after the lines of a step in the log, which a run resumed from its checkpoint does not write again.
-    A failed save is printed, and the next one is attempted as usual. The last one of a start is waited for and retried.
-    With training.keep_best, a step whose validation is the best so far is saved, and takes the place of the one before
-    once it is complete.
-    An export that an earlier start should have made, but did not, is made when the run begins.
+    It must be the last listener, so that all log lines of a step are written before its checkpoint is: a run that
+    resumes from the checkpoint does not write them again. A failed save is printed, and the next save is attempted as
+    usual. The last save of a start is waited for and retried. With training.keep_best, a step whose validation loss is
+    the best so far is saved, and replaces the best checkpoint before it once it is complete. An export that an earlier
+    start should have made, but did not, is made when the run begins.
 
     Raises:
         FloatingPointError: a value of the state is not finite.
-        OSError: MAX_FAILED consecutive saves failed, or the last one.
+        OSError: MAX_FAILED consecutive saves failed, retries included.
     """
 
     def begin(self, run: Training) -> None:
@@ -81,7 +81,7 @@ class Checkpoints(Listener):
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def _validated_best(self) -> tuple[int, float] | None:
-        """Step and loss of the validation after this step, if it is the best so far; else None."""
+        """Returns number of steps and loss of the validation after this step if it is the best so far; else None."""
         last = self._validation.last if self._validation else None
         if last is None or last[0] != self._run.done or not math.isfinite(last[1]):
             return None
@@ -125,7 +125,7 @@ class Checkpoints(Listener):
             self._checkpoints.save(done, state, metadata, orders, check=complete, again=True)
 
     def _held(self) -> list[int]:
-        """Steps of the checkpoints kept besides the latest: those being exported, and the best complete one."""
+        """Lists the steps of checkpoints to keep besides the latest: those to export, and the best complete one."""
         complete = self._checkpoints.steps()
         best = [step for step, _ in self._bests if step in complete]
         return [*self._exports.left(), *best[-1:]]

@@ -61,8 +61,8 @@ class Ending(NamedTuple):
     """How this start of a run ends.
 
     Attributes:
-        state: finished, stopped by a signal, failed, or paused: it continues with other settings.
-        why: the signal, or the error; empty for others.
+        state: "finished", "stopped" by a signal, "failed", or "paused" until it continues with changed settings.
+        why: the name of the signal, or the error; empty in the other states.
     """
 
     state: str
@@ -70,10 +70,10 @@ class Ending(NamedTuple):
 
 
 class Listener:
-    """Base class: a run calls these methods, the same in all processes. By default they do nothing."""
+    """Base class of listeners. A run calls these methods, in all processes alike. By default they do nothing."""
 
     def check(self, run: Training) -> None:
-        """Raises ValueError for a wrong setting, before the log is opened: nothing of an earlier start is changed."""
+        """Raises ValueError for a wrong setting. Called before the log opens and moves lines of later steps aside."""
 
     def begin(self, run: Training) -> None:
         """Called after the state was restored and the log opened."""
@@ -82,17 +82,17 @@ class Listener:
         """Called before a step is dispatched, with its state and batch."""
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
-        """Called after a step was dispatched, with its arrays. The next step donates the state, none the metrics."""
+        """Called after a step was dispatched, with its results. The next step donates `state`, but not `metrics`."""
 
     def see(self, step: int, values: Mapping[str, Any]) -> None:
-        """Called after the metrics of a step were written, with them as numbers, or strings if they are not finite."""
+        """Called after the metrics of a step were written. `values` are numbers, or strings for NaN and infinities."""
 
     def wait(self) -> bool:
         """Waits for background work, after the last step. Returns False if a signal cut it short."""
         return True
 
     def end(self, how: Ending) -> None:
-        """Ends, and prints its results."""
+        """Called when this start of the run ends, as `how` says. Prints results."""
 
     def close(self) -> None:
         """Releases what it holds, however the run ended."""
@@ -117,12 +117,12 @@ class Listeners:
         return next((listener for listener in self._listeners if isinstance(listener, kind)), None)
 
     def check(self, run: Training) -> None:
-        """Raises ValueError for a wrong setting."""
+        """Calls `check` of each listener, which raises ValueError for a wrong setting."""
         for listener in self._listeners:
             listener.check(run)
 
     def begin(self, run: Training) -> None:
-        """Begins them; those that have begun are closed at the end."""
+        """Calls `begin` of each listener. Those that have begun are closed when the context ends."""
         for listener in self._listeners:
             listener.begin(run)
             self._begun.callback(listener.close)
@@ -143,9 +143,9 @@ class Listeners:
             listener.see(step, values)
 
     def end(self, how: Ending) -> None:
-        """Ends each listener once. If one raises an error, the others are told that the run failed; it is raised last.
+        """Calls `end` of each listener, only once. If one raises an error, the later ones get the state "failed".
 
-        So each prints and writes what it has, and the log names one end.
+        The first error is raised after all have ended, so that each prints and writes what it has.
         """
         if self._has_ended:
             return
@@ -161,6 +161,6 @@ class Listeners:
             raise first
 
     def wait(self) -> bool:
-        """Waits for all their background work. Returns False if a signal cut any of it short."""
+        """Calls `wait` of each listener. Returns False if a signal cut the work of any short."""
         waited = [listener.wait() for listener in self._listeners]
         return all(waited)

@@ -77,7 +77,7 @@ class Skips(Listener):
 
 
 def replay_of(directory: Path, step: int) -> str:
-    """Returns the command that replays a step, by its number, from 1."""
+    """Returns the command that replays a step. Step numbers begin at 1."""
     return f"python -m tools.replay {override('run', str(directory))} step={step}"
 
 
@@ -151,7 +151,7 @@ class Summary(Listener):
 def forecast_of_run(given: Path, directory: Path, start: int) -> Path:
     """Returns the file to compare a run with: training.forecast, or its copy in the directory of a resumed run.
 
-    Prints a line if training.forecast has changed since, because a forecast must not be edited once losses are known.
+    Prints a line if the file has changed since the run began: a forecast must not be edited once losses are known.
     """
     copy = directory / FILE
     if not start or not copy.exists():
@@ -218,7 +218,7 @@ class Picture(Listener):
 
 
 class Report(Listener):
-    """Keeps the page up to date, and prints its path at the end, or that of the metrics if there is no page."""
+    """Keeps report.html up to date, and at the end prints its path, or that of metrics.jsonl if there is no page."""
 
     def begin(self, run: Training) -> None:
         self._run = run
@@ -240,7 +240,7 @@ class Report(Listener):
         self._page.close()
 
     def _is_finished(self) -> bool:
-        """True if an earlier start logged the end of the run, even if it was killed right after that."""
+        """Returns True if an earlier start logged the end of the run, and on processes other than 0."""
         if jax.process_index() != 0:
             return True
         found = end_of(read_metrics(self._run.directory / "metrics.jsonl"))

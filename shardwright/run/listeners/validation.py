@@ -1,4 +1,4 @@
-"""Validates during a run."""
+"""Computes the validation loss during a run."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from shardwright.run.listeners.listener import Listener, Training
 class Validation(Listener):
     """Logs the validation loss of the weights, and of their average if one is kept, when training.eval_interval is due.
 
-    If it fails, the event says why, and training goes on, so that its work is saved.
+    If a validation fails, the event validation_failed has the reason, and training continues.
     """
 
     def begin(self, run: Training) -> None:
@@ -29,7 +29,7 @@ class Validation(Listener):
 
     @functools.cached_property
     def _step(self) -> jax.stages.Compiled:
-        """The compiled evaluation step, of the program that was proved."""
+        """The evaluation step, compiled from the program that was proved."""
         return self._run.step.other(name="evaluation").lower().compile(compiler_options=self._run.options)
 
     def _event(self, weights: Any, average: Any) -> tuple[str, dict[str, Any]]:
