@@ -14,7 +14,6 @@ reads to restore one; and MiB of the manifest, which every host reads.
 
 import contextlib
 import dataclasses
-import itertools
 import resource
 import subprocess
 import sys
@@ -86,11 +85,10 @@ def arrays_of(state: dict[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[saved.S
 
 def most(arrays: dict[str, tuple[saved.SavedArray, Any]]) -> tuple[int, float]:
     """Returns the files, and the MiB, of the process that reads or writes most of them."""
-    turns = itertools.count()
     chunks: Counter[int] = Counter()
     size: Counter[int] = Counter()
-    for array, leaf in arrays.values():
-        shares = saved.shares(array, saved.holders_of(leaf), None, turns)
+    for first, (array, leaf) in enumerate(arrays.values()):
+        shares = saved.shares(array, saved.holders_of(leaf), None, first)
         for process, _ in {(process, index) for process, _, index, *_ in shares}:
             chunks[process] += 1
             size[process] += array.chunk_bytes

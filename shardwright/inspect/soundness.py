@@ -97,7 +97,7 @@ def refuse(find: Callable[[], list[Finding]], key: Callable[[], object], *code: 
 
     def prove() -> dict:
         return keep_result(
-            "soundness", key_here, lambda: raise_for(find(), SHOWN) or {}, may_keep=lambda: not OTHER_VALUES
+            "soundness", key_here, lambda: raise_for(find(), SHOWN) or {}, may_keep=lambda _: not OTHER_VALUES
         )
 
     in_all_processes(lambda: prove() if jax.process_index() == 0 else {}, Unproved)

@@ -167,12 +167,13 @@ def holders_of(leaf: Any) -> dict[Bounds, list[int]]:
 
 
 def shares(
-    saved: SavedArray, holders: Mapping[Bounds, list[Any]], order: np.ndarray | None, turns: Iterator[int]
+    saved: SavedArray, holders: Mapping[Bounds, list[Any]], order: np.ndarray | None, first: int
 ) -> Iterator[tuple[int, Bounds, Index, Box, Any]]:
     """Divides the chunks of an array, to read or to write, among the processes that hold the same shards.
 
     They take turns, so that a store does not send more if there are more replicas, and each process writes less.
-    `turns` is a counter, such as itertools.count(), that the calls for all arrays share.
+    `first` is the number of the process, among those with the shard, that has the first chunk. It differs between
+    arrays, so that arrays of one chunk are divided too.
 
     Yields:
         The process that reads or writes, the bounds of a shard that it holds, the index of a chunk, a region of the
@@ -182,7 +183,7 @@ def shares(
     for bounds, processes in holders.items():
         for box, rows in _stored_regions(bounds, order):
             for index in saved.overlapping(box):
-                turn = turn_of[index] if index in turn_of else turn_of.setdefault(index, next(turns))
+                turn = turn_of.setdefault(index, first + len(turn_of))
                 yield processes[turn % len(processes)], bounds, index, box, rows
 
 
@@ -230,8 +231,7 @@ def replicated(leaf: Any) -> jax.sharding.Sharding:
 def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
     """Returns each array with the chunks of it that this process writes, in host memory. Waits for the copies."""
     arrays = []
-    turns = itertools.count()
-    for name, leaf in leaves.items():
+    for first, (name, leaf) in enumerate(leaves.items()):
         order = orders.get(name)
         saved = SavedArray(name, leaf.shape, str(leaf.dtype), chunk_shape(leaf, order))
         reordered: Any = ...
@@ -239,7 +239,7 @@ def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
             reordered, order = np.argsort(order), None
         own = {_bounds(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
         chunks: dict[Index, np.ndarray] = {}
-        for process, bounds, index, box, rows in shares(saved, holders_of(leaf), order, turns):
+        for process, bounds, index, box, rows in shares(saved, holders_of(leaf), order, first):
             if process == jax.process_index():
                 # On CPU this references the buffer instead of copying. While it lives, JAX copies the buffer when a
                 # step donates it.
@@ -314,16 +314,15 @@ def read_arrays(
         processes send each other what they read. Rows of `like` beyond those saved are 0.
     """
     jobs, arrays = [], []
-    turns = itertools.count()
     process = jax.process_index()
-    for name, leaf in like.items():
+    for first, (name, leaf) in enumerate(like.items()):
         holders = holders_of(leaf)
         is_shared = _is_shared(leaf, holders)
         if not is_shared:
             holders = {bounds: [process] for bounds, processes in holders.items() if process in processes}
         values: dict[Bounds, np.ndarray] = {}
         targets = collections.defaultdict(list)
-        for reader, bounds, index, box, rows in shares(saved[name], holders, orders.get(name), turns):
+        for reader, bounds, index, box, rows in shares(saved[name], holders, orders.get(name), first):
             if reader == process:
                 if bounds not in values:
                     values[bounds] = np.zeros([stop - start for start, stop in bounds], leaf.dtype)

@@ -129,7 +129,7 @@ def keep_result(
     key: Callable[[], object],
     make: Callable[[], dict[str, Any]],
     kinds: object = dict,
-    may_keep: Callable[[], bool] = lambda: True,
+    may_keep: Callable[[dict[str, Any]], bool] = lambda _: True,
 ) -> dict[str, Any]:
     """Returns the result of `make`, or what it returned before for the same key.
 
@@ -152,7 +152,7 @@ def keep_result(
     except Exception:  # such as of a program that cannot be traced, which `make` describes
         return make()
     config = cast(Any, jax.config)
-    known += config.jax_default_prng_impl, config.jax_enable_x64
+    known += config.jax_default_prng_impl, config.jax_enable_x64, sorted(config.values.items())
     about = {"kind": name, "key": hashlib.sha256(repr(known).encode()).hexdigest()}
     record = directory / about["key"][:32]
     try:
@@ -165,7 +165,7 @@ def keep_result(
     except (OSError, ValueError) as error:
         say(f"WARNING: a kept result is made again: {str(error).removesuffix(COPY_AGAIN)}")
     found = make()
-    if may_keep():
+    if may_keep(found):
         with best_effort(str(record)):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_whole(record, json.dumps({**about, "found": found}))
@@ -192,8 +192,11 @@ def provenance_of(
     def key() -> object:
         return which, _device().platform, kept_for and kept_for()
 
+    def is_whole(found: dict[str, Any]) -> bool:
+        return "untraced" not in found  # an error of one start may not come again
+
     kinds = {"programs": {str: str}, "untraced?": str}
-    found = keep_result("plain_programs", key, make, kinds) if kept_for else make()
+    found = keep_result("plain_programs", key, make, kinds, is_whole) if kept_for else make()
     traced_by = f"jax {jax.__version__}, lowered for {_device().platform}"
     return {**found, "source": source_of(), "traced_by": traced_by}
 

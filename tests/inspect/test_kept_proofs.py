@@ -172,3 +172,14 @@ def test_hashes_of_plain_programs_are_kept_for_the_code_too(records, tmp_path, m
     assert (first, on_mesh) == again
     assert on_mesh == also_on_mesh
     assert first != other
+
+
+def test_hashes_are_made_again_after_an_error(records, monkeypatch):
+    c = tiny.config(tiny.model(layers=1), attention="einsum")
+    hashed = provenance._hashed
+    with jax.set_mesh(tiny.mesh("d=2")):
+        step = tiny.step(c)
+        monkeypatch.setattr(provenance, "_hashed", lambda *_: {"programs": {}, "untraced": "MemoryError: once"})
+        assert schedule.provenance_of_run(step)["untraced"] == "MemoryError: once"
+        monkeypatch.setattr(provenance, "_hashed", hashed)
+        assert set(schedule.provenance_of_run(step)["programs"]) == {"training", "evaluation"}

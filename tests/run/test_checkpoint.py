@@ -1,7 +1,8 @@
 """Checkpoints: the format, meshes and several processes. What kills and damage do is in test_resuming.py."""
 
+import collections
+import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -354,8 +355,37 @@ def run_processes(tmp_path, program):
 )
 def test_processes_with_the_same_shards_take_turns(chunk, holders, found):
     saved = checkpoint_arrays.SavedArray("x", (8, 6), "float32", chunk)
-    shares = checkpoint_arrays.shares(saved, holders, None, itertools.count())
+    shares = checkpoint_arrays.shares(saved, holders, None, 0)
     assert [(process, index[0]) for process, _, index, _, _ in shares] == found
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """A device of another process."""
+
+    id: int
+    process_index: int
+
+
+def test_processes_agree_on_who_reads_what_also_after_arrays_that_they_do_not_share(monkeypatch):
+    """Three processes read an array of two chunks, of which one needs both, then replicated arrays, each once."""
+    mesh = jax.sharding.Mesh(np.array([Elsewhere(i, i) for i in range(3)]), ("d",), axis_types=(AxisType.Explicit,))
+    shapes = {"sharded": (6, 2)} | dict.fromkeys(("a", "b", "c"), (4,)) | {"of 16 bits": (4,)}
+    dtypes = {name: np.float16 if name == "of 16 bits" else np.float32 for name in shapes}
+    specs = {name: P("d") if name == "sharded" else P() for name in shapes}
+    like = {
+        name: jax.ShapeDtypeStruct(shapes[name], dtypes[name], sharding=NamedSharding(mesh, specs[name]))
+        for name in shapes
+    }
+    chunks = {name: (3, 2) if name == "sharded" else (4,) for name in shapes}
+    arrays = {k: checkpoint_arrays.SavedArray(k, shapes[k], np.dtype(dtypes[k]).name, chunks[k]) for k in shapes}
+    read = []
+    monkeypatch.setattr(checkpoint_arrays, "_read_into", lambda store, directory, saved, index, _: read.append(saved))
+    for process in range(3):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        checkpoint_arrays.read_arrays(None, "", arrays, like, {})
+    counts = collections.Counter(saved.name for saved in read)
+    assert counts == {"sharded": 4, "a": 1, "b": 1, "c": 1, "of 16 bits": 3}
 
 
 @pytest.mark.long
