@@ -23,8 +23,8 @@ def assert_sound(name: str, mesh: str, *overrides: str, configs: str | Path = "c
         ValueError: a setting is wrong, or the step is rejected, with the line that does it.
 
     >>> assert_sound("local_test_synthetic", "d=2 t=2", "training.microbatches=2")
-    proof      training and evaluation compute on this mesh what they compute on one device
-    causality  the logits of a position depend on no later token, and on no other document
+    proof      training and evaluation compute on this mesh what one device computes
+    causality  no position sees a later token or another document
     >>> assert_sound("local_test_synthetic", "d=2 t=2", "model.n_kv=3")
     Traceback (most recent call last):
     ValueError: model.n_kv is 3; on the mesh r=1 d=2 t=2 it must be a multiple of t = 2.

@@ -8,6 +8,7 @@ ROOT = Path(__file__).parents[2]
 SHOWN = "docs/site/source"
 """Folder of the pages that show the source files that others link to. It is generated."""
 
+smartquotes = False  # which turn -- of an option into a dash
 project = "shardwright"
 version = importlib.metadata.version("shardwright")
 copyright = "the shardwright contributors, under the Apache License 2.0"

@@ -23,11 +23,12 @@ Line = tuple[str, int]  # a file, and the number of a line
 
 
 def is_helper(file: str) -> bool:
-    """Returns True if a file is in a package: its folder has an `__init__.py`.
+    """Returns True if a file is in a package, of another name than `models`.
 
     Its lines are those of helper functions, so messages name the lines that call them instead.
     """
-    return (Path(file).parent / "__init__.py").exists()
+    folder = Path(file).parent
+    return folder.name != "models" and (folder / "__init__.py").exists()
 
 
 def callers_text(eqn: Any, within: str | None = None) -> str:

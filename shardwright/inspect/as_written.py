@@ -65,7 +65,7 @@ def compared(jaxpr: object, mesh: Any, text: str, strict: bool = False) -> tuple
         [*written_in(jaxpr, mesh.shape)], compiled, getattr(mesh, "abstract_mesh", mesh).abstract_device.platform
     )
     summary = [f"{sum(changed.values()):,.0f} collectives as written"]
-    summary += [f"in {sum(arrays[0].times for arrays in messages):,.0f} messages"]
+    summary += [f"{sum(arrays[0].times for arrays in messages):,.0f} messages"]
     summary += [f"{count:,.0f} {how}" for how, count in changed.items() if count and how != _AS_WRITTEN]
     lines = []
     for line, what, times, verdict in differences:
@@ -194,7 +194,7 @@ def _instead(what: Collective, have: Iterable[Collective], platform: str) -> Ite
         yield _AS_WRITTEN, what._replace(dtype="u32", entries=2 * what.entries)
     if platform == "cpu" and (what.dtype == "bf16" or what.dtype.startswith("f8")):
         wider = "f32" if what.dtype == "bf16" else "f16"
-        yield f"in {wider}, which XLA sends for {what.dtype} on CPUs", what._replace(dtype=wider)
+        yield f"in {wider} for {what.dtype}", what._replace(dtype=wider)
     if platform == "tpu" and what.reduction in _EXTREMES.values():  # the same, of what was converted from bf16
         yield "in bf16 instead of f32", what._replace(dtype="bf16")
     if platform == "tpu" and what.kind in ("all-gather", "reduce-scatter"):
@@ -243,7 +243,7 @@ def compare(
     for what, left in most.items():
         if left < math.inf:  # each one is moved out of its loop, or equal to another one, or not
             less = min((less for less in fewer[what] if less >= left), default=max(fewer[what]))
-            changed["moved out of loops or equal to others"] += min(less, left)
+            changed["merged"] += min(less, left)
             most[what], have[what] = max(0.0, left - less), have[what] + max(0.0, less - left)
         elif what in known:
             most[what] = 0.0

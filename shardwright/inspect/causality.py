@@ -105,7 +105,7 @@ def describe_causality(step: Step) -> str:
     """The line of a run's log: the model is causal, or why that is not proved. Raises ShardError like check_causal."""
     if unproved := check_causal(step):
         return f"causality  not proved: {unproved}"
-    return "causality  the logits of a position depend on no later token, and on no other document"
+    return "causality  no position sees a later token or another document"
 
 
 def _findings(checked: list[Step]) -> Iterator[Finding]:

@@ -37,8 +37,8 @@ def prove(steps: Sequence[Step]) -> None:
         for step in steps:
             check_steps(step)
         staged = PIPELINE_AXIS in mesh.shape
-        what = "the parts of the steps that stages run, in order," if staged else "training and evaluation"
-        log(f"proof      {what} compute on this mesh what they compute on one device")
+        what = "the parts that stages run, in order," if staged else "training and evaluation"
+        log(f"proof      {what} compute on this mesh what one device computes")
     for line in dict.fromkeys(describe_causality(step) for step in steps):
         log(line)
 

@@ -262,7 +262,7 @@ def test_they_are_proved(module, place):
     with jax.set_mesh(tiny.mesh(place)):
         step = tiny.step(config(module, microbatches=2))
         assert find_unsound(step) == []
-        assert describe_causality(step).endswith("depend on no later token, and on no other document")
+        assert describe_causality(step).endswith("no position sees a later token or another document")
 
 
 OF_MESH = "mul: a number that depends on the mesh was multiplied into a value: it is 2 times what it is on one device"

@@ -128,16 +128,16 @@ def tables(kept: Mapping[str, Any]) -> str:
     by_trainer = (f"{name} {x['median']:.2f}, {100 * x['error']:.0f}" for name, x in kept["by trainer"].items())
     unfitted = kept["held out by mesh"]
     rows = [
-        f"On the {of['rows']} public runs to which the constants are fitted, the mean error is "
+        f"On the {of['rows']} public runs with which the constants were chosen, the mean error is "
         f"{100 * of['error']:.0f} %; the measured time is within the plan's range for {inside} of them, and for "
         f"{also} of {unseen['rows']} others.",
         "",
         "| runs | planned / measured | error, % | within range, % |",
         "|---|---|---|---|",
-        _row("not fitted", unseen),
-        *(_row(f"not fitted, with {MESHES[name]}", unfitted[name]) for name in MESHES if name in unfitted),
-        _row("fitted", of),
-        _row("each trainer predicted by a fit to the others", kept["cross-validated"]),
+        _row("other runs", unseen),
+        *(_row(f"other runs, with {MESHES[name]}", unfitted[name]) for name in MESHES if name in unfitted),
+        _row("runs with which the constants were chosen", of),
+        _row("the same, with constants fitted to the other trainers", kept["cross-validated"]),
         "",
         f"Planned / measured and error in %, by trainer: {'; '.join(by_trainer)}.",
     ]

@@ -104,7 +104,8 @@ def job(c: Config, settings: VerifyConfig) -> None:
     say(f"training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
     for line in [largest, *differing]:
         say(line)
-    say("The meshes DIFFER." if differing else f"In f64, all {len(meshes)} meshes agree with one device.")
+    agree = f"all {len(meshes)} meshes agree" if len(meshes) > 1 else "the mesh agrees"
+    say("The meshes DIFFER." if differing else f"In f64, {agree} with one device.")
     if differing:
         sys.exit(1)
 
