@@ -32,7 +32,7 @@ from shardwright.settings.written import override_as_written
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
 from shardwright.tools.verify.__main__ import VerifyConfig
 from tests.programs.corpus import RIGHT, WRONG
-from tests.support import ops_page, settings_page
+from tests.support import api_page, ops_page, settings_page
 from tests.support.gauntlet_page import BUGS, catcher
 from tests.support.recipes import SOURCE, module_of
 from tests.support.shipped import CONFIGS, load
@@ -267,7 +267,7 @@ def test_what_pages_name_exists():
         assert re.findall(r"\w+\.py:\d+", prose(text)) == [], f"{page}: a line number"
 
 
-@pytest.mark.parametrize(("page", "program"), [("settings", settings_page), ("ops", ops_page)])
+@pytest.mark.parametrize(("page", "program"), [("settings", settings_page), ("ops", ops_page), ("api", api_page)])
 def test_a_page_made_from_docstrings_is_that_of_its_program(page, program):
     assert (ROOT / f"docs/{page}.md").read_text() == program.page(), f"python -m {program.__name__} > docs/{page}.md"
 
