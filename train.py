@@ -348,7 +348,7 @@ def microbatch_loss(
 ) -> tuple[f32[""], LayerAux]:
     """Loss of a microbatch, which `head` computes after the layers, and the layers' LayerAux.
 
-    Their auxiliary losses are divided by `groups`, the calls per step; None leaves them out.
+    Auxiliary losses are divided by `groups`, the number of calls per step; None leaves them out.
     """
     tokens = forward.tokens(batch, seeds)
     x = forward.embed(w, tokens)
@@ -584,7 +584,7 @@ def make_training_step(config: Config, model: LanguageModel):
 def make_evaluation_step(
     config: Config, model: LanguageModel, options: dict[str, Any] | None = None
 ):
-    """The jitted evaluation step: (weights, batch) -> (summed loss in nats, number of targets)."""
+    """Jitted with XLA `options`: (weights, batch) -> (summed loss in nats, number of targets)."""
     forward = Forward(model, config.training, softmax_attention)
     Weights = model.Weights
 

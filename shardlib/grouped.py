@@ -38,9 +38,10 @@ LEAST_ROWS = 8
 def grouped_product(spec: str, rows: object, ids: object, matrices: object) -> Any:
     """Multiplies each row by one of N matrices, which its id in [0, N) selects.
 
-    The first dim of rows and ids, P, also begins the group `(P N)` of the matrices. The next dim of
-    the matrices is contracted, as in `einsum_unreduced`: if it is sharded, the result is a partial
-    sum. An id outside [0, N) gives zeros, except with N = 1: then the ids are ignored.
+    Each entry of P, the first dim of rows and ids, has N matrices of its own: the first dim of the
+    matrices is the group `(P N)`. Their next dim is contracted, as in `einsum_unreduced`: if it is
+    sharded, the result is a partial sum. An id outside [0, N) gives zeros, except with N = 1: then
+    the ids are ignored.
 
     - accepts: also gathered arrays and copies
     - sends: nothing

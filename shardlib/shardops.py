@@ -1,7 +1,9 @@
 """Ops for per-device code: collectives, and einsums and lookups that give partial sums.
 
 Call them in a function that `typed_shard_map` or a trainer maps over the devices. The spec of an op
-states the types of its operands and of its result. While JAX traces, an op raises `ShardError` with
+states the types of its operands and of its result: `M/d` is a dim M sharded over the mesh axis d,
+`+t` marks a partial sum over t, and `*t` equal copies along t (see docs/sharding-types.md).
+While JAX traces, an op raises `ShardError` with
 the operands' types and a remedy if an operand does not have the type in the spec, if sizes or axes
 disagree, if a dim is not divisible by its devices, or if the spec describes another op.
 
@@ -227,12 +229,12 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
     each device.
 
     The spec `M/d F/t -> M F/t *d` returns a copy instead, which a `lax.scan` can carry. Inside the
-    loop, `M/d F/t -> M F/t` of that copy does nothing. After `M/d/p -> M/d *p`, a gather over p,
-    `M/d/p -> M` of the copy gathers over d alone.
+    loop, gather that copy as if it were still sharded: `M/d F/t -> M F/t` then sends nothing. If
+    the copy was gathered over p alone, `M/d/p -> M/d *p`, then `M/d/p -> M` gathers it over d.
 
     - sends: an all-gather of the blocks, after a cast to `dtype`
     - gradient: a reduce-scatter, in the dtype of `x`; for a copy only one, not one for each use
-    - rejects: a partial sum; a copy that is `replicated`
+    - rejects: a partial sum; `replicated` if the operand or the result is a copy
 
     A trainer passes weights at rest to the model. They are gathered in the dtype in which the
     model's class declares them, and their gradient is reduced over r and the gathered axes in
@@ -573,7 +575,8 @@ def einsum_unreduced(
     Args:
         spec: the dims of each operand and of the result.
         *operands: arrays, gathered arrays or copies.
-        preferred_element_type: dtype in which to sum; None: that of the operands.
+        preferred_element_type: dtype in which to sum, and of the result; None: that of the
+            operands. Not used with `product`.
         product: function (formula, x, y) to call instead of jnp.einsum, e.g. in another precision.
             Only for two float operands, if each dim is in at least two of x, y and the result.
         name: name of the op in messages.

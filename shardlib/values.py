@@ -110,8 +110,8 @@ def alone(axis: str) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which each device of an axis computes as if the mesh lacked the axis.
 
     Inside, specs are read without the axis, no op communicates over it, and values may differ over
-    it. Use `lax.map` over a dim that the axis shards, so that the results are the same on one
-    device, which maps over all rows.
+    it. Call `lax.map` inside, over a dim that the axis shards: each device then maps over its own
+    rows, and one device over all rows, with the same results.
 
     >>> @typed
     ... def total(x: f32["L/t"]) -> f32[""]:

@@ -104,8 +104,8 @@ class Alignment:
 
     Args:
         sizes: number of devices along each axis of the mesh.
-        twin_sizes: the same for the mesh of one device: 1, except along an axis of several devices
-            that both meshes have.
+        twin_sizes: the same for the twin's mesh: 1 along each axis, unless both meshes have several
+            devices along it.
     """
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
@@ -205,7 +205,7 @@ class Paired(Domain[V]):
     def read(
         self, ours: list, theirs: list, values: list[V], wrong: frozenset, op: Equation | None
     ) -> list[V]:
-        """Returns `values`, but calls `number` for literals, and `other` at the indices `wrong`."""
+        """Returns `values`, with results of `number` for literals, and of `other` at `wrong`."""
         return [
             self.other(a, op)
             if i in wrong
@@ -536,7 +536,7 @@ class _Completion(Domain[Any]):
         return x, x
 
     def rename(self, ours: Sequence, ins: Sequence, theirs: Sequence) -> list:
-        """Returns `theirs`, with the first of a pair of `ins` in place of the second."""
+        """Returns `theirs`; what is the second of its pair in `ins` is replaced by the first."""
         if len(ours) != len(theirs):
             return list(theirs)
 

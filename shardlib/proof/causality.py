@@ -1,7 +1,7 @@
 """Checks in a traced forward pass that logits depend on no later token and on no other document.
 
 The pass, as traced on one device, is interpreted over facts about each entry of its arrays: the
-last token that it may depend on, and its number if that is known (shardlib/proof/reach.py). Tokens
+last token that it may depend on, and its value if that is known (shardlib/proof/reach.py). Tokens
 are numbered from the first on to find later ones, and from the last on to find those of earlier
 documents. Token ids and weights are unknown, but positions are known numbers, so masks are too. The
 starts of documents are known: in one layout, or in two that are the same up to a position. Logits
@@ -197,9 +197,9 @@ class Interpreter(Domain[Reach]):
             growth: a value with n numbers here has n**growth of them in longer sequences.
             free: names and mark labels of values that are taken as independent of tokens, although
                 they are computed from some.
-            is_shown: True if nothing was found with an empty `unknown`. Then a position that sees a
-                key in this program is assumed to see one in longer sequences, where its mask
-                depends on `unknown` alone.
+            is_shown: True if no problem was found with an empty `unknown`. Then, if the mask of a
+                position depends on `unknown` alone, a position that sees a key in this program is
+                assumed to see one in longer sequences too.
         """
         self.seen = seen
         self.rows = rows or len(seen)
@@ -277,8 +277,8 @@ class Interpreter(Domain[Reach]):
     def _loss_gets(self, eq: Operation, x: Reach, name: str) -> Reach:
         """Returns logits or targets as the loss gets them: dependent only on their own positions.
 
-        The tokens of targets are numbered after those of logits, and from the last to the first:
-        facts keep the largest number, and `_meet` needs the first target.
+        The tokens of targets get numbers beyond those of logits, in reverse order, so that the
+        largest number, which facts keep, is that of the first target, which `_meet` needs.
         """
         rows, count = x.shape[:2]
         size, length = (self.seen.size, self.seen.shape[1])
@@ -434,7 +434,7 @@ def _keep_reads(x: Reach, start: int, end: int) -> Reach:
 
 
 def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
-    """Returns True if no entry depends on more than `seen`, for some dims as positions."""
+    """Returns True if some dims are those of `seen`, and no entry depends on a later token."""
 
     def fits(upper: np.ndarray, *dims: int) -> bool:
         """Returns True if no entry is above `upper`, whose dims are `dims` of `last`."""

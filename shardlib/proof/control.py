@@ -119,8 +119,8 @@ def _exchange(eq: Equation, rows: Dim | Any) -> Unprovable | None:
 def _of_own_rows(eq: Equation, rows: Dim | Any) -> Aligned | None:
     """Aligns the body of a loop over each device's own rows with the body on one device.
 
-    Sizes here and there may also differ by the number of rows. Returns None if `rows` is None, or
-    if the layouts of the results differ.
+    Sizes on the mesh and on one device may also differ by the number of rows. Returns None if
+    `rows` is None, or if the layouts of the results differ.
     """
     if rows is None:
         return None
@@ -146,7 +146,7 @@ def _total(eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
 
 
 def _of_turn(eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
-    """Returns a value that a loop iterates over, or returns in each iteration, with other dims.
+    """Gives other dims to a value that a loop iterates over, or that each iteration returns.
 
     The value becomes unprovable if `demand` raises Refused for it.
     """

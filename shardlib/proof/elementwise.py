@@ -141,8 +141,8 @@ def _shifted(eq: Equation, ins: list[Value]) -> Value:
 def _total(eq: Equation, ins: list[Value]) -> Source | None:
     """Returns `Value.total` of the result, or None.
 
-    A result has one if it is x - m, with m for an extreme of this device's block, exp(x - m), or a
-    sum of exp(x - m) over this device's block times a factor.
+    A result has one if it is x - m or exp(x - m), where m is an extreme of this device's block, or
+    a factor times the sum of exp(x - m) over this block.
     """
     if eq.name == "sub" and _is_untaken(ins[1]) and not (ins[0].shift or ins[0].extreme):
         if eq.shape():

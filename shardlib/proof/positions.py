@@ -178,7 +178,7 @@ def _is_same(value: Value) -> bool:
 
 
 def _compared(eq: Equation, a: Value, b: Value) -> Value:
-    """Compares positions within this device's block, or an index less this device's offset.
+    """Compares positions within this device's block, or an index minus this device's offset.
 
     The latter gives a mask: with at = i - n * axis_index, `at >= 0` is true from the start of the
     block on, and `at < n` is true before its end.
@@ -240,7 +240,7 @@ def _axes_of_number(eq: Equation, offset: Offset, a: Value, b: Value) -> frozens
 
 
 def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> Value:
-    """Sets a value that all devices of some axes have to zero on all but one of them.
+    """Keeps a value on one device of some axes that all hold it, and zeroes it on the others.
 
     The result is a term of a sum over these axes.
 
@@ -258,7 +258,8 @@ def _of_one_device(eq: Equation, which: Value, value: Value, outside: Value) -> 
 def _combined(eq: Equation, a: Value, b: Value) -> Value:
     """Combines two masks of one index.
 
-    The result is true between the two ends of a block (and), or outside of them (or).
+    The result is true between the two ends of a block (and), or outside of them (or). Also combines
+    (and) two masks that are each true on one device, of different axes.
     """
     is_outside = eq.name == "or"
     sides = {a.mask.is_outside, b.mask.is_outside}

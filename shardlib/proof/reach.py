@@ -178,7 +178,7 @@ class Sums:
         return dataclasses.replace(self, at=np.where(is_first, -1, self.at - self.step), array=None)
 
     def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray]:
-        """Returns where this minus `other` is the sum of the terms between, and its last token.
+        """Returns a mask, true where this - `other` sums the terms between, and its last token.
 
         The sum up to 5 less the sum up to 2 is the sum of the entries 3 to 5. So its last token is
         at most the last one of the entries up to 5, and at most that of the entries from 3 on.
@@ -259,7 +259,7 @@ def bounds(x: "Reach") -> Any:
 
 
 def union(a: Any, b: Any) -> Any:
-    """Combines the bounds of two entries into that of either, or of their sum if neither is LOW."""
+    """Returns a bound that holds for two entries, and for their sum if neither is below LOW."""
     least, most = np.minimum(a, b), np.maximum(a, b)
     return np.where((least >= 0) | (most < LOW), most, np.where(most <= 0, MAYBE_LOW, np.inf))
 

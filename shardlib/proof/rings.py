@@ -329,7 +329,7 @@ class _OneTurn(Copies):
         return list(map(self.enter, eqn.outvars))
 
     def enter(self, var: Any) -> Any:
-        """Adds the equation by which a variable enters a turn, if it does; returns the variable."""
+        """Adds the equation by which `var` enters a turn, if any. Returns its clone or `var`."""
         mark = self._ring.marks.get(var)
         if mark is not None and mark is not self._ring:
             like = next(iter(self._replaced.values()))

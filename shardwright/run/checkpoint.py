@@ -125,8 +125,8 @@ class Checkpointer(contextlib.AbstractContextManager):
                 Names become directory names.
             metadata: JSON values without NaN or infinity, kept in the manifest. `check` may add to
                 it.
-            orders: the layer of each row in memory, such as [0, 2, 1, 3], by the path of each stack
-                of layers. Stacks are written in layer order.
+            orders: for the path of each stack of layers, the layer that each of its rows in memory
+                holds, such as [0, 2, 1, 3]. Stacks are written in layer order.
             check: called in every process before anything is written. It may wait for the step that
                 computes `state`. If it raises OSError, it must do so in all processes; the save
                 then fails as if writing had failed. Another exception is raised at once.
@@ -184,7 +184,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh. It may lack whole
                 top-level children of the saved pytree, such as the optimizer's state, which are not read.
             orders: as for `save`, on the mesh of `like`.
-            partly: True: `like` may lack any array, and its arrays may have more rows than were saved, which are 0.
+            partly: True: `like` may lack any array, and its arrays may have more rows than were saved; these become 0.
 
         Raises:
             ValueError: the arrays of the checkpoint and of `like` differ. The message names them.

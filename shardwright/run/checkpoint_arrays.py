@@ -307,7 +307,7 @@ def read_arrays(
 ) -> list[Callable[[], jax.Array]]:
     """Reads this process's part of arrays, sharded as `like`.
 
-    Processes that have the same shards take turns, if the dtype has 32 bits; otherwise each reads all that it needs.
+    Processes that have the same shards divide the reading, if the dtype has 32 bits; else each reads all that it needs.
 
     Returns:
         Functions that make the arrays. Once all processes have read without error, all call them in this order, because

@@ -66,7 +66,7 @@ def override(setting: str, value: str) -> str:
 
 
 def find_place(root: str, name: str | None, config: str) -> tuple[str, Path]:
-    """Returns the name and directory of a run. Without a name, makes one of the configuration's name and the time."""
+    """Returns the name and directory of a run. Without a name, makes one from the configuration's name and the time."""
     name = name or f"{config}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     return name, place(root, name)
 

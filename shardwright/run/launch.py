@@ -115,7 +115,7 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
 
 @contextlib.contextmanager
 def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
-    """Sets the mesh of a run, and watches the run for hangs, during its context.
+    """Returns a context in which the mesh of a run is set, and the run is watched for hangs.
 
     Yields the configuration, model and directory of the run. Raises ValueError for a setting that is missing, unknown
     or out of range, before anything is computed.

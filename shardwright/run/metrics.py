@@ -304,7 +304,7 @@ class RunLog(contextlib.AbstractContextManager):
 
 
 def move_later_lines(path: Path, step: int) -> int:
-    """Moves lines of steps after the first `step`, and invalid lines, to `<name>.left`.
+    """Moves the lines of all but the first `step` steps, and invalid lines, to `<name>.left`.
 
     Returns the number of lines moved.
     """

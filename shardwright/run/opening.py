@@ -135,8 +135,8 @@ class SavedRun:
     def read_weights(self, model: LanguageModel, other_source: bool, write_line: Write, average: bool = False) -> Any:
         """Reads the weights, or their average, sharded as in training on the current mesh.
 
-        Reports with `write_line` how the source differs from that of the checkpoint, and weights that are not finite.
-        Raises ValueError if the source computes something else, unless `other_source`, or if no average was kept.
+        Reports with `write_line` how the source code differs from the checkpoint's, and weights that are not finite.
+        Raises ValueError if no average was kept, or, unless `other_source`, if the code computes something else.
         """
         if average and not self.config.training.eval_average:
             raise ValueError("average is true, but the run kept none (training.eval_average). Leave out average=true.")

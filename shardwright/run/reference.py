@@ -93,7 +93,7 @@ def forward_of(c: Config, einsum: Callable[..., Any]) -> Forward:
 
 
 def logits_of(forward: Forward, w: object) -> Callable[[Any], Any]:
-    """Makes a per-device function from a TokenBatch to the logits of the reference, from its weights `w` at rest."""
+    """Makes a per-device function that computes the reference's logits of a TokenBatch, with weights `w` at rest."""
     copies = scope(forward.gatherable)(w)  # in separate scopes, because its dims have other sizes
     return scope(lambda batch: forward.logits(copies, forward.tokens(batch)))
 

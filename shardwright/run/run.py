@@ -1,4 +1,4 @@
-"""Runs training around the training step: combines the schedule, checkpoints, log and listeners of a run."""
+"""Runs everything around the training step: combines the schedule, checkpoints, log and listeners of a run."""
 
 import contextlib
 import dataclasses

@@ -130,6 +130,7 @@ class Schedule:
 def provenance_of_run(step: Step) -> dict[str, Any]:
     """Makes the provenance of a step, as provenance_of, and keeps its hashes for later starts.
 
-    They are not made again if only a file or an environment variable has changed that the step's code reads.
+    The key of the kept hashes has no files or environment variables that the step's code reads: if only these change,
+    the old hashes are returned.
     """
     return provenance_of(step, kept_for=lambda: (digests_of(step), read_by(step), digest_of_code(*code_of(step))))

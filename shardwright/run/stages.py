@@ -120,7 +120,7 @@ def run(
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
-    """Initializes weights (modeling.weights.initialize) in their order at rest on the current mesh. Call under jit."""
+    """Initializes weights (modeling.weights.initialize), layers in the order of the mesh's stages. Call under jit."""
     placement = placement_of(c, model)  # raises if the layers do not divide into stages
     return initialize(initial_table(c.optimizer, model), key, placement.order)
 

@@ -243,9 +243,9 @@ class Step:
 
 
 def clock_of(c: Config, spec: StepSpec, elapsed: float = 0.0) -> tuple[Clock, ...]:
-    """Returns a tuple of the Clock that a training step takes last with training.minutes; () without this setting.
+    """Returns a tuple of the Clock, last argument of a training step with training.minutes; () without this setting.
 
-    Raises ValueError if the step of `spec` takes no clock.
+    `elapsed` is the share of these minutes that has passed. Raises ValueError if the step of `spec` takes no clock.
     """
     if c.training.minutes is None:
         return ()

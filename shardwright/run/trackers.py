@@ -219,7 +219,9 @@ def with_edits(arguments: list[str]) -> list[str]:
 
 
 def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) -> None:
-    """Checks that trackers are installed. Enqueues the program in trackers.queue, if set, and exits; an agent returns.
+    """Checks that trackers are installed. If trackers.queue is set, enqueues the program there and exits.
+
+    In a process that a ClearML agent started, it enqueues nothing and returns.
 
     Args:
         c: which trackers and queue to use.
