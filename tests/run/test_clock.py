@@ -126,6 +126,7 @@ def run(directory: Path, minutes: float, **changes) -> list[dict]:
     """Trains, and returns the lines of its log."""
     c = tiny.config(tiny.model(vocab=1280, layers=1))
     c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
+    c.mesh.d, c.mesh.t = 4, 2  # on which a replay runs
     c.training = dataclasses.replace(c.training, steps=None, minutes=minutes, eval_batches=0, **changes)
     directory.mkdir(exist_ok=True)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
