@@ -387,4 +387,6 @@ def _text(name: str, value: Any) -> str:
 def _short(value: object) -> str:
     if isinstance(value, list) and value:  # of the layers
         return f"{sum(map(float, value)) / len(value):.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -27,7 +27,7 @@ PRINTED = {  # what each program prints, and the rows that are read from it
         "step 1  memory  peak_memory 5.12 GiB  source device\n"
         "step 10/30  ETA 0:00:01  loss 4.486  speed 560,310 tokens/s  MFU 32.1%  grad_norm 1.7  learning_rate 0.001\n"
         "step 30/30  ETA 0:00:00  loss 3.151  speed 569,131 tokens/s  MFU 32.6%  grad_norm 0.9  learning_rate 0.0009\n"
-        "step 30  validation  loss 3.179  targets 4096\n",
+        "step 30  validation  loss 3.179  targets 4,096\n",
         [
             "69.6 ms a step (52.2 ms to 87.0 ms), MFU 27%, 5.33 GiB of 71.2 GiB on NVIDIA H100 SXM 80 GB",
             *("loss 6.211", "5.12 GiB", "loss 3.151, 569,131 tokens/s  MFU 32.6%"),
