@@ -61,7 +61,7 @@ test-shardlib: check-python ## the tests of shardlib, where only it and pytest a
 	rm -rf build $(VENV)-shardlib && $(PYTHON) -m venv $(VENV)-shardlib
 	$(VENV)-shardlib/bin/pip install --quiet ./shardlib pytest $(CONSTRAINTS:%=-c %)
 	JAX_ENABLE_COMPILATION_CACHE=false $(VENV)-shardlib/bin/pytest -o addopts="--import-mode=importlib --strict-markers" -o pythonpath=. \
-	  -m "not long and not slow" tests/shardlib tests/proof
+	  -m "not long and not slow" tests/shardlib tests/exact
 
 mutants: $(DEVELOPMENT) ## plant single faults in copies of the source, and see that tests still catch them: an hour or two
 	$(RUN) pip install --quiet coverage

@@ -33,6 +33,11 @@ weight states its inputs, outputs and sharding at rest.
 Attention across c is in shardwright/modeling/context.py, pipelines are in shardlib/pipeline.py.
 """
 
+if __name__ == "__main__":  # first, because the imports below take seconds
+    from shardwright.settings import starting
+
+    starting.run("train")  # not as __main__: tools load this file as the module `train`
+
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -47,7 +52,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops, shardtypes
 from shardlib.layers import LayerAux, LayerMetrics
-from shardlib.marks import like_weights
 from shardlib.shardtypes import (
     Array,
     Of,
@@ -419,7 +423,7 @@ def loss_and_gradients(
         zeros = jax.tree.map(zero_sum, gathered)
         (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), groups)
         layers = LayerMetrics.of_microbatches(metrics, config.model.layers)
-    (g,) = reduce(like_weights(g, gathered))
+    (g,) = reduce(jax.tree.map(lambda g, w: g.astype(w.dtype), g, gathered))
     return total, g, layers
 
 
@@ -619,7 +623,7 @@ SPEC = StepSpec(
     make_evaluation_step=make_evaluation_step,
     takes_clock=True,
 )
-"""The parts of this file that runs, proofs and tools use."""
+"""The parts of this file that runs, checks and tools use."""
 
 
 # ---- main ----------------------------------------------------------------------------------------
@@ -651,9 +655,9 @@ def train(config: Config, model: LanguageModel, directory: Path) -> str | None:
             return run.end()
         # These raise unless the training and evaluation steps compute on this mesh what they do on
         # one device, no token sees a later one, and kernels of this platform match their reference.
-        run.prove()
+        run.check()
         run.check_kernels()
-        training_step = run.compile()  # as it was proved
+        training_step = run.compile()  # as it was checked
         for step, batch in run.steps():
             run.before(step, state, batch)  # tells the listeners
             state, metrics = training_step(state, batch, np.int32(step), *run.arguments)
@@ -666,9 +670,3 @@ def train(config: Config, model: LanguageModel, directory: Path) -> str | None:
 def main(config: Config, model: LanguageModel, directory: Path) -> str | None:
     """Runs the configuration that Hydra composed. Returns the signal that stopped it, if any."""
     return Run.to_the_end(lambda: train(config, model, directory))
-
-
-if __name__ == "__main__":
-    from train import main  # not __main__.main: tools load this file as the module `train`
-
-    main()

@@ -6,7 +6,7 @@ Nothing runs on a device: meshes are abstract, or of devices that are not there.
 devices (t=8) and eight sequences; eight hosts are a replica (d=8), and more hosts are more replicas (r). The step is
 that of flat_tokens_c4_a100x8_2b.
 
-Columns: CPU seconds of the start, the proof, the placement of devices / 8 stages, 10 batches, writing the manifest of a
+Columns: CPU seconds of the start, the check, the placement of devices / 8 stages, 10 batches, writing the manifest of a
 checkpoint (host 0), reading it (every host), and the log and the report of 1,000 steps; peak memory in MiB. Then, of
 the host with most: KiB read from the dataset for a batch; files and MiB of a checkpoint that it writes; MiB that it
 reads to restore one; and MiB of the manifest, which every host reads.

@@ -49,7 +49,8 @@ COPIES, ROUNDS = 40, 2
 def tokenize(path: str, out: str, tokenizer: Tokenizer) -> None:
     """Tokenizes a shard, as tools.huggingface_to_flat_tokens does."""
     with Writer(out, "train") as writer:
-        for texts, _ in sources.blocks(*sources.open_text("train", None, None, None, [path]), "text"):
+        name, data, _ = sources.open_text("train", None, None, None, [path])
+        for texts, _ in sources.blocks(name, data, "text"):
             writer.append(*tokenizer.encode(texts))
 
 

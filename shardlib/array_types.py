@@ -368,6 +368,13 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
     is_other = not isinstance(value, kind) or (args is not None and len(value) != len(args))
     if value is not ABSENT and is_other:
         of_length = f" of {len(args)}" if args else ""
+        other = type(value)
+        if other is not kind and other.__name__ == kind.__name__:
+            modules = f"{other.__module__}, not of {kind.__module__}"
+            raise ShardError(
+                f"{path or 'value'} is a {kind.__name__} of {modules}",
+                "import both from one module",
+            )
         raise ShardError(
             f"{path or 'value'} is {describe(value)}, not a {kind.__name__}{of_length}", "pass one"
         )

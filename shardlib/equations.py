@@ -217,23 +217,6 @@ def _expanded(primitive: Any, aval: Any, *other_avals: Any) -> Any:
     return found[0]
 
 
-def source_dims(eqn: Eqn) -> list[int | None]:
-    """Returns for each dim of the result of a reduction or move which dim of the operand it is.
-
-    None stands for a new dim. The sum along dim 0 of [2, 3, 4] has [1, 2]; that array, broadcast to
-    [5, 2, 3, 4], has [None, 0, 1, 2].
-    """
-    name = eqn.primitive.name
-    p = eqn.params
-    if name == "broadcast_in_dim":
-        at = p["broadcast_dimensions"]
-        return [at.index(j) if j in at else None for j in range(len(p["shape"]))]
-    if name == "transpose":
-        return list(p["permutation"])
-    gone = p["dimensions" if name in ("reduce", "squeeze") else "axes"]
-    return [i for i in range(len(eqn.invars[0].aval.shape)) if i not in gone]
-
-
 def axes_of(eqn: Eqn) -> tuple:
     """Returns the axes of a collective; none for other equations."""
     axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))

@@ -5,16 +5,14 @@ in [0, N) for each row. Rows with equal ids are multiplied together, however man
 row meets a matrix other than its own. A row whose id is outside [0, N) gives 0.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib import marks, products
+from shardlib import products
 from shardlib.op_checks import (
     cast_to_result,
     checked_operands,
@@ -22,9 +20,9 @@ from shardlib.op_checks import (
     refuse_repeated_gradient,
     wrap,
 )
-from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, sort_axes
+from shardlib.parsing import OpSpec, ShardError
 from shardlib.rearranging import bind_groups
-from shardlib.values import describe, planned_devices, varying
+from shardlib.values import choose_by_size, describe, planned_devices, varying
 
 BLOCKS = {"gpu": 2}
 """Average number of blocks for the rows of one matrix, by platform. With few large blocks, much of
@@ -66,50 +64,17 @@ def grouped_product(spec: str, rows: object, ids: object, matrices: object) -> A
             for i, v in enumerate(values, 1)
         ]
     (x, ids, w) = values
-    every = op.rhs.sharded | set(op.rhs.partial)
     if len(w) == len(x):
         letters = "abcdefgh"[: x.ndim - 1]
         narrow, wide = (
             (d.literal_size or sizes[d.name]) // planned_devices(d.axes) for d in op.lhs[2].dims[1:]
         )
         value = products.einsum_with_gradients(
-            f"{letters}y,ayz->{letters}z", None, narrow <= wide, x, w
+            f"{letters}y,ayz->{letters}z", None, choose_by_size(str(op), narrow <= wide), x, w
         )
     else:
-        of_rows, of_matrices = op.lhs[0], op.lhs[2]
-        types = _Types(
-            *(_spec_text(_ungrouped(s)) for s in op.lhs),
-            result=_spec_text(op.rhs.dims, op.rhs.partial),
-            of_result=_spec_text(op.rhs.dims),
-            of_rows=_spec_text(of_rows.dims, every - of_rows.sharded),
-            of_matrices=_spec_text(_ungrouped(of_matrices), every - of_matrices.sharded),
-        )
-        value = _product(types, x, ids, w)
+        value = _product(x, ids, w)
     return wrap(varying(value, axes), op.rhs, copies, f"grouped_product({op})")
-
-
-def _spec_text(dims: Iterable[Dim], partial: Iterable[str] = ()) -> str:
-    return str(ShapeSpec(tuple(dims), sort_axes(partial)))
-
-
-class _Types(NamedTuple):
-    """Types of the operands and of the result, and (`of_…`) of their gradients."""
-
-    rows: str
-    ids: str
-    matrices: str
-    result: str
-    of_result: str
-    of_rows: str
-    of_matrices: str
-
-
-def _ungrouped(shape: ShapeSpec) -> list[Dim]:
-    """Returns the dims of a type, with each group as one dim."""
-    return [
-        Dim("_".join(d.name for d in dim.group), dim.axes) if dim.group else dim
-        for dim in shape.dims
-    ]
 
 
 def _check(op: OpSpec, values: list[jax.Array]) -> None:
@@ -144,44 +109,19 @@ def _check(op: OpSpec, values: list[jax.Array]) -> None:
     expect_result(op, [*ids.dims, matrices.dims[2]], rows.dims[-1].axes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(types: _Types, rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> jax.Array:
+@jax.custom_vjp
+def _product(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> jax.Array:
     """Multiplies rows[P, …, M] by matrices[P·N, M, F], selected by ids[P, …]."""
-    operands = (rows, types.rows), (ids, types.ids), (matrices, types.matrices)
-    return _region("products of rows", types.result, products_of_rows, *operands)
+    return products_of_rows(rows, ids, matrices)
 
 
-def _backward(types: _Types, kept, g):
+def _backward(kept, g):
     (rows, ids, matrices) = kept
-    of_result = (g, types.of_result)
-    of_ids, of_matrices = (ids, types.ids), (matrices, types.matrices)
-
-    def gradient_of_rows(g, ids, matrices):
-        return products_of_rows(g, ids, matrices.swapaxes(1, 2))
-
-    def gradient_of_matrices(rows, ids, g):
-        return sums_of_products(rows, ids, g, len(matrices))
-
-    g_rows = _region("gradients", types.of_rows, gradient_of_rows, of_result, of_ids, of_matrices)
-    g_matrices = _region(
-        "sums", types.of_matrices, gradient_of_matrices, (rows, types.rows), of_ids, of_result
-    )
-    return g_rows, None, g_matrices
+    g_rows = products_of_rows(g, ids, matrices.swapaxes(1, 2))
+    return g_rows, None, sums_of_products(rows, ids, g, len(matrices))
 
 
-_product.defvjp(lambda *args: (_product(*args), args[1:]), _backward)
-
-
-def _region(
-    what: str, result: str, fn: Callable[..., Any], *operands: tuple[jax.Array, str]
-) -> jax.Array:
-    """Calls `fn` as per-device code, with operands of the given types.
-
-    The proof checks these types, and takes the result to have the type `result`.
-    """
-    label = f"{what} by ids, {', '.join(spec for _, spec in operands)} -> {result}"
-    entered = [marks.enter(x, f"{label} [{i}]", spec) for i, (x, spec) in enumerate(operands)]
-    return marks.leave(marks.region(fn, *entered), label, result)
+_product.defvjp(lambda *args: (_product(*args), args), _backward)
 
 
 # ---- on one device -------------------------------------------------------------------------------

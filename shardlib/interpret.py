@@ -44,7 +44,6 @@ SHOWN = {
     "select_n": "where",
     "convert_element_type": "astype",
 }
-SHOWN |= {"ring_enter": "ppermute", "ring_close": "add", "ring_scatter": "add"}
 """Names that messages use for some primitives."""
 
 
@@ -365,7 +364,7 @@ class _Digest(Domain[str]):
         return f"{self._count}:{var.aval}"
 
     def constant(self, x: Any) -> str:
-        return f"{x.val!r}:{x.aval}" if hasattr(x, "val") else in_words(x)
+        return f"{in_words(x.val)}:{x.aval}" if hasattr(x, "val") else in_words(x)
 
     def follow(self, op: Operation, ins: list[str]) -> list[str]:
         own = {name: x for name, x in op.params.items() if name not in _NOT_COMPUTED}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib import jax_errors, marks
+from shardlib import jax_errors
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.op_checks import zeros_like_traced
 from shardlib.parsing import ShardError
@@ -182,7 +182,7 @@ def _ids_of_all_layers(w: object) -> jax.Array:
             "the layers of a pipeline stage are run without their layer_ids",
             "pass on the `layer_ids` that the stage is given",
         )
-    return marks.layer_numbers(len(jax.tree.leaves(w)[0]))
+    return jnp.arange(len(jax.tree.leaves(w)[0]))
 
 
 def _run_layer(layer: Callable[..., Any], index_in_period: int, x: Any, row: tuple) -> tuple:

@@ -22,6 +22,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ OWN = re.compile(r"[A-Za-z_][\w.]*:\w+")
 """Names of functions in the user's own files."""
 ZIGZAG = "Z"
 """Name of a dim in zigzag order (shardlib/zigzag.py)."""
-MAY_BE_RIGHT = "not proved, though it may be right"
+MAY_BE_RIGHT = "not decided, though it may be right"
 """Ends the message of an error that doesn't show that the program is wrong."""
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _DIM = re.compile(rf"({_NAME}|[0-9]+)((?:/{_NAME})*)")
@@ -314,29 +315,36 @@ def parse_op(spec: str | bytes, groups: bool = False) -> OpSpec:
     )
 
 
-def named(what: str, name: str, known: Mapping[str, T]) -> T:
-    """Finds what a setting names: one of `known`, or `module:name`.
+def named(what: str, name: str, known: Mapping[str, T], takes: str) -> T:
+    """Finds the function that a setting names: one of `known`, or `module:name`.
 
     The latter is in the user's own file, which is imported. `what` is for messages, such as
-    `schedule`.
+    `schedule`. `takes` lists its arguments: `p, m, v`.
 
     Raises:
-        ValueError: the name, module or attribute does not exist.
+        ValueError: the name, module or attribute does not exist, or is no function of `takes`.
     """
     if name in known:
         return known[name]
     module, _, attribute = name.partition(":")
+    article = "an" if what[0] in "aeiou" else "a"
     try:
         if not OWN.fullmatch(name):
             raise ValueError("no module:function")
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        article = "an" if what[0] in "aeiou" else "a"
         choose = f"Choose {', '.join(known)}, or write" if known else "Write"
         raise ValueError(
             f"{name!r} is not {article} {what} ({error}). {choose} "
             f"module:function for your own {what}.{did_you_mean(name, known)}"
         ) from error
+    try:
+        inspect.signature(found).bind(*takes.split(", "))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} is not {article} {what}: {error}. Write a function of ({takes})."
+        ) from error
+    return found
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib import marks
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.equations import axes_of, frames_of
 from shardlib.interpret import equations_in
@@ -33,7 +32,7 @@ from shardlib.places import is_users, place
 from shardlib.scopes import Scope
 from shardlib.split_backward import SplitBackward
 from shardlib.tick_tables import WAYS, TickTable
-from shardlib.values import mesh_axes, on_mesh, pipeline_stage, planned_devices, stage_axes
+from shardlib.values import mesh_axes, on_mesh, pipeline_stage, stage_axes
 
 # ---- the backward of a stage as separate tasks ---------------------------------------------------
 
@@ -130,23 +129,6 @@ class StageBackward:
 # ---- the executor --------------------------------------------------------------------------------
 
 
-def run(
-    loss: Any,
-    placement: LayerPlacement,
-    table: TickTable | None,
-    w: Any,
-    batch: object,
-    training: bool,
-) -> tuple:
-    """Runs `run_schedule`, or without a table `run_in_order`.
-
-    So both get the same loss, weights and microbatches.
-    """
-    if table is None:
-        return run_in_order(loss, w, batch, training)
-    return run_schedule(loss, placement, table, w, batch)
-
-
 def run_schedule(
     loss: Any, placement: LayerPlacement, table: TickTable, w: Any, microbatches: object
 ) -> tuple:
@@ -176,9 +158,7 @@ def run_schedule(
     if count != (wanted := 1 + int(table.columns["forward_microbatch"].max())):
         problem = f"the batch has {count} microbatches, but the schedule is for {wanted}"
         raise ShardError(problem, "give both the same number: training.microbatches")
-    leaves, structure = jax.tree.flatten(w)
-    entered = [marks.enter(x, f"{marks.STAGES} [{i}]") for i, x in enumerate(leaves)]
-    executor = _Executor(loss, placement, table, structure.unflatten(entered), microbatches)
+    executor = _Executor(loss, placement, table, w, microbatches)
     carry = executor.start()
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
     first_row = jax.tree.map(lambda x: x[0], columns)
@@ -487,16 +467,14 @@ class _Executor:
 
     def results(self, carry: Carry) -> tuple:
         """The results of `run_schedule`, from what the last tick carries."""
-        total = _of_stages("+p", marks.leave(carry["loss"], marks.STAGES, "+p"))
+        total = _of_stages("+p", carry["loss"])
         if not self._training:
             return total, None, None
         rows = self._placement.rows.size
         metrics = LayerMetrics.of_rows(carry["metrics"], self._layer_ids, rows)
-        metrics = jax.tree.map(_leave_metrics, metrics)
+        metrics = jax.tree.map(functools.partial(_of_stages, "_metric _layer +p"), metrics)
         g = dataclasses.replace(self._w, layers=carry["g_stack"], **carry["g_outer"])
-        leaves, structure = jax.tree.flatten(g)
-        left = [marks.leave_like(x, f"{marks.STAGES} [{i}]") for i, x in enumerate(leaves)]
-        return total, structure.unflatten(left), metrics
+        return total, g, metrics
 
 
 _BACKWARD_SUMS = ("g_stack", "kept", "loss", "metrics")
@@ -513,85 +491,9 @@ def _check_floats(x_type: object) -> None:
         )
 
 
-def _leave_metrics(x: jax.Array) -> Any:
-    return _of_stages("_metric _layer +p", marks.leave(x, marks.STAGES, "_metric _layer +p"))
-
-
-def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) -> tuple:
-    """Computes the same as `run_schedule`, with the parts of the loss one after the other.
-
-    This form is proved. Every device runs all layers of each microbatch, even on a mesh without p:
-    those of the first stage, then the others, because what holds for two stages holds for more. The
-    rows of a stack count as its layers in order: the schedule, and its placement of layers, are
-    checked separately. `run_schedule` itself is no rewrite of what one device runs: at a tick each
-    device chooses its task by its place in the table, and keeps what arrives for later ones.
-    """
-    count, rows = (len(jax.tree.leaves(x)[0]) for x in (microbatches, w.layers))
-    layers = rows * mesh_axes().get(PIPELINE_AXIS, 1)
-    of_first = layers // planned_devices(PIPELINE_AXIS)
-
-    def loss_of(w, microbatch):
-        with pipeline_stage():
-            x = jax.tree.map(_the_same, loss.first(w, *microbatch))
-        found = []
-        stacks = jax.tree.map(_of_all_stages, w.layers), marks.layer_numbers(layers)
-        for stack, layer_ids in _in_two(stacks, of_first):
-            x, aux = loss.layers(stack, x, layer_ids, *microbatch)
-            found.append(aux)
-        aux = jax.tree.map(lambda *parts: lax.concatenate(parts, 0), *found)
-        with pipeline_stage():
-            total = loss.last(w, jax.tree.map(_apart, x), *microbatch)
-        extra = aux.total(count) if training else None
-        return total if extra is None else total + extra, aux.metrics
-
-    if not training:
-
-        def add_loss(total, microbatch):
-            return total + loss_of(w, microbatch)[0], None
-
-        total, _ = lax.scan(add_loss, jnp.zeros(()), microbatches)
-        return _of_stages("+p", _share(total)), None, None
-
-    def add(sums, microbatch):
-        (value, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w, microbatch)
-        return jax.tree.map(jnp.add, sums, (value, g)), metrics
-
-    (total, g), metrics = lax.scan(
-        add, (varying(jnp.zeros(()), stage_axes()), _accumulators(w)), microbatches
-    )
-    metrics = LayerMetrics.of_microbatches(metrics, layers)
-    metrics = jax.tree.map(lambda x: _of_stages("_metric _layer +p", _share(x)), metrics)
-    return _of_stages("+p", _share(total)), g, metrics
-
-
 def _of_stages(spec: str, x: jax.Array) -> Any:
     """Marks `x` as a partial sum over p, of type `spec`; returns `x` itself on a mesh without p."""
     return wrap(x, on_mesh(parse_shape(spec)), (), "the pipeline")
-
-
-def _share(x: jax.Array) -> jax.Array:
-    """Divides `x`, which all devices of p hold, into equal shares."""
-    return _apart(x / lax.axis_size(PIPELINE_AXIS)) if PIPELINE_AXIS in mesh_axes() else x
-
-
-def _the_same(x: jax.Array) -> jax.Array:
-    """Tells JAX's types that `x` is the same on all devices of p."""
-    is_varying = PIPELINE_AXIS in jax.typeof(x).manual_axis_type.varying
-    return lax.psum(x, PIPELINE_AXIS) / lax.axis_size(PIPELINE_AXIS) if is_varying else x
-
-
-def _of_all_stages(x: jax.Array) -> jax.Array:
-    """Gathers the layers of all stages into one stack."""
-    if PIPELINE_AXIS in mesh_axes():
-        return lax.all_gather(x, PIPELINE_AXIS, axis=0, tiled=True, to="invarying")
-    return x
-
-
-def _in_two(tree: object, rows: int) -> list[Any]:
-    """Splits each array into its first `rows` rows and the others."""
-    leaves, structure = jax.tree.flatten(tree)
-    parts = [lax.split(x, (rows, len(x) - rows)) for x in leaves]
-    return [structure.unflatten(part) for part in zip(*parts, strict=True)]
 
 
 def _apart(x: jax.Array) -> jax.Array:

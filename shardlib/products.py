@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib import marks
-from shardlib.values import target_device
+from shardlib.values import planned, target_device
 
 # ---- matmuls -------------------------------------------------------------------------------------
 
@@ -105,9 +104,9 @@ def take(table: jax.Array, ids: jax.Array, spec: str) -> jax.Array:
         ids: integers of any shape.
         spec: type of the gradient of `table`.
     """
-    if target_device().platform != "gpu":
+    if target_device().platform != "gpu" or planned().plain_sums:
         return jnp.take(table, ids, axis=0, mode="clip")
-    return _take(spec, len(table), table, ids)
+    return _take(len(table), table, ids)
 
 
 def pick(table: jax.Array, ids: jax.Array, axis: int) -> jax.Array:
@@ -174,24 +173,16 @@ def check_sums() -> None:
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _take(spec: str, count: int, table: jax.Array, ids: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _take(count: int, table: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.take(table, ids, axis=0, mode="clip")
 
 
-def _take_backward(spec, count, ids, g):
-    def sums(g, ids):
-        return sums_by_id(
-            g.reshape(-1, *g.shape[ids.ndim :]), jnp.clip(ids.reshape(-1), 0, count - 1), count
-        )
-
-    label = f"sums of rows with equal ids, {spec}"  # their order does not matter
-    # The ids are those of the lookup, which is checked. check_sums compares the sums before the
-    # first step.
-    found = marks.region(sums, marks.enter(g, label), ids)
-    return marks.leave(found, label, spec), None
+def _take_backward(count, ids, g):
+    rows = g.reshape(-1, *g.shape[ids.ndim :])
+    return sums_by_id(rows, jnp.clip(ids.reshape(-1), 0, count - 1), count), None
 
 
 _take.defvjp(
-    lambda spec, count, table, ids: (jnp.take(table, ids, axis=0, mode="clip"), ids), _take_backward
+    lambda count, table, ids: (jnp.take(table, ids, axis=0, mode="clip"), ids), _take_backward
 )

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 
-from shardlib import marks, products
+from shardlib import products
 from shardlib.op_checks import (
     cast_to_result,
     checked_operands,
@@ -20,9 +20,9 @@ from shardlib.op_checks import (
     refuse_repeated_gradient,
     wrap,
 )
-from shardlib.parsing import OpSpec, ShapeSpec, ShardError, sort_axes
+from shardlib.parsing import OpSpec, ShapeSpec, ShardError
 from shardlib.scopes import current_scope
-from shardlib.values import describe, varying
+from shardlib.values import describe, planned, varying
 
 
 def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = None) -> Any:
@@ -52,8 +52,7 @@ def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = No
             op, [values, indices.astype(jnp.int32)], [table, ids]
         )
         values = refuse_repeated_gradient(1, values, op)
-    gradient = str(ShapeSpec(table_spec.dims, sort_axes(ids_spec.sharded - table_spec.sharded)))
-    value = _take(common, values.shape[common], repeats, gradient, values, indices)
+    value = _take(common, values.shape[common], repeats, values, indices)
     return wrap(varying(value, axes), op.rhs, copies, f"take_rows({op})")
 
 
@@ -99,44 +98,20 @@ def add_rows(spec: str, rows: object, ids: object, *, repeats: int | None = None
         (values, indices), axes, copies = cast_to_result(
             op, [values, indices.astype(jnp.int32)], [rows, ids]
         )
-    result = str(ShapeSpec(op.rhs.dims, op.rhs.partial))
-    value = _sums("rows", common, count, repeats, result, values, indices)
+    value = _add(common, count, repeats, values, indices)
     return wrap(varying(value, axes), op.rhs, copies, f"add_rows({op})")
 
 
-def _sums(
-    what: str,
-    common: int,
-    count: int,
-    repeats: int | None,
-    spec: str,
-    rows: jax.Array,
-    ids: jax.Array,
-) -> jax.Array:
-    """Sums rows[*common, …, …] that have equal ids[*common, …]: [*common, count, …] of type `spec`.
-
-    `common` is the number of dims that ids and result share. `what` names the rows for the proof.
-    """
-    if not _in_turns(repeats):
-        return _add(common, count, repeats, spec, rows, ids)
-    label = f"{what} are added by their ids, {spec}"  # their order does not matter
-    found = marks.region(
-        functools.partial(_add, common, count, repeats, spec),
-        marks.enter(rows, f"{label} [0]"),
-        ids,
-    )
-    return marks.leave(found, label, spec)
-
-
 def _in_turns(repeats: int | None) -> TypeGuard[int]:
-    return repeats is not None and products.target_device().platform == "gpu"
+    is_slow = products.target_device().platform == "gpu" and not planned().plain_sums
+    return is_slow and repeats is not None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _take(
-    common: int, count: int, repeats: int | None, spec: str, table: jax.Array, ids: jax.Array
+    common: int, count: int, repeats: int | None, table: jax.Array, ids: jax.Array
 ) -> jax.Array:
-    """Looks up table[*common, count, …] by ids[*common, …]. `spec`: type of its gradient."""
+    """Looks up table[*common, count, …] by ids[*common, …]."""
 
     def take(table, ids):
         return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -146,11 +121,14 @@ def _take(
     return take(table, ids)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _add(
-    common: int, count: int, repeats: int | None, spec: str, rows: jax.Array, ids: jax.Array
+    common: int, count: int, repeats: int | None, rows: jax.Array, ids: jax.Array
 ) -> jax.Array:
-    """Computes `_sums`, without marks for the proof."""
+    """Sums rows[*common, …, …] that have equal ids[*common, …]: [*common, count, …].
+
+    `common` is the number of dims that ids and result share.
+    """
 
     def add(rows, ids):
         rest = rows.shape[ids.ndim :]
@@ -166,17 +144,11 @@ def _add(
 
 _take.defvjp(
     lambda *args: (_take(*args), args[-1]),
-    lambda common, count, repeats, spec, ids, g: (
-        _sums("gradients", common, count, repeats, spec, g, ids),
-        None,
-    ),
+    lambda common, count, repeats, ids, g: (_add(common, count, repeats, g, ids), None),
 )
 _add.defvjp(
     lambda *args: (_add(*args), args[-1]),
-    lambda common, count, repeats, spec, ids, g: (
-        _take(common, count, repeats, spec, g, ids),
-        None,
-    ),
+    lambda common, count, repeats, ids, g: (_take(common, count, repeats, g, ids), None),
 )
 
 

@@ -234,7 +234,7 @@ def schedule_of(name: str) -> Schedule:
     Raises:
         ValueError: the name, module or function does not exist.
     """
-    function = named("schedule", name, SCHEDULES)
+    function = named("schedule", name, SCHEDULES, "p, m, v")
     if name in SCHEDULES:
         return function
     return lambda p, m, v: check_schedule(function(p, m, v), p, m, v)
@@ -280,7 +280,12 @@ def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
         ValueError: a task is missing or listed twice, a stage is on two devices or not next to the
             previous one, or devices wait for each other forever.
     """
-    orders = [[Task(*entry) for entry in order] for order in orders]
+    try:
+        orders = [[Task(*entry) for entry in order] for order in orders]
+    except TypeError as error:
+        raise ValueError(
+            f"the schedule is not a list of (kind, stage, microbatch) for each device: {error}."
+        ) from error
     if len(orders) != p:
         raise ValueError(f"the schedule lists tasks for {len(orders)} devices, not for {p}.")
     listed = collections.Counter(

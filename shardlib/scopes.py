@@ -32,8 +32,7 @@ class Scope:
     Attributes:
         arguments: the argument types of each typed_shard_map that was traced in it.
         product: the function that shardops.matmul multiplies with, as set by shardops.products.
-        apart: axes over which any value may differ, and the dim of results that each shards: see
-            values.vary_over.
+        apart: axes over which any value may differ: see values.vary_over.
         alone: axes that the mesh is taken to lack: see values.alone.
     """
 
@@ -49,7 +48,7 @@ class Scope:
         )
         self.arguments: list[list[ShapeSpec]] = outer.arguments if outer else []
         self.product: Callable | None = outer.product if outer else None
-        self.apart: dict[str, str] = outer.apart if outer else {}
+        self.apart: frozenset[str] = outer.apart if outer else frozenset()
         self.alone: frozenset[str] = outer.alone if outer else frozenset()
         self.dtypes = {
             **(outer.dtypes if outer else {}),

@@ -40,7 +40,6 @@ from jax import lax
 from shardlib.checks import check_divisible, note_type
 from shardlib.grouped import grouped_product
 from shardlib.jax_errors import WITHOUT_MAXIMUM
-from shardlib.marks import per_device
 from shardlib.op_checks import (
     axes_moved,
     cast,
@@ -70,6 +69,7 @@ from shardlib.scopes import bound, current_scope
 from shardlib.values import (
     AtRest,
     alone,
+    choose_by_size,
     describe,
     devices_along,
     is_opaque,
@@ -92,7 +92,6 @@ __all__ = [
     "grouped_product",
     "index_unreduced",
     "matmul",
-    "per_device",
     "pmax",
     "positions",
     "ppermute",
@@ -621,9 +620,8 @@ def einsum_unreduced(
             )
             for shape in (op.lhs[0], op.rhs)
         ]
-        value = einsum_with_gradients(
-            formula, preferred_element_type, blocks[0] <= blocks[1], *values
-        )
+        x_is_smaller = choose_by_size(str(op), blocks[0] <= blocks[1])
+        value = einsum_with_gradients(formula, preferred_element_type, x_is_smaller, *values)
     else:
         value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
     return wrap(varying(value, axes), op.rhs, copies, f"{name}({op})")

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
+from shardlib.exact.verdicts import check
 from shardlib.parsing import ShardError
-from shardlib.proof.check import check
 
 
 def sizes_of(mesh: str) -> dict[str, int]:
@@ -28,7 +28,7 @@ def assert_sound(
 ) -> None:
     """Raises unless a function computes on each mesh what it computes on one device.
 
-    It is the proof of shardlib.proof.check.check. Nothing is compiled, and no devices are needed.
+    It calls shardlib.exact.check. Nothing is compiled, and no devices are needed.
 
     Args:
         function: what each device computes, with `specs`; without them, a function that calls
@@ -46,7 +46,7 @@ def assert_sound(
     >>> assert_sound(lambda x: lax.psum(x.sum(), "data"), x, meshes=["data=2", "data=4"], **specs)
     >>> assert_sound(lambda x: lax.pmean(x.sum(), "data"), x, meshes=["data=2"], **specs)
     Traceback (most recent call last):
-    shardlib.parsing.ShardError: on the mesh data=2: ...: it is 0.5 times what it is on one ...
+    shardlib.parsing.ShardError: on the mesh data=2: ...: a number that depends on the mesh: 2.0 ...
     """
     __tracebackhide__ = True  # of pytest: a failed test shows its own line and the message
     of = {mesh: sizes_of(mesh) for mesh in meshes}

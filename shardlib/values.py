@@ -15,7 +15,7 @@ import numpy as np
 from jax import core, lax
 
 from shardlib.axes import AXIS_ORDER, PIPELINE_AXIS
-from shardlib.parsing import Dim, NotProved, ShapeSpec, ShardError, sort_axes, sort_axes_of_dim
+from shardlib.parsing import NotProved, ShapeSpec, ShardError, sort_axes
 from shardlib.scopes import bound, current_scope
 
 SHORT_DTYPES = {
@@ -37,8 +37,8 @@ _STEPS = ("shardwright.train", "shardwright.models.")
 def _refused_in_steps(function: Callable) -> Callable:
     """Lets only the library call `function`, whose result depends on the run's mesh.
 
-    The result is the same when the proof traces the step on one device, so that both traces choose
-    the same implementation. If a step computed with this result, the proof could not see that the
+    The result is the same when the check traces the step on one device, so that both traces choose
+    the same implementation. If a step computed with this result, the check could not see that the
     step depends on the mesh.
     """
 
@@ -93,7 +93,7 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
     return spec.spelled_out() if left_out else spec
 
 
-def vary_over(axis: str, dim: str = "") -> contextlib.AbstractContextManager[None]:
+def vary_over(axis: str) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which each device of `axis` computes something of its own.
 
     Inside, every value may differ over the axis, and specs need not mention it. On a mesh without
@@ -101,9 +101,8 @@ def vary_over(axis: str, dim: str = "") -> contextlib.AbstractContextManager[Non
 
     Args:
         axis: the axis.
-        dim: name of the dim of results that the axis shards (see `sharded_apart`); "": none.
     """
-    return bound(apart=current_scope().apart | ({axis: dim} if axis in mesh_axes() else {}))
+    return bound(apart=current_scope().apart | ({axis} & {*mesh_axes()}))
 
 
 def alone(axis: str) -> contextlib.AbstractContextManager[None]:
@@ -123,24 +122,8 @@ def alone(axis: str) -> contextlib.AbstractContextManager[None]:
     >>> totals(jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [3.0, 7.0]
     """
-    apart = current_scope().apart | ({axis: ""} if axis in mesh_axes() else {})
+    apart = current_scope().apart | ({axis} & {*mesh_axes()})
     return bound(apart=apart, alone=current_scope().alone | {axis})
-
-
-def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
-    """Adds to `spec` the axes that shard one of its dims by an enclosing `vary_over`.
-
-    Within vary_over("c", "L"), `B/d L` becomes `B/d L/c`.
-    """
-    return dataclasses.replace(spec, dims=tuple(map(_dim_apart, spec.dims)))
-
-
-def _dim_apart(dim: Dim) -> Dim:
-    apart_over = current_scope().apart.items()
-    added = [axis for axis, name in apart_over if name == dim.name and axis not in dim.axes]
-    if not added:
-        return dim
-    return dataclasses.replace(dim, axes=sort_axes_of_dim((*dim.axes, *added)), written=())
 
 
 def pipeline_stage() -> contextlib.AbstractContextManager[None]:
@@ -184,6 +167,28 @@ def devices_along(axes: Iterable[str]) -> int:
     return math.prod(known[axis] for axis in axes)
 
 
+class Choices:
+    """Choices by size that a trace makes, or makes again as a trace at other sizes made them.
+
+    Attributes:
+        made: what was chosen, in order, each with its key.
+    """
+
+    def __init__(self, repeated: "Choices | None" = None) -> None:
+        self.made: list[tuple[object, bool]] = []
+        self._repeated = iter(repeated.made if repeated else ())
+        self._is_free = repeated is None
+
+    def make(self, key: object, choice: bool) -> bool:
+        """Returns `choice`, or the one that is repeated. A program with other keys is another."""
+        if not self._is_free:
+            known, repeated = next(self._repeated, (None, False))
+            self._is_free = known != key
+            choice = choice if self._is_free else repeated
+        self.made.append((key, choice))
+        return choice
+
+
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """Options for tracing a program that is compared with another one, or only planned."""
@@ -194,6 +199,10 @@ class Planned:
     kernels_as_calls: bool = False
     """True: trace attention other than einsum as one call that computes nothing. For plans, because
     some kernels can only be traced where their device is."""
+    plain_sums: bool = False
+    """True: add rows by id with a scatter, which is one equation at any size, on all platforms."""
+    choices: Choices | None = None
+    """Where choices by size are kept. Small programs are compared with those at a run's sizes."""
 
 
 _PLANNED = jax.make_user_context(Planned())  # JAX retraces a jitted function if it differs
@@ -208,6 +217,12 @@ def planned_for(**changes: object) -> contextlib.AbstractContextManager:
 def planned() -> Planned:
     """Returns the options with which the current program is traced."""
     return _PLANNED.value
+
+
+def choose_by_size(key: object, choice: bool) -> bool:
+    """Returns `choice`, or what a trace at other sizes chose here: see Planned.choices."""
+    choices = _PLANNED.value.choices
+    return choice if choices is None else choices.make(key, choice)
 
 
 @_refused_in_steps

@@ -1,11 +1,9 @@
 """Zigzag order, which gives the devices of an axis chunks of a dim that balance causal attention.
 
 On n devices, the dim has 2n chunks. Device i holds chunks 2i and 2i + 1 in the order of positions,
-`L/c`, and chunks i and 2n - 1 - i in zigzag order, in which the dim is named Z: `Z/c`. The proof
-treats the two as different dims, so values in one order never meet values in the other.
+`L/c`, and chunks i and 2n - 1 - i in zigzag order, in which the dim is named Z: `Z/c`. Types treat
+the two as different dims, so values in one order never meet values in the other.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,6 @@ from jax import lax
 
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.checks import note_type
-from shardlib.marks import per_device
 from shardlib.op_checks import checked_collective, wrong_spec
 from shardlib.parsing import ZIGZAG, ShardError
 from shardlib.values import describe, devices_along, stage_axes
@@ -63,9 +60,7 @@ def zigzag(spec, x):
             raise ShardError(
                 problem, f"make {before.name} a multiple of {2 * devices_along(before.axes)}"
             )
-    exchange = functools.partial(exchanged, before.axes[0], dim, after.name == ZIGZAG)
-    reason = f"device i of n has chunks i and 2n - 1 - i of a dim in zigzag order: {op}"
-    return note_type(per_device(str(rhs), exchange, value, reason=reason, takes=str(lhs)), rhs)
+    return note_type(exchanged(before.axes[0], dim, after.name == ZIGZAG, value), rhs)
 
 
 def exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """The command `shardwright`: `shardwright train`, and each program in shardwright/tools, such as `shardwright plan`."""
 
 import ast
-import importlib
 import importlib.metadata
 import os
 import pkgutil
@@ -11,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 from shardlib.parsing import did_you_mean
-from shardwright.modeling.training import training_module
+from shardwright.settings import starting
 
 TOOLS = Path(__file__).parent / "tools"
 OF_PROJECT = ("train", "check", "forecast", "ladder", "plan", "schedule", "verify")
@@ -39,6 +38,7 @@ def first_line_of(file: Path) -> str:
 
 def main() -> None:
     """Runs the program that the first argument names, with the others as its command line."""
+    starting.prepare()
     command, *arguments = sys.argv[1:] or ["--help"]
     known = commands()
     if command in ("--help", "-h"):
@@ -54,11 +54,13 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv = [f"shardwright {command}", *arguments]
     if command == "train":
+        from shardwright.modeling.training import training_module  # needs packages
+
         try:
             name = training_module()
         except ValueError as error:
             sys.exit(f"Error: {error}")
-        importlib.import_module(name).main()
+        starting.run(name)
     else:
         runpy.run_module(f"shardwright.tools.{command}", run_name="__main__", alter_sys=True)
 

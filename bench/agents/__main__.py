@@ -6,7 +6,7 @@
 
 The tasks follow ATE-Bench (arXiv 2605.31463), without its four of operating and profiling on GPUs. Give an agent the
 text of one task at a time, and count its turns and tokens: this program is not the agent. It computes the answers from
-the program. A feature is right if the copy leaves the proof alone, `tools.check` accepts the step on the mesh of the
+the program. A feature is right if the copy leaves the check alone, `tools.check` accepts the step on the mesh of the
 task, logits, losses and gradients are those of whole arrays in NumPy (dense.py), and 20 steps lower the loss.
 
 Exit status 0 if all tasks are right. The checks of one feature take one to three minutes on two cores.

@@ -3,7 +3,7 @@
     python -m bench.mutants                            # plants those on the list that tests caught; 1 if one is missed
     python -m bench.mutants --all                      # plants also those that no test caught, and records the results
     python -m bench.mutants --new 40 --seed 2          # draws others by the syntax tree, adds them to the list
-    python -m bench.mutants --only shardlib/proof      # only those in files that begin so
+    python -m bench.mutants --only shardlib/exact      # only those in files that begin so
 
 The list is tests/data/mutants.toml. Run this before you remove or shorten tests, and afterwards. Each fault is planted
 in a temporary copy of the checkout, where the tests that failed for it before run first. If none of them fails now, or

@@ -117,9 +117,9 @@ FLOORS = (
     ("shardwright/tools", "programs next to training: plan, verify, replay, generate, serve, report, …"),
     ("shardwright/models", "GPT-2, the families of Qwen, Mistral, Gemma, …, mixture of experts"),
     ("train.py", "model, forward pass, loss, gradients, optimizer, step, loop"),
-    ("shardwright", "runs, checkpoints, proof, plan, statistics, optimizers, attention"),
+    ("shardwright", "runs, checkpoints, checks, plan, statistics, optimizers, attention"),
     ("shardwright/data", "text, tokenizers, datasets, batches"),
-    ("shardlib", "sharding types, typed ops, the proof, pipelines; installs alone"),
+    ("shardlib", "sharding types, typed ops, the check, pipelines; installs alone"),
 )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from shardwright.data.checks import check_choice, check_range, within
+from shardwright.data.checks import a_path, check_choice, check_range, within
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ class MeshConfig:
 class HardwareConfig:
     """Settings of the devices, their compiler and their environment."""
 
-    chip: str | None = None
+    chip: str | None = a_path(None)
     """Kind of device, for plans (docs/plan.md): a name in shardwright/cluster/chips/, or the path of such a YAML file.
     A run prefers the chip that JAX reports, if known, to a name. Null: only that."""
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -37,10 +37,11 @@ def make_mesh(devices: Sequence[Device], **given: int) -> jax.sharding.Mesh:
         sizes |= {axis: len(devices) // max(1, wanted) for axis, size in given.items() if size == -1}
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
         shown = mesh_text(given)
-        simulate = f" hardware.simulated_devices={wanted} simulates {wanted}." if devices[0].platform == "cpu" else ""
+        can_simulate = devices[0].platform == "cpu" and min(given.values(), default=1) > 0
+        simulate = f" hardware.simulated_devices={wanted} simulates {wanted}." if can_simulate else ""
         raise ValueError(
             f"mesh {shown} does not fit {len(devices)} devices: the product of the sizes must be their number. Set "
-            f"mesh.<axis>; one may be -1, for the remaining devices.{simulate if wanted else ''}"
+            f"mesh.<axis>; one may be -1, for the remaining devices.{simulate}"
         )
     return explicit_mesh(axes_of_mesh(sizes), devices)
 
@@ -172,13 +173,6 @@ def simulate_devices(hardware: HardwareConfig) -> None:
         return
     with contextlib.suppress(RuntimeError):  # in a later job of a sweep
         jax.config.update("jax_num_cpu_devices", count)
-
-
-def kept_programs(name: str) -> Path | None:
-    """Returns a directory of this name in JAX's compilation cache; None without a cache."""
-    directory = _settings.jax_compilation_cache_dir
-    keeps = directory and _settings.jax_enable_compilation_cache
-    return Path(directory) / name if keeps and "://" not in directory else None
 
 
 def _keep_programs(directory: str) -> None:

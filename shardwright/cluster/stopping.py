@@ -1,5 +1,6 @@
 """Turns Ctrl-C and the signals of schedulers into requests to stop after a step."""
 
+import itertools
 import os
 import signal
 import stat
@@ -8,6 +9,12 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+_polls = itertools.count(1)
+
+
+class Stopped(BaseException):
+    """A signal ends the run before its first step. The argument is the name of the signal."""
 
 
 class StopRequest:
@@ -18,16 +25,28 @@ class StopRequest:
     and one may arrive during the last save. SIGHUP stays ignored if it was, as under nohup.
 
     With several processes, a signal to any of them stops all after the same step: JAX's preemption service, which
-    handles SIGTERM since jax.distributed.initialize, agrees on the next step that no process has started. Only the main
+    handles SIGTERM since jax.distributed.initialize, agrees on the next poll that no process has made. Only the main
     thread gets signals; in other threads this does nothing.
+
+    Args:
+        at_once: True for the time before the first step: a signal to a run of one process raises Stopped, or as usual
+            KeyboardInterrupt. A context inside ends this time, and yields this StopRequest.
     """
 
-    def __init__(self):
+    _current: "StopRequest | None" = None
+
+    def __init__(self, at_once: bool = False):
+        self._at_once = at_once
         self._name: str | None = None
+        self._agreed = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
+        if (outer := StopRequest._current) is not None:
+            outer._at_once = False
+            return outer
         if threading.current_thread() is threading.main_thread():
+            StopRequest._current = self
             own = [signal.SIGINT]
             if jax.process_count() == 1:
                 own.append(signal.SIGTERM)
@@ -39,24 +58,23 @@ class StopRequest:
         return self
 
     def __exit__(self, *exc_info) -> None:
+        if StopRequest._current is self:
+            StopRequest._current = None
         while self._previous:
             signal.signal(*self._previous.popitem())
 
-    def after(self, step: int) -> str | None:
-        """Returns the name of the signal that stops all processes after this step, or None.
+    def poll(self) -> str | None:
+        """Returns the name of the signal that stops all processes now, or None.
 
-        Every process must call this once per step. Does not wait for the devices.
+        All processes must call this equally often. Does not wait for the devices.
         """
         if jax.process_count() == 1:
-            return self.signal
-        return (self._name or "SIGTERM") if multihost_utils.reached_preemption_sync_point(step) else None
-
-    @property
-    def signal(self) -> str | None:
-        """Name of the signal to a run of one process; None without one, or if several processes have to agree."""
-        return self._name if jax.process_count() == 1 else None
+            return self._name
+        self._agreed = self._agreed or multihost_utils.reached_preemption_sync_point(next(_polls))
+        return (self._name or "SIGTERM") if self._agreed else None
 
     def _request(self, number: int, frame: object) -> None:
+        is_first = self._name is None
         self._name = self._name or signal.Signals(number).name
         if number == signal.SIGHUP:
             _drop_output()
@@ -64,6 +82,8 @@ class StopRequest:
             signal.signal(signal.SIGINT, self._previous.pop(signal.SIGINT))
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # the only signal that JAX forwards to the other processes
+        elif self._at_once and is_first:
+            raise KeyboardInterrupt if number == signal.SIGINT else Stopped(self._name)
 
 
 def _drop_output() -> None:

@@ -65,8 +65,8 @@ def pause(what: str) -> Iterator[None]:
 def watched(c: DistributedConfig) -> Iterator[None]:
     """Context that ends this process with STALLED if its main thread makes no progress for too long.
 
-    After an exception the process prints it and ends with the code of `exit_of`, without waiting for the others. Does
-    nothing in a run of one process.
+    All processes leave it together. After an exception the process prints it and ends with the code of `exit_of`,
+    without waiting for the others. Does nothing in a run of one process.
 
     Raises:
         ValueError: the number of processes is not distributed.count.
@@ -87,9 +87,12 @@ def watched(c: DistributedConfig) -> Iterator[None]:
     threading.Thread(target=_watch, args=(c, who, over), name="watch", daemon=True).start()
     try:
         yield
+        now_at("waiting for the other processes to end", paused=True)
+        # JAX answers SIGTERM once all processes have noticed it. It waits three minutes for one that has left.
+        multihost_utils.sync_global_devices("end")
     except BaseException as error:
         now_at("ending after an error")
-        atexit.register(_end_after_error, exit_of(error).code)
+        atexit.register(_end_after_error, 130 if isinstance(error, KeyboardInterrupt) else exit_of(error).code)
         raise
     over.set()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,36 @@ def within(low: float, end: float, default: Any = dataclasses.MISSING, **options
 at_least_0 = functools.partial(within, 0, math.inf)
 above_0 = functools.partial(within, math.ulp(0), math.inf)
 at_least_1 = functools.partial(within, 1, 2**31)
+
+
+def a_path(default: Any = dataclasses.MISSING, **options: Any) -> Any:
+    """Makes a dataclass field for a path, a list of paths, or what may be a path, for expand_paths."""
+    return dataclasses.field(default=default, metadata={"path": True}, **options)
+
+
+def expand_paths(section: str, settings: Any) -> None:
+    """Expands a leading ~ in the fields made by `a_path`, in `settings` and in nested dataclasses.
+
+    Raises ValueError if the home directory is unknown.
+    """
+    for field in dataclasses.fields(settings):
+        name = f"{section}.{field.name}" if section else field.name
+        value = getattr(settings, field.name)
+        if "path" in field.metadata:
+            setattr(settings, field.name, _expanded(name, value))
+        for key, inner in value.items() if isinstance(value, dict) else [("", value)]:
+            if dataclasses.is_dataclass(inner):
+                expand_paths(f"{name}.{key}".rstrip("."), inner)
+
+
+def _expanded(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_expanded(name, each) for each in value]
+    if not isinstance(value, str) or not value.startswith("~"):
+        return value
+    if (path := os.path.expanduser(value)) == value:
+        raise ValueError(f"{name} is {value}, but there is no such home directory. Write the whole path, or ./{value}.")
+    return path
 
 
 def check_ranges(section: str, settings: Any) -> None:

@@ -19,6 +19,10 @@ SMALL, LARGE = 2**24, 2**27
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 """Bytes of memory of this host."""
 COPY_AGAIN = "Copy or download it again."
+POINTERS = {b"version https://git-lfs.github.com/spec/": "git lfs pull", b"/annex/objects/": "git annex get"}
+"""First bytes of a file that stands for content which Git has not fetched, and the command that fetches it."""
+POINTER_BYTES = 2**10
+"""No pointer is larger."""
 
 _UNSAFE = re.compile(r"[^\S \n\t\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]|[\x00-\x08\x0e-\x1b\x7f-\x9f\ud800-\udfff"
                      r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # fmt: skip
@@ -49,12 +53,14 @@ def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
     kind = Damaged
     status = None
     why = None
+    remedy = COPY_AGAIN
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte in the name
         if not os.path.islink(path):
             raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
         why = "it is a link to a file that is missing"
+        remedy = "Run `git annex get` in its folder." if "annex/objects/" in os.readlink(path) else COPY_AGAIN
     except OSError as error:  # a link to itself is damage; for other errors the file may be intact
         kind = Damaged if error.errno == errno.ELOOP else ValueError
         why = error.strerror
@@ -65,8 +71,21 @@ def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
     elif status and not os.access(path, os.R_OK):
         kind = ValueError
         why = "its permissions forbid it"
+    elif status and status.st_size <= POINTER_BYTES:
+        with open(path, "rb") as file:
+            check_pointer(str(path), file.read(POINTER_BYTES))
     if why is not None:
-        raise kind(f"{path} cannot be read: {why}. {COPY_AGAIN}")
+        raise kind(f"{path} cannot be read: {why}. {remedy}")
+
+
+def check_pointer(where: str, content: bytes) -> None:
+    """Raises ValueError if the content of the file `where` is one of POINTERS."""
+    for start, command in POINTERS.items():
+        if content.startswith(start):
+            raise ValueError(
+                f"{where} is a pointer of {command.rpartition(' ')[0]}: its content is not downloaded. Run `{command}` "
+                "in its folder, or download the file itself."
+            )
 
 
 def check_private(directory: Path) -> None:
@@ -83,7 +102,7 @@ def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:
     Raises:
         FileNotFoundError: it does not exist.
         Damaged: it is a directory, a pipe or a device, or has more than `most` bytes.
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or is a pointer to content that is elsewhere.
     """
     check_file(path, most)
     with open(path, "rb") as file:

@@ -1,251 +1,464 @@
-"""Proves that a model is causal, before a run, an evaluation and the first generated text. See docs/soundness.md."""
+"""Checks that a model is causal, before a run, an evaluation and the first generated text. See docs/soundness.md.
 
-import functools
+The programs run on one device, at small sizes, in exact arithmetic (shardlib.exact); soundness.py checks that the mesh
+computes the same. For several positions there are two batches, which only have in common what the position may see. The
+logits of the second batch are put into the run of the first one. If that changes the losses of the document up to this
+position, then their logits depend on what differs, or these losses on logits of other positions.
+"""
+
+import contextlib
+import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Iterator, Set
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.axes import OPTIONAL, PIPELINE_AXIS
-from shardlib.marks import GIVEN
-from shardlib.places import place as place_at
-from shardlib.places import users_call
-from shardlib.proof.causality import find_later, operations, tokens
-from shardlib.proof.check import Finding, on_one_device
-from shardlib.proof.lengths import compared
-from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, make_reach, reshaped, unknown
-from shardwright.data.loader import TokenBatch
-from shardwright.inspect.soundness import Unproved, code_of, devices_of, refuse
-from shardwright.modeling import fp8
+from shardlib.axes import OPTIONAL
+from shardlib.exact.endings import Undecided
+from shardlib.exact.machine import Machine, Observer
+from shardlib.exact.values import Exact, equal, join, move
+from shardlib.findings import Finding, raise_for
+from shardlib.interpret import Operation
+from shardlib.tracing import on_one_device, tracing
+from shardwright.inspect.smaller import draw, make_small
+from shardwright.inspect.soundness import traced
 from shardwright.modeling.attention_calls import mask_of, sees_later
 from shardwright.modeling.masks import AttentionMask
-from shardwright.run.best_effort import in_a_line
+from shardwright.modeling.model import LOGITS
 from shardwright.run.step import Step
+from shardwright.run.stores import in_all_processes
 
-ROWS, LENGTH = 2, 256
-"""Number of sequences, and least number of positions in each, with which a model is checked."""
-AT_MOST = 4096
-"""Largest number of tokens, if ROWS of LENGTH would be another program or would not show all that it does."""
+BATCHES, LOGITS_OF = "batches", "logits of"
+"""Leading dims of all values beside those of devices. Batches are in pairs; a dim has one entry where all have the
+same. From the logits on there are two values for each batch: with its own logits, and with those of its pair."""
+ROWS, LONGER = 2, 2
+"""Sequences of a microbatch, and how many times as many positions as the small program: more than a top_k chooses."""
+WINDOWS = 12
+"""Number of positions of which it is tried what they see."""
+TRIED = 20
+"""Number of equations that are tried as the origin of a dependency."""
+OWN = "the token that it predicts"
+EARLIER = "a token in an earlier document"
+OTHERS = "another sequence of the batch"
+SINGLE = 16
+"""Number of windows in which a leak is looked for, one by one."""
 PURPOSE = "If the model is not causal on purpose, say so: AttentionMask(causal=False)"
 REMEDIES = {
-    "as far as it is followed": "use masked products, jnp.cumsum, or lax.scan over positions, so that "
-    f"each position reads those before it. {PURPOSE}",
-    "where later documents begin": "read tokens.positions and tokens.document of the position itself and of those "
-    "before it, with no shift to the left, and no count or maximum over L",
-    "another sequence": "keep sequences separate: take means, norms and choices over dims other than B",
-    "in an earlier document": "leave out what comes from another document: attend by masks.same_document, set it to 0 "
-    "by tokens.document or tokens.positions, or set training.document_mask=false",
-    "receives no": "compute the loss of checked_logits and of Targets, as summed_loss in train.py does",
-    "meets the logits": "compute the loss of a target from the logits of its own position, or of an earlier one",
-    "is to predict the token": "give the loss of each position its own target, batch.targets at that position",
-    ": (dot_general|reduce_max|select_n|while|scan): ": "leave later positions out of what is taken together: give "
-    f"them weight 0, as masks.causal and jnp.where(q >= k, …) do. {PURPOSE}",
+    "later documents begin": "read tokens.positions and tokens.document of the position itself and of those before it, "
+    "with no shift to the left, and no count or maximum over L",
+    "targets count": "read tokens.counted of the position itself and of those before it",
+    f"{EARLIER}|earlier documents begin": "leave out what comes from another document: attend by masks.same_document, "
+    "set it to 0 by tokens.document or tokens.positions, or set training.document_mask=false",
+    OTHERS: "keep sequences separate: take means, norms and choices over dims other than B",
+    "is that of an earlier": "give the loss of each position its own target, batch.targets at that position",
+    "see later ones": f"add masks.causal to its mask_mod. {PURPOSE}",
+    ": the loss of": "compute the loss of a target from the logits of its own position, or of an earlier one; give a "
+    "head that reads later tokens the targets after these: Targets.of with later targets",
+    ": gather: .*predicts": "embed tokens.ids as they are, which a position reads before it predicts the next one",
+    ": (slice|concatenate|pad|conv_general_dilated|rev): ": "shift to the right, jnp.pad(x[:, :-n], ((0, 0), (n, 0), "
+    f"(0, 0))), so that a position reads those before it. {PURPOSE}",
     ": (sort|top_k|arg...): ": "let each position choose by itself: a rank among all positions of a sequence depends "
     f"on later ones. {PURPOSE}",
-    "the loss: the logits": "give a head targets that come after all tokens that it reads: Targets.of with later "
-    "targets, as for the next token's embedding in multi-token prediction (docs/soundness.md#causality)",
-    ": reduce_": f"take sums up to each position, jnp.cumsum(x, axis=1), or mask later positions out. {PURPOSE}",
-    ": (slice|concatenate|pad|conv_general_dilated|dynamic_slice): ": "shift to the right, jnp.pad(x[:, :-n], "
-    f"((0, 0), (n, 0), (0, 0))), so that a position reads those before it. {PURPOSE}",
-    "": "let a position learn only from those before it in its document: through attention, by masks.causal and "
-    "masks.same_document, or masked by tokens.document. docs/soundness.md#causality has what passes, such as blocks "
-    f"that a top_k selects. {PURPOSE}",
+    ": reduce_sum: ": f"take sums up to each position, jnp.cumsum(x, axis=1), or mask later positions out. {PURPOSE}",
+    "": "leave later positions out of what is taken together: give them weight 0, as masks.causal and "
+    f"jnp.where(q >= k, …) do. {PURPOSE}",
 }
 """The remedy, by a pattern that the message matches."""
 
 
-def remedied(problem: str, form: str) -> Finding:
-    """Adds the remedy to a problem of a program in a form."""
-    remedy = next(text for part, text in REMEDIES.items() if re.search(part, problem))
-    return Finding(f"{problem}\n  remedy: {remedy}", form=form)
-
-
 def check_causal(step: Step, context: int | None = None) -> str:
-    """Raises if the logits of a model depend on a later token of the document, or on another document or sequence.
-
-    The evaluation and the training step of one microbatch are traced for one device, and not run; what their losses
-    depend on is checked. In sampling, the forward pass is traced.
+    """Raises if losses or logits depend on a later token of the document, or on another document or sequence.
 
     Args:
-        step: a step of a run, or of its model. It is checked once for the same programs and code.
+        step: a step of a run, or of its model.
         context: positions of a text, which is one document; None: check the run, not texts.
 
     Returns:
-        Why nothing is proved; empty if the proof succeeds.
+        Why nothing is known; empty if the model is causal.
 
     Raises:
-        ShardError: names the line where the token comes in that the position must not see.
+        ShardError: names the line where what a position must not see comes in; or what the check cannot decide,
+            unless training.accept_undecided accepts it.
     """
-    if context is None:
-        checked = [step.other(name=name) for name in ("evaluation", "training")]
-    else:
-        forms = "document mask", "one chunk", "einsum attention"
-        one = on_one_device(step.mesh, OPTIONAL)
-        checked = [step.other(*forms, name="logits", size=(ROWS, context), mesh=one)]
-    patterns = [*(call.pattern for each in checked for call in each.calls), getattr(step.model, "mask", None)]
+    names = ("evaluation", "training") if context is None else ("logits",)
+    calls = [call for name in names for call in step.other(name=name).calls]
+    patterns = [*(call.pattern for call in calls), getattr(step.model, "mask", None)]
     if not all(pattern.causal for pattern in patterns if isinstance(pattern, AttentionMask)):
         return "the model's attention mask says causal=False"
-    settings = step.model.config, checked[0].config.training, step.config.optimizer, context, devices_of(step.mesh)
 
-    def key():
-        return (*(each.digest for each in checked), "causality", settings)
+    def check() -> dict[str, str]:
+        try:
+            found = next(filter(None, (find_leaks(small_program(step, name)) for name in names)), [])
+            raise_for(found, wrong="wrong: a position depends on what it must not see")
+        except Undecided as error:
+            if step.config.training.accept_undecided:
+                return {"why": str(error)}
+            remedy = "training.accept_undecided=true runs without knowing whether the model is causal"
+            raise_for([Finding(f"{error}\n  remedy: {remedy}")])
+        return {}
 
-    try:
-        refuse(lambda: list(dict.fromkeys(_findings(checked))), key, *code_of(step))
-    except Unproved as why:
-        return str(why)
-    return ""
+    return in_all_processes(lambda: check() if jax.process_index() == 0 else {}).get("why", "")
 
 
 def describe_causality(step: Step) -> str:
-    """The line of a run's log: the model is causal, or why that is not proved. Raises ShardError like check_causal."""
-    if unproved := check_causal(step):
-        return f"causality  not proved: {unproved}"
+    """The line of a run's log: the model is causal, or why that is not known. Raises ShardError like check_causal."""
+    if why := check_causal(step):
+        return f"causality  not known: {why}"
     return "causality  no position sees a later token or another document"
 
 
-def _findings(checked: list[Step]) -> Iterator[Finding]:
-    for step in checked:
-        for call in dict.fromkeys(step.calls):
-            if sees_later(mask_of(step.forward, call), call, step.size[1]):  # at all distances
-                stack = f" of {call.stack}" * (call.stack != "layers")
-                place = f"layer {call.place}{stack}" + (", in training," if step.forward.in_training else "")
-                mask = f"{call.pattern.made}: the attention mask `{call.pattern}`"
-                yield Finding(
-                    f"{mask} of {place} lets a position see later ones\n  "
-                    f"remedy: add masks.causal to its mask_mod. {PURPOSE}",
-                    is_wrong=True,
-                )
-                return
-    for step in checked:
-        name = step.name if step.name == "logits" else f"{step.name} loss"
-        # einsum is checked; attention_calls.check_paths compares other implementations with it. With p, the parts of
-        # the loss are run as stages run them, one after the other.
-        forms = ["einsum attention", *(["layers in order"] if PIPELINE_AXIS in step.mesh.shape else [])]
-        mesh = on_one_device(step.mesh, {*OPTIONAL} - {PIPELINE_AXIS})
-        if found := list(_of_program(step.other(*forms, name=name, mesh=mesh))):
-            yield from found
+def small_program(step: Step, name: str) -> Step:
+    """Returns a program of a step, on one device, at sizes that show what positions see."""
+    small = make_small(step).step
+    rows, length = small.size
+    with contextlib.suppress(ValueError):  # a model for so many positions
+        small.config.model.check(LONGER * length)
+        length *= LONGER
+    forms = ["document mask"] * (name == "logits")
+    mesh = on_one_device(small.mesh, OPTIONAL)
+    return small.other(*forms, name=name, mesh=mesh, size=(min(rows, ROWS), length))
+
+
+def find_leaks(step: Step) -> list[Finding]:
+    """Finds what a program, at small sizes on one device, lets a position see that it must not; at most one line.
+
+    Raises:
+        Undecided: the program cannot be run exactly.
+    """
+    program = _Program(step)
+    pairs = program.pairs()
+    first = pairs[0]
+    last = dataclasses.replace(first, changed={OWN: first.changed[OWN]})
+    *ordinary, of_last = program.run([*pairs, last])
+    if step.name != "logits" and not program.has_logits:
+        remedy = "compute the loss of checked_logits and of Targets, as summed_loss in train.py does"
+        return [Finding(f"the {step.name} loss: it receives no logits\n  remedy: {remedy}")]
+    if of_last.ignores_targets:
+        within = dataclasses.replace(first, changed={OWN: {"targets": first.first["loss_mask"]}})
+        if not program.run([within])[0].ignores_targets:
+            problem = f"the {step.name} loss: the target of a position is that of an earlier position"
+            return [_finding(problem)]
+    leaking = [pair for pair, losses in zip(pairs, ordinary, strict=True) if losses.differ]
+    if not leaking:
+        return []
+    for call in dict.fromkeys(step.calls):
+        if sees_later(mask := mask_of(step.forward, call), call, step.size[1]):
+            stack = f" of {call.stack}" * (call.stack != "layers")
+            where = f"layer {call.place}{stack}" + ", in training," * step.forward.in_training
+            return [_finding(f"{mask.made}: the attention mask `{mask}` of {where} lets a position see later ones")]
+    single = [make_pair(pair.first, [window], program.drops) for pair in leaking for window in pair.windows]
+    leaking = program.leaking(single[:SINGLE]) or leaking
+    for kind in leaking[0].changed:
+        alone = program.leaking([dataclasses.replace(pair, changed={kind: pair.changed[kind]}) for pair in leaking])
+        if alone:
+            return [program.finding(alone[0], kind)]
+    return [program.finding(leaking[0], "what it must not see")]
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+Batch = dict[str, np.ndarray]
+"""The arrays of a TokenBatch, by field."""
+
+
+class Window(NamedTuple):
+    """Positions begin, …, end - 1 of a sequence, in one document. `row` is the index of the sequence."""
+
+    row: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two batches that have in common what positions in some windows may see.
+
+    Attributes:
+        windows: at most one in a sequence.
+        first: a batch, in which the targets in the windows count.
+        changed: where the other one differs, by field, for each kind of what the positions must not see.
+    """
+
+    windows: Sequence[Window]
+    first: Batch
+    changed: dict[str, Batch]
+
+    def second(self, vocab: int) -> Batch:
+        """Makes the other batch."""
+        found = dict(self.first)
+        for field, where in (change for of_kind in self.changed.values() for change in of_kind.items()):
+            if field not in found:
+                continue
+            x = self.first[field]
+            other = ~x if x.dtype == bool else (x + 1 + np.arange(x.size).reshape(x.shape) % (vocab - 1)) % vocab
+            where = where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
+            found[field] = np.where(where, other, found[field]).astype(x.dtype)
+        return found
+
+
+def make_pair(batch: Batch, windows: Sequence[Window], drops: bool) -> Pair:
+    """Makes a pair of batches; the first one is like `batch`. If experts drop tokens, earlier documents matter."""
+    within, begins, own, earlier, later, rows = (np.zeros(batch["targets"].shape, bool) for _ in range(6))
+    for row, begin, end in windows:
+        rows[row] = True
+        earlier[row][:begin] = True
+        begins[row][begin] = True
+        within[row][begin:end] = True
+        own[row][end - 1] = True
+        later[row][end:] = True
+    tokens = "targets", "inputs"
+    changed = {
+        "a later token": dict.fromkeys(tokens, later),
+        OWN: dict.fromkeys(tokens, own),
+        "where later documents begin": {"is_seq_start": later},
+        "which other targets count": {"loss_mask": ~within},
+        EARLIER: {} if drops else dict.fromkeys(tokens, earlier),
+        "where earlier documents begin": {} if drops else {"is_seq_start": earlier},
+        OTHERS: dict.fromkeys((*tokens, "is_seq_start"), ~rows),
+    }
+    starts = np.where(within, begins, batch.get("is_seq_start", begins))
+    return Pair(windows, {**batch, "is_seq_start": starts, "loss_mask": within}, changed)
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+class _Program:
+    """A program that computes a loss, or the logits of texts, on one device."""
+
+    def __init__(self, step: Step):
+        self._jaxpr = traced(step)
+        info = step.traced.out_info
+        with tracing(step.mesh):
+            if step.name != "logits":
+                loss = info[1].loss if step.name == "training" else info[0]
+                used = [x is loss for x in jax.tree.leaves(info)]
+                self._jaxpr = ClosedJaxpr(dce_jaxpr(step.jaxpr.jaxpr, used, instantiate=True)[0], step.jaxpr.consts)
+        self._step = step
+        self._args = draw(step, 0)
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(step.traced.args_info)]
+        fields = "targets", "inputs", "is_seq_start", "loss_mask"
+        of_batch = [(i, path.rpartition(".")[2]) for i, path in enumerate(paths) if path.startswith("[0][1]")]
+        self._at = {field: i for i, field in of_batch if field in fields}
+        self._is_whole = not step.config.training.document_mask
+        if step.name == "logits":  # each text is a document
+            self._is_whole = True
+            i = self._at.pop("is_seq_start")
+            self._args[i] = np.broadcast_to(np.arange(step.size[1]) == 0, self._args[i].shape)
+        self.has_logits = False
+        slots = getattr(step.config.model, "slots", None)
+        self.drops = step.name == "training" and slots is not None and bool(slots(step.config.training.seq_len))
+        """True if experts drop tokens, by what earlier documents of the sequence need."""
+
+    def pairs(self) -> list[Pair]:
+        """Draws pairs of batches with windows in half of the sequences, which end at several positions."""
+        rng = np.random.default_rng(0)
+        of_step = {field: self._args[i] for field, i in self._at.items()}
+        *rows, length = of_step["targets"].shape
+        halves = [half for half in np.array_split(rng.permutation([*np.ndindex(*rows)]), 2) if len(half)]
+        places = rng.permuted(np.linspace(1, length, min(length, WINDOWS)).round())
+        ends = itertools.cycle(places)
+        found = []
+        for half in itertools.islice(itertools.cycle(halves), max(2, math.ceil(len(places) / len(halves[-1])))):
+            windows = []
+            for row in half:
+                end = int(next(ends))
+                begin = 0 if self._is_whole else int(rng.integers(end))
+                windows.append(Window(tuple(map(int, row)), begin, end))
+            batch = {field: rng.permuted(x) for field, x in of_step.items()}
+            found.append(make_pair(batch, windows, self.drops))
+        return found
+
+    def leaking(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """Returns the pairs of which the losses or logits differ."""
+        return [pair for pair, losses in zip(pairs, self.run(pairs), strict=True) if losses.differ]
+
+    def run(self, pairs: Sequence[Pair], observe: Observer | None = None) -> list["Losses"]:
+        """Runs pairs of batches."""
+        vocab = self._step.config.model.vocab
+        batches = [batch for pair in pairs for batch in (pair.first, pair.second(vocab))]
+
+        def exchange(machine: Machine, operation: Operation, ins: list, outs: list) -> None:
+            if _is_logits(operation):
+                self.has_logits = True
+                outs[0] = move(_with_other, outs[0])
+            if observe is not None:
+                observe(machine, operation, ins, outs)
+
+        machine = Machine({BATCHES: len(batches), LOGITS_OF: 2, **self._step.mesh.shape}, exchange)
+        args = [machine.whole(x) for x in self._args]
+        for field, i in self._at.items():
+            args[i] = join(np.concatenate, [machine.whole(batch[field]) for batch in batches])
+        (out,) = machine.run(self._jaxpr, args)
+        of_texts = self._step.name == "logits"
+        out = move(_with_other, out) if of_texts else out
+        out = move(lambda a: np.broadcast_to(a, (len(batches), 2, *a.shape[2:])), out)
+        found = []
+        for i, pair in enumerate(pairs):
+            part = (..., pair.first["loss_mask"], slice(None)) if of_texts else ...
+            losses = Losses(*(Exact(*(a[2 * i + j, k][part] for a in out.parts)) for j, k in ((0, 0), (0, 1), (1, 1))))
+            if not np.isfinite(losses.own.value).all():
+                raise Undecided("the loss is not finite if the targets of few documents count")
+            found.append(losses)
+        return found
+
+    def finding(self, pair: Pair, kind: str) -> Finding:
+        """Names the line at which something that a position must not see comes into what is computed for it."""
+        (before,) = self.run([pair])
+        found = _Differences(pair, kind)
+        self.run([pair], found)
+        changing = []
+        for path, problem in list(found.candidates.items())[:TRIED]:
+            (after,) = self.run([pair], _Without(found, path))
+            if not after.differ:  # from the loss on all that differs mends it
+                changing = changing if changing and ": the loss" in problem else [problem]
+                break
+            if not equal(before.other, after.other).all():
+                changing.append(problem)
+        changing.append(f"the {self._step.name} step: the loss of a position depends on {kind}")
+        if before.differ_by_rounding:
+            raise Undecided(f"{changing[0]}, or exact arithmetic has no law for it")
+        return _finding(changing[0])
+
+
+class Losses(NamedTuple):
+    """Losses of a pair of batches, or logits.
+
+    Attributes:
+        own: those of the first batch.
+        other: those of the first batch with the logits of the second.
+        of_other: those of the second batch with the logits of the first.
+    """
+
+    own: Exact
+    other: Exact
+    of_other: Exact
+
+    @property
+    def differ(self) -> bool:
+        """True if what is computed for the windows depends on what their positions must not see."""
+        return not equal(self.own, self.other).all()
+
+    @property
+    def differ_by_rounding(self) -> bool:
+        """True if they only differ as floats do."""
+        return np.allclose(self.own.value, self.other.value, rtol=1e-12, atol=1e-12)
+
+    @property
+    def ignores_targets(self) -> bool:
+        """True if the loss does not depend on the targets in which the batches differ."""
+        return bool(equal(self.own, self.of_other).all())
+
+
+def _is_logits(operation: Operation) -> bool:
+    return operation.name == "name" and operation.params["name"] == LOGITS
+
+
+def _with_other(a: np.ndarray) -> np.ndarray:
+    """Returns logits with those of the other batch of each pair beside them."""
+    if len(a) == 1:
+        return a
+    a = a[:, 0]
+    return np.stack([a, a[np.arange(len(a)) ^ 1]], 1)
+
+
+def _finding(problem: str) -> Finding:
+    remedy = next(text for part, text in REMEDIES.items() if re.search(part, problem))
+    return Finding(f"{problem}\n  remedy: {remedy}", is_wrong=True)
+
+
+# ---- the line --------------------------------------------------------------------------------------------------------
+
+
+class _Differences:
+    """An observer of one pair that notes which equations have other values at positions of the window.
+
+    An array has an entry for each position if neighboring dims have the size of a sequence together. Where other
+    sequences differ, it is the entries of the own one that count, in the first dim of the number of sequences.
+    """
+
+    def __init__(self, pair: Pair, kind: str):
+        self.candidates: dict[tuple[int, ...], str] = {}
+        self._window = pair.windows[0]
+        self._kind = kind
+        self._shape = pair.first["targets"].shape
+        self._made: dict[int, tuple[Any, Operation, list]] = {}
+        self._is_loss = False
+
+    def __call__(self, machine: Machine, operation: Operation, ins: list, outs: list) -> None:
+        """See shardlib.exact.machine.Observer."""
+        self._is_loss |= _is_logits(operation)
+        for x in outs:
+            if isinstance(x, Exact):
+                self._made.setdefault(id(x), (x, operation, ins))
+        if not _is_logits(operation) and any(self._differs(machine, x) for x in outs):
+            origin = self._origin(machine, operation, ins)
+            subject = "loss of a position depends" if self._is_loss else "logits of a position depend"
+            text = f"{origin.place()}: {origin.shown}: the {subject} on {self._kind}"
+            self.candidates.setdefault(operation.path, text)
+
+    def _origin(self, machine: Machine, operation: Operation, ins: list) -> Operation:
+        """Goes back to what took the positions together, from values without an entry for each."""
+        while True:
+            values = [x for x in ins if isinstance(x, Exact) and id(x) in self._made]
+            mixed = [x for x in values if self.window(machine.shape(x)) is None and not self._is_same(x)]
+            if not mixed:
+                return operation
+            _, operation, ins = self._made[id(mixed[0])]
+
+    def _differs(self, machine: Machine, x: Any) -> bool:
+        if not isinstance(x, Exact) or (self._kind == OWN and x.image is None):
+            return False
+        window = self.window(machine.shape(x))
+        return window is not None and not self._is_same(x, window)
+
+    def _is_same(self, x: Exact, window: Any = True) -> bool:
+        """True if the batches have the same; from the logits on, the first one with either of them."""
+        dim = 1 if self._is_loss else 0
+        if x.value.shape[dim] == 1:
+            return True
+        a, b = (move(lambda a, k=k: a[(0,) * dim + (k,)], x) for k in range(2))
+        return not (~equal(a, b) & window).any()
+
+    def window(self, shape: tuple[int, ...]) -> np.ndarray | None:
+        """True for the entries of an array that belong to the window; None if it has no such dims."""
+        *rows, length = self._shape
+        if self._kind == OTHERS:
+            for i in range(len(shape)):
+                for of_rows, row in ((rows, self._window.row), (rows[-1:], self._window.row[-1:])):
+                    if [*shape[i : i + len(of_rows)]] == of_rows:
+                        found = np.zeros(shape, bool)
+                        found[(slice(None),) * i + row] = True
+                        return found
+            return None
+        found = None
+        for i in range(len(shape)):
+            for j in range(i + 1, len(shape) + 1):
+                if np.prod(shape[i:j]) == length and shape[i] > 1 and shape[j - 1] > 1:
+                    at = np.arange(length).reshape((1,) * i + shape[i:j] + (1,) * (len(shape) - j))
+                    within = (self._window.begin <= at) & (at < self._window.end)
+                    found = within if found is None else found & within
+        return found
+
+
+class _Without:
+    """An observer that gives the results of one equation the values of the first batch at the window."""
+
+    def __init__(self, differences: _Differences, path: tuple[int, ...]):
+        self._differences = differences
+        self._path = path
+
+    def __call__(self, machine: Machine, operation: Operation, ins: list, outs: list) -> None:
+        """See shardlib.exact.machine.Observer."""
+        if operation.path != self._path:
             return
-
-
-def _of_program(step: Step) -> Iterator[Finding]:
-    rows, length = step.size
-    chunk = step.config.training.loss_chunk
-    try:
-        own = step.jaxpr
-    except Exception as error:  # whatever the program does there
-        yield _untraced(error, step, "one device")
-        return
-    failed: list[Finding] = []
-    why = f"its operations on {rows} × {length} tokens are others than on fewer"
-    doubt = ""
-    is_made_for_length = False
-    chunks = length // (chunk or length)  # as many, so that each has its part of the positions
-    lengths = (math.ceil((LENGTH << i) / chunks) * chunks for i in range(length.bit_length()))
-    shorter = [(ROWS, n) for n in lengths if n < length]
-    for at in (*shorter, (ROWS, length), *((rows, n) for _, n in shorter), step.size):
-        if math.prod(at) > max(AT_MOST, ROWS * LENGTH) or (is_made_for_length and at[1] < length):
-            continue
-        try:
-            fewer = step.other(size=at)
-            longer = step.other(size=(at[0], length)).jaxpr
-            program = fewer.jaxpr
-        except Exception as error:  # whatever the program does at this length; others are tried
-            failed = failed or [_untraced(error, step, f"{at[0]} × {at[1]} tokens")]
-            continue
-        if operations(program) != operations(own):
-            continue
-        if of_rows := compared(own, longer, rows, at[0])[0]:
-            why = f"{of_rows}: its sizes for {rows} sequences do not follow from those for {at[0]}"
-            continue
-        differs, unknown, is_made_for_length = compared(longer, program, length, at[1])
-        if differs:
-            why = f"{differs}: its sizes on {length} positions do not follow from those on {at[1]}"
-            continue
-        find = functools.partial(_first_problem, program, list(_runs(fewer)), growth=math.log(length, at[1]))
-        if (doubted := find(unknown=unknown)) and unknown:
-            if problem := find():  # a leak in the shorter program, whatever is unknown
-                yield remedied(problem, fewer.form)
-                return
-            doubted = find(unknown=unknown, is_shown=True)
-        elif doubted:
-            yield remedied(doubted, fewer.form)
-            return
-        if not doubted:
-            return
-        doubt = f"{doubted}, as far as {at[1]} positions show"
-        form = fewer.form
-    if doubt and not is_made_for_length:
-        yield remedied(doubt, form)
-    elif failed and not doubt:
-        yield from failed
-    else:
-        raise Unproved(doubt or why)
-
-
-def _untraced(error: Exception, step: Step, on: str) -> Finding:
-    """An error of a program, whatever it is, which is a rejection unless the settings say otherwise."""
-    problem = f"the {step.name} does not trace on {on}: {in_a_line(error)}"
-    if step.config.training.unproved_causality:
-        raise Unproved(problem)
-    call = users_call(error)
-    where = f"{place_at(call.tb_frame.f_code.co_filename, call.tb_lineno)}: " if call else ""
-    remedy = "mend the error; training.unproved_causality=true runs without a proof that the model is causal"
-    return Finding(f"{where}{problem}\n  remedy: {remedy}", form=step.form)
-
-
-def _first_problem(program: ClosedJaxpr, runs: list, unknown: Set[int] = frozenset(), **options: Any) -> str:
-    found = (find_later(program, unknown=unknown, free=(GIVEN, fp8.PEAK), **options, **run) for run in runs)
-    return next(filter(None, found), "")
-
-
-def _runs(step: Step) -> Iterator[dict[str, Any]]:
-    """Arguments of find_later: for later tokens, for tokens of other documents, and for where later documents begin."""
-    rows, length = step.size
-    sampled = step.name == "logits"
-
-    def is_batch(x):
-        return isinstance(x, TokenBatch)
-
-    parts = jax.tree.leaves(step.traced.args_info[0], is_leaf=is_batch)
-    (batch,) = filter(is_batch, parts)
-    until = length // 2
-    place = np.arange(length)
-    shape = batch.targets.shape
-    count = math.prod(shape[:-1]) // rows
-    starts = np.broadcast_to(place == 0, (count * rows, length)).copy()
-    if not sampled:  # more documents than positions before `until`, and of other rows one
-        starts[::2, 2 * length // 5 : 19 * length // 20] = starts[::2, -2:-1] = True
-        starts[::2, length // 5 : length // 5 + 2] = True
-    whole = constant(starts.copy())
-    starts[1::2, 3:4] = not sampled  # a long document that is not the first
-    other = starts & (place <= until)
-    other[::2, 3 * length // 4] = other[1::2, until + 1 : until + 2] = other[1::2, -1:] = True
-    documents = starts if step.config.training.document_mask else starts & (place == 0)
-    same = starts == other
-    either = make_reach(same.shape, starts, same, np.where(same, NONE, LATER))
-    either.ways = constant(starts), constant(other)
-
-    def run(begin: Reach, seen: np.ndarray, is_forward: bool = True) -> dict[str, Any]:
-        number = tokens(*same.shape, is_forward=is_forward)
-        before = np.where(documents, NONE, number - 1 if is_forward else number + 1)
-        targets = unknown(same.shape, np.uint32, number)
-        mask = unknown(same.shape, bool, before)
-        own = [x.moved(lambda a, x=x: reshaped(a, x.shape, shape), shape) for x in (targets, begin, mask)]
-        further = [x.shape for x in (batch.inputs, batch.loss_inputs) if x is not None]
-        own += (own[0].moved(lambda a: a[..., None], shape) for shape in further)
-        args = []
-        for x in parts:
-            args += own if is_batch(x) else [unknown(x.shape, dtype_of(x))]
-        return {"args": args, "seen": seen, "rows": rows, "is_forward": is_forward}
-
-    number = tokens(*same.shape)
-    first = np.maximum.accumulate(np.where(documents, number, number[:, :1]), axis=1)
-    yield run(whole, number - 1)
-    yield run(constant(starts), number.size - 1 - first, is_forward=False)
-    if not sampled:
-        yield run(either, np.where(place > until, LATER, number - 1))
+        for i, x in enumerate(outs):
+            window = self._differences.window(machine.shape(x)) if isinstance(x, Exact) else None
+            if window is not None:
+                outs[i] = move(lambda a, window=window: np.where(window, a[:1, :1], a), x)

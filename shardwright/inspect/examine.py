@@ -8,37 +8,30 @@ from typing import Any
 import jax
 
 from shardlib import products
-from shardlib.axes import PIPELINE_AXIS
 from shardwright.inspect.as_written import compared
 from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.compiled.trace import top_lines
 from shardwright.inspect.planning import plan_run
-from shardwright.inspect.soundness import check_steps, devices_of
+from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.run.background import FAILURES, run_beside
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.printing import log
-from shardwright.run.provenance import keep_result, read_by
 from shardwright.run.reference import check_paths_with_reference
 from shardwright.run.step import Step
 from shardwright.run.stores import in_all_processes
 
-__all__ = "RunStatistics", "check_as_written", "check_kernels", "draw_step", "plan_run", "prove", "read_trace"
+__all__ = "RunStatistics", "check", "check_as_written", "check_kernels", "draw_step", "plan_run", "read_trace"
 
 
-def prove(steps: Sequence[Step]) -> None:
+def check(steps: Sequence[Step]) -> None:
     """Raises unless the steps compute on their mesh what they compute on one device, and look at no later token.
 
     Args:
         steps: the training step with the current settings, and those with the settings of later steps.
     """
-    mesh = steps[0].mesh
-    if mesh.size > 1 or any(step.config.training.loss_chunk for step in steps):  # chunks are proved as devices are
-        for step in steps:
-            check_steps(step)
-        staged = PIPELINE_AXIS in mesh.shape
-        what = "the parts that stages run, in order," if staged else "training and evaluation"
-        log(f"proof      {what} compute on this mesh what one device computes")
+    for how in dict.fromkeys(check_steps(step).how for step in steps):
+        log(f"checked    training and evaluation compute on this mesh what one device computes ({how})")
     for line in dict.fromkeys(describe_causality(step) for step in steps):
         log(line)
 
@@ -46,7 +39,7 @@ def prove(steps: Sequence[Step]) -> None:
 def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
     """Checks each op's implementation for this platform against its reference implementation, by running both.
 
-    The arguments are those of `prove`, and compiler options. Raises if they differ.
+    The arguments are those of `check`, and compiler options. Raises if they differ.
     """
     for step in {step.config.training.seq_len: step for step in steps}.values():
         check_paths_with_reference(step, options)
@@ -58,20 +51,13 @@ def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
 def check_as_written(step: Step, hlo: Path | None) -> None:
     """Prints whether the compiled step communicates as written, and what differs. All processes call it.
 
-    The result for this HLO text is kept, as those of `prove` are. Under hardware.strict, a difference raises
-    ValueError, as does process 0 without an HLO text.
+    Under hardware.strict, a difference raises ValueError, as does process 0 without an HLO text.
     """
 
     def check(strict: bool) -> None:
         try:
             text = hlo.read_text() if hlo else ""
-            kept = keep_result(
-                "as_written",
-                key=lambda: (step.digest, read_by(step), devices_of(step.mesh), text, strict),
-                make=lambda: {"found": [*compared(step.jaxpr, step.mesh, text, strict)]},
-                kinds={"found": (str, [str])},
-            )
-            summary, lines = kept["found"]
+            summary, lines = compared(step.jaxpr, step.mesh, text, strict)
         except Exception as error:  # another XLA may write its programs differently
             if strict:
                 raise ValueError(

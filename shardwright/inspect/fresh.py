@@ -5,25 +5,18 @@ import dataclasses
 import functools
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 
-from shardlib.parsing import ShardError
-from shardlib.places import shown_path
-from shardlib.proof.check import tracing
+from shardlib.tracing import tracing
 from shardwright.optimizers.rates import own_functions
-from shardwright.run.loaded_code import digest_of_module
 from shardwright.run.provenance import PACKAGES, own_modules
 from shardwright.run.spec import load_spec
 from shardwright.run.step import Step
-from shardwright.settings.words import say
 
 MODELS = "shardwright.models"
 ONCE = (*PACKAGES, "jax", "jaxlib")
 """Packages that hold the trace, wherever they are installed."""
-OTHER_VALUES: set[str] = set()
-"""Modules that held other values when they were imported again, such as of an edited file. A proof with these values is
-not kept."""
 
 
 @contextlib.contextmanager
@@ -31,14 +24,10 @@ def reimport(step: Step) -> Iterator[Step]:
     """Context that yields a step of freshly imported modules of its model and of train.py, as when a program starts.
 
     A trace leaves state in a module: a functools.cache, a dict, an attribute of a class. Another trace in the same
-    process would read from it values that hold on the mesh of the first one. Equal digests of two traces do not show
-    that there is none: both may read what the model's constructor left.
+    process would read from it values that hold on the mesh of the first one.
 
     Other modules of their packages are imported again too. Objects that no file defines stay as they are. Trace the
     step within the context.
-
-    Raises:
-        ShardError: a module has other functions when it is imported again, so the trace would be of these.
     """
     c = step.config.model
     kinds = (type(step.model), type(step.config.model))
@@ -71,10 +60,7 @@ def reimport(step: Step) -> Iterator[Step]:
         c = dataclasses.replace(step.config, model=settings)
         with tracing(step.mesh):  # the model may read the mesh too
             model = Model(settings)
-        again = find_own()
-        _compare(before, again)
         yield dataclasses.replace(step, config=c, model=model, spec=spec, _known={})
-        _compare(before, {name: module for name, module in find_own().items() if name not in again})
     finally:
         _forget(find_own())
         sys.modules.update(before)
@@ -82,25 +68,6 @@ def reimport(step: Step) -> Iterator[Step]:
             package, _, last = name.rpartition(".")
             if package in sys.modules and last not in vars(sys.modules[package]):
                 setattr(sys.modules[package], last, module)
-
-
-def _compare(before: Mapping[str, ModuleType], again: Mapping[str, ModuleType]) -> None:
-    """Compares modules with those that were loaded before. Raises ShardError, or notes OTHER_VALUES."""
-    for name in sorted(before.keys() & again.keys()):
-        pair = before[name], again[name]
-        if len({digest_of_module(module, values=False) for module in pair}) > 1:
-            raise ShardError(
-                f"{shown_path(again[name].__file__ or name)}: its functions are not those that this process loaded, "
-                "so nothing is proved of what runs",
-                "start again, and change functions in the file, not while the program runs",
-                place="",
-            )
-        if name not in OTHER_VALUES and len({digest_of_module(module, values=True) for module in pair}) > 1:
-            OTHER_VALUES.add(name)
-            say(
-                f"WARNING: {shown_path(again[name].__file__ or name)} has other values when it is imported again, as "
-                "the proof does: it was edited, or a trace changed them. This proof is not kept."
-            )
 
 
 def _forget(modules: Iterable[str]) -> None:

@@ -1,30 +1,38 @@
-"""Proves, before the first step of a run, that its steps compute on this mesh what they compute on one device."""
+"""Checks, before the first step of a run, that its steps compute on this mesh what they compute on one device.
+
+Both programs run, at small sizes, in exact arithmetic (shardlib.exact), and all their results are compared.
+"""
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
-import math
+import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh
+import numpy as np
 
-from shardlib.axes import OPTIONAL, PIPELINE_AXIS
-from shardlib.interpret import digest_of
-from shardlib.places import place
-from shardlib.proof.check import Finding, on_one_device, prove, prove_function, raise_for, tracing
-from shardlib.proof.domain import BLOCKS
-from shardwright.inspect.fresh import OTHER_VALUES, reimport
-from shardwright.modeling import context
-from shardwright.modeling.attention_calls import Call, path_of
-from shardwright.modeling.masks import numbers_in
+from shardlib.axes import OPTIONAL
+from shardlib.equations import is_integer
+from shardlib.exact import sizes
+from shardlib.exact.compare import compare_results, digest_of, run_draws
+from shardlib.exact.coverage import Coverage
+from shardlib.exact.endings import Undecided, Wrong
+from shardlib.exact.origin import origins
+from shardlib.exact.rounding import differing_dtypes
+from shardlib.exact.values import move
+from shardlib.findings import Finding, raise_for
+from shardlib.places import place, users_call
+from shardlib.tracing import on_one_device, tracing
+from shardwright.inspect.fresh import reimport
+from shardwright.inspect.smaller import LENGTH, Small, draw, make_small
 from shardwright.optimizers.rates import own_functions
-from shardwright.run.config import TrainingConfig
-from shardwright.run.loaded_code import code_of, digest_of_code, digests_of
-from shardwright.run.provenance import keep_result, read_by
+from shardwright.run.best_effort import in_a_line
+from shardwright.run.stages import placement_of
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import in_all_processes
 
@@ -33,170 +41,239 @@ OF_MACHINES += ("get_mesh",)
 """Functions of JAX that a step must not call: their results are the same in a trace for another mesh."""
 SHOWN = 5
 """Number of findings that an error shows."""
+PLAIN = "einsum attention", "one chunk"
+"""Forms of the step on one device: attention in one product, without blocks, and the loss in one chunk."""
+SEEDS = {"training": (0, 1, 2), "evaluation": (0, 1), "start": (0,)}
+"""Seeds of the inputs on which each program runs."""
 
 
-class Unproved(Exception):
-    """Raised if nothing is known of a program; says why."""
+LONGER = 3 * LENGTH
+"""Positions of a sequence in which a step is run again if LENGTH of them leave something undecided."""
 
 
-def check_steps(step: Step) -> None:
-    """Raises unless the steps compute on their mesh what they compute on one device. They are not run.
+class Verdict(NamedTuple):
+    """What was found out about the programs of a step.
 
-    With pipeline stages, the parts that stages run, and the embedding and loss, which all stages run together, are
-    checked one after the other and compared with what one device runs; shardlib.schedules checks the schedule.
+    Attributes:
+        found: what is wrong.
+        undecided: lines of which the inputs that were run do not show what the run's may do.
+        apart: what was run by something that stands for it, such as a kernel of attention.
+        results: hashes of the inputs of each program, and of each result.
+    """
+
+    found: list[Finding]
+    undecided: Sequence[str] = ()
+    apart: Sequence[str] = ()
+    results: Mapping[str, str] = {}
+
+
+class Checked(NamedTuple):
+    """What a check that rejects nothing says.
+
+    Attributes:
+        how: how the programs were checked, for a line of the run.
+        results: hashes of their inputs, and of each result in exact arithmetic.
+    """
+
+    how: str
+    results: Mapping[str, str]
+
+
+def check_steps(step: Step, names: tuple[str, ...] = NAMES) -> Checked:
+    """Raises unless the programs of a step compute on their mesh what they compute on one device.
 
     Args:
-        step: one of the programs, as it is run. All of them are checked, once for the same programs and code.
+        step: one of the programs, as the run executes it.
+        names: the programs that are checked.
 
     Raises:
-        ShardError: names the lines of the source that are wrong or not proved, with the values there and the remedy.
+        ShardError: names the lines of the source that are wrong, with the remedy; or lines that the check cannot
+            decide, unless training.accept_undecided accepts them.
     """
 
-    def key() -> tuple:
-        return digests_of(step), read_by(step), devices_of(step.mesh)
+    def check() -> Checked:
+        verdict = examine(step, names)
+        raise_for(verdict.found, SHOWN)
+        accepted = step.config.training.accept_undecided
+        if verdict.undecided and not accepted:
+            raise_for([Finding(f"{line}\n  remedy: {REMEDY}") for line in verdict.undecided], SHOWN)
+        how = [f"exact arithmetic, {len(SEEDS['training'])} inputs", *verdict.apart]
+        how += [f"not decided: {', '.join(verdict.undecided)}"] * bool(verdict.undecided)
+        return Checked("; ".join(how), verdict.results)
 
-    refuse(lambda: find_unsound(step), key, *code_of(step))
-
-
-def check_program(program: Any, args: object, *settings: Any) -> None:
-    """Checks a jitted program, which calls typed_shard_map, like check_steps, for arguments of these shapes.
-
-    `settings` are what its source reads besides the arguments.
-    """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-
-    def trace() -> Any:
-        return program.trace(*shapes).jaxpr
-
-    def key() -> tuple:
-        return digest_of(trace()), program.__name__, settings, repr(shapes)
-
-    refuse(lambda: prove_function(trace), key, program)
+    return in_all_processes(lambda: check() if jax.process_index() == 0 else Checked("", {}))
 
 
-def devices_of(mesh: Any) -> tuple:
-    """What a proof depends on of a mesh, of devices or abstract: its sizes, and the kind of its devices."""
-    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
-    return (*mesh.shape.items(), device and device.device_kind)
-
-
-def refuse(find: Callable[[], list[Finding]], key: Callable[[], object], *code: object) -> None:
-    """Raises ShardError for what `find` finds, unless all was proved before for `key` and `code`.
-
-    `find` may raise Unproved. If several processes call this with the same program, as they all must, the first one
-    proves it and keeps the record.
-
-    Args:
-        find: proves a program.
-        key: returns the digest of the program on its mesh, and the settings that it reads.
-        code: functions and objects from which the code that it runs is reached. On one device that may be other code.
-    """
-
-    def key_here() -> tuple:
-        return key(), digest_of_code(*code), tuple(jax.sharding.get_abstract_mesh().shape.items())
-
-    def prove() -> dict:
-        return keep_result(
-            "soundness", key_here, lambda: raise_for(find(), SHOWN) or {}, may_keep=lambda _: not OTHER_VALUES
-        )
-
-    in_all_processes(lambda: prove() if jax.process_index() == 0 else {}, Unproved)
+REMEDY = "set training.accept_undecided=true to run without knowing it"
 
 
 def find_unsound(step: Step) -> list[Finding]:
-    """Finds what is wrong with the programs of a step on its mesh. The argument is that of check_steps.
+    """Finds what is wrong with the programs of a step on its mesh. The argument is that of check_steps."""
+    return examine(step).found
 
-    An AttentionMask runs inside per-device code in every implementation of attention except einsum. So the steps are
-    proved first with einsum, which applies the mask to all pairs, and then as they run.
-    shardwright.modeling.attention_calls compares the implementations.
-    """
+
+def examine(step: Step, names: tuple[str, ...] = NAMES) -> Verdict:
+    """Runs the programs of a step at small sizes, on the mesh and on one device, and compares all results."""
     kinds = [kind for kind in type(step.model).__mro__ if kind.__module__ not in ("builtins", "typing")]
     makers = [step.spec.init_state, step.spec.make_training_step, step.spec.make_evaluation_step]
     makers += own_functions(step.config.optimizer)
     if found := list(dict.fromkeys(finding for part in (*makers, *kinds) for finding in _machines(part))):
-        return found
-    with reimport(step):  # raises if its functions are not those of its files
-        pass
-    found, is_einsum = _check_rules(step)
-    found = found or _unsound(step if is_einsum else step.other("einsum attention"), to_single=True)
-    return found if found or is_einsum else _unsound(step)
-
-
-def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
-    """find_unsound for one form of attention. `to_single`: also compare with what a single device runs."""
-    t = step.config.training
-    mesh = cast(AbstractMesh, getattr(step.mesh, "abstract_mesh", step.mesh))
-    in_order = ["layers in order"] * (mesh.shape.get(PIPELINE_AXIS, 1) > 1)
-    sizes = dict(mesh.shape)
-    as_it_runs = iter([step.other(*in_order, planned=sizes)])
-
-    def programs(step: Step) -> dict[str, tuple[Any, list]]:
-        found = {name: step.other(name=name) for name in NAMES}
-        return {name: (traced.jaxpr, traced.types) for name, traced in found.items()}
-
-    def trace(at: AbstractMesh, *forms: str) -> dict[str, tuple[Any, list]]:
-        if own := next(as_it_runs, None):
-            return programs(own)
-        with reimport(step.other(*forms, "one chunk", mesh=at, planned=sizes)) as alone:
-            return programs(alone)
-
-    singles = {}
-    if to_single and not {*OPTIONAL}.isdisjoint(mesh.shape):
-        singles[trace] = False
-    if to_single and t.gather_weights == "auto" and math.prod(mesh.shape.get(axis, 1) for axis in "cde") > 1:
-        singles[lambda at: trace(at, "gathered ahead")] = True  # casts weights elsewhere
-    found = prove(lambda at: trace(at, *in_order), mesh, singles)
-    if found and (of_all := step.other("one chunk")) is not step:
-        others = {_problem(finding): finding for finding in _unsound(of_all, to_single)}
-        found = [others.get(_problem(x)) or _of_chunks(x, t) for x in found]
-    return [dataclasses.replace(x, form=step.other(*in_order).form) for x in found]
-
-
-def _check_rules(step: Step) -> tuple[list[Finding], bool]:
-    """Numbers in a model's masks that differ on one device; and True if einsum computes all attention."""
-    mesh = getattr(step.mesh, "abstract_mesh", step.mesh)
-    one = on_one_device(mesh, OPTIONAL)
-
-    def calls(step: Step) -> tuple[list[Call], bool]:
-        found = [*step.other(name="evaluation").calls, *step.calls]
-        with tracing(step.mesh):
-            is_einsum = all(path_of(step.forward, call) == "einsum" for call in found)
-            return found, is_einsum and context.way_of(step.config.training) in ("gather", "whole")
-
-    here, is_einsum = calls(step.other(mesh=mesh))
+        return Verdict(found)
     try:
-        with reimport(step.other(mesh=one)) as alone:
-            there, _ = calls(alone)
-    except Exception:  # whatever the program does there, the proof of the steps reports it
-        return [], is_einsum
-    found = {}
-    for a, b in zip(here, there, strict=False):
-        for parts in itertools.zip_longest(a.pattern.parts(), b.pattern.parts()):
-            numbers = list(map(numbers_in, parts))
-            if numbers[0] != numbers[1]:
-                where = next((part.made for part in parts if hasattr(part, "made")), a.pattern.made)
-                shown = [part if number else "none" for part, number in zip(parts, numbers, strict=True)]
-                problem = f"{where}: the attention mask has {shown[0]} on this mesh and {shown[1]} on one device"
-                found[problem] = Finding(f"{problem}\n  remedy: {OF_WHOLE}", is_wrong=True)
-    return [*found.values()], is_einsum
+        _programs(step, names)
+    except Undecided as error:
+        if isinstance(error.__cause__, ValueError):  # it says what to change
+            raise error.__cause__ from None
+        return Verdict([], [str(error)])
+    verdict = _examine_at(step, names, LENGTH)
+    if not verdict.undecided or step.config.training.seq_len <= LENGTH:
+        return verdict
+    longer = _examine_at(step, names, LONGER)  # a model may divide a sequence into more than LENGTH shows
+    return verdict if longer.undecided else longer
 
 
-OF_WHOLE = (
-    "let an attention mask use global sizes: shardops.size('L') is the global size of a dim, and self.config "
-    "has those of the model"
-)
+def _examine_at(step: Step, names: tuple[str, ...], length: int) -> Verdict:
+    """Examines a step in sequences of this many positions, or more where it needs them."""
+    try:
+        small = make_small(step, length)
+        with reimport(_on_one_device(small.real)) as whole:
+            traces = [_programs(whole, names)]
+        for fresh in (small.step, dataclasses.replace(_on_one_device(small.step), like=whole)):
+            with reimport(fresh) as imported:
+                traces.append(_programs(imported, names))
+    except Undecided as error:
+        return Verdict([], [str(error)])
+    undecided: list[str] = []
+    results: dict[str, str] = {}
+    for name in sorted(names):  # evaluation first: it is faster, and names a line of the forward pass
+        verdict = _compare(small, *(programs[name] for programs in traces))
+        if verdict.found:
+            return verdict
+        undecided += verdict.undecided
+        results |= verdict.results
+    apart = [f"attention by {', '.join(small.kernels)} run as blockwise"] if small.kernels else []
+    apart += ["sums by id run as scatter-adds"] * ("plain sums" in small.step.forms)
+    apart += ["without FP8, whose scales each device chooses"] if step.config.training.fp8 else []
+    return Verdict([], [*dict.fromkeys(undecided)], apart, results)
 
 
-def _problem(finding: Finding) -> str:
-    return finding.text.partition("\n")[0]
+def _on_one_device(step: Step) -> Step:
+    """Returns a step on one device, in its plainest form, with the choices for its mesh."""
+    return step.other(*PLAIN, mesh=on_one_device(step.mesh, without=OPTIONAL), planned=dict(step.mesh.shape))
 
 
-def _of_chunks(finding: Finding, t: TrainingConfig) -> Finding:
-    """Replaces the remedy of a finding that only occurs with the loss in chunks."""
-    chunk = t.loss_chunk or t.seq_len
-    text, _, _ = finding.text.replace(f"{BLOCKS}{t.seq_len // chunk}", "chunks").partition("\n  remedy: ")
-    remedy = f"training.loss_chunk={chunk} takes that many positions at a time: count each alone, or set it to null"
-    return dataclasses.replace(finding, text=f"{text}\n  remedy: {remedy}")
+def traced(step: Step) -> Any:
+    """Traces a program of a step. Raises Undecided if it does not trace."""
+    try:
+        return step.jaxpr
+    except Exception as error:  # whatever the program does
+        call = users_call(error)
+        where = f"{place(call.tb_frame.f_code.co_filename, call.tb_lineno)}: " if call else ""
+        on = " on one device" if step.mesh.size == 1 else ""
+        raise Undecided(f"{where}the {step.name} step does not trace{on}: {in_a_line(error)}") from error
+
+
+def _programs(step: Step, names: tuple[str, ...]) -> dict[str, Step]:
+    """Traces programs of a step."""
+    steps = {name: step.other(name=name) for name in names}
+    for program in steps.values():
+        traced(program)
+    return steps
+
+
+def _compare(small: Small, whole: Step, step: Step, twin: Step) -> Verdict:
+    """Runs a program and the one of one device, `twin`, of which `whole` is that at the run's sizes."""
+    with tracing(step.mesh):
+        order = placement_of(step.config, step.model).order
+    arguments = _paths(step.traced.args_info)
+    results = _paths(step.traced.out_info)
+    coverage = Coverage()
+    draws = [draw(step, seed) for seed in SEEDS[step.name]]
+    placed = [_placed(args, arguments, order) for args in draws]
+    try:
+        machine, outs = run_draws(step.jaxpr, step.mesh.shape, placed, coverage.observe)
+        other, expected = run_draws(twin.jaxpr, twin.mesh.shape, draws)
+    except Undecided as error:
+        return Verdict([], [str(error)])
+    except Wrong as error:
+        return Verdict([Finding(str(error), is_wrong=True)])
+    inputs = [other.whole(x) for args in draws for x in args]
+    hashes = {f"{step.name}: inputs": digest_of(inputs)}
+    hashes |= {f"{step.name}: {_named(path)}": digest_of([x]) for path, x in zip(results, expected, strict=True)}
+    expected = [
+        move(functools.partial(np.take, indices=order, axis=other.rank), x) if is_stack else x
+        for x, is_stack in zip(expected, _are_stacks(results, order), strict=True)
+    ]
+    if differing := compare_results(machine, outs, other, expected):
+        others = [*_like(step), twin.jaxpr] if order is None else []
+        for other, args in itertools.product(others, placed):
+            if lines := origins(step.jaxpr, other, step.mesh.shape, args):
+                return Verdict([Finding(str(line), is_wrong=True) for line in lines])
+        texts = [f"{_named(results[x.result])}: {x.text}" if x.result is not None else x.text for x in differing]
+        return Verdict([Finding(f"the {step.name} step: {text}", is_wrong=True) for text in texts])
+    real = small.real.other(name=step.name)
+    if texts := differing_dtypes(real.jaxpr, whole.jaxpr):
+        return Verdict([Finding(text, is_wrong=True) for text in texts])
+    pairs = [real.jaxpr, step.jaxpr], [whole.jaxpr, twin.jaxpr]
+    if others := [line for pair in pairs for line in sizes.compare(pair, small.dims, small.axes)]:
+        return Verdict([], others, results=hashes)
+    bounds = _bounds(real, arguments, draws)
+    undecided = coverage.undecided(real.jaxpr, real.mesh.shape, step.jaxpr, bounds)
+    return Verdict([], undecided, results=hashes)
+
+
+def _bounds(real: Step, paths: list[str], draws: list[list[Any]]) -> list[tuple[int, int] | None]:
+    """Returns least and largest entry of each argument: of integers that a dataset adds, those that were drawn."""
+
+    def bounds_of(path: str, drawn: tuple[Any, ...]) -> tuple[int, int] | None:
+        if not is_integer(drawn[0].dtype):
+            return None
+        if drawn[0].shape == ():
+            return 0, 2**31 - 2  # a number of steps
+        if "targets" in path:
+            return 0, real.config.model.vocab - 1
+        return int(np.min(drawn)), int(np.max(drawn))
+
+    return [bounds_of(path, drawn) for path, drawn in zip(paths, zip(*draws, strict=True), strict=True)]
+
+
+def _like(step: Step) -> list[Any]:
+    """Returns the program of one device in the form of the mesh, whose lines can be compared, if it can be traced."""
+    # A ring of one device has another order of positions.
+    without = OPTIONAL if step.config.training.context == "ring" else ()
+    try:
+        mesh = on_one_device(step.mesh, without)
+        return [step.other(mesh=mesh, planned=dict(step.mesh.shape)).jaxpr]
+    except Exception:  # whatever the program does there
+        return []
+
+
+def _paths(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _named(path: str) -> str:
+    """Returns the name of a result by its path, such as [0].weights.embed."""
+    name = re.sub(r"^(\[\d+\])?\.", "", path)
+    return f"result {name}" if name == path else name
+
+
+def _are_stacks(paths: list[str], order: Any) -> list[bool]:
+    """Which arrays have layers in the order of stages, which is not that of one device."""
+    return [order is not None and ".layers." in path for path in paths]
+
+
+def _placed(args: list[Any], paths: list[str], order: Any) -> list[Any]:
+    stacks = _are_stacks(paths, order)
+    return [x[order] if is_stack else x for x, is_stack in zip(args, stacks, strict=True)]
+
+
+def refuse(find: Callable[[], list[Finding]]) -> None:
+    """Raises ShardError for what `find` finds.
+
+    If several processes call this with the same program, as they all must, the first one checks it.
+    """
+    in_all_processes(lambda: (raise_for(find(), SHOWN) or {}) if jax.process_index() == 0 else {})
 
 
 def _package(name: str) -> str:

@@ -67,13 +67,7 @@ def blockwise(
     Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first to the last block of
     keys that any of them attends to, in any sequence.
     """
-    shapes = (*q.shape[3:], v.shape[3])
-    return shardops.per_device(
-        "B/b L K/t Q D_v",
-        functools.partial(in_blocks, mask.pattern, False, block),
-        *in_one_state(q, k, v, mask),
-        reason=f"blocks of keys that no sequence of this device sees are skipped; they add nothing {shapes}",
-    )
+    return in_blocks(mask.pattern, False, block, *in_one_state(q, k, v, mask))
 
 
 def in_one_state(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
@@ -157,8 +151,8 @@ def _sees(task: _Task, q: Positions, k: Positions, j: Any) -> jax.Array:
 def _seen_blocks(task: _Task, q: Positions, positions: Positions) -> tuple[jax.Array, jax.Array]:
     """First block of keys that any query of a block attends to, in any sequence, and the last + 1; (0, 0) if none."""
     seen = jax.vmap(lambda k, j: jnp.any(_sees(task, q, k, j)))(positions, jnp.arange(task.of_keys))
-    end = task.of_keys - jnp.argmax(seen[::-1]).astype(jnp.int32)
-    return jnp.argmax(seen).astype(jnp.int32), jnp.where(jnp.any(seen), end, 0)
+    end = jnp.max(jnp.arange(1, task.of_keys + 1) * seen)
+    return jnp.argmax(seen).astype(jnp.int32), end.astype(jnp.int32)
 
 
 def _scores(task: _Task, q, keys: _Keys, j, q_positions, heads, learned):

@@ -25,9 +25,8 @@ from jax import lax
 from shardlib import shardops
 from shardlib.shardtypes import typed
 from shardlib.values import is_opaque, mesh_axes, planned, planned_devices, unwrap, vary_over, varying
-from shardwright.modeling.attention_paths import choose
 from shardwright.modeling.blockwise import in_blocks, in_one_state
-from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions
+from shardwright.modeling.masks import AttentionMask, Mask, Positions
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import planned_kernel
 
@@ -49,7 +48,7 @@ def vary_over_c(weights: object) -> Any:
 def gather(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
     """Gathers the keys and values of all positions for each device's own queries."""
     k, v, keys = gathered(k, v, mask.keys)
-    with vary_over("c", "L"):
+    with vary_over("c"):
         mask = dataclasses.replace(mask, keys=keys, learned=vary_over_c(mask.learned), sinks=vary_over_c(mask.sinks))
         return local_attention(q, k, v, mask)
 
@@ -71,7 +70,6 @@ def ulysses(
     k: act["B/b L/c N/t D"],
     v: act["B/b L/c N/t D_v"],
     mask: Any,  # whose sinks have dims of their own names
-    by_einsum: bool = False,
 ) -> act["B/b L/c N/t P D_v"]:
     """Gives each device of c all positions for its share of the heads: kv heads, or parts of each head's queries."""
     g, r = shares(q.shape[2] * shardops.axis_size("t"))
@@ -99,15 +97,7 @@ def ulysses(
     of_all = functools.partial(shardops.all_gather, "B/b L/c -> B/b L", replicated=True)
     index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     positions = Positions(index, of_all(mask.keys.position), of_all(mask.keys.document))
-    of_a_kernel = functools.partial(
-        shardops.per_device,
-        "B/b L K/t H/c Q D_v",
-        attend,
-        reason=f"each device of c computes the heads that it has, of whole sequences {(*q.shape[4:], v.shape[3])}",
-        takes="B/b L K/t H/c Q D, B/b L K/t H/c D, B/b L K/t H/c D_v",
-    )
-    followed = attend if by_einsum and mask.sinks is None else of_a_kernel  # the proof follows an einsum
-    out = followed(q, of_heads(k, "D"), of_heads(v, "D_v"), positions, vary_over_c(mask.sinks))
+    out = attend(q, of_heads(k, "D"), of_heads(v, "D_v"), positions, vary_over_c(mask.sinks))
     out = shardops.all_to_all("B/b L K/t H/c Q D_v -> B/b L/c K/t H Q D_v", out)
     return shardops.rearrange("B/b L/c K/t (G R) Q D_v -> B/b L/c (K/t G) (R Q) D_v", out, G=g)
 
@@ -134,17 +124,10 @@ def ring(
     v = shardops.zigzag("B/b L/c K/t D_v -> B/b Z/c K/t D_v", v)
     positions = Positions(*(jnp.broadcast_to(x, q.shape[:2]) for x in mask.keys))
     mask = Mask(mask.pattern, positions, positions, vary_over_c(mask.learned), vary_over_c(mask.sinks))
-    shapes = (*q.shape[3:], v.shape[3])
     if planned().kernels_as_calls:
         out = _planned_ring(mask.pattern, q, k, v)
     else:
-        out = shardops.per_device(
-            "B/b Z/c K/t Q D_v",
-            functools.partial(in_blocks, mask.pattern, True, block),
-            *in_one_state(q, k, v, mask),
-            reason=f"in n turns each device of c has all keys; a softmax adds up by blocks, in any order {shapes}",
-            takes="B/b Z/c K/t Q D, B/b Z/c K/t D, B/b Z/c K/t D_v" + ", B/b L/c" * 6,
-        )
+        out = in_blocks(mask.pattern, True, block, *in_one_state(q, k, v, mask))
     return shardops.zigzag("B/b Z/c K/t Q D_v -> B/b L/c K/t Q D_v", out)
 
 
@@ -165,7 +148,7 @@ STRATEGIES: dict[str, Callable] = {"gather": gather, "ring": ring, "ulysses": ul
 
 def way_of(training: AttentionSettings) -> str:
     """Name of the strategy of a run on the current mesh: `whole` if each device has whole sequences."""
-    return training.context if planned_devices("c") > 1 or "c" in mesh_axes() else "whole"
+    return training.context if "c" in mesh_axes() else "whole"
 
 
 def strategy(training: AttentionSettings, q: object, learned: tuple, dropout: bool) -> Callable | None:
@@ -177,10 +160,6 @@ def strategy(training: AttentionSettings, q: object, learned: tuple, dropout: bo
     if how == "whole":
         return None
     _check(how, training.attention, q, learned, dropout)
-    if how == "ulysses":
-        q, keys = on_device(how, q)
-        by_einsum = choose(training.attention, CAUSAL, q, keys=keys) == "einsum"
-        return functools.partial(ulysses, by_einsum=by_einsum)
     if how == "ring":
         return functools.partial(ring, block=training.attention_block)
     return STRATEGIES[how]

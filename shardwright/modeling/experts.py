@@ -1,7 +1,7 @@
 """Chooses how a mixture of experts computes all choices of its router, with none dropped."""
 
 from shardlib.grouped import LEAST_ROWS
-from shardlib.values import planned_devices, target_device
+from shardlib.values import choose_by_size, planned_devices, target_device
 
 FEWEST = {"gpu": 8192}
 """Fewest tokens on a device for which pools without drops are faster than all experts with all tokens, by platform: as
@@ -19,4 +19,4 @@ def pools_without_drops(experts: int, per_token: int, tokens: int, asked: bool |
     ours = experts // pools
     on_device = tokens // planned_devices("rdc")
     few = on_device < FEWEST.get(target_device().platform, LEAST_ROWS * ours // per_token)
-    return None if few or 4 * per_token > ours else pools
+    return None if choose_by_size("experts", few or 4 * per_token > ours) else pools

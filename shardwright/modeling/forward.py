@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib import marks, shardops
+from shardlib import shardops
 from shardlib.layers import LayerAux, run_layers
 from shardlib.parsing import ShardError
 from shardlib.values import stage_axes, varying
@@ -69,7 +69,7 @@ class Forward:
         first = 0
         for name, stack in stacks_before_layers(w).items():
             x = varying(x, stage_axes())
-            ids = marks.layer_numbers(len(jax.tree.leaves(stack)[0]))
+            ids = jnp.arange(len(jax.tree.leaves(stack)[0]))
             with jax.named_scope(scope_of(name)):
                 x, caches, aux = self._run(stack, x, tokens, ids, attention, first, period=1)
             if jax.tree.leaves(aux):

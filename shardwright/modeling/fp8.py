@@ -14,20 +14,17 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from shardlib import marks
-
 FORWARD, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
-PEAK = "each device scales its own blocks; only the rounding depends on the mesh"
-"""Why the largest magnitude of an operand may be that of one device, over all of its positions."""
 
 
 def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Divides x by a scale and rounds it to `dtype`. Returns the result, and the scale, a scalar of x's dtype.
+    """Divides x by a scale of this device's block, and rounds it to `dtype`.
+
+    Returns the result, and the scale, a scalar of x's dtype.
 
     If x has an infinity or NaN, the result is NaN.
     """
     peak = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    peak = marks.leave(peak, PEAK, "")
     scale = scale_of(peak, dtype).astype(x.dtype)
     return (x.astype(jnp.float32) / scale.astype(jnp.float32)).astype(dtype), scale
 

@@ -103,7 +103,7 @@ class AttentionMask:
     scale: float | None = None
     """Factor on the products of queries and keys. None: 1/√(entries of a head)."""
     causal: bool = True
-    """True: prove that the model is causal, i.e. that its logits depend on no later token and no other document. False:
+    """True: check that the model is causal, i.e. that its logits depend on no later token and no other document. False:
     it is not causal, on purpose."""
     made: str = _made()
     """`file.py:line` where the mask was made."""

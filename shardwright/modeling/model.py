@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -21,7 +20,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops
 from shardlib.array_types import arrays_in
-from shardlib.marks import GIVEN, LOGITS, TARGETS
 from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
 from shardlib.values import devices_along, mesh_axes
@@ -29,9 +27,12 @@ from shardwright.modeling.masks import Positions
 from shardwright.modeling.state import types_of
 from shardwright.modeling.training import training_module
 from shardwright.modeling.weights import WeightType, act, stacks_before_layers
+from shardwright.settings.program import has_package
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 """The dtype for each value of `training.compute_dtype`."""
+LOGITS = "logits of the model"
+"""Name of the logits in a step's loss (jax.ad_checkpoint.checkpoint_name)."""
 
 
 @contextlib.contextmanager
@@ -167,18 +168,12 @@ class Targets:
 
     @classmethod
     def of(cls, batch: Any, reference: jax.Array | None = None) -> Self:
-        """The targets of a TokenBatch. Per-device code.
-
-        The names that they get tell the proof of causality what a loss reads: logits that know a target must not
-        meet it.
-        """
+        """The targets of a TokenBatch. Per-device code."""
         own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
-        ids = checkpoint_name(own(batch.targets), TARGETS)
         inputs = batch.loss_inputs
         if inputs is not None:
             inputs = shardops.shard("B/b L inputs -> B/b L/c inputs", inputs)
-        given = own(batch.loss_mask), inputs, reference
-        return cls(ids, *jax.tree.map(lambda x: checkpoint_name(x, GIVEN), given))
+        return cls(own(batch.targets), own(batch.loss_mask), inputs, reference)
 
 
 class LanguageModel(Protocol):
@@ -247,7 +242,7 @@ def _module_name(name: str) -> str:
     """Name by which Python imports a model: the user's own module, or one of SHIPPED."""
     if name == "train":
         return training_module()
-    return f"shardwright.models.{name}" if name in SHIPPED and importlib.util.find_spec(name) is None else name
+    return f"shardwright.models.{name}" if name in SHIPPED and not has_package(name) else name
 
 
 def module_of(name: str) -> ModuleType:
@@ -257,9 +252,11 @@ def module_of(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):  # a module that it imports is missing
             raise
+        name_only = name.removesuffix(".py")
+        near = did_you_mean(name, ("train", *SHIPPED)) if name_only == name else f" Did you mean {name_only}?"
         raise ValueError(
-            f"model.module is {name!r}, and Python finds no module of that name; put {name}.py where you start, or add "
-            f"its directory to PYTHONPATH.{did_you_mean(name, ('train', *SHIPPED))}"
+            f"model.module is {name!r}, and Python finds no module of that name; put {name_only}.py where you start, "
+            f"or add its directory to PYTHONPATH.{near}"
         ) from None
 
     for kind, parts in {"ModelConfig": SETTINGS, "Model": PARTS}.items():

@@ -83,7 +83,8 @@ class ModelConfig:
     logit_softcap: float | None = above_0(None)
     """Logits x become softcap·tanh(x/softcap) (arXiv 2408.00118, section 2). Null: no cap."""
     bos_id: int = 0
-    """Token id before the first token of each document, in [0, vocab)."""
+    """Token id before the first token of each document, in [0, vocab). Not given: that which the dataset records
+    (docs/formats.md), or the default."""
 
     dims: ClassVar[dict[str, str]] = {
         "V": "vocab",

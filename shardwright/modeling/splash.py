@@ -45,13 +45,9 @@ def splash(
         shardops.rearrange("B/b L K/t D -> B/b K/t L D", k),
         shardops.rearrange("B/b L K/t D -> B/b K/t L D", v),
     )
-    out = shardops.per_device(
-        "B/b H/t L D",
-        functools.partial(by_kernel, functools.partial(_kernel, pattern), True),
-        # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
-        *alike(*heads_first, mask.queries.document),
-        reason=f"the kernel computes each head of each sequence by itself {q.shape[3:]}",
-    )
+    # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
+    given = alike(*heads_first, mask.queries.document)
+    out = by_kernel(functools.partial(_kernel, pattern), True, *given)
     return shardops.rearrange("B/b (K/t Q) L D -> B/b L K/t Q D", out)
 
 

@@ -90,6 +90,14 @@ class ModelConfig(moe.ModelConfig):
         """Rates of writing and of forgetting of a key head."""
         return 2 * self.values_per_key
 
+    @property
+    def state_flops(self) -> float:
+        """FLOPs per token of three matmuls with the matrix of each head: what it has for a key, the write, the query.
+
+        Those among the positions of a chunk do not count, because they depend on `chunk`.
+        """
+        return 6 * self.layers * self.deltas * self.key_heads * self.values_per_key * self.d_key * self.d_value
+
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)

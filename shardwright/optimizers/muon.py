@@ -123,12 +123,10 @@ def orthogonalized(x: W, updates: object, iterations: int) -> W:
             stacks.setdefault(layout, []).append((i, at_rest, spec))
 
     for layout, members in stacks.items():
-        dims = (*layout.rows, *layout.columns)
-        new = shardops.per_device(
-            ", ".join(spec for _, _, spec in members),
-            functools.partial(newton_schulz_stacks, layout, iterations),
+        new = newton_schulz_stacks(
+            layout,
+            iterations,
             *(shardops.rearrange(f"{at_rest} -> {spec}", leaves[i].astype(act.dtype)) for i, at_rest, spec in members),
-            reason=f"each device takes some of the matrices {' '.join(map(str, dims))} whole, each by itself",
         )
         for (i, at_rest, spec), x in zip(members, jax.tree.leaves(new), strict=True):
             leaves[i] = shardops.rearrange(f"{spec} -> {at_rest}", x).astype(leaves[i].dtype)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -11,13 +12,21 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardlib.parsing import ShardError, did_you_mean, named
+from shardlib.places import place_of
 from shardlib.shardtypes import f32, i32, pytree_dataclass, u32
-from shardlib.values import target_device
+from shardlib.values import describe, target_device
 from shardwright.data.checks import check_choice
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import Weight
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.scales import Scale, scales_of
+
+TAKES = {
+    "optimizer": "state, g, step, rate, config, updates",
+    "loss": "logits, targets, config",
+    "schedule": "step, config",
+}
+"""Arguments of the functions that settings may name in the user's own files."""
 
 
 @pytree_dataclass
@@ -51,7 +60,7 @@ def learning_rate(step: i32[""], c: OptimizerConfig, clock: Clock | None = None)
 
 def _own_schedule(at: jax.Array, c: OptimizerConfig) -> jax.Array:
     """The fraction of the peak by the user's own schedule. Raises ShardError if it gives no number."""
-    schedule = named("schedule", c.schedule, {})
+    schedule = named("schedule", c.schedule, {}, TAKES["schedule"])
     try:
         share = jnp.asarray(schedule(at, c), jnp.float32)
         if share.shape:
@@ -144,24 +153,50 @@ def has_nu(update: Update) -> bool:
 
 def algorithms(c: OptimizerConfig, known: Mapping[str, T]) -> dict[str, T]:
     """The optimizers of `known`, and those that the settings name as module:function."""
+    own: dict[str, Any] = {}
+    for name, optimizer in _own_optimizers(c, known).items():
+
+        @functools.wraps(optimizer)
+        def updated(state: Any, *others: Any, optimizer: Any = optimizer, name: str = name) -> Any:
+            new = optimizer(state, *others)
+            if type(new) is not type(state):
+                raise ShardError(
+                    f"{name} returns {describe(new)}, not a State",
+                    "return the new state, as adamw in train.py does",
+                    place=place_of(optimizer),
+                )
+            return new
+
+        own[name] = updated
+    return {**known, **own}
+
+
+def _own_optimizers(c: OptimizerConfig, known: Mapping[str, Any]) -> dict[str, Any]:
     given = [c.algorithm, *(group.algorithm or "" for group in c.groups)]
-    return {**known, **{name: named("optimizer", name, known) for name in given if ":" in name}}
+    return {name: named("optimizer", name, known, TAKES["optimizer"]) for name in given if ":" in name}
 
 
 def loss_of(c: OptimizerConfig, known: Mapping[str, Callable]) -> Callable:
     """The loss that training minimizes, as a function of logits and Targets."""
-    chosen = named("loss", c.loss, known)
+    chosen = named("loss", c.loss, known, TAKES["loss"])
     declared = tuple(inputs_of_loss(c).items())
 
     def loss(logits: Any, targets: Any) -> Any:
-        return chosen(logits, dataclasses.replace(targets, declared=declared), c)
+        found = chosen(logits, dataclasses.replace(targets, declared=declared), c)
+        if getattr(found, "shape", ()) != targets.ids.shape:
+            raise ShardError(
+                f"{c.loss} returns {describe(found)} for targets {describe(targets.ids)}",
+                "return the loss of each target, as training_loss in train.py does",
+                place=place_of(chosen),
+            )
+        return found
 
     return loss
 
 
 def inputs_of_loss(c: OptimizerConfig) -> Mapping[str, Any]:
     """Inputs of the dataset that a loss in the user's own file reads, with their dtypes: its attribute `inputs`."""
-    inputs = getattr(named("loss", c.loss, {}), "inputs", {}) if ":" in c.loss else {}
+    inputs = getattr(named("loss", c.loss, {}, TAKES["loss"]), "inputs", {}) if ":" in c.loss else {}
     if not isinstance(inputs, Mapping) or not all(kind in (f32, u32) for kind in inputs.values()):
         raise ValueError(
             f"optimizer.loss is {c.loss}, whose inputs are {inputs!r}; they must be a dict of names and dtypes, f32 or "
@@ -173,8 +208,8 @@ def inputs_of_loss(c: OptimizerConfig) -> Mapping[str, Any]:
 def own_functions(c: OptimizerConfig) -> list[Callable]:
     """The optimizers, the loss and the schedule that the settings name in the user's own files."""
     chosen = {"loss": c.loss, "schedule": c.schedule}
-    others = [named(what, name, {}) for what, name in chosen.items() if ":" in name]
-    return [*algorithms(c, {}).values(), *others]
+    others = [named(what, name, {}, TAKES[what]) for what, name in chosen.items() if ":" in name]
+    return [*_own_optimizers(c, {}).values(), *others]
 
 
 def updates_of(c: OptimizerConfig, model: LanguageModel, known: Mapping[str, Any]) -> Any:

@@ -22,13 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib import shardops
 from shardlib.array_types import ArrayType, factor_type
 from shardlib.parsing import sort_axes
 from shardlib.shardtypes import f32, i32, typed
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.factors import types_of, zeros
-from shardwright.optimizers.muon import map_arrays, on_whole_matrices, spec_of
+from shardwright.optimizers.muon import map_arrays, on_whole_matrices
 from shardwright.optimizers.rates import Update
 
 W = TypeVar("W")
@@ -85,8 +84,8 @@ def on_matrices(fn: Any, update: Update, t: ArrayType, step: jax.Array, arrays: 
     """Calls fn(step, *arrays) for one matrix at a time of a weight of type `t`, each on one device."""
     inputs, outputs = update.weight.sides
     stack = len(t.spec.dims) - inputs - outputs
-    specs = [t.spec] * 3 + [factor_type(t, f"{side} {side}", inputs, outputs).spec for side in SIDES.values()]
-    dims = tuple(spec.dims[stack:] for spec in specs)
+    factors = [factor_type(t, f"{side} {side}", inputs, outputs) for side in SIDES.values()]
+    dims = tuple(x.spec.dims[stack:] for x in (t, t, t, *factors))
     done = sort_axes(axis for dim in t.spec.dims[:stack] for axis in dim.axes)
 
     def whole(step, *stacks):
@@ -94,13 +93,8 @@ def on_matrices(fn: Any, update: Update, t: ArrayType, step: jax.Array, arrays: 
         matrices = map_arrays(lambda x, sides: x.reshape(-1, *sides), stacks, [(n, m)] * 3 + [(n, n), (m, m)] * 2)
         return map_arrays(_reshape_like, lax.map(lambda xs: fn(step, *xs), matrices), stacks)
 
-    def per_device(step, arrays):
-        stacks = map_arrays(lambda x: x.reshape(-1, *x.shape[stack:]), arrays)
-        return map_arrays(_reshape_like, on_whole_matrices(functools.partial(whole, step), dims, done, *stacks), arrays)
-
-    results = ", ".join(str(spec) for i, spec in enumerate(specs) if i != 1 and arrays[i] is not None)
-    reason = f"each device takes some of the matrices {spec_of(*dims[0])} whole, with their state, each by itself"
-    return shardops.per_device(results, per_device, step, arrays, reason=reason)
+    stacks = map_arrays(lambda x: x.reshape(-1, *x.shape[stack:]), arrays)
+    return map_arrays(_reshape_like, on_whole_matrices(functools.partial(whole, step), dims, done, *stacks), arrays)
 
 
 def basis_of(columns: jax.Array) -> jax.Array:

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwright.cluster.watch import now_at
 from shardwright.run.printing import log
+from shardwright.run.stores import in_any_process
 
 _ROOT = Path(__file__).parents[2]
 FAILURES = (OSError, RuntimeError, ValueError)
@@ -106,20 +108,26 @@ def kill_programs() -> None:
         process.kill()
 
 
-def wait_for(task: Task[T], what: str, stopped_by: Callable[[], str | None]) -> None:
-    """Waits for `task`, and raises its error if it fails. After 3 s, prints that it waits for `what`.
+def wait_for(
+    tasks: Collection[Task[Any]], what: str, signal: Callable[[], str | None], stop: Callable[[], object] | None = None
+) -> None:
+    """Waits for the tasks of all processes, which all call this. Raises the error of one that fails in this process.
 
-    Once `stopped_by` returns the name of a signal instead of None, kills the program that the task runs.
+    After 3 s, prints that it waits for `what`. Once `signal` returns the name of a signal instead of None, calls `stop`
+    (None: kills the programs that the tasks run). All processes call `signal` equally often.
     """
     says_at = time.monotonic() + 3
-    while not task.done():
-        if stopped_by():
-            task.kill_program()
+    while in_any_process(not all(task.done() for task in tasks)):
+        now_at(f"waiting for {what}", paused=True)
+        if signal():
+            for end in [stop] if stop else [task.kill_program for task in tasks]:
+                end()
         if time.monotonic() > says_at:
             log(f"waiting    for {what}; Ctrl-C skips it")
             says_at = math.inf
-        concurrent.futures.wait([task], timeout=0.2)
-    task.result()
+        concurrent.futures.wait(tasks, timeout=0.2)
+    for task in tasks:
+        task.result()
 
 
 def in_background(function: Callable[..., T], *arguments: object) -> Task[T]:

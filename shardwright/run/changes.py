@@ -16,12 +16,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
+from shardwright.data.checks import expand_paths
 from shardwright.data.loader import Loader, batch_of, make_loader, steps_for
 from shardwright.optimizers.rates import inputs_of_loss
 from shardwright.run.config import Config
 from shardwright.run.differences import flat
 from shardwright.run.files import literal
-from shardwright.settings.composing import wrong_setting
+from shardwright.settings.settings import wrong_setting
 
 MAY_CHANGE = (
     *(f"training.{name}" for name in ("seq_len", "batch_size", "microbatches", "side_by_side", "loss_chunk")),
@@ -78,6 +79,7 @@ def config_at(c: Config, step: int) -> Any:
             sections[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), literal(found[name])))
         except OmegaConfBaseException as error:
             raise ValueError(wrong_setting(kind, error, prefix=f"{name}.")) from None
+        expand_paths(name, sections[name])
     return dataclasses.replace(c, **sections)
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from shardwright.cluster.watch import pause
 from shardwright.run.checkpoint_arrays import (
@@ -44,7 +43,8 @@ from shardwright.run.checkpoint_arrays import (
     write_arrays,
 )
 from shardwright.run.differences import config_differences
-from shardwright.run.stores import MANIFEST, Damaged, Store, in_all_processes, in_parallel
+from shardwright.run.stores import MANIFEST, Damaged, Store, check_processes, gathered, in_all_processes, in_parallel
+from shardwright.settings.exits import LOST, exit_of
 from shardwright.settings.words import say
 
 COMMIT_TIMEOUT_S = 1800.0
@@ -82,9 +82,12 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.held: Callable[[], Iterable[int]] = tuple
         """Returns the steps whose checkpoints must not be removed yet, such as while an export reads them."""
         self._owner: bytes | None = None
+        self._others_are_lost = False
 
-    def __exit__(self, *exc_info) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        self._others_are_lost = error is not None and exit_of(error) is LOST
+        with contextlib.suppress(*[OSError] if self._others_are_lost else []):
+            self.close()
 
     def steps(self) -> list[int]:
         """Lists the steps of all complete checkpoints, ascending. A directory without a manifest is not one."""
@@ -96,7 +99,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         is_first = not several or jax.process_index() == 0  # listing a URL yields the files of all processes
         latest = in_all_processes(lambda: max({*self.steps()} - {*without}, default=-1) if is_first else -1)
         if several:
-            latest = int(multihost_utils.broadcast_one_to_all(np.int32(latest)))
+            latest = int(gathered(np.int32(latest))[0])
         return None if latest < 0 else latest
 
     def metadata(self, step: int) -> dict:
@@ -192,7 +195,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             OSError: the store fails.
         """
         name = directory_of(step)
-        manifest = in_all_processes(lambda: self.manifest(step))
+        manifest = self.manifest(step)
         expected = named_leaves(like)
         children = {key.partition("/")[0] for key in expected}
         every = saved_arrays(manifest).items()
@@ -203,10 +206,20 @@ class Checkpointer(contextlib.AbstractContextManager):
         return jax.tree.unflatten(jax.tree.structure(like), [place() for place in arrays])
 
     def manifest(self, step: int) -> dict:
-        """Reads the manifest of a checkpoint. Raises ValueError if there is none, Damaged if it is damaged."""
-        manifest = read_manifest(self.store, step)
-        if manifest is None:
-            raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; it has {self.steps()}.")
+        """Reads the manifest of a checkpoint. All processes call this, and must read the same.
+
+        Raises ValueError if there is none, or if another process reads another one; Damaged if it is damaged.
+        """
+
+        def read() -> dict:
+            manifest = read_manifest(self.store, step)
+            if manifest is None:
+                raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; it has {self.steps()}.")
+            return manifest
+
+        manifest = in_all_processes(read)
+        # Each process reads its own shards and checks them by its own manifest.
+        check_processes({f"checkpoint {self.store.url}/{directory_of(step)}": manifest})
         return manifest
 
     def take_ownership(self) -> None:
@@ -338,7 +351,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _await(self, directory: str, process: int, deadline: float) -> Checksums:
         key = f"{directory}/.written-{process}"
         while (content := self.store.read(key)) is None:
-            if time.monotonic() > deadline:
+            if self._others_are_lost or time.monotonic() > deadline:
                 raise OSError(
                     f"process {process} did not finish within {COMMIT_TIMEOUT_S:g} s. Is the directory on a file "
                     "system that all hosts share?"

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.schedules import schedule_of
 from shardwright.cluster.config import check_distributed
-from shardwright.data.checks import check_choice, check_range, check_ranges
+from shardwright.data.checks import check_choice, check_range, check_ranges, expand_paths
 from shardwright.jax_extra import KEPT
 from shardwright.modeling.attention_paths import PATHS
 from shardwright.modeling.context import STRATEGIES
@@ -20,7 +20,8 @@ from shardwright.run.changes import check_changes
 from shardwright.run.config import Config
 from shardwright.run.differences import flat
 from shardwright.run.trackers import check_trackers
-from shardwright.settings.composing import register_shipped, wrong_setting
+from shardwright.settings.composing import register_shipped
+from shardwright.settings.settings import wrong_setting
 
 
 def register_schema() -> None:
@@ -41,7 +42,9 @@ def to_config(composed: DictConfig) -> Config:
     Raises ValueError for a setting that is missing, unknown, or out of range.
     """
     config = composed.copy()
-    name = config.model.module
+    if not isinstance(config.model, DictConfig):
+        raise ValueError(f"model is {config.model!r}; it must be a section, with the settings of a model.")
+    name = config.model.get("module", "train")
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"model.module is {name!r}; give the name of a Python module, such as train or gpt2.")
     module = module_of(name)
@@ -53,6 +56,7 @@ def to_config(composed: DictConfig) -> Config:
     if missing:
         raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>, or a group that sets it.")
     c: Any = OmegaConf.to_object(config)
+    expand_paths("", c)
     if c.optimizer.base is not None:
         c.optimizer.base = _checked_base(c)
     check_config(c)

@@ -1,8 +1,8 @@
 """Measures how long a run has trained, for training.minutes. All processes agree on the time."""
 
-import collections
-import statistics
+import itertools
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardwright.optimizers.rates import Clock
 
 _now = time.monotonic
-_RECENT = 20
-"""Number of recent steps whose median time is taken as the time of a step."""
 
 
 class Stopwatch:
@@ -33,7 +31,6 @@ class Stopwatch:
     def __init__(self, minutes: float | None, before: float = 0.0):
         self.minutes, self._before = minutes, before
         self._began: float | None = None
-        self._shares: collections.deque[float] = collections.deque(maxlen=_RECENT)
         self.is_over = minutes is not None and before >= 60 * minutes
 
     @property
@@ -46,34 +43,42 @@ class Stopwatch:
         """Starts counting. Called just before the first step after this start of the run."""
         self._began = _now()
 
-    def now(self) -> Clock | None:
-        """Returns the Clock that the next step takes, on the current mesh; None without training.minutes."""
+    def now(self, steps: float, work: Sequence[float]) -> Clock | None:
+        """Returns the Clock that the next step takes, on the current mesh; None without training.minutes.
+
+        Args:
+            steps: seconds that this step and one more take, after those in progress; 0 if unknown.
+            work: seconds that each kind of work after the last step takes; 0 if unknown.
+        """
         if self.minutes is None:
             return None
-        return Clock(agreed(self.seconds / (60 * self.minutes)))
+        elapsed, self._agreed = _agreed(np.array([self.seconds, steps, *work], np.float32) / (60 * self.minutes))
+        return Clock(elapsed)
 
-    def see(self, clock: Clock) -> None:
-        """Reads the clock of the step that was just dispatched, and sets `is_over` if that step is the last one.
+    def see(self, due: Sequence[bool]) -> None:
+        """Sets `is_over` if the step just dispatched is the last one: there is no time for one more.
 
-        The dispatched step begins about now, when the one before it ends. So a step after it would end two step times
-        from now. If that is too late, the dispatched step is the last one.
+        That step, the work that is `due` before it, and all the work after the last step must end in time.
         """
-        self._shares.append(float(clock.elapsed))
-        each = statistics.median(np.diff(self._shares)) if len(self._shares) > 1 else 0.0
-        self.is_over = self._shares[-1] + 2 * each >= 1
+        elapsed, steps, *work = map(float, self._agreed)
+        self.is_over = elapsed + steps + sum(itertools.compress(work, due)) + sum(work) >= 1
 
 
-def agreed(share: float) -> jax.Array | np.float32:
-    """Returns the largest `share` of all processes, as an array on the current mesh. Does not wait for the result."""
+def _agreed(shares: np.ndarray) -> tuple:
+    """Returns the largest of all processes of each of `shares`: the first, and all. Does not wait for the result.
+
+    With several processes, these are arrays on the current mesh.
+    """
     if jax.process_count() == 1:
-        return np.float32(share)
+        return shares[0], shares
     mesh = jax.sharding.get_mesh()
 
     over_all = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    own = np.full(mesh.local_mesh.size, share, np.float32)
-    return _largest(jax.make_array_from_process_local_data(over_all, own, (mesh.size,)))
+    own = np.tile(shares, (mesh.local_mesh.size, 1))
+    return _largest(jax.make_array_from_process_local_data(over_all, own, (mesh.size, shares.size)))
 
 
 @jax.jit
-def _largest(x: jax.Array) -> jax.Array:
-    return jnp.max(x)
+def _largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    most = jnp.max(x, axis=0)
+    return most[0], most

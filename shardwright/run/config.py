@@ -16,7 +16,7 @@ from shardlib.array_types import arrays_in
 from shardlib.axes import PIPELINE_AXIS, axes_of_mesh, mesh_text
 from shardlib.values import planned_for
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig
-from shardwright.data.checks import above_0, at_least_0, at_least_1, within
+from shardwright.data.checks import a_path, above_0, at_least_0, at_least_1, within
 from shardwright.data.loader import DataConfig
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.config import OptimizerConfig
@@ -39,14 +39,15 @@ class TrainingConfig:
     """Length of the run in passes over the dataset."""
     minutes: float | None = above_0(None)
     """Length of the run in minutes of wall time from its first step on, summed over all starts, with validation and
-    checkpoints. The learning rate decays by the clock: optimizer.schedule_steps stands for the whole time. Give it
-    instead of steps, tokens and epochs."""
+    checkpoints, also those after the last step, as far as earlier ones tell how long they take (docs/data.md). The
+    learning rate decays by the clock: optimizer.schedule_steps stands for the whole time. Give it instead of steps,
+    tokens and epochs."""
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Settings that change from a given step on, by their full names, such as
     [{step: 1000, training.seq_len: 2048}]. A resumed run may add entries (docs/experiments.md)."""
     seed: int = within(0, 2**63, 0)
     """Random seed of the initial weights, in [0, 2**63). JAX reads its lowest 32 bits."""
-    init_from: str | None = None
+    init_from: str | None = a_path(None)
     """Directory or URL of a run or checkpoint to warm-start from (fine-tuning): its weights, with a fresh optimizer and
     data position. The model must be the same except as the next two settings allow. Ignored when a run resumes."""
     init_from_missing: str = "refuse"
@@ -59,9 +60,10 @@ class TrainingConfig:
     checkpoint, resumes from that. Null: the latest intact checkpoint."""
     other_source: bool = False
     """Allows resuming with source that computes something else than the source of the checkpoint."""
-    unproved_causality: bool = False
-    """Runs even if the proof that the model is causal ended with an error, which is printed."""
-    reference: str | None = None
+    accept_undecided: bool = False
+    """Runs even if the check leaves undecided whether the model is causal, or what a line does at sizes that were not
+    run; both are printed."""
+    reference: str | None = a_path(None)
     """Directory or URL of a run or checkpoint whose model the training step also runs, for distillation (teacher) or
     preference optimization (reference policy). Any size with the same vocabulary; its weights are frozen, and
     training_loss in train.py gets its logits (docs/changing.md). Checkpoints keep its path, step and hash. Needs
@@ -113,8 +115,8 @@ class TrainingConfig:
     """Layers per iteration of the loop over layers, at least 1. Null: all, without a loop. This takes longer to
     compile, but a GPU copies fewer saved activations."""
     eval_batches: int = within(0, 2**31, 8)
-    """Most batches of the validation split per evaluation; 0 for no evaluations."""
-    forecast: str | None = None
+    """Most batches of the validation split per evaluation; 0 for no evaluations. Each token is scored once."""
+    forecast: str | None = a_path(None)
     """Path of a forecast of this run's loss, from tools.forecast. The run reports when its loss leaves the forecast.
     Null: none."""
     eval_interval: int | None = at_least_1(None)
@@ -186,12 +188,12 @@ class PipelineConfig:
 class PathsConfig:
     """Where a run keeps its files."""
 
-    root_working_dir: str = "runs"
-    """Directory of all runs, not a URL. A leading `~` is your home directory."""
+    root_working_dir: str = a_path("runs")
+    """Directory of all runs, not a URL."""
     model_name: str | None = None
     """The run's directory inside root_working_dir. A run that is there already is resumed. Null: name of the
     configuration and the time."""
-    checkpoints: str | None = None
+    checkpoints: str | None = a_path(None)
     """Directory, or URL that tensorstore can open, such as s3://bucket/runs, for <model_name>/checkpoints. All other
     files stay in the run's directory. Null: the checkpoints too."""
 

@@ -8,8 +8,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
-import shlex
 import shutil
 import socket
 import time
@@ -50,19 +48,6 @@ def place(root: str, name: str) -> Path:
     """Returns the path of a run, relative if below the current directory; without `..`, which tensorstore rejects."""
     # Symbolic links in the name are kept: they may lead to another disk.
     return Path(shown_path(str(Path(os.path.expanduser(root)).resolve() / os.path.normpath(name))))
-
-
-def quoted(text: str) -> str:
-    """Quotes a text as a value on Hydra's command line."""
-    # A backslash is special before a quote, before "${", and at the end.
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + '\\"' * bool(found[2]), text) + '"'
-
-
-def override(setting: str, value: str) -> str:
-    """Formats `setting=value` as a command-line argument, quoted for a shell if needed."""
-    plain = re.fullmatch(r"[\w+./:-]+", value, re.ASCII)
-    return f"{setting}={value}" if plain else shlex.quote(f"{setting}={quoted(value)}")
 
 
 def find_place(root: str, name: str | None, config: str) -> tuple[str, Path]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import jax
 
-from shardwright.run.background import FAILURES, Task, in_background, run_beside
-from shardwright.run.directory import quoted
+from shardwright.run.background import FAILURES, Task, in_background, run_beside, wait_for
 from shardwright.run.metrics import RunLog
 from shardwright.run.printing import log
+from shardwright.settings.words import quoted
 
 EXPORT_S = 4 * 3600.0
 """Seconds after which an unfinished export is stopped."""
@@ -33,7 +33,6 @@ class Exports:
         self._exports: dict[int, Task[None]] = {}
         self._exporter: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
-        self._is_elsewhere = False
 
     def set_aside(self, start: int) -> None:
         """Moves the exports of steps after `start` to `exports/set_aside`, because these steps are run again."""
@@ -53,7 +52,6 @@ class Exports:
         `saving` is the save of the checkpoint; None if it is complete.
         """
         if jax.process_index() != 0:
-            self._is_elsewhere = True
             return
         before = [*([saving] if saving else []), *self._exports.values()]
         self._exports[step] = in_background(self._make, step, checkpoint, before)
@@ -91,23 +89,19 @@ class Exports:
         """Lists the steps whose exports are in progress or have not begun."""
         return [step for step, export in self._exports.items() if not export.done()]
 
-    def wait(self, stopped_by: Callable[[], str | None]) -> bool:
+    def wait(self, signal: Callable[[], str | None]) -> bool:
         """Waits until all exports are made. Returns False if a signal stopped them.
 
-        `stopped_by` is called repeatedly; it returns the name of the signal, or None without one. Resuming the run
-        makes the exports that are missing.
+        All processes call this, and `signal` in it, which returns the name of the signal, or None without one. Resuming
+        the run makes the exports that are missing.
         """
-        if self._is_elsewhere:  # all processes know of the signal: process 0 stops an export, of the last step at least
-            return stopped_by() is None
-        if waits := self.left():
-            log(f"exporting  the steps {waits}; a signal stops that, and resuming makes them")
-        while self.left() and not self._is_stopped:
-            if stopped_by():
-                log(f"{stopped_by()}: no exports of the steps {self.left()} yet. Resuming makes them.")
-                self.stop()
-            concurrent.futures.wait(self._exports.values(), timeout=0.2)
-        for export in self._exports.values():
-            export.result()
+
+        def stop() -> None:
+            if not self._is_stopped:
+                log(f"{signal()}: no exports of the steps {self.left()} yet. Resuming makes them.")
+            self.stop()
+
+        wait_for(self._exports.values(), f"the exports of the steps {self.left()}", signal, stop)
         return not self._is_stopped
 
     def stop(self) -> None:

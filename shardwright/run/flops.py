@@ -75,7 +75,7 @@ def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
     """
     weights = [weight for weight in jax.tree.leaves(table) if weight.kind != "embedding"]
     multiplied = sum(math.prod(weight.shape) * weight.used for weight in weights)
-    return 6 * multiplied + 12 * c.layers * c.heads * c.d_head * attended
+    return 6 * multiplied + 12 * c.layers * c.heads * c.d_head * attended + 3 * getattr(c, "state_flops", 0)
 
 
 def speed_of(step: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:

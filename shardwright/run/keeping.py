@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlib.placement import LayerPlacement
 from shardwright.data.loader import check_skips
 from shardwright.run import reference
 from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.checkpoint_arrays import directory_of
 from shardwright.run.config import Config
 from shardwright.run.opening import carried_in, carried_of, checkpoints_of, fresh_state, read_state
 from shardwright.run.printing import log
@@ -15,6 +16,19 @@ from shardwright.run.provenance import compare_source
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
 from shardwright.run.step import Step
 from shardwright.run.stores import Damaged
+
+
+class Validated(NamedTuple):
+    """The validation of a checkpoint. Losses of the same text can be compared."""
+
+    step: int
+    loss: float
+    text: int | None = None
+    """The `checksum` of the text, as `evaluate` returns it; None in older checkpoints."""
+
+    def drop(self, why: str) -> None:
+        """Prints why the checkpoint is not the best any more, whatever its loss."""
+        log(f"best       no longer {directory_of(self.step)}, validation loss {self.loss:.4g}: {why}")
 
 
 class Keeper:
@@ -33,7 +47,7 @@ class Keeper:
         damaged: step of each unusable checkpoint → what is wrong with it.
         source_differs: how the source differs from that of the checkpoint; None if it does not.
         seconds: time of the steps before the checkpoint, as Stopwatch.seconds.
-        best: step and loss of the checkpoint with the best validation loss so far, for training.keep_best; or None.
+        best: the checkpoint with the best validation loss so far, for training.keep_best; or None.
     """
 
     def __init__(self, whole: Config, directory: Path, model: object, placement: LayerPlacement):
@@ -43,7 +57,7 @@ class Keeper:
         self.damaged: dict[int, str] = {}
         self.source_differs: str | None = None
         self.seconds = 0.0
-        self.best: tuple[int, float] | None = None
+        self.best: Validated | None = None
         place = checkpoints_of(directory, whole.paths)
         self.checkpoints = Checkpointer(place, keep=whole.training.keep_checkpoints)
 
@@ -67,26 +81,31 @@ class Keeper:
         saved = metadata.get("provenance")
         which = ("training", "evaluation")
         # With the settings of the step that saved it.
-        self.source_differs = compare_source(saved, provenance_at(done - 1), which, allow)
+        now = provenance_at(done - 1)
+        self.source_differs = compare_source(saved, now, which, allow)
         if "loader" not in metadata:
             raise ValueError(f"checkpoint {done} is not of a run. Start a run from its weights (training.init_from).")
         self.carried = carried_in(metadata)
         self.seconds = metadata.get("clock", {}).get("seconds", 0.0)
-        self.best = self._best_of(metadata, done)
+        self.best = self._best_of(metadata, now)
         return done, metadata["loader"], metadata.get("skips", {})
 
-    def _best_of(self, metadata: dict[str, Any], done: int) -> tuple[int, float] | None:
-        """Returns (step, loss) of the best checkpoint according to the metadata of step `done`.
+    def _best_of(self, metadata: dict[str, Any], now: dict[str, Any]) -> Validated | None:
+        """Returns the best checkpoint according to a checkpoint's metadata; None if its loss no longer counts.
 
-        None if that checkpoint is gone, or if a change of settings since has made its loss incomparable.
+        `now` is this program's provenance with the settings of that checkpoint.
         """
-        best = metadata.get("best")
-        if not best or best["step"] not in self.checkpoints.steps():
+        known = metadata.get("best")
+        if not (known and self._whole.training.keep_best):
             return None
-        changed = [change for change in self._whole.training.changes if best["step"] <= change["step"] <= done]
-        if any(not name.startswith(("step", "optimizer.")) for change in changed for name in change):
-            return None  # other data or lengths: another loss
-        return best["step"], best["loss"]
+        best = Validated(known["step"], known["loss"], known.get("text"))
+        if best.step not in self.checkpoints.steps():
+            return best.drop("it is gone")
+        try:
+            compare_source(metadata.get("provenance"), now, ("evaluation",), allow="")
+        except ValueError:
+            return best.drop("the evaluation step computes something else now")
+        return best
 
     def state(self, start: int, step: Step, State: Any) -> Any:
         """Restores the state after `start` steps, or initializes it for 0. Returns None for a damaged checkpoint."""

@@ -19,17 +19,20 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
 from shardwright.cluster.devices import check_chip, make_mesh, start_devices
+from shardwright.cluster.stopping import Stopped, StopRequest
 from shardwright.cluster.watch import watched, write_hosts
-from shardwright.data.checks import check_ranges
+from shardwright.data import flat_tokens
+from shardwright.data.checks import check_range, check_ranges, expand_paths
 from shardwright.modeling.model import LanguageModel, load_model, module_of
 from shardwright.run.best_effort import print_if_possible
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.checks import register_schema, to_config
 from shardwright.run.config import Config, check_divides
 from shardwright.run.directory import check_place, run_directory
+from shardwright.run.printing import log
 from shardwright.run.sweeps import Job
 from shardwright.run.trackers import check_or_enqueue, with_edits
-from shardwright.settings.composing import Program, command_of
+from shardwright.settings.composing import Program, command_of, read_overrides
 from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import refusals_shown, start
 from shardwright.settings.written import read_as_written
@@ -46,8 +49,12 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
     @functools.wraps(run)
     def job(config: object) -> Any:
         print_if_possible()  # also in the process of a job that Slurm starts
-        with launched(config) as given:
-            stopped_by = run(*given)
+        try:
+            with launched(config) as given:
+                stopped_by = run(*given)
+        except Stopped as error:
+            stopped_by = str(error)
+            log(f"{stopped_by}: stopped before the first step, so there is nothing to save.")
         if stopped_by and HydraConfig.get().mode == RunMode.RUN:
             sys.exit(STOPPED.code)
         return stopped_by
@@ -75,8 +82,9 @@ def composed(name: str, *overrides: str, own: str | Path | None = None) -> Confi
     folders = [path.absolute() for path in (Path(own), CONFIGS) if path.is_dir()] if own else [CONFIGS]
     folders.sort(key=lambda path: not (path / f"{name}.yaml").exists())
     others = [f"hydra.searchpath=[{','.join(f'file://{path}' for path in folders[1:])}]"] if folders[1:] else []
+    read = read_overrides(Program("train", CONFIGS, None, Config), [str(own)] if own else [], overrides)
     with initialize_config_dir(str(folders[0]), version_base="1.3"):
-        return to_config(compose(name, [*others, *overrides]))
+        return to_config(compose(name, [*others, *read]))
 
 
 def _sections() -> dict[str, type]:
@@ -99,6 +107,7 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
         with refusals_shown():
             settings = OmegaConf.to_object(config[name])
             check_ranges(name, settings)
+            expand_paths(name, settings)
             with open_dict(config):
                 del config[name]
                 config.paths.model_name = config.paths.model_name or name  # only `ladder search` writes there
@@ -113,6 +122,25 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
     start(about, composed, _sections)
 
 
+def take_recorded_bos_id(c: Config, given: int | None) -> None:
+    """Sets model.bos_id to what the datasets of `c` record, unless it is `given`.
+
+    Raises ValueError if a dataset records another one.
+    """
+    for data in (config_at(c, first).data for first in firsts(c)):
+        for filespec in filter(None, (data.filespec, *(source.filespec for source in data.mixture.values()))):
+            recorded = flat_tokens.bos_id_of(filespec)
+            given = recorded if given is None else given
+            if recorded not in (None, given):
+                raise ValueError(
+                    f"{filespec} records bos_id {recorded}, but model.bos_id is {given}. Give model.bos_id={recorded}, "
+                    "or choose a dataset that was written for this model."
+                )
+    if given is not None:
+        c.model.bos_id = given
+        check_range("model.bos_id", given, 0, c.model.vocab)
+
+
 @contextlib.contextmanager
 def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     """Returns a context in which the mesh of a run is set, and the run is watched for hangs.
@@ -121,12 +149,14 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     or out of range, before anything is computed.
     """
     c = to_config(composed)
+    take_recorded_bos_id(c, composed.model.get("bos_id"))
     check_place(c.paths.root_working_dir, c.paths.model_name)
     name = c.paths.model_name or HydraConfig.get().job.config_name or ""
     check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
     start_devices(c.distributed, c.hardware)
     check_chip(c.hardware)
-    with watched(c.distributed), jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
+    in_time = StopRequest(at_once=True)
+    with in_time, watched(c.distributed), jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
         for first in firsts(c):
             check_divides(config_at(c, first), jax.sharding.get_mesh().shape)
         model = load_model(c.model)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -130,6 +131,14 @@ class RunLog(contextlib.AbstractContextManager):
         if self._pending is not None:
             self.total_steps = self._pending[0] + 1
             self.flush()
+
+    def seconds_of(self, steps: int) -> float:
+        """Returns the seconds that the step in progress and `steps` more take; 0 if no time is known.
+
+        The median of recent steps, because a few of them may have waited for something to be compiled or saved.
+        """
+        each = statistics.median_low(self._durations) if self._durations else 0.0
+        return each * (steps + (self._pending is not None))
 
     def add_wait(self, seconds: float) -> None:
         """Adds seconds that the loop waited for a batch, to be logged as data_seconds."""
@@ -273,7 +282,7 @@ class RunLog(contextlib.AbstractContextManager):
         parts = [f"step {done}" + f"/{self.total_steps}" * (self._minutes is None)]
         if self._durations:
             seconds = sum(self._durations) / len(self._durations)
-            left = (self.total_steps - done) * seconds
+            left = self.seconds_of(self.total_steps - done)
             if self._minutes is not None:
                 left = (1 - values["elapsed"]) * 60 * self._minutes
             parts.append(f"ETA {duration(max(left, 0))}")

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 from shardlib.placement import LayerPlacement
 from shardwright.cluster.devices import make_mesh, simulate_devices
-from shardwright.data.checks import within
+from shardwright.data.checks import a_path, within
 from shardwright.data.untrusted import shown
 from shardwright.modeling.attention_paths import KERNELS
 from shardwright.modeling.model import LanguageModel
@@ -31,6 +31,8 @@ from shardwright.run.resuming import config_of, saved_config, with_defaults
 from shardwright.run.skipping import are_finite
 from shardwright.run.stages import placement_of, stack_orders
 from shardwright.run.step import Step, trace_step
+from shardwright.run.stores import check_processes
+from shardwright.settings.words import override
 
 Write = Callable[[str], None]
 DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")
@@ -100,7 +102,7 @@ def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
 class CheckpointChoice:
     """Settings of a program that reads the weights of a checkpoint."""
 
-    run: str = MISSING
+    run: str = a_path(MISSING)
     """Directory or URL of a run, or of one of its checkpoints."""
     step: int | None = within(0, 2**31, None)
     """Step of the checkpoint; null: the last one."""
@@ -111,7 +113,7 @@ class CheckpointChoice:
     trust: bool = False
     """Allows importing modules that the run names and that are not shipped here, fetching its data and tokenizer from
     other hosts, and using its XLA options that are texts. For a run that is not yours, read them first."""
-    tokenizer: str | None = None
+    tokenizer: str | None = a_path(None)
     """The tokenizer, if the run's data has moved or names none: `bytes`, `tiktoken:<encoding>`, a flat-tokens dataset,
     a name on the Hugging Face hub, a tokenizer.json, or a directory with one."""
 
@@ -206,9 +208,10 @@ def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:
             "value, or start another run with a new paths.model_name."
         )
     if had and os.path.normpath(str(name)) != os.path.normpath(str(paths.model_name)):
+        given = override("paths.model_name", str(name))
         raise ValueError(
-            f"the checkpoints of the run in {directory} are in {had}/{name}. Give paths.model_name={name}, or start "
-            "another run in another directory."
+            f"the checkpoints of the run in {directory} are in {had}/{name}. Give {given}, or start another run in "
+            "another directory."
         )
     place = f"{had.rstrip('/')}/{name}" if had else directory
     return f"{place}/checkpoints"
@@ -321,8 +324,9 @@ def fresh_state(step: Step, record: dict[str, Any] | None = None) -> Any:
     Adds to `record`, as "init_from", what was done with each weight.
     """
     c = step.config
-    start = step.other(name="start").lower().compile()
-    state = start(jax.random.key(c.training.seed))
+    start = step.other(name="start").lower()
+    check_processes({"source of the initial weights": start.as_text()})
+    state = start.compile()(jax.random.key(c.training.seed))
     if c.training.init_from is not None:
         orders = stack_orders(placement_of(c, step.model), type(state), state)
         state.weights, did = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)

@@ -94,8 +94,12 @@ class StepProfiler:
             return
         self._task = in_background(self._read_trace, kept)
 
-    def close(self, stopped_by: Callable[[], str | None] = lambda: None) -> None:
-        """Waits until the trace has been read, or `stopped_by` names a signal."""
+    def wait(self, signal: Callable[[], str | None]) -> None:
+        """Waits until the trace has been read, or `signal` names one. All processes call this."""
+        wait_for([self._task] if self._task else [], "the profile to be read", signal)
+
+    def close(self) -> None:
+        """Ends the trace, and waits until it has been read."""
         if self._traces:
             self._traces = False
             self._settle()
@@ -106,7 +110,7 @@ class StepProfiler:
         task = self._task
         self._task = None
         if task is not None:
-            wait_for(task, "the profile to be read", stopped_by)
+            task.result()
 
     # ---- on the background thread
 

@@ -9,7 +9,6 @@ The training step and the evaluation step are compared by hashes. Each step is t
 that of its lowered text, so comments and variable names do not matter.
 """
 
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -21,20 +20,18 @@ import platform
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 
 from shardlib.places import is_installed
-from shardwright.cluster.devices import Device, kept_programs, make_mesh
-from shardwright.data.untrusted import COPY_AGAIN, read_object
+from shardwright.cluster.devices import Device, make_mesh
 from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.files import write_whole
-from shardwright.run.reference import reference_record
 from shardwright.run.step import Step
-from shardwright.settings.words import listed, say
+from shardwright.settings.words import listed
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("shardlib", "shardwright")
@@ -89,13 +86,6 @@ def source_of() -> dict[str, str]:
     return _digests(files_of_source())
 
 
-@functools.cache
-def version() -> tuple[str, ...]:
-    """Returns what all kept results depend on: hashes of this project's files, and the versions of jax and jaxlib."""
-    files = {name: paths for name, paths in files_of_project().items() if name in PACKAGES}
-    return *_digests(files).values(), *map(importlib.metadata.version, ("jax", "jaxlib"))
-
-
 def _digests(files: Mapping[str, list[Path]]) -> dict[str, str]:
     # Two files of one name may change places: their folders tell them apart.
     def part(path):
@@ -115,66 +105,7 @@ def _device() -> Device:
         return jax.local_devices()[0]
 
 
-def read_by(step: Step) -> tuple:
-    """Returns what determines the programs of a step besides the source: its settings, and the reference."""
-    settings = [
-        dataclasses.asdict(part)
-        for part in (step.config.model, step.config.optimizer, step.config.training, step.config.pipeline)
-    ]
-    return settings, reference_record(step.config)
-
-
-def keep_result(
-    name: str,
-    key: Callable[[], object],
-    make: Callable[[], dict[str, Any]],
-    kinds: object = dict,
-    may_keep: Callable[[dict[str, Any]], bool] = lambda _: True,
-) -> dict[str, Any]:
-    """Returns the result of `make`, or what it returned before for the same key.
-
-    Results are kept in JAX's compilation cache. If a record cannot be read or written, a line is printed, and the
-    result is computed as if there were no record.
-
-    Args:
-        name: name of the result, and of the directory of its records.
-        key: returns what the result depends on besides `version`, above all Step.digest of the programs that run. If it
-            raises, nothing is kept.
-        make: returns the result, of types that JSON has.
-        kinds: types in the result, as for untrusted.check_types.
-        may_keep: called after `make`. If it returns False, the result is not kept.
-    """
-    directory = kept_programs(name)
-    if directory is None:
-        return make()
-    try:
-        known = version(), key(), jax.local_devices()[0].device_kind
-    except Exception:  # such as of a program that cannot be traced, which `make` describes
-        return make()
-    config = cast(Any, jax.config)
-    known += config.jax_default_prng_impl, config.jax_enable_x64, sorted(config.values.items())
-    about = {"kind": name, "key": hashlib.sha256(repr(known).encode()).hexdigest()}
-    record = directory / about["key"][:32]
-    try:
-        kept = read_object(record, {"kind": str, "key": str, "found": kinds})
-        if about == {part: kept[part] for part in about}:
-            return kept["found"]
-        say(f"WARNING: a kept result is made again: {record} is the record of something else.")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        say(f"WARNING: a kept result is made again: {str(error).removesuffix(COPY_AGAIN)}")
-    found = make()
-    if may_keep(found):
-        with best_effort(str(record)):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(record, json.dumps({**about, "found": found}))
-    return found
-
-
-def provenance_of(
-    step: Step, which: tuple[str, ...] = ("training", "evaluation"), kept_for: Callable[[], object] | None = None
-) -> dict[str, Any]:
+def provenance_of(step: Step, which: tuple[str, ...] = ("training", "evaluation")) -> dict[str, Any]:
     """Makes the provenance for a checkpoint: hashes of the source and of the plain programs, and what traced them.
 
     The plain programs are for one device, without settings that may change on resuming. A program that cannot be traced
@@ -183,25 +114,7 @@ def provenance_of(
     Args:
         step: the training step.
         which: names of the programs, from step.NAMES.
-        kept_for: returns the key under which their hashes are kept for later starts; None traces them at each start.
     """
-
-    def make() -> dict[str, Any]:
-        return _hashed(step, which)
-
-    def key() -> object:
-        return which, _device().platform, kept_for and kept_for()
-
-    def is_whole(found: dict[str, Any]) -> bool:
-        return "untraced" not in found  # an error of one start may not come again
-
-    kinds = {"programs": {str: str}, "untraced?": str}
-    found = keep_result("plain_programs", key, make, kinds, is_whole) if kept_for else make()
-    traced_by = f"jax {jax.__version__}, lowered for {_device().platform}"
-    return {**found, "source": source_of(), "traced_by": traced_by}
-
-
-def _hashed(step: Step, which: tuple[str, ...]) -> dict[str, Any]:
     hashes: dict[str, str] = {}
     untraced: dict[str, str] = {}
     mesh = make_mesh([_device()])
@@ -214,7 +127,9 @@ def _hashed(step: Step, which: tuple[str, ...]) -> dict[str, Any]:
             untraced.pop(name, None)
         except Exception as error:  # the model may need more devices, sequences or microbatches
             untraced[name] = in_a_line(error)
-    return {"programs": hashes} | ({"untraced": [*untraced.values()][-1]} if untraced else {})
+    found = {"programs": hashes} | ({"untraced": [*untraced.values()][-1]} if untraced else {})
+    traced_by = f"jax {jax.__version__}, lowered for {_device().platform}"
+    return {**found, "source": source_of(), "traced_by": traced_by}
 
 
 def compare_source(

@@ -19,7 +19,6 @@ from shardwright.run.config import Config, check_divides
 from shardwright.run.printing import log
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.spec import StepSpec
-from shardwright.run.stores import in_all_processes
 
 
 @functools.cache  # so that a process keeps using one checkpoint while the reference's run saves more
@@ -27,7 +26,7 @@ def _manifest(path: str) -> tuple[int, dict]:
     """Reads the step and manifest of the checkpoint at a path, as for find_checkpoint."""
     checkpoints, step = find_checkpoint(path)
     with checkpoints:
-        return step, in_all_processes(lambda: checkpoints.manifest(step))
+        return step, checkpoints.manifest(step)
 
 
 def model_of(c: Config) -> LanguageModel | None:

@@ -1,5 +1,6 @@
 """Prints the lines that describe a run at its start, and collects facts for its report page."""
 
+import itertools
 import math
 import time
 from pathlib import Path
@@ -18,7 +19,6 @@ from shardwright.run.best_effort import best_effort
 from shardwright.run.changes import MOST_STEPS, tokens_before
 from shardwright.run.config import Config
 from shardwright.run.differences import flat
-from shardwright.run.evaluation import count_batches
 from shardwright.run.files import write_whole
 from shardwright.run.flops import Speed
 from shardwright.run.printing import log
@@ -92,6 +92,8 @@ def _print_start(run: Schedule, directory: Path) -> None:
     log(f"model      {parameters_of(run.model):,} parameters, {t.compute_dtype} compute{fp8}{reduced}")
     steps = f"{run.total:,} steps" if t.minutes is None else f"{t.minutes:g} minutes of steps"
     log(f"data       {name}: {length} tokens; {steps} of {loader.tokens_per_batch:,}")
+    for line in (*loader.files, *(run.validation.files if run.validation else ())):
+        log(f"files      {line}")
 
 
 def describe_data(run: Schedule) -> list[str]:
@@ -129,8 +131,8 @@ def in_percent(share: float) -> str:
 
 def has_targets(loader: Loader, batches: int) -> bool:
     """Returns True if any batch that `evaluate` reads, of at most `batches`, has a target."""
-    every = np.arange(loader.batch_size)
-    return any(loader.sequences(i, every).loss_mask.any() for i in range(count_batches(loader, batches)))
+    steps = itertools.takewhile(loader.rows, range(batches))
+    return any(loader.sequences(i, np.arange(loader.rows(i))).loss_mask.any() for i in steps)
 
 
 def save_config(directory: Path, config: object) -> None:

@@ -6,7 +6,6 @@ is shipped here, or the user named it or trusts the configuration.
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import re
 import typing
@@ -14,10 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from hydra.core.config_store import ConfigStore
-from jax.experimental import multihost_utils
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -32,9 +28,8 @@ from shardwright.run.checks import register_schema, to_config
 from shardwright.run.config import Config
 from shardwright.run.differences import config_differences, flat
 from shardwright.run.files import as_config, literal
-from shardwright.run.stores import Damaged, in_all_processes
-from shardwright.settings.composing import wrong_setting
-from shardwright.settings.settings import is_section, without_null
+from shardwright.run.stores import Damaged
+from shardwright.settings.settings import is_section, without_null, wrong_setting
 
 RETIRED = {
     "data": ("max_epochs", "cache_bytes"),  # and of each source of a mixture
@@ -43,7 +38,7 @@ RETIRED = {
     "pipeline": ("layers_per_stage", "recompute"),
     "distributed": ("stopped_exit_code",),
     "trackers": ("num_hosts",),
-    "training": ("ema_decay", "eval_weights", "skip_above"),
+    "training": ("ema_decay", "eval_weights", "skip_above", "unproved_causality"),
 }
 """Settings of older checkpoints that no longer exist. If one changes what a step computes, the program hash differs."""
 _METADATA = {
@@ -56,7 +51,7 @@ _METADATA = {
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
     "reference?": {"path": str, "step": int, "manifest": str},
     "clock?": {"seconds": float},
-    "best?": {"step": int, "loss": float},
+    "best?": {"step": int, "loss": float, "text?": int | None},
     "skips?": {"count?": int, "in_a_row?": int, "recent?": [(float, float)], "lowest?": [float]},
 }
 """Types of a checkpoint's metadata, for check_types; older checkpoints lack some."""
@@ -213,21 +208,6 @@ def deciding_settings(config: Config) -> dict[str, Any]:
     return parts | {"data": (data.seed, data.shuffle, data.sequence_packing, data.loss_mask, data.skip_steps, weights)}
 
 
-def check_processes(parts: Mapping[str, Any]) -> None:
-    """Raises ValueError in all processes if a part differs between processes. All call this with the same names.
-
-    Each process updates its own shards, so a stale file on one host would silently change the result.
-    """
-    if jax.process_count() == 1:
-        return
-    digests = [np.frombuffer(hashlib.sha256(repr(part).encode()).digest(), np.uint8) for part in parts.values()]
-    every = multihost_utils.process_allgather(np.stack(digests))
-    for process, part in np.argwhere((every != every[0]).any(-1)):
-        raise ValueError(
-            f"process {process} has another {[*parts][part]} than process 0: give all the same and restart."
-        )
-
-
 def choose_checkpoint(
     checkpoints: Checkpointer, wanted: int | None, damaged: dict[int, str], skip_steps: Sequence[int] = ()
 ) -> tuple[int, dict] | None:
@@ -250,7 +230,7 @@ def choose_checkpoint(
     """
     while (step := checkpoints.latest_step(without=damaged)) is not None:
         try:
-            metadata = in_all_processes(lambda step=step: checkpoints.metadata(step))
+            metadata = checkpoints.metadata(step)
         except Damaged as error:
             damaged[step] = str(error)
             continue
@@ -258,7 +238,7 @@ def choose_checkpoint(
             return step, metadata
         if wanted in damaged:
             break
-        return wanted, in_all_processes(lambda: checkpoints.metadata(wanted))
+        return wanted, checkpoints.metadata(wanted)
     if wanted is None and not damaged:
         return None
     # A run that went back may since have deleted the checkpoint it went back to, as its oldest.

@@ -22,7 +22,6 @@ from shardwright.run.changes import MOST_STEPS
 from shardwright.run.clock import Stopwatch
 from shardwright.run.compiling import compile_step, seconds_shown
 from shardwright.run.config import Config
-from shardwright.run.directory import override
 from shardwright.run.flops import peak_flops, speed_of
 from shardwright.run.keeping import Keeper
 from shardwright.run.listeners import Ending, Listener, Listeners
@@ -31,12 +30,13 @@ from shardwright.run.printing import log
 from shardwright.run.provenance import keep_source
 from shardwright.run.reference import read_reference
 from shardwright.run.report import facts_of, introduce, save_config
-from shardwright.run.resuming import check_processes, deciding_settings
+from shardwright.run.resuming import deciding_settings
 from shardwright.run.schedule import Schedule
 from shardwright.run.spec import StepSpec, load_spec
 from shardwright.run.stages import placement_of
-from shardwright.run.stores import in_all_processes
+from shardwright.run.stores import check_processes, in_all_processes
 from shardwright.run.trackers import tracked
+from shardwright.settings.words import override
 
 CHANGES = "changes"
 """What `end` returns if the run continues with changed settings."""
@@ -165,8 +165,8 @@ class Run(Schedule):
         return facts_of(self, speed)
 
     def signal(self) -> str | None:
-        """Returns the name of the signal that requested a stop in this process so far; None without a signal."""
-        return self.stopped_by or self._stop.signal
+        """Returns the name of the signal that stops all processes, which all call this; None without a signal."""
+        return self.stopped_by or self._stop.poll()
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error is not None and self.done > self.start:
@@ -196,9 +196,9 @@ class Run(Schedule):
 
         return in_all_processes(plan_ahead)
 
-    def prove(self) -> None:
+    def check(self) -> None:
         """Raises ShardError unless the steps compute on this mesh what they compute on one device, and are causal."""
-        examine.prove(list(map(self.traced, self.ahead)))
+        examine.check(list(map(self.traced, self.ahead)))
 
     def check_kernels(self) -> None:
         """Runs each platform-specific kernel and its reference implementation, and raises if they differ."""
@@ -238,7 +238,7 @@ class Run(Schedule):
             now_at("in the training step", paused=first)
             if first:
                 self.clock.begin()
-            now = self.clock.now()
+            now = self.clock.now(self.log.seconds_of(2), self.listeners.seconds())
             self.arguments = (*self.reference, *([] if now is None else [now]))
             yield step, batch
             if self.stopped_by or self.is_over:
@@ -257,7 +257,7 @@ class Run(Schedule):
         clock = self.arguments[-1] if self.clock.minutes is not None else None
         self.log.log(step, vars(metrics) | (vars(clock) if clock else {}))
         if clock:
-            self.clock.see(clock)
+            self.clock.see(self.listeners.are_due())
             if self.clock.is_over:
                 self.end_here()
                 self.log.end_here()
@@ -265,7 +265,7 @@ class Run(Schedule):
             self._keep_source()  # while the devices work
         for source, number in self.new_passes(step).items():
             self.log.add_event(step, "pass", {"source": source, "pass": number})
-        self.stopped_by = self._stop.after(step)
+        self.stopped_by = self._stop.poll()
         self.listeners.after(step, state, metrics)
 
     @staticmethod
@@ -287,7 +287,7 @@ class Run(Schedule):
             length = "steps" if self.clock.minutes is None else "minutes"
             done = f"{self.start} of {self.total} steps are done already"
             log(f"{done}. To continue, train for longer (training.{length}).")
-            self._cleanup.enter_context(self._stop)  # an export that is missing may take long
+            self._stop = self._cleanup.enter_context(StopRequest())  # an export that is missing may take long
         self.log.close()
         complete = self.listeners.wait()
         self.stopped_by = self.signal()

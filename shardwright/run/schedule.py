@@ -9,11 +9,10 @@ from shardwright.data.loader import Loader, batch_of, make_loader
 from shardwright.modeling.model import LanguageModel, inputs_of
 from shardwright.run.changes import config_at, described_change, firsts, loader_at, tokens_before, total_steps
 from shardwright.run.config import Config
-from shardwright.run.loaded_code import code_of, digest_of_code, digests_of
-from shardwright.run.provenance import provenance_of, read_by
-from shardwright.run.resuming import check_processes
+from shardwright.run.provenance import provenance_of
 from shardwright.run.spec import StepSpec
 from shardwright.run.step import Step, trace_step
+from shardwright.run.stores import check_processes
 
 
 class Schedule:
@@ -54,7 +53,7 @@ class Schedule:
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
         """Provenance of the program with the current settings."""
-        return provenance_of_run(self.step)
+        return provenance_of(self.step)
 
     def resume(self, start: int, loader_state: dict[str, Any]) -> None:
         """Makes the loaders and step counts of a run that resumes at `start`. Raises ValueError for missing data."""
@@ -82,8 +81,9 @@ class Schedule:
             return make_loader(c.data, "validation", **sizes(c.training), **options)
 
         self.validation, *_ = split = [validation(c) if c.training.eval_batches else None for c in self.ahead]
-        states = [loader and loader.state(0) for loader in (*loaders, *split)]
-        check_processes({"dataset": (self.total, states)})
+        every = [loader for loader in (*loaders, *split) if loader]
+        states = self.total, [loader.state(0) for loader in every]
+        check_processes({"dataset": states, "tokenizer": [loader.tokenizer for loader in every]})
 
     @property
     def is_over(self) -> bool:
@@ -125,12 +125,3 @@ class Schedule:
     def changes(self) -> dict[int, str]:
         """Describes each change of settings, by the step from which it applies."""
         return {first: described_change(self.whole, first) for first in firsts(self.whole)[1:]}
-
-
-def provenance_of_run(step: Step) -> dict[str, Any]:
-    """Makes the provenance of a step, as provenance_of, and keeps its hashes for later starts.
-
-    The key of the kept hashes has no files or environment variables that the step's code reads: if only these change,
-    the old hashes are returned.
-    """
-    return provenance_of(step, kept_for=lambda: (digests_of(step), read_by(step), digest_of_code(*code_of(step))))

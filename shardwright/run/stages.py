@@ -28,10 +28,6 @@ from shardwright.modeling.weights import are_stacks, initialize, is_stack
 from shardwright.optimizers.scales import initial_table
 from shardwright.run.config import Config, check_divides
 
-IN_ORDER = "in order"
-"""Value of pipeline.schedule for verification: each device runs all layers, in shardlib.pipeline.run_in_order instead
-of a schedule."""
-
 
 def has_stages() -> bool:
     """Returns True if the current mesh has an axis p."""
@@ -42,7 +38,7 @@ def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
     """Places the layers of a run on the stages of the current mesh. Raises ValueError if they cannot be."""
     p = mesh_axes().get(PIPELINE_AXIS, 1)
     v = c.pipeline.virtual_stages
-    if p == 1 or c.pipeline.schedule == IN_ORDER:
+    if p == 1:
         return place_layers(c.model.layers, in_a_ring(p, 1), period_of(model))
     try:
         stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v)
@@ -106,12 +102,9 @@ def run(
         losses of layers, and gradients and metrics are None.
     """
     placement = placement_of(c, forward.model)
-    table = None
-    if c.pipeline.schedule != IN_ORDER:
-        orders = _orders(c, placement)
-        table = tick_table(orders if training else forwards(orders))
-    # All that differs between the schedule and IN_ORDER, which is proved, is the table.
-    total, g, metrics = pipeline.run(Parts(forward, head), placement, table, w, batch, training)
+    orders = _orders(c, placement)
+    table = tick_table(orders if training else forwards(orders))
+    total, g, metrics = pipeline.run_schedule(Parts(forward, head), placement, table, w, batch)
     if metrics is not None:
         metrics = dataclasses.replace(
             metrics, values=shardops.psum("_metric _layer +p -> _metric _layer", metrics.values)

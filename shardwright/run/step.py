@@ -13,12 +13,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from shardlib.axes import AXES, axes_of_mesh
-from shardlib.interpret import digest_of
+from shardlib.findings import AS_RUN
 from shardlib.parsing import ShapeSpec
-from shardlib.proof.check import tracing
-from shardlib.proof.outside import AS_RUN
 from shardlib.shardtypes import Of, typed_shard_map, u32
-from shardlib.values import planned_for
+from shardlib.tracing import tracing
+from shardlib.values import Choices, planned_for
 from shardwright.cluster.devices import explicit_mesh
 from shardwright.data.loader import TokenBatch, batch_shapes
 from shardwright.modeling.attention import expect_einsum
@@ -31,32 +30,29 @@ from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import Config, PipelineConfig, check_divides
 from shardwright.run.reference import weights_of
 from shardwright.run.spec import StepSpec, load_spec
-from shardwright.run.stages import IN_ORDER
 
 NAMES = "training", "evaluation", "start"
 """Programs of a run: make_training_step, make_evaluation_step and init_state of train.py."""
-READ = ("model", "optimizer", "training", "pipeline", "mesh")
-"""Sections of the settings that a program may read: those of provenance.read_by, and the mesh."""
 LOSSES = "training loss", "evaluation loss"
 """Names of the parts of these programs that compute the loss of a microbatch."""
 _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "save": "marked", "unroll": 1}
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1, "minutes": None}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
 FORMS: dict[str, Mapping[str, Any]] = {
-    # The proof cannot look into kernels, so this computes attention by train.softmax_attention over all keys, which
-    # applies an AttentionMask to all pairs of positions.
+    # Attention by train.softmax_attention over all keys, which applies an AttentionMask to all pairs of positions.
     "einsum attention": {"training.attention": "einsum", "training.context": "gather"},
-    # Weights gathered once per step, as `auto` does on one device. All other choices on one device are those for the
-    # mesh of the run, because some, such as the pools of experts, change what is computed.
-    "gathered ahead": {"training.gather_weights": "step"},
-    # The loss in one chunk of all positions, by the same code as in several.
-    "one chunk": {"training.loss_chunk": lambda c: c.training.loss_chunk and c.training.seq_len},
+    # Kernels of attention cannot be looked into: they are run as what they stand for.
+    "kernels by reference": {"training.attention": "blockwise"},
+    # Sums of rows by id as a scatter-add: on GPUs they are computed in a number of turns that depends on sizes.
+    "plain sums": {},
+    # Each device chooses the scales of its own blocks, so the rounding depends on the mesh.
+    "without FP8": {"training.fp8": False},
+    # The loss of all positions at once.
+    "one chunk": {"training.loss_chunk": None},
     # Always masks documents, because each text is a document.
     "document mask": {"training.document_mask": True},
     # The attention for these devices, without FP8, whose scales make a text depend on the others in its batch.
     "for texts": {"training.attention": "auto", "training.fp8": False},
-    # With stages, each device runs all layers in layer order. In a schedule, devices run different tasks at one time.
-    "layers in order": {"pipeline.schedule": IN_ORDER},
     # Microbatches one after another instead of side by side, so that statistics of a layer are of one microbatch.
     "one after the other": {"training.side_by_side": 1},
     # Attention kernels as opaque calls, which are not run. JAX traces cuDNN's only where cuDNN is installed, and plans
@@ -93,6 +89,7 @@ class Step:
         forms: keys of FORMS that are applied, and `<rows> × <length> tokens` if the size of a
             microbatch is not the run's; empty: as the run executes it.
         planned: axis sizes of the mesh for which it chooses fast implementations; empty: those of `mesh`.
+        like: a step at other sizes, whose choices by size it repeats; None: its programs choose for their own sizes.
     """
 
     config: Config
@@ -102,6 +99,7 @@ class Step:
     name: str = "training"
     forms: tuple[str, ...] = ()
     planned: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    like: "Step | None" = None
     _known: dict = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +134,10 @@ class Step:
             t = dataclasses.replace(t, batch_size=rows * t.microbatches, seq_len=length, loss_chunk=chunk)
             c = dataclasses.replace(c, training=t)
             forms = (*forms, f"{rows} × {length} tokens")
-        other = Step(c, self.model, mesh, self.spec, name or self.name, (*self.forms, *forms), planned, self._known)
+        is_of_size = mesh == self.mesh and not forms and planned == self.planned
+        like = self.like if is_of_size else None
+        name = name or self.name
+        other = Step(c, self.model, mesh, self.spec, name, (*self.forms, *forms), planned, like, self._known)
         return self._known[other._key]
 
     @property
@@ -177,19 +178,33 @@ class Step:
         return self.other(name="start").traced.out_info
 
     @functools.cached_property
+    def choices(self) -> Choices:
+        """Choices by size that the traced program makes."""
+        return Choices(self.like.other(name=self.name).made if self.like else None)
+
+    @property
+    def made(self) -> Choices:
+        """Choices by size that the traced program made."""
+        assert self.traced
+        return self.choices
+
+    @functools.cached_property
     def _trace(self) -> tuple[jax.stages.Traced, list[list[ShapeSpec]]]:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
         mesh = dataclasses.replace(self.config.mesh, **{axis: sizes[axis] for axis in AXES})
-        unread = {section: _Unread(section) for section in vars(self.config) if section not in READ}
-        c = dataclasses.replace(self.config, mesh=mesh, **unread)
+        c = dataclasses.replace(self.config, mesh=mesh)
         model = self.model
         spec = self.spec
         name = self.name.removesuffix(" loss")
         c = _of_microbatch(c, name) if self.name in LOSSES else c
-        as_calls = "kernels as calls" in self.forms
+        as_calls, plain_sums = (form in self.forms for form in ("kernels as calls", "plain sums"))
         state: Any = self.state if name in ("training", "evaluation") else None
         traced = tracing(self.mesh, self.planned or self.mesh.shape)
-        with traced as types, planned_for(kernels_as_calls=as_calls), expect_einsum(spec.attention):
+        with (
+            traced as types,
+            planned_for(kernels_as_calls=as_calls, plain_sums=plain_sums, choices=self.choices),
+            expect_einsum(spec.attention),
+        ):
             if name == "logits":
                 return _trace_logits(self), types
             if name == "start":
@@ -232,11 +247,6 @@ class Step:
             return self.traced.lower()
 
     @functools.cached_property
-    def digest(self) -> str:
-        """Hash of the traced program on its mesh, which does not depend on comments and names of values."""
-        return digest_of(self.jaxpr)
-
-    @functools.cached_property
     def hash(self) -> str:
         """Hash of the lowered text, which does not depend on comments and names of values."""
         return hashlib.sha256(self.lower().as_text().encode()).hexdigest()[:20]
@@ -256,19 +266,6 @@ def clock_of(c: Config, spec: StepSpec, elapsed: float = 0.0) -> tuple[Clock, ..
             "SPEC), or give the length in steps."
         )
     return (Clock(np.float32(elapsed)),)
-
-
-class _Unread:
-    """A section of the settings that a program must not read, because kept proofs and hashes do not depend on it."""
-
-    def __init__(self, section: str):
-        self._section = section
-
-    def __getattr__(self, name: str):
-        raise ValueError(
-            f"the step reads {self._section}.{name}, whose value no kept proof or hash would notice: make it a setting "
-            f"of one of the sections {', '.join(READ)}."
-        )
 
 
 def _trace_logits(step: Step) -> jax.stages.Traced:

@@ -17,8 +17,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from shardwright.run.directory import check_place, find_place, quoted
+from shardwright.run.directory import check_place, find_place
+from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import Refused, refusals_shown
+from shardwright.settings.words import override, quoted
 
 
 class Job:
@@ -96,7 +98,8 @@ class Sweep(Callback):
         self._jobs += 1
         if job_return.status == JobStatus.COMPLETED:
             if job_return.return_value is not None:  # the signal that stopped the run
-                sys.exit(f"{job_return.return_value}: the sweep stops here.")
+                print(f"{job_return.return_value}: the sweep stops here.", file=sys.stderr)
+                sys.exit(STOPPED.code)
             self._done.append(config.hydra.job.override_dirname)
             return
         try:
@@ -127,7 +130,7 @@ class Sweep(Callback):
         if not self._is_over:
             done = f"\nThe sweep {directory} was stopped. Jobs that are done: {len(self._done)}"
             print("\n  ".join([done, *self._done]), file=sys.stderr)
-            print(f"To resume: the same command, with paths.model_name={self._name}", file=sys.stderr)
+            print(f"To resume: the same command, with {override('paths.model_name', self._name)}", file=sys.stderr)
         if self._failed:
             print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
             print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)

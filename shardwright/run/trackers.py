@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import math
@@ -31,6 +30,7 @@ from shardwright.modeling.training import training_module
 from shardwright.run.best_effort import best_effort
 from shardwright.run.differences import flat
 from shardwright.run.files import write_whole
+from shardwright.settings.program import has_package
 from shardwright.settings.words import say
 
 FILE = "trackers.json"
@@ -110,7 +110,8 @@ def _wandb(wandb: Any, run: Facts) -> Opened:
     mode = os.environ.get("WANDB_MODE")
     if mode is None and not wandb.login(prompt=False):
         mode = "offline"
-        say(f"tracker    wandb: not logged in, so it writes files; upload: wandb sync {run.directory}/wandb/offline-*")
+        files = f"{shlex.quote(str(run.directory))}/wandb/offline-*"
+        say(f"tracker    wandb: not logged in, so it writes files; upload: wandb sync {files}")
     opened = wandb.init(
         mode=mode,
         project=run.project,
@@ -155,7 +156,7 @@ run."""
 
 def tracker_of(name: str) -> tuple[str, Callable[[Any, Facts], Opened]]:
     """Returns a tracker's package and the function that opens a run, from TRACKERS or the user's module:function."""
-    return TRACKERS[name] if name in TRACKERS else (name.partition(":")[0], named("tracker", name, {}))
+    return TRACKERS[name] if name in TRACKERS else (name.partition(":")[0], named("tracker", name, {}, "package, run"))
 
 
 # ---- the queue of ClearML ---------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) 
     """
     for which in c.names:
         package, _ = tracker_of(which)
-        if importlib.util.find_spec(package) is None:
+        if not has_package(package):
             raise ValueError(f"trackers.names has {which}, which is not installed. Run: pip install {package}")
     if c.queue is not None:
         clearml = importlib.import_module("clearml")

@@ -17,18 +17,17 @@ import numpy as np
 from jax import lax
 
 from shardlib import shardops
-from shardlib.op_checks import varying
+from shardlib.exact.compare import compare
 from shardlib.parsing import ShardError, sort_axes
 from shardlib.scopes import Scope
 from shardlib.shardtypes import Array, Of, Separate, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
-from shardlib.values import describe, mesh_axes
+from shardlib.values import describe
 from shardwright.modeling.attention import Attention
-from shardwright.modeling.attention_calls import TOLERANCE, largest
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Positions, global_head_ids, softmax
 from shardwright.modeling.model import Tokens, act, compute_scope, period_of
 from shardwright.modeling.state import States, has_positions, state_of, types_of
-from shardwright.modeling.weights import initialize
+from shardwright.modeling.weights import shapes_of
 
 W = TypeVar("W")
 S = TypeVar("S")
@@ -263,58 +262,62 @@ def check_cache(forward: Forward, context: int) -> None:
 
     In decoding, each position of a forward pass belongs to a different text. This is correct only if positions exchange
     information through `attention` and declared states alone, by positions alone, and if the steps of a state compute
-    what the forward pass of training computes. All weights are random, because weights that are initially 0 would hide
-    errors. Checks one period of layers in f32, with one text on each device. Causality is checked before, by
+    what the forward pass of training computes. Both are run in exact arithmetic, for one period of layers. All weights
+    are random, because weights that are initially 0 would hide errors. Causality is checked before, by
     shardwright/inspect/causality.py.
 
     Args:
-        forward: of the model, on the current mesh.
+        forward: of the model, at sizes that can be run so, on the current mesh, of which no device need exist.
         context: number of tokens that the next one can attend to.
 
     Raises:
         ValueError: the logits differ from those of the forward pass without states.
     """
     model = forward.model
-    mesh = jax.sharding.get_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
     t = mesh.shape["t"]
-    exact = dataclasses.replace(forward.training, attention="einsum", compute_dtype="f32")
-    forward = dataclasses.replace(forward, training=exact)
-    table = jax.tree.map(lambda weight: dataclasses.replace(weight, std=weight.std or 0.3), model.table)
+    plain = dataclasses.replace(forward.training, attention="einsum", compute_dtype="f32")
+    forward = dataclasses.replace(forward, training=plain)
     period = period_of(model)
-    layers = jax.tree.map(lambda x: dataclasses.replace(x, shape=(period, *x.shape[1:])), table.layers)
-    table = dataclasses.replace(table, layers=layers)
+    layers = jax.tree.map(lambda x: dataclasses.replace(x, shape=(period, *x.shape[1:])), model.table.layers)
+    table = dataclasses.replace(model.table, layers=layers)
     length = LENGTH_OF_STATES if hasattr(model, "State") else LENGTH
     half = -(-min(context, length) // (2 * t)) * t
-    ids = np.random.default_rng(0).integers(0, model.config.vocab, (mesh.size, 2 * half)).astype(np.uint32)
     positions = np.arange(half, max(half + 1, min(context, 2 * half)), dtype=np.int32)
 
+    def text_of(ids: jax.Array) -> Tokens:
+        zero = jnp.int32(0 * ids)
+        return Tokens(ids, zero + jnp.arange(2 * half, dtype=jnp.int32), zero)
+
     @typed_shard_map
-    def differences(w: Of[model.Weights], ids: u32["_N/r/d _L"]) -> f32["_T"]:
+    def at_once(w: Of[model.Weights], ids: u32["_N/r/d _L"]) -> f32["_N/r/d _T V/t"]:
+        return forward.logits(forward.gatherable(w), text_of(ids))[:, positions]
+
+    @typed_shard_map
+    def by_steps(w: Of[model.Weights], ids: u32["_N/r/d _L"]) -> f32["_N/r/d _T V/t"]:
         w = forward.gatherable(w)
         zero = jnp.int32(0 * ids)
-        text = Tokens(ids, zero + jnp.arange(2 * half, dtype=jnp.int32), zero)
-        expected = forward.logits(w, text)
 
         def step(cache, place):
             at = zero[:, 0]
             logits, cache = next_logits(w, cache, Texts(at, ids[:, place], at + place, at, None), forward)
-            error = largest(logits[0] - expected[:, place])
-            return cache, error / jnp.max(jnp.abs(expected))
+            return cache, logits[0]
 
         cache = filled_cache(w, ids[:, :half], zero[:, 0] + half, forward, 2 * half)
-        _, found = lax.scan(step, cache, positions)
-        axes = tuple(mesh_axes())
-        return lax.pmax(varying(found, axes), axes)
+        return jnp.moveaxis(lax.scan(step, cache, positions)[1], 0, 1)
 
-    with compute_scope("f32"), jax.default_matmul_precision("highest"):
-        w = jax.jit(lambda key: initialize(table, key))(jax.random.key(0))
-        far = np.asarray(jax.jit(differences)(w, ids))
-    if not far.max() <= TOLERANCE["f32"]:
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(x.mean, x.std or 0.3, x.shape) for x in jax.tree.leaves(table)]
+    args = [*weights, rng.integers(0, model.config.vocab, (mesh.size, 2 * half)).astype(np.uint32)]
+    shapes = shapes_of(table), jax.ShapeDtypeStruct(args[-1].shape, jnp.uint32)
+    with compute_scope("f32"):
+        there, here = (jax.jit(function).trace(*shapes).jaxpr for function in (at_once, by_steps))
+    if found := compare(here, there, mesh.shape, args, mesh.shape):
         names = ", ".join(field.name for field in dataclasses.fields(state_of(model)))
         kept = f"the states {names}" if hasattr(model, "State") else "a KV cache"
         raise ValueError(
-            f"with {kept}, the logits of random texts differ from training's forward pass by {far.max():.2g} of "
-            "the largest. Positions may exchange information only through attention, once per layer, or a declared "
-            "state, whose steps compute what training computes; and an attention mask may depend on positions, not on "
-            "shapes. Or train and evaluate this model without samples."
+            f"with {kept}, the logits of random texts differ from training's forward pass: {found[0].text}. Positions "
+            "may exchange information only through attention, once per layer, or a declared state, whose steps compute "
+            "what training computes; and an attention mask may depend on positions, not on shapes. Or train and "
+            "evaluate this model without samples."
         )

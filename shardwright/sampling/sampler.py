@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,18 +24,24 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib import shardops
+from shardlib.exact.endings import Undecided
+from shardlib.exact.verdicts import find
+from shardlib.findings import Finding
+from shardlib.parsing import ShardError
 from shardlib.shardtypes import Array, Of, Separate, bool_, i32, typed, typed_shard_map, u32
+from shardlib.tracing import on_one_device, tracing
 from shardwright.data.checks import above_0, at_least_0, check_ranges, within
 from shardwright.inspect.causality import check_causal
-from shardwright.inspect.soundness import check_program
+from shardwright.inspect.smaller import make_small
+from shardwright.inspect.soundness import refuse
 from shardwright.modeling.model import act, compute_scope
 from shardwright.modeling.state import state_of
+from shardwright.modeling.weights import shapes_of
 from shardwright.run.step import Step
 from shardwright.sampling.cache import Texts, check_cache, filled_cache, next_logits
 
 CHUNK = 32
 """Default number of tokens per text that are drawn before the host reads them."""
-TEXTS_ARE_POSITIONS = "the positions of a device are its texts here, and how many these are depends on the mesh"
 SHORTEST = 16
 """Fewest positions of a forward pass over texts. Longer ones are powers of two, so that few programs are compiled."""
 
@@ -140,14 +146,13 @@ class Programs:
     Args:
         step: a Step of the model. Of its settings, training.gather_weights decides if weights are gathered in each
             layer for each token, or once for CHUNK tokens.
-        settings: everything the programs read in addition to the model and `training`.
         forms: of run.step.FORMS, in addition to "for texts".
 
     Raises:
         ValueError: the model has inputs other than tokens.
     """
 
-    def __init__(self, step: Step, settings: tuple = (), *forms: str):
+    def __init__(self, step: Step, *forms: str):
         if inputs := step.inputs:
             raise ValueError(
                 f"model.module {step.model.config.module!r} also reads {', '.join(inputs)}, which texts do not have. "
@@ -155,8 +160,8 @@ class Programs:
             )
         self.step = step.other("for texts", *forms, name="logits")
         self.forward, self.config = self.step.forward, step.model.config
-        self.mesh = jax.sharding.get_mesh()
-        self._settings = (self.config, self.forward.training, *settings)
+        self.mesh = step.mesh
+        self._is_sound = False
         self._compiled: dict[Any, Any] = {}
 
     def jit(self, per_device: Any, kept: int, donated: tuple = ()) -> Any:
@@ -175,12 +180,38 @@ class Programs:
 
         return program
 
+    def like(self, step: Step) -> "Programs":
+        """Returns these programs of a step at small sizes."""
+        raise NotImplementedError
+
+    def calls(self, rows: int) -> Iterator[tuple[Any, tuple]]:
+        """Yields each program, with types of its arguments for as many texts."""
+        raise NotImplementedError
+
+    def _find_unsound(self) -> list[Finding]:
+        """Finds what the programs compute on the mesh otherwise than on one device, at small sizes."""
+        try:
+            return self._find_on(make_small(self.step).step)
+        except Undecided as error:
+            return [Finding(str(error))]
+        except ShardError:  # a State may declare numbers, which are not the small sizes
+            return self._find_on(self.step)
+
+    def _find_on(self, small: Step) -> list[Finding]:
+        jaxprs = []
+        for mesh in (small.mesh, on_one_device(small.mesh)):
+            with tracing(mesh, small.mesh.shape):
+                programs = self.like(small.other(mesh=mesh))
+                jaxprs.append([program.trace(*args).jaxpr for program, args in programs.calls(2 * small.mesh.size)])
+        return [finding for here, alone in zip(*jaxprs, strict=True) for finding in find(here, alone, small.mesh.shape)]
+
     def run(self, program: Any, *args: Any) -> Any:
-        """Runs program(*args), where `jit` made `program`. On several devices, verifies it first."""
+        """Runs program(*args), where `jit` made `program`. On several devices, checks it first."""
         key = (program, tuple(np.shape(x) for x in jax.tree.leaves(args)))
         if key not in self._compiled:
-            if self.mesh.size > 1:
-                check_program(program, args, *self._settings)
+            if self.mesh.size > 1 and not self._is_sound:
+                refuse(self._find_unsound)
+                self._is_sound = True
             self._compiled[key] = program.lower(*args).compile()
         return self._compiled[key](*args)
 
@@ -206,7 +237,7 @@ class Sampler(Programs):
         step.model.config.check(context)
         self.settings, self.context, self._batch = settings, context, batch
         self._chunk = min(chunk, settings.max_tokens)
-        super().__init__(step, (settings, context, self._chunk))
+        super().__init__(step)
         self._t = self.mesh.shape["t"]
         self._checked = False
         self._prefill, self._decode = self._programs()
@@ -217,8 +248,8 @@ class Sampler(Programs):
         check_ids("stop", settings.stop, self.config.vocab)
         other = copy.copy(self)
         other.settings = settings
-        other._settings = (*self._settings[:2], settings, self.context, self._chunk)
         other._decode = other._programs()[1]
+        other._is_sound = False
         return other
 
     def compile(self, weights: object) -> None:
@@ -226,6 +257,24 @@ class Sampler(Programs):
         lengths = itertools.takewhile(lambda n: n < self.context, (SHORTEST << i for i in itertools.count()))
         for length in [*lengths, self.context]:
             self.generate(weights, [[0] * (length - 1)], lambda prompt, ids: True)  # the first token is bos
+
+    def like(self, step: Step) -> "Sampler":
+        """See Programs."""
+        stop = tuple(token % step.config.model.vocab for token in self.settings.stop)
+        settings = dataclasses.replace(self.settings, stop=stop)
+        return Sampler(step, settings, step.config.training.seq_len, chunk=2)
+
+    def calls(self, rows: int) -> Iterator[tuple[Any, tuple]]:
+        """See Programs."""
+        weights = shapes_of(self.forward.model.table)
+        ids = jax.ShapeDtypeStruct((rows, padded(self.context, self.context, self._t)), np.uint32)
+        number = jax.ShapeDtypeStruct((rows,), np.int32)
+        token = jax.ShapeDtypeStruct((rows,), np.uint32)
+        seen = jax.ShapeDtypeStruct((rows, self.config.vocab), bool)
+        seen = None if self.settings.repetition_penalty == 1 else seen
+        yield self._prefill, (weights, ids, number)
+        (cache,) = self._prefill.trace(weights, ids, number).out_info
+        yield self._decode, (weights, cache, Texts(number, token, number, number, seen))
 
     def _programs(self):
         forward, s, chunk = self.forward, self.settings, self._chunk
@@ -248,7 +297,7 @@ class Sampler(Programs):
                 seen = texts.seen
                 of_text = None if seen is None else seen[None]
                 drawn = choose(logits, texts.number[None], texts.place[None], s, of_text)
-                drawn = shardops.per_device("_N/r/d", lambda ids: ids[0], drawn, reason=TEXTS_ARE_POSITIONS)
+                drawn = drawn[0]  # the positions of a device are its texts here
                 continues = texts.left > 0
                 ended = jnp.isin(drawn, jnp.array(s.stop, jnp.uint32))
                 texts = dataclasses.replace(
@@ -303,9 +352,18 @@ class Sampler(Programs):
         if not self._checked:
             positions = padded(self.context, self.context, self._t)
             if unproved := check_causal(self.step, positions):
-                raise ValueError(f"cannot sample texts, because the model is not proved to be causal: {unproved}")
-            check_cache(self.forward, self.context)
+                raise ValueError(
+                    f"cannot sample texts, because it is not known whether the model is causal: {unproved}"
+                )
+            try:
+                self._check_cache(make_small(self.step).step)
+            except ShardError:  # a State may declare numbers, which are not the small sizes
+                self._check_cache(self.step)
             self._checked = True
+
+    def _check_cache(self, step: Step) -> None:
+        with tracing(step.mesh):
+            check_cache(step.forward, min(self.context, getattr(step.model.config, "positions", self.context)))
 
     def _generate(
         self,

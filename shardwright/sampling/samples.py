@@ -1,6 +1,5 @@
 """Samples texts and evaluates tasks during training: two listeners of a run."""
 
-import functools
 import json
 from typing import Any
 
@@ -12,6 +11,7 @@ from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.listeners import Listener, Training
 from shardwright.run.metrics import move_later_lines
 from shardwright.run.stages import folded_mesh, without_stages
+from shardwright.run.stores import check_processes
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.sampling.scoring import Scorer
 from shardwright.sampling.tasks import check_tasks, evaluate_tasks
@@ -49,6 +49,7 @@ class Samples(Listener):
         try:
             self._tokenizer = tokenizer_of_run(c.data)
             self._prompts = [self._tokenizer.ids(text) for text in self._texts]
+            check_processes({"tokenizer of training.sample_prompts": self._prompts})
             for text, ids in zip(self._texts, self._prompts, strict=True):
                 check_ids(f"training.sample_prompts: {text!r}", ids, c.model.vocab)
         except ValueError as e:
@@ -66,15 +67,19 @@ class Samples(Listener):
         if step == 0:
             self._write(state.weights)
 
+    def is_due(self) -> bool:
+        return self._sampler is not None and self._run.due(self._run.config.training.sample_interval)
+
     def after(self, step: int, state: Any, metrics: Any) -> None:
-        if self._sampler and self._run.due(self._run.config.training.sample_interval):
-            self._write(state.weights)
+        if self.is_due():
+            self._run.log.flush()  # so that the time of sampling is not that of a step
+            with self.timed():
+                self._write(state.weights)
 
     def _write(self, weights: object) -> None:
         if self._sampler is None:
             return
         done = self._run.done
-        self._run.log.flush()  # so that the time of sampling is not that of a step
         try:
             with pause("sampling texts"), jax.set_mesh(self._mesh):
                 folded = without_stages(weights, self._run.placement, self._mesh)
@@ -119,12 +124,17 @@ class Tasks(Listener):
             loss = run.spec.cross_entropy
             self._scorer = Scorer(run.step, loss, c.training.seq_len)
 
-    def after(self, step: int, state: Any, metrics: Any) -> None:
+    def is_due(self) -> bool:
         t = self._c.training
         epochs = None if t.evals_interval else t.eval_epochs
-        if self._scorer and self._run.due(t.evals_interval or t.eval_interval, epochs):
+        return self._scorer is not None and self._run.due(t.evals_interval or t.eval_interval, epochs)
+
+    def after(self, step: int, state: Any, metrics: Any) -> None:
+        if self._scorer and self.is_due():
             weights = without_stages(state.weights, self._run.placement, self._mesh)
-            found = functools.partial(self._metrics, self._scorer, weights)
+            self._run.log.flush()
+            with self.timed():
+                found = self._metrics(self._scorer, weights)
             self._run.log.log_event(step, "evals", found)
 
     def _metrics(self, scorer: Scorer, weights: object) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Evaluates tasks during training and in tools.evaluate: our own, which need no download, and those of lm-eval."""
 
-import importlib.util
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from shardwright.run.config import Config
 from shardwright.run.stores import in_all_processes
 from shardwright.sampling.harness import language_model, run_harness
 from shardwright.sampling.scoring import Scorer, log_likelihoods
+from shardwright.settings.program import has_package
 
 QUESTIONS = 1000
 """Most questions of each of our tasks without a limit, and most validation batches that are read for them."""
@@ -28,11 +27,11 @@ def held_out(c: Config, count: int) -> list[np.ndarray]:
     At most `count`, but CHOICES if that is more.
     """
     t = c.training
-    loader = make_loader(c.data, "validation", t.batch_size, t.seq_len, c.model.vocab, pad=True)
-    batches = min([QUESTIONS, *map(math.ceil, loader.epoch_steps().values())])
+    loader = make_loader(c.data, "validation", t.batch_size, t.seq_len, c.model.vocab)
+    steps = itertools.takewhile(loader.rows, range(QUESTIONS))
 
     def pieces() -> Iterator[np.ndarray]:
-        for batch in (loader.sequences(i, np.arange(t.batch_size)) for i in range(batches)):
+        for batch in (loader.sequences(i, np.arange(loader.rows(i))) for i in steps):
             for ids, starts, counts in zip(batch.targets, batch.is_seq_start, batch.loss_mask, strict=True):
                 parts = np.split(ids[counts], np.flatnonzero(starts[counts]))
                 yield from (part for part in parts if len(part) >= 2 * ANSWER)
@@ -89,7 +88,7 @@ TASKS: dict[str, Callable[..., dict[str, float]]] = {"cloze": cloze, "copying": 
 
 def check_tasks(names: Sequence[str]) -> None:
     """Raises ValueError for training.evals with tasks that are not in TASKS if lm-eval is not installed."""
-    if (others := {*names} - {*TASKS}) and importlib.util.find_spec("lm_eval") is None:
+    if (others := {*names} - {*TASKS}) and not has_package("lm_eval"):
         known = f"training.evals has {min(others)!r}, which is not one of {', '.join(TASKS)}"
         raise ValueError(f"{known}. For tasks of lm-eval, run: pip install -e '.[eval]'")
 

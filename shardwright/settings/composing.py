@@ -3,14 +3,12 @@
 import argparse
 import dataclasses
 import os
-import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,9 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.parsing import did_you_mean
 from shardlib.places import shown_path
 from shardwright.data.untrusted import first_line
-from shardwright.settings.settings import UnknownSetting, is_section, kind_of, words_for
+from shardwright.settings.settings import UnknownSetting, is_open, kind_of, wrong_setting
+from shardwright.settings.written import check_setting, in_its_section, override_as_written
 
-QUOTES = "Write name=value; put a value with characters such as , = [ { ~ é in both kinds of quotes: 'name=\"value\"'."
+QUOTES = "Write name=value; put a value with characters such as , [ { ( ' in both kinds of quotes: 'name=\"value\"'."
 FLAGS = "--config-name -cn --config-dir -cd --config-path -cp --multirun -m --run -r --cfg -c --package -p --info -i "
 FLAGS += "--resolve --help -h --hydra-help --version --shell-completion -sc --experimental-rerun"
 UNNAMED = "(unnamed)"
@@ -76,18 +75,26 @@ def by_name(program: Program, arguments: Sequence[str]) -> tuple[list[str], list
 
     --config-name=configs/x.yaml becomes x, in that directory; without one, a project's configs/ come first, after the
     directory of --config-dir. runs/x, run=x and x become run=runs/x if the program reads a run and runs/x exists.
+    Raises ValueError for a flag without its value, and a file or directory that does not exist.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-name", "-cn")
-    parser.add_argument("--config-dir", "-cd")
-    flags, others = parser.parse_known_args(arguments)
-    path, own = Path(flags.config_name or ""), Path("configs")
-    if path.suffix == ".yaml" and (path.is_file() or path.parent.name == "configs"):
-        flags.config_name = path.stem
-        own = path.parent
+    parser.add_argument("--config-dir", "-cd", type=os.path.expanduser)
+    try:
+        flags, others = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name} lacks its value. Write --config-name=<configuration>.") from None
+    given, own = os.path.expanduser(flags.config_name or ""), Path("configs")
+    path = Path(f"{given.removesuffix('.yaml')}.yaml")
+    if os.sep in given and (path.is_file() or path.is_absolute() or given.endswith(".yaml")):
+        own, flags.config_name = path.parent, path.stem
+        if not path.is_file():
+            raise ValueError(f"--config-name is {given}, and there is no file {path}.{_near(path.stem, [own])}")
     elif program.config_name is not None:  # the configurations of a tool are not those of runs
         own = program.configs
     directories = [flags.config_dir] if flags.config_dir else []
+    if directories and not Path(flags.config_dir).is_dir():
+        raise ValueError(f"--config-dir is {flags.config_dir}, which is not a directory. Correct the path.")
     if own.is_dir() and not own.samefile(program.configs):
         directories.append(str(own))
         flags.config_dir = directories[0]
@@ -105,24 +112,78 @@ def _reads_runs(program: Program) -> bool:
 
 def _directory_of(run: str) -> str | None:
     """Returns the directory of a run, quoted for Hydra; None if there is none of this name, also not in runs/."""
-    found = next((path for path in (run, f"runs/{run}") if "=" not in path and Path(path).is_dir()), None)
+    places = os.path.expanduser(run), f"runs/{run}"
+    found = next((path for path in places if "=" not in path and Path(path).is_dir()), None)
     return found and f'"{found}"'
 
 
+def _near(name: str, folders: Iterable[Path]) -> str:
+    """Asks for the configuration in `folders` closest to `name`, after a space; empty if none is close."""
+    return did_you_mean(name, [path.stem for folder in folders for path in folder.glob("*.yaml") if path.is_file()])
+
+
 def check_flags(program: Program, arguments: Sequence[str]) -> None:
-    """Raises ValueError for a flag, or an added setting, that does not exist."""
-    for name in (text.lstrip("+").partition("=")[0] for text in arguments if text.startswith("+")):
-        if "." in name:  # Hydra would add any
-            kind_of(program.schema, name)
+    """Raises ValueError for a flag that does not exist."""
+    known = FLAGS.split()
     for flag in (text.partition("=")[0] for text in arguments if text.startswith("-")):
-        if flag not in FLAGS.split():
+        if flag not in known:
             meant: str | None = flag.lstrip("-").replace("-", "_")
             try:
                 kind_of(program.schema, meant)
             except UnknownSetting as error:
                 meant = error.meant
-            near = f" A setting has no dashes: {meant}=<value>." if meant else did_you_mean(flag, FLAGS.split())
-            raise ValueError(f"there is no flag {flag}.{near or f' `{program.command} --help` lists the settings.'}")
+            longer = [f" Did you mean {other}?" for other in known if other.startswith(flag) and flag[2:]]
+            near = f" A setting has no dashes: {meant}=<value>." if meant else did_you_mean(flag, known)
+            remedy = [*longer, near or f" `{program.command} --help` lists the settings."][0]
+            raise ValueError(f"there is no flag {flag}.{remedy}")
+
+
+def read_overrides(program: Program, directories: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Writes the settings of a command line as Hydra takes them; its other words stay.
+
+    Raises ValueError for a setting that does not exist, and for a value that does not have its type.
+    """
+    is_sweep = any(text in ("--multirun", "-m") or text.startswith("hydra.mode=") for text in arguments)
+    folders = [Path(folder) for folder in (*directories, program.configs)]
+    return [_read_override(program, folders, text, is_sweep) if is_setting(text) else text for text in arguments]
+
+
+def _read_override(program: Program, folders: Sequence[Path], argument: str, is_sweep: bool) -> str:
+    name, _, value = argument.lstrip("+~").partition("=")
+    if (flag := name.lstrip("\N{EM DASH}\N{EN DASH}")) in ("config-name", "config-dir", "config-path"):
+        raise ValueError(f"{argument} is not a setting. Did you mean --{flag}={value}?")
+    text = override_as_written(program.schema, argument)
+    try:
+        override = OverridesParser.create().parse_override(text)
+        if not name:
+            raise HydraException
+    except HydraException:
+        raise ValueError(f"cannot read {argument}. {QUOTES}".replace("\n", "\\n")) from None
+    if override.is_sweep_override() and not is_sweep:
+        raise ValueError(
+            f"{name} has several values: {value}. Give {name}=[{value}] for a list, or --multirun for a sweep."
+        )
+    files = sorted({path.stem for folder in folders for path in folder.joinpath(name).glob("*.yaml")})
+    choice = None if override.is_sweep_override() else override.value()
+    if files and not isinstance(choice, dict):  # a group of configurations
+        if not (override.is_sweep_override() or override.is_delete() or isinstance(choice, str | list)):
+            raise ValueError(f"{name}={value} names no file of {name}/. Choose one: {name}=<{', '.join(files)}>.")
+        return text.removeprefix("++")
+    if name.startswith("hydra/"):
+        return text
+    kind_of(program.schema, name)
+    if name.startswith("hydra."):
+        return text
+    if override.is_delete():
+        if not is_open(program.schema, name):
+            raise ValueError(f"{name} cannot be deleted: every run has it. Give its value: {name}=<value>.")
+        return text
+    if override.is_sweep_override():
+        for each in override.sweep_string_iterator() if override.is_discrete_sweep() else ():
+            _read_override(program, folders, f"{name}={each}", is_sweep)
+        return text if is_open(program.schema, name) else text.lstrip("+")
+    check_setting(program.schema, name, choice)
+    return in_its_section(program.schema, text)
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------
@@ -130,42 +191,34 @@ def check_flags(program: Program, arguments: Sequence[str]) -> None:
 
 def is_of_composing(error: Exception) -> bool:
     """Returns whether `error` is one of Hydra or OmegaConf, which have no error of their own if a section is null."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_theirs = str(frame.f_globals["__name__"]).startswith(("omegaconf.", "hydra."))
-    return is_theirs or isinstance(error, HydraException | OmegaConfBaseException | yaml.MarkedYAMLError)
+    modules = [str(frame.f_globals["__name__"]) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_circle = isinstance(error, RecursionError) and "hydra._internal.defaults_list" in modules
+    is_theirs = is_circle or modules[-1].startswith(("omegaconf.", "hydra."))
+    return is_theirs or isinstance(error, HydraException | OmegaConfBaseException)
 
 
-def explained(program: Program, error: Exception, arguments: Sequence[str]) -> str:
+def explained(program: Program, error: Exception, directories: Sequence[str], arguments: Sequence[str]) -> str:
     """Writes the message for an error of Hydra's composition: what is wrong, with its value, and what to do."""
-    if isinstance(error, OverrideParseException) and "=" not in error.override and _reads_runs(program):
-        return f"there is no directory {error.override}. Give that of a run: run=runs/<run>."
+    folders = [Path(folder) for folder in (*directories, program.configs)]
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override}. {QUOTES}".replace("\n", "\\n")
+        return _not_a_setting(program, folders, error.override)
     if isinstance(error, MissingConfigException):
-        return _missing_config(program, error)
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
-        return f"{shown_path(mark.name)}:{mark.line + 1}: {error.problem}. Correct the file."
-    overrides = [text for text in arguments if is_setting(text)]
-    if isinstance(error, AttributeError | AssertionError) and (section := _null_section(program, overrides)):
-        return section
+        return _missing_config(program, folders, error, arguments)
+    if isinstance(error, RecursionError):
+        return "a configuration includes itself, perhaps through others. Correct their lists `defaults`."
+    overrides = ", ".join(filter(is_setting, arguments))
+    if isinstance(error, AttributeError | AssertionError):
+        return f"a setting is in a section that is null ({overrides}). Leave out what sets the section to null."
+    for cause in _causes(error):
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            return wrong_setting(program.schema, cause)
     reason = first_line(error)
-    if reason.startswith("Config group override must be") and (found := _group_without_file(program, overrides)):
-        return found
-    if found := re.match(r"(?:Could not (?:override|append to|delete)|Ambiguous value for argument) '(.+?)'", reason):
-        key, _, value = found[1].lstrip("+~").partition("=")
-        try:
-            kind_of(program.schema, key)
-        except UnknownSetting as unknown:
-            return str(unknown)
-        if value:
-            return f"{key} has several values: {value}. Give {key}=[{value}] for a list, or --multirun for a sweep."
-    cause = next((each for each in _causes(error) if isinstance(each, OmegaConfBaseException)), None)
-    sections = {field.name for field in dataclasses.fields(program.schema)}
-    if cause is not None and re.split(r"[.\[]", cause.full_key or "")[0] in sections:
-        where = re.match(r"In '(.+?)'", str(error))
-        return (f"{where[1]}.yaml: " if where else "") + wrong_setting(program.schema, cause, overrides=overrides)
-    more = first_line(cause) if cause not in (None, error) else ", ".join(overrides)
-    return f"{reason} ({more}). Correct the setting; `{program.command} --help` lists the settings."
+    if reason.startswith("Could not override") and reason.endswith("No match in the defaults list"):
+        return f"{reason}: {overrides}. Give a group that the configuration does not have with a plus: +mesh=fsdp."
+    if reason.startswith("Multiple values for") and overrides:
+        return f"{reason.partition('.')[0]}: {overrides}. Give a group that the configuration has without a plus."
+    given = f" ({overrides})" if overrides else ""
+    return f"{reason}{given}. Correct the setting; `{program.command} --help` lists the settings."
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -174,52 +227,36 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _null_section(program: Program, overrides: Sequence[str]) -> str | None:
-    """Writes the message for a setting in a section that is null, which only a file can fill; None if there is none."""
-    for name in (text.lstrip("+~").partition("=")[0] for text in overrides):
-        group, section = [*name.split("."), ""][:2]
-        files = sorted((program.configs / group).glob("*.yaml"))
-        if having := [f"{group}={path.stem}" for path in files if f"\n{section}:\n" in path.read_text()]:
-            return (
-                f"{name} cannot be set: {group}.{section} is null here. Also choose a configuration with this section, "
-                f"{' or '.join(having)}, or write one in {shown_path(str(program.configs / group))}/."
-            )
-    return None
+def _not_a_setting(program: Program, folders: Sequence[Path], word: str) -> str:
+    """Writes the message for a word that is neither a flag nor a setting."""
+    try:
+        kind_of(program.schema, word)
+    except UnknownSetting:
+        if _reads_runs(program):
+            return f"there is no directory {word}. Give that of a run: run=runs/<run>."
+        near = _near(Path(word).stem, folders).replace("mean ", "mean --config-name=")
+        paths = [field.name for field in dataclasses.fields(program.schema) if "path" in field.metadata]
+        if paths and not paths[0].startswith("out") and os.path.exists(word):
+            near = f" Did you mean {paths[0]}={word}?"
+        return f"{word} is not a setting.{near or f' {QUOTES}'}"
+    return f"{word} has no value. Write {word}=<value>."
 
 
-def _group_without_file(program: Program, overrides: Sequence[str]) -> str | None:
-    """Writes the message for an override such as data=null, which names no file of its group; None if there is none."""
-    for name, value in (text.lstrip("+~").split("=", 1) for text in overrides if "=" in text):
-        files = sorted(path.stem for path in (program.configs / name).glob("*.yaml"))
-        if files and value not in files and "." not in name:
-            return f"{name}={value} names no file of {name}/. Choose one: {name}=<{', '.join(files)}>."
-    return None
-
-
-def _missing_config(program: Program, error: MissingConfigException) -> str:
-    group, _, choice = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
+def _missing_config(
+    program: Program, folders: Sequence[Path], error: MissingConfigException, arguments: Sequence[str]
+) -> str:
+    missing = (error.missing_cfg_file or "").removesuffix(".yaml")
+    group, _, choice = missing.rpartition("/")
+    if not choice:
+        return " ".join(str(error).split())
     if choice == UNNAMED:
         return f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them."
     if "submitit" in choice:
         return f"{group} is {choice}, which needs hydra-submitit-launcher: pip install -e '.[slurm]'"
     if group and (options := list(error.options or [])):
         return f"{group} is {choice}; choose one of {', '.join(options)}.{did_you_mean(choice, options)}"
-    near = did_you_mean(choice, [path.stem for path in program.configs.glob("*.yaml")])
-    return (
-        f"--config-name is {choice}, and {shown_path(str(program.configs))}/ has no {choice}.yaml.{near} "
-        f"`{program.command} --help` lists the configurations."
-    )
-
-
-def wrong_setting(schema: type, error: OmegaConfBaseException, prefix: str = "", overrides: Sequence[str] = ()) -> str:
-    """Writes the message for a setting that OmegaConf rejects. `prefix` is the section of `schema`, with a dot."""
-    name, reason = f"{prefix}{error.full_key}", first_line(error)
-    try:
-        kind = kind_of(schema, re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).strip("."), prefix)
-    except UnknownSetting as unknown:
-        return str(unknown)
-    if kind is Any or is_section(kind) or "not in struct" in reason or "nterpolation" in reason:
-        return f"{name}: {reason}. Correct its value, or add an entry with a plus: +{name}=<value>."
-    given = (text.partition("=")[2] for text in overrides if text.lstrip("+").startswith(f"{name}="))
-    value = next(given, None) if error.value is None else error.value
-    return f"{name}{f': {reason}' if value is None else f' is {value}'}; it must be {words_for(kind)}."
+    where = " or ".join(f"{shown_path(str(folder))}/" for folder in folders)
+    is_named = f"--config-name={missing}" in (text.removesuffix(".yaml") for text in arguments)
+    what = "--config-name" if is_named else "an entry of `defaults` in a configuration"
+    remedy = f"{_near(choice, folders)} `{program.command} --help` lists the configurations."
+    return f"{what} is {missing}, and {where} has no {missing}.yaml.{remedy}"

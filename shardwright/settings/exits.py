@@ -23,20 +23,32 @@ STOPPED = Exit(143, "was stopped by a signal, and saved", AGAIN)
 """143 = 128 + 15, as for a process killed by SIGTERM."""
 
 
-def exit_of(error: BaseException) -> Exit:
-    """Chooses the Exit for an uncaught error.
+_OF_LOSS = {"ABORTED", "CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED", "FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE"}
+_OF_LOSS |= {"UNKNOWN"}
+"""Statuses of JAX's runtime that, with several processes, count as a lost connection or device: gloo and NCCL have no
+error class of their own."""
 
-    JAX runtime errors about memory or arguments would recur. With several processes, all others count as lost
-    connections or devices, because gloo and NCCL have no error class of their own.
-    """
+
+class LostError(RuntimeError):
+    """Another process failed, or cannot be reached."""
+
+
+def exit_of(error: BaseException) -> Exit:
+    """Chooses the Exit for an uncaught error. An error in the cleanup after another has the Exit of that one."""
+    if error.__context__ is not None and not error.__suppress_context__:
+        before = exit_of(error.__context__)
+        if before is not ERROR:
+            return before
     if isinstance(error, MemoryError):
         return OUT_OF_MEMORY
+    if isinstance(error, LostError):
+        return LOST
     import jax  # takes a second, and not every program needs it
 
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    if isinstance(error, jax.errors.JaxRuntimeError | ValueError):  # at its dispatch, a program raises ValueError
         status = str(error).partition(":")[0]
         if status == "RESOURCE_EXHAUSTED":
             return OUT_OF_MEMORY
-        if status not in ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND") and jax.process_count() > 1:
+        if status in _OF_LOSS and jax.distributed.is_initialized() and jax.process_count() > 1:
             return LOST
     return ERROR

@@ -5,8 +5,8 @@ import contextlib
 import errno
 import functools
 import importlib.metadata
+import importlib.util
 import inspect
-import io
 import os
 import re
 import socket
@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
-from shardwright.data.checks import check_ranges
+from shardwright.data.checks import check_ranges, expand_paths
 from shardwright.data.untrusted import check_private, first_line, shown
 from shardwright.settings.composing import (
     UNNAMED,
@@ -35,20 +35,20 @@ from shardwright.settings.composing import (
     command_of,
     explained,
     is_of_composing,
-    is_setting,
+    read_overrides,
     register_shipped,
 )
-from shardwright.settings.exits import ERROR, exit_of
+from shardwright.settings.exits import ERROR, LOST, exit_of
 from shardwright.settings.help import help_text
+from shardwright.settings.starting import INTERRUPTED, leave, prepare
 from shardwright.settings.words import as_installed
-from shardwright.settings.written import override_as_written, read_as_written
+from shardwright.settings.written import read_as_written
 
 PACKAGE = Path(__file__).parents[1]
 FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
 """Environment variable with the user's HYDRA_FULL_ERROR, which `start` sets for Hydra."""
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
-_INTERRUPTED = "Error: interrupted by Ctrl-C."
 
 
 def refusal(error: Exception) -> str | None:
@@ -70,9 +70,9 @@ def refusal(error: Exception) -> str | None:
 
 def _message(error: Exception) -> str | None:
     """Writes the message of an error that a user can act on; None for another."""
-    if isinstance(error, ModuleNotFoundError) and (extra := extra_of(error)):
+    if (package := _missing_package(error)) and (extra := extra_of(package)):
         where = "-e '." if (PACKAGE.parent / "pyproject.toml").exists() else "'shardwright"
-        return f"this needs the package {error.name}, which is not installed: pip install {where}[{extra}]'"
+        return f"this needs the package {package}, which is not installed: pip install {where}[{extra}]'"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
     if _lacks_platform(error):
@@ -94,9 +94,23 @@ def _lacks_platform(error: Exception) -> bool:
     return isinstance(error, AssertionError | RuntimeError) and "JAX_PLATFORMS" in os.environ and not is_started
 
 
-def extra_of(error: ImportError) -> str | None:
-    """Returns the extra of pyproject.toml that installs the missing package; None if none does."""
-    package = (error.name or "").partition(".")[0]
+def has_package(name: str) -> bool:
+    """Returns whether Python finds a module. A mere folder of its name, which Python would import, is none."""
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin is not None
+
+
+def _missing_package(error: Exception) -> str:
+    """Returns the name of the package whose absence caused an error; empty if another error."""
+    module = error.obj if isinstance(error, AttributeError) else None
+    name = error.name or "" if isinstance(error, ImportError) else getattr(module, "__name__", "")
+    package = str(name).partition(".")[0]
+    is_folder = getattr(sys.modules.get(package), "__file__", "") is None
+    return package if is_folder or isinstance(error, ModuleNotFoundError) else ""
+
+
+def extra_of(package: str) -> str | None:
+    """Returns the extra of pyproject.toml that installs a package; None if none does."""
     try:
         lines = importlib.metadata.requires("shardwright") or ()
     except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed
@@ -113,21 +127,25 @@ class Refused(CompactHydraException):
 def refusals_shown() -> Iterator[None]:
     """Context that prints errors: one with a `refusal` message ends the program with that and status 1.
 
-    An error that `exit_of` knows ends it with a traceback, a line on what happened and what to do, and its status. In a
-    sweep, an error with a message ends only the job, as Refused.
+    An error that `exit_of` knows ends it with a line on what happened and what to do, and its status. A traceback
+    precedes it, unless another process has failed, which prints its own. In a sweep, an error with a message ends only
+    the job, as Refused.
     """
     try:
         yield
     except Exception as error:
-        message, ended = refusal(error), exit_of(error)
+        ended = exit_of(error)
+        message = refusal(error) if ended is not LOST else None
         several = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
         if message is None and (several or ended is ERROR):
             raise
         if several:
             raise Refused(message) from error
         if message is None:
-            traceback.print_exception(error)
-            message = f"shardwright: the process on {socket.gethostname()} {ended.what}. {ended.next}"
+            if ended is not LOST or os.environ.get(FULL_ERROR) == "1":
+                traceback.print_exception(error)
+            why = shown(first_line(error))
+            message = f"shardwright: the process on {socket.gethostname()} {ended.what}: {why}. {ended.next}"
         print(message, file=sys.stderr)
         sys.exit(ended.code)
 
@@ -140,18 +158,15 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         job: function of the configuration that Hydra composed. It prints its own errors, with refusals_shown.
         sections: returns dataclasses for sections whose type the schema leaves open, for the help.
     """
-    for stream in (sys.stdout, sys.stderr):  # a character that the terminal lacks must not end the program
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    prepare()
     os.environ.setdefault(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR", "0"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which are printed here
     interrupted: list[int] = []
-    atexit.register(lambda: _leave(*interrupted) if interrupted else None)
-    sys.unraisablehook = _leave_if_interrupted
+    atexit.register(lambda: leave(*interrupted) if interrupted else None)
     try:
         _start(program, job, sections)
     except KeyboardInterrupt:
-        print(_INTERRUPTED, file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         interrupted.append(130)
         sys.exit(130)
     except Refused as error:
@@ -160,8 +175,6 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        if is_of_composing(error) and os.environ[FULL_ERROR] != "1":
-            sys.exit(f"Error: {shown(as_installed(explained(program, error, sys.argv[1:])))}")
         if message := refusal(error):
             sys.exit(message)
         raise
@@ -171,14 +184,20 @@ def _start(program: Program, job: Callable[[Any], Any], sections: Callable[[], d
     register_shipped()
     arguments, directories = by_name(program, sys.argv[1:])
     check_flags(program, arguments)
-    sys.argv[1:] = [override_as_written(program.schema, x) if is_setting(x) else x for x in arguments]
-    read_as_written(program.schema, directories)
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(as_installed(help_text(program, sections())), flush=True)
         return
+    sys.argv[1:] = read_overrides(program, directories, arguments)
+    named = [text.partition("=")[2] for text in arguments if text.startswith("--config-name=")]
+    name = (named or [program.config_name or UNNAMED])[-1]
+    read_as_written(program.schema, directories, {name: program.config_name or "base"})
     _ignore_shared_cache()
-    name = program.config_name or UNNAMED
-    hydra.main(version_base="1.3", config_path=str(program.configs), config_name=name)(job)()
+    try:
+        hydra.main(version_base="1.3", config_path=str(program.configs), config_name=name)(job)()
+    except Exception as error:
+        if not is_of_composing(error):
+            raise
+        raise ValueError(explained(program, error, directories, arguments)) from error
 
 
 def _ignore_shared_cache() -> None:
@@ -192,23 +211,6 @@ def _ignore_shared_cache() -> None:
         os.environ[CACHE] = ""
         if jax := sys.modules.get("jax"):  # which read it
             jax.config.update("jax_compilation_cache_dir", None)
-
-
-def _leave_if_interrupted(unraisable: Any) -> None:
-    """Ends the process if Ctrl-C came in a callback, as of JAX at a garbage collection, which goes on after errors."""
-    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(unraisable)
-        return
-    print(_INTERRUPTED, file=sys.stderr)
-    _leave(130)
-
-
-def _leave(code: int) -> None:
-    """Ends the process before libraries unload: XLA's threads may still compute, and would abort it."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
@@ -230,6 +232,7 @@ def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
                 raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>.")
             settings = OmegaConf.to_object(config)
             check_ranges("", settings)
+            expand_paths("", settings)
             run(settings)
 
     ConfigStore.instance().store(f"{name}_schema", schema)

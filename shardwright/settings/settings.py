@@ -5,13 +5,19 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from omegaconf import MISSING
+from hydra.conf import HydraConf
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from shardwright.data.untrusted import first_line
+from shardwright.settings.words import listed
 
 NAMES_OF_OTHERS = {
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
@@ -24,7 +30,7 @@ NAMES_OF_OTHERS = {
     "training.batch_size and training.microbatches": "micro_batch_size per_device_train_batch_size device_batch_size "
     "local_batch_size gradient_accumulation_steps grad_accum_steps accumulate_grad_batches",
     "training.seq_len": "block_size context_length sequence_length n_ctx",
-    "training.steps": "max_iters train_iters train_steps num_iterations total_steps",
+    "training.steps": "max_steps max_iters train_iters train_steps num_iterations total_steps",
     "training.tokens": "total_tokens train_tokens",
     "training.epochs": "max_epochs num_train_epochs",
     "training.eval_interval": "eval_every eval_steps",
@@ -86,7 +92,9 @@ def settings_of(schema: type, prefix: str = "", sections: dict[str, type] | None
 def kind_of(schema: type, name: str, prefix: str = "") -> Any:
     """Returns the type of a setting. Raises UnknownSetting. `prefix` is the section of `schema`, with a dot."""
     parts = name.split(".")
-    kind: Any = Any if parts[0] == "hydra" else schema  # Hydra has its own
+    if parts[0] == "hydra":
+        return kind_of(HydraConf, ".".join(parts[1:]), "hydra.") if parts[1:] else HydraConf
+    kind: Any = schema
     for i, part in enumerate(parts):
         kind = without_null(kind)
         if kind is Any:
@@ -94,10 +102,11 @@ def kind_of(schema: type, name: str, prefix: str = "") -> Any:
         if typing.get_origin(kind) in (list, dict):
             kind = typing.get_args(kind)[-1]
             continue
-        known = typing.get_type_hints(kind) if is_section(kind) else {}
+        hints = typing.get_type_hints(kind) if is_section(kind) else {}
+        known = {field.name: hints[field.name] for field in dataclasses.fields(kind)} if hints else {}
         if part not in known:
             path = (prefix + ".".join(parts[:i])).rstrip(".")
-            has = f"{f'The section {path} has' if path else 'There are'} {', '.join(known)}."
+            has = f"{f'The section {path} has' if path else 'There are'} {listed([*known], 12)}."
             meant = _meant(schema, parts, i, known, prefix) if known else path
             raise UnknownSetting(prefix + name, meant, has)
         kind = known[part]
@@ -107,14 +116,55 @@ def kind_of(schema: type, name: str, prefix: str = "") -> Any:
 def _meant(schema: type, parts: list[str], i: int, known: Iterable[str], prefix: str) -> str | None:
     """Returns what another trainer's name stands for, or the closest name for part `i`, in its section or elsewhere."""
     names = [s.name for s in settings_of(schema, prefix) if not is_section(s.kind)]
-    others = {name.rpartition(".")[2]: name for name in reversed(names)}
-    sections = {name.partition(".")[0] for name in others.values()}
+    others: dict[str, list[str]] = {}
+    for name in names:
+        others.setdefault(name.rpartition(".")[2], []).append(name)
+    sections = {name.partition(".")[0] for name in names}
     for ours, theirs in NAMES_OF_OTHERS.items():
         if parts[-1].lower() in theirs.split() and ours.partition(".")[0] in sections:
             return ours
     for near in difflib.get_close_matches(parts[i], known, n=1):
-        return prefix + ".".join([*parts[:i], near, *parts[i + 1 :]])
-    return next((others[near] for near in difflib.get_close_matches(parts[-1], others, n=1, cutoff=0.65)), None)
+        closest = ".".join([*parts[:i], near, *parts[i + 1 :]])
+        try:
+            kind_of(schema, closest, prefix)
+        except UnknownSetting as error:
+            return error.meant
+        return prefix + closest
+    return next((" or ".join(others[near]) for near in difflib.get_close_matches(parts[-1], others, 1, 0.65)), None)
+
+
+def is_open(schema: type, name: str) -> bool:
+    """Returns whether a setting is an entry of a mapping, or in a section without declared settings."""
+    parts = name.split(".")
+    kinds = (without_null(kind_of(schema, ".".join(parts[:i]))) for i in range(1, len(parts)))
+    return any(kind is Any or typing.get_origin(kind) is dict for kind in kinds)
+
+
+def check_values(schema: type, values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a value that does not have the type of its setting. `values` are nested, by known names."""
+    try:
+        OmegaConf.merge(_structured(schema), values)
+    except OmegaConfBaseException as error:
+        raise ValueError(wrong_setting(schema, error)) from None
+
+
+_structured = functools.cache(OmegaConf.structured)
+
+
+def wrong_setting(schema: type, error: OmegaConfBaseException, prefix: str = "") -> str:
+    """Writes the message for a setting that OmegaConf rejects. `prefix` is the section of `schema`, with a dot."""
+    name, reason = f"{prefix}{error.full_key}", first_line(error)
+    key = re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).strip(".")
+    try:
+        kind = kind_of(schema, key, prefix)
+    except UnknownSetting as unknown:
+        return str(unknown)
+    if "not in struct" in reason and not is_open(schema, key):
+        return f"the configuration lacks {name}. Begin its `defaults` with `base`, which has all settings."
+    if kind is Any or "not in struct" in reason or "nterpolation" in reason:
+        return f"{name}: {reason}. Correct its value, or add an entry with a plus: +{name}=<value>."
+    value = "null" if "not Optional" in reason else error.value
+    return f"{name}{f': {reason}' if value is None else f' is {shown_value(value)}'}; it must be {words_for(kind)}."
 
 
 def without_null(kind: object) -> Any:
@@ -134,7 +184,7 @@ def words_for(kind: object) -> str:
     origin = typing.get_origin(inner)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     if is_section(inner):
-        said = f"a section, with {', '.join(field.name for field in dataclasses.fields(inner))}"
+        said = f"a section, with {listed([field.name for field in dataclasses.fields(inner)], 12)}"
     elif origin is list:
         said = f"a list, each entry {words_for(typing.get_args(inner)[0])}, such as [a,b]"
     elif origin is dict:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ def as_installed(text: str) -> str:
     if not _IN_CHECKOUT or sys.argv[0].startswith("shardwright "):
         text = re.sub(r"python -m (?:tools\.|(?=train\b))", "shardwright ", text)
         text = re.sub(r"pip install -e '\.(\[\w+\])'", r"pip install 'shardwright\1'", text)
-    return text if _IN_CHECKOUT else re.sub(r"(?<![\w/])(?=docs/\w+\.md)", f"{PACKAGE}/", text)
+    return text if _IN_CHECKOUT else re.sub(r"(?<![\w/])(?=docs/[\w/]+\.(?:md|py))", f"{PACKAGE}/", text)
 
 
 def say(text: str, flush: bool = False) -> None:
@@ -36,8 +37,8 @@ def told_in_a_line(main: Callable[[], None]) -> Callable[[], None]:
         try:
             main()
         except OSError as error:
-            why = error.strerror or error
-            sys.exit(f"Error: {why}: {error.filename}. Check the path, its permissions and its disk.")
+            where = f": {error.filename}" if error.filename else ""
+            sys.exit(f"Error: {error.strerror or error}{where}. Check the path, its permissions and its disk.")
 
     return told
 
@@ -45,3 +46,16 @@ def told_in_a_line(main: Callable[[], None]) -> Callable[[], None]:
 def listed(names: Sequence[str], most: int = 3) -> str:
     """Joins the first names, and counts the rest: `a, b, c and 2 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def quoted(text: str) -> str:
+    """Quotes a text as a value on Hydra's command line."""
+    # A backslash is special before a quote, before "${", and at the end.
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + '\\"' * bool(found[2]), text) + '"'
+
+
+def override(setting: str, value: str) -> str:
+    """Formats `setting=value` as a command-line argument, quoted for a shell if needed."""
+    plain = re.fullmatch(r"(?!(?i:null)\Z)[\w+./:-]+", value, re.ASCII)
+    return f"{setting}={value}" if plain else shlex.quote(f"{setting}={quoted(value)}")

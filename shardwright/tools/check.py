@@ -3,8 +3,8 @@
     python -m tools.check --config-name=c4_h100x64_7b
     python -m tools.check --config-name=local_test_synthetic check.against=main check.output=json
 
-Takes the configuration of a run, and uses no devices. Types, the proof and causality are those of `train`, the costs
-those of `tools.plan`. Exit status 0: accepted; 1: rejected; 2: it could not be checked.
+Takes the configuration of a run, and uses no devices. Types, the check of the mesh and causality are those of `train`,
+the costs those of `tools.plan`. Exit status 0: accepted; 1: rejected; 2: it could not be checked.
 """
 
 import collections
@@ -27,16 +27,15 @@ import jax
 
 from shardlib.axes import AXES
 from shardlib.equations import frames_of
-from shardlib.interpret import equations_in
+from shardlib.interpret import digest_of, equations_in
 from shardlib.parsing import MAY_BE_RIGHT
-from shardlib.places import is_users, shown_path, users_call
+from shardlib.places import is_installed, is_users, shown_path, users_call
 from shardlib.places import place as place_at
-from shardlib.proof.check import DIFFERS
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig
 from shardwright.cluster.devices import device_like, known_options, make_mesh, start_devices
 from shardwright.cluster.topologies import WITHOUT_DEVICE, devices_of
-from shardwright.data.checks import at_least_1, check_choice
+from shardwright.data.checks import a_path, at_least_1, check_choice
 from shardwright.inspect import as_written
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.planning import NOT_MEASURED, mesh_sizes, planned_change
@@ -60,7 +59,7 @@ MOST = 4
 class CheckConfig:
     """The section `check`."""
 
-    against: str | None = "HEAD"
+    against: str | None = a_path("HEAD")
     """What to compare with: a commit of the repository where the program starts, or a directory
     (./name if a commit has its name too). Null: nothing."""
     output: str = "text"
@@ -72,7 +71,7 @@ class CheckConfig:
     scales: bool = False
     """Also prints how each weight begins and learns, as tools.ladder scales does. Only as text."""
     numeric: bool = False
-    """Also runs a small step in f64 on two meshes of 8 simulated devices, as tools.verify does: a minute."""
+    """Also compiles a small step and runs it on two meshes of 8 simulated devices, as tools.verify does: a minute."""
 
 
 def checks(steps: Sequence[Step], settings: CheckConfig) -> Iterator[tuple[str, Callable[[], str | dict | None]]]:
@@ -82,11 +81,17 @@ def checks(steps: Sequence[Step], settings: CheckConfig) -> Iterator[tuple[str, 
     """
     programs = [step.other(name=name) for step in steps for name in NAMES]
     yield "types", lambda: None if [program.traced for program in programs] else ""
-    if steps[0].mesh.size > 1 or any(step.config.training.loss_chunk for step in steps):
-        yield "mesh", lambda: next(filter(None, (check_steps(step) for step in steps)), None)
+    yield "mesh", lambda: as_on_one_device(steps)
     yield "causality", lambda: next(filter(None, (check_causal(step) for step in steps)), None)
     unknown = {"ok": None, "text": "not compiled (check.compile=true)"}
     yield "compiled", lambda: compiled(steps[0]) if settings.compile else unknown
+
+
+def as_on_one_device(steps: Sequence[Step]) -> dict[str, Any]:
+    """Says how the steps were compared with one device. Raises if they compute something else."""
+    done = [*map(check_steps, steps)]
+    how = dict.fromkeys(line for checked in done for line in checked.how.split("; "))
+    return {"ok": True, "text": "computes what one device computes", "lines": [*how], "results": {**done[0].results}}
 
 
 def compiled(step: Step) -> dict[str, Any]:
@@ -107,15 +112,14 @@ def compiled(step: Step) -> dict[str, Any]:
     return {"ok": None if lines else True, "text": summary, "lines": lines}
 
 
-PROVED = {
+CHECKED = {
     "types": "",
-    "mesh": "computes what one device computes",
     "causality": "no position sees a later token or another document",
 }
 
 
 def rejection(error: Exception) -> dict[str, Any]:
-    """The verdict on a step whose trace or proof raised an error, with the line of the user's code that it is about."""
+    """The verdict on a step whose trace or check raised an error, with the line of the user's code that it is about."""
     text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     place = getattr(error, "place", "") or (re.match(r"\S+\.py:\d+", text) or [""])[0]
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -127,7 +131,7 @@ def rejection(error: Exception) -> dict[str, Any]:
     problem = text.partition("\n")[0].removeprefix(f"{place}: ")
     text = text if text.startswith(place) else f"{place}: {text}"
     said = {"place": place, "problem": problem, "remedy": remedy, "text": text}
-    return {"verdict": "rejected", "certain": not any(doubt in text for doubt in (MAY_BE_RIGHT, DIFFERS)), **said}
+    return {"verdict": "rejected", "certain": MAY_BE_RIGHT not in text, **said}
 
 
 def verdict_of(steps: Sequence[Step], settings: CheckConfig) -> dict[str, Any]:
@@ -138,10 +142,11 @@ def verdict_of(steps: Sequence[Step], settings: CheckConfig) -> dict[str, Any]:
         try:
             ended = check()
             if not isinstance(ended, dict):
-                ended = {"ok": None if ended else True, "text": f"not proved: {ended}" if ended else PROVED[name]}
+                ended = {"ok": None if ended else True, "text": f"not known: {ended}" if ended else CHECKED[name]}
         except Exception as error:  # an edit may make any error of Python
             found |= rejection(error)
             ended = {"ok": False, "text": found.pop("text")}
+        found["results"] = found.get("results", {}) | ended.pop("results", {})
         found["checks"].append({"name": name, **ended, "seconds": round(time.perf_counter() - begin, 2)})
         if ended["ok"] is False:
             break
@@ -153,8 +158,8 @@ def program_of(step: Step) -> dict[str, Any]:
     programs = [step.other(name=name) for name in NAMES]
     equations = (eqn for program in programs for eqn in equations_in(program.jaxpr))
     calls = {call for eqn in equations for call in frames_of(eqn) if is_users(call[0])}
-    lines = [(shown_path(file), line, linecache.getline(file, line).strip()) for file, line in sorted(calls)]
-    return {"hash": " ".join(program.digest for program in programs), "lines": lines}
+    lines = sorted((shown_path(file), line, linecache.getline(file, line).strip()) for file, line in calls)
+    return {"hash": " ".join(digest_of(program.jaxpr) for program in programs), "lines": lines}
 
 
 def costs_of(c: Config, sizes: dict[str, int]) -> dict[str, Any]:
@@ -206,7 +211,8 @@ def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
     Raises:
         ValueError: it is neither a directory nor a commit.
     """
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as made:
+        directory = os.path.realpath(made)
         try:
             name = f"{against}^{{commit}}"
             commit = _git("rev-parse", "--verify", "--short", name).decode().strip()
@@ -215,7 +221,7 @@ def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
             subprocess.run(["tar", "-x", "-C", directory], input=_git("-C", root, "archive", commit), check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             if Path(against).is_dir():
-                yield against, Path(against), (os.getcwd(), os.path.abspath(against))
+                yield against, Path(against), (os.getcwd(), os.path.realpath(against))
                 return
             why = getattr(error, "stderr", None) or str(error).encode()
             reason = why.decode().strip().partition("\n")[0]
@@ -275,7 +281,7 @@ def compared_in_numbers(c: Config, stack: contextlib.ExitStack) -> dict[str, Any
     stack.callback(process.kill)
     out, err = process.communicate()
     found: dict[str, Any] = {"verdict": "accepted"}
-    text = f"as on one device, in f64 on {' and '.join(meshes)}"
+    text = f"as on one device, compiled for {' and '.join(meshes)}"
     if process.returncode:
         if "DIFFERS on" not in out:
             raise ValueError((out + err).strip().rpartition("\n")[2])
@@ -292,11 +298,12 @@ def compared_in_numbers(c: Config, stack: contextlib.ExitStack) -> dict[str, Any
     return found | {"check": {"name": "numeric", "ok": not process.returncode, "text": text, "seconds": seconds}}
 
 
-def compared(now: dict[str, Any], process: subprocess.Popen) -> dict[str, Any]:
-    """The `difference` of a result from that of a process, or why it is `unknown`."""
+def compared(now: dict[str, Any], process: subprocess.Popen, roots: tuple[str, str]) -> dict[str, Any]:
+    """The `difference` of a result from that of a process on other source, or why it is `unknown`."""
     out, err = process.communicate()
+    here, there = (json.dumps(f"{root}/")[1:-1] for root in roots)
     try:
-        before = json.loads(out.strip().rpartition("\n")[2])
+        before = json.loads(out.strip().rpartition("\n")[2].replace(there, here))
     except ValueError:
         last = [line for line in (out + err).splitlines() if line.strip()] or ["it printed nothing"]
         return {"unknown": f"it cannot be checked: {last[-1]}"}
@@ -305,9 +312,21 @@ def compared(now: dict[str, Any], process: subprocess.Popen) -> dict[str, Any]:
     return {"difference": difference(now, before)}
 
 
+def functions_compared(now: Mapping[str, str], before: Mapping[str, str]) -> dict[str, Any]:
+    """Compares the results of two steps in exact arithmetic, and names those that differ.
+
+    `same_function` is None if their inputs at small sizes differ, or were not evaluated.
+    """
+    inputs = [{name: x for name, x in of.items() if name.endswith(": inputs")} for of in (now, before)]
+    if not inputs[0] or inputs[0] != inputs[1]:
+        return {"same_function": None, "results": []}
+    differing = [name for name in now if now[name] != before.get(name)]
+    return {"same_function": not differing, "results": differing[:MOST]}
+
+
 def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Whether the program is the same, the lines that changed, and for each cost the line that changed it most."""
-    there, here = ([tuple(line) for line in of["program"]["lines"]] for of in (before, now))
+    there, here = (sorted(map(tuple, of["program"]["lines"])) for of in (before, now))
     texts = ([(file, text) for file, _, text in lines] for lines in (there, here))
     same = {}
     lines = []
@@ -322,7 +341,9 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         place, gap, more = line.partition(" ")
         return same.get(place, f"{place} (before)" if place in left else place) + gap + more
 
-    found: dict[str, Any] = {"same_program": now["program"]["hash"] == before["program"]["hash"], "lines": lines}
+    same_program = now["program"]["hash"] == before["program"]["hash"]
+    found: dict[str, Any] = {"same_program": same_program, "lines": lines}
+    found |= {"same_function": True} if same_program else functions_compared(now["results"], before.get("results", {}))
 
     def changes(i: int) -> Mapping[str, float]:
         """How much amount i of each line changed."""
@@ -371,6 +392,9 @@ def as_text(found: dict[str, Any]) -> str:
     if than["same_program"]:
         return "\n".join([*lines, f"  {'program':9}no change"])
     lines.append(f"  {'program':9}changed: {listed(than['lines'], MOST) or 'lines that left, or settings'}")
+    functions = {True: "the same, in exact arithmetic", None: "not compared: the inputs differ"}
+    function = functions.get(than["same_function"], f"differs: {', '.join(than['results'][:2])}, …")
+    lines.append(f"  {'function':9}{function}")
     for name, title, shown in (("seconds", "time", in_seconds), ("bytes", "memory", in_bytes)):
         if (of := than.get(name)) is not None:
             change = of["now"] / of["before"] - 1
@@ -394,7 +418,7 @@ def job(c: Config, settings: CheckConfig) -> None:
         jax.config.update("jax_platforms", "cpu")  # the compilers of other chips need no device
     start_devices(DistributedConfig(), c.hardware)
     with contextlib.ExitStack() as stack:
-        other = None
+        other, roots = None, ("", "")
         against = {}
         try:
             if settings.against:
@@ -423,9 +447,9 @@ def job(c: Config, settings: CheckConfig) -> None:
             found["checks"].append(numeric.pop("check"))
             found |= numeric
         if found["verdict"] == "accepted":
-            found |= against | (compared(found, other) if other else {})
+            found |= against | (compared(found, other, roots) if other else {})
     if settings.against and "costs" in found:  # pages of lines, which only the comparison needs
-        del found["program"]["lines"], found["costs"]["by_line"]
+        del found["program"]["lines"], found["costs"]["by_line"], found["results"]
     say(json.dumps(found) if settings.output == "json" else as_text(found))
     if found["verdict"] == "rejected":
         raise Rejected(1)
@@ -441,6 +465,8 @@ class CheckedConfig(Config):
 
 
 if __name__ == "__main__":
+    # The source that is compared has no links, so that a module below a link is found there too, and by the same path.
+    sys.path[:] = [path if is_installed(f"{path}/") else os.path.realpath(path) for path in sys.path]
     try:
         start_with_section("check", CheckedConfig, job, __doc__ or "")
     except Rejected:

@@ -13,6 +13,7 @@ import sys
 
 from omegaconf import MISSING
 
+from shardwright.data.checks import a_path
 from shardwright.data.untrusted import shown
 from shardwright.run.checkpoint import Checkpointer, directory_of, find_checkpoint
 from shardwright.run.checkpoint_arrays import saved_arrays
@@ -24,7 +25,7 @@ from shardwright.settings.program import run_program
 class Settings:
     """The settings of the program."""
 
-    run: str = MISSING
+    run: str = a_path(MISSING)
     """Directory or URL of a run, or of one of its checkpoints."""
     verify: bool = False
     """Read all, and compare the checksums."""

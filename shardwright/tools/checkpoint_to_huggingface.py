@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from omegaconf import MISSING
 
-from shardwright.data.checks import check_choice
-from shardwright.data.text.definitions import PAD, load_definition
+from shardwright.data.checks import a_path, check_choice
+from shardwright.data.text.definitions import PAD, differences, load_definition
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import shown
 from shardwright.modeling.model import inputs_of, load_model
@@ -55,10 +55,11 @@ DTYPES: dict[str, Any] = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.f
 class Settings(CheckpointChoice):
     """Settings of the program."""
 
-    output: str = MISSING
+    output: str = a_path(MISSING)
     """The directory to write; it must not exist yet."""
     dtype: str | None = None
-    """Of the files: f32, bf16 or f16. Null: that of the model that the run began with, or else bf16."""
+    """Of the files: f32, bf16 or f16. Null: f32 for a run that computes in f32; else that of the imported model that
+    the run began with, or bf16."""
     check: bool = True
     """Compares the logits with those of transformers, which must be installed, with torch."""
 
@@ -189,7 +190,9 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         content["max_position_embeddings"] = c.training.seq_len
     found = saved.metadata.get(CARRIED)
     beside.check(found or beside.NOTHING, f"what {config.run} kept of the files of an imported model")
-    dtype = config.dtype or (found["dtype"] if found else "bf16")
+    dtype = config.dtype or c.training.compute_dtype
+    if found and config.dtype is None and (step == 0 or dtype != "f32"):  # at step 0 the weights are those imported
+        dtype = found["dtype"]
     check_choice("dtype", dtype, [*DTYPES])
     files, lines = describe(saved, found, config.tokenizer)
     facts = {"step": step, "programs": saved.metadata.get("provenance", {}).get("programs")}
@@ -211,6 +214,8 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         if config.check and not merge:
             weights = round_weights(weights, DTYPES[dtype])
             compared = compare_logits(c.model, weights, temporary)
+        if config.check and "tokenizer.json" in files:
+            lines += differences(temporary)
         temporary.rename(output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -219,7 +224,8 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     log(f"compared   {compared}")
     for line in lines:
         log(shown(line))
-    log(f'written    {output}, in {dtype}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
+    log(f"written    {output}, in {dtype}{'' if dtype == 'f32' else '; dtype=f32 would round no weight'}")
+    log(f'           open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
 
 
 if __name__ == "__main__":

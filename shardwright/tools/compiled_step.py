@@ -12,6 +12,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
+from shardwright.data.checks import a_path
 from shardwright.data.untrusted import refused, shown
 from shardwright.inspect.by_line import STEP, ByLine, as_text, lines_of, newest, read_by_line
 from shardwright.inspect.compiled.files import read_step
@@ -22,7 +23,7 @@ from shardwright.settings.program import run_program
 class Settings:
     """Settings of the program."""
 
-    run: str = MISSING
+    run: str = a_path(MISSING)
     """Directory of a run, of which the newest step is shown; or an optimized HLO text (.txt)."""
 
 

@@ -22,12 +22,12 @@ import jax
 from rich.console import Console
 
 from shardwright.cluster.devices import known_options
-from shardwright.data.checks import at_least_0, at_least_1
+from shardwright.data.checks import a_path, at_least_0, at_least_1
 from shardwright.data.loader import make_loader
 from shardwright.data.text import sources
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.inspect.causality import check_causal
-from shardwright.inspect.soundness import check_program
+from shardwright.inspect.soundness import check_steps
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run import opening
 from shardwright.run.evaluation import evaluate as evaluate_batches
@@ -50,7 +50,7 @@ class Settings(CheckpointChoice):
     Stages of the run are left out: d takes their devices. `tasks`, which may sample, have r, d and t alone."""
     batches: int | None = at_least_1(None)
     """Batches of the run's own validation; null: training.eval_batches."""
-    data: str | None = None
+    data: str | None = a_path(None)
     """Texts to evaluate instead of the run's own validation: a file (.jsonl, .json, .csv, .parquet, .arrow, .feather
     or .txt), or a glob for several."""
     text_field: str = "text"
@@ -58,13 +58,13 @@ class Settings(CheckpointChoice):
     tasks: list[str] = field(default_factory=list)
     """Tasks by name: cloze, copying, demo (docs/evaluation.md), and those of lm-eval, which needs the package: pip
     install -e '.[eval]'."""
-    task_path: str | None = None
+    task_path: str | None = a_path(None)
     """A directory with YAML files of further tasks."""
     num_fewshot: int | None = at_least_0(None)
     """Number of examples before each question of `tasks`; null: as the task says."""
     limit: int | None = at_least_1(None)
     """Number of documents of `data`, from the first on, or of each of the `tasks`; null: all."""
-    out: str | None = None
+    out: str | None = a_path(None)
     """A file for the result: a JSON object on one line. With `data`, a line for each document is before it."""
 
 
@@ -95,7 +95,7 @@ class OpenRun:
             with jax.set_mesh(self.mesh):
                 self.weights = saved.read_weights(self.model, config.other_source, write_line, config.average)
                 if why := check_causal(trace_step(self.c, self.model)):
-                    write_line(f"not proved that a position sees no later token: {why}")
+                    write_line(f"not known whether a position sees a later token: {why}")
 
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
@@ -124,11 +124,11 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
         raise ValueError("the run has no validation (training.eval_batches is 0). Give batches=<number>, or data=….")
     sizes = t.batch_size, t.seq_len, c.model.vocab
     with jax.set_mesh(run.mesh):
-        loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches, pad=True)
+        loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches)
         options = known_options(opening.trusted_options(c, run.config.trust, write_line), write_line)
         evaluation_step = load_spec().make_evaluation_step(c, run.model, options)
-        if run.mesh.size > 1:  # it may be a mesh that no run was proved on
-            check_program(evaluation_step, (run.weights, loader.load(0)), c.model, c.optimizer, t)
+        if run.mesh.size > 1:  # it may be a mesh that no run was checked on
+            check_steps(trace_step(c, run.model), ("evaluation",))
         found: dict[str, Any] = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}
     return about | result_of(found["loss"] * found["targets"], found["targets"], found.get("utf8_bytes"))
@@ -146,7 +146,7 @@ def result_of(nats: float, tokens: int, utf8_bytes: int | None) -> dict[str, Any
 # ---- documents ------------------------------------------------------------------------------------------------------
 
 
-def documents_of(run: OpenRun) -> Iterator[tuple[int, list[int], int]]:
+def documents_of(run: OpenRun, write_line: Callable[[str], None]) -> Iterator[tuple[int, list[int], int]]:
     """Place in the files, counted from 0; token ids without bos, with the end token of the run's data; UTF-8 bytes.
 
     Documents without text are left out, but counted.
@@ -154,15 +154,18 @@ def documents_of(run: OpenRun) -> Iterator[tuple[int, list[int], int]]:
     tokenizer = run.tokenizer()
     end = [] if tokenizer.end is None else [tokenizer.end]
     field = run.config.text_field
-    blocks = sources.blocks(*sources.open_text("data", None, None, None, [str(run.config.data)], field), field)
+    name, data, found = sources.open_text("data", None, None, None, [str(run.config.data)], field)
+    for line in found.described("data"):
+        write_line(line)
+    blocks = sources.blocks(name, data, field)
     for i, text in enumerate(text for texts, _ in blocks for text in texts):
         if ids := tokenizer.ids(text):
             yield i, [*ids, *end], len(text.encode())
 
 
-def of_data(run: OpenRun) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def of_data(run: OpenRun, write_line: Callable[[str], None]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The loss of all documents of `data`, and a line for each."""
-    documents, again = itertools.tee(itertools.islice(documents_of(run), run.config.limit))
+    documents, again = itertools.tee(itertools.islice(documents_of(run, write_line), run.config.limit))
     losses = document_losses(run.scorer(), run.weights, (ids for _, ids, _ in documents))
     lines = [
         {"index": i, "tokens": len(ids), "loss": loss, "bytes": size}
@@ -209,7 +212,7 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
     run = OpenRun(config, write_line)
     lines = []
     if config.data is not None:
-        result, lines = of_data(run)
+        result, lines = of_data(run, write_line)
     else:
         result = of_tasks(run, write_line) if config.tasks else own_validation(run, write_line)
     about = {"run": config.run, "step": run.step, "mesh": dict(run.mesh.shape)}

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.checks import within
+from shardwright.data.checks import a_path, within
 from shardwright.data.loader import batch_of
 from shardwright.inspect import scaling
 from shardwright.modeling.model import inputs_of, load_model
@@ -28,7 +28,7 @@ from shardwright.run.files import write_whole
 from shardwright.run.forecast import FILE, Bound, losses_of_parts
 from shardwright.run.launch import start_with_section
 from shardwright.run.report import parameters_without_embeddings
-from shardwright.settings.words import listed, say
+from shardwright.settings.words import listed, override, say
 from shardwright.tools.report.reading import Run, find_runs, read_run
 
 
@@ -36,9 +36,9 @@ from shardwright.tools.report.reading import Run, find_runs, read_run
 class ForecastConfig:
     """The section `forecast`."""
 
-    runs: Any = None
+    runs: Any = a_path(None)
     """Directories of runs or sweeps, or patterns such as runs/ladder-*; one, or a list."""
-    output: str = FILE
+    output: str = a_path(FILE)
     """The file to write."""
     seed: int = within(0, 2**32, 0)
     """Random seed of the bootstrap."""
@@ -161,7 +161,7 @@ def job(c: Config, settings: ForecastConfig) -> None:
         say(line)
     for line in warnings_of_repeats(passes_of(c, steps), runs):
         say(line)
-    say(f"Start the run with training.forecast={settings.output}")
+    say(f"Start the run with {override('training.forecast', settings.output)}")
 
 
 @dataclass

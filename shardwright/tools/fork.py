@@ -13,10 +13,10 @@ import base64
 import difflib
 import hashlib
 import importlib.metadata
-import shutil
 import sys
 from pathlib import Path
 
+from shardwright.run.files import write_whole
 from shardwright.settings.words import listed, told_in_a_line
 
 RELEASED, FORK = Path(__file__).parents[1] / "train.py", Path("train.py")
@@ -83,7 +83,7 @@ def main() -> None:
         return
     if FORK.exists():
         sys.exit("Error: there is a train.py here already. `shardwright fork --diff` shows how it differs.")
-    shutil.copyfile(RELEASED, FORK)
+    write_whole(FORK, RELEASED.read_text(encoding="utf-8"))
     print("train.py: a copy of the released one, which `shardwright train` and the tools run when started here.")
     print("`shardwright fork --diff` shows what you changed.")
 

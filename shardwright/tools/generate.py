@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlib.axes import mesh_text
-from shardwright.data.checks import check_ranges, within
+from shardwright.data.checks import a_path, check_ranges, within
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import LARGE, parse_object, read_text, shown
 from shardwright.modeling.model import load_model
-from shardwright.run.directory import quoted
 from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, SavedRun, Write, mesh_for, open_run
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.program import run_program
+from shardwright.settings.words import quoted
 from shardwright.tools.huggingface.beside import ends_of
 
 
@@ -41,7 +41,7 @@ class Settings(Sampling, CheckpointChoice):
 
     prompt: str | None = None
     """Text to continue, exactly as it is after `prompt=`; empty: a document from its beginning."""
-    prompts_file: str | None = None
+    prompts_file: str | None = a_path(None)
     """A file with a prompt on each line; or a .jsonl, with a prompt under the key `prompt` of each."""
     prompt_ids: list[int] | None = None
     """A prompt as token ids, without model.bos_id, which is put before it."""
@@ -59,7 +59,7 @@ class Settings(Sampling, CheckpointChoice):
     """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if these fit, else all on d."""
-    output: str | None = None
+    output: str | None = a_path(None)
     """A file for the texts. Each line is a JSON object: prompt, sample (number of the text among those of its prompt,
     from 0), text (what was added, without the stop token or string), ended (by a stop token or string), prompt_ids,
     and ids (the tokens added, with those of the stop)."""
@@ -181,7 +181,10 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
     with open_run(config.run, config.step, config.trust) as saved:
         c = saved.config
         tokenizer = read_tokenizer(config, saved, say)
-        prompts = [tokenizer.ids(text) for text in texts]
+        try:
+            prompts = [tokenizer.ids(text) for text in texts]
+        except ValueError as error:
+            raise ValueError(f"{error} Or give the prompt as ids: prompt_ids=[1,2,3].") from error
         if config.prompt_ids is not None:
             check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
             prompts = [config.prompt_ids]

@@ -13,7 +13,7 @@ into `output`
 
     checkpoints/0000000000/    the weights, in f32; complete or missing
     model/imported.yaml        the model section, as a config group
-    tokenizer.json             if the model has one, to make datasets with
+    tokenizer.json             if the model has one, with all added tokens, to make datasets with
 
 so that training.init_from=<output> with --config-dir=<output> model=imported starts from it. The checkpoint also has
 the chat template, how to generate, the EOS ids, the special tokens and the dtype, which exports of such runs write.
@@ -21,37 +21,45 @@ the chat template, how to generate, the EOS ids, the special tokens and the dtyp
 
 import dataclasses
 import re
-import shutil
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from omegaconf import MISSING, OmegaConf
 
-from shardwright.data.checks import within
+from shardwright.data.checks import a_path, within
 from shardwright.data.hub import reading_hub
-from shardwright.data.untrusted import read_object, refused, shown
+from shardwright.data.text import definitions
+from shardwright.data.untrusted import first_line, read_object, refused, shown
 from shardwright.huggingface import Tensors, as_transformers_reads
 from shardwright.modeling.model import is_shipped
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.opening import CARRIED
 from shardwright.settings.composing import command_of
 from shardwright.settings.program import run_program
+from shardwright.settings.words import override
 from shardwright.tools.huggingface import beside
 from shardwright.tools.huggingface.check import check_rules, compare_logits, mapping_of, module_for
 
-FILES = ["*config.json", "tokenizer.json", "special_tokens_map.json", "*.jinja", "model*.safetensors"]
+FILES = ["*config.json", *definitions.FILES, "*.jinja", "model*.safetensors"]
 """Files to download of a model on the hub; some models have their weights again, in other formats."""
+
+KINDS = {"model_type?": str, "bos_token_id?": int | None, "num_nextn_predict_layers?": int | None}
+KINDS |= {"quantization_config?": dict | None}
+"""Types of what this program reads of config.json itself."""
+DEQUANTIZE = "Dequantize it first, in transformers: from_pretrained(…).dequantize().save_pretrained(…)."
 
 
 @dataclass
 class Settings:
     """Settings of the program."""
 
-    model: str = MISSING
+    model: str = a_path(MISSING)
     """A directory with config.json and safetensors, or a name on the Hugging Face hub."""
-    output: str = MISSING
+    output: str = a_path(MISSING)
     """The directory to write, runs/<name> for example; it must not have checkpoints yet."""
     module: str | None = None
     """Value of model.module. Null: train, moe or family for the types that they have, else the module named like the
@@ -82,14 +90,26 @@ def find_model(name: str) -> Path:
     return directory
 
 
+def find_tokenizer(directory: Path, log: Callable[[str], None]) -> Any:
+    """Opens the tokenizer of a model with transformers. Logs a line and returns None if there is none."""
+    try:
+        return definitions.open_directory(directory)
+    except (ImportError, ValueError) as error:
+        if (directory / "tokenizer.json").exists():
+            raise
+        log(shown(f"tokenizer  none: {first_line(error)}, and import again;"))
+        log("           or give tokenizer=<name or directory> to tools and exports, which then lack the chat template")
+        return None
+
+
 def next_commands(output: Path) -> list[str]:
     """Writes what to do with an import."""
-    sample = f"To sample:\n  {command_of('tools.generate')} run={output} prompt=<text>"
+    sample = f"To sample:\n  {command_of('tools.generate')} {override('run', str(output))} prompt=<text>"
     return [
         *[sample] * (output / "tokenizer.json").is_file(),
         "To continue training, with the settings of a run in configs/:\n"
-        f"  {command_of('train')} --config-name=<run> --config-dir={output} model=imported "
-        f"training.init_from={output} data.filespec=data/<name>.zarr",
+        f"  {command_of('train')} --config-name=<run> {shlex.quote(f'--config-dir={output}')} model=imported "
+        f"{override('training.init_from', str(output))} data.filespec=data/<name>.zarr",
     ]
 
 
@@ -110,7 +130,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     directory, output = find_model(config.model), Path(config.output)
     if Checkpointer(output / "checkpoints").steps():
         raise ValueError(f"output is {config.output}, which has checkpoints already. Give another directory.")
-    content = read_object(directory / "config.json", {"model_type?": str, "bos_token_id?": int | None})
+    content = read_object(directory / "config.json", KINDS)
     bos = content.get("bos_token_id") if config.bos_id is None else config.bos_id
     if bos is None:
         raise ValueError("config.json: bos_token_id is None; give bos_id=<the id that begins each document>.")
@@ -121,21 +141,27 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         raise ValueError(
             f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."
         )
-    tensors = Tensors(directory)
-    found = beside.read(directory, tensors.dtype)
-    c, weights = mapping_of(name).from_huggingface(content, tensors)
+    quantization = content.get("quantization_config") or {}
+    tensors = Tensors(directory, quantization.get("weight_block_size") or (128, 128))
+    tokenizer = find_tokenizer(directory, log)
+    found = beside.read(directory, tensors.dtype, tokenizer)
+    try:
+        c, weights = mapping_of(name).from_huggingface(content, tensors)
+    except ValueError as error:
+        if tensors.quantized is None:
+            raise
+        method = quantization.get("quant_method", "unknown")
+        raise ValueError(f"the model is quantized (method {method}; {tensors.quantized}). {DEQUANTIZE}") from error
     for line in left_out(name, content, tensors):
         log(line)
     c.module = name
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
     check_rules(c, content)
-    if config.check and content.get("quantization_config"):
-        raise ValueError(
-            "config.json has a quantization_config, by which transformers would quantize the weights to compare. These "
-            "are not quantized: delete it from config.json, or set check=false."
-        )
-    log(f"compared   {compare_logits(c, weights, directory) if config.check else 'nothing: check=false'}")
+    compared = "nothing: check=false"
+    if config.check:
+        compared = compare_logits(c, weights, directory, tensors if quantization or tensors.scales else None)
+    log(f"compared   {compared}")
     model = dataclasses.asdict(c)
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
     # The other sections of a run's configuration, for programs that read them.
@@ -143,16 +169,18 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     training = {"batch_size": 1, "seq_len": length, "steps": 1}
     metadata = {"config": {"model": model, "optimizer": optimizer, "training": training}, "loader": {}}
     metadata[CARRIED] = found
-    with Checkpointer(output / "checkpoints") as checkpoints:
-        state = {"weights": jax.device_put(weights, jax.local_devices(backend="cpu")[0])}
-        checkpoints.save(0, state, metadata)
     (output / "model").mkdir(parents=True, exist_ok=True)
     header = f"# {config.model}, as shardwright/tools/huggingface_to_checkpoint read it.\n"
     (output / "model" / "imported.yaml").write_text(header + OmegaConf.to_yaml(OmegaConf.create(model)))
-    if (directory / "tokenizer.json").is_file():
-        shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
+    if tokenizer is not None:
+        (output / "tokenizer.json").write_text(definitions.find_huggingface(str(directory)), encoding="utf-8")
+    # Last, because an output that has a checkpoint is refused: a full disk before must not stop the next try.
+    with Checkpointer(output / "checkpoints") as checkpoints:
+        state = {"weights": jax.device_put(weights, jax.local_devices(backend="cpu")[0])}
+        checkpoints.save(0, state, metadata)
     parameters = sum(array.size for array in jax.tree.leaves(weights))
-    log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
+    of_fp8 = f", {len(tensors.scales)} matrices dequantized from FP8" if tensors.scales else ""
+    log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}{of_fp8}")
     log(f"checkpoint {output}/checkpoints/0000000000")
     log(shown(f"kept       for exports: {', '.join(beside.described(found))}"))
     for line in next_commands(output):

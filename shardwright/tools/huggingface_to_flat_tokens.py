@@ -11,8 +11,8 @@ import functools
 import hashlib
 import itertools
 import json
+import operator
 import os
-import shlex
 import sys
 import time
 from collections import Counter
@@ -23,13 +23,15 @@ import numpy as np
 from omegaconf import MISSING, OmegaConf
 
 from shardwright.data import flat_tokens
-from shardwright.data.checks import check_choice, within
+from shardwright.data.checks import a_path, check_choice, within
 from shardwright.data.text import definitions, sources, tokenizers
-from shardwright.data.text.tokenizers import Tokenizer
+from shardwright.data.text.files import Found, real_file
+from shardwright.data.text.tokenizers import Lost, Tokenizer
 from shardwright.data.text.worker_pool import map_in_order
 from shardwright.run.differences import flat
 from shardwright.settings.composing import command_of
 from shardwright.settings.program import run_program
+from shardwright.settings.words import listed, override
 
 SPLITS = ("train", "validation")
 TRAIN_DOCUMENTS = 100_000
@@ -49,7 +51,7 @@ class TokenizerConfig:
     """`bytes`: the UTF-8 bytes, with ids as in ByT5: byte + 3, after 0 `<s>`, 1 `</s>` and 2 `<pad>`.
     `huggingface`: a tokenizer of the `tokenizers` library. `tiktoken`: an encoding of tiktoken. `train_bpe`:
     a byte-level BPE trained on the training split, with id 0 for `<|begin|>` and 1 for `<|end|>`."""
-    name: str | None = None
+    name: str | None = a_path(None)
     """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory; transformers converts other
     formats. For `tiktoken`: one of its encodings, such as cl100k_base."""
     end_token: str | None = None
@@ -64,10 +66,10 @@ class SplitConfig:
 
     source: str | None = None
     """The split of the Hugging Face dataset to read."""
-    files: list[str] = field(default_factory=list)
+    files: list[str] = a_path(default_factory=list)
     """Files, folders, globs or URLs to read, in this order; those of a folder or glob are sorted. A document is a line
-    of .jsonl, an element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a .txt unless
-    `text_separator` is set. .jsonl, .json, .csv and .txt may be compressed: .gz, .bz2, .xz, .zst."""
+    of .jsonl or .ndjson, an element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a .txt
+    unless `text_separator` is set. All but .parquet, .arrow and .feather may be compressed: .gz, .bz2, .xz, .zst."""
     skip_documents: int = within(0, 2**50, 0)
     """Number of documents to skip at the start of the source, at least 0."""
     max_documents: int | None = within(1, 2**50, None)
@@ -80,11 +82,11 @@ class SplitConfig:
 class Settings:
     """All settings."""
 
-    out: str = MISSING
+    out: str = a_path(MISSING)
     """Directory of the dataset: a local path, or a URL that tensorstore knows."""
     overwrite: bool = False
     """Replaces existing splits, and unfinished ones with other settings."""
-    dataset: str | None = None
+    dataset: str | None = a_path(None)
     """Name of a Hugging Face dataset; null to read files."""
     dataset_config: str | None = None
     """The dataset's configuration (subset), if it has several."""
@@ -124,10 +126,12 @@ def run(config: Settings) -> None:
     if not names:
         raise ValueError("train and validation are both null: nothing to write.")
     opened = {name: open_source(config, name) for name in names}
+    found = {name: files for name, (_, _, files) in opened.items()}
+    check_overlap(config, found)
     config = dataclasses.replace(config, out=path_of(config, config.shard))
     root = flat_tokens.open_kvstore(config.out)
     begun = flat_tokens.unfinished_settings(config.out)
-    chosen = result_settings(config, names)
+    chosen = result_settings(config, found)
     goes_on = begun is not None and all(begun.get(name) == value for name, value in chosen.items())
     content = flat_tokens.read_file(root, "tokenizer.json")
     before = None if content is None else content.decode()
@@ -143,6 +147,8 @@ def run(config: Settings) -> None:
             raise ValueError(f"{other} the same, and {left[0]} would keep its own: choose another path, or write both.")
         if begun is None and not config.overwrite:
             raise ValueError(f"{other} the same: choose another path, or replace the dataset with overwrite=true.")
+    for name, files in found.items():
+        print("\n".join(files.described(name)), flush=True)
     settings = chosen | {"tokenizer.json": hashlib.sha256(definition.encode()).hexdigest()}
     with flat_tokens.work_on(config.out, settings, names, config.overwrite, free=["num_shards"]) as resuming:
         root.write("tokenizer.json", definition.encode()).result()
@@ -152,7 +158,7 @@ def run(config: Settings) -> None:
                 continue
             shards = config.num_shards if config.shard is None else 1
             write = write_split if shards == 1 else merge_split
-            print(write(config, name, opened[name], tokenizer, settings), flush=True)
+            print(write(config, name, opened[name][:2], tokenizer, settings), flush=True)
     if config.shard is None:
         print(next_steps(config, tokenizer, flat_tokens.is_there(root, "validation")), flush=True)
 
@@ -162,28 +168,47 @@ def next_steps(config: Settings, tokenizer: Tokenizer, has_validation: bool) -> 
     vocab = str(-(-tokenizer.vocab_size // 64) * 64)
     values = {"data.filespec": config.out, "model.vocab": vocab, "model.bos_id": str(tokenizer.end or 0)}
     values |= {} if has_validation else {"training.eval_batches": "0"}
-    settings = [f"{name}={value}" for name, value in values.items()]
-    lines = OmegaConf.to_yaml(OmegaConf.from_dotlist(settings))
-    command = " ".join(map(shlex.quote, settings))
+    lines = OmegaConf.to_yaml(OmegaConf.from_dotlist([f"{name}={value}" for name, value in values.items()]))
+    command = " ".join(override(*each) for each in values.items())
     return (
         f"vocabulary: {tokenizer.vocab_size:,}, rounded up below. In a configuration:\n\n{lines}\n"
         f"Try it: {command_of('train')} --config-name=local_text {command}"
     )
 
 
-def result_settings(config: Settings, names: list[str]) -> dict[str, Any]:
+def result_settings(config: Settings, found: dict[str, Found]) -> dict[str, Any]:
     """Returns all settings that the result depends on, except a trained tokenizer, as JSON values by name."""
     settings = flat(dataclasses.asdict(config))
     for free in ("out", "overwrite", "num_workers", "max_bad_rows", "shard"):
         del settings[free]
-    for name in names:
-        stats = [(path, os.stat(path)) for path in sources.match(getattr(config, name).files) if "://" not in path]
+    for name, files in found.items():
+        local = [path for path in files.paths if getattr(config, name).files and "://" not in path]
+        stats = [(path, os.stat(path)) for path in local]
         settings[f"{name}.files found"] = [f"{path}, {s.st_size} bytes of {s.st_mtime_ns}" for path, s in stats]
     return json.loads(json.dumps(settings))
 
 
-def open_source(config: Settings, name: str) -> tuple[str, Any]:
-    """Opens the documents of a split. Returns a name, for messages, and the documents.
+def check_overlap(config: Settings, found: dict[str, Found]) -> None:
+    """Raises ValueError if both splits read a document."""
+    if config.train is None or config.validation is None:
+        return
+    train, validation = found["train"], found["validation"]
+    shared = train.shared_with(validation)
+    if config.dataset is not None and config.train.source == config.validation.source:
+        shared = [f"the split {config.train.source} of {config.dataset}"]
+    first, second = sorted((config.train, config.validation), key=lambda split: split.skip_documents)
+    is_after = first.max_documents is not None and first.skip_documents + first.max_documents <= second.skip_documents
+    # If one reads the first files of the other, documents have the same numbers in both.
+    same_numbers = all(map(operator.eq, map(real_file, train.paths), map(real_file, validation.paths)))
+    if shared and not (is_after and same_numbers):
+        raise ValueError(
+            f"train and validation both read {listed(shared)}. Choose other files, or hold back documents: "
+            "train.skip_documents=1000 validation.max_documents=1000."
+        )
+
+
+def open_source(config: Settings, name: str) -> tuple[str, Any, Found]:
+    """Opens the documents of a split. Returns a name, for messages, the documents, and the files of the whole split.
 
     Raises:
         ValueError: settings contradict each other, or the source is missing or not usable.
@@ -194,13 +219,13 @@ def open_source(config: Settings, name: str) -> tuple[str, Any]:
         raise ValueError(f"{name} has neither files nor a source; give {where}, or {name}=null to leave it out.")
     hub = config.dataset, config.dataset_config, split.source
     options: dict[str, Any] = {"revision": config.dataset_revision, "separator": config.text_separator}
-    where, data = sources.open_text(name, *hub, split.files, config.text_field, **options)
+    where, data, found = sources.open_text(name, *hub, split.files, config.text_field, **options)
     if config.num_shards > 1 or config.shard is not None:
         check_shards(config, name, data.num_shards)
         data = data if config.shard is None else data.shard(config.num_shards, config.shard)
     if split.skip_documents:
         data = data.skip(split.skip_documents)
-    return where, data if split.max_documents is None else data.take(split.max_documents)
+    return where, data if split.max_documents is None else data.take(split.max_documents), found
 
 
 def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
@@ -220,7 +245,7 @@ def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
     if name is not None or config.train is None:
         raise ValueError("tokenizer.kind is train_bpe; give a training split and no tokenizer.name.")
     if trained is None:
-        blocks = sources.blocks(*open_source(config, "train"), config.text_field, None, config.max_bad_rows)
+        blocks = sources.blocks(*open_source(config, "train")[:2], config.text_field, None, config.max_bad_rows)
         texts = itertools.islice(itertools.chain.from_iterable(block for block, _ in blocks), TRAIN_DOCUMENTS)
         trained = definitions.train_bpe(texts, config.tokenizer.vocab_size)
     return Tokenizer(trained, end_token)
@@ -229,12 +254,13 @@ def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
 # ---- a split ------------------------------------------------------------------------------------------------------
 
 
-def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int, Counter[str]]:
-    """Encodes the documents of a block for flat-tokens. Also counts those without tokens, and dropped characters."""
+def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int, Lost]:
+    """Encodes the documents of a block for flat-tokens. Also counts those without tokens, and what is lost."""
     texts, _ = item
-    ids, lengths = tokenizer.encode(texts)
+    encoded = tokenizer.encode(texts)
+    ids, lengths = encoded
     kept = lengths[lengths > 0]
-    return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size, tokenizer.dropped(texts)
+    return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size, tokenizer.lost(texts, encoded)
 
 
 def write_split(
@@ -245,7 +271,7 @@ def write_split(
     Args:
         config: the settings.
         name: of the split.
-        source: what `open_source` returned.
+        source: the name and documents that `open_source` returned.
         tokenizer: of all splits.
         settings: what `result_settings` returned.
 
@@ -258,14 +284,14 @@ def write_split(
     num_workers = config.num_workers or (1 if cores <= 2 and tokenizer.encoding is None else cores)
     most = sys.maxsize if split.max_tokens is None else split.max_tokens
     with flat_tokens.Writer(config.out, name, resume=True) as writer:
-        done = {"place": None, "num_empty": 0, "dropped": {}} | (writer.place or {})
+        done = {"place": None, "num_empty": 0, "lost": Lost()} | (writer.place or {})
         blocks = sources.blocks(*source, config.text_field, done["place"], config.max_bad_rows)
         results = map_in_order(functools.partial(tokenize, tokenizer), blocks, num_workers)
         saved = time.monotonic()
-        for (_, place), (encoded, num_empty, dropped) in results:
+        for (_, place), (encoded, num_empty, lost) in results:
             writer.append_encoded(encoded[: most - writer.num_tokens])
-            dropped = dropped + Counter(done["dropped"])
-            done = {"place": place, "num_empty": done["num_empty"] + num_empty, "dropped": dropped}
+            lost = Lost(*done["lost"]) + lost
+            done = {"place": place, "num_empty": done["num_empty"] + num_empty, "lost": lost}
             if writer.num_tokens == most:
                 break
             if time.monotonic() - saved >= STATE_SECONDS:
@@ -290,9 +316,15 @@ def write_split(
         notes.append(f"{bad:,} bad rows skipped")
     if empty:
         notes.append(f"{empty:,} empty documents skipped")
-    if dropped := Counter(done["dropped"]):
-        most_often = ", ".join(f"{count:,} × {character!r}" for character, count in dropped.most_common(5))
-        notes.append(f"the tokenizer dropped {dropped.total():,} characters, {len(dropped)} different: {most_often}")
+    lost = Lost(*done["lost"])
+    if lost.example:
+        counts = Counter(lost.characters)
+        most_often = ", ".join(f"{count:,} × {character!r}" for character, count in counts.most_common(5))
+        which = f", {len(counts)} different: {most_often}" if counts else ""
+        notes.append(
+            f"the tokenizer changed {lost.documents:,} documents and lost {counts.total():,} characters{which}"
+        )
+        notes.append(f"an example: {lost.example[0]!r} became {lost.example[1]!r}")
     if split.max_tokens is not None and tokens < most:
         notes.append(f"the source ended before max_tokens={most:,}")
     return "; ".join(notes)

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 from rich.console import Console
 
 from shardwright.data import flat_tokens
-from shardwright.data.checks import check_ranges, within
+from shardwright.data.checks import a_path, check_ranges, within
 from shardwright.data.flat_tokens import Reader
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_dataset
 from shardwright.data.untrusted import check_types, one_line
@@ -31,7 +31,7 @@ SHOWN, CHARACTERS = 5, 200
 class Settings:
     """The settings of the program."""
 
-    filespec: str = MISSING
+    filespec: str = a_path(MISSING)
     """The dataset: a local path or a URL."""
     split: str = "train"
     """`train` or `validation`."""

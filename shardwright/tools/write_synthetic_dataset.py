@@ -9,7 +9,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from shardwright.data import flat_tokens
-from shardwright.data.checks import within
+from shardwright.data.checks import a_path, within
 from shardwright.data.synthetic import TASKS
 from shardwright.settings.program import run_program
 
@@ -21,7 +21,7 @@ SIZES = {"train": 2**18, "validation": 2**16}
 class Settings:
     """Settings of the program."""
 
-    out: str = MISSING
+    out: str = a_path(MISSING)
     """Directory of the dataset."""
     seed: int = within(0, 2**32, 0)
     """Random seed, in [0, 2**32). The same seed writes the same bytes."""

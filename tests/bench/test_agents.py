@@ -15,7 +15,7 @@ ANSWERS = {
     "mesh": "shardwright/cluster/devices.py|return jax.make_mesh(",
     "config": "shardwright/run/checks.py|c: Any = OmegaConf.to_object(config)",
     "data": "shardwright/data/loader/batches.py|return jax.make_array_from_callback(",
-    "seed": "shardwright/run/opening.py|state = start(jax.random.key(",
+    "seed": "shardwright/run/opening.py|state = start.compile()(jax.random.key(",
     "attention": "shardwright/modeling/attention.py|path = attention_paths.choose(",
     "rope": "shardwright/modeling/rope.py|return (jnp.cos(angles), jnp.sin(angles))",
     "swiglu": 'train.py|hidden: act["B/b L/c F/t"] = ',

@@ -21,7 +21,7 @@ from shardwright.cluster.devices import start_devices
 from shardwright.data.flat_tokens import Writer
 from shardwright.run.checks import register_schema, to_config
 from shardwright.run.config import Config
-from shardwright.settings.exits import LOST, STALLED, STOPPED
+from shardwright.settings.exits import ERROR, LOST, OUT_OF_MEMORY, STALLED, STOPPED, LostError, exit_of
 from tests.support.processes import ROOT, Run, free_port
 
 HOST = socket.gethostname()
@@ -147,12 +147,11 @@ def test_a_count_that_is_not_that_of_the_processes(tmp_path):
 # ---- the same as one process -------------------------------------------------------------------------------------
 
 
-UNPROVED = """
+UNDECIDED = """
 from shardwright.inspect import causality
 def find(*_):
-    raise causality.Unproved("for a test")
-    yield
-causality._findings = find
+    raise causality.Undecided("for a test")
+causality.find_leaks = find
 """
 
 
@@ -161,8 +160,9 @@ def test_two_processes_train_as_one(tmp_path):
     """Found as tasks of Slurm. One process of as many devices has the same losses, but for the order of sums."""
     job = free_port()
     shared = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
-    environment, hooks = [slurm(2, i, job) | shared for i in range(2)], dict.fromkeys(range(2), UNPROVED)
-    two = Run(tmp_path / "two", 2, 2, "training.steps=5", environment=environment, hooks=hooks)
+    environment, hooks = [slurm(2, i, job) | shared for i in range(2)], dict.fromkeys(range(2), UNDECIDED)
+    settings = "training.steps=5", "training.accept_undecided=true"
+    two = Run(tmp_path / "two", 2, 2, *settings, environment=environment, hooks=hooks)
     one = Run(tmp_path / "one", 1, 4, "training.steps=5")
     two.succeed()
     one.succeed()
@@ -172,8 +172,7 @@ def test_two_processes_train_as_one(tmp_path):
     assert "step 5/5" in two.stdout(0)
     assert says_of_the_program(two, 1) == []
     assert (two.directory / "hosts.txt").read_text() == f"0 {HOST}\n1 {HOST}\n"
-    assert [*(tmp_path / "cache" / "soundness").iterdir()], "the first process keeps what it proved"
-    assert "causality  not proved: for a test" in two.stdout(0)  # which both know, or one would wait for the other
+    assert "causality  not known: for a test" in two.stdout(0)  # which both know, or one would wait for the other
 
 
 FAST = """
@@ -240,6 +239,59 @@ def unbroken(tmp_path_factory):
 
 
 # ---- a process that is lost --------------------------------------------------------------------------------------
+
+GLOO = "UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:5: Connection reset by peer"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("error", "count", "ended"),
+    [
+        (ValueError(GLOO), 2, LOST),  # at its dispatch
+        (jax.errors.JaxRuntimeError(GLOO), 2, LOST),
+        (ValueError(GLOO), 1, ERROR),
+        (ValueError("UNKNOWN is not a setting"), 2, ERROR),
+        (jax.errors.JaxRuntimeError("INVALID_ARGUMENT: a shape"), 2, ERROR),
+        (ValueError("RESOURCE_EXHAUSTED: Out of memory"), 1, OUT_OF_MEMORY),
+        (MemoryError(), 2, OUT_OF_MEMORY),
+        (LostError(), 2, LOST),
+        (RuntimeError(), 2, ERROR),
+    ],
+)
+def test_what_a_launcher_does_after_an_error(error, count, ended, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: count > 1)
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    assert exit_of(error) is ended
+    on_the_way_out = OSError("a file cannot be closed")
+    on_the_way_out.__context__ = error
+    assert exit_of(on_the_way_out) is ended
+
+
+ENDS = """
+import os, signal
+import shardwright.run.checkpoint
+def read_arrays(*_):
+    {}
+shardwright.run.checkpoint.read_arrays = read_arrays
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ends", "code", "why"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, "UNKNOWN: Gloo"),
+        ("raise KeyError('w')", ERROR.code, "process 1: KeyError: 'w'"),
+    ],
+)
+def test_a_process_that_ends_in_a_restore_ends_the_others_with_a_line(ends, code, why, tmp_path):
+    overrides = ["mesh.r=2", "mesh.d=1", "mesh.t=1", *LIMITS]
+    Run(tmp_path, 2, 1, "training.steps=1", *overrides).succeed()
+    run = Run(tmp_path, 2, 1, "training.steps=2", *overrides, hooks={1: ENDS.format(ends)})
+    assert run.wait() == [LOST.code, code]
+    (line,) = run.stderr(0).splitlines()
+    assert line.startswith(f"shardwright: the process on {HOST} {LOST.what}: {why}")
+    assert line.endswith(LOST.next)
 
 
 @pytest.mark.quick
@@ -345,3 +397,36 @@ def test_a_signal_to_any_process_saves_and_stops_all(unbroken, tmp_path):
     again = Run(tmp_path, 2, 2, f"training.steps={steps}", *overrides).succeed()
     assert f"resumed after {done} steps" in again.stdout(0)
     assert again.losses()[:STEPS] == unbroken(2).losses()
+
+
+EXPORTS = """
+from shardwright.run import background, exports
+def endless(*_, **options):
+    (root / "exporting").touch()
+    background.run_beside("http.server", "0", "--bind", "127.0.0.1", **options)
+exports.run_beside = endless
+"""
+
+
+@pytest.mark.long
+def test_a_signal_to_any_process_ends_the_last_export(tmp_path):
+    run = Run(tmp_path, 2, 1, "training.steps=2", "training.export_interval=2", *LIMITS, hooks={0: EXPORTS})
+    run.wait_for_file("exporting")
+    run.processes[1].send_signal(signal.SIGUSR1)
+    assert run.wait(60) == [STOPPED.code] * 2, run.stderr(0)
+    assert "no exports of the steps [2] yet" in run.stdout(0)
+
+
+SIGNALED = """
+import os, signal
+from shardwright.run import run
+run.compile_step = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.long
+def test_a_signal_before_the_first_step_leaves_no_directory(tmp_path):
+    run = Run(tmp_path, 1, 4, "training.steps=2", hooks={0: SIGNALED})
+    assert run.wait() == [STOPPED.code]
+    assert run.stdout(0).endswith("SIGTERM: stopped before the first step, so there is nothing to save.\n")
+    assert not run.directory.exists()

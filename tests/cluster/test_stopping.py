@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shardwright.cluster.stopping import StopRequest
+from shardwright.cluster.stopping import Stopped, StopRequest
 
 pytestmark = pytest.mark.quick
 
@@ -18,13 +18,27 @@ def test_later_sigterms_change_nothing_and_a_second_sigint_acts_as_usual(first):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with StopRequest() as stop:
-        assert stop.signal is None
+        assert stop.poll() is None
         os.kill(os.getpid(), first)
-        assert stop.signal == first.name
+        assert stop.poll() == first.name
         os.kill(os.getpid(), signal.SIGTERM)  # as schedulers send at the end of the grace time
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_before_the_first_step_a_signal_ends_a_run_at_once(number):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with StopRequest(at_once=True):
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Stopped):
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)  # while it cleans up
+    with StopRequest(at_once=True), StopRequest() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.poll() == number.name
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_signal_with_a_handler_of_another_library_keeps_it():
@@ -33,7 +47,7 @@ def test_a_signal_with_a_handler_of_another_library_keeps_it():
     try:
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGUSR2)
-            assert (stop.signal, got) == (None, [signal.SIGUSR2])
+            assert (stop.poll(), got) == (None, [signal.SIGUSR2])
     finally:
         signal.signal(signal.SIGUSR2, before)
 
@@ -49,10 +63,10 @@ if child:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 with StopRequest() as stop:
     print("begun", flush=True)
-    while stop.signal is None:
+    while stop.poll() is None:
         time.sleep(0.01)
     print("stopped", flush=True)
-    open(sys.argv[1], "w").write(stop.signal)
+    open(sys.argv[1], "w").write(stop.poll())
 """
 
 
@@ -69,7 +83,7 @@ def test_nohup_goes_on_after_a_hangup():
     try:
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.signal is None
+            assert stop.poll() is None
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

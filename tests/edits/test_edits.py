@@ -1,17 +1,15 @@
-"""The edits of edits.toml, each made in a copy of the source: types, proof, tools.verify or a test catches it."""
+"""The edits of edits.toml, each made in a copy of the source: types, a check of a run, or a test catches it."""
 
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.edits import CONFIGS, EDITS, GATES, Edit, refusal
+from tests.support.edits import EDITS, GATES, Edit, refusal
 from tests.support.gauntlet_page import page
 from tests.support.recipes import ROOT
-from tests.support.verifying import verify
 
 SHORT = (
     "a weight is stored in the other axis order",
@@ -25,29 +23,27 @@ SHORT = (
     "scores divided by this device's heads",
     "the embedding is scaled in what stages run alone",
 )
-"""Edits that types and proof reject in about a second, for different reasons."""
-LONG = ("NVIDIA-NeMo/Automodel#3530", "NVIDIA/Megatron-LM#1464 (= TransformerEngine#1557)")
-"""Edits for which all of tools.verify runs in the long tests: a wrong gradient, and one under zigzag order."""
+"""Edits that types and the check reject in seconds, for different reasons."""
 
 
 def caught_by(*gates: str) -> list[Edit]:
     return [edit for edit in EDITS.values() if edit.changes and any(getattr(edit, gate) for gate in gates)]
 
 
-# ---- types and proof ----------------------------------------------------------------------------------------------
+# ---- types and the check of a run ---------------------------------------------------------------------------------
 
 
 def rejected() -> list:
-    """The edits that types or proof reject, with their configurations.
+    """The edits that types or the check reject, with their configurations.
 
     All are slow but the first configuration of SHORT, and of the first edit with each problem.
     """
     found = []
     problems: set[str] = set()
-    for edit in caught_by("type", "proof"):
+    for edit in caught_by("type", "exact"):
         marks = [] if edit.id in SHORT else [pytest.mark.long(every_case=True)]
         marks += [pytest.mark.quick] * (edit.id in SHORT and bool(edit.type))
-        problem = re.sub(r"`.*?`|\d+|'.*?'", "", edit.type or edit.proof)
+        problem = re.sub(r"`.*?`|\d+|'.*?'", "", edit.type or edit.exact)
         is_new = edit.id in SHORT or problem not in problems
         problems.add(problem)
         for i, config in enumerate(edit.config):
@@ -57,56 +53,20 @@ def rejected() -> list:
 
 
 @pytest.mark.parametrize(("edit", "config"), rejected())
-def test_types_reject_it_or_the_proof_at_its_line(edit, config):
-    gate = "type" if edit.type else "proof"
+def test_types_reject_it_or_the_check_at_its_line(edit, config):
+    gate = "type" if edit.type else "exact"
     problem = ".*?".join(map(re.escape, getattr(edit, gate).split("…")))
-
-    def is_shown(text: str) -> bool:
-        return bool(re.search(problem, text, re.DOTALL)) and (gate == "type" or edit.is_named_in(text))
-
-    found, text = refusal(edit, config, is_shown)
+    found, text = refusal(edit, config)
     assert found == gate, text
-    assert is_shown(text), text
+    assert re.search(problem, text, re.DOTALL), text
+    assert gate == "type" or edit.is_named_in(text), text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", caught_by("verify", "test"), ids=str)
-def test_types_and_proof_accept_what_only_a_later_check_catches(edit):
+@pytest.mark.parametrize("edit", caught_by("test"), ids=str)
+def test_the_check_accepts_what_is_the_same_on_all_meshes(edit):
     for config in edit.config:
-        assert refusal(edit, config) == ("", ""), "say so in edits.toml"
-
-
-# ---- tools.verify -------------------------------------------------------------------------------------------------
-
-
-def write(files: dict[str, str], directory: Path) -> None:
-    """Writes the edited files, with the other files of the packages that they are in, and configs/ beside them."""
-    (directory / "configs").symlink_to(ROOT / "configs")
-    for file, text in files.items():
-        package = Path(file).parts[0]
-        if package != file and not (directory / package).exists():
-            shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
-        (directory / file).write_text(text)
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        pytest.param(x, id=x.id, marks=[pytest.mark.long, pytest.mark.slow][x.id not in LONG])
-        for x in caught_by("verify")
-    ],
-)
-def test_verify_names_the_tensor(edit, tmp_path):
-    write(edit.files, tmp_path)
-    config = CONFIGS[edit.config[0]]
-    mesh = "".join(axis.replace("=", "") for axis in config["mesh"].split() if not axis.endswith("=1"))
-    settings = [*config.get("overrides", ()), "training.compute_dtype=f32", f"verify.meshes=[{mesh}]"]
-    done = verify(tmp_path, *settings, name=config["name"])
-    assert done.returncode == 1, done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if "the first tensor that differs is" in line)
-    assert edit.verify in line
-    if config["mesh"] == "r=2 d=2 t=2":  # nothing within the schedule of stages is compared
-        assert f"{edit.changes[0].file}:" in done.stdout
+        assert refusal(edit, config)[0] == "", "say so in edits.toml"
 
 
 # ---- tests --------------------------------------------------------------------------------------------------------

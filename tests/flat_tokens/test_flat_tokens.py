@@ -1,7 +1,10 @@
 """The dataset format, against zarr-python and numpy."""
 
 import json
+import runpy
 import shutil
+import struct
+import sys
 from pathlib import Path
 
 import numcodecs
@@ -11,6 +14,7 @@ import zarr
 
 from shardwright.data import flat_tokens
 from shardwright.data.flat_tokens import Reader, Writer
+from shardwright.data.text.files import find_files
 from tests.support.numpy_checks import check_modules
 from tests.support.tokenization import tree
 
@@ -309,6 +313,39 @@ def test_examples_of_the_documentation(tmp_path, monkeypatch):
     exec(program_for_seqax(), {})
     assert Reader("data/mine_for_seqax.zarr", "train").fingerprint == Reader("data/mine.zarr", "train").fingerprint
     assert zarr.open_group("data/mine.zarr", mode="r")["train/input_language"][:].tolist() == [0, 0, 0, 3, 3]
+
+
+def write_tokens(path, ids, kind):
+    """Writes token ids as another trainer does."""
+    header = np.zeros(256, "<i4")
+    header[:3] = {"llm.c": 20240520, "llm.c, Llama 3": 20240801}.get(kind, 0), 1, ids.size
+    dtype = {"llm.c, Llama 3": "<u4", "Megatron-LM": "<i4"}.get(kind, "<u2")
+    if kind == "NumPy":
+        np.save(path.with_suffix(".npy"), ids.astype(dtype))
+        return path.with_suffix(".npy")
+    path.write_bytes((header.tobytes() if "llm.c" in kind else b"") + ids.astype(dtype).tobytes())
+    if kind == "Megatron-LM":
+        path.with_suffix(".idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 1, 1))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["nanoGPT", "llm.c", "llm.c, Llama 3", "Megatron-LM", "NumPy"])
+def test_token_files_of_other_trainers(tmp_path, monkeypatch, kind):
+    """The documents between separators, over the ends of files; unconverted, a file is refused with the way."""
+    ids = np.random.default_rng(0).integers(0, 9, 200)
+    (folder := tmp_path / "tokens").mkdir()
+    paths = [write_tokens(folder / f"{i}.bin", part, kind) for i, part in enumerate(np.split(ids, [70]))]
+    monkeypatch.setattr(sys, "argv", ["token_files.py", str(tmp_path / "d"), "train", "3", *map(str, paths)])
+    runpy.run_path(str(Path(__file__).parents[2] / "docs/recipes/token_files.py"))
+    reader = Reader(str(tmp_path / "d"), "train")
+    found, is_start = flat_tokens.decode(read_whole(reader))
+    assert found.tolist() == ids.tolist()
+    assert is_start.tolist() == [True, *(ids[:-1] == 3)]
+    for path in (str(paths[0]), str(folder)):
+        with pytest.raises(ValueError, match=r"No flat-tokens split at .* holds token ids, .*token_files\.py"):
+            Reader(path, "train")
+        with pytest.raises(ValueError, match=r"No text file matches .* holds token ids, .*token_files\.py"):
+            find_files([path], "train")
 
 
 def program_for_seqax():

@@ -119,7 +119,7 @@ def test_each_epoch_holds_each_window_once(dataset, seed, batch_size):
     np.testing.assert_array_equal(np.sort(orders), np.broadcast_to(np.arange(n), (3, n)))
     assert not (orders[0] == orders[1]).all()
     assert not (orders[0] == np.arange(n)).all()
-    assert [*loader.epoch_steps().values()] == [Fraction(n, batch_size)]
+    assert [*loader.passes(1).values()] == [Fraction(batch_size, n)]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -193,9 +193,7 @@ def test_clear_errors(dataset, changes, message):
 )
 def test_padding_has_no_targets(batch, microbatches, padded, mesh):
     with jax.set_mesh(tiny.mesh(mesh)):
-        loader = make_loader(
-            DataConfig(filespec=SYNTHETIC), "validation", batch, 16, 1024, microbatches=microbatches, pad=True
-        )
+        loader = make_loader(DataConfig(filespec=SYNTHETIC), "validation", batch, 16, 1024, microbatches=microbatches)
         found = jax.tree.map(lambda x: np.asarray(x).reshape(padded, 16), loader.load(1))
     expected = loader.sequences(1, np.arange(batch))
     assert found.loss_mask[:batch].all()
@@ -382,7 +380,7 @@ def test_bytes_are_those_of_the_targets(tmp_path, packing):
     config = DataConfig(filespec=str(tmp_path / "d"), shuffle=False, sequence_packing=packing)
     loader = FlatTokensLoader(config, "train", 4, 4)
     batches = [loader.sequences(step, np.arange(4)) for step in range(2)]
-    assert [loader.utf8_bytes(step) for step in range(2)] == [(b.targets[b.loss_mask] >= 3).sum() for b in batches]
+    assert [loader.text(step).utf8_bytes for step in range(2)] == [(b.targets[b.loss_mask] >= 3).sum() for b in batches]
     loader.byte_lengths = ByteLengths(np.ones(259, np.int64), 0)  # of a tokenizer whose id 0 is text
-    assert [loader.utf8_bytes(step) for step in range(2)] == [b.loss_mask.sum() for b in batches]
-    assert FlatTokensLoader(DataConfig(filespec=SYNTHETIC), "train", 4, 64).utf8_bytes(0) is None
+    assert [loader.text(step).utf8_bytes for step in range(2)] == [b.loss_mask.sum() for b in batches]
+    assert FlatTokensLoader(DataConfig(filespec=SYNTHETIC), "train", 4, 64).text(0).utf8_bytes is None

@@ -71,9 +71,7 @@ def make(
     **settings,
 ):
     config = DataConfig(
-        stream=StreamConfig(
-            train_files=files, validation_files=files, **{"shuffle_block": 8} | (stream_settings or {})
-        ),
+        stream=StreamConfig(**{f"{split}_files": files, "shuffle_block": 8} | (stream_settings or {})),
         **settings,
     )
     return make_loader(config, split, batch_size, SEQ_LEN, vocab_size, state=state, microbatches=microbatches)
@@ -114,6 +112,14 @@ def test_other_files_than_those_of_the_state_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("another\n")  # which is read first
     with pytest.raises(ValueError, match=r"differ from the checkpoint's, by name or size"):
         make([str(tmp_path / "*.txt")], state=state)
+
+
+def test_training_and_validation_on_the_same_data_are_refused(tmp_path, files):
+    (tmp_path / "link.jsonl").symlink_to(files[0])
+    for settings in ({"train_files": [str(tmp_path)]}, {"dataset": str(tmp_path), "validation": "train"}):
+        of_validation = files[:1] if "train_files" in settings else []
+        with pytest.raises(ValueError, match=r"data\.stream trains and validates on (.*link\.jsonl|train)\. Choose"):
+            make(of_validation, split="validation", stream_settings=settings)
 
 
 def test_packed_in_order(files, texts):
@@ -221,7 +227,8 @@ def test_validation_reads_its_own_files(files, tmp_path):
     config = StreamConfig(train_files=files, validation_files=[str(tmp_path / "v.jsonl")])
     loader = make_loader(DataConfig(stream=config), "validation", 2, 9)
     for _ in range(2):
-        assert documents_of(batches(loader, [0])) == ["only this", "only this"]
+        assert documents_of([loader.sequences(0, np.arange(1))]) == ["only this"]
+        assert [loader.rows(step) for step in (0, 1)] == [1, 0]
 
 
 def test_unknown_length(files):

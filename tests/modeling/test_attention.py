@@ -13,7 +13,7 @@ import pytest
 import train
 from shardlib.shardtypes import dtype_name
 from shardwright.inspect.soundness import find_unsound
-from shardwright.modeling import attention_calls, attention_paths, context
+from shardwright.modeling import attention_calls, attention_paths
 from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling.blockwise import blockwise
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
@@ -167,7 +167,7 @@ def test_cudnn_is_asked_for_the_same(asked, name):
 @pytest.mark.parametrize("path", ["cudnn", "splash"])
 def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
     """The check of a step accepts what surrounds the kernel, which is not run. cuDNN's is replaced."""
-    for module in (context, attention_calls, attention_paths):
+    for module in (attention_calls, attention_paths):
         monkeypatch.setattr(module, "choose", lambda setting, *_: setting)  # this device has no kernels
     c = tiny.config(tiny.model(layers=1, n_kv=2), attention=path)  # one head of keys on each device
     c.training.batch_size, c.training.seq_len = 8, 128

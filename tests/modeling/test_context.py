@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import train
 from shardlib import shardops
-from shardlib.proof.check import check
+from shardlib.exact import check
 from shardlib.shardtypes import ShardError, dtype_name, f32, i32, typed_shard_map
 from shardwright.modeling import attention_paths
 from shardwright.modeling.attention_calls import Call, path_of
@@ -233,7 +233,7 @@ ON_C = AbstractMesh((2,), ("c",), axis_types=(AxisType.Explicit,))
 def positions_of_the_other_order(x: f32["L/c"]) -> f32["L/c"]:
     """A mask by positions of the one order on what is in the other."""
     z = shardops.zigzag("L/c -> Z/c", x)
-    return shardops.zigzag("Z/c -> L/c", jnp.where(shardops.positions("L/c") > 3, z, 0))
+    return shardops.zigzag("Z/c -> L/c", jnp.where(shardops.positions("L/c") > 5, z, 0))
 
 
 def undone_without_being_done(x: f32["L/c"]) -> f32["L/c"]:
@@ -244,16 +244,9 @@ def shifted_in_the_order(x: f32["L/c"]) -> f32["L/c"]:
     return shardops.zigzag("Z/c -> L/c", jnp.roll(shardops.zigzag("L/c -> Z/c", x), 1))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (positions_of_the_other_order, "hold different entries"),
-        (undone_without_being_done, r"takes f32\[Z/c\] is given f32\[L/c\]"),
-        (shifted_in_the_order, "which is sharded over c"),
-    ],
-)
-def test_two_orders_never_meet(wrong, message):
-    with pytest.raises(ShardError, match=message):
+@pytest.mark.parametrize("wrong", [positions_of_the_other_order, undone_without_being_done, shifted_in_the_order])
+def test_two_orders_never_meet(wrong):
+    with pytest.raises(ShardError, match=r"test_context.py:\d+: .*\n.*\nwrong: it does not compute"):
         check(typed_shard_map(wrong), jax.ShapeDtypeStruct((16,), np.float32), mesh=ON_C)
 
 

@@ -103,14 +103,28 @@ def test_the_backward_pass_does_not_repeat_the_kernel_and_no_array_has_all_pairs
     assert kernel == "splash" or f"{LENGTH},{LENGTH}" not in text
 
 
+def doubled(*given):
+    return 2 * attend(*given)
+
+
+attend = train.softmax_attention
+
+
 @pytest.mark.long
-def test_the_comparison_has_the_options_of_the_run(monkeypatch):
+def test_a_kernel_is_compared_with_the_options_of_the_run(monkeypatch):
     """Those of the compiler: with others it could take other kernels than the step."""
     given, jit = [], jax.jit
-    monkeypatch.setattr(jax, "jit", lambda f, **options: given.append(options) or jit(f, **options))
-    c = tiny.config(attention="blockwise")
+    monkeypatch.setattr(jax, "jit", lambda *f, **options: given.append(options) or jit(*f, **options))
+    for module in (attention_calls, attention_paths):
+        monkeypatch.setattr(module, "choose", lambda setting, *_: setting)
+    c = tiny.config(attention="triton")
+    c.training.seq_len = 128
     with jax.set_mesh(tiny.mesh("one device")):
         attention_calls.check_paths(tiny.step(c), {"xla_cpu_enable_fast_math": False})
         assert {"compiler_options": {"xla_cpu_enable_fast_math": False}} in given
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_not_there"):
             attention_calls.check_paths(tiny.step(c), {"xla_not_there": 1})
+        monkeypatch.setattr(attention_calls, "_differ", lambda *_: "")
+        monkeypatch.setattr(train, "softmax_attention", doubled)
+        with pytest.raises(ValueError, match=r"attention by triton is not what .* or a gradient differs by 0.5 of"):
+            attention_calls.check_paths(tiny.step_of(tiny.forward(c), 128))

@@ -16,7 +16,7 @@ from shardwright.modeling.model import Targets
 from shardwright.modeling.weights import act, at_rest, gain
 from shardwright.run.checks import check_config
 from shardwright.run.config import check_divides
-from shardwright.tools.verify.__main__ import small
+from shardwright.tools.verify import small
 from tests.support import tiny
 
 

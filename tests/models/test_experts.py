@@ -23,7 +23,6 @@ from shardwright.modeling.attention import Attention
 from shardwright.modeling.model import Tokens, load_model
 from shardwright.models import family, moe
 from shardwright.run.step import trace_step
-from shardwright.tools.verify.meshes import abstract_mesh_of
 from tests.support import tiny
 from tests.support.recipes import ROOT, train_with
 
@@ -330,22 +329,22 @@ def test_steps_are_proved(sizes, factor, pools, settings):
     c = tiny.config(dataclasses.replace(c, experts=16), microbatches=2, side_by_side=together, batch_size=16)
     c.optimizer = tiny.optimizer(algorithm=settings.get("algorithm", "adamw"))
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
-    with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):
+    with tiny.abstract_mesh(dict.fromkeys("prdect", 1) | mesh):
         found = find_unsound(trace_step(c, load_model(c.model)))
     assert [str(finding) for finding in found] == []
 
 
 @pytest.mark.long
 def test_losses_of_layers_that_one_device_alone_scales_are_refused():
-    """Stages add them up in the pipeline, and one device in `loss_and_gradients`."""
+    """Stages add them up in the pipeline, and one device in `loss_and_gradients`: a line of the losses is named."""
     file, old = "train.py", "loss + jnp.sum(aux.loss) / groups"
     source = (ROOT / file).read_text()
     assert source.count(old) == 1
     c = tiny.config(small(layers=2, balance_loss=0.1, d_head=16), microbatches=2)
     changed = train_with({file: source.replace(old, old.replace("jnp.sum", "50 * jnp.sum"))})
-    with changed as module, abstract_mesh_of({"r": 1, "d": 2, "t": 1, "p": 2}):
+    with changed as module, tiny.abstract_mesh({"r": 1, "d": 2, "t": 1, "p": 2}):
         found = find_unsound(trace_step(c, load_model(c.model), spec=module.SPEC))
-    assert f">:{source[: source.index(old)].count(chr(10)) + 1}: mul: one device runs this" in str(found[0])
+    assert "one device runs another program, in which this line does something else" in str(found[0])
 
 
 @pytest.mark.parametrize("pools", [None, pytest.param(1, marks=pytest.mark.long)])
@@ -379,7 +378,7 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
     c = tiny.config(small(layers=1, capacity_factor=0.25))
     with jax.set_mesh(tiny.mesh("one device")):
         last = tiny.forward_of(edited.Model(c.model), c.training, True)
-        with pytest.raises(ValueError, match=r"last_choices.py:\d+: sort: the logits of"):
+        with pytest.raises(ValueError, match=r"last_choices.py:\d+: .*depend on a later token"):
             check_causal(tiny.step_of(last, 64, 2))
 
 
@@ -492,14 +491,14 @@ WRONG_WAYS = {
     ],
 )
 def test_the_two_ways_of_validation_are_compared(mesh, way, monkeypatch):
-    """By numbers at the start of a run, since the proof sees the one that is faster on this mesh."""
+    """At the start of a run, since the check of a step sees the one that is faster on this mesh."""
     c = tiny.config(small(expert_bias=True, shared_experts=1, experts_per_token=2))
     with jax.set_mesh(tiny.mesh(mesh)):
         step = trace_step(c, load_model(c.model), jax.sharding.get_mesh())
         check_kernels([step], {})
         of, name, change = WRONG_WAYS[way]
         monkeypatch.setattr(of, name, change(getattr(of, name)))
-        with pytest.raises(ValueError, match=r"moe.in_slots.* and .*moe.everywhere.* differs by 0.[1-9]"):
+        with pytest.raises(ValueError, match=r"moe.in_slots.* and .*moe.everywhere.* differs in [1-9]"):
             check_kernels([step], {})
 
 
@@ -516,5 +515,5 @@ def test_the_layer_that_chooses_a_way_of_validation_is_compared():
     c = tiny.config(small(experts_per_token=2))
     with jax.set_mesh(tiny.mesh("one device")):
         moe.Model(c.model).check_paths()
-        with pytest.raises(ValueError, match="differs by"):
+        with pytest.raises(ValueError, match="differs in 100%"):
             Edited(c.model).check_paths()

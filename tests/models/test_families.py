@@ -1,6 +1,7 @@
 """Models of each family against transformers' own: logits, greedy texts, there and back. Gradients: test_oracles."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -18,7 +19,6 @@ from shardwright.run.step import trace_step
 from shardwright.sampling import cache
 from shardwright.tools import generate
 from shardwright.tools.huggingface import families
-from shardwright.tools.verify.meshes import abstract_mesh_of
 from tests.support import huggingface_models as models
 from tests.support import tiny, transformers_models
 from tests.support.huggingface_models import export, to_run
@@ -126,6 +126,12 @@ def test_heads_for_further_tokens_are_left_out_by_name(tmp_path):
     file = tmp_path / "model" / "model.safetensors"
     further = {name.replace("layers.3", "layers.4"): x for name, x in load_file(file).items() if "layers.3" in name}
     save_file(load_file(file) | further, file)
+    config = tmp_path / "model" / "config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps(content | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ValueError, match=r"the files have 5 layers; config\.json asks for 4"):
+        to_run(tmp_path / "model", tmp_path / "run")
+    config.write_text(json.dumps(content | {"num_nextn_predict_layers": 1}))
     text = to_run(tmp_path / "model", tmp_path / "run")
     assert f"left out   {len(further)} tensors, such as model.layers.4.input_layernorm.weight, predict further" in text
     expected = transformers_models.imported(model)[1]
@@ -169,7 +175,7 @@ def test_steps_are_proved(name, more, sizes):
     """With no code that is taken to be right. A pattern that does not divide the layers has no stages."""
     c = tiny.config(ours(name, **more), microbatches=2, batch_size=16)
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
-    with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):
+    with tiny.abstract_mesh(dict.fromkeys("prdect", 1) | mesh):
 
         def prove():
             return find_unsound(trace_step(c, load_model(c.model)))
@@ -191,7 +197,7 @@ def test_logits_with_a_cache_are_those_without(name):
 
 @pytest.mark.long
 def test_chunks_of_a_delta_net_keep_documents_apart(monkeypatch):
-    """By the proof of causality, which sees the leak of a chunk that reads the matrix of another document."""
+    """By the check of causality, which sees the leak of a chunk that reads the matrix of another document."""
     c, in_chunks = tiny.config(ours("Qwen3Next", layers=1)), delta.in_chunks
     with jax.set_mesh(tiny.mesh("d=2 t=2")):
         assert check_causal(tiny.step(c)) == ""

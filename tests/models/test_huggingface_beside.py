@@ -11,11 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file
 
 from shardwright.data.loader import DataConfig
-from shardwright.data.text.definitions import train_bpe
-from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
+from shardwright.data.text.definitions import open_directory, train_bpe
+from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer, tokenizer_of_run
 from shardwright.run import opening
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.opening import CARRIED, open_run
@@ -32,6 +33,7 @@ __all__ = ["exact"]
 
 ROOT = Path(__file__).parents[2]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+MORE = ["<think>", "</think>", "<|tool|>"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -59,7 +61,6 @@ def definition(special: list[str]) -> str:
 def chat(tmp_path_factory):
     """A chat model as transformers saves it, in bf16, with a template, two EOS ids and settings to generate by."""
     torch = pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
-    import tokenizers
     import transformers
 
     path = tmp_path_factory.mktemp("chat")
@@ -120,8 +121,40 @@ def of_old_files(model: Path) -> None:
     (model / "special_tokens_map.json").write_text(json.dumps(named))
 
 
+def added_in_the_config(model: Path) -> None:
+    """As transformers 4 wrote them. The ids are those that follow the vocabulary's."""
+    path = model / "tokenizer_config.json"
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    known = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    new = {known.get_vocab_size() + i: (token, token == "<|tool|>") for i, token in enumerate(MORE)}
+    old = {known.token_to_id(token): (token, True) for token in SPECIAL}
+    tokens = {i: {"content": token, "special": special} | flags for i, (token, special) in (old | new).items()}
+    change(path, added_tokens_decoder=tokens, extra_special_tokens=["<|tool|>"])
+
+
+def added_in_a_file(model: Path) -> None:
+    size = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
+    (model / "added_tokens.json").write_text(json.dumps({token: size + i for i, token in enumerate(MORE)}))
+    (model / "special_tokens_map.json").write_text(
+        '{"additional_special_tokens": ["<think>"], "sep_token": "</think>"}'
+    )
+
+
+def special_by_name(model: Path) -> None:
+    change(model / "tokenizer_config.json", extra_special_tokens=dict(zip("abc", MORE, strict=True)), image_token="<i>")
+
+
+def special_in_a_list(model: Path) -> None:
+    first, last = ({"__type": "AddedToken", "content": token, "lstrip": True} for token in (MORE[0], MORE[-1]))
+    change(model / "tokenizer_config.json", additional_special_tokens=[first], unk_token=MORE[1], mask_token=last)
+
+
+FORMS = [in_a_file, in_the_config, several, several_in_the_config, of_old_files]
+FORMS += [added_in_the_config, added_in_a_file, special_by_name, special_in_a_list]
+
+
 @needs_transformers
-@pytest.mark.parametrize("form", [in_a_file, in_the_config, several, several_in_the_config, of_old_files])
+@pytest.mark.parametrize("form", FORMS)
 def test_an_export_of_an_import_is_what_transformers_read_before(chat, tmp_path, form):
     import transformers
 
@@ -139,6 +172,13 @@ def test_an_export_of_an_import_is_what_transformers_read_before(chat, tmp_path,
         assert a.apply_chat_template(CHAT, **options) == b.apply_chat_template(CHAT, **options)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "padding_side", "model_max_length"):
         assert getattr(a, name) == getattr(b, name) is not None
+    assert a.special_tokens_map == b.special_tokens_map
+    assert a.extra_special_tokens == b.extra_special_tokens
+    assert repr(a.added_tokens_decoder) == repr(b.added_tokens_decoder)
+    ours = open_tokenizer("huggingface", f"{model}/tokenizer.json", end_token=[*a.get_added_vocab()][-1])
+    text = f"It is{''.join(MORE)} a <i> truth"
+    assert ours.ids(text) == a(text, split_special_tokens=True)["input_ids"]
+    assert a(text)["input_ids"] == b(text, add_special_tokens=False)["input_ids"]
     how, again = (transformers.GenerationConfig.from_pretrained(path) for path in (model, tmp_path / "back"))
     assert how.to_dict() == again.to_dict()
     config, exported = (transformers.AutoConfig.from_pretrained(path) for path in (model, tmp_path / "back"))
@@ -190,6 +230,9 @@ def test_an_id_beyond_the_vocabulary_and_a_template_of_another_begin_are_left_ou
         "pad_token_id 7000 of config.json",
         "chat template",
     ]
+    found["tokenizer_config"] = {"extra_special_tokens": {"image_token": "<image>"}}
+    found["chat_templates"] = {"default": "{{ image_token }}"}
+    assert beside.Kept(found, tokenizer, vocab=end).of_tokenizer({}) == {}
     assert beside.Kept(found, None, vocab=end + 1).ids("config") == {"eos_token_id": end}
     assert bos < end
 
@@ -217,12 +260,13 @@ def test_the_end_of_the_runs_documents_is_one_of_the_ends(ends, end, expected):
 # ---- files of strangers -------------------------------------------------------------------------------------------
 
 
+@needs_transformers
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("tokenizer_config.json", {"chat_template": 5}, r"chat_templates.default is 5; it must be a text"),
-        ("tokenizer_config.json", {"chat_template": [{"name": "a"}]}, r"chat_template.template is missing"),
-        ("tokenizer_config.json", {"eos_token": ["x"]}, r"tokenizer_config.eos_token is \['x'\]; it must be a text"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "a"}]}, r"cannot open the tokenizer in .*: 'template'"),
+        ("tokenizer_config.json", {"eos_token": ["x"]}, r"token eos_token has to be either str or AddedToken but got"),
         ("generation_config.json", {"eos_token_id": ["x"]}, r"eos_token_id is \['x'\]; it must be ids of tokens"),
         ("generation_config.json", {"temperature": float("nan")}, r"Out of range float values"),
         ("generation_config.json", {"stop_strings": ["x" * 2**20]}, r"characters, more than the limit of 1,048,576"),
@@ -230,14 +274,17 @@ def test_the_end_of_the_runs_documents_is_one_of_the_ends(ends, end, expected):
     ],
 )
 def test_files_that_are_not_as_transformers_writes_them_are_refused(tmp_path, file, content, message):
+    (tmp_path / "tokenizer.json").write_text(definition(SPECIAL))
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        beside.read(tmp_path, "f32")
+        beside.read(tmp_path, "f32", open_directory(tmp_path))
 
 
 def test_a_checkpoint_of_a_stranger_is_checked_too(tmp_path, one_device):
     c = models.model("grouped")
-    for i, (part, value) in enumerate([("dtype", 5), ("chat_templates", {"default": 5}), ("tokens", [])]):
+    wrong = {"dtype": 5, "chat_templates": {"default": 5}, "tokens": []}
+    wrong["tokenizer_config"] = {"extra_special_tokens": {"a": 5}}
+    for i, (part, value) in enumerate(wrong.items()):
         kept = beside.NOTHING | {part: value}
         metadata = {"config": dataclasses.asdict(models.settings(c)), "loader": {}, CARRIED: kept}
         with Checkpointer(tmp_path / f"{i}/checkpoints") as checkpoints:
@@ -282,19 +329,44 @@ def saved(tmp_path, one_device):
 
 
 @needs_transformers
-@pytest.mark.parametrize("dtype", [None, pytest.param("f16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("f16", marks=pytest.mark.long)])
 def test_weights_are_rounded_as_torch_rounds_them(saved, tmp_path, dtype):
     import torch
 
     w, run = saved
     said = export(run, tmp_path / "out", dtype=dtype)
-    kind = torch.float16 if dtype else torch.bfloat16
-    assert f"written    {tmp_path}/out, in {dtype or 'bf16'}: open it" in said
+    kind = {"bf16": torch.bfloat16, "f16": torch.float16}[dtype]
+    assert f"written    {tmp_path}/out, in {dtype}; dtype=f32 would round no weight" in said
     assert "with those of transformers: they differ by at most" in said
     assert read_json(tmp_path / "out/config.json")["dtype"] == str(kind).removeprefix("torch.")
     found = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
     expected = torch.tensor(np.asarray(w.embed)).to(kind)
     np.testing.assert_array_equal(found.view(np.int16), expected.view(torch.int16).numpy())
+
+
+@pytest.mark.parametrize(
+    ("compute", "imported", "step", "expected"),
+    [
+        ("f32", None, 5, "f32"),
+        ("bf16", None, 5, "bf16"),
+        ("f32", "f16", 5, "f32"),
+        ("bf16", "f16", 5, "f16"),
+        ("f32", "f16", 0, "f16"),
+    ],
+)
+def test_the_dtype_of_an_export(tmp_path, one_device, compute, imported, step, expected):
+    """That in which the run computes, unless its weights are, or began as, those of an imported model."""
+    c = models.model("grouped", layers=1)
+    w = models.weights(c)
+    metadata = {"config": dataclasses.asdict(models.settings(c, compute_dtype=compute)), "loader": {}}
+    metadata |= {CARRIED: beside.NOTHING | {"dtype": imported}} if imported else {}
+    with Checkpointer(tmp_path / "run/checkpoints") as checkpoints:
+        checkpoints.save(step, {"weights": w}, metadata)
+    said = export(tmp_path / "run", tmp_path / "out", dtype=None, check=False)
+    assert f"out, in {expected}" in said
+    found = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
+    assert found.dtype == tool.DTYPES[expected]
+    assert (expected == "f32") == np.array_equal(found, w.embed) == ("dtype=f32" not in said)
 
 
 def cut_off(tensors: dict, dtype: str) -> dict:

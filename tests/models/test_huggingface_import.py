@@ -267,9 +267,12 @@ def test_tensors_must_be_those_of_the_model():
 
     with pytest.raises(ValueError, match=r"1 tensors are only in the files, or only in the model: lm_head.weight"):
         read({k: v for k, v in tensors.items() if k != "lm_head.weight"})
-    bias = {f"model.layers.{i}.self_attn.q_proj.bias": None for i in range(5)}
-    with pytest.raises(ValueError, match=r"5 tensors are only .* model: model.layers.0.self_attn.q_proj.bias, .* …"):
+    bias = {f"model.layers.{i}.self_attn.{x}_proj.bias": None for i in range(c.layers) for x in "qkv"}
+    with pytest.raises(ValueError, match=r"9 tensors are only .* model: model.layers.0.self_attn.k_proj.bias, .* …"):
         read(tensors | bias)
+    for layers in (1, 5):
+        with pytest.raises(ValueError, match=f"the files have 3 layers; config.json asks for {layers}"):
+            read(tensors, dataclasses.replace(c, layers=layers))
     read(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": None})
     read(tensors, dataclasses.replace(c, tied_embeddings=True))  # a tied table may be stated a second time
     with pytest.raises(ValueError, match=r"mlp.up_proj.weight is \(31, 48\) .* config.json asks for \(32, 48\)"):
@@ -288,17 +291,77 @@ def test_a_second_table_of_a_tied_model_must_be_the_first(exported, tmp_path):
         run(directory, tmp_path / "imported", check=False)
 
 
-def test_a_config_of_quantized_weights_that_is_left_over_is_named(exported, tmp_path):
+def test_a_config_of_quantized_weights_that_is_left_over_changes_nothing(exported, tmp_path):
     """With it, transformers asks for bitsandbytes."""
     _, _, directory = exported("grouped")
-    content = json.loads((directory / "config.json").read_text())
-    of_weights = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (directory / "config.json").write_text(json.dumps(content | {"quantization_config": of_weights}))
-    with pytest.raises(
-        ValueError, match=r"config.json has a quantization_config, .* delete it from config.json, or set"
-    ):
-        run(directory, tmp_path / "imported", check=True)
-    run(directory, tmp_path / "imported", check=False)
+    change_config(directory, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    run(directory, tmp_path / "imported")
+
+
+def replace_matrices(directory, replace):
+    """Puts other tensors in the place of the matrices of layers: what `replace` returns for a name and a matrix."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if "_proj" in name]:
+        tensors |= replace(name, tensors.pop(name))
+    save_file(tensors, path)
+
+
+QUANTIZED = {
+    "gptq": lambda name, x: {f"{name[:-6]}qweight": np.zeros((4, 8), np.int32), f"{name[:-6]}scales": np.ones(1)},
+    "bitsandbytes": lambda name, x: {name: x.astype(np.int8), f"{name[:-6]}SCB": np.ones(len(x), np.float32)},
+    "mxfp4": lambda name, x: {f"{name}_blocks": x.astype(np.uint8), f"{name}_scales": x[0].astype(np.uint8)},
+    "compressed-tensors": lambda name, x: {name: x.astype(jnp.float8_e4m3fn), f"{name}_scale": np.ones((len(x), 1))},
+    "fp8": lambda name, x: {name: x.astype(jnp.float8_e4m3fn), f"{name}_scale_inv": np.ones(())},
+    None: lambda name, x: {name: x.astype(np.int8)},
+}
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_quantized_weights_are_named_as_such(exported, tmp_path, method):
+    _, _, directory = exported("grouped")
+    if method:
+        change_config(directory, quantization_config={"quant_method": method})
+    replace_matrices(directory, QUANTIZED[method])
+    message = f"the model is quantized \\(method {method or 'unknown'}; model.layers.0.* is [FIU].*Dequantize it first"
+    with pytest.raises(ValueError, match=message):
+        run(directory, tmp_path / "imported")
+
+
+@pytest.mark.parametrize("block", [None, [16, 20]])
+def test_fp8_with_scales_of_blocks_is_dequantized_as_by_torch(exported, tmp_path, block):
+    torch = pytest.importorskip("torch", reason="the oracle")
+    from safetensors.torch import load_file as load_torch
+
+    rng = np.random.default_rng(0)
+    rows, columns = block or (128, 128)
+
+    def quantize(name, x):
+        scale = rng.uniform(0.001, 0.1, (-(-x.shape[0] // rows), -(-x.shape[1] // columns)))
+        return {name: (x / scale.mean()).astype(jnp.float8_e4m3fn), f"{name}_scale_inv": scale.astype(np.float32)}
+
+    _, _, directory = exported("grouped")
+    if block:
+        change_config(directory, quantization_config={"quant_method": "fp8", "weight_block_size": block})
+    replace_matrices(directory, quantize)
+    assert "21 matrices dequantized from FP8" in run(directory, tmp_path / "imported")
+    weights = models.read(tmp_path / "imported")[1]
+    stored = load_torch(directory / "model.safetensors")
+    w = stored["model.layers.1.mlp.down_proj.weight"]
+    scale = stored["model.layers.1.mlp.down_proj.weight_scale_inv"]
+    of_element = scale.repeat_interleave(rows, 0)[: len(w)].repeat_interleave(columns, 1)[:, : w.shape[1]]
+    np.testing.assert_array_equal(weights.layers.w_down[1].T, (w.to(torch.float32) * of_element).numpy())
+    other = [8, 8]  # with which the scales would be of more blocks
+    change_config(directory, quantization_config={"quant_method": "fp8", "weight_block_size": other})
+    with pytest.raises(ValueError, match=r"its scale is \(\d, \d\), and it has \(16, 4\) blocks of \(8, 8\)"):
+        run(directory, tmp_path / "other")
+
+
+def test_a_model_without_a_tokenizer_is_said_to_have_none(exported, tmp_path):
+    _, _, directory = exported("grouped")
+    said = run(directory, tmp_path / "imported", check=False)
+    assert f"tokenizer  none: {directory} has no tokenizer.json" in said
+    assert "tokenizer=<name or directory>" in said
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -318,7 +381,7 @@ def test_other_dtypes_are_refused_by_name(tmp_path, dtype):
     entry = {"model.norm.weight": {"dtype": dtype, "shape": [3], "data_offsets": [0, size]}}
     header = json.dumps(entry).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
-    with pytest.raises(ValueError, match=rf"model.norm.weight is {dtype}; only F32, F16, BF16 .* Dequantize the model"):
+    with pytest.raises(ValueError, match=rf"model.norm.weight is {dtype}; only F32, F16, BF16 can be read"):
         tool.Tensors(tmp_path)["model.norm.weight"]
 
 

@@ -34,9 +34,18 @@ def test_an_own_optimizer_has_both_moments_and_a_group_may_name_it():
         ({"loss": "no_such_file:loss"}, r"'no_such_file:loss' is not a loss \(No module named 'no_such_file'\)"),
         ({"schedule": "no_such_file:rise"}, r"'no_such_file:rise' is not a schedule"),
         ({"loss": "cross_entropi"}, r"Did you mean cross_entropy\?"),
+        (
+            {"algorithm": "os:system"},
+            r"'os:system' is not an optimizer: too many .* function of \(state, g, step, rate",
+        ),
+        ({"loss": "os:sep"}, r"'os:sep' is not a loss: '/' is not a callable object"),
+        ({"schedule": "os:path"}, r"'os:path' is not a schedule: .* Write a function of \(step, config\)"),
+        ({"algorithm": "tests.support.own_parts:forgets"}, r"forgets returns NoneType None, not a State"),
+        ({"loss": "tests.support.own_parts:forgets_loss"}, r"forgets_loss returns NoneType None for targets u32\["),
+        ({"algorithm": "tests.support.own_parts:by_another_train"}, "is a State of train, not of shardwright.train"),
     ],
 )
-def test_a_name_that_is_none(changes, message):
+def test_a_name_of_none_or_of_another_kind(changes, message):
     c = tiny.config()
     c.optimizer = tiny.optimizer(**changes)
     with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=message):

@@ -1,5 +1,7 @@
 """Values that are no block of a whole value, as operands of each primitive: none becomes a block by that."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -100,6 +102,12 @@ def _program(use: str, bad: str) -> Program:
     return Program(f"{use}: {bad}", body, one_device, INS, f32[""], vma=False)
 
 
-RIGHT = {("argmax", "local size")}
-"""A number above zero does not change where the largest entry is."""
-PROGRAMS = [_program(use, bad) for use in USES for bad in BAD if (use, bad) not in RIGHT]
+POSITIONS = """minimum; product; sort with; matrix root; convolved by; padding by; looked up by; scattered; set;
+    scattered by; cut at; updated by; updated at; branch; loop; random"""
+EQUAL = {(use, "local positions") for use in re.split(r";\s+", POSITIONS)}
+EQUAL |= {("argmax", "local size"), ("argmax", "index of a device"), ("argmax", "mask of a device")}
+EQUAL |= {("pmin", "index of a device"), ("branch", "local size"), ("branch", "argmax of a block")}
+EQUAL |= {("chosen by", "mask"), ("chosen by", "mask of a device")}
+EQUAL |= {("compared", "index of a device"), ("compared", "local size"), ("cut at", "local size")}
+"""These compute the same on all meshes: they use the first rows alone, or nothing but a sign."""
+PROGRAMS = [_program(use, bad) for use in USES for bad in BAD if (use, bad) not in EQUAL]

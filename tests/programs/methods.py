@@ -1,6 +1,6 @@
 """Right per-device programs of methods that papers describe. Each is to compute what it computes on one device.
 
-A program with `escape` holds values on the way that are no blocks of a whole value; `escape` says why it is right.
+Some hold values on the way that are no blocks of a whole value.
 """
 
 import functools
@@ -147,7 +147,8 @@ def long_convolution_by_fourier_transforms(x: f32["B/d L F/t"], taps: f32["L F/t
     return jnp.fft.irfft(spectrum, n=n, axis=1)[:, : x.shape[1]]
 
 
-@right(escape="the rows next to the block come from the neighbours, and zeros beyond the image")
+# The rows next to the block come from the neighbours, and zeros beyond the image.
+@right
 def convolution_of_an_image_with_halos(x: f32["B/d C H/t W"], kernel: f32["R C 3 3"]) -> f32["B/d R H/t W"]:
     n = lax.axis_size("t")
     above = lax.ppermute(x[:, :, -1:], "t", [(i, i + 1) for i in range(n - 1)])

@@ -102,9 +102,7 @@ def mutants_of(program: Program, wanted: set[str] | None = None) -> Iterator[Pro
         body = names[tree.body[0].name]
         ins = inspect.get_annotations(body)
         outs = ins.pop("return")
-        yield dataclasses.replace(
-            program, name=name, body=body, ins=ins, outs=outs, whole=one_device, vma=False, escape=""
-        )
+        yield dataclasses.replace(program, name=name, body=body, ins=ins, outs=outs, whole=one_device, vma=False)
 
 
 def all_mutants(wanted: set[str] | None = None) -> list[Program]:

@@ -1,4 +1,4 @@
-"""Programs of primitives that the proof knows by their row in shardlib.dims alone: which dims may be sharded."""
+"""Programs of primitives that other programs do not use: which dims may be sharded."""
 
 import jax
 import jax.numpy as jnp

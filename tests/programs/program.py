@@ -39,11 +39,10 @@ class Program:
         ins: the type of each argument, in dicts, lists and tuples as the argument.
         outs: the type of the result, in dicts, lists and tuples as the result.
         axes: axes of the mesh, major to minor.
-        problem: what the proof says of a wrong program; "" of a right one.
+        problem: what is wrong; "" of a right program.
         vma: the value of check_vma: False for a program that JAX refuses otherwise.
         hangs: whether devices wait for each other for ever, so that it may be traced but not run. Its `whole` is
             called by no test.
-        escape: why it is right, if some step in it computes no block of a whole value.
     """
 
     name: str
@@ -55,7 +54,6 @@ class Program:
     axes: tuple[str, ...] = ("d", "t")
     vma: bool = True
     hangs: bool = False
-    escape: str = ""
 
     def __repr__(self) -> str:
         return self.name
@@ -79,7 +77,7 @@ def program(body: Callable, *, whole: Callable = one_device, **options) -> Progr
 
 
 def right(body: Callable | None = None, **options):
-    """Registers a body as a right program, which the proof accepts, or with `escape` refuses until that is given."""
+    """Registers a body as a right program, which the check accepts."""
 
     def register(body: Callable) -> Program:
         RIGHT.append(program(body, **options))
@@ -89,7 +87,7 @@ def right(body: Callable | None = None, **options):
 
 
 def wrong(problem: str, **options):
-    """Registers a body as a wrong program, of which the proof says `problem`, at the line that ends in `# here`."""
+    """Registers a body as a wrong program, whose problem is at the line that ends in `# here`."""
 
     def register(body: Callable) -> Program:
         WRONG.append(program(body, problem=problem, **options))

@@ -1,6 +1,6 @@
 """Per-device programs that compute what is meant on every mesh, and so must be accepted.
 
-A program with `escape` holds values on the way that are no blocks of a whole value; `escape` says why it is right.
+Some hold values on the way that are no blocks of a whole value.
 """
 
 import functools
@@ -99,7 +99,7 @@ def contrastive_gradient_through_the_gather(b: f32["B/d M"], a: f32["B/d M"]) ->
 
 @right(
     whole=lambda table, ids: table[ids],
-    escape="the number of a block and the place in it are an id, and a device takes those of its own block alone",
+    # The number of a block and the place in it are an id, and a device takes those of its own block alone.
 )
 def embedding_by_ids_within_blocks(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
     n = table.shape[0]
@@ -162,7 +162,7 @@ def ring_attention(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]
 @right(
     whole=lambda q, k, v: jax.nn.softmax(jnp.where(jnp.tri(16, dtype=bool), q @ k.swapaxes(1, 2), -1e9)) @ v,
     axes=("d", "x"),
-    escape="each step masks by the global positions of the block that it holds",
+    # Each step masks by the global positions of the block that it holds.
 )
 def causal_ring_attention_in_a_scan(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]) -> f32["B/d L/x D"]:
     n, here, local = lax.axis_size("x"), lax.axis_index("x"), jnp.arange(q.shape[1])
@@ -188,7 +188,7 @@ def window(x, width: int):
 
 @right(
     whole=lambda x: jnp.cumsum(x, axis=1),
-    escape="to the sums within a block come the totals of all blocks before it",
+    # To the sums within a block come the totals of all blocks before it.
 )
 def prefix_sum_over_devices(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     totals = lax.all_gather(x.sum(axis=1), "t")
@@ -199,7 +199,7 @@ def prefix_sum_over_devices(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
 @right(
     whole=lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x),
     axes=("stage",),
-    escape="the last stage has each row after it went through all stages in order",
+    # The last stage has each row after it went through all stages in order.
 )
 def pipeline_of_stages(w: f32["stages/stage M M"], x: f32["B M"]) -> f32["B M"]:
     n, here = lax.axis_size("stage"), lax.axis_index("stage")
@@ -212,7 +212,7 @@ def pipeline_of_stages(w: f32["stages/stage M M"], x: f32["B M"]) -> f32["B M"]:
 
 @right(
     whole=lambda x, k: jnp.sum(x, axis=0),
-    escape="the noise of each device is subtracted by the next one, so that the sum is without noise",
+    # The noise of each device is subtracted by the next one, so that the sum is without noise.
 )
 def sum_with_noise_that_cancels(x: f32["B/d M"], k: key[""]) -> f32["M"]:
     noise = jax.random.normal(jax.random.fold_in(k, lax.axis_index("d")), x.shape[1:])

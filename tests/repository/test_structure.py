@@ -37,7 +37,7 @@ FLOORS = [
     ("shardwright.jax_extra",),
     ("shardlib.pytest_plugin",),
     ("shardlib.testing",),
-    ("shardlib.proof",),
+    ("shardlib.exact",),
     ("shardlib",),
 ]
 """Rooms from the top of the house to its ground floor. A module imports those of its own room and of floors below."""
@@ -57,10 +57,11 @@ BY_NAME |= {
     "shardwright.inspect.fresh",
     "shardwright.run.spec",
     "shardwright.__main__",
+    "shardwright.settings.starting",
 }
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
-LATE = {"shardlib.pytest_plugin"}
-"""Modules that import others when they are used: pytest loads this one before a conftest.py that sets JAX's flags."""
+LATE = {"shardlib.pytest_plugin", "shardwright.__main__"}
+"""Modules that import others when used: before a conftest.py sets JAX's flags, or where packages are missing."""
 SHARED = {f"shardwright.tools.report.{name}" for name in ("comparing", "page", "pairs", "plots", "reading", "screen")}
 SHARED |= {f"shardwright.tools.huggingface.{name}" for name in ("beside", "check", "families")}
 SHARED |= {f"bench.{name}" for name in ("common", "throughput.peers.ours", "throughput.peers.job")}
@@ -108,8 +109,7 @@ def imports(name: str) -> list[tuple[str, bool]]:
         assert imported.partition(".")[0] != "tests", f"{name} imports {imported}"
         if imported.partition(".")[0] in TOP:
             target = imported if imported in modules() else imported.rpartition(".")[0]
-            if target != name:  # train.py imports itself, where it is the program
-                result.append((target, in_function))
+            result.append((target, in_function))
     return result
 
 

@@ -88,7 +88,7 @@ def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
     drawing = in_background(draw)
     pid_of(folder)
     began = time.monotonic()
-    wait_for(drawing, "the picture", stopped_by)
+    wait_for([drawing], "the picture", stopped_by)
     assert time.monotonic() - began < 30
     assert drawing.result() == "it was killed"
     concurrent.futures.wait([other], timeout=0.5)

@@ -445,7 +445,7 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         def told(action):
             try:
                 action()
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 print("told:", type(error).__name__, error)
             multihost_utils.sync_global_devices("told")
 
@@ -493,6 +493,16 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         multihost_utils.sync_global_devices("spoiled")
         told(lambda: checkpointer.restore(1234567, structs))
 
+        own = [checkpoint.Checkpointer(f"{sys.argv[3]}/disk{i}") for i in range(2)]
+        for i in range(2):
+            own[i].save(7, {"x": x + i}, {})
+            told(own[i].wait)
+        told(lambda: own[rank].restore(7, {"x": structs["x"]}))
+        if rank == 1:
+            Store.read = lambda self, *place: {}["a key"]
+        told(lambda: own[0].restore(7, {"x": structs["x"]}))
+        Store.read = failing
+
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
         checkpointer.save(1234569, {"x": x}, {})
@@ -503,11 +513,13 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
     for i, output in enumerate(outputs):
         assert "restored 1234567 5" in output, output
         assert "each reads half: True" in output, output
-        begin, there, damage, full = [line for line in output.splitlines() if line.startswith("told: ")]
+        begin, there, damage, other, lost, full = [line for line in output.splitlines() if line.startswith("told: ")]
         assert begin.endswith("0001234568 was not saved. Earlier ones, if any, are unchanged.")
         assert "Input/output error" in begin[:200]
-        assert "ValueError cannot save step 1234567: " in there
+        assert f"ValueError {'process 0: ' * i}cannot save step 1234567: " in there
         assert "is not what was written: " in damage
+        assert f"process 1 has another checkpoint {tmp_path}/disk{i}/0000000007 than process 0" in other
+        assert ("KeyError 'a key'" if i else "LostError process 1: KeyError: 'a key'") in lost
         assert full.startswith("told: OSError File too large: ")
         assert ("(the array 'x')." if i else "(the array 'x') (of process 1).") in full
         assert "latest: 1234567" in output

@@ -12,7 +12,7 @@ import pytest
 import train
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.rates import Clock
-from shardwright.run import clock
+from shardwright.run import clock, metrics
 from shardwright.run.clock import Stopwatch
 from shardwright.run.step import clock_of
 from shardwright.tools.replay.__main__ import Settings, replay
@@ -29,54 +29,58 @@ def seconds(monkeypatch):
     return now
 
 
-def last_step(watch: Stopwatch, seconds: list[float], lengths: list[float]) -> tuple[int, list[float]]:
-    """The step after which the time is over, if each takes its length from `lengths`, and the clock of each step."""
+def steps_of(
+    watch: Stopwatch, seconds: list[float], each: float, work: float = 0.0, interval: int = 100
+) -> list[float]:
+    """The clock of each step of a run of steps of `each` seconds, with `work` after every `interval` and the last."""
     watch.begin()
     shares = []
-    for step, length in enumerate(lengths):
-        now = watch.now()
+    while not watch.is_over:
+        is_known = len(shares) >= interval
+        now = watch.now(2 * each, [work * is_known])
         assert now is not None
         shares.append(float(now.elapsed))
-        watch.see(now)
-        if watch.is_over:
-            return step, shares
-        seconds[0] += length
-    raise AssertionError("the time is not over")
+        is_due = len(shares) % interval == 0
+        watch.see([is_due])
+        seconds[0] += each + work * (is_due or watch.is_over)
+    return shares
 
 
 @pytest.mark.quick
-def test_the_last_step_ends_with_the_minutes(seconds):
-    """Steps of 6 s in a minute. The loop is a step ahead: one dispatched after 48 s ends after 60."""
-    step, shares = last_step(Stopwatch(1.0), seconds, [6] * 20)
-    np.testing.assert_allclose(shares, np.arange(step + 1) / 10, rtol=1e-6)
-    assert step == 8
-
-
-@pytest.mark.quick
-def test_a_long_validation_does_not_end_a_run_early(seconds):
-    """It takes 24 of 60 s, and its time counts, but the next step is not expected to take as long."""
-    step, shares = last_step(Stopwatch(1.0), seconds, [3, 3, 3, 24, *[3] * 20])
-    assert shares[4] == pytest.approx(33 / 60)
-    assert step == 4 + 7
+@pytest.mark.parametrize(
+    ("each", "work", "interval", "steps"),
+    [
+        (7.0, 0.0, 9, 8),  # a ninth would end after 63 s
+        (7.0, 10.0, 2, 4),  # 28 s of steps and 20 of validations; two more and theirs are 72
+        (7.0, 10.0, 3, 5),  # 35 and 20, the second after the last step; a sixth step would end after 62
+        (1.0, 25.0, 2, 4),  # 4 and 50
+        (1.0, 40.0, 60, 60),  # a validation that was never measured is not expected
+    ],
+)
+def test_all_that_is_known_to_come_ends_with_the_minutes(seconds, each, work, interval, steps):
+    shares = steps_of(Stopwatch(1.0), seconds, each, work, interval)
+    assert len(shares) == steps
+    assert (seconds[0] - 1000 <= 60) == (interval < 60)
+    np.testing.assert_allclose(np.diff(shares[:interval]), each / 60, rtol=1e-4)
 
 
 @pytest.mark.quick
 def test_the_time_of_earlier_starts_counts(seconds):
     first = Stopwatch(2.0)
-    last_step(Stopwatch(1.0), seconds, [6] * 20)
+    seconds[0] += 60
     assert first.seconds == 0, "before its first step"
     first.begin()
     seconds[0] += 45
     second = Stopwatch(2.0, first.seconds)
     seconds[0] += 1000  # between the starts
     assert second.seconds == 45
-    step, shares = last_step(second, seconds, [15] * 20)
-    assert (step, shares[0]) == (3, pytest.approx(45 / 120)), "after 45 s of 75, two steps before their end"
+    shares = steps_of(second, seconds, 16)
+    assert (len(shares), shares[0]) == (4, pytest.approx(45 / 120)), "4 steps of 16 s in 75"
     assert second.seconds == 120, "all of it, so that a rerun trains no more"
     assert Stopwatch(2.0, 120.0).is_over
     assert not Stopwatch(3.0, 120.0).is_over
     assert not Stopwatch(None, 120.0).is_over
-    assert Stopwatch(None, 120.0).now() is None
+    assert Stopwatch(None, 120.0).now(1.0, []) is None
 
 
 SCHEDULES = {
@@ -136,8 +140,9 @@ def run(directory: Path, minutes: float, **changes) -> list[dict]:
 
 @pytest.mark.long
 def test_a_run_of_minutes_ends_resumes_and_is_replayed(tmp_path, monkeypatch, capsys):
-    """Each reading of the clock is 2 s later. The time of the first start counts when the second has more minutes."""
+    """Each reading of the clock is a step of 2 s later. The first start's time counts when the second has more."""
     readings = iter(range(0, 10**6, 2))
+    monkeypatch.setattr(metrics.RunLog, "seconds_of", lambda log, steps: 2.0 * steps)
     monkeypatch.setattr(clock, "_now", lambda: next(readings))
     lines = run(tmp_path / "run", 0.4, checkpoint_interval=3, log_interval=1)
     steps = [line for line in lines if "event" not in line]

@@ -1,54 +1,150 @@
 """Loss and bits a byte of a validation split, and when it is evaluated, against counts by hand."""
 
+import json
 import math
 import types
 from fractions import Fraction
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from shardwright.data.flat_tokens import Writer
+from shardwright.data.loader import DataConfig, SourceConfig, StreamConfig, Text, make_loader
+from shardwright.run import evaluation
 from shardwright.run.evaluation import evaluate
 from shardwright.run.schedule import Schedule
-
-pytestmark = pytest.mark.quick
+from tests.support import tiny
 
 SUMS = [(30.0, 10), (8.0, 6), (100.0, 1), (7.0, 7)]  # of each batch: nats, targets
 BYTES = [41, 23, 5, 28]
 
 
-def split(rounds: dict[str, float], sizes: list | None = None):
-    """A loader with so many batches in a pass, that hands out their numbers, and the bytes of each."""
+def split(sizes: list | None = None):
+    """A loader of four batches, that hands out their numbers, and the bytes of each."""
 
-    def utf8_bytes(step):
-        return None if sizes is None else sizes[step]
+    def text(step):
+        return Text(None if sizes is None else sizes[step], 0)
 
-    return types.SimpleNamespace(epoch_steps=lambda: rounds, utf8_bytes=utf8_bytes, load=lambda step: step)
+    return types.SimpleNamespace(rows=lambda step: step < 4, text=text, load=lambda step: step)
 
 
 def evaluated(validation, batches: int) -> dict[str, float]:
     return evaluate(lambda weights, step: SUMS[step], None, validation, batches)
 
 
+@pytest.mark.quick
 def test_the_mean_is_over_targets_and_bits_over_bytes():
-    result = evaluated(split({"a": 9.0}, BYTES), batches=2)
+    result = evaluated(split(BYTES), batches=2)
     assert result["loss"] == pytest.approx(38 / 16)
     assert result["targets"] == 16
     assert result["utf8_bytes"] == 64
     assert result["bits_per_byte"] == pytest.approx(38 / math.log(2) / 64)
 
 
-def test_no_bits_where_nobody_knows_the_bytes():
-    assert "bits_per_byte" not in evaluated(split({}), batches=4)
+@pytest.mark.quick
+def test_no_bits_where_a_process_does_not_know_the_bytes(monkeypatch):
+    assert "bits_per_byte" not in evaluated(split(), batches=4)
+    monkeypatch.setattr(evaluation, "in_any_process", lambda _: True)  # another one does not
+    assert "bits_per_byte" not in evaluated(split(BYTES), batches=4)
 
 
-@pytest.mark.parametrize(
-    ("rounds", "batches", "targets"),
-    [([2.9], 4, 16), ([0.4], 4, 10), ([9.0], 3, 17), ([9.0], 1, 10), ([1.5, 3.2], 4, 17), ([3.2, 0.4], 4, 17)],
-)
-def test_no_row_counts_twice_but_one_batch_always_does(rounds, batches, targets):
-    """Of several sources, the longest counts."""
-    assert evaluated(split(dict(zip("ab", rounds, strict=False))), batches)["targets"] == targets
+SEQ_LEN = 16
+TEXTS = {"web": ["w" * n for n in (3, 40, 1, 16, 15, 17, 9)], "books": ["b" * n for n in (30, 2, 31, 5, 11)] * 4}
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Each kind of data with TEXTS of `web`, in both kinds of sequences, and a mixture with those of `books`."""
+    root = tmp_path_factory.mktemp("data")
+    for name, texts in TEXTS.items():
+        for of in ("train", "validation"):
+            with Writer(str(root / name), of) as writer:
+                writer.append(np.concatenate([ids_of(text) for text in texts]), np.array([*map(len, texts)]))
+    files = {name: str(root / f"{name}.jsonl") for name in TEXTS}
+    for name, texts in TEXTS.items():
+        Path(files[name]).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    stream = StreamConfig(train_files=[files["books"]], validation_files=[files["web"]], shuffle_block=3)
+    mixture = {name: SourceConfig(str(root / name), weight) for name, weight in {"web": 9, "books": 1}.items()}
+    kinds = {"dataset": {"filespec": str(root / "web")}, "stream": {"stream": stream}, "mixture": {"mixture": mixture}}
+    return {
+        (kind, packing): DataConfig(**settings, sequence_packing=packing)
+        for kind, settings in kinds.items()
+        for packing in (True, False)
+    }
+
+
+def ids_of(text):
+    return np.frombuffer(text.encode(), np.uint8).astype(np.uint32) + 3
+
+
+def sequences_of(texts, packing):
+    """The ids of each sequence, cut by hand."""
+    ids = [ids_of(text) for text in texts]
+    whole = np.concatenate(ids)
+    return np.split(whole, range(SEQ_LEN, whole.size, SEQ_LEN)) if packing else [x[:SEQ_LEN] for x in ids]
+
+
+def mean_squares(batch):
+    """What stands for the loss of a batch: the squares of its targets, and their number."""
+    return np.sum(np.float64(batch.targets) ** 2 * batch.loss_mask), np.sum(batch.loss_mask)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("kind", ["dataset", "stream", "mixture"])
+def test_each_target_counts_once_at_any_batch_size(data, kind, packing):
+    names = ("web", "books") if kind == "mixture" else ("web",)
+    sequences = [ids for name in names for ids in sequences_of(TEXTS[name], packing)]
+    ids = np.concatenate(sequences)
+    checksums = set()
+    for batch, microbatches, mesh in ((1, 1, "one device"), (3, 1, "d=8"), (8, 2, "d=2 t=2"), (64, 4, "r=2 d=2 t=2")):
+        with jax.set_mesh(tiny.mesh(mesh)):
+            loader = make_loader(data[kind, packing], "validation", batch, SEQ_LEN, microbatches=microbatches)
+        for _ in range(2):  # a stream is read again
+            found = evaluate(lambda _, batch: mean_squares(batch), None, loader, 10**6)
+            assert found["targets"] == ids.size
+            assert found["loss"] == pytest.approx(np.mean(np.float64(ids) ** 2), rel=1e-12)
+            checksums.add(found["checksum"])
+        if kind != "mixture":
+            found = evaluate(lambda _, batch: mean_squares(batch), None, loader, 2)
+            first = np.concatenate(sequences[: 2 * batch])
+            assert (found["targets"], found["loss"]) == (first.size, pytest.approx(np.mean(np.float64(first) ** 2)))
+            assert (found["checksum"] in checksums) == (2 * batch >= len(sequences))
+    assert len(checksums) == 1
+
+
+@pytest.mark.quick
+def test_sources_of_a_mixture_keep_their_shares_until_they_end(data):
+    """Sequences of `web` come as in training until there are no more; none of `books` is left out."""
+    once, training = (make_loader(data["mixture", False], of, 1, SEQ_LEN) for of in ("validation", "train"))
+    count = sum(map(len, TEXTS.values()))
+    found = [once.locate(step, np.arange(1))[0] for step in range(count)]
+    repeated = [training.locate(step, np.arange(1))[0] for step in range(1000)]
+    kept = [(name, number) for name, _, (number,) in repeated if number < len(TEXTS[name])]
+    assert [(name, number) for name, _, (number,) in found] == kept[:count]
+    assert len(kept) == count
+    assert [once.rows(step) for step in (0, count - 1, count, count + 9)] == [1, 1, 0, 0]
+
+
+@pytest.mark.long
+def test_the_loss_of_a_step_is_the_mean_over_all_tokens(data):
+    """By the model, on meshes and at batch sizes that the split does not fill, against one batch of all sequences."""
+    c = tiny.config(tiny.model(vocab=320, layers=1))
+    found = {}
+    for batch, mesh in ((7, "one device"), (4, "one device"), (8, "d=4 t=2"), (16, "r=2 d=2 t=2")):
+        c.training.batch_size = batch
+        with jax.set_mesh(tiny.mesh(mesh)):
+            loader = make_loader(data["dataset", False], "validation", batch, SEQ_LEN)
+            found[batch, mesh] = evaluate(tiny.evaluation_step(c), tiny.weights(c.model), loader, 8)
+    first, *others = found.values()
+    assert first["targets"] == sum(min(len(text), SEQ_LEN) for text in TEXTS["web"])
+    for other in others:
+        assert other == {**first, "loss": pytest.approx(first["loss"], rel=1e-6)}
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(("epochs", "expected"), [(1.0, [3, 5, 8]), (0.5, [2, 3, 4, 5, 7, 8, 9])])
 def test_a_validation_is_due_where_an_epoch_ends(epochs, expected):
     """20 sequences in an epoch, 8 in a step: step 5 ends the second epoch with its last sequence."""
@@ -61,8 +157,9 @@ def test_a_validation_is_due_where_an_epoch_ends(epochs, expected):
     assert [done for done in range(1, 10) if is_due(done)] == expected
 
 
+@pytest.mark.quick
 def test_a_validation_without_targets_is_refused():
     with pytest.raises(
         ValueError, match=r"first 2 validation batches have no target\. Check that data\.loss_mask names"
     ):
-        evaluate(lambda weights, step: (0.0, 0), None, split({"a": 9.0}), 2)
+        evaluate(lambda weights, step: (0.0, 0), None, split(), 2)

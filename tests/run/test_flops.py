@@ -1,18 +1,23 @@
+import functools
+import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of
-from shardwright.models import family, moe
+from shardwright.models import delta, family, moe
 from shardwright.run import flops
 from shardwright.run.flops import flops_of_model, peak_flops
 from tests.support.shipped import load
 
+ROOT = Path(__file__).parents[2]
 # Llama-2-7B, from its published config.
 LAYERS, HEADS, HEAD_DIM, D_MODEL, D_FF, VOCAB = 32, 32, 128, 4096, 11008, 32000
 PARAMETERS = LAYERS * (4 * D_MODEL**2 + 3 * D_MODEL * D_FF + 2 * D_MODEL) + 2 * VOCAB * D_MODEL + D_MODEL
@@ -133,3 +138,35 @@ def test_of_experts_those_of_a_token_count():
         assert sum(weight.size for weight in jax.tree.leaves(shapes_of(table))) == pytest.approx(whole, rel=0.01)
         tables = c.vocab * c.d_model  # of the two, one is looked up in
         assert flops_of_model(table, c, 0) / 6 + tables == pytest.approx(active, rel=0.01)
+
+
+def products_in(jaxpr) -> int:
+    """FLOPs of the matmuls in a traced program."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            x, out = eqn.invars[0].aval, eqn.outvars[0].aval
+            found += 2 * out.size * math.prod(x.shape[i] for i in contracted)
+        turns = eqn.params.get("length", 1)
+        found += sum(turns * products_in(x.jaxpr) for x in eqn.params.values() if hasattr(x, "jaxpr"))
+    return found
+
+
+def test_the_matrices_of_delta_nets_count():
+    """Matmuls of the traced delta rule whose FLOPs grow with both sizes of a matrix: 1.5% of Qwen3-Next."""
+    c = delta.ModelConfig(**OmegaConf.load(ROOT / "configs/model/moe_qwen3_next_80b_a3b.yaml"))
+    length = 4
+
+    def of_rule(times: int) -> int:
+        heads = 1, length, c.key_heads
+        q = jax.ShapeDtypeStruct((*heads, times * c.d_key), jnp.float32)
+        v = jax.ShapeDtypeStruct((*heads, c.values_per_key, times * c.d_value), jnp.float32)
+        rates = jax.ShapeDtypeStruct(v.shape[:-1], jnp.float32)
+        document = jax.ShapeDtypeStruct(heads[:2], jnp.int32)
+        rule = functools.partial(delta.in_chunks, most=1)
+        return products_in(jax.make_jaxpr(rule)(q, q, v, rates, rates, document).jaxpr)
+
+    squared = (of_rule(2) - 2 * of_rule(1)) / 2  # of ax + bx²: 2ax + 4bx² - 2(ax + bx²) = 2bx²
+    assert c.state_flops == c.layers * c.deltas * squared / length
+    assert 3 * c.state_flops / flops_of_model(load_model(c).table, c, 0) == pytest.approx(0.0156, abs=0.0001)

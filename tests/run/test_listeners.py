@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import train
-from shardwright.run import forecast
-from shardwright.run.keeping import Keeper
+from shardwright.run import background, forecast
+from shardwright.run.keeping import Keeper, Validated
 from shardwright.run.listeners import Ending, Forecast, Listener, Listeners, Report, Skips, Summary, Validation
 from shardwright.run.listeners import checkpoints as saving_module
 from shardwright.run.listeners import validation as validation_module
@@ -167,7 +167,7 @@ def test_the_summary_of_a_finished_run(run, capsys, monkeypatch):
     )
     run.program = None
     run.listeners = Listeners([Validation()])
-    run.listeners.of(Validation).last = 3, 1.25
+    run.listeners.of(Validation).last = Validated(3, 1.25)
     summary = Summary()
     summary.begin(run)
     for step in range(3):
@@ -359,7 +359,8 @@ def test_a_state_that_is_not_finite_is_not_saved(run, saving):
     ("known", "fails", "saved", "best"),
     [
         (None, 0, [1, 2], (2, 2.0)),
-        ((0, 1.5), 0, [], (0, 1.5)),  # a resumed run knows the best one before
+        (Validated(0, 1.5, 7), 0, [], (0, 1.5)),  # a resumed run knows the best one before
+        (Validated(0, 1.5, 8), 0, [1, 2], (2, 2.0)),  # whose loss was that of other text
         (None, 1, [1, 2, 4], (4, 2.5)),  # 2 is not written, so the next better one than 1 is
     ],
 )
@@ -370,7 +371,7 @@ def test_the_checkpoint_with_the_best_validation_is_saved_and_held(run, saving, 
     checkpoints._best = known
     validation = run.listeners.of(Validation)
     for done, loss in enumerate((3.0, 2.0, np.nan, 2.5), start=1):
-        validation.last = done, loss
+        validation.last = Validated(done, loss, 7)
         run.done, run.is_over, run.due = done, False, lambda interval: False
         checkpoints.after(done - 1, {}, None)
         written.fails = fails if done == 2 else 0
@@ -378,27 +379,33 @@ def test_the_checkpoint_with_the_best_validation_is_saved_and_held(run, saving, 
         written.complete = [0, *(x for x, *_ in written.saved if not (fails and x == 2))]
     assert [done for done, *_ in written.saved] == saved
     if saved:
-        assert written.metadata["best"] == {"step": best[0], "loss": best[1]}
+        assert written.metadata["best"] == {"step": best[0], "loss": best[1], "text": 7}
     assert written.held() == [best[0]]
     checkpoints.end(Ending("finished"))
-    assert f"best       {best[0]:010} of here/checkpoints: validation loss {best[1]:g}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"best       {best[0]:010} of here/checkpoints: validation loss {best[1]:g}" in told
+    assert ("best       no longer 0000000000, validation loss 1.5: " in told) == (known is not None and known.text == 8)
 
 
-def test_the_best_of_other_data_or_of_no_checkpoint_is_forgotten(tmp_path):
-    config = tiny.config(tiny.model(layers=2), changes=[{"step": 4, "optimizer.learning_rate": 0.1}])
-    config.training.changes.append({"step": 6, "data.filespec": "other.zarr"})
-    keeper = Keeper(config, tmp_path, None, None)
+@pytest.mark.parametrize(
+    ("best", "program", "dropped"),
+    [(3, "same", ""), (2, "same", "0000000002, validation loss 2: it is gone"), (3, "other", "0000000003, ")],
+)
+def test_a_best_that_is_gone_or_of_another_program_is_dropped(tmp_path, capsys, best, program, dropped):
+    keeper = Keeper(tiny.config(tiny.model(layers=2), keep_best=True), tmp_path, None, None)
     keeper.checkpoints = SimpleNamespace(steps=lambda: [3, 5])
-    known = {"best": {"step": 3, "loss": 2.0}}
-    assert keeper._best_of(known, 5) == (3, 2.0)
-    assert keeper._best_of(known, 7) is None
-    assert keeper._best_of({"best": {"step": 2, "loss": 2.0}}, 5) is None
-    assert keeper._best_of({}, 5) is None
+    about = {"source": {}, "traced_by": "jax", "programs": {"evaluation": "same"}}
+    metadata = {"provenance": about, "best": {"step": best, "loss": 2.0, "text": 7}}
+    found = keeper._best_of(metadata, about | {"programs": {"evaluation": program}})
+    assert found == (None if dropped else Validated(3, 2.0, 7))
+    told = capsys.readouterr().out
+    assert told.startswith(f"best       no longer {dropped}") if dropped else not told
+    assert keeper._best_of({}, about) is None
 
 
 def test_no_checkpoint_is_held_without_keep_best(run, saving, capsys):
     checkpoints, written = saving(checkpoint_interval=1)
-    run.listeners.of(Validation).last = 1, 3.0
+    run.listeners.of(Validation).last = Validated(1, 3.0)
     after(run, checkpoints, 1)
     assert "best" not in written.metadata
     assert written.held() == []
@@ -426,6 +433,8 @@ def test_processes_that_do_not_export_agree_with_the_one_that_does(run, saving, 
     checkpoints, _ = saving(export_interval=1)
     after(run, checkpoints, 3)
     run.signal = lambda: stopped_by
+    others_wait = iter([True, False])
+    monkeypatch.setattr(background, "in_any_process", lambda _: next(others_wait))
     assert checkpoints.wait() is (stopped_by is None)
 
 
@@ -433,7 +442,8 @@ def test_a_validation_that_fails_is_an_event(run, monkeypatch):
     run.log.flush = lambda: None
     run.due = lambda interval, epochs: True
     run.validation = object()
-    found = iter([{"loss": 2.0}, {"loss": 1.5, "bits_per_byte": 0.5}, OSError("no file\nmore")])
+    losses = {"loss": 2.0, "checksum": 7}, {"loss": 1.5, "checksum": 7, "bits_per_byte": 0.5}
+    found = iter([*losses, OSError("no file\nmore")])
 
     def evaluated(step, weights, validation, batches):
         value = next(found)

@@ -181,6 +181,22 @@ def test_an_events_time_is_no_steps(tmp_path):
     assert all(steps[step]["seconds"] < 0.25 for step in (2, 3))
 
 
+def test_an_interval_with_compiling_is_not_expected_again(tmp_path, monkeypatch, capsys):
+    """Steps end after these seconds; the second began with compiling. The step in progress comes on top."""
+    ends = iter([100.0, 103.0, 104.0, 105.0])
+    monkeypatch.setattr("shardwright.run.metrics.time.perf_counter", lambda: next(ends))
+    with run_log(tmp_path, print_every=1) as log:
+        expected = []
+        for step in range(4):
+            log.log(step, metrics(1.0))
+            expected.append(log.seconds_of(2))
+        log.flush()
+        assert expected == [0, 0, 9, 3]
+        assert log.seconds_of(2) == 2
+    etas = re.findall(r"ETA (\S+)", capsys.readouterr().out)
+    assert etas == ["0:01:09", "0:00:22", "0:00:21"], "3 s for 23 steps, then 1 s for 22 and 21"
+
+
 def test_losses_that_are_not_finite_are_valid_json(tmp_path):
     with run_log(tmp_path) as log:
         for step, loss in enumerate([1.0, math.nan, math.inf, -math.inf]):
@@ -214,9 +230,9 @@ def test_waiting_for_data_is_printed_if_it_is_much(tmp_path, capsys):
 
 def test_the_loop_times_how_long_it_waits_for_batches():
     waited: list[float] = []
-    log, listeners = SimpleNamespace(add_wait=waited.append), SimpleNamespace(wait=lambda: None)
+    log, listeners = SimpleNamespace(add_wait=waited.append, seconds_of=float), SimpleNamespace(seconds=list)
     run = SimpleNamespace(start=3, end_step=5, stopped_by=None, batch_of=lambda step: step)
-    run.log, run._listeners = log, listeners
+    run.log, run.listeners = log, listeners
     run.clock, run.reference, run.is_over = Stopwatch(None), (), False
     run.config = SimpleNamespace(data=SimpleNamespace(prefetch=1))
     run.loader = SimpleNamespace(load=lambda step: time.sleep(0.2) or step, parallel_loads=1)

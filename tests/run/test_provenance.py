@@ -1,12 +1,10 @@
 """What source made a run: kept, and compared as programs where the text differs."""
 
 import dataclasses
-import errno
 import importlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -262,83 +260,6 @@ def test_an_export_is_refused_by_other_source(run_directory, tmp_path):
     assert any(line.startswith("source     ") for line in said)
     tensors = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], embed)
-
-
-@pytest.fixture
-def records(monkeypatch, tmp_path):
-    """Where results are kept."""
-    monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / name)
-    return tmp_path / "found"
-
-
-def made(of: str = "a program", code: object = "its code", name: str = "found") -> int:
-    """How often a start makes a result."""
-    makes, result = [], {"programs": {"training": of}}
-
-    def make():
-        return makes.append(1) or result
-
-    assert provenance.keep_result(name, lambda: (of, code), make, {"programs": {str: str}}) == result
-    return len(makes)
-
-
-@pytest.mark.quick
-def test_a_result_is_made_again_when_what_it_follows_from_differs(records, monkeypatch):
-    """The program, the code, the project's own files, a flag of JAX."""
-    assert [made(), made()] == [1, 0]
-    assert [made("another program"), made()] == [1, 0]
-    assert [made(code="other code"), made()] == [1, 0]
-    monkeypatch.setattr(provenance, "version", lambda: "another version")
-    assert [made(), made()] == [1, 0]
-    with jax.enable_x64(True):
-        assert [made(), made()] == [1, 0]
-    jax.config.update("jax_threefry_partitionable", False)  # which changes the lowered program, not the traced one
-    try:
-        assert [made(), made()] == [1, 0]
-    finally:
-        jax.config.update("jax_threefry_partitionable", True)
-
-
-def _edit(record: Path, **parts) -> None:
-    record.write_text(json.dumps(json.loads(record.read_text()) | parts))
-
-
-DAMAGE = {
-    "damaged": (lambda path: path.write_text("{"), "is not JSON"),
-    "of no kind": (lambda path: path.write_text('{"programs": {}}'), "kind is missing"),
-    "of another kind": (lambda path: _edit(path, kind="other"), "is the record of something else"),
-    "of another key": (lambda path: _edit(path, key="other"), "is the record of something else"),
-    "of other facts": (lambda path: _edit(path, found={"programs": 3}), "programs is 3; it must be an object"),
-    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "it is a directory, a pipe or a device"),
-    "a directory": (lambda path: (path.unlink(), path.mkdir()), "it is a directory, a pipe or a device"),
-    "below a file": (lambda path: (shutil.rmtree(path.parent), path.parent.write_text("")), "found"),
-}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_record_that_cannot_be_used_is_ignored_with_a_line(records, capsys, what):
-    made()
-    (record,) = records.iterdir()
-    damage, said = DAMAGE[what]
-    damage(record)
-    capsys.readouterr()
-    assert made() == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
-    assert said in lines[0]
-    assert len(lines) == (2 if what == "a directory" else 1), "which a file cannot replace"
-    assert made() == (what in ("a directory", "below a file"))
-
-
-@pytest.mark.quick
-def test_a_full_disk_keeps_nothing_with_a_line(records, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(provenance, "write_whole", full)
-    assert made() == 1
-    assert f"{records}/" in (said := capsys.readouterr().out)
-    assert "cannot be written: No space left on device" in said
 
 
 def test_the_script_of_an_installer_is_no_source(tmp_path, monkeypatch):

@@ -240,3 +240,5 @@ def test_a_tracker_of_ones_own_file(tmp_path):
     assert json.loads((tmp_path / "tests.support.own_parts.jsonl").read_text()) == {"step": 3, "loss": 1.5}
     with pytest.raises(ValueError, match=r"'tests.support.own_parts:absent' is not a tracker \(.*absent"):
         check_or_enqueue(TrackersConfig(["tests.support.own_parts:absent"]), "name", {})
+    with pytest.raises(ValueError, match=r"'os:system' is not a tracker: .* Write a function of \(package, run\)"):
+        check_or_enqueue(TrackersConfig(["os:system"]), "name", {})

@@ -95,8 +95,8 @@ class Statistics(train.Llama):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Statistics", "reduce_sum: the logits of position 0 depend on the token of position 30"),
-        ("OfTheBatch", "reduce_sum: the logits of a sequence depend on tokens of another sequence of the batch"),
+        ("Statistics", "reduce_sum: the logits of a position depend on a later token"),
+        ("OfTheBatch", "reduce_sum: the logits of a position depend on another sequence of the batch"),
     ],
 )
 def test_what_sees_ahead_outside_of_attention_or_other_texts_is_refused(name, message):
@@ -164,6 +164,6 @@ def test_what_says_that_it_is_not_causal_is_refused():
         w = models.placed_weights("prefix")
         with pytest.raises(
             ValueError,
-            match=r"cannot sample texts, .* not proved to be causal: the model's attention mask says causal=False",
+            match=r"cannot sample texts, .* not known .* causal: the model's attention mask says causal=False",
         ):
             sampler(models.KINDS["prefix"]).generate(w, PROMPTS)

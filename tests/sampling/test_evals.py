@@ -83,7 +83,7 @@ def test_a_model_that_knows_the_answer_has_it_right(tmp_path, name, guess, expec
 
 @pytest.mark.quick
 def test_tasks_that_are_unknown_are_errors_before_the_first_step(monkeypatch):
-    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tasks, "has_package", lambda name: False)
     tasks.check_tasks(["cloze", "demo"])
     with pytest.raises(ValueError, match=r"training\.evals has 'clozed', which is not one of cloze, copying, demo\."):
         tasks.check_tasks(["cloze", "clozed"])
@@ -107,7 +107,8 @@ def test_tasks_of_lm_eval_are_flattened_and_a_failure_is_an_entry(monkeypatch):
     with jax.set_mesh(tiny.mesh("one device")):
         given = {"step": tiny.step(c), "spec": train.SPEC, "placement": None}
         run: Any = types.SimpleNamespace(**given, config=c, is_over=False, due=lambda *_: True)
-        run.log = types.SimpleNamespace(log_event=lambda step, event, values: logged.append((event, values())))
+        log_event = lambda step, event, values: logged.append((event, values))  # noqa: E731
+        run.log = types.SimpleNamespace(log_event=log_event, flush=lambda: None)
         tasks = samples.Tasks()
         tasks.check(run)
         tasks.after(0, types.SimpleNamespace(weights={}), None)

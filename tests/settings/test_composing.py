@@ -1,19 +1,31 @@
 """What a command line composes and refuses, beside the mistakes of mistakes.txt."""
 
+import dataclasses
+import importlib
+import re
+import shlex
 import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
+from shardwright.run import launch
+from shardwright.run.changes import config_at
 from shardwright.run.checks import register_schema
 from shardwright.run.config import Config
 from shardwright.run.launch import CONFIGS
 from shardwright.run.opening import CheckpointChoice
-from shardwright.settings.composing import Program, by_name
+from shardwright.settings.composing import Program, by_name, read_overrides
 from shardwright.settings.program import FULL_ERROR, start
-from shardwright.settings.words import as_installed
+from shardwright.settings.settings import settings_of, without_null
+from shardwright.settings.words import as_installed, override
 from shardwright.settings.written import override_as_written, read_as_written
 
+ROOT = Path(__file__).parents[2]
+FILES = re.compile(r"director|\bpath\b|\bfiles?\b|folder|URL", re.IGNORECASE)
 BASE = "--config-name=local_test_synthetic"
 
 
@@ -91,6 +103,137 @@ def test_a_directory_is_read_beside_the_projects_own(mine, composed, tmp_path, m
     assert config.training.steps == 5
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"), [("+training.steps=7", 7), ("++training.steps=7", 7), ("+training={steps:7}", 7)]
+)
+def test_a_plus_before_a_known_setting_makes_no_difference(given, steps, composed):
+    (config,) = composed(BASE, given)
+    assert config.training.steps == steps
+
+
+def test_settings_of_hydra_are_its_own(composed):
+    (config,) = composed(BASE, "hydra.job.chdir=false", "hydra.verbose=false", "+hydra.job.env_set.A=1")
+    assert "hydra" not in config
+
+
+def test_a_null_section_is_made_by_its_first_setting(composed):
+    (config,) = composed(BASE, "data.filespec=null", "data.stream.train_files=[a]", "optimizer.base.d_model=64")
+    assert (config.data.stream.train_files, config.data.stream.text_field) == (["a"], "text")
+    assert config.optimizer.base == {"d_model": 64}
+    (config,) = composed(BASE, "+data.mixture.a.filespec=x", "++data.mixture.b={filespec:y,weight:2}")
+    assert {name: source.weight for name, source in config.data.mixture.items()} == {"a": 1, "b": 2}
+
+
+UNKNOWN = ["foo=1", "training.foo=1", "training={foo:1}", "data.mixture.a.foo=1", "hydra.foo=1", "hydra.job.foo=1"]
+
+
+@pytest.mark.parametrize("program", [("train", None, Config), ("tools.generate", "generate", CheckpointChoice)])
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+@pytest.mark.parametrize("given", UNKNOWN)
+def test_an_unknown_setting_is_refused_in_any_form(given, plus, program):
+    command, name, schema = program
+    with pytest.raises(ValueError, match=r"^there is no setting"):
+        read_overrides(Program(command, CONFIGS, name, schema), [], [plus + given])
+
+
+OWN = {
+    "trainig: {steps: 3}": "there is no setting trainig. Did you mean training?",
+    "training: {step: 3}": "there is no setting training.step. Did you mean training.steps?",
+    "training: {steps: x}": "training.steps is x; it must be a whole number, or null.",
+    "training.steps: 3": "training.steps is not a setting here; write training: {steps: <value>}.",
+    "data: {mixture: {a: {weigth: 1}}}": "there is no setting data.mixture.a.weigth. Did you mean",
+    "optimizer: {groups: [{mach: x}]}": "there is no setting optimizer.groups.0.mach. Did you mean",
+    "training: [steps]": "training is ['steps']; it must be a section, with",
+    "- 1": "it is not a configuration",
+    "defaults: base": "it is not a configuration",
+    "mesh: {d: 1": "expected ',' or '}', but got",
+    "mesh: {d: 1}\nmesh: {t: 1}": "found duplicate key mesh",
+    "# \0": "has a character that YAML rejects",
+    "# é".encode("latin-1"): "is perhaps Latin-1, not UTF-8",
+    "# é".encode("utf-16"): "is UTF-16, not UTF-8",
+    b"\x89PNG\r\n\x1a\n": "not UTF-8",
+}
+
+
+@pytest.mark.parametrize("content", OWN)
+def test_a_wrong_file_is_named_in_one_line(content, tmp_path, composed, capsys):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SystemExit) as ended:
+        composed("--config-name=mine")
+    assert str(ended.value).startswith("Error: configs/mine.yaml")
+    assert OWN[content] in str(ended.value)
+    assert "\n" not in str(ended.value)
+
+
+def test_a_byte_order_mark_is_not_a_part_of_a_file(tmp_path, composed):
+    (tmp_path / "configs" / "data").mkdir(parents=True)
+    (tmp_path / "configs" / "data" / "x.yaml").write_text("# @package _global_\ntraining: {seed: 5}\n", "utf-8-sig")
+    (tmp_path / "configs" / "mine.yaml").write_text("defaults: [data: x]\n", "utf-8-sig")
+    (config,) = composed("--config-name=mine")
+    assert config.training.seed == 5
+
+
+def test_configurations_that_include_each_other(tmp_path, composed):
+    for name, other in (("mine", "yours"), ("yours", "mine")):
+        (tmp_path / f"{name}.yaml").write_text(f"defaults: [{other}, _self_]\n")
+    with pytest.raises(SystemExit, match="a configuration includes itself"):
+        composed(f"--config-dir={tmp_path}", "--config-name=mine")
+
+
+def test_own_configurations_are_suggested(mine, composed):
+    with pytest.raises(SystemExit, match=r"--config-name is min, and .*mine/ or .*\. Did you mean mine\?"):
+        composed(mine, "--config-name=min")
+
+
+def test_a_home_directory_is_expanded_in_all_paths(monkeypatch):
+    """In lists, mappings and later changes; URLs and texts stay."""
+    monkeypatch.setenv("HOME", "/home/me")
+    change = "training.changes=[{step: 1, data.filespec: '~/d'}]"
+    c = launch.composed("local_test_synthetic", "data.filespec=~/x y", "paths.root_working_dir=~", change)
+    assert (c.data.filespec, c.paths.root_working_dir) == ("/home/me/x y", "/home/me")
+    assert config_at(c, 1).data.filespec == "/home/me/d"
+    none = "data.filespec=null", "training.sample_prompts=[~]"
+    c = launch.composed("local_test_synthetic", "data.stream.train_files=[~/a,b~,s3://~/c]", *none)
+    assert (c.data.stream.train_files, c.training.sample_prompts) == (["/home/me/a", "b~", "s3://~/c"], ["~"])
+    c = launch.composed("local_test_synthetic", "+data.mixture.a.filespec=~/d", *none)
+    assert c.data.mixture["a"].filespec == "/home/me/d"
+    with pytest.raises(ValueError, match=r"data\.filespec is ~nobody_/d, but there is no such home directory"):
+        launch.composed("local_test_synthetic", "data.filespec=~nobody_/d")
+
+
+ABOUT_A_FILE = {"text_separator", "export_interval", "report", "compilation_cache"}
+ABOUT_A_FILE |= {"model_name", "max_bad_rows", "num_shards", "dtype"}
+"""Settings whose docstrings speak of files, and which are none. compilation_cache expands its own, and that of JAX."""
+
+
+def declared(schema: type) -> Iterator[tuple[dataclasses.Field, str]]:
+    """The fields of a dataclass of settings, and of its sections, with their docstrings."""
+    docs = {setting.name: setting.doc for setting in settings_of(schema)}
+    for field in dataclasses.fields(schema):
+        kind = without_null(typing.get_type_hints(schema)[field.name])
+        kind = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else kind
+        yield from declared(kind) if dataclasses.is_dataclass(kind) else [(field, docs[field.name])]
+
+
+def test_what_a_docstring_calls_a_file_expands_it():
+    tools = [path for path in (ROOT / "shardwright/tools").rglob("*.py") if "@dataclass" in path.read_text()]
+    modules = [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in tools]
+    classes = [x for module in modules for x in vars(module).values() if dataclasses.is_dataclass(x)]
+    schemas = [x for x in classes if x.__name__ == "Settings" or issubclass(x, Config)]
+    found = {field.name: field for x in schemas for field, doc in declared(x) if FILES.search(doc)}
+    assert len(found) >= 30
+    assert {name for name, field in found.items() if "path" not in field.metadata} == ABOUT_A_FILE
+
+
+@pytest.mark.parametrize("text", ["a b", "it's", "x, y", "{1}", "[1]", "~a", "é=1", 'q"', "$x", "${x}", "null", "1e3"])
+def test_a_printed_setting_is_the_same_again(text, composed):
+    """In a shell."""
+    words = shlex.split(f"{override('data.filespec', text)} {override('hardware.chip', f'{text}/b')}")
+    (config,) = composed(BASE, *words)
+    assert (config.data.filespec, config.hardware.chip) == (text, f"{text}/b")
+
+
 def test_messages_name_commands_as_the_program_was_started(monkeypatch):
     """An editable install runs outside of its checkout, where there is no folder `tools`."""
     text = "run python -m train, python -m tools.plan, or pip install -e '.[eval]'; docs/plan.md"
@@ -131,11 +274,11 @@ def test_only_whole_numbers_are_made_whole(value, written):
 
 
 def test_only_whole_numbers_of_a_file_are_made_whole(tmp_path):
-    (tmp_path / "mine.yaml").write_text("training: {steps: 1.5e+0, tokens: 1.5e+1}\ndata: {skip_steps: [1e+1, 2.5]}\n")
+    (tmp_path / "mine.yaml").write_text("training: {tokens: 1.5e+1}\ndata: {skip_steps: [1e+1]}\n")
     read_as_written(Config, [str(tmp_path)])
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         found = compose("mine")
-    assert str(found) == "{'training': {'steps': 1.5, 'tokens': 15}, 'data': {'skip_steps': [10, 2.5]}}"
+    assert str(found) == "{'training': {'tokens': 15}, 'data': {'skip_steps': [10]}}"
 
 
 def test_texts_keep_what_a_command_line_has(composed):

@@ -1,6 +1,7 @@
 """What a user sees of a tool whose settings are wrong."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,50 @@ def test_a_platform_that_jax_cannot_start(platform, tmp_path):
     assert f"'shardwright[{platform}]'" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+STARTED = ["train", "tools.plan", "tools.generate", "shardwright train", "shardwright check"]
+
+
+def started(command: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+    words = [sys.executable, *flags, "-m", *command.split()]
+    return subprocess.run(words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+
+
+IN_A_CALLBACK = """
+import gc
+def interrupt(*_):
+    raise KeyboardInterrupt
+gc.callbacks.append(interrupt)
+gc.collect()
+print("it went on")
+"""
+
+
+@pytest.mark.parametrize("interrupted", ["raise KeyboardInterrupt\n", IN_A_CALLBACK])
+@pytest.mark.parametrize("command", STARTED)
+def test_ctrl_c_during_the_imports_is_one_line(command, interrupted, tmp_path):
+    for package in ("jax", "hydra"):
+        (tmp_path / f"{package}.py").write_text(interrupted)
+    done = started(command, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: interrupted by Ctrl-C.\n")
+
+
+@pytest.mark.parametrize("command", STARTED)
+def test_outside_of_its_environment_a_program_names_what_is_missing(command):
+    done = started(command, "-S", PYTHONPATH="")  # without site-packages
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(
+        r"Error: this needs the package \w+, which .* lacks\. Activate the environment .*\n", done.stderr
+    )
+
+
+@pytest.mark.parametrize("command", ["shardwright", "shardwright track", "shardwright init"])
+def test_help_in_ascii(command):
+    done = started(f"{command} --help", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert len(done.stdout.splitlines()) > 3
 
 
 def test_ctrl_c_ends_it_also_in_a_callback_that_goes_on_after_errors(tmp_path):

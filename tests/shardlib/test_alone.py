@@ -7,8 +7,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 from shardlib import shardops
+from shardlib.exact import check
 from shardlib.parsing import ShardError
-from shardlib.proof.check import check
 from shardlib.shardtypes import f32, typed, typed_shard_map
 from tests.support.abstract_mesh import simulated_mesh
 

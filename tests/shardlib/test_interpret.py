@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 
 from shardlib.interpret import (
     Copies,
@@ -167,3 +168,26 @@ def test_a_digest_tells_programs_apart_and_not_where_they_are_written():
     assert len({digest(f, X) for f in same}) == 1
     assert len({digest(f, X) for f in [same[0], *others]}) == len(others) + 1
     assert digest(same[0], X) != digest(same[0], X.astype(np.float16))
+
+
+HOLDS = {
+    "the program": lambda x, held: x + held,
+    "jit": lambda x, held: jax.jit(lambda x: x + held)(x),
+    "scan": lambda x, held: lax.scan(lambda c, _: (c + held, None), x, None, length=3)[0],
+    "cond": lambda x, held: lax.cond(x[0] > 0, lambda x: x + held, lambda x: x, x),
+    "while": lambda x, held: lax.while_loop(lambda c: c[0] < 9, lambda c: c + held, x),
+    "shard_map": lambda x, held: jax.shard_map(lambda x: x + held, in_specs=P(), out_specs=P())(x),
+    "checkpoint": lambda x, held: jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(x + held))(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("where", HOLDS)
+def test_a_digest_has_every_digit_of_every_number_that_a_program_holds(where):
+    """In an array of 9,999 entries too, and in a float64, of which numpy shows eight digits."""
+    arrays = [np.linspace(0.0, 1.0, 9999) for _ in range(2)]
+    arrays[1][5000] = np.nextafter(arrays[1][5000], 2)
+    numbers = [np.float64(0.1), np.nextafter(np.float64(0.1), 1)]
+    with jax.enable_x64(True), jax.set_mesh(jax.make_mesh((1,), ("d",))):
+        for held in (arrays, numbers):
+            programs = [jax.make_jaxpr(lambda x, one=one: HOLDS[where](x, one))(jnp.zeros(9999)) for one in held]
+            assert digest_of(programs[0]) != digest_of(programs[1])

@@ -76,4 +76,4 @@ def test_ids_out_of_range_have_no_part_as_on(platform, monkeypatch):
 
     near(grouped.products_of_rows(x, jnp.asarray(ids), w), expected)
     near(grouped.sums_of_products(x, jnp.asarray(ids), jnp.asarray(g), 8), sums)
-    near(rows._add(1, 4, 40, "", x, jnp.int32(ids)), added)
+    near(rows._add(1, 4, 40, x, jnp.int32(ids)), added)

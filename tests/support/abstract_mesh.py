@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from shardlib.proof.check import prove_function
+from shardlib.exact.verdicts import find_in
 from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
 from shardlib.testing import sizes_of
 
@@ -54,7 +54,7 @@ def on_mesh(body: Callable, result=f32[""], mesh=MESH, **operands) -> None:
 def unsound(body: Callable, result=f32[""], mesh=MESH, **operands) -> list[str]:
     """What the check of the traced program finds wrong with the same."""
     fn, types = mapped(body, result, **operands)
-    return [str(found) for found in prove_function(lambda: jax.make_jaxpr(fn)(*map(shape_of, types)), mesh)]
+    return [str(found) for found in find_in(lambda: jax.make_jaxpr(fn)(*map(shape_of, types)), mesh)]
 
 
 def shape_of(t) -> jax.ShapeDtypeStruct:

@@ -81,7 +81,7 @@ def verdict(found: dict) -> str:
 
 def record(directory: Path) -> list[str]:
     """The recorded parts of the page, in order: what check says of the edit with a remedy; the table."""
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(directory / ".cache")}  # without earlier proofs
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(directory / ".cache")}  # nothing compiled before
     check(directory, **environment)
     rows, loads, seconds, shown = [], [], [], []
     sessions = [(edit.id, edit, False) for edit in SESSION]

@@ -25,10 +25,10 @@ PARTS = {
         "shardlib.layers": "LayerAux",
         "shardwright.jax_extra": "save_for_backward solve_unit_lower",
     },
-    "Proofs in tests": {"shardwright.testing": "assert_sound", "shardlib.proof.check": "check"},
+    "Checks in tests": {"shardwright.testing": "assert_sound", "shardlib.exact": "check same differences reference"},
     "Training programs, data and trackers": {
         "shardwright.run.spec": "StepSpec",
-        "shardwright.data.loader": "make_loader TokenBatch Loader.sequences.load.state.documents",
+        "shardwright.data.loader": "make_loader TokenBatch Loader.rows.sequences.load.state.documents",
         "shardwright.huggingface": "Names",
         "shardwright.run.trackers": "Facts Opened",
     },

@@ -9,16 +9,16 @@ import functools
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from shardwright.inspect.soundness import examine
 from shardwright.modeling.model import load_model
 from shardwright.run.step import NAMES, Step, trace_step
-from shardwright.tools.verify.__main__ import small
-from tests.support.proofs import found_soon
+from shardwright.tools.verify import small
 from tests.support.recipes import ROOT, train_with
 from tests.support.shipped import load
 
@@ -142,11 +142,9 @@ class Edit:
     changes: tuple[Change, ...]
     config: tuple[str, ...]
     type: str = ""
-    proof: str = ""
-    verify: str = ""
+    exact: str = ""
     test: str = ""
     line: str = ""
-    named_along: str = ""
     bug: str = ""
     kind: str = ""
     here: str = ""
@@ -212,7 +210,7 @@ def lines_of(text: str, before: str, line: str) -> set[int]:
     return found
 
 
-GATES = ("type", "proof", "verify", "test")
+GATES = ("type", "exact", "test")
 """What may catch an edit, soonest first."""
 DATA = tomllib.loads(FILE.read_text())
 CONFIGS = DATA["configs"]
@@ -238,7 +236,7 @@ def edit_of(id: str, table: dict) -> Edit:
 EDITS = {id: edit_of(id, table) for id, table in DATA["edit"].items()}
 
 
-# ---- types and proof ----------------------------------------------------------------------------------------------
+# ---- types and the check ----------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -271,20 +269,26 @@ def step_of(edit: Edit, name: str) -> Iterator[Step]:
         yield trace_step(c, load_model(c.model), mesh, spec=train.SPEC)
 
 
-def refusal(edit: Edit, name: str, is_shown: Callable[[str], bool] = bool) -> tuple[str, str]:
-    """What rejects an edit under a configuration, `type`, `proof` or nothing, and its message."""
+def refusal(edit: Edit, name: str) -> tuple[str, str]:
+    """What rejects an edit under a configuration, `type`, `exact` or nothing, and its first message."""
     try:
         with step_of(edit, name) as step:
             if edit.type:
                 trace(step)
             try:
-                text = found_soon(step, is_shown)
+                text = first_finding(step)
             except Exception as error:
-                trace(step)  # which raises if it is not the proof that raised
+                trace(step)  # which raises if it is not the check that raised
                 text = str(error)
-            return ("proof" if text else ""), text
+            return ("exact" if text else ""), text
     except Exception as error:  # of any class: JAX's own ShardingTypeError is none that can be named
         return "type", str(error)
+
+
+def first_finding(step: Step) -> str:
+    """What the check of a run's steps finds first, or cannot decide, by the program that shows it soonest."""
+    verdicts = (examine(step, (name,)) for name in ("evaluation", "start", "training"))
+    return next((str(line) for found, undecided, *_ in verdicts for line in (*found, *undecided)), "")
 
 
 def trace(step: Step) -> None:

@@ -184,7 +184,7 @@ class Compiled:
     """A lowered program that is compiled once."""
 
     def __init__(self, lowered):
-        self._lowered, self.out_info = lowered, lowered.out_info
+        self._lowered, self.out_info, self.as_text = lowered, lowered.out_info, lowered.as_text
 
     @functools.cache  # noqa: B019
     def compile(self, compiler_options=None):
@@ -224,7 +224,7 @@ def use(patch) -> None:
     patch.setattr(train, "SPEC", SPEC)
     patch.setattr(train, "Run", Bare)
     patch.setattr(schedule, "trace_step", trace)
-    patch.setattr(schedule, "provenance_of_run", lambda step: {"source": {}, "programs": {}, "traced_by": ""})
+    patch.setattr(schedule, "provenance_of", lambda step: {"source": {}, "programs": {}, "traced_by": ""})
     patch.setattr(step.Step, "lower", lower_once)
     patch.setattr(step.Step, "calls", [])
     patch.setattr(run, "load_spec", lambda: SPEC)
@@ -232,7 +232,7 @@ def use(patch) -> None:
     patch.setattr(run, "compile_step", lambda lowered, *_: (lowered.compile(), None))
     patch.setattr(run, "keep_source", lambda *_: None)
     patch.setattr(Bare, "_planned", lambda self: None)
-    patch.setattr(Bare, "prove", lambda self: None)
+    patch.setattr(Bare, "check", lambda self: None)
     patch.setattr(Bare, "check_kernels", lambda self: None)
     patch.setattr(run.examine, "check_as_written", lambda *_: None)
 

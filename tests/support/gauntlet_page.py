@@ -17,22 +17,21 @@ KINDS = {
     "d": "data, checkpoints and state",
     "e": "compilers and kernels",
 }
-NAMES = {"type": "types", "proof": "proof", "verify": "`tools.verify`", "test": "a test"}
+NAMES = {"type": "types", "exact": "the check of a run", "test": "a test"}
 """What catches a bug, as the page says it."""
 BUGS = [edit for edit in EDITS.values() if edit.bug]
 HEAD = """# The Gauntlet: published parallelism bugs
 
 Of {bugs} bugs that ran silently in other frameworks, {planted} could be planted in this repository. A run rejects
-{early} of these before its first step; `tools.verify` finds {verify} and a test {test}.
-[edits.toml](../tests/edits/edits.toml) has the report of each bug, its edit, and the message, tensor or test that
-catches it, as [test_edits.py](../tests/edits/test_edits.py) checks. The other {rest} concern a compiler, or a part that
-shardwright doesn't have.
+{early} of these before its first step; a test finds the other {test}. [edits.toml](../tests/edits/edits.toml) has
+the report of each bug, its edit, and the message or test that catches it, as
+[test_edits.py](../tests/edits/test_edits.py) checks. The other {rest} concern a compiler, or a part that shardwright
+doesn't have.
 
 caught by | when
 --- | ---
 types | at each start of a run, while the step is traced
-proof | at each start of a run, before the step is compiled
-[`tools.verify`](parallelism.md) | if you run it: it names the first tensor that differs from one device
+the check of a run | at each start of a run, in exact arithmetic, before the first step
 a test | if you run it, because the bug computes the same on every mesh, or isn't in the step
 
 The last two columns below are about [spmd_types](https://github.com/meta-pytorch/spmd_types) {version}, a type system
@@ -68,8 +67,8 @@ def page() -> str:
         theirs = [edit.spmd for edit in ours if edit.spmd]
         rows.append([meaning, len(ours), sum(caught), *caught, len(theirs), theirs.count("refused")])
     total = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
-    bugs, planted, types, proof, verify, test, tried, _ = total
-    counts = {"bugs": bugs, "planted": planted, "early": types + proof, "verify": verify, "test": test, "tried": tried}
+    bugs, planted, types, exact, test, tried, _ = total
+    counts = {"bugs": bugs, "planted": planted, "early": types + exact, "test": test, "tried": tried}
     head = HEAD.format(version=DATA["spmd_types"], rest=bugs - planted, **counts)
     names = ["class", "bugs", "planted", *NAMES.values(), "tried in spmd_types", "rejected by it"]
     lines = [head, "## Counts", "", *table(names, [*rows, ["all", *total]]), "", "## Examples", ""]

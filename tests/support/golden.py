@@ -54,7 +54,7 @@ def check(path: Path, name: str, run: Callable[[str], str]) -> None:
 def without_context(message: str) -> str:
     """The problem, the remedy, and whether it is proved that the program is wrong."""
     problem, *lines = re.sub(r"(\.py):\d+", r"\1:…", message).splitlines()
-    kept = [line.strip() for line in lines if re.match(r" *(remedy: |not proved|wrong: )", line)]
+    kept = [line.strip() for line in lines if re.match(r" *(remedy: |not decided|wrong: )", line)]
     return "\n".join([re.sub(r"^\S+:[\d…]+: ", "", problem), *kept])
 
 

@@ -17,7 +17,7 @@ GROUPS = {
         *("rearrange", "take_rows", "add_rows", "grouped_product"),
     ),
     "Sizes and positions": ("axis_size", "axis_index", "size", "positions", "zeros"),
-    "Code that differs between devices": ("per_device", "alone"),
+    "Code that differs between devices": ("alone",),
 }
 HEAD = """# Typed ops: API reference
 
@@ -40,8 +40,8 @@ From `shardlib.shardtypes`:
 | `map_arrays(fn, x)` | applies `fn(name, type, array)` to all arrays, for example to gather them |
 | `pipeline_stage()` | context manager in which specs leave p out |
 
-`shardlib.proof.check.check` proves that a per-device function computes on its mesh what it computes on one device:
-[soundness.md](soundness.md#prove-any-program).
+`shardlib.exact.check` says whether a per-device function computes on its mesh what it computes on one device:
+[soundness.md](soundness.md).
 """
 
 

@@ -1,6 +1,7 @@
 """An optimizer, a loss and a tracker as a user writes them in a file of his own."""
 
 import dataclasses
+import importlib
 import json
 
 import jax
@@ -18,6 +19,19 @@ def sgd(state, g, step, rate, c, updates):
         return w - rate * update.rate * g if update.algorithm == SGD else w
 
     return dataclasses.replace(state, weights=jax.tree.map(move, updates, state.weights, g))
+
+
+def forgets(state, g, step, rate, c, updates):
+    """An optimizer without its `return`."""
+
+
+def forgets_loss(logits, targets, c):
+    """A loss without its `return`."""
+
+
+def by_another_train(*arguments):
+    """Calls AdamW of another copy of train.py."""
+    return importlib.import_module("shardwright.train").adamw(*arguments)
 
 
 def halved(logits, targets, c):

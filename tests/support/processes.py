@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.support.simulated import xla_flags
@@ -101,14 +101,21 @@ class Run:
             process.kill()
             process.wait()
 
-    def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Returns when the metrics of `step` are written."""
+        self._wait_until(lambda: len(self.losses()) > step, f"step {step}")
+
+    def wait_for_file(self, name: str) -> None:
+        """Returns when a hook has made the file."""
+        self._wait_until((self.root / name).exists, name)
+
+    def _wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
-        while len(self.losses()) <= step:
+        while not is_so():
             ended = [i for i in self._all() if self.processes[i].poll() is not None]
             if ended or time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"processes {ended} ended before step {step}:\n{self.stderr((ended or [0])[0])}")
+                raise AssertionError(f"processes {ended} ended before {what}:\n{self.stderr((ended or [0])[0])}")
             time.sleep(0.02)
 
     def losses(self) -> list[float]:

@@ -17,7 +17,8 @@ MODELS = ("family", "moe", "mla", "delta", "gpt2")
 HEAD = """# All settings
 
 Give each setting on the command line as `section.name=value`, or write it into a configuration. `python -m train
---help` prints this list in a terminal. This page is made from the docstrings of the settings.
+--help` prints this list in a terminal. A leading `~` of a path is your home directory. This page is made from the
+docstrings of the settings.
 """
 
 

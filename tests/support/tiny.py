@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 import train
+from shardlib.axes import axes_of_mesh
 from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
 from shardwright.cluster.config import HardwareConfig, MeshConfig
-from shardwright.cluster.devices import make_mesh
+from shardwright.cluster.devices import explicit_mesh, make_mesh
 from shardwright.data.loader import DataConfig, TokenBatch, in_microbatches
 from shardwright.modeling import weights as of_weights
 from shardwright.modeling.model import load_model
@@ -115,6 +116,11 @@ def mesh(name: str) -> jax.sharding.Mesh:
     given = {axis: int(size) for axis, size in re.findall(r"([prdect])=(\d+)", name)}
     sizes = dict.fromkeys("prdt", 1) | given
     return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+
+
+def abstract_mesh(sizes: dict[str, int]):
+    """Enters a mesh of these sizes without devices."""
+    return jax.sharding.use_abstract_mesh(explicit_mesh(axes_of_mesh(sizes)))
 
 
 def host_batch(seed: int = 0, vocab: int = 64) -> TokenBatch:

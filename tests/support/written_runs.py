@@ -31,7 +31,7 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
         line = {
             "step": step,
             "loss": loss,
-            "grad_norm": 1 + math.cos(step) ** 2,
+            "grad_norm": 5 * math.exp(-step / 75) * (1 + 0.2 * math.cos(step)),
             "learning_rate": rate * (1 - step / TOTAL),
         }
         line |= {
@@ -46,7 +46,7 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
             line |= {"seconds": 0.5, "tokens_per_second": 1280 + step, "mfu": 1.2}
         lines.append(line)
         if step % 50 == 49:
-            lines.append({"step": step, "event": "validation", "loss": loss + 0.2, "bits_per_byte": 1.5})
+            lines.append({"step": step, "event": "validation", "loss": (nats := loss + 0.2), "bits_per_byte": nats / 2})
     lines.append({"step": 0, "event": "memory", "peak_memory_bytes": 3 * 2**20, "source": "compiler"})
     lines.append({"step": 7, "event": "step_bubble", "step_bubble": 0.0123})
     lines.append({"step": SKIPPED, "event": "skipped", "why": "the loss is NaN", "batch": 90, "documents": []})

@@ -102,11 +102,11 @@ def test_a_whole_split_has_the_bytes_of_the_text(tmp_path, texts, kind):
     loader = FlatTokensLoader(config, "train", 1, 1)
     lengths, size = loader.byte_lengths, sum(len(text.encode()) for text in texts)
     whole = FlatTokensLoader(config, "train", 1, loader.num_tokens)
-    assert whole.utf8_bytes(0) == size
+    assert whole.text(0).utf8_bytes == size
     half = loader.num_tokens // 2
-    parts = [FlatTokensLoader(config, "train", 1, half).utf8_bytes(step) for step in range(2)]
+    parts = [FlatTokensLoader(config, "train", 1, half).text(step).utf8_bytes for step in range(2)]
     rest = whole.sequences(0, np.arange(1)).targets[0, 2 * half :]
     assert sum(parts) + lengths.count(rest, np.zeros(rest.size, bool)) == size
     both = {name: SourceConfig(f"{tmp_path}/{name}") for name in ("d", "./d")}
     mixture = FlatTokensLoader(DataConfig(mixture=both, shuffle=False), "train", 1, loader.num_tokens)
-    assert mixture.utf8_bytes(0) == size
+    assert mixture.text(0).utf8_bytes == size

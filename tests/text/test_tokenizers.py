@@ -62,7 +62,7 @@ def test_another_format_is_converted_by_transformers(tmp_path, texts):
     oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert split(tokenizer.encode(texts)) == [oracle(text, split_special_tokens=True)["input_ids"] for text in texts]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="Cannot load the tokenizer"):
+    with pytest.raises(ValueError, match=r"empty has no tokenizer\.json"):
         open_tokenizer("huggingface", str(tmp_path / "empty"))
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shardlib.findings import NOT_DECIDED, WRONG
 from shardlib.parsing import ShardError
-from shardlib.proof.check import DIFFERS, NOT_PROVED, WRONG
 from shardwright.tools import check as tool
 from shardwright.tools.init.__main__ import TEMPLATE
 
@@ -20,11 +20,6 @@ ROOT = Path(__file__).parents[2]
 NORM = "nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)"
 EDITS = {
     "an activation": ("jax.nn.relu(up) ** 2", "jax.nn.silu(up)"),
-    "a value that depends on its shard": (
-        "hidden = jax.nn.relu(up) ** 2",
-        "scale = lambda up: up * (1 + jax.numpy.arange(up.shape[-1], dtype=up.dtype))\n"
-        '        hidden = shardops.per_device("B/b L/c F/t", scale, jax.nn.relu(up) ** 2, reason="a planted bug")',
-    ),
     "a parenthesis too many": (NORM, f"{NORM})"),
 }
 
@@ -109,9 +104,11 @@ sys.meta_path.insert(0, Finder)
 """
 
 
-@pytest.mark.parametrize("by", ["a folder", "a finder"])
+@pytest.mark.parametrize("by", ["a folder", "a link", "a finder"])
 def test_a_model_in_src_is_that_of_the_commit(project, tmp_path, by):
     """An editable install finds it by a folder in a .pth file, or by a finder. A folder has the name of the ref."""
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    folders = {"a folder": tmp_path / "mine/src", "a link": tmp_path / "link/src", "a finder": tmp_path}
     mine = Path(shutil.copytree(project, tmp_path / "mine"))
     (mine / "src").mkdir()
     (mine / "HEAD").mkdir()
@@ -119,27 +116,22 @@ def test_a_model_in_src_is_that_of_the_commit(project, tmp_path, by):
     commit(mine)
     model.write_text(model.read_text().replace(*EDITS["an activation"]))
     (tmp_path / "sitecustomize.py").write_text(f"FILE = {str(model)!r}\n{FINDER}")
-    _, text = check(mine, "check.output=json", path=(ROOT, mine / "src" if by == "a folder" else tmp_path))
+    _, text = check(mine, "check.output=json", path=(ROOT, folders[by]))
     found = json.loads(text.strip().rpartition("\n")[2])
-    if by == "a folder":
-        assert found["difference"]["same_program"] is False
+    if by != "a finder":
+        line = model.read_text().partition("jax.nn.silu")[0].count("\n") + 1
+        assert (found["difference"]["same_program"], found["difference"]["lines"]) == (
+            False,
+            [f"src/my_model.py:{line}"],
+        )
     else:
         assert f"Python imports {model} in place of the same file of that source" in found["unknown"]
 
 
-@pytest.mark.parametrize("context", [NOT_PROVED, DIFFERS, WRONG])
+@pytest.mark.parametrize("context", [NOT_DECIDED, WRONG])
 def test_what_may_be_right_is_not_certainly_wrong(context):
     error = ShardError("my_model.py:7: cumsum: reaches another block", "sum", context, place="")
     assert tool.rejection(error)["certain"] == (context == WRONG)
-
-
-def test_numbers_that_differ_are_rejected(project):
-    """The proof trusts what the edit declares as per-device code, and is made first."""
-    status, found = edited(project, "a value that depends on its shard", "check.numeric=true")
-    assert (status, found["verdict"], found["checks"][-1]["name"]) == (1, "rejected", "numeric")
-    assert all(each["ok"] for each in found["checks"][:-1] if each["name"] != "compiled")
-    assert "DIFFERS" in found["problem"]
-    assert found["place"].startswith("my_model.py:")
 
 
 def test_the_compiled_step_is_as_written(project):

@@ -35,7 +35,7 @@ def settings(directory):
     c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=0, sample_interval=2, sample_tokens=8)
     file = str(directory / "text.txt")
     Path(file).write_text((TEXT + "\n") * 30)
-    c.data = DataConfig(stream=StreamConfig(train_files=[file], validation_files=[file], end_token="</s>"))
+    c.data = DataConfig(stream=StreamConfig(train_files=[file], end_token="</s>"))
     c.training = dataclasses.replace(c.training, steps=5, sample_prompts=PROMPTS, checkpoint_interval=3)
     return c
 
@@ -83,7 +83,7 @@ def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
     with open(tmp_path / "samples.jsonl", "a") as file:
         file.write('{"step": 4, "pro')
     c = settings(tmp_path)
-    c.data.stream.train_files = c.data.stream.validation_files = [str(run / "text.txt")]
+    c.data.stream.train_files = [str(run / "text.txt")]
     before = [line for line in read(run / "samples.jsonl") if line["step"] <= 4]
     for steps, expected in ((4, [0, 0, 2, 2, 4, 4]), (9, [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 9, 9])):
         c.training.steps = steps
@@ -176,6 +176,13 @@ def test_the_command(run, tmp_path):
 def test_what_a_user_can_get_wrong(run, changes, message):
     with pytest.raises(ValueError, match=message):
         generate(Settings(**{"run": str(run), "prompt": "a"} | changes))
+
+
+@pytest.mark.long
+def test_without_a_tokenizer_a_prompt_may_be_ids(run, monkeypatch):
+    monkeypatch.setattr("shardwright.tools.generate.read_tokenizer", lambda *_: Tokenizer())
+    with pytest.raises(ValueError, match=r"cannot encode 'a', .* Or give the prompt as ids: prompt_ids=\[1,2,3\]"):
+        generate(Settings(run=str(run), prompt="a"))
 
 
 @pytest.mark.long

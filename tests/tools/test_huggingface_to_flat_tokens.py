@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import zarr
 from omegaconf import OmegaConf
 
 from shardwright.data import flat_tokens
-from shardwright.data.text import sources
+from shardwright.data.text import definitions, sources
 from shardwright.data.text import tokenizers as text_tokenizers
 from shardwright.data.text.definitions import train_bpe
 from shardwright.tools import huggingface_to_flat_tokens as tool
@@ -145,6 +144,36 @@ def test_skip_and_max_documents(tmp_path):
     assert read(tmp_path / "d", "validation")[0] == [byte_ids(text) for text in TEXTS[:4]]
 
 
+@pytest.mark.parametrize(
+    ("train", "validation", "is_apart"),
+    [
+        ({"files": ["b"]}, {"files": ["a"]}, True),
+        ({"files": ["a"], "skip_documents": 2}, {"files": ["a"], "max_documents": 2}, True),
+        ({"files": ["a"], "max_documents": 2}, {"files": ["a"], "skip_documents": 2}, True),
+        ({"files": ["a", "b"], "skip_documents": 2}, {"files": ["link"], "max_documents": 2}, True),
+        ({"files": ["a", "b"]}, {"files": ["link"]}, False),
+        ({"files": ["a"], "skip_documents": 2}, {"files": ["a"], "max_documents": 3}, False),
+        ({"files": ["a"], "skip_documents": 2}, {"files": ["a"], "max_tokens": 4}, False),
+        ({"files": ["b", "a"], "skip_documents": 2}, {"files": ["a"], "max_documents": 2}, False),
+    ],
+)
+def test_train_and_validation_read_no_document_twice(tmp_path, train, validation, is_apart):
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(4)])
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    of_splits = {"train": train, "validation": validation}
+    for name, split in of_splits.items():
+        of_splits[name] = SplitConfig(**split | {"files": [str(tmp_path / f"{file}.jsonl") for file in split["files"]]})
+    settings = Settings(out=str(tmp_path / "d"), num_workers=1, **of_splits)
+    if not is_apart:
+        with pytest.raises(ValueError, match=r"both read .*\.jsonl\. .*train\.skip_documents="):
+            tool.run(settings)
+        return
+    tool.run(settings)
+    documents = [tuple(document) for name in of_splits for document in read(tmp_path / "d", name)[0]]
+    assert len({*documents}) == len(documents) > 3
+
+
 def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
     """Of this tokenizer, which strips text, documents of spaces alone have no token."""
     normalizer = {"type": "Strip", "strip_left": True, "strip_right": True}
@@ -161,55 +190,93 @@ def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
     assert "6 empty documents skipped" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("model", "normalizer"),
-    [
-        ("BPE", None),  # without an unknown token: leaves the characters out
-        ("BPE with an unknown token", None),
-        ("Unigram", None),
-        ("BPE", "NFC"),  # what it makes of two characters has a token
-    ],
-)
-def test_dropped_characters_are_counted(tmp_path, capsys, monkeypatch, model, normalizer):
-    """Also over blocks. Against the characters of the texts that are not in the vocabulary."""
-    tokenizers = pytest.importorskip("tokenizers")
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 20)
-    texts = ["a☃b", "☃☃ café", "", "b c東", "abc e\u0301"] * 2
-    vocab = ["<unk>", *"abcef é"]
-    ids = {piece: i for i, piece in enumerate(vocab)}
-    made = {
-        "BPE": lambda: tokenizers.models.BPE(ids, []),
-        "BPE with an unknown token": lambda: tokenizers.models.BPE(ids, [], unk_token="<unk>"),
-        "Unigram": lambda: tokenizers.models.Unigram([(piece, -1.0) for piece in vocab], 0, False),
+def bert(t):
+    return t.models.WordPiece({x: i for i, x in enumerate(["[UNK]", *"abcef", "##b", "##c"])}, unk_token="[UNK]"), {
+        "normalizer": t.normalizers.BertNormalizer(),
+        "pre_tokenizer": t.pre_tokenizers.BertPreTokenizer(),
+        "decoder": t.decoders.WordPiece(),
     }
-    tokenizer = tokenizers.Tokenizer(made[model]())
-    if normalizer:
-        tokenizer.normalizer = tokenizers.normalizers.NFC()
+
+
+def t5(t):
+    return t.models.Unigram([(piece, -1.0) for piece in ["<unk>", "▁", *"aAbcefé", "2", "▁b"]], 0, False), {
+        "normalizer": t.normalizers.NFKC(),
+        "pre_tokenizer": t.pre_tokenizers.Sequence(
+            [t.pre_tokenizers.WhitespaceSplit(), t.pre_tokenizers.Metaspace()],
+        ),
+        "decoder": t.decoders.Metaspace(),
+    }
+
+
+def without_unknown(t):
+    return t.models.BPE({x: i for i, x in enumerate("abcef é")}, []), {"decoder": t.decoders.Fuse()}
+
+
+def of_bytes(t, normalizer=None):
+    vocab = {x: i for i, x in enumerate(definitions.BYTE_LETTERS.values())}
+    parts = {"pre_tokenizer": t.pre_tokenizers.ByteLevel(add_prefix_space=False), "decoder": t.decoders.ByteLevel()}
+    return t.models.BPE(vocab, []), parts | ({"normalizer": normalizer} if normalizer else {})
+
+
+def composing(t):
+    return of_bytes(t, t.normalizers.NFC())
+
+
+def removing(t):
+    return of_bytes(t, t.normalizers.Replace("a  b", ""))
+
+
+def sentencepiece(t):
+    pieces = [*(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcAef", "<unk>"]
+    vocab = {x: i for i, x in enumerate(pieces)}
+    decoders = [t.decoders.Replace("▁", " "), t.decoders.ByteFallback(), t.decoders.Fuse(), t.decoders.Strip(" ", 1, 0)]
+    return t.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"), {
+        "normalizer": t.normalizers.Sequence([t.normalizers.Prepend("▁"), t.normalizers.Replace(" ", "▁")]),
+        "decoder": t.decoders.Sequence(decoders),
+    }
+
+
+@pytest.mark.parametrize("end_token", [None, "a"])
+@pytest.mark.parametrize("make", [bert, t5, without_unknown, of_bytes, composing, removing, sentencepiece])
+def test_what_a_tokenizer_loses_is_counted(tmp_path, capsys, monkeypatch, make, end_token):
+    """Over blocks, against what `tokenizers` decodes the ids of each document to."""
+    t = pytest.importorskip("tokenizers")
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 20)
+    texts = ["a☃b", "☃☃ café", "", "b c東", "abc e\u0301", "a  b\nA", "b²", "▁a", "[UNK] <unk>", "abc", "a b"] * 2
+    model, parts = make(t)
+    tokenizer = t.Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = TokenizerConfig(kind="huggingface", name=str(tmp_path / "tokenizer.json"))
+    config = TokenizerConfig(kind="huggingface", name=str(tmp_path / "tokenizer.json"), end_token=end_token)
     run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer=config)
-    normal = "".join(texts) if normalizer is None else unicodedata.normalize("NFC", "".join(texts))
-    lost = Counter(character for character in normal if character not in vocab)
-    (found,) = re.findall(r"the tokenizer dropped (.*)", capsys.readouterr().out)
-    told = ", ".join(f"{count:,} × {character!r}" for character, count in lost.most_common())
-    assert found == f"{lost.total()} characters, {len(lost)} different: {told}"
+    backs = [tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) for text in texts]
+    changed = [(text, back) for text, back in zip(texts, backs, strict=True) if text != back]
+    lost = sum((Counter(text) - Counter(back) for text, back in changed), Counter())
+    found = re.findall(r"the tokenizer changed (.*)", capsys.readouterr().out)
+    if make is of_bytes:
+        assert not changed
+    told = ", ".join(f"{count:,} × {character!r}" for character, count in lost.most_common(5))
+    example = f"an example: {changed[0][0]!r} became {changed[0][1]!r}" if changed else ""
+    which = f"{lost.total()} characters, {len(lost)} different: {told}"
+    assert found == [f"{len(changed)} documents and lost {which}; {example}"] * bool(changed)
 
 
 @pytest.mark.parametrize("end_token", [None, "</s>"])
 def test_ends_with_what_training_needs(tmp_path, capsys, monkeypatch, end_token):
     """Its command and its lines are a configuration, and fit the dataset."""
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    _, attributes = run(tmp_path / "d", source, tokenizer=TokenizerConfig(end_token=end_token))
+    _, attributes = run(tmp_path / "d, e", source, tokenizer=TokenizerConfig(end_token=end_token))
     out, err = capsys.readouterr()
     assert ("warning: tokenizer.end_token is null" in err) == (end_token is None)
-    assert "the tokenizer dropped" not in out
+    assert "the tokenizer changed" not in out
     assert f"{attributes['num_tokens']:,} tokens" in out
     assert "vocabulary: 259" in out
     text, command = out.partition("configuration:\n\n")[2].split("\nTry it: ")
     assert shlex.split(command)[:3] == ["shardwright", "train", "--config-name=local_text"]
     c = load("local_text", *shlex.split(command)[3:])
     given = OmegaConf.create(text)
-    assert c.data.filespec == given.data.filespec == str(tmp_path / "d")
+    assert c.data.filespec == given.data.filespec == str(tmp_path / "d, e")
     assert c.model.vocab == given.model.vocab == 320 > attributes["max_token_id"]
     assert c.model.bos_id == given.model.bos_id == (0 if end_token is None else 1)
     assert c.training.eval_batches == given.training.eval_batches == 0  # there is nothing to validate on

@@ -68,6 +68,19 @@ def test_transformers_opens_them(tmp_path, bpe):
             assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
+@pytest.mark.parametrize(("model_type", "warns"), [("llama", False), ("qwen2", True)])
+def test_a_model_type_whose_tokenizer_transformers_replaces_is_warned_of(tmp_path, bpe, capsys, model_type, warns):
+    """AutoTokenizer splits numbers for each qwen2 as Qwen 2 does."""
+    pytest.importorskip("torch", reason="transformers is installed on Python 3.11 only")
+    for file, content in tokenizer_files(bpe, 0)[0].items():
+        (tmp_path / file).write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    expected = "AutoTokenizer opens it as Qwen2Tokenizer, with other ids for "
+    assert [expected in line for line in definitions.differences(tmp_path)] == [True] * warns
+    open_tokenizer("huggingface", str(tmp_path))
+    assert (expected in capsys.readouterr().err) == warns
+
+
 @pytest.mark.parametrize(("bos", "end", "pad"), [(0, "<|end|>", 1), (300, None, 0)])
 def test_a_batch_of_a_bpe_is_padded(tmp_path, bpe, bos, end, pad):
     """At its end, where transformers masks it."""

@@ -18,7 +18,7 @@ from shardwright.modeling.model import load_model
 from shardwright.run.checks import register_schema, to_config
 from shardwright.tools.plan import compare
 from shardwright.tools.plan.search import as_config, as_lines, changes_of, search
-from shardwright.tools.verify.meshes import all_meshes
+from shardwright.tools.verify import all_meshes
 from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,7 @@ import pytest
 
 from shardwright.tools import fork
 from shardwright.tools.init.__main__ import main
+from tests.support.full_disk import files_of_at_most
 from tests.support.recipes import ROOT
 
 pytestmark = pytest.mark.quick
@@ -15,6 +16,21 @@ pytestmark = pytest.mark.quick
 def init(monkeypatch, directory):
     monkeypatch.setattr(sys, "argv", ["shardwright init", str(directory)])
     main()
+
+
+def make_fork(monkeypatch, *_):
+    monkeypatch.setattr(sys, "argv", ["shardwright fork"])
+    fork.main()
+
+
+@pytest.mark.parametrize("program", [init, make_fork])
+def test_a_full_disk_leaves_nothing_so_the_same_command_succeeds_later(monkeypatch, tmp_path, program):
+    monkeypatch.chdir(tmp_path)
+    with files_of_at_most(1000), pytest.raises(SystemExit, match=r"^Error: .*File too large.* Check the path"):
+        program(monkeypatch, ".")
+    assert not list(tmp_path.iterdir())
+    program(monkeypatch, ".")
+    assert (tmp_path / "train.py").exists() or (tmp_path / "my_model.py").exists()
 
 
 def test_a_folder_with_a_repository_becomes_a_project(monkeypatch, tmp_path, capsys):
@@ -42,10 +58,9 @@ def test_a_place_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):
     for place in (tmp_path / "file", tmp_path / "file/project"):
         with pytest.raises(SystemExit, match=f"^Error: Not a directory: {tmp_path}/file.*Check the path"):
             init(monkeypatch, place)
-    monkeypatch.setattr(fork, "FORK", tmp_path / "nowhere/train.py")
-    monkeypatch.setattr(sys, "argv", ["shardwright fork"])
-    with pytest.raises(SystemExit, match=r"^Error: No such file or directory: .*train\.py\. Check the path"):
-        fork.main()
+    monkeypatch.setattr(fork, "FORK", tmp_path / "file/train.py")
+    with pytest.raises(SystemExit, match=f"^Error: File exists: {tmp_path}/file. Check the path"):
+        make_fork(monkeypatch)
     command = [sys.executable, "-m", "tools.write_synthetic_dataset", f"out={tmp_path}/file/data"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1

@@ -50,7 +50,7 @@ def write(directory: Path, losses=(4.0, 3.0, 2.0, 1.0), seconds=0.5, events=(), 
     return directory
 
 
-def compared(directory: Path, sort: str = "loss"):
+def compared(directory: Path, sort: str | None = "loss"):
     return compare_runs([read_run(run) for run in find_runs([str(directory)])], sort)
 
 
@@ -65,7 +65,7 @@ def test_the_figures_are_those_of_the_metrics(tmp_path):
     r = read_run(write(tmp_path / "run", seconds=0.5, events=[MEMORY, VALIDATION, END, BUBBLE]))
     figures = {"steps": 4, "tokens": 40, "ms/step": 500, "tokens/s": 20, "MFU": 0.4, "time": 2}
     # A tenth of four steps is less than one: nothing is averaged.
-    known = {"loss": 1.0, "val": 1.5, "bits/byte": 0.75, "memory": 3 * 2**30, "bubble": 0.25}
+    known = {"loss": 1.0, "val": 1.5, "bits/byte": 0.75, "memory": 3 * 2**30, "idle": 0.25}
     assert r.values == figures | known
     assert (r.notes, r.total_steps, r.state, r.why) == ([], 4, "stopped", "SIGTERM")
     resumed = write(tmp_path / "resumed", events=[END, BUBBLE], steps=9, tail='{"step": 4, "loss": 0.5}\n')
@@ -148,6 +148,20 @@ def test_sorted_best_first_and_unknown_last(tmp_path, sort, order):
     write(tmp_path / "d", ["NaN"], learning_rate=9.0)  # one step: a loss that is none, and no speed
     c = compared(tmp_path, sort)
     assert "".join(r.directory.name for r in c.runs) == order + "d"
+
+
+@pytest.mark.parametrize(("nats", "first", "order"), [(2.0, "loss", "ba"), (3.0, "bits/byte", "ab")])
+def test_runs_with_other_tokens_are_compared_by_bits(tmp_path, nats, first, order):
+    """Run a has more nats a token, and fewer bits a byte if its tokens are longer than those of b."""
+    for name, losses, loss in (("a", (4.0, 2.0), nats), ("b", (4.0, 1.0), 1.5)):
+        events = [VALIDATION | {"loss": loss, "bits_per_byte": 1.0 if name == "a" else 0.75 if nats == 2 else 1.5}]
+        write(tmp_path / name, losses=losses, events=events, steps=2 if name == "a" else 9)
+    c = compared(tmp_path, None)
+    assert c.metrics[0] == first
+    assert "".join(map(c.name, c.runs)) == order
+    wide = [panel.title.partition(",")[0] for panel in panels_of(c) if panel.wide]
+    assert wide == ["Validation loss" if first == "bits/byte" else "Loss"]
+    assert [c.heading(name) for name in c.differing] == ["training.steps"], "steps is a metric"
 
 
 def test_runs_that_broke_off_are_compared_and_said(tmp_path):
@@ -255,6 +269,7 @@ def test_schedules_are_drawn_as_they_are(tmp_path):
     [
         ({"sort": "speed"}, "sort is 'speed'; it must be one of loss, tokens/s"),
         ({"output": "x.txt"}, r"output is x.txt; its name must end in .html or .md"),
+        ({"output": "{}/run/metrics.jsonl/x.md"}, r"x\.md cannot be written: .*\. Give output=<another file>"),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path, settings, message):

@@ -67,11 +67,11 @@ def test_the_head_has_the_key_figures(tmp_path):
     assert found == {
         "loss": found["loss"],
         "val": f"{json.loads(validations[-1])['loss']:.3f}",
-        "bits/byte": "1.500",
+        "bits/byte": f"{json.loads(validations[-1])['loss'] / 2:.3f}",
         "tokens/s": "1.38k",
         "MFU": "120.0%",
         "memory": "~3.00 MiB",
-        "bubble": "1.23%",
+        "idle": "1.23%",
         "steps": "200/250",
         "tokens": "128k",
         "time": "0:01:40",
@@ -279,6 +279,11 @@ DRAWN = """[...document.querySelectorAll(".plot")].map(plot => {
   const largest = Math.max(0, ...shapes.map(x => x.getBoundingClientRect()).map(x => x.width + x.height));
   return {largest, width: box.width, right: box.right};
 })"""
+GAPS = """[...document.querySelectorAll(".plot")].flatMap(plot => {
+  const boxes = [...plot.querySelectorAll(".ytick text")].map(x => x.getBoundingClientRect());
+  boxes.sort((a, b) => a.top - b.top);
+  return boxes.slice(1).map((box, i) => box.top - boxes[i].bottom);
+})"""
 CONTRAST = """[...document.querySelectorAll(".plot .xtick text, .plot .legendtext")].map(text => {
   const light = colour => colour.match(/[\\d.]+/g).slice(0, 3).reduce((sum, x) => sum + Number(x) / 765, 0);
   const back = light(getComputedStyle(text.closest("figure")).backgroundColor);
@@ -298,13 +303,14 @@ def pages(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.long
 @pytest.mark.parametrize(("which", "width", "scheme"), [("alone", 1280, "light"), ("several", 700, "dark")])
 def test_the_page_in_a_browser(pages, which, width, scheme):
-    ask = f"return [{DRAWN}, {CONTRAST}, innerWidth, document.documentElement.scrollWidth]"
-    drawn, contrast, inner, whole = seen(pages[which], ask, width=width, scheme=scheme)
+    ask = f"return [{DRAWN}, {GAPS}, {CONTRAST}, innerWidth, document.documentElement.scrollWidth]"
+    drawn, gaps, contrast, inner, whole = seen(pages[which], ask, width=width, scheme=scheme)
     assert len(drawn) == 7
     for plot in drawn:
         assert plot["largest"] > 50, plot
         assert 250 < plot["width"] <= plot["right"] <= width, plot
     assert (inner, whole) == (width, width)
+    assert min(gaps) > 0, "labels of an axis overlap"
     assert min(contrast) > 0.25
 
 

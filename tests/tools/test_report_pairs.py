@@ -151,14 +151,16 @@ def test_two_patterns_are_compared_on_the_screen_the_page_and_in_markdown(tmp_pa
 
 
 def test_settings_in_which_pairs_differ_are_named(tmp_path):
-    a, b = groups(tmp_path, [3.0, 3.1], [3.0, 3.2])
+    a, b = ([write(tmp_path / f"{name}{i}", i, 3.0, val=2.5) for i in range(2)] for name in "ab")
     for run in b:
         run.settings["training.steps"] = 2
     assert "  They differ in training.steps." in (lines := pairs_of(("a", "b"), (a, b)).lines())
     assert "WARNING" not in "".join(lines)
     b[0].settings["data.filespec"] = "other.zarr"
+    b[1].of_event("validation")[-1]["targets"] = 512
     lines = pairs_of(("a", "b"), (a, b)).lines()
-    assert "  WARNING: losses of different text can't be compared: data.filespec." in lines
+    text = "data.filespec, the number of validation tokens"
+    assert f"  WARNING: losses of different text can't be compared: {text}." in lines
 
 
 # ---- source -------------------------------------------------------------------------------------------------------

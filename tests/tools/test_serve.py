@@ -39,7 +39,7 @@ def run(tmp_path_factory):
     c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=0)
     (directory / "text.txt").write_text((TEXT + "\n") * 30)
     files = [str(directory / "text.txt")]
-    c.data = DataConfig(stream=StreamConfig(train_files=files, validation_files=files, end_token="</s>"))
+    c.data = DataConfig(stream=StreamConfig(train_files=files, end_token="</s>"))
     c.training = dataclasses.replace(c.training, steps=5, checkpoint_interval=3, seq_len=64)
     with jax.set_mesh(tiny.mesh("d=8")):
         train.train(c, load_model(c.model), directory)

@@ -146,6 +146,16 @@ def test_a_file_that_is_none_gets_a_line_with_its_name(given, tmp_path, reader, 
     assert len(message) < 700
 
 
+@pytest.mark.parametrize("reader", READERS)
+def test_a_pointer_of_git_lfs_is_named(given, tmp_path, reader):
+    home = tmp_path / "home"
+    shutil.copytree(given, home)
+    name, read = READERS[reader]
+    (home / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ValueError, match=f"{name} is a pointer of git lfs.* Run `git lfs pull`"):
+        read(home)
+
+
 @pytest.mark.parametrize("shard", [True, False])
 def test_a_file_for_which_memory_has_no_room_is_refused_however_large_its_chunks_are(given, tmp_path, shard):
     shutil.copytree(given / "data", tmp_path / "data")

@@ -5,10 +5,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from shardwright.inspect.soundness import find_unsound
-from shardwright.modeling import attention_calls, attention_paths, context
+from shardwright.modeling import attention_calls, attention_paths
 from shardwright.modeling.model import load_model
 from shardwright.run.step import trace_step
-from shardwright.tools.verify.meshes import ONE_DEVICE
+from shardwright.tools.verify import ONE_DEVICE
 from tests.support import tiny
 
 
@@ -40,7 +40,7 @@ def test_a_step_by_ulysses_and_a_kernel_is_proved(monkeypatch, path):
         return real(*args, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
-    for module in (attention_calls, attention_paths, context):
+    for module in (attention_calls, attention_paths):
         monkeypatch.setattr(module, "choose", lambda setting, *_, **__: setting)  # this device has no kernels
     c = tiny.config(tiny.model(layers=1, n_kv=4), context="ulysses", attention=path)
     c.training.seq_len = 128

@@ -15,7 +15,7 @@ from shardlib.interpret import equations_in
 from shardlib.parsing import ShardError
 from shardwright.cluster.devices import explicit_mesh
 from shardwright.data.loader import TokenBatch
-from shardwright.inspect.soundness import find_unsound
+from shardwright.inspect.soundness import examine
 from shardwright.modeling.model import load_model
 from shardwright.run.config import PipelineConfig
 from shardwright.run.step import trace_step
@@ -151,7 +151,7 @@ def test_one_replica_whose_outer_step_takes_its_weights_is_plain_training():
 
 @pytest.mark.long
 def test_a_sum_in_place_of_the_mean_is_felt():
-    """One device sums too, so the proof accepts it."""
+    """One device sums too, so the check accepts it."""
     edit = "total) / REPLICAS", "total)"
     assert findings(edit) == ""
     with diloco(edit) as train:
@@ -160,7 +160,7 @@ def test_a_sum_in_place_of_the_mean_is_felt():
     assert np.abs(state.weights.unembed - expected.unembed).max() > 0.1
 
 
-# ---- the proof ------------------------------------------------------------------------------------------------------
+# ---- the check ------------------------------------------------------------------------------------------------------
 
 
 def traced(train, mesh: str, model=None, **training):
@@ -176,9 +176,10 @@ def traced(train, mesh: str, model=None, **training):
 
 
 def findings(edit=("", ""), mesh: str = "r=2 d=2", **training) -> str:
-    """What the proof says of the recipe after an edit."""
+    """What the check says of the recipe after an edit."""
     with diloco(edit) as train:
-        return "\n".join(map(str, find_unsound(traced(train, mesh, **training))))
+        found, undecided, *_ = examine(traced(train, mesh, **training))
+        return "\n".join(map(str, (*found, *undecided)))
 
 
 @pytest.mark.long
@@ -193,7 +194,7 @@ def findings(edit=("", ""), mesh: str = "r=2 d=2", **training) -> str:
         ("r=2 p=2 d=2", {"microbatches": 2}),
     ],
 )
-def test_it_is_proved(mesh, training):
+def test_it_is_right(mesh, training):
     assert findings(mesh=mesh, **training) == ""
 
 
@@ -201,11 +202,11 @@ GRADIENT = '        g = checkpoint_name(g, "gradient")'
 WRONG = {
     "gradients are summed over replicas": (
         (GRADIENT, f'        g = jax.tree.map(lambda x: lax.psum(x, "r"), g)\n{GRADIENT}'),
-        r"psum over r, in a loop of each device of r over its own rows",
+        r":631: psum: one device runs another program, in which this line does something else",
     ),
     "the mean divides by the devices": (
         ("total) / REPLICAS", 'total) / shardops.axis_size("r")'),
-        r"a number that depends on the mesh was multiplied into a value: it is 0\.5 times",
+        r":553: div: a number that depends on the mesh: 2\.0 here, 1\.0 on one device",
     ),
     "the mean is that of each device": (
         ("total = shardops.einsum_unreduced(", "return jnp.mean(x, 0)\n        total = shardops.einsum_unreduced("),
@@ -214,19 +215,19 @@ WRONG = {
     "a replica is not alone": (('with shardops.alone("r")', "if True"), "the value differs between devices of r"),
     "each replica takes all rows": (
         ("(*each, step, clock), (replicas, *rows)", "(each, batch, seeds, step, clock), replicas"),
-        r"the result is sharded over r, over which it is also a partial sum",
+        r"reduce_sum: it is 0\.5 times what one device computes",
     ),
     "replicas take turns with the rows": (
         ("x.reshape(m, here, rows // here, *rest), 1, 0", "x.reshape(m, rows // here, here, *rest), 2, 0"),
-        r"reshape: dim 1 of the result has 8 entries here and 4 on one device",
+        r"one device runs another program, in which this line does something else",
     ),
     "noise of each device": (
         (GRADIENT, f'        g = jax.tree.map(lambda x: x + lax.axis_index("r"), g)\n{GRADIENT}'),
-        r"a value differs between devices of r by their index",
+        r":631: add: a value that is whole is added to a partial sum over r",
     ),
     "each replica decides when to meet": (
         ("step % INNER_STEPS == INNER_STEPS - 1,", "metrics.loss[0] > 1,"),
-        r"devices of r decide for themselves, and \w+ within waits for all of them",
+        r":662: cond: never different over r in what was run",
     ),
 }
 
@@ -245,7 +246,7 @@ def test_a_wrong_edit_is_refused(name):
 @pytest.mark.long
 def test_two_replicas_on_one_device_of_r_have_no_axis_d():
     """Its devices hold rows of both."""
-    assert "reshape: dim 1 of the result has 4 entries here and 2 on one device" in findings(mesh="d=2")
+    assert "reshape: dim 1 of operand 0 is sharded over d: each device sees only its own" in findings(mesh="d=2")
 
 
 def test_between_outer_steps_only_metrics_cross_r():

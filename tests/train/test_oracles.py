@@ -155,10 +155,13 @@ def in_order(weights, order):
 
 
 def close(found: np.ndarray, expected: np.ndarray, least: float, where: str) -> None:
-    """A gradient, up to f32 rounding of its largest entry, of `least` at least; each expert up to its own."""
+    """A gradient, up to f32 rounding of its largest entry, of `least` at least; each expert up to its own.
+
+    Where CPUs sum in another order, an entry of "no positions" is 2.2e-5 off, and the norm 9e-6 from the one of f64.
+    """
     of_experts = where.endswith(("w_gate", "w_up", "w_down")) and expected.ndim == 4
     scale = np.abs(expected).max(axis=(2, 3) if of_experts else None, keepdims=True)
-    np.testing.assert_allclose((found - expected) / np.maximum(scale, least), 0, atol=2e-5, err_msg=where)
+    np.testing.assert_allclose((found - expected) / np.maximum(scale, least), 0, atol=4e-5, err_msg=where)
 
 
 @pytest.mark.parametrize(("name", "mesh", "settings"), ROWS)
@@ -177,7 +180,7 @@ def test_a_step_is_that_of_its_oracle(name, mesh, settings, monkeypatch):
         placed = tiny.place_batch(c, batch())
         if "p=" in mesh and not c.optimizer.z_loss:
             nats, targets = train.make_evaluation_step(c, model)(start.weights, placed)
-            np.testing.assert_allclose(nats / targets, of.loss, rtol=1e-5)
+            np.testing.assert_allclose(nats / targets, of.loss, rtol=2e-5)  # sums of f32 in the order of the CPU
         state, metrics = train.make_training_step(c, model)(start, placed, np.int32(STEPS - 1))
         back = None if order is None else np.argsort(order)
         weights, moment = (in_order(jax.tree.map(np.asarray, x), back) for x in (state.weights, state.adam_mu))
@@ -185,7 +188,7 @@ def test_a_step_is_that_of_its_oracle(name, mesh, settings, monkeypatch):
     of_loss = jax.tree.map(lambda g: np.float64(g) / (1 + is_own), of.gradients)
     norm = math.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(of_loss)))
     np.testing.assert_allclose(metrics.loss, of.loss / (1 + is_own), rtol=1e-5)
-    np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
+    np.testing.assert_allclose(metrics.grad_norm, norm, rtol=2e-5)
     assert norm > c.optimizer.clip_norm, "gradients are clipped"
     # Those of the biases of keys are 0 but for rounding: they add the same to all scores of a query.
     least = 1e-2 * max(np.abs(g).max() for g in jax.tree.leaves(of_loss))

@@ -265,7 +265,7 @@ def test_they_are_proved(module, place):
         assert describe_causality(step).endswith("no position sees a later token or another document")
 
 
-OF_MESH = "mul: a number that depends on the mesh was multiplied into a value: it is 2 times what it is on one device"
+OF_MESH = "a number that depends on the mesh: 2"
 WRONG = {
     "block": ("return self.attend(x, w.full, attention, CAUSAL)", "return FOUND * shardops.axis_size('d')"),
     "dense": ("return self.mlp(x, w) if", "return self.mlp(x, w) * shardops.axis_size('d') if"),

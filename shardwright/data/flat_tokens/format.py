@@ -22,6 +22,16 @@ OPENING_RETRIES = 3
 """Retries of a request while a dataset is opened, so that a wrong address is reported within seconds. Later, when a run
 depends on it, tensorstore retries for a quarter of an hour."""
 
+TOKEN_FILES = (".bin", ".idx", ".npy")
+"""Suffixes of other trainers' token ids."""
+
+
+def how_to_convert(names: Iterable[str]) -> str:
+    """Returns what to do with token files of other trainers; empty if none of `names` is one."""
+    found = next((name for name in names if name.endswith(TOKEN_FILES)), None)
+    about = "holds token ids, as nanoGPT, llm.c and Megatron-LM write them. Convert it with docs/recipes/token_files.py"
+    return f"{found} {about} (docs/data.md)." if found else ""
+
 
 def decode(encoded: AnyEncoded) -> tuple[AnyEncoded, AnyIsStart]:
     """Decodes stored tokens to `(ids, is_start)`."""

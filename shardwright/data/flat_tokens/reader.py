@@ -1,6 +1,8 @@
 """Reads one split of a flat-tokens dataset."""
 
+import contextlib
 import functools
+import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,15 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Int64, UInt32
 
-from shardwright.data.flat_tokens.format import IDENTITY, check_files, open_kvstore, opening_context, read_file, stamps
+from shardwright.data.flat_tokens.format import (
+    IDENTITY,
+    check_files,
+    how_to_convert,
+    open_kvstore,
+    opening_context,
+    read_file,
+    stamps,
+)
 from shardwright.data.untrusted import MEMORY, check_types, parse_object, refused
 
 Places = Int64[np.ndarray, "spans"]
@@ -27,8 +37,21 @@ _RECIPES = Path(__file__).parents[2] / "tools" / "configs"
 """Directory of the configurations that make the datasets of configs/data/."""
 _AGAIN = "Write or copy the dataset again."
 _ATTRIBUTES = {"max_token_id": int, "format?": str, "version?": int, "num_tokens?": int, "num_documents?": int}
+_ATTRIBUTES |= {"bos_id?": int}
 _MOST_BYTES = 64
 """Most bytes per element in a file, plus 1024: each element may be a chunk with an entry in a shard's index."""
+
+
+def bos_id_of(filespec: str) -> int | None:
+    """Returns the id that a dataset records for the beginning of each document; None if none, or if it is unreadable.
+
+    A Reader of the dataset reports what is wrong with it.
+    """
+    with contextlib.suppress(ValueError, OSError):
+        group = read_file(open_kvstore(filespec, opening_context()), "train/zarr.json")
+        attributes = parse_object(filespec, group or b"{}", {"attributes?": {"bos_id?": int}}).get("attributes", {})
+        return attributes.get("bos_id")
+    return None
 
 
 class Reader:
@@ -113,10 +136,9 @@ class Reader:
                 if ours
                 else ""
             )
-            raise ValueError(
-                f"No flat-tokens split at {self.path}.{there} Correct the path or the name of the split, or "
-                f"{make or 'write the dataset (docs/data.md)'}."
-            )
+            local = os.listdir(self.filespec) if os.path.isdir(self.filespec) else [self.filespec]
+            correct = "Correct the path or the name of the split, or " + (make or "write the dataset (docs/data.md)")
+            raise ValueError(f"No flat-tokens split at {self.path}.{there} {how_to_convert(local) or f'{correct}.'}")
         check_types(self.path, {"attributes": attributes}, {"attributes": _ATTRIBUTES}, _AGAIN)
         found = {name: attributes.get(name, value) for name, value in IDENTITY.items()}
         if found != IDENTITY:

@@ -19,6 +19,7 @@ from shardwright.data.loader.batches import (
     Loader,
     Piece,
     TargetCounts,
+    Text,
     TokenBatch,
     batch_shapes,
     in_microbatches,

@@ -5,11 +5,12 @@ import dataclasses
 import functools
 import itertools
 import math
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from shardlib.shardtypes import Array, bool_, make_shardings, pytree_dataclass, u32
 from shardwright.data.checks import check_range
 from shardwright.data.loader.order import Indices
-from shardwright.data.text.tokenizers import ByteLengths
+from shardwright.data.text.tokenizers import ByteLengths, Tokenizer
 
 T = TypeVar("T")
 NO_EPOCHS = "Only a single flat-tokens dataset has epochs (training.eval_epochs); give a number of steps instead."
@@ -76,6 +77,15 @@ class TargetCounts:
     """True if all sequences of the split were counted, False for the first ones of each dataset."""
 
 
+class Text(NamedTuple):
+    """The text in a process's share of a batch. The sum over processes is that of the batch."""
+
+    utf8_bytes: int | None
+    """UTF-8 bytes of the text of the targets; None if unknown."""
+    checksum: int
+    """Sum of the CRC-32 of all sequences, which does not depend on how they are divided into batches."""
+
+
 def in_microbatches(sequences: T, count: int) -> T:
     """Reshapes host arrays [sequences, …] to microbatches [count, sequences / count, …]."""
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sequences)
@@ -112,17 +122,22 @@ class Loader:
         inputs: names of further inputs of batches (docs/formats.md).
         loss_inputs: those of the loss.
         microbatches: number of microbatches in the batches that `load` returns, at least 1.
-        pad: True to add padding sequences at the end of a batch that the mesh does not divide.
 
     Raises:
-        ValueError: a size is out of range, `microbatches` does not divide batch_size, or the mesh does not divide a
-            microbatch.
+        ValueError: a size is out of range, or the mesh and `microbatches` do not divide a batch of `train`.
     """
 
     parallel_loads: int
     """Number of concurrent calls of `load` that are allowed: the `threads` of `prefetch`."""
     num_tokens: int | None
     """Tokens in the split, all sources together; None if unknown."""
+    once: bool
+    """True for splits other than `train`: each sequence is in one batch, and `load` adds padding where the batch or the
+    mesh is larger."""
+    files: Sequence[str] = ()
+    """Lines about the text files that are read, if any."""
+    tokenizer: Tokenizer | None = None
+    """What makes its tokens from text; None if it reads tokens."""
 
     def __init__(
         self,
@@ -133,14 +148,14 @@ class Loader:
         inputs: Sequence[str] = (),
         loss_inputs: Sequence[str] = (),
         microbatches: int = 1,
-        pad: bool = False,
     ):
         check_range("batch_size", batch_size)
         check_range("seq_len", seq_len)
         check_range("microbatches", microbatches)
         mesh = jax.sharding.get_abstract_mesh()
         multiple = microbatches * math.prod(mesh.shape.get(axis, 1) for axis in "rde")
-        size = -(-batch_size // multiple) * multiple if pad else batch_size
+        self.once = split != "train"
+        size = -(-batch_size // multiple) * multiple if self.once else batch_size
         if size % multiple:
             raise ValueError(
                 f"A batch of {size} sequences does not divide into {microbatches} microbatches on the mesh "
@@ -161,8 +176,12 @@ class Loader:
         """Tokens in a batch, over all hosts, padding included."""
         return self.batch_size * self.seq_len
 
+    def rows(self, step: int) -> int:
+        """Counts the sequences in the batch of `step`: batch_size, or what is left of a split that is read `once`."""
+        return self.batch_size
+
     def sequences(self, step: int, indices: Indices) -> TokenBatch:
-        """Reads sequences of the batch of `step`, at least 0, to the host, by their indices in [0, batch_size).
+        """Reads sequences of the batch of `step`, at least 0, to the host, by their indices in [0, rows(step)).
 
         Raises:
             ValueError: the step cannot be read, or data is missing or damaged.
@@ -174,10 +193,6 @@ class Loader:
 
         They only identify the datasets if any step can be read at any time.
         """
-        return {}
-
-    def epoch_steps(self) -> dict[str, Fraction]:
-        """Computes the number of batches per epoch of each source, by name; empty if unknown."""
         return {}
 
     def epochs_before(self, step: int) -> Fraction:
@@ -218,18 +233,16 @@ class Loader:
         """Bytes of each token; None if unknown."""
         return None
 
-    def utf8_bytes(self, step: int) -> int | None:
-        """Counts the UTF-8 bytes of the text of the targets in this process's share of the batch; None if unknown.
-
-        Each process reads as many sequences as another. The sum over processes is that of the batch of `step`.
-        """
-        if self.byte_lengths is None:
-            return None
-        rows = np.array_split(np.arange(self.batch_size), jax.process_count())[jax.process_index()]
+    def text(self, step: int) -> Text:
+        """Measures the text in this process's share of the batch of `step`. Raises as `sequences`."""
+        rows = np.array_split(np.arange(self.rows(step)), jax.process_count())[jax.process_index()]
+        known = self.byte_lengths
         if not rows.size:  # fewer sequences than processes
-            return 0
+            return Text(None if known is None else 0, 0)
         found = self.sequences(step, rows)
-        return self.byte_lengths.count(found.targets[found.loss_mask], found.is_seq_start[found.loss_mask])
+        checksum = sum(zlib.crc32(b"".join(map(bytes, row))) for row in zip(*jax.tree.leaves(found), strict=True))
+        of_targets = found.targets[found.loss_mask], found.is_seq_start[found.loss_mask]
+        return Text(None if known is None else known.count(*of_targets), checksum)
 
     def load(self, step: int) -> TokenBatch:
         """Loads the batch of `step` onto the devices, as an Array["m", TokenBatch].
@@ -243,7 +256,7 @@ class Loader:
         parts = self.shardings.targets.addressable_devices_indices_map(shape).values()
         rows = np.unique(np.concatenate([np.arange(size)[part] for _, part, _ in parts]))
         indices = (np.arange(count)[:, None] * size + rows).reshape(-1)
-        is_real = indices < self.batch_size
+        is_real = indices < self.rows(step)
         host = self.sequences(step, np.where(is_real, indices, 0))
         host = dataclasses.replace(host, loss_mask=host.loss_mask & is_real[:, None])
 

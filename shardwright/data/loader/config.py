@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.data.checks import above_0, check_range, check_ranges, within
+from shardwright.data.checks import a_path, above_0, check_range, check_ranges, within
 
 
 @dataclass
 class SourceConfig:
     """One dataset of a mixture."""
 
-    filespec: str
+    filespec: str = a_path()
     """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`)."""
     weight: float = above_0(1.0)
     """Share of sequences from this source, relative to the other weights; above 0. With sequence_packing, also the
@@ -22,7 +22,7 @@ class SourceConfig:
 class StreamConfig:
     """Text to tokenize during training. Either `dataset`, or `train_files` and `validation_files`."""
 
-    dataset: str | None = None
+    dataset: str | None = a_path(None)
     """Name of a Hugging Face dataset."""
     dataset_config: str | None = None
     """The dataset's configuration (subset), if it has several."""
@@ -30,9 +30,9 @@ class StreamConfig:
     """The dataset's split to train on."""
     validation: str = "validation"
     """The dataset's split to validate on."""
-    train_files: list[str] = field(default_factory=list)
+    train_files: list[str] = a_path(default_factory=list)
     """Files, folders, globs or URLs to train on, of the kinds in docs/data.md."""
-    validation_files: list[str] = field(default_factory=list)
+    validation_files: list[str] = a_path(default_factory=list)
     """Files, folders, globs or URLs to validate on."""
     text_field: str = "text"
     """The column or JSON key that holds the document."""
@@ -40,7 +40,7 @@ class StreamConfig:
     """Separator between the documents of a .txt: each line is one. Null: each file is one."""
     tokenizer_kind: str = "bytes"
     """`bytes`, `huggingface` or `tiktoken`: as in shardwright/tools/huggingface_to_flat_tokens, with the same ids."""
-    tokenizer: str | None = None
+    tokenizer: str | None = a_path(None)
     """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory with one. For `tiktoken`: an
     encoding, as in shardwright/tools/huggingface_to_flat_tokens. Null for `bytes`."""
     end_token: str | None = None
@@ -54,7 +54,7 @@ class StreamConfig:
 class DataConfig:
     """Source of the tokens: exactly one of `filespec`, `mixture` and `stream` (docs/data.md)."""
 
-    filespec: str | None = None
+    filespec: str | None = a_path(None)
     """A flat-tokens dataset (docs/formats.md): a local path, or a URL (`gs://`, `s3://`, `http://`)."""
     mixture: dict[str, SourceConfig] = field(default_factory=dict)
     """Several flat-tokens datasets by name, with their weights."""
@@ -65,8 +65,8 @@ class DataConfig:
     shuffle: bool = True
     """True: random order, different in each epoch. False: the order of the dataset."""
     sequence_packing: bool = True
-    """True: sequences are consecutive windows of seq_len tokens, across documents; the last num_tokens % seq_len tokens
-    are dropped. False: each sequence is one document, truncated or padded to seq_len."""
+    """True: sequences are consecutive windows of seq_len tokens, across documents; training drops the last num_tokens %
+    seq_len tokens. False: each sequence is one document, truncated or padded to seq_len."""
     loss_mask: str | None = None
     """Name of an input of the dataset that is 0 at tokens to exclude from the loss, such as those of a prompt
     (docs/data.md). Null: all tokens are targets."""

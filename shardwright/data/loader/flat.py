@@ -1,5 +1,6 @@
 """Makes batches from flat-tokens datasets, one or a mixture: a pure function of datasets, weights, seed and step."""
 
+import bisect
 import collections
 import copy
 import dataclasses
@@ -32,6 +33,7 @@ class Source:
         source: the dataset.
         data: how to read it.
         split: of the dataset.
+        once: True to also read the tokens after the last whole sequence.
         seq_len: tokens in a sequence.
         inputs: names of the inputs of the batches, and of those of the loss.
         options: of its flat_tokens.Reader.
@@ -45,6 +47,7 @@ class Source:
         source: SourceConfig,
         data: DataConfig,
         split: str,
+        once: bool,
         seq_len: int,
         inputs: Sequence[Sequence[str]],
         **options: Any,
@@ -54,7 +57,8 @@ class Source:
         read: dict[str, None] = dict.fromkeys([*itertools.chain(*inputs), *mask])
         self.dataset = flat_tokens.Reader(source.filespec, split, inputs=tuple(read), **options)
         tokens = self.dataset.num_tokens
-        self.sequences_per_epoch = tokens // seq_len if data.sequence_packing else self.dataset.num_documents
+        windows = -(-tokens // seq_len) if once else tokens // seq_len
+        self.sequences_per_epoch = windows if data.sequence_packing else self.dataset.num_documents
         if self.sequences_per_epoch == 0:
             raise ValueError(
                 f"{self.dataset.path} is too short: {tokens} tokens do not fill one sequence of seq_len {seq_len}. "
@@ -67,7 +71,8 @@ class Source:
         if self._data.shuffle:
             index = permute(index, self.sequences_per_epoch, self._data.seed, epoch)
         if self._data.sequence_packing:
-            return index * self._seq_len, np.full_like(index, self._seq_len)
+            starts = index * self._seq_len
+            return starts, np.minimum(self.dataset.num_tokens - starts, self._seq_len)
         starts, lengths = self.dataset.document_spans(index)
         return starts, np.minimum(lengths, self._seq_len)
 
@@ -162,7 +167,7 @@ class FlatTokensLoader(Loader):
                     f"data.mixture.{name}.weight is {source.weight}, less than one sequence in {BLOCK * PERIOD}. "
                     "Give it a larger weight or remove the source."
                 )
-            self.sources[name] = Source(source, config, self.split, self.seq_len, **options)
+            self.sources[name] = Source(source, config, self.split, self.once, self.seq_len, **options)
             path, largest = self.sources[name].dataset.path, self.sources[name].dataset.max_token_id
             if self.vocab_size is not None and largest >= self.vocab_size:
                 raise ValueError(
@@ -194,7 +199,9 @@ class FlatTokensLoader(Loader):
 
     def locate(self, step: int, indices: Indices) -> list[tuple[str | None, np.ndarray, np.ndarray]]:
         """Lists each source in the batch of `step`: name, positions of its sequences in `indices`, their numbers."""
-        which, numbers = self.quotas.locate((step - self._first) * self.batch_size + indices)
+        first = (step - self._first) * self.batch_size
+        mixed = self._unrepeated(first, self.rows(step))[indices] if self.once else first + indices
+        which, numbers = self.quotas.locate(mixed)
         numbers = numbers + self._begins[which]
         found = []
         for i, name in enumerate(self.sources):
@@ -202,6 +209,29 @@ class FlatTokensLoader(Loader):
             if places.size:
                 found.append((name, places, numbers[places]))
         return found
+
+    def _unrepeated(self, first: int, count: int) -> Indices:
+        """Returns the numbers in the mixture of the sequences `first` to `first + count`, if none is repeated.
+
+        A source that has ended is left out.
+        """
+        sizes = np.array([source.sequences_per_epoch for source in self.sources.values()])
+        if (self.quotas.before(first + count) <= sizes).all():
+            return np.arange(first, first + count)
+
+        def count_before(number: int) -> int:
+            return int(np.minimum(self.quotas.before(number), sizes).sum())
+
+        every = range(int((-(-sizes // self.quotas.shares)).max()) * BLOCK * PERIOD + 1)
+        begin, end = (bisect.bisect_left(every, n, key=count_before) for n in (first + 1, first + count))
+        numbers = np.arange(begin - 1, end)
+        which, of_source = self.quotas.locate(numbers)
+        return numbers[of_source < sizes[which]]
+
+    def rows(self, step: int) -> int:
+        """Counts the sequences in the batch of `step`, as Loader.rows describes."""
+        total = sum(source.sequences_per_epoch for source in self.sources.values())
+        return min(max(total - step * self.batch_size, 0), self.batch_size) if self.once else self.batch_size
 
     def sequences(self, step: int, indices: Indices) -> TokenBatch:
         """Reads sequences of the batch of `step`, as Loader.sequences describes."""
@@ -213,7 +243,7 @@ class FlatTokensLoader(Loader):
     def pieces(self, step: int) -> list[Piece]:
         """Lists the parts of documents in the batch of `step`, as Loader.pieces describes."""
         pieces = []
-        for name, indices, numbers in self.locate(step, np.arange(self.batch_size)):
+        for name, indices, numbers in self.locate(step, np.arange(self.rows(step))):
             source = self.sources[name]
             starts, lengths = source.spans(numbers)
             firsts, lasts = np.split(source.dataset.documents_at(np.concatenate([starts, starts + lengths - 1])), 2)
@@ -239,14 +269,6 @@ class FlatTokensLoader(Loader):
             raise ValueError(NO_EPOCHS)
         (source,) = self.sources.values()
         return Fraction(int(self._numbers(step)[0]), source.sequences_per_epoch)
-
-    def epoch_steps(self) -> dict[str, Fraction]:
-        """Computes the number of batches per epoch of each source. The next epoch follows without a gap."""
-        total = int(self.quotas.shares.sum())
-        return {
-            name or source.config.filespec: Fraction(source.sequences_per_epoch * total, share * self.batch_size)
-            for (name, source), share in zip(self.sources.items(), self.quotas.shares.tolist(), strict=True)
-        }
 
     def passes(self, step: int) -> dict[str, Fraction]:
         """Counts the passes over each source, also those of the batches before `first`."""

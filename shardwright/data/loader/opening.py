@@ -24,7 +24,7 @@ def make_loader(
     state: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Loader:
-    """Makes the loader for `config`. Splits other than `train` are read in order.
+    """Makes the loader for `config`. Splits other than `train` are read once, in order.
 
     `state` is what `Loader.state` returned for the step to resume at; None or empty for the beginning. Other arguments
     are for Loader, `after` and `first` for FlatTokensLoader.
@@ -85,10 +85,10 @@ def steps_for(
     if tokens is not None:
         count = tokens // loader.tokens_per_batch
     elif epochs is not None:
-        of_epoch = [*loader.epoch_steps().values()]
-        if len(of_epoch) != 1:
+        of_batch = [*loader.passes(1).values()]
+        if len(of_batch) != 1:
             raise ValueError(f"{given}, but only a single dataset has epochs. Give the length in steps or tokens.")
-        count = math.floor(Fraction(str(epochs)) * of_epoch[0])
+        count = math.floor(Fraction(str(epochs)) / of_batch[0])
         count -= sum(step < count for step in {*skip_steps})
     check_range(f"the length of the run, {given} in steps of {loader.tokens_per_batch} tokens,", count)
     return count

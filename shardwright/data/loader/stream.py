@@ -4,6 +4,7 @@ Unlike a flat-tokens dataset, a stream is read sequentially: only steps that fol
 state is small, because it is only a position in the stream.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -16,10 +17,11 @@ import jax
 import numpy as np
 
 from shardwright.data.loader.batches import Loader, TokenBatch
-from shardwright.data.loader.config import DataConfig
+from shardwright.data.loader.config import DataConfig, StreamConfig
 from shardwright.data.loader.order import Indices, permute
 from shardwright.data.text import sources
-from shardwright.data.text.tokenizers import ByteLengths, byte_lengths, open_tokenizer
+from shardwright.data.text.files import Found, find_files
+from shardwright.data.text.tokenizers import ByteLengths, Tokenizer, byte_lengths, open_tokenizer
 
 
 class _Place(NamedTuple):
@@ -32,6 +34,18 @@ class _Place(NamedTuple):
     """State of the `datasets` library at the start of the block; None for the start of the epoch."""
     documents: int = 0
     tokens: int = 0
+
+
+def _check_overlap(stream: StreamConfig, validation: Found) -> None:
+    """Raises ValueError if a stream trains on its validation, as far as its files for training are on this machine."""
+    shared = [stream.train] if stream.dataset and stream.train == stream.validation else []
+    with contextlib.suppress(ValueError):  # evaluation does without them
+        shared += find_files(stream.train_files, "train").shared_with(validation)
+    if shared:
+        raise ValueError(
+            f"data.stream trains and validates on {', '.join(shared[:3])}. Choose other data, or set "
+            "training.eval_batches=0."
+        )
 
 
 class StreamLoader(Loader):
@@ -50,6 +64,7 @@ class StreamLoader(Loader):
             vocabulary, a package is not installed, or the files differ from those of the state.
     """
 
+    tokenizer: Tokenizer
     parallel_loads = 1
     num_tokens = None
 
@@ -67,9 +82,12 @@ class StreamLoader(Loader):
         files = {"train": stream.train_files, "validation": stream.validation_files}[self.split]
         hub = stream.dataset, stream.dataset_config, getattr(stream, self.split)
         separator = {"separator": stream.text_separator}
-        self._name, self._data = sources.open_text("data.stream", *hub, files, stream.text_field, **separator)
-        self._tokenizer = open_tokenizer(stream.tokenizer_kind, stream.tokenizer, stream.end_token)
-        size = self._tokenizer.vocab_size
+        self._name, self._data, found = sources.open_text("data.stream", *hub, files, stream.text_field, **separator)
+        self.files = found.described(self.split)
+        if self.split == "validation":
+            _check_overlap(stream, found)
+        self.tokenizer = open_tokenizer(stream.tokenizer_kind, stream.tokenizer, stream.end_token)
+        size = self.tokenizer.vocab_size
         if self.vocab_size is not None and size > self.vocab_size:
             raise ValueError(
                 f"The tokenizer of the stream {self._name} has {size} ids, more than the model's vocabulary of "
@@ -77,9 +95,9 @@ class StreamLoader(Loader):
             )
         self._beginning = self._data.state_dict()
         place = dict(state or {})
-        found = [path for path in sources.match(files) if "://" not in path]
-        found = [(os.path.basename(path), os.path.getsize(path)) for path in found]
-        self._files = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:20]
+        local = [path for path in found.paths if files and "://" not in path]
+        sizes = [(os.path.basename(path), os.path.getsize(path)) for path in local]
+        self._files = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:20]
         if place.pop("files", self._files) != self._files:
             raise ValueError(
                 f"The files of the stream {self._name} differ from the checkpoint's, by name or size, so it cannot "
@@ -94,6 +112,13 @@ class StreamLoader(Loader):
 
     def sequences(self, step: int, indices: Indices) -> TokenBatch:
         """Reads sequences of the batch of `step`, as Loader.sequences describes."""
+        return jax.tree.map(lambda x: x[indices], self._batch(step))
+
+    def rows(self, step: int) -> int:
+        """Counts the sequences in the batch of `step`, as Loader.rows describes. Raises as `sequences`."""
+        return int(self._batch(step).loss_mask.any(axis=1).sum()) if self.once else self.batch_size
+
+    def _batch(self, step: int) -> TokenBatch:
         at, batch = self._last
         if step < at:
             self._steps = self._read_from(self.state(step)["step"])
@@ -106,7 +131,7 @@ class StreamLoader(Loader):
                 self._steps = self._read_from(at + (batch is not None))
                 raise
         self._last = at, batch
-        return jax.tree.map(lambda x: x[indices], batch)
+        return batch
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns the state before the batch of `step`, which is known once the previous batch has been read."""
@@ -120,12 +145,16 @@ class StreamLoader(Loader):
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
         """Bytes of each token; None if unknown."""
-        return byte_lengths(self._tokenizer)
+        return byte_lengths(self.tokenizer)
 
     def _read_from(self, first: int) -> Iterator[tuple[int, TokenBatch]]:
-        """Yields each step and its batch, from a step whose position is known. Records the position after it."""
+        """Yields each step and its batch, from a step whose position is known. Records the position after it.
+
+        Batches after the end of a split that is read once are empty.
+        """
         documents = self._tokenize(self._places[first])
         ids = np.zeros(0, np.uint32)
+        ended = _Place(1), _Place(1), ids
         offset = 0
         shape = (self.batch_size, self.seq_len)
         # Packed: a batch is one run of consecutive documents. Otherwise each sequence is the start of a document.
@@ -137,8 +166,11 @@ class StreamLoader(Loader):
                 done = 0
                 while done < stretch:
                     if offset == ids.size:
-                        here, after, ids = next(documents)
+                        here, after, ids = next(documents, ended)
                         offset = here.tokens
+                        if not ids.size:
+                            place = here
+                            break
                     count = min(ids.size - offset, stretch - done)
                     targets[done : done + count] = ids[offset : offset + count]
                     is_start[done] = offset == 0
@@ -161,7 +193,7 @@ class StreamLoader(Loader):
                 order = np.arange(len(texts))
                 key = np.full_like(order, block.epoch << 32 | block.block)
                 texts = [texts[i] for i in permute(order, len(texts), self._config.seed, key)]
-            encoded = self._tokenizer.encode(texts[block.documents :])
+            encoded = self.tokenizer.encode(texts[block.documents :])
             for i, ids in enumerate(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), block.documents):
                 here = block._replace(documents=i, tokens=tokens)
                 after = block._replace(documents=i + 1, tokens=0) if i + 1 < len(texts) else after_block
@@ -171,7 +203,7 @@ class StreamLoader(Loader):
 
     def _blocks(self, place: _Place) -> Iterator[tuple[_Place, list[str], _Place]]:
         """Yields the blocks of all epochs from `place` on: position, documents, and the position after it."""
-        while True:
+        while not (self.once and place.epoch):
             self._data.load_state_dict(self._beginning if place.source is None else place.source)
             texts: list[str] = []
             field = self._stream.text_field

@@ -3,15 +3,17 @@
 Whatever library defines a tokenizer, its dataset keeps a tokenizer.json, so that any program can decode its ids.
 """
 
+import fnmatch
 import functools
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwright.data.hub import reading_hub
-from shardwright.data.untrusted import LARGE, parse_object, read_text, refused
+from shardwright.data.untrusted import LARGE, check_file, first_line, one_line, parse_object, read_text, refused
 
 # GPT-2's letters for bytes: printable Latin-1 characters for themselves, characters from 256 on for the others.
 _PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -20,6 +22,15 @@ BYTE_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABL
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the vocabulary of SentencePiece."""
+
+
+PROBES = (
+    "It's 12.5 % of\n\n  the COST, İstanbul: naïve, “so”… ²½ ﬁ",
+    "東京は夜の七時。 한국어 العربية हिन्दी Ελληνικά Кириллица 👩‍👧 🇩🇪 x\t\ty \x0b\x7f",
+    "a" * 50 + " " * 50 + "\r\n" * 9 + "!?" * 9,
+    "".join(chr(i) for i in range(33, 0x250)),
+)
+"""Texts whose bytes a tokenizer must reproduce. All are in Unicode's composed form (NFC)."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -47,47 +58,90 @@ def load_definition(definition: str) -> Any:
     return tokenizer
 
 
-@functools.lru_cache(maxsize=2**17)
-def is_dropped(definition: str, character: str) -> bool:
-    """Returns whether a tokenizer loses a character other than a space: it has no token for it, or its unknown one."""
-    tokenizer = load_definition(definition)
-    back = tokenizer.decode(tokenizer.encode(character, add_special_tokens=False).ids)
-    return not (character.isspace() or character == SPACE or character in back)
+_VOCABULARIES = ("tokenizer.json", "*.model*", "vocab*", "*.tiktoken", "tekken.json")
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+"""Files by which transformers adds tokens to those of a tokenizer.json, or takes another class for it."""
+FILES = [*_VOCABULARIES, *_BESIDE, "merges.txt"]
+"""The files of a tokenizer on the hub."""
 
 
 def find_huggingface(name: str) -> str:
-    """Finds a tokenizer and returns its tokenizer.json.
+    """Finds a tokenizer and returns its tokenizer.json, with the tokens that files beside it add in transformers.
 
     Args:
-        name: the file, a directory, or a name on the Hugging Face hub. Other formats are converted by transformers'
-            AutoTokenizer.
+        name: the file, a directory, or a name on the Hugging Face hub. transformers converts other formats.
 
     Raises:
-        ValueError: it is missing.
+        ValueError: it is missing or damaged.
     """
-    path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
-    if os.path.exists(path):
-        return read_text(path, LARGE)
-    if name.endswith(".json"):
-        raise ValueError(f"no file {path!r} in {os.getcwd()}. Correct the path.")
-    remedy = "Check the name, the connection, and that you are logged in if access is restricted; or give a local "
-    with reading_hub(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
-        return _download(name)
+    if os.path.isfile(name) and os.path.basename(name) != "tokenizer.json":
+        return read_text(name, LARGE)
+    directory = os.path.dirname(name) or "." if os.path.isfile(name) else name
+    if not os.path.isdir(directory):
+        if name.endswith(".json"):
+            raise ValueError(f"no file {name!r} in {os.getcwd()}. Correct the path.")
+        remedy = "Check the name, the connection, and that you are logged in if access is restricted; or give a local "
+        with reading_hub(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
+            import huggingface_hub
+
+            directory = huggingface_hub.snapshot_download(name, allow_patterns=FILES)
+    path = os.path.join(directory, "tokenizer.json")
+    if not os.path.lexists(path):
+        return open_directory(directory).backend_tokenizer.to_str()
+    definition = read_text(path, LARGE)
+    if not any(os.path.exists(os.path.join(directory, file)) for file in _BESIDE):
+        return definition
+    theirs = open_directory(directory).backend_tokenizer
+    for line in differences(directory):
+        print(line, file=sys.stderr)
+    return definition if _added(theirs) == _added(load_definition(definition)) else theirs.to_str()
 
 
-def _download(name: str) -> str:
-    """Downloads the tokenizer.json of a Hugging Face repository, or converts its other files with transformers."""
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError
+def _added(tokenizer: Any) -> dict[int, str]:
+    return {i: repr(token) for i, token in tokenizer.get_added_tokens_decoder().items()}
 
-    try:
-        if not os.path.isdir(name):
-            return read_text(huggingface_hub.hf_hub_download(name, "tokenizer.json"), LARGE)
-    except EntryNotFoundError:
-        pass
+
+def open_directory(directory: str | os.PathLike) -> Any:
+    """Opens the tokenizer in a directory with transformers, without running code from the directory.
+
+    Raises:
+        ImportError: its format needs a package that is not installed.
+        ValueError: there is none, or it is damaged.
+    """
+    found = os.listdir(directory)
+    if not any(fnmatch.fnmatch(file, form) for file in found for form in _VOCABULARIES):
+        raise ValueError(f"{directory} has no tokenizer.json. Put the one of its model there.")
+    for file in found:
+        if file.endswith((".json", ".jinja")):
+            check_file(os.path.join(directory, file), LARGE)
     import transformers
 
-    return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer.to_str()
+    # AutoTokenizer replaces parts of some tokenizer.json by those of the class that it takes the tokenizer for.
+    kind = transformers.PreTrainedTokenizerFast if "tokenizer.json" in found else transformers.AutoTokenizer
+    with refused(f"transformers cannot open the tokenizer in {directory}"):
+        tokenizer = kind.from_pretrained(directory, trust_remote_code=False)
+        tokenizer.backend_tokenizer.get_vocab_size()  # raises if the tokenizer is one in Python
+        return tokenizer
+
+
+def differences(directory: str | os.PathLike) -> list[str]:
+    """Returns a warning if AutoTokenizer gives other ids than the tokenizer.json in a directory.
+
+    For some model types and classes it takes only the vocabulary from there.
+    """
+    import transformers
+
+    ours = open_directory(directory)
+    texts = [*PROBES, *(f" a  {token} b{token}c" for token in ours.get_added_vocab())]
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        other = next((text for text in texts if theirs.encode(text) != ours.encode(text)), None)
+        if other is None:
+            return []
+        why = f"opens it as {type(theirs).__name__}, with other ids for {one_line(other, 20)!r}"
+    except Exception as error:  # of many kinds
+        why = f"does not open it: {first_line(error)}"
+    return [f"warning: tokenizer.json is read, as transformers.PreTrainedTokenizerFast does, but AutoTokenizer {why}"]
 
 
 # ---- translation --------------------------------------------------------------------------------------------------

@@ -5,11 +5,9 @@ The position in a source is a small JSON value, from which reading can resume.
 
 import codecs
 import csv
-import glob
 import io
 import itertools
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,17 +16,13 @@ from typing import IO, Any
 import numpy as np
 
 from shardwright.data.hub import reading_hub
-from shardwright.data.untrusted import decode, parse_json, refused, shown
+from shardwright.data.text.files import Found, find_files, find_in_dataset, kind_of
+from shardwright.data.untrusted import POINTER_BYTES, check_pointer, decode, parse_json, refused, shown
 
 BLOCK_BYTES = 2**21
 """Characters per block of documents: large enough to make sending it to a process cheap."""
 RECORDS = 64
 """Records of pyarrow converted at a time."""
-KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
-KINDS |= {".csv": "csv", ".txt": "text"}
-PACKED = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd")
-"""Suffixes of compressed files. Not .zip, of which only the first file would be read."""
-"""Kind of each file extension; .gz, .bz2, .xz or .zst may follow, except for .parquet, .arrow and .feather."""
 BAD = "why it is bad"
 """Additional column of rows of files: what is wrong with the row; None if nothing is."""
 
@@ -43,17 +37,19 @@ def open_text(
     *,
     revision: str | None = None,
     separator: str | None = None,
-) -> tuple[str, Any]:
-    """Opens a dataset or files. Returns a name, for messages, and the documents: a datasets.IterableDataset or Files.
+) -> tuple[str, Any, Found]:
+    """Opens a dataset or files.
+
+    Returns:
+        A name, for messages; the documents, a datasets.IterableDataset or Files; and their files.
 
     Args:
         where: section of the settings, for messages.
         dataset: name on the hub, or a local directory; None for files.
         dataset_config: its configuration (subset); None if it has only one.
-        split: name of the split.
-        files: read in this order: paths, folders, globs, or URLs, as for `match`; empty for a dataset. A document is a
-            line of .jsonl, an element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a
-            .txt.
+        split: name of the split; None for files of the split `where`.
+        files: patterns for `find_files`, read in this order; empty for a dataset. A document is a line of .jsonl, an
+            element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a .txt.
         text_field: the column or JSON key that holds the document.
         revision: a commit or tag of the dataset; None for the newest.
         separator: text between the documents of a .txt, including adjacent line breaks. None: one document per file.
@@ -80,41 +76,16 @@ def open_text(
             import datasets
 
             builder = datasets.load_dataset_builder(dataset, dataset_config, revision=revision)
-            of_split = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}.get(split, [])
-            if not any(path.endswith(".arrow") for path in of_split):
-                return name, builder.as_streaming_dataset(split)
-        # `datasets` would not notice that an .arrow file is truncated.
-        return name, Files(list(of_split), text_field)
+            of_splits = {str(key): [*paths] for key, paths in (builder.config.data_files or {}).items()}
+            data: Any = builder.as_streaming_dataset(split)
+        found = find_in_dataset(dataset, of_splits.get(split, []), [*itertools.chain(*of_splits.values())])
+        if any(path.endswith(".arrow") for path in found.paths):
+            # `datasets` would not notice that an .arrow file is truncated.
+            data = Files(found.paths, text_field)
+        return name, data, found
     name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
-    return name, Files(match(files), text_field, separator)
-
-
-def kind_of(path: str) -> str | None:
-    """Returns the kind of a file, by the last suffix of its name but for one of PACKED; None if it is none of KINDS."""
-    name = path.rsplit("/", 1)[-1].lower()
-    if "://" in path:
-        name = re.split("[?#]", name)[0]
-    stem, suffix = os.path.splitext(name)
-    return KINDS.get(os.path.splitext(stem)[1] if suffix in PACKED else suffix)
-
-
-def match(patterns: list[str]) -> list[str]:
-    """Expands globs, and folders to all files of KINDS below them, sorted; keeps URLs.
-
-    Raises ValueError if a pattern has no match of one of KINDS.
-    """
-    paths: list[str] = []
-    for pattern in patterns:
-        every = os.path.join(glob.escape(pattern), "**") if os.path.isdir(pattern) else pattern
-        found = [every] if "://" in every or os.path.isfile(every) else sorted(glob.glob(every, recursive=True))
-        found = [path for path in found if kind_of(path) and ("://" in path or os.path.isfile(path))]
-        if not found:
-            raise ValueError(
-                f"No text file matches {every!r} in {os.getcwd()}. Correct the path or pattern, or choose files of "
-                f"these kinds: {', '.join(KINDS)}."
-            )
-        paths += found
-    return paths
+    found = find_files(files, split or where)
+    return name, Files(found.paths, text_field, separator), found
 
 
 def blocks(
@@ -239,6 +210,10 @@ def _rows(path: str, text_field: str, separator: str | None) -> Iterator[dict[st
     kind = str(kind_of(path))
     place = "the beginning"
     try:
+        if "://" in path:
+            remote: Any = fsspec.open(path, "rb")
+            with remote as file:
+                check_pointer(path, file.read(POINTER_BYTES))
         opened: Any = fsspec.open(path, "rb", compression="infer")
         with opened as file:
             if kind in ("csv", "text"):
@@ -249,8 +224,6 @@ def _rows(path: str, text_field: str, separator: str | None) -> Iterator[dict[st
                 try:
                     found = {text_field: _document(row, text_field), BAD: None}
                 except ValueError as error:
-                    if isinstance(row, bytes) and not row.endswith(b"\n"):
-                        raise  # a truncated file: what follows is lost
                     found = {text_field: None, BAD: f"{path}, {place}: {str(error).rstrip('.')}"}
                 yield found
     except Exception as error:

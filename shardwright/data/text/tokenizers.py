@@ -8,8 +8,9 @@ import functools
 import itertools
 import json
 import os
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from shardwright.data.checks import check_choice
 from shardwright.data.flat_tokens import Reader, open_kvstore, read_file
 from shardwright.data.text import definitions
 from shardwright.data.text.agreement import Agreement
-from shardwright.data.text.definitions import BYTE_LETTERS, load_definition
+from shardwright.data.text.definitions import BYTE_LETTERS, PROBES, SPACE, load_definition
 from shardwright.data.untrusted import check_types, one_line, refused
 
 KINDS = ("bytes", "huggingface", "tiktoken")
@@ -41,6 +42,22 @@ class Encoded(NamedTuple):
     ids: Ids
     lengths: PerDocument
     """Tokens in each document."""
+
+
+class Lost(NamedTuple):
+    """What documents have that their tokens do not decode to."""
+
+    documents: int = 0
+    """Documents that differ from what their tokens decode to."""
+    characters: Mapping[str, int] = {}
+    """How often they have a character that is missing in it."""
+    example: Sequence[str] | None = None
+    """Text around the first difference, and what it became."""
+
+    def __add__(self, other: "Lost") -> "Lost":
+        """Sums what two blocks of documents lost."""
+        characters = Counter(self.characters) + Counter(other.characters)
+        return Lost(self.documents + other.documents, characters, self.example or other.example)
 
 
 @dataclass(frozen=True)
@@ -145,16 +162,20 @@ class Tokenizer:
             return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         return self._by_definition([text])[0]
 
-    def dropped(self, texts: list[str]) -> Counter[str]:
-        """Counts the characters of texts, after normalization, that the tokenizer loses. Words are not checked."""
+    def lost(self, texts: list[str], encoded: Encoded) -> Lost:
+        """Compares documents with what their tokens decode to; the tokens are what `encode` returned."""
+        if self.is_bytes or self.encoding is not None:
+            return Lost()
         loaded = load_definition(self.definition)
-        if self.is_bytes or self.encoding is not None or type(loaded.model).__name__ == "WordLevel":
-            return Counter()
-        texts = texts if loaded.normalizer is None else list(map(loaded.normalizer.normalize_str, texts))
-        others = itertools.chain.from_iterable(text for text in texts if not text.isascii())
-        found = dict.fromkeys(others) | dict.fromkeys(map(chr, range(128)))  # in their order; 128 are soon checked
-        counts = {c: sum(text.count(c) for text in texts) for c in found if definitions.is_dropped(self.definition, c)}
-        return +Counter(counts)
+        ends = np.cumsum(encoded.lengths)
+        pairs = zip(texts, np.split(encoded.ids, ends[:-1]), strict=True)
+        if _keeps_nfc(self.definition or ""):
+            pairs = ((text, ids) for text, ids in pairs if SPACE in text or not unicodedata.is_normalized("NFC", text))
+        found = [(text, (ids if self.end is None else ids[:-1]).tolist()) for text, ids in pairs]
+        decoded = loaded.decode_batch([ids for _, ids in found], skip_special_tokens=False)
+        changed = [(text, back) for (text, _), back in zip(found, decoded, strict=True) if back != text]
+        characters = sum((Counter(text) - Counter(back) for text, back in changed), Counter())
+        return Lost(len(changed), characters, _first_difference(*changed[0]) if changed else None)
 
     def ids(self, text: str) -> list[int]:
         """Encodes a text, without the end token. Raises ValueError if the tokenizer is unknown and there is text."""
@@ -176,6 +197,32 @@ class Tokenizer:
         whole = self.decode([*prompt, *ids])
         # A character may be split between the two.
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
+
+
+@functools.lru_cache(maxsize=1)
+def _keeps_nfc(definition: str) -> bool:
+    """Returns whether a tokenizer keeps any text in Unicode's composed form, except SPACE.
+
+    That is, it has tokens for all bytes, its normalizers change nothing else, and it reproduces PROBES.
+    """
+    loaded = load_definition(definition)
+    normalizer = json.loads(definition).get("normalizer") or {"normalizers": []}
+    parts = normalizer.get("normalizers", [normalizer])
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    vocab = loaded.get_vocab()
+    found = [loaded.encode(text, add_special_tokens=False).ids for text in PROBES]
+    return (
+        all(part["type"] in ("NFC", "Prepend") or part == spaces for part in parts)
+        and any(vocab.keys() >= {*of_bytes} for of_bytes in (BYTE_LETTERS.values(), _BYTES))
+        and (*loaded.decode_batch(found, skip_special_tokens=False),) == PROBES
+    )
+
+
+def _first_difference(text: str, back: str) -> tuple[str, str]:
+    shorter = min(len(text), len(back))
+    start = next((i for i in range(shorter) if text[i] != back[i]), shorter)
+    around = slice(max(0, start - 15), start + 25)
+    return text[around], back[around]
 
 
 # ---- by name ------------------------------------------------------------------------------------------------------
@@ -276,13 +323,6 @@ def tokenizer_of_dataset(reader: Reader) -> Tokenizer:
 
 _BYTES = {f"<0x{byte:02X}>": 1 for byte in range(256)}
 """Its tokens of single bytes."""
-PROBES = (
-    "It's 12.5 % of\n\n  the COST, İstanbul: naïve, “so”… ²½ ﬁ",
-    "東京は夜の七時。 한국어 العربية हिन्दी Ελληνικά Кириллица 👩‍👧 🇩🇪 x\t\ty \x0b\x7f",
-    "a" * 50 + " " * 50 + "\r\n" * 9 + "!?" * 9,
-    "".join(chr(i) for i in range(33, 0x250)),
-)
-"""Texts whose bytes a tokenizer must reproduce. All are in Unicode's composed form (NFC)."""
 
 
 _calls = itertools.count()
@@ -361,7 +401,7 @@ def byte_lengths(known: Tokenizer) -> ByteLengths | None:
 
     def count_bytes(piece: str) -> int:
         """The bytes of a piece of SentencePiece."""
-        return _BYTES.get(piece) or len(piece.replace(definitions.SPACE, " ").encode())
+        return _BYTES.get(piece) or len(piece.replace(SPACE, " ").encode())
 
     encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES]
     for size in (count_letters, count_bytes):

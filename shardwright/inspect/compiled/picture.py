@@ -82,7 +82,8 @@ class _Picture:
         facts = "; ".join(f"{title.split(': ')[-1].lower()} {table.total(kind)}" for kind, title in KINDS.items())
         self.text(x, 52, f"{table.devices} devices{mesh}. In a step {facts}", fill=_QUIET)
         axes = [(_AXES.get(axis, _OTHER_AXIS), f"along {axis}") for axis, size in table.mesh.items() if size > 1]
-        for colour, words in [*axes, *_PHASES.values()]:
+        kinds = [(colour, kind) for kind, colour in _KINDS.items()]
+        for colour, words in [*axes, *kinds, *_PHASES.values()]:
             x = self.marked(x, 63, [colour], words)
         notes = "~ the compiler dropped the line: it is a neighbour's. Sizes are of one turn of a loop."
         self.text(_MARGIN, 96, notes, 11, _QUIET)

@@ -20,7 +20,7 @@ from jax import lax
 from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, kinds, words
 from shardlib.parsing import sort_axes
 from shardwright.inspect.statistics.points import equations, function_and_target, is_loop_over_layers, loops_around
-from shardwright.inspect.statistics.rerun import Note, Path, Rerun, executed, is_float
+from shardwright.inspect.statistics.rerun import Note, Path, Rerun, executed
 from shardwright.modeling.weights import layers_in
 
 KINDS = ("finite", "an infinity", "NaN")
@@ -63,6 +63,11 @@ class Origin:
     device: dict[str, int]
     index: tuple[int, ...]
     shape: tuple[int, ...]
+
+
+def is_float(x: Any) -> bool:
+    """True for arrays of floats, and their types."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _axes(x: object) -> tuple[str, ...]:

@@ -1,13 +1,11 @@
 """Runs a traced program again, equation by equation, and returns what some of its equations compute."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from shardlib.equations import Eqn, kinds
@@ -53,7 +51,6 @@ class Rerun:
             many ran before, and how many there are. Per-device code.
         is_same: True if what is returned is the same on all devices: the arrays then have no dims for mesh axes.
         is_varying: True if copies, and terms of partial sums, count as values that vary. Otherwise terms are left out.
-        is_double: True to compute all floats in f64. Requires jax_enable_x64.
     """
 
     def __init__(
@@ -63,11 +60,10 @@ class Rerun:
         visit: Callable[..., tuple[jax.Array, jax.Array]] = lambda path, i, turns, operands, x, knobs: (x, x),
         is_same: bool = False,
         is_varying: bool = False,
-        is_double: bool = False,
     ):
         self._program = program
         self._is_same = is_same
-        self.wanted, self.visit, self.is_varying, self.is_double = wanted, visit, is_varying, is_double
+        self.wanted, self.visit, self.is_varying = wanted, visit, is_varying
         self.notes: list[Note] = []
 
     @property
@@ -81,7 +77,7 @@ class Rerun:
         `knobs` are arrays for `visit`, the same on all devices.
         """
         values: list[tuple[Note, jax.Array]] = []
-        results = _Run(self, values, knobs).body(self._program, args)
+        results = interpret(self._program, _Run(self, values, knobs), args)
         self.notes = [note for note, _ in values]
         return results, [value for _, value in values]
 
@@ -92,16 +88,11 @@ class _Run(Domain[Any]):
     def __init__(self, rerun: Rerun, values: list[tuple[Note, jax.Array]], knobs: object, turns: tuple = ()):
         self._rerun, self._values, self._knobs, self._turns = rerun, values, knobs, turns
 
-    def body(self, program: object, args: Iterable, caller: Operation | None = None) -> list:
-        outs = interpret(program, self, args, caller)
-        return list(map(in_f64, outs)) if self._rerun.is_double else outs
-
     def constant(self, x: Any) -> Any:
         return literal_of(x)
 
     def follow(self, op: Operation, ins: list) -> list:
         of = self._rerun
-        ins = list(map(in_f64, ins)) if of.is_double else ins
         outs = list(super().follow(op, ins))
         for i in of.wanted.get(op.path, ()):
             if of.is_varying or not jax.typeof(outs[i]).manual_axis_type.unreduced:
@@ -111,19 +102,17 @@ class _Run(Domain[Any]):
         return outs
 
     def apply(self, op: Operation, ins: list) -> list[jax.Array]:
-        if self._rerun.is_double:
-            return run_in_f64(op.eqn, ins)
         return (_varying if self._rerun.is_varying else run_again)(op.eqn, ins)
 
     def call(self, op: Operation, body: Any, ins: list) -> list:
         if op.name != "shard_map":
-            return self.body(body, ins, op)
+            return super().call(op, body, ins)
         notes: list[Note] = []
         axes = self._rerun.axes
 
         def per_device(knobs, *ins):
             inner: list[tuple[Note, jax.Array]] = []
-            outs = _Run(self._rerun, inner, knobs).body(body, ins)
+            outs = interpret(body, _Run(self._rerun, inner, knobs), ins)
             notes[:] = [note for note, _ in inner]
             return outs, [value[(None,) * len(axes)] for _, value in inner]
 
@@ -141,7 +130,7 @@ class _Run(Domain[Any]):
             inner.clear()  # JAX may trace it again
             number, *xs = of_turn
             run = _Run(self._rerun, inner, self._knobs, (*self._turns, (number, turns[0])))
-            outs = run.body(op.params["jaxpr"], [*consts, *carry, *xs], op)
+            outs = interpret(op.params["jaxpr"], run, [*consts, *carry, *xs], op)
             return outs[: len(carry)], (outs[len(carry) :], [value for _, value in inner])
 
         before = np.arange(turns[0], dtype=np.int32)[:: -1 if turns[1] else 1]
@@ -151,62 +140,10 @@ class _Run(Domain[Any]):
         return [*carry, *ys]
 
     def loop(self, op: Operation, of_test: list, of_body: list, carry: list) -> Any:
-        if not self._rerun.is_double:
-            return self.apply(op, [*of_test, *of_body, *carry])
-
-        def goes_on(carry: list) -> Any:
-            return self.body(op.params["cond_jaxpr"], [*of_test, *carry], op)[0]
-
-        return lax.while_loop(goes_on, lambda carry: self.body(op.params["body_jaxpr"], [*of_body, *carry], op), carry)
+        return self.apply(op, [*of_test, *of_body, *carry])
 
     def branch(self, op: Operation, which: Any, args: list) -> Any:
-        if not self._rerun.is_double:
-            return self.apply(op, [which, *args])
-        branches = [lambda *args, body=body: self.body(body, args, op) for body in op.params["branches"]]
-        return lax.switch(which, branches, *args)
-
-
-# ---- in f64 -------------------------------------------------------------------------------------------------------
-
-
-OF_BITS = ("bitcast_convert_type", "pallas_call", "ffi_call")
-"""Primitives whose results depend on the size of a dtype. They keep their own."""
-
-
-def is_float(x: object) -> bool:
-    """True if a dtype, or the dtype of an array or anything else, is one of floats."""
-    dtype = x if isinstance(x, np.dtype | type) else getattr(x, "dtype", None)
-    return isinstance(dtype, np.dtype | type) and jnp.issubdtype(dtype, jnp.floating)
-
-
-def in_f64(x: jax.Array) -> Any:
-    """Converts `x` to f64 if it is an array of floats. Requires jax_enable_x64."""
-    if not is_float(x):
-        return x
-    return np.float64(x) if isinstance(x, np.ndarray) else lax.convert_element_type(x, jnp.float64)
-
-
-def run_in_f64(eqn: Eqn, ins: list) -> list[jax.Array]:
-    """Evaluates an equation without bodies, for operands `in_f64`. Does not round floats to other dtypes."""
-    name = eqn.primitive.name
-    params = dict(eqn.params)
-    if not any(is_float(var.aval) for var in (*eqn.invars, *eqn.outvars)):
-        return run_again(eqn, ins)
-    if name in OF_BITS:
-        own = [x.astype(var.aval.dtype) for x, var in zip(ins, eqn.invars, strict=True)]
-        return list(map(in_f64, run_again(eqn, own)))
-    if name == "reduce_precision":
-        return ins
-    if name == "pvary":  # refuses what varies over its axes already
-        return [varying(ins[0], params["axes"])]
-    if name == "preduced":  # of a constant, which JAX does not know to be on the mesh
-        ins = [jnp.zeros((), jnp.float64) + ins[0]]
-    params |= {key: np.dtype("float64") for key, value in params.items() if is_float(value)}
-    if params.get("update_jaxpr") is not None:  # how a scatter adds
-        add = core.jaxpr_as_fun(core.ClosedJaxpr(params["update_jaxpr"], params["update_consts"]))
-        params["update_jaxpr"] = jax.make_jaxpr(add)(*[jax.ShapeDtypeStruct((), ins[-1].dtype)] * 2).jaxpr
-    outs = eqn.primitive.bind(*ins, **params)
-    return outs if eqn.primitive.multiple_results else [outs]
+        return self.apply(op, [which, *args])
 
 
 # ---- without partial sums -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from shardwright.cluster.watch import pause
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.checkpoint_arrays import directory_of
 from shardwright.run.exports import Exports
+from shardwright.run.keeping import Validated
 from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.listeners.standard import Skips, replay_of
 from shardwright.run.listeners.validation import Validation
@@ -46,22 +47,28 @@ class Checkpoints(Listener):
         self._failed = 0
         self._exports = Exports(run.directory, run.log)
         self._validation = run.listeners.of(Validation) if run.whole.training.keep_best else None
-        self._best = run.keeper.best if self._validation else None  # step and loss of a complete checkpoint
-        self._next_best: tuple[int, float] | None = None  # of one that is being written
+        self._best: Validated | None = run.keeper.best  # a complete checkpoint
+        self._next_best: Validated | None = None  # one that is being written
         self._checkpoints.held = self._held
         if jax.process_index() == 0:
             self._exports.set_aside(run.start)
             for step in self._checkpoints.steps():
                 self._export_if_missing(step)
 
+    def is_due(self) -> bool:
+        return self._exports_now or self._run.due(self._run.config.training.checkpoint_interval)
+
+    @property
+    def _exports_now(self) -> bool:
+        interval = self._run.config.training.export_interval
+        return interval is not None and self._run.due(interval)
+
     def after(self, step: int, state: Any, metrics: Any) -> None:
-        run, t = self._run, self._run.config.training
-        exports = t.export_interval is not None and run.due(t.export_interval)
         best = self._validated_best()
-        if exports or best or run.due(t.checkpoint_interval) or run.stopped_by:
+        if best or self.is_due() or self._run.stopped_by:
             self._save(state, best)
-        if exports:
-            self._export(run.done)
+        if self._exports_now:
+            self._export(self._run.done)
 
     def wait(self) -> bool:
         self._checkpoints.wait()
@@ -72,27 +79,29 @@ class Checkpoints(Listener):
 
     def end(self, how: Ending) -> None:
         if self._best and how.state != "paused":
-            step, loss = self._best
-            log(f"best       {directory_of(step)} of {self._run.checkpoints}: validation loss {loss:.4g}")
+            where = f"{directory_of(self._best.step)} of {self._run.checkpoints}"
+            log(f"best       {where}: validation loss {self._best.loss:.4g}")
 
     def close(self) -> None:
         self._exports.stop()  # after an error: otherwise the process would stay until all of them are made
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _validated_best(self) -> tuple[int, float] | None:
-        """Returns number of steps and loss of the validation after this step if it is the best so far; else None."""
+    def _validated_best(self) -> Validated | None:
+        """Returns the validation after this step if it is the best so far of this text; else None."""
         last = self._validation.last if self._validation else None
-        if last is None or last[0] != self._run.done or not math.isfinite(last[1]):
+        if last is None or last.step != self._run.done or not math.isfinite(last.loss):
             return None
-        return last if all(last[1] < loss for _, loss in self._bests) else None
+        if self._best and self._best.text != last.text:
+            self._best = self._best.drop("validation scores other text now")
+        return last if all(last.loss < best.loss for best in self._bests) else None
 
     @property
-    def _bests(self) -> list[tuple[int, float]]:
+    def _bests(self) -> list[Validated]:
         """The best checkpoint, and one that will replace it once it is complete."""
         return [best for best in (self._best, self._next_best) if best]
 
-    def _save(self, state: Any, best: tuple[int, float] | None) -> None:
+    def _save(self, state: Any, best: Validated | None) -> None:
         run = self._run
         done = run.done
         self._has_ended("Training continues, and the next one is saved as usual.")
@@ -106,7 +115,7 @@ class Checkpoints(Listener):
             "clock": {"seconds": run.clock.seconds},
         }
         if of_best := best or self._best:
-            metadata["best"] = dict(zip(("step", "loss"), of_best, strict=True))
+            metadata["best"] = of_best._asdict()
         metadata |= {"reference": made} if (made := run.keeper.record["reference"]) else {}
 
         def complete() -> None:
@@ -115,9 +124,15 @@ class Checkpoints(Listener):
             self._checkpoints.rotates = self._rotates
             check_finite(finite, done, replay_of(run.directory, done))
 
+        def ended(_: object) -> None:
+            self.seconds = time.monotonic() - began
+
         orders = stack_orders(run.placement, type(state), state)
         self._next_best = best
+        began = time.monotonic()
         self._checkpoints.save(done, state, metadata, orders, check=complete)
+        if self._checkpoints.saving:
+            self._checkpoints.saving.add_done_callback(ended)
         is_last = run.is_over or run.stopped_by is not None
         while is_last and not self._has_ended("Retrying."):
             time.sleep(AGAIN_S)
@@ -127,7 +142,7 @@ class Checkpoints(Listener):
     def _held(self) -> list[int]:
         """Lists the steps of checkpoints to keep besides the latest: those to export, and the best complete one."""
         complete = self._checkpoints.steps()
-        best = [step for step, _ in self._bests if step in complete]
+        best = [best.step for best in self._bests if best.step in complete]
         return [*self._exports.left(), *best[-1:]]
 
     @property

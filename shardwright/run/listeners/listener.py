@@ -1,7 +1,8 @@
 """Defines a listener, whose methods a run calls around its steps, and a list of listeners, called in order."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -72,6 +73,20 @@ class Ending(NamedTuple):
 class Listener:
     """Base class of listeners. A run calls these methods, in all processes alike. By default they do nothing."""
 
+    seconds = 0.0
+    """Seconds that its work after a step took the last time; 0 if unknown."""
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Measures `seconds`. The work that it measures should be neither compiling nor waiting for the step."""
+        began = time.monotonic()
+        yield
+        self.seconds = time.monotonic() - began
+
+    def is_due(self) -> bool:
+        """Returns True if there is work after this step. After the last step, all listeners do their work."""
+        return False
+
     def check(self, run: Training) -> None:
         """Raises ValueError for a wrong setting. Called before the log opens and moves lines of later steps aside."""
 
@@ -115,6 +130,14 @@ class Listeners:
     def of(self, kind: type[L]) -> L | None:
         """Returns the listener of a class; None if there is none."""
         return next((listener for listener in self._listeners if isinstance(listener, kind)), None)
+
+    def seconds(self) -> list[float]:
+        """Returns `seconds` of each listener."""
+        return [listener.seconds for listener in self._listeners]
+
+    def are_due(self) -> list[bool]:
+        """Calls `is_due` of each listener."""
+        return [listener.is_due() for listener in self._listeners]
 
     def check(self, run: Training) -> None:
         """Calls `check` of each listener, which raises ValueError for a wrong setting."""

@@ -11,7 +11,6 @@ import numpy as np
 from shardwright.inspect import examine
 from shardwright.run.background import Task, in_background, wait_for
 from shardwright.run.changes import tokens_before
-from shardwright.run.directory import override
 from shardwright.run.files import duration, end_of, read_metrics
 from shardwright.run.forecast import FILE, PARTS, Bound, Watch
 from shardwright.run.listeners.listener import Ending, Listener, Training
@@ -22,6 +21,7 @@ from shardwright.run.printing import log
 from shardwright.run.profile import StepProfiler
 from shardwright.run.report import parameters_without_embeddings
 from shardwright.run.skipping import SkippedSteps, described_documents
+from shardwright.settings.words import override
 
 DRAWN_AFTER = 6
 """Steps of this process before the compiled step is drawn: after the profiled steps."""
@@ -102,7 +102,7 @@ class Profile(Listener):
 
     def wait(self) -> bool:
         if self._profiler:
-            self._profiler.close(self._run.signal)
+            self._profiler.wait(self._run.signal)
         return True
 
     def end(self, how: Ending) -> None:
@@ -141,7 +141,7 @@ class Summary(Listener):
                 log(f"loss       {float(self._loss):.3f} nats a token at the last step")
             validation = run.listeners.of(Validation)
             if validation and validation.last is not None:
-                log(f"validation {validation.last[1]:.3f} nats a token")
+                log(f"validation {validation.last.loss:.3f} nats a token")
             if memory := peak_memory(run.program, self._metrics):
                 of = "of the fullest device" if memory["source"] == "device" else "of a device, by the compiler"
                 log(f"memory     {float(memory['peak_memory_bytes']) / 2**20:,.1f} MiB, the peak {of}")
@@ -208,8 +208,8 @@ class Picture(Listener):
             self._drawing = in_background(examine.draw_step, run.hlo)
 
     def wait(self) -> bool:
-        if self._drawing:
-            wait_for(self._drawing, "the picture of the compiled step", self._run.signal)
+        drawing = [self._drawing] if self._drawing else []
+        wait_for(drawing, "the picture of the compiled step", self._run.signal)
         return True
 
     def end(self, how: Ending) -> None:

@@ -7,6 +7,7 @@ import jax
 
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.evaluation import evaluate
+from shardwright.run.keeping import Validated
 from shardwright.run.listeners.listener import Listener, Training
 
 
@@ -18,32 +19,37 @@ class Validation(Listener):
 
     def begin(self, run: Training) -> None:
         self._run = run
-        self.last: tuple[int, float] | None = None
-        """Number of steps and loss of the last validation of the weights."""
+        self.last: Validated | None = None
+        """The last validation of the weights."""
+
+    def is_due(self) -> bool:
+        t = self._run.config.training
+        return self._run.validation is not None and self._run.due(t.eval_interval, t.eval_epochs)
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
-        run, t = self._run, self._run.config.training
-        if run.validation and run.due(t.eval_interval, t.eval_epochs):
-            run.log.flush()  # the steps before end here
-            run.log.log_event(step, *self._event(state.weights, state.average))
+        if self.is_due():
+            self._run.log.flush()  # the steps before end here
+            self._run.log.log_event(step, *self._event(state.weights, state.average))
 
     @functools.cached_property
     def _step(self) -> jax.stages.Compiled:
-        """The evaluation step, compiled from the program that was proved."""
+        """The evaluation step, compiled from the program that was checked."""
         return self._run.step.other(name="evaluation").lower().compile(compiler_options=self._run.options)
 
     def _event(self, weights: Any, average: Any) -> tuple[str, dict[str, Any]]:
         run = self._run
         alone = () if jax.process_count() > 1 else (RuntimeError,)  # only the others are raised in all processes
 
-        def loss_of(w: Any) -> dict[str, float]:
-            return evaluate(self._step, w, run.validation, run.config.training.eval_batches)
+        def loss_of(w: Any) -> dict[str, Any]:
+            return evaluate(step, w, run.validation, run.config.training.eval_batches)
 
         try:
-            found = loss_of(weights)
-            of_average = {} if average is None else loss_of(average)
+            step = self._step
+            with self.timed():
+                found = loss_of(weights)
+                of_average = {} if average is None else loss_of(average)
         except (OSError, ValueError, *alone) as error:
             return "validation_failed", {"why": in_a_line(error)}
-        self.last = run.done, found["loss"]
+        self.last = Validated(run.done, found["loss"], found.pop("checksum"))
         losses = {f"average_{name}": of_average[name] for name in ("loss", "bits_per_byte") if name in of_average}
         return "validation", found | losses

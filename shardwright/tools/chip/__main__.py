@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardwright.cluster.chips import chip_for
-from shardwright.data.checks import above_0, check_choice
+from shardwright.data.checks import a_path, above_0, check_choice
 from shardwright.data.untrusted import one_line, read_object
 from shardwright.run.files import write_json, write_whole
 from shardwright.settings.program import run_program
@@ -95,7 +95,7 @@ class Settings:
 
     minutes: float | None = above_0(None)
     """Minutes for all parts; start again for the remaining ones. Null: only prints the settings."""
-    out: str = "runs/chip"
+    out: str = a_path("runs/chip")
     """Directory of the results."""
     parts: list[str] | None = None
     """Parts to measure, even if measured before. Null: all that are missing or failed."""
@@ -177,10 +177,10 @@ def table_of(results: Mapping[str, Mapping[str, Any]], hardware: str) -> str:
 
 def run(config: Settings) -> None:
     """Prints the settings, or measures."""
-    if config.minutes is None:
-        return print_settings()
     for name in config.parts or ():
         check_choice("parts", name, [part.name for part in PARTS])
+    if config.minutes is None:
+        return print_settings()
     # In a process of its own, because devices that this one started would be missing in the parts.
     code = "from shardwright.cluster.devices import unused_gpus; print(unused_gpus() or '')"
     if unused := subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip():

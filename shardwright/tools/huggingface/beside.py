@@ -4,9 +4,7 @@ An import keeps it in the checkpoint's metadata, runs carry it into their own ch
 still means the same. It comes from others, so types and sizes are checked, and nothing in it is run.
 """
 
-import contextlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +12,13 @@ from typing import Any
 
 from shardwright.data.text.definitions import load_definition
 from shardwright.data.text.tokenizers import Tokenizer
-from shardwright.data.untrusted import COPY_AGAIN, LARGE, check_types, read_object, read_text
+from shardwright.data.untrusted import COPY_AGAIN, check_types, read_object
 from shardwright.run.opening import CARRIED, SavedRun
 
 MOST = 2**20
 """Most characters of all of it, as JSON."""
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens with a name, by which a chat template may use them."""
+"""Special tokens of any tokenizer, by the names by which a chat template may use them."""
 PLAIN = ("padding_side", "model_max_length")
 """What else is kept of tokenizer_config.json."""
 KINDS = {
@@ -30,6 +28,8 @@ KINDS = {
     "tokenizer_config": {
         **dict.fromkeys((f"{name}?" for name in (*TOKENS, "padding_side")), str),
         "model_max_length?": int,
+        "additional_special_tokens?": [str],
+        "extra_special_tokens?": {str: str},
     },
     "chat_templates": {str: str},
     "tokens": {str: str},
@@ -40,28 +40,41 @@ NOTHING: dict[str, Any] = {"dtype": "bf16"} | {name: {} for name in KINDS if nam
 _HAS_IDS = re.compile(r"_token_id$|_ids$|suppress_tokens$|^sequence_bias$")
 
 
-def read(directory: Path, dtype: str) -> dict[str, Any]:
-    """Reads the files of a model. Raises ValueError if they are damaged or too large, or a value has another type."""
+def read(directory: Path, dtype: str, tokenizer: Any) -> dict[str, Any]:
+    """Reads the files of a model.
+
+    Args:
+        directory: contains the files.
+        dtype: of the weights.
+        tokenizer: as `open_directory` returns it; None if the model has none.
+
+    Raises:
+        ValueError: a file is damaged or too large, or a value has another type.
+    """
 
     def content(name: str) -> dict[str, Any]:
         path = directory / name
         return read_object(path) if path.is_file() else {}
 
-    config, generation, of_tokenizer = map(content, ("config.json", "generation_config.json", "tokenizer_config.json"))
-    if "added_tokens_decoder" not in of_tokenizer:
-        of_tokenizer |= content("special_tokens_map.json")
-    texts = {name: _text(of_tokenizer[name]) for name in TOKENS if of_tokenizer.get(name)}
-    templates = _templates(directory, of_tokenizer.get("chat_template"))
-    ids = [*_ids([config.get("eos_token_id"), config.get("pad_token_id")])]
-    ids += [i for name, value in generation.items() if _HAS_IDS.search(name) for i in _ids(value)]
-    found = {
+    config, generation = content("config.json"), content("generation_config.json")
+    found = NOTHING | {
         "dtype": dtype,
         "config": {name: config[name] for name in ("eos_token_id", "pad_token_id") if name in config},
         "generation_config": generation,
-        "tokenizer_config": texts | {name: of_tokenizer[name] for name in PLAIN if name in of_tokenizer},
-        "chat_templates": templates,
-        "tokens": _tokens(directory, of_tokenizer, ids, [*texts.values()], "".join(map(str, templates.values()))),
     }
+    if tokenizer is not None:
+        named = tokenizer.special_tokens_map
+        texts = {name: named.pop(name) for name in TOKENS if name in named}
+        # By the names that transformers 4 reads too.
+        texts["additional_special_tokens"] = [*map(str, tokenizer.extra_special_tokens)]
+        texts["extra_special_tokens"] = named
+        plain = {name: x for name, x in content("tokenizer_config.json").items() if name in PLAIN}
+        found["tokenizer_config"] = {name: x for name, x in texts.items() if x} | plain
+        templates = tokenizer.chat_template or {}
+        found["chat_templates"] = templates if isinstance(templates, dict) else {"default": templates}
+        ids = [*_ids([config.get("eos_token_id"), config.get("pad_token_id")])]
+        ids += [i for name, value in generation.items() if _HAS_IDS.search(name) for i in _ids(value)]
+        found["tokens"] = _tokens(tokenizer, ids, "".join(map(str, found["chat_templates"].values())))
     check(found, f"what {directory} says beside its weights")
     return found
 
@@ -87,32 +100,18 @@ def check(found: Any, where: str) -> None:
         raise ValueError(f"{where} has {length:,} characters, more than the limit of {MOST:,}. {COPY_AGAIN}")
 
 
-def _templates(directory: Path, in_config: Any) -> dict[str, Any]:
-    """Chat templates by name: those in files, or else those of tokenizer_config.json, as transformers takes them."""
-    paths = {"default": directory / "chat_template.jinja"}
-    paths |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    if found := {name: read_text(path, MOST) for name, path in paths.items() if os.path.lexists(path)}:
-        return found
-    if isinstance(in_config, list):
-        check_types("tokenizer_config.json", in_config, [{"name": str, "template": str}], name="chat_template")
-        return {each["name"]: each["template"] for each in in_config}
-    return {} if in_config is None else {"default": in_config}
+def _tokens(tokenizer: Any, ids: list[int], templates: str) -> dict[str, str]:
+    """The tokens of `ids`, the special ones, and those that chat templates write, by id."""
+    backend, special = tokenizer.backend_tokenizer, {*tokenizer.all_special_tokens}
+    by_id = {i: backend.id_to_token(i) for i in ids if 0 <= i < 2**31}
+    added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+    by_id |= {i: text for i, text in added.items() if text in special or text in templates}
+    return {str(i): text for i, text in by_id.items() if text is not None}
 
 
-def _tokens(directory: Path, of_tokenizer: dict, ids: list[int], texts: list, templates: str) -> dict[str, str]:
-    """The tokens of `ids`, the special ones of `texts`, and those that chat templates write, by id."""
-    by_id = {}
-    with contextlib.suppress(OSError, ValueError):  # then what needs it is left out of an export, and named
-        tokenizer = load_definition(read_text(directory / "tokenizer.json", LARGE))
-        by_id = {i: tokenizer.id_to_token(i) for i in ids if 0 <= i < 2**31}
-        added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
-        by_id |= {i: text for i, text in added.items() if text in templates}
-        by_id |= {tokenizer.token_to_id(text): text for text in texts}
-    return {str(i): text for i, text in by_id.items() if i is not None and text is not None}
-
-
-def _text(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
+def _texts(tokens: str | list[str] | dict[str, str]) -> list[str]:
+    """The texts of a token, or of several."""
+    return [tokens] if isinstance(tokens, str) else [*(tokens.values() if isinstance(tokens, dict) else tokens)]
 
 
 def _ids(value: Any) -> Iterator[int]:
@@ -173,7 +172,7 @@ class Kept:
     def of_tokenizer(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Settings of tokenizer_config.json, in addition to those given, which name the token of model.bos_id."""
         found = self._found["tokenizer_config"]
-        kept = {name: x for name, x in found.items() if name in PLAIN or self._is_same(x)}
+        kept = {name: x for name, x in found.items() if name in PLAIN or all(map(self._is_same, _texts(x)))}
         kept.pop("bos_token", None)
         self.left_out += [f"{name} {x!r}" for name, x in found.items() if name not in (*kept, "bos_token")]
         settings = settings | kept
@@ -182,6 +181,8 @@ class Kept:
             which = "chat template" + (f" {name}" if name != "default" else "")
             uses = [x for x in self._found["tokens"].values() if x in template and not self._is_same(x)]
             uses += [x for x in TOKENS if x in template and settings.get(x) != found.get(x)]
+            named = found.get("extra_special_tokens", {})
+            uses += [x for x in named if x in template and "extra_special_tokens" not in kept]
             if uses:
                 self.left_out.append(f"{which}, which has {uses[0]!r}: the tokenizer has another id or text for it")
             else:

@@ -591,10 +591,12 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
 
 def left_out(config: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
     """Returns the names of tensors that predict further tokens (MTP), which the classes of transformers drop too."""
+    layers = config["num_hidden_layers"]
+    last = layers + (config.get("num_nextn_predict_layers") or 0)
 
     def further(name: str) -> bool:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= config["num_hidden_layers"])
+        layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        return name.startswith("mtp.") or (layer is not None and layers <= int(layer[1]) < last)
 
     return [name for name in tensors if further(name)]
 

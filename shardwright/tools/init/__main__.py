@@ -1,4 +1,4 @@
-"""Makes a project of your own: a model, its configurations, and a test that proves it.
+"""Makes a project of your own: a model, its configurations, and a test that checks it.
 
     shardwright init my_project
 
@@ -9,6 +9,7 @@ import argparse
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from shardwright.settings.words import told_in_a_line
@@ -26,8 +27,16 @@ def main() -> None:
         sys.exit(f"Error: {str(directory)!r} has characters that cannot be printed. Choose another name.")
     if directory.exists() and {path.name for path in directory.iterdir()} - {".git"}:
         sys.exit(f"Error: {directory} is not empty. Give a directory that is empty, but for .git, or does not exist.")
-    shutil.copytree(TEMPLATE, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    (directory / "gitignore").rename(directory / ".gitignore")  # so named, wheels would leave it out
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as unfinished:  # removed if the disk is full
+        project = Path(unfinished, "project")
+        try:
+            shutil.copytree(TEMPLATE, project, ignore=shutil.ignore_patterns("__pycache__"))
+        except shutil.Error as error:
+            raise OSError(error.args[0][0][2]) from error
+        (project / "gitignore").rename(project / ".gitignore")  # so named, wheels would leave it out
+        for path in project.iterdir():
+            path.rename(directory / path.name)
     print(f"{directory}: a project. Its README.md has the next commands:")
     print(f"  cd {shlex.quote(f'./{directory}' if str(directory)[0] in '-~' else str(directory))}")
     print("  shardwright train --config-name=my_run")

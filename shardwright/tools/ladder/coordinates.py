@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from shardlib import marks
 from shardwright.cluster.devices import make_mesh, start_devices
-from shardwright.data.checks import within
+from shardwright.data.checks import a_path, within
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.statistics.of_run import StepWithoutStages
 from shardwright.inspect.statistics.points import gradient_paths, saved_points
 from shardwright.inspect.statistics.rerun import Rerun
 from shardwright.jax_extra import SAVED
+from shardwright.modeling.model import LOGITS as LOGITS_OF_MODEL
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.optimizers.rates import updates_of
 from shardwright.run.changes import loader_at
@@ -55,7 +55,7 @@ class LadderConfig:
     """Updates of each model, all on the first batch, with the peak learning rate."""
     seeds: int = within(1, 100, 2)
     """Runs of each model, from training.seed on."""
-    output: str = "coordinates.html"
+    output: str = a_path("coordinates.html")
     """File for the plots."""
 
 
@@ -89,7 +89,7 @@ def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tu
     step = trace_step(c, model)
     bare = StepWithoutStages(step, placement_of(c, model))
     start = step.other(name="start").lower().compile()
-    points = saved_points(bare.program, (SAVED, marks.LOGITS))
+    points = saved_points(bare.program, (SAVED, LOGITS_OF_MODEL))
     names = [point.name for point in points]
     names = [*names[: names.index("checked_logits logits")], LOGITS]  # without those of the loss, which follow
     paths = [point.paths for point, _ in zip(points, names, strict=False)]

@@ -21,14 +21,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from shardwright.data.checks import within
+from shardwright.data.checks import a_path, within
 from shardwright.run.config import Config
 from shardwright.run.differences import config_differences
-from shardwright.run.directory import place, quoted
+from shardwright.run.directory import place
 from shardwright.run.files import read_config, write_whole
 from shardwright.run.resuming import fixed_settings
 from shardwright.settings.composing import is_setting
-from shardwright.settings.words import say
+from shardwright.settings.words import quoted, say
 from shardwright.tools.ladder.coordinates import sizes_at
 from shardwright.tools.report.page import TEMPLATES, page_of
 from shardwright.tools.report.pairs import Pairs, pairs_of
@@ -54,7 +54,7 @@ class SearchConfig:
     candidates. 1: all candidates train to the end."""
     widths: list[int] = dataclasses.field(default_factory=list)
     """Multiples of the sizes in optimizer.base, except of layers, to search at; []: the model as it is."""
-    output: str = "search.html"
+    output: str = a_path("search.html")
     """File for the plot of the last rung."""
 
 

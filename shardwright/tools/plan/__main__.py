@@ -20,6 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from shardlib.axes import AXES
 from shardwright.cluster.chips import chip_of
+from shardwright.data.checks import a_path
 from shardwright.inspect.planning import advice, doubled, mesh_sizes, planned_change
 from shardwright.run.config import Config
 from shardwright.run.files import write_json, write_whole
@@ -37,13 +38,13 @@ class PlanConfig:
 
     devices: Any = None
     """Number of devices, where the mesh has a -1. Null: that of the mesh. With search also several, as [8,64]."""
-    chips: list[str] = field(default_factory=list)
+    chips: list[str] = a_path(default_factory=list)
     """With search, kinds of chips to compare, as [h100,v5p]. Empty: hardware.chip."""
     deadline: str | None = None
     """With search, the longest that the run may take, as 7d or 36h: the cheapest that keeps it is shown first."""
     budget: float | None = None
     """With search, the most dollars that the run may cost: the fastest that keeps it is shown first."""
-    output: str | None = None
+    output: str | None = a_path(None)
     """File to write the plan to: .json, or .html for a page; with search .yaml, for a configuration. Null: only the
     terminal."""
     search: bool = False

@@ -19,7 +19,7 @@ import numpy as np
 from omegaconf import MISSING
 from rich.console import Console
 
-from shardwright.data.checks import check_choice
+from shardwright.data.checks import a_path, check_choice
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.run.files import write_whole
@@ -37,7 +37,7 @@ from shardwright.tools.report.screen import print_line
 class Settings:
     """Settings of the program."""
 
-    run: str = MISSING
+    run: str = a_path(MISSING)
     """Directory of a run."""
     step: int = MISSING
     """Number of the step, from 1, as in metrics.jsonl and in what the run prints."""
@@ -52,7 +52,7 @@ class Settings:
     trust: bool = False
     """Allows what the run names: imports its own modules, fetches data from other hosts, and reads weights of other
     runs. If the run is not yours, read its config.yaml first."""
-    out: str | None = None
+    out: str | None = a_path(None)
     """File for the result, a JSON object."""
 
 

@@ -97,7 +97,7 @@ class Session:
         """Returns the state after the step with this batch, and the result. The session doesn't advance."""
         state = jax.tree.map(jnp.copy, self.state)  # the step donates its memory
         if self._program is None:
-            if self.traced.mesh.size > 1:  # the mesh may be one that the run was not proved on
+            if self.traced.mesh.size > 1:  # the mesh may be one that the run was not checked on
                 check_steps(self.traced)
             self._program = self.traced.lower().compile(compiler_options=self.options)
         state, metrics = self._program(state, batch, np.int32(self.step), *self.arguments)

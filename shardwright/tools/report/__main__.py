@@ -18,6 +18,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import Console
 
+from shardwright.data.checks import a_path
 from shardwright.data.untrusted import refused
 from shardwright.run.files import REPORT, write_whole
 from shardwright.run.forecast import Forecast, read_forecast
@@ -34,16 +35,16 @@ from shardwright.tools.report.screen import print_line, print_table
 class Settings:
     """Settings of the program."""
 
-    run: Any = None
+    run: Any = a_path(None)
     """Directories of runs or sweeps, or patterns such as runs/local_*; one, or a list. Two with several runs each are
     also compared pair by pair, by seed."""
-    law: str | None = None
+    law: str | None = a_path(None)
     """The forecast.json of tools.forecast whose law converts a difference of losses into compute, for the effective
     speedup of two groups. Null: the forecast that the first group's runs carry (training.forecast)."""
-    sort: str = "loss"
-    """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, bubble, steps, time, wall,
-    compile, or run."""
-    output: str | None = None
+    sort: str | None = None
+    """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, idle, steps, time, wall,
+    compile, or run. Null: loss, or bits/byte if the runs have other tokenizers."""
+    output: str | None = a_path(None)
     """The .html file to write, or an .md file with figures and provenance, to paste into an issue. Null: report.html in
     the directory of the run, or in the one that all runs are in. An existing file is replaced."""
 
@@ -121,7 +122,11 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT
     c.page = output
-    write_whole(output, issue(c) if output.suffix == ".md" else page(c))
+    text = issue(c) if output.suffix == ".md" else page(c)
+    try:
+        write_whole(output, text)
+    except OSError as error:
+        raise ValueError(f"{output} cannot be written: {error.strerror}. Give output=<another file>.") from error
     print_line(console, f"\nReport: {output}")
 
 

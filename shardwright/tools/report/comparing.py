@@ -33,7 +33,7 @@ METRICS = {
     ),
     "memory": Metric(min, in_bytes, "peak of the fullest device; ~: of the step alone, predicted by the compiler"),
     "data": Metric(min, "{:.1%}".format, "share of the time that the loop waits for batches"),
-    "bubble": Metric(min, "{:.2%}".format, "share of the time that devices idle between steps"),
+    "idle": Metric(min, "{:.2%}".format, "share of the time that devices do nothing between steps"),
     "steps": Metric(None, "{:,.0f}".format, "done"),
     "tokens": Metric(None, in_numbers, "seen in training"),
     "time": Metric(min, duration, "of the steps, h:mm:ss, each as long as the median step"),
@@ -62,12 +62,21 @@ class Comparison:
         """The run, if there is only one."""
         return self.runs[0] if len(self.runs) == 1 else None
 
+    @property
+    def has_other_tokens(self) -> bool:
+        """True if only bits per byte can be compared, because the tokens that the runs predict have other lengths."""
+        losses = [(run.values.get("val", math.nan), run.values.get("bits/byte", math.nan)) for run in self.runs]
+        if len(losses) < 2 or not all(math.isfinite(nats) and bits > 0 for nats, bits in losses):
+            return False
+        lengths = [nats / bits for nats, bits in losses]
+        return max(lengths) > 1.01 * min(lengths)
+
     def heading(self, name: str) -> str:
         """Shortens the dotted name of a differing setting to its last part, unless that is a letter or not unique."""
         if " " in name:  # a file or a program
             return name
         last = name.rpartition(".")[2]
-        alike = [other for other in self.differing if other.rpartition(".")[2] == last]
+        alike = [other for other in (*self.differing, *METRICS) if other.rpartition(".")[2] == last]
         return last if len(last) > 1 and len(alike) == 1 else name
 
     def link(self, run: Run) -> str:
@@ -102,8 +111,10 @@ class Comparison:
         return str(run.directory.absolute().relative_to(self.parent.absolute()))
 
 
-def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
+def compare_runs(runs: Sequence[Run], sort: str | None = None) -> Comparison:
     """Finds the settings that differ and sorts the runs: unknown values and NaN last, ties by name.
+
+    Without `sort`, by loss, or by bits/byte if that is what can be compared, which then is the first column.
 
     Raises:
         ValueError: `sort` is not a column.
@@ -115,6 +126,9 @@ def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
     ]
     differing += differing_source(runs)
     c = Comparison(list(runs), differing, [n for n in METRICS if any(n in run.values for run in runs)])
+    if c.has_other_tokens:
+        c.metrics.sort(key=lambda name: name != "bits/byte")
+    sort = sort or ("bits/byte" if c.has_other_tokens else "loss")
     if sort not in METRICS and sort != "run":
         raise ValueError(f"sort is {sort!r}; it must be one of {', '.join([*c.metrics, 'run'])}.")
     c.runs.sort(key=lambda run: str(run.directory))

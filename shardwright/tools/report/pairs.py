@@ -99,7 +99,11 @@ class Pairs:
         differ = {name for a, b in self.runs for name in differing(a.settings, b.settings)}
         differ |= {name for pair in self.runs for name in differing_source(pair)}
         found.append(f"  They differ in {listed(sorted(differ))}." if differ else "  They have the same settings.")
-        if text := sorted(name for name in differ if name.startswith(TEXT)):
+        text = sorted(name for name in differ if name.startswith(TEXT))
+        last = (run.of_event("validation")[-1] for pair in self.runs for run in pair if self.metric == "val")
+        if len({event.get("targets") for event in last}) > 1:  # as with another batch size and few eval_batches
+            text.append("the number of validation tokens")
+        if text:
             found.append(f"  WARNING: losses of different text can't be compared: {listed(text, len(text))}.")
         if self.law is not None:
             why = "losses of different text can't be compared" if text else self._no_speedup()

@@ -19,7 +19,8 @@ _COLOURS += ("#875a00", "#c3004b", "#0f6978", "#784ba5", "#b496ff", "#4bb4e1")
 """Colors chosen to be as different as can be (in OKLab) among those that are readable on white and on black."""
 _DASHES = ("solid", "dot", "dashdot")
 """Dashes of the first twelve lines, of the next twelve, and so on."""
-LOG = {"type": "log", "tickformat": "~g"}
+LOG = {"type": "log", "tickformat": "~g", "nticks": 3}
+"""With more ticks, plotly labels each digit of a decade, and the labels overlap."""
 _OF_EVENTS = "step", "event", "unix_time", "failed"
 """Entries of the events `evals` that are not metrics."""
 _TRANSPARENT = "rgba(0,0,0,0)"
@@ -87,8 +88,11 @@ def panels_of(c: Comparison) -> list[Panel]:
     """Makes all plots: losses, other metrics of each step, and the user's own metrics."""
     average = any("average_loss" in event for run in c.runs for event in run.of_event("validation"))
     circles = "" if c.only_run else f" (○ validation{', ◇ of the average' if average else ''})"
+    other = c.has_other_tokens
+    bits = Panel("Validation loss, bits per byte of text", y=LOG, wide=True)
     panels = [
-        losses(c, Panel(f"Loss, nats a token{circles}", y=LOG, wide=True)),
+        *([at_events(c, bits, "validation", "bits_per_byte", "", "circle", "lines+markers")] if other else []),
+        losses(c, Panel(f"Loss, nats a token{', not comparable' * other}{circles}", y=LOG, wide=not other)),
         metric(c, Panel("Norm of the gradients", y=LOG), "grad_norm"),
         metric(c, Panel("Learning rate"), "learning_rate"),
         metric(c, Panel("Tokens/s", y={"rangemode": "tozero"}), "tokens_per_second"),
@@ -132,7 +136,7 @@ def metric(c: Comparison, panel: Panel, name: str) -> Panel:
             continue
         schedule = is_schedule(values[known])
         if len(c.runs) <= _FEW and not schedule:
-            panel.traces.append(line(i, values[kept], _name(c, i, "each step"), 0.8, opacity=0.5))
+            panel.traces.append(line(i, values[kept], _name(c, i, "each step"), 1, opacity=0.7))
         curve, what = (values[known], "each step") if schedule else (averaged(values[known]), "average")
         drawn = np.interp(kept, known, curve, left=np.nan, right=np.nan)
         panel.traces.append(line(i, drawn, _name(c, i, what)))

@@ -199,7 +199,7 @@ def _values(run: Run, steps: list[dict], seconds: Curve) -> dict[str, float]:
     of_events = {
         "validation": {"val": "loss", "bits/byte": "bits_per_byte"},
         "memory": {"memory": "peak_memory_bytes"},
-        "step_bubble": {"bubble": "step_bubble"},
+        "step_bubble": {"idle": "step_bubble"},
     }
     if compiled := run.of_event("compiled"):
         found |= {"wall": run.wall_seconds, "compile": sum(number(event.get("seconds")) for event in compiled)}

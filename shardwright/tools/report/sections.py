@@ -7,6 +7,7 @@ escaped, and shows Panels, which are plots, with `plots(panels)` of plots.html.
 import functools
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -147,7 +148,9 @@ def settings(run: Run) -> dict[str, Any]:
 
 def provenance(run: Run) -> dict[str, Any]:
     """Lists the command, commit, versions and starts of the run."""
-    return {"about": run.about, "starts": run.starts}
+    words = run.about.get("command")
+    command = shlex.join(map(str, words)) if isinstance(words, list) else ""
+    return {"about": run.about, "command": command, "starts": run.starts}
 
 
 SECTIONS = (

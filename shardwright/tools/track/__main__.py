@@ -32,6 +32,9 @@ def main(name: str, settings: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if {"--help", "-h"} & {*sys.argv}:
+        print(__doc__)
+        sys.exit()
     if not sys.argv[1:] or "=" in sys.argv[1] or sys.argv[1].startswith("-") or sys.argv[1] == "baseline":
         sys.exit(f"Usage: {(__doc__ or '').split(chr(10))[2].strip()}")
     main(sys.argv[1], sys.argv[2:])

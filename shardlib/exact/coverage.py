@@ -1,0 +1,191 @@
+"""Records which outcomes the decisions of a program about integers had.
+
+A run at small sizes says nothing of a branch that it never took. So each comparison, selection,
+extreme, remainder, quotient, slice at an index and conditional must have had all outcomes that it
+can have at the run's sizes, by the intervals of its integers.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from shardlib.equations import IDENTITIES, axes_of
+from shardlib.exact.control import axes_of_difference
+from shardlib.exact.intervals import (
+    COMPARED,
+    UNKNOWN,
+    Interval,
+    Intervals,
+    differing_over,
+    ends_of,
+    kind_of,
+    outcomes,
+    pairs_of,
+)
+from shardlib.exact.machine import Machine
+from shardlib.exact.values import Exact, is_float, is_key
+from shardlib.interpret import Domain, Operation, interpret, operations_in
+
+
+class Coverage:
+    """Collects what several runs decide, each by `Machine(sizes, coverage.observe)`."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, ...], list[set[Any]]] = {}
+        self._sizes: Mapping[str, int] = {}
+
+    def observe(self, m: Machine, op: Operation, ins: list[Any], outs: list[Any]) -> None:
+        """Notes the outcomes of a decision. See shardlib.exact.machine.Observer."""
+        self._sizes = m.sizes
+        name = kind_of(op)
+        if not name or any(not isinstance(x, Exact) for x in ins):
+            return
+        if name not in COMPARED:
+            found = [set(np.unique(ins[0].value).astype(int).tolist())]
+            if name == "cond":
+                found[0] |= {*map(differing_over, axes_of_difference(m, ins[0].value))}
+        else:
+            rank = 0 if name == "gather" else max(len(m.shape(x)) for x in ins)
+            values = [m.lift(x, rank).value for x in ins]
+            pairs = pairs_of(op, values, np.abs, np.asarray)
+            found = [
+                outcomes(name, bool((x < y).any()), bool((x == y).any()), bool((x > y).any()))
+                for x, y in pairs
+            ]
+        known = self._seen.setdefault(op.path, [set() for _ in found])
+        for outcomes_of, new in zip(known, found, strict=True):
+            outcomes_of |= new
+
+    def undecided(
+        self,
+        program: Any,
+        sizes: Mapping[str, int],
+        observed: Any = None,
+        bounds: Sequence[tuple[int, int] | None] = (),
+    ) -> list[str]:
+        """Finds decisions with an outcome that was not seen and that the run may have.
+
+        Args:
+            program: the jaxpr at the run's sizes.
+            sizes: number of devices along each axis of its mesh.
+            observed: the jaxpr that the machines ran, if that is the same program at other sizes
+                (shardlib.exact.sizes).
+            bounds: least and largest entry of each argument of integers; None: not known.
+
+        Returns:
+            Lines such as `train.py:12: lt: always true in what was run`, and integers that do not
+            fit their dtype.
+        """
+        domain = Intervals(sizes)
+        bounds = [*bounds] or [None] * len(program.in_avals)
+        arguments = [
+            Interval(*pair) if pair else UNKNOWN._replace(of_data=is_float(aval.dtype))
+            for pair, aval in zip(bounds, program.in_avals, strict=True)
+        ]
+        interpret(program, domain, arguments)
+        found = []
+        observed = observed or program
+        pairs = [*zip(operations_in(program), operations_in(observed), strict=True)]
+        axes = {axis for axis, n in sizes.items() if self._sizes.get(axis) == n}
+        same = _Same(pairs, zip(program.consts, observed.consts, strict=True), axes)
+        interpret(program, same, [False] * len(arguments))
+        for op, run in pairs:
+            path = op.path
+            if path in domain.outside:
+                found.append(f"{op.place()}: {op.shown}: {domain.outside[path]}")
+            seen = self._seen.get(run.path)
+            if seen and path in domain.possible and path in same.differing:
+                texts = map(_text, seen, domain.possible[path])
+                found += [f"{op.place()}: {op.shown}: {text}" for text in texts if text]
+        return [*dict.fromkeys(found)]
+
+
+class _Same(Domain[bool]):
+    """Finds values that are the same at both sizes of a program, as those of a table of ticks are.
+
+    Runs at small sizes decide all about them.
+
+    Attributes:
+        differing: the paths of equations with another operand.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[tuple[Operation, Operation]],
+        consts: Iterable[tuple[Any, Any]],
+        axes: AbstractSet[str],
+    ):
+        """Takes the pairs of equations and constants, and the axes with as many devices."""
+        self._axes = axes
+        self.differing: set[tuple[int, ...]] = set()
+        self._twins = {op.path: twin for op, twin in pairs}
+        self._consts = {id(a): np.array_equal(a, b) for a, b in consts if not is_key(a.dtype)}
+
+    def constant(self, x: Any) -> bool:
+        """Says whether an array is the same. Literals are compared with their equation."""
+        return isinstance(x, core.Literal) or self._consts.get(id(x), False)
+
+    def join(self, op: Operation, a: bool, b: bool) -> bool:
+        """Says whether a value is the same, whichever of two it is."""
+        return a and b
+
+    def apply(self, op: Operation, ins: list[bool]) -> list[bool]:
+        """Says whether the results of an equation are the same."""
+        are_same = _numbers(op) == _numbers(self._twins[op.path])
+        if op.name not in IDENTITIES:
+            axes = [axis for axis in axes_of(op.eqn) if isinstance(axis, str)]
+            are_same = are_same and self._axes >= {*axes}
+        is_same = are_same and all(ins)
+        if op.name.startswith("dynamic"):
+            are_same = ends_of(op) == ends_of(self._twins[op.path])
+        if not (are_same and all(_deciding(op, ins))):
+            self.differing.add(op.path)
+        return [is_same] * len(op.eqn.outvars)
+
+    def scan(self, op: Operation, consts: list, carry: list, xs: list) -> list[bool]:
+        """Says whether the results of a scan are the same."""
+        are_same = op.params["length"] == self._twins[op.path].params["length"]
+        return super().scan(op, consts, [x and are_same for x in carry], xs)
+
+    def loop(self, op: Operation, of_test: list, of_body: list, carry: list) -> list[bool]:
+        """Says whether the results of a while loop are the same."""
+        are_same = all((*of_test, *of_body, *carry))
+        return super().loop(op, of_test, of_body, [are_same] * len(carry))
+
+    def branch(self, op: Operation, which: bool, args: list) -> list[bool]:
+        """Says whether the results of a conditional are the same."""
+        if not which:
+            self.differing.add(op.path)
+        return [which and out for out in super().branch(op, which, args)]
+
+
+def _deciding(op: Operation, ins: list[bool]) -> list[bool]:
+    """Returns the operands by which a decision is made."""
+    if op.name == "select_n":
+        return ins[:1]
+    return ins[-len(op.eqn.invars[0].aval.shape) :] if op.name.startswith("dynamic") else ins
+
+
+def _numbers(op: Operation) -> Any:
+    """Returns what the results of an equation depend on besides operands."""
+    numbers = {
+        name: x
+        for name, x in op.params.items()
+        if all(isinstance(leaf, int | str | np.dtype) for leaf in jax.tree.leaves(x))
+    }
+    literals = [repr(x) for x in op.eqn.invars if isinstance(x, core.Literal)]
+    shapes = [getattr(var.aval, "shape", ()) for var in (*op.eqn.invars, *op.eqn.outvars)]
+    return numbers, literals, shapes
+
+
+def _text(seen: set[Any], may_be: set[Any]) -> str:
+    missing = may_be - seen
+    if not missing:
+        return ""
+    if len(seen) == 1:
+        return f"always {seen.copy().pop()} in what was run"
+    return f"never {' or '.join(map(str, sorted(missing, key=str)))} in what was run"

@@ -1,1 +1,0 @@
-"""Compares a training step on every mesh with one device."""

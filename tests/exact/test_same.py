@@ -1,0 +1,89 @@
+"""Recognizes refactorings as the same function, and slight changes as another."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from shardlib.exact.compare import differences, same
+
+pytestmark = pytest.mark.quick
+X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+
+def rms_norm(x, epsilon=1e-5):
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + epsilon)
+
+
+def rms_norm_by_quotient(x):
+    return x / jnp.sqrt(jnp.einsum("ij,ij->i", x, x)[:, None] / x.shape[1] + 1e-5)
+
+
+def attention(x, w):
+    return jax.nn.softmax(x @ w @ x.T) @ x
+
+
+def attention_in_blocks(x, w):
+    """Flash attention: blocks of keys, with a running maximum and normalizer."""
+    scores = x @ w @ x.T
+    peak, total, out = -jnp.inf, 0.0, 0.0
+    for block in (slice(0, 3), slice(3, 4)):
+        new_peak = jnp.maximum(peak, scores[:, block].max(1, keepdims=True))
+        weights = jnp.exp(scores[:, block] - new_peak)
+        total = total * jnp.exp(peak - new_peak) + weights.sum(1, keepdims=True)
+        out = out * jnp.exp(peak - new_peak) + weights @ x[block]
+        peak = new_peak
+    return out / total
+
+
+def momentum(x):
+    return 0.9 * x[0] + (1 - 0.9) * x[1]
+
+
+SAME = [
+    (rms_norm, rms_norm_by_quotient, [X]),
+    (jax.nn.silu, lambda x: x / (1 + jnp.exp(-x)), [X]),
+    (jax.nn.logsumexp, lambda x: jnp.log(jnp.exp(x - x[0, 0]).sum()) + x[0, 0], [X]),
+    (jax.grad(jax.nn.logsumexp), lambda x: jnp.exp(x) / jnp.exp(x).sum(), [X]),
+    (lambda x: jnp.cumsum(x, 0), lambda x: jnp.tril(jnp.ones((4, 4))) @ x, [X]),
+    (momentum, lambda x: x[0] + 0.1 * (x[1] - x[0]), [X]),
+    (lambda x: x * jnp.exp(jnp.log(0.9) * jnp.arange(-2, 6)), lambda x: x * 0.9 ** jnp.arange(-2, 6), [X]),
+    (attention, attention_in_blocks, [X, W]),
+    (jax.grad(lambda x, w: attention(x, w).sum()), jax.grad(lambda x, w: attention_in_blocks(x, w).sum()), [X, W]),
+    (lambda x: jnp.fft.fft(x).real, lambda x: jnp.real(jnp.fft.fft(x)), [X]),
+    (lambda x: x.astype(jnp.bfloat16).sum(0), lambda x: x.sum(0).astype(jnp.bfloat16), [X]),
+    (jnp.linalg.solve, lambda w, x: jnp.linalg.solve(w, x), [W, W]),
+]
+CHANGED = [
+    (rms_norm, lambda x: rms_norm(x, 1.001e-5), [X]),
+    (jax.nn.silu, jax.nn.gelu, [X]),
+    (attention, lambda x, w: attention(x, w) + 1e-8 * x, [X, W]),
+    (attention, lambda x, w: jax.nn.softmax(x @ w @ x.T, 0) @ x, [X, W]),
+    (lambda x: jnp.cumsum(x, 0), lambda x: jnp.cumsum(x, 0) - x, [X]),
+    (momentum, lambda x: x[0] + 0.11 * (x[1] - x[0]), [X]),
+    (lambda x: x.max(0), lambda x: x[0], [X]),
+    (lambda x: x, lambda x: x.at[3, 7].set(0.0), [X]),
+]
+
+
+@pytest.mark.parametrize(("function", "other", "args"), SAME)
+def test_refactorings_are_the_same(function, other, args):
+    assert differences(function, other, *args) == []
+
+
+@pytest.mark.parametrize(("function", "other", "args"), CHANGED)
+def test_slight_changes_are_not(function, other, args):
+    assert not same(function, other, *args)
+
+
+def test_results_of_another_structure_are_an_error():
+    with pytest.raises(ValueError, match="whose results have the same structure"):
+        differences(lambda x: x, lambda x: (x, x), X)
+    assert [found.text for found in differences(lambda x: x, lambda x: x.T, X)] == ["result 0 has another shape"]
+    assert differences(lambda x: (x, x), lambda x: (x, 2 * x), X)[0].result == 1
+
+
+def test_numpy_arrays_are_arguments_too():
+    assert same(lambda x: x + x, lambda x: 2 * x, np.ones(3, np.float32))

@@ -1,0 +1,178 @@
+"""Which files a pattern means: against a folder with links, caches, and files of other kinds and splits."""
+
+import os
+import re
+
+import fsspec
+import pytest
+
+from shardwright.data.text.files import find_files, kind_of
+from shardwright.data.text.sources import Files, open_text, readable
+
+POINTERS = {
+    "git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+    "git annex get": b"/annex/objects/SHA256E-s12345--4d7a.jsonl\n",
+}
+
+
+def test_the_end_of_a_name_says_the_kind():
+    names = {
+        "a.json": "json",
+        "a.jsonl.gz": "jsonl",
+        "a.jsonl.parquet": "parquet",
+        "b.txt.csv": "csv",
+        "c.md": None,
+        "a.jsonl.zip": None,
+        "A.TXT": "text",
+        "a.txt~": None,
+        "a.txt.bak": None,
+        "b.txt.swp": None,
+        "z.txt.gpg": None,
+        "f.txt.html": None,
+        "inputrc.arrows": None,
+        "part.json.00001.gz": None,
+    }
+    assert {name: kind_of(f"d.json/{name}") for name in names} == names
+    assert kind_of("https://host/a.jsonl.gz?download=true") == "jsonl"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Four files to read, and what is beside them."""
+    root = tmp_path / "[te]xts"
+    sizes = {"a.jsonl": 1, "b.ndjson": 1, "c/d.JSONL": 1, "c/e.csv.GZ": 1}
+    sizes |= {"AA/wiki_00": 9, "d.jsonl.lz4": 8, "f.tsv": 7, ".hidden.txt": 6, "cache-1f.arrow": 5}
+    sizes |= {"c/dataset_info.json": 4, "c/.git/x.txt": 1, "none.jsonl": 0}
+    for name, size in sizes.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"x" * size)
+    (root / "latest").symlink_to(".")
+    (root / "c/up").symlink_to("..")
+    (root / "g.jsonl").symlink_to("a.jsonl")
+    os.link(root / "b.ndjson", root / "h.ndjson")
+    return root
+
+
+READ = ["a.jsonl", "b.ndjson", "c/d.JSONL", "c/e.csv.GZ"]
+LEFT_OUT = ["AA/wiki_00", "d.jsonl.lz4", "f.tsv", ".hidden.txt", "cache-1f.arrow", "c/dataset_info.json"]
+LEFT_OUT += ["c/.git", "g.jsonl (again)", "h.ndjson (again)", "none.jsonl (empty)"]
+
+
+def names(found, folder):
+    return [os.path.relpath(path, folder) for path in found.paths]
+
+
+@pytest.mark.parametrize("spelled", ["{}", "{}/", "file://{}"])
+def test_a_folder_is_its_text_files_each_once(folder, spelled):
+    found = find_files([spelled.format(folder)], "train")
+    assert names(found, folder) == READ
+    assert found.left_out == LEFT_OUT
+    about = "4 files, 4 bytes; left out: AA/wiki_00, d.jsonl.lz4, f.tsv, .hidden.txt, cache-1f.arrow and 5 more"
+    assert found.described("train") == [f"train: {about}"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "read", "left_out"),
+    [
+        ("*.jsonl", ["a.jsonl"], ["g.jsonl (again)", "none.jsonl (empty)"]),
+        ("?.*", ["a.jsonl", "b.ndjson"], ["d.jsonl.lz4", "f.tsv", "g.jsonl (again)", "h.ndjson (again)"]),
+        ("**/*.JSONL", ["./c/d.JSONL"], []),
+        ("**/c/**/?.*.GZ", ["./c/e.csv.GZ"], []),
+        ("[cA]*", ["c/d.JSONL", "c/e.csv.GZ", "c/up/a.jsonl", "c/up/b.ndjson"], None),
+        ("latest/c/*.JSONL", ["latest/c/d.JSONL"], []),
+        (".h*", [".hidden.txt"], []),
+        ("cache-1f.arrow", ["cache-1f.arrow"], []),
+        ("none.jsonl", ["none.jsonl"], []),
+    ],
+)
+def test_a_glob_is_what_it_matches(folder, monkeypatch, pattern, read, left_out):
+    """Its folders are read whole."""
+    monkeypatch.chdir(folder)
+    found = find_files([pattern], "train")
+    assert found.paths == read
+    assert left_out in (None, found.left_out)
+
+
+def test_several_patterns_read_a_file_once(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    url = "https://host/a.jsonl"
+    found = find_files(["c/d.JSONL", "*.ndjson", "./a.jsonl", ".", url, url], "train")
+    assert [os.path.normpath(path) for path in found.paths[:-1]] == ["c/d.JSONL", "b.ndjson", "a.jsonl", "c/e.csv.GZ"]
+    assert found.paths[-1] == url
+    assert {f"{name} (again)" for name in ("a.jsonl", "b.ndjson", "c/d.JSONL", url)} <= {*found.left_out}
+    assert len(find_files(["latest/a.jsonl"], "train").shared_with(found)) == 1
+    assert not find_files(["f.tsv", "cache-1f.arrow"][1:], "train").shared_with(found)
+
+
+def test_what_save_to_disk_wrote_is_its_data_alone(tmp_path, monkeypatch):
+    """Against load_from_disk, after map() left its cache."""
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    saved = str(tmp_path / "saved")
+    datasets.Dataset.from_dict({"text": [f"document {i}" for i in range(20)]}).save_to_disk(saved, num_shards=2)
+    datasets.load_from_disk(saved).map(lambda row: {"text": row["text"].upper()})
+    assert [path for path in os.listdir(saved) if path.startswith("cache-")]
+    expected = datasets.load_from_disk(saved)["text"][:]
+    for dataset, files in ((None, [saved]), (None, [f"{saved}/*.arrow"]), (None, [f"{saved}/**"]), (saved, [])):
+        _, data, found = open_text("train", dataset, None, "train", files)
+        assert isinstance(data, Files)
+        assert [row["text"] for row in data] == expected
+        assert any(name.startswith("cache-") for name in found.left_out)
+    os.remove(f"{saved}/data-00001-of-00002.arrow")
+    with pytest.raises(ValueError, match=r"state\.json lists data-00001-of-00002\.arrow, which is missing"):
+        find_files([saved], "train")
+
+
+@pytest.mark.parametrize(
+    ("split", "patterns", "others"),
+    [
+        ("train", ["."], ["data/test-00000-of-00001.parquet", "data/val_0.jsonl"]),
+        ("validation", ["."], ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"]),
+        ("train", ["data/*0.jsonl"], ["val_0.jsonl"]),
+        ("train", ["data/train*", "data/val_0.jsonl", "data/test*"], []),
+        ("data", ["."], []),
+    ],
+)
+def test_names_of_other_splits_are_a_warning(tmp_path, monkeypatch, split, patterns, others):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("data")
+    for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet", "val_0.jsonl", "contest.jsonl"):
+        (tmp_path / "data" / name).write_bytes(b"x")
+    found = find_files(patterns, split)
+    assert found.of_other_splits == others
+    assert len(found.described(split)) == 1 + bool(others)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "a.doc").write_text("a")
+    for pattern in (str(tmp_path / "a.doc"), "nowhere/*.jsonl", str(tmp_path)):
+        message = rf"No text file matches '{re.escape(pattern)}.* Correct the path .* these kinds: .jsonl, .ndjson, "
+        with pytest.raises(ValueError, match=message):
+            find_files([pattern], "train")
+    (tmp_path / "b.jsonl").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name, why in {"b.jsonl": "a link to a file that is missing", "pipe.jsonl": "a directory, a pipe"}.items():
+        with pytest.raises(ValueError, match=f"{name} cannot be read: it is {why}"):
+            find_files([str(tmp_path / name)], "train")
+
+
+@pytest.mark.parametrize("command", POINTERS)
+def test_pointers_are_named(tmp_path, command):
+    """Before anything is read; those at a URL when their turn comes."""
+    for name in ("a.jsonl", "b.txt", "c.parquet", "d.json.gz", "e.arrow", "f.csv"):
+        (tmp_path / name).write_bytes(POINTERS[command])
+        for pattern in (name, "*", ""):
+            with pytest.raises(ValueError, match=f"{name} is a pointer .*Run `{command}`"):
+                find_files([str(tmp_path / pattern)], "train")
+        (tmp_path / name).unlink()
+        fsspec.filesystem("memory").pipe(f"/{name}", POINTERS[command])
+        with pytest.raises(ValueError, match=f"{name} is a pointer .*Run `{command}`"):
+            list(readable("text", open_text("train", None, None, None, [f"memory://{name}"])[1]))
+
+
+def test_a_link_of_git_annex_without_content_is_named(tmp_path):
+    (tmp_path / "a.jsonl").symlink_to(".git/annex/objects/x/SHA256E-s5--4d7a.jsonl")
+    with pytest.raises(ValueError, match=r"a\.jsonl cannot be read: .*Run `git annex get`"):
+        find_files([str(tmp_path)], "train")
