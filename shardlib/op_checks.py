@@ -13,7 +13,7 @@ from jax import lax
 from shardlib.checks import check_divisible, check_value, checking, note_type
 from shardlib.parsing import (
     Dim,
-    NotProved,
+    MayBeRight,
     OpSpec,
     ShapeSpec,
     ShardError,
@@ -218,7 +218,7 @@ def cast(
                 f"mark it once, where operand {position} is made: x = replicate('... -> ... "
                 f"{marks}', x)"
             )
-        raise NotProved(
+        raise MayBeRight(
             f"operand {position} `{spec}` is the same on every device of {names}, over which the "
             f"result varies: its gradient would be silently all-reduced over {names}",
             remedy,
@@ -286,7 +286,7 @@ def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> jax.Arr
     if not repeated:
         return x
     names = ", ".join(repeated)
-    error = NotProved(
+    error = MayBeRight(
         f"operand {position} was gathered over {names}, but the result is neither sharded nor "
         f"partial over {names}: each of its devices would compute the whole gradient of `{op}`",
         f"shard another operand over {names}, so that its devices share the work; {WITHOUT_COPY}",

@@ -91,7 +91,7 @@ class ShardError(ValueError):
         return type(self)(problem, self.remedy, self.context or context, self.place, self.about)
 
 
-class NotProved(ShardError):
+class MayBeRight(ShardError):
     """Refuses code that may be right: types don't follow its gradient."""
 
     def __str__(self) -> str:

@@ -61,7 +61,7 @@ from shardlib.op_checks import (
     wrap,
     wrong_spec,
 )
-from shardlib.parsing import Dim, NotProved, ShapeSpec, ShardError, parse_shape, sort_axes
+from shardlib.parsing import Dim, MayBeRight, ShapeSpec, ShardError, parse_shape, sort_axes
 from shardlib.products import einsum_with_gradients, pick, take
 from shardlib.rearranging import rearrange
 from shardlib.rows import add_rows, take_rows
@@ -463,7 +463,7 @@ def shard(spec, x):
         if any(removed) or not any(added) or lhs.partial or rhs.partial:
             raise wrong_spec(op, "add axes at the end of dims: `B L -> B L/c`")
         if jnp.issubdtype(value.dtype, jnp.inexact):
-            raise NotProved(
+            raise MayBeRight(
                 f"operand 1 is {describe(x)}: the gradient of what shard cuts off would be lost "
                 "or counted twice",
                 "produce it with psum_scatter, or gather less of what it is computed from",

@@ -15,7 +15,7 @@ import numpy as np
 from jax import core, lax
 
 from shardlib.axes import AXIS_ORDER, PIPELINE_AXIS
-from shardlib.parsing import NotProved, ShapeSpec, ShardError, sort_axes
+from shardlib.parsing import MayBeRight, ShapeSpec, ShardError, sort_axes
 from shardlib.scopes import bound, current_scope
 
 SHORT_DTYPES = {
@@ -309,7 +309,7 @@ class _Opaque:
         return f"{describe(self)}, made by {origin}" if origin else describe(self)
 
     def _reject(self, what: str):
-        error = NotProved if isinstance(self, Copy) else ShardError
+        error = MayBeRight if isinstance(self, Copy) else ShardError
         raise error(f"{what} was given {self._with_origin()}", self.remedy())
 
     def __repr__(self) -> str:

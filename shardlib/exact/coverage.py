@@ -5,6 +5,7 @@ extreme, remainder, quotient, slice at an index and conditional must have had al
 can have at the run's sizes, by the intervals of its integers.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -20,14 +21,16 @@ from shardlib.exact.intervals import (
     UNKNOWN,
     Interval,
     Intervals,
+    chooses_once,
     differing_over,
     ends_of,
+    is_stepwise,
     kind_of,
     outcomes,
     pairs_of,
 )
 from shardlib.exact.machine import Machine
-from shardlib.exact.values import Exact, is_float, is_key
+from shardlib.exact.values import Exact, is_complex, is_float, is_key
 from shardlib.interpret import Domain, Operation, interpret, operations_in
 
 
@@ -36,18 +39,21 @@ class Coverage:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, ...], list[set[Any]]] = {}
+        self._ends: dict[tuple[int, ...], tuple[float, float]] = {}
         self._sizes: Mapping[str, int] = {}
 
     def observe(self, m: Machine, op: Operation, ins: list[Any], outs: list[Any]) -> None:
         """Notes the outcomes of a decision. See shardlib.exact.machine.Observer."""
         self._sizes = m.sizes
+        if is_stepwise(op):
+            self._note_ends(op, ins, outs)
         name = kind_of(op)
         if not name or any(not isinstance(x, Exact) for x in ins):
             return
         if name not in COMPARED:
             found = [set(np.unique(ins[0].value).astype(int).tolist())]
-            if name == "cond":
-                found[0] |= {*map(differing_over, axes_of_difference(m, ins[0].value))}
+            if chooses_once(op):
+                found[0] |= {*map(differing_over, _axes_decided(m, ins[0].value))}
         else:
             rank = 0 if name == "gather" else max(len(m.shape(x)) for x in ins)
             values = [m.lift(x, rank).value for x in ins]
@@ -59,6 +65,16 @@ class Coverage:
         known = self._seen.setdefault(op.path, [set() for _ in found])
         for outcomes_of, new in zip(known, found, strict=True):
             outcomes_of |= new
+
+    def _note_ends(self, op: Operation, ins: list[Any], outs: list[Any]) -> None:
+        """Notes the least and largest result of a function of STEPWISE, or quotient of rem."""
+        if not isinstance(outs[0], Exact) or not outs[0].value.size or is_complex(outs[0]):
+            return
+        value = outs[0].value
+        if op.name == "rem":
+            value = np.abs(ins[0].value) // np.maximum(np.abs(ins[1].value), 1)
+        low, high = self._ends.get(op.path, (np.inf, -np.inf))
+        self._ends[op.path] = (min(low, value.min()), max(high, value.max()))
 
     def undecided(
         self,
@@ -91,16 +107,26 @@ class Coverage:
         observed = observed or program
         pairs = [*zip(operations_in(program), operations_in(observed), strict=True)]
         axes = {axis for axis, n in sizes.items() if self._sizes.get(axis) == n}
+        fewest = min((self._sizes[axis] for axis in sizes.keys() - axes), default=math.inf)
         same = _Same(pairs, zip(program.consts, observed.consts, strict=True), axes)
         interpret(program, same, [False] * len(arguments))
         for op, run in pairs:
             path = op.path
             if path in domain.outside:
                 found.append(f"{op.place()}: {op.shown}: {domain.outside[path]}")
-            seen = self._seen.get(run.path)
-            if seen and path in domain.possible and path in same.differing:
-                texts = map(_text, seen, domain.possible[path])
-                found += [f"{op.place()}: {op.shown}: {text}" for text in texts if text]
+            if path not in same.differing:
+                continue
+            if domain.degrees.get(path, 0) >= fewest:
+                text = f"of degree {domain.degrees[path]} in the index of a device"
+                found.append(f"{op.place()}: {op.shown}: {text}, of which {fewest} were run")
+            pairs_of_outcomes = zip(
+                self._seen.get(run.path, []), domain.possible.get(path, []), strict=False
+            )
+            texts = [text for pair in pairs_of_outcomes if (text := _text(*pair))]
+            low, high = self._ends.get(run.path, (0, 1))
+            if path in domain.several and low == high:
+                texts = texts or [f"always {low} in what was run"]
+            found += [f"{op.place()}: {op.shown}: {text}" for text in texts]
         return [*dict.fromkeys(found)]
 
 
@@ -161,6 +187,12 @@ class _Same(Domain[bool]):
         if not which:
             self.differing.add(op.path)
         return [which and out for out in super().branch(op, which, args)]
+
+
+def _axes_decided(m: Machine, value: np.ndarray) -> list[str]:
+    """Returns the axes over which a value differs, or cannot, because devices reduced it."""
+    reduced = [axis for axis in m.sizes if value.shape[m.dim_of(axis)] == 1]
+    return [*axes_of_difference(m, value), *reduced]
 
 
 def _deciding(op: Operation, ins: list[bool]) -> list[bool]:

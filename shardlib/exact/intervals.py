@@ -15,7 +15,7 @@ import numpy as np
 from shardlib.equations import IDENTITIES, axes_of, is_integer, kinds, words
 from shardlib.exact.machine import axes_of_entry
 from shardlib.exact.values import is_float
-from shardlib.interpret import Domain, Operation, fixed_point, literal_of
+from shardlib.interpret import Domain, Operation, fixed_point, literal_of, operations_in
 
 Number = Any
 """An int, or ±math.inf."""
@@ -31,6 +31,7 @@ class Interval(NamedTuple):
         base: the value that a loop carries, if this is that plus `low_step` to `high_step`.
         position: an iota that is at least this in each entry, by its equation and dim, and whether
             it is this.
+        degree: that of a polynomial in the index of a device.
     """
 
     low: Number = -math.inf
@@ -40,6 +41,7 @@ class Interval(NamedTuple):
     low_step: Number = 0
     high_step: Number = 0
     position: tuple[Any, bool] | None = None
+    degree: int = 0
 
 
 UNKNOWN = Interval()
@@ -55,6 +57,8 @@ COMPARED: dict[str, tuple[str | None, str | None, str | None]] = {
     "ne": (TRUE, FALSE, TRUE),
     "abs": _EXTREME,
     "and": _EXTREME,
+    "or": _EXTREME,
+    "xor": _EXTREME,
     "clamp": _EXTREME,
     "max": _EXTREME,
     "min": _EXTREME,
@@ -68,6 +72,12 @@ COMPARED: dict[str, tuple[str | None, str | None, str | None]] = {
     "shift_right_logical": _TURNS,
 }
 """The outcome of each decision if a number is smaller than, equal to, or larger than another."""
+STEPWISE = words("""and ceil convert_element_type div dynamic_slice floor gather or rem round
+    shift_right_arithmetic shift_right_logical""")
+"""Functions that may be constant in a range of positions: quotients, roundings, tables.
+
+If a run at small sizes had one value only, it says nothing of the others.
+"""
 _SAME = kinds("view", "cast", "identity", "unreduced", "gather", "exchange", "extreme")
 _SAME |= {"copy", "cummax", "cummin", "dynamic_slice", "gather", "pbroadcast"}
 _SAME |= {"convert_element_type", "reduce_max", "reduce_min", "rev", "slice", "split"}
@@ -232,6 +242,22 @@ def kind_of(op: Operation) -> str:
     return name if is_integer(dtype) or (name in _OF_FLOATS and is_float(dtype)) else ""
 
 
+def chooses_once(op: Operation) -> bool:
+    """Returns True for a conditional, and for a selection of whole arrays by one number."""
+    return op.name == "cond" or (op.name == "select_n" and op.eqn.invars[0].aval.size == 1)
+
+
+def is_stepwise(op: Operation) -> bool:
+    """Returns True for a function of STEPWISE of these operands."""
+    if op.name not in STEPWISE:
+        return False
+    of_floats, makes_floats = (is_float(v[0].aval.dtype) for v in (op.eqn.invars, op.eqn.outvars))
+    if op.name == "convert_element_type":
+        return of_floats and not makes_floats
+    return not (of_floats and op.name in ("div", "rem"))
+
+
+_OF_BITS = words("and or shift_right_arithmetic shift_right_logical xor")
 _OF_FLOATS = words("abs clamp eq ge gt le lt max min ne sign")
 
 
@@ -295,12 +321,13 @@ def possible(op: Operation, ins: Sequence[Interval]) -> list[set[Any]]:
     """Returns for each question of a decision about integers which outcomes it may have."""
     name = kind_of(op)
     if name in COMPARED:
-        is_random = name.startswith("shift_right") and ins[0].of_data  # it drops random bits
-        if is_random or (is_float(op.eqn.invars[-1].aval.dtype) and any(x.of_data for x in ins)):
+        is_random = name in _OF_BITS and any(x.of_data for x in ins)
+        of_data = is_float(op.eqn.invars[-1].aval.dtype) and any(x.of_data for x in ins)
+        if is_random or (of_data and op.eqn.outvars[0].aval.size > 1):  # data has all
             return []
         pairs = pairs_of(op, ins, _abs, exactly)
         return [outcomes(name, x.low < y.high, _meet(x, y), x.high > y.low) for x, y in pairs]
-    if not name or (ins[0].of_data and name != "cond"):
+    if not name or (ins[0].of_data and not chooses_once(op)):
         return []
     cases = op.params["branches"] if name == "cond" else ins[1:]
     return [{i for i in range(len(cases)) if ins[0].low <= i <= ins[0].high}]
@@ -329,11 +356,15 @@ class Intervals(Domain[Interval]):
 
     Attributes:
         possible: for each decision, by the path of its operation: the outcomes of its questions.
+        degrees: by path, degrees of polynomials in the index of a device.
+        several: paths of functions of STEPWISE that may have several values, whatever the data.
         outside: by path, values outside of their dtype.
     """
 
     def __init__(self, axes: Mapping[str, int]):
         self.possible: dict[tuple[int, ...], list[set[Any]]] = {}
+        self.degrees: dict[tuple[int, ...], int] = {}
+        self.several: set[tuple[int, ...]] = set()
         self.outside: dict[tuple[int, ...], str] = {}
         self._axes = axes
         self._is_noting = True
@@ -358,20 +389,27 @@ class Intervals(Domain[Interval]):
 
     def apply(self, op: Operation, ins: list[Interval]) -> list[Interval]:
         """Bounds the results of an equation. Without a rule, they may be anything."""
-        self._note(op, ins)
         found = self._results(op, ins)
+        self._note(op, ins, found)
         at = _position(op, ins)
         if op.name == "sub" and ins[0].position and ins[1].position == (ins[0].position[0], False):
             found = [found[0]._replace(low=max(found[0].low, 0))] if ins[0].position[1] else found
         found = [x._replace(position=at) for x in found]
         if op.name.startswith("random") or any(x.of_data for x in ins):
             found = [x._replace(of_data=True) for x in found]
+        elif degree := _degree(op, ins):
+            self.degrees[op.path] = degree
+            found = [x._replace(degree=degree) for x in found]
         return [self._within(op, x, var.aval) for x, var in zip(found, op.eqn.outvars, strict=True)]
 
-    def _note(self, op: Operation, ins: list[Interval]) -> None:
+    def _note(self, op: Operation, ins: list[Interval], outs: list[Interval]) -> None:
+        if self._is_noting and is_stepwise(op):
+            of_step = _divide(_abs(ins[0]), _abs(ins[1])) if op.name == "rem" else outs[0]
+            if of_step.low < of_step.high and not any(x.of_data for x in ins):
+                self.several.add(op.path)
         if not self._is_noting or not (questions := possible(op, ins)):
             return
-        if op.name == "cond" and ins[0].of_data:
+        if chooses_once(op) and ins[0].of_data:
             # Devices that decide otherwise than others may wait for them, in a collective.
             varying = op.eqn.invars[0].aval.manual_axis_type.varying
             axes = [axis for axis in varying if self._axes.get(axis, 1) > 1]
@@ -384,9 +422,9 @@ class Intervals(Domain[Interval]):
         if dtype == np.bool_:
             return x._replace(low=max(x.low, 0), high=min(x.high, 1))
         if is_float(dtype) and not math.isnan(x.low + x.high - x.high):
-            return Interval(*x[:3])
+            return Interval(*x[:3], degree=x.degree)
         if not is_integer(dtype):
-            return UNKNOWN._replace(of_data=x.of_data)
+            return UNKNOWN._replace(of_data=x.of_data, degree=x.degree)
         limits = jnp.iinfo(dtype)
         far = [n for n in (x.low, x.high) if math.isfinite(n) and not limits.min <= n <= limits.max]
         if far and self._is_noting:
@@ -446,7 +484,11 @@ class Intervals(Domain[Interval]):
         """Bounds the results of a call; those of // and % without corrections for negatives."""
         plain = _OF_COUNTS.get(op.params.get("name", ""))
         if plain and len(ins) == 2 and ins[0].low >= 0 and ins[1].low > 0:
-            return [plain(*ins)]
+            found = [plain(*ins)]
+            for inner in operations_in(body, op):
+                if inner.name in ("div", "rem"):  # the others correct the results for negatives
+                    self._note(inner, ins, found)
+            return found
         return super().call(op, body, ins)
 
     def scan(self, op: Operation, consts: list, carry: list, xs: list) -> list[Interval]:
@@ -536,11 +578,27 @@ class Intervals(Domain[Interval]):
 
     def branch(self, op: Operation, which: Interval, args: list[Interval]) -> list[Interval]:
         """Bounds the results of the branches that may be taken."""
-        self._note(op, [which])
+        self._note(op, [which], [])
         last = len(op.params["branches"]) - 1
         cases = range(int(min(max(which.low, 0), last)), int(min(max(which.high, 0), last)) + 1)
         outs = [self.run(op.body("branches", i), args, op) for i in cases]
         return [join_all(found) for found in zip(*outs, strict=True)]
+
+
+def _degree(op: Operation, ins: list[Interval]) -> int:
+    """Returns the degree of a result as a polynomial in the index of a device; else 0."""
+    degrees = [x.degree for x in ins]
+    if op.name == "axis_index":
+        return 1
+    if op.name in ("mul", "dot_general"):
+        return sum(degrees)
+    if op.name in ("integer_pow", "square"):
+        return degrees[0] * max(op.params.get("y", 2), 0)
+    is_linear = op.name in _SAME or op.name in _JOINED or op.name in _LINEAR
+    return max(degrees, default=0) if is_linear else 0
+
+
+_LINEAR = words("add div neg reduce_sum select_n sub")
 
 
 def _position(op: Operation, ins: list[Interval]) -> tuple[Any, bool] | None:

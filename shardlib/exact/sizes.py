@@ -141,6 +141,16 @@ class _Comparison:
                 places = [step.op.place() for step in self.steps]
                 yield f"from another line: {shown(places)}"
             yield from self.params([step.op.params for step in self.steps])
+            if first.what == "slice":
+                yield from self.parts()
+
+    def parts(self) -> Iterator[str]:
+        """Finds slices of what does not become smaller, such as the first entries of a table."""
+        shapes = [step.op.eqn.invars[0].aval.shape for step in self.steps]
+        ends = [step.op.params["limit_indices"] for step in self.steps]
+        for sizes, limits in zip(zip(*shapes, strict=True), zip(*ends, strict=True), strict=True):
+            if len(set(sizes)) == 1 and len(set(limits)) > 1:
+                yield f"a part of {sizes[0]} entries that ends at {shown(limits)}"
 
     def operand(self, operands: Sequence[Any]) -> Iterator[str]:
         """Compares variables by their numbers, literals by their values."""

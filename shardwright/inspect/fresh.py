@@ -1,6 +1,7 @@
 """Imports modules that users edit again, without the state that earlier traces left in them."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -57,7 +58,7 @@ def reimport(step: Step) -> Iterator[Step]:
         spec = load_spec(step.spec.module) if step.spec.module in before else step.spec
         Model, Settings = map(reload, kinds)
         settings = Settings(**{f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.init})
-        c = dataclasses.replace(step.config, model=settings)
+        c = dataclasses.replace(copy.deepcopy(step.config), model=settings)
         with tracing(step.mesh):  # the model may read the mesh too
             model = Model(settings)
         yield dataclasses.replace(step, config=c, model=model, spec=spec, _known={})

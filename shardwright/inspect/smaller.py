@@ -9,7 +9,7 @@ compares the traces at both sizes, equation by equation.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,12 +68,16 @@ class Small:
     kernels: tuple[str, ...] = ()
 
 
-def make_small(step: Step, length: int = LENGTH) -> Small:
+def make_small(
+    step: Step, length: int = LENGTH, axes: Mapping[str, int] | None = None, numbers: Sequence[int] = MANY
+) -> Small:
     """Chooses small sizes for a step. A setting whose small size the model refuses stays as it is.
 
     Args:
         step: the step.
         length: least positions of a sequence.
+        axes: number of devices along each axis of the mesh; None: few.
+        numbers: numbers of entries on a device in place of larger ones.
 
     Raises:
         Undecided: the model refuses all that were tried.
@@ -85,9 +89,9 @@ def make_small(step: Step, length: int = LENGTH) -> Small:
     with tracing(step.mesh):
         forms += ["plain sums"] * (target_device().platform == "gpu")
     real = step.other(*forms)
-    axes = _fewer_devices(mesh)
+    axes = axes or _fewer_devices(mesh)
     edits = _of_training(step, axes, paths, min(length, step.config.training.seq_len))
-    edits |= _of_model(step, axes, edits["training.seq_len"])
+    edits |= _of_model(step, axes, edits["training.seq_len"], numbers)
     ways = (_edited(real.config, way) for way in _ways(edits))
     steps = (_step_on(step, real, c, axes) for c in ways if not _refusal(c, axes))
     first = next(steps, None)
@@ -105,6 +109,16 @@ def attention_paths_of(step: Step) -> list[str]:
     with tracing(step.mesh):
         calls = [*step.other(name="evaluation").calls, *step.other(name="training").calls]
         return [path_of(step.forward, call) for call in calls]
+
+
+def make_other(step: Step, small: Small, length: int = LENGTH) -> Small | None:
+    """Returns a step with other sizes than a small one, if that has fewer devices than the run; else None.
+
+    Two small programs tell what one cannot: min(axis_size, 3) is the number of devices if there are three.
+    """
+    others = {axis: few if few == real else (2 if few == 3 else 3) for axis, (real, few) in small.axes.items()}
+    few = {axis: few for axis, (_, few) in small.axes.items()}
+    return make_small(step, 2 * length, others, MANY[1:]) if others != few else None
 
 
 def _fewer_devices(mesh: Mapping[str, int]) -> dict[str, int]:
@@ -153,7 +167,7 @@ def _of_training(step: Step, axes: Mapping[str, int], paths: list[str], least: i
     return edits
 
 
-def _of_model(step: Step, axes: Mapping[str, int], length: int) -> dict[str, Any]:
+def _of_model(step: Step, axes: Mapping[str, int], length: int, numbers: Sequence[int]) -> dict[str, Any]:
     """Edits of sizes of the model: as many entries on a device if they are few, else a few."""
     c = step.config.model
     names = {name: dim for dim, name in getattr(c, "dims", {}).items()}
@@ -167,7 +181,7 @@ def _of_model(step: Step, axes: Mapping[str, int], length: int) -> dict[str, Any
     sizes = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)}
     sizes = {name: n for name, n in sizes.items() if type(n) is int}
     shards = {name: over.get(names.get(name, ""), set()) for name in sizes}
-    numbers = iter(MANY)
+    following = iter(numbers)
     over_heads = step.config.training.context == "ulysses" and axes.get("c", 1) > 1
     # The dims that most devices share get the least numbers.
     for name, n in sorted(sizes.items(), key=lambda pair: (-_count(axes, shards[pair[0]]), pair[1])):
@@ -179,7 +193,7 @@ def _of_model(step: Step, axes: Mapping[str, int], length: int) -> dict[str, Any
         elif name in names and name != "positions":
             # Entries of a head are pairs for RoPE. Devices of c may divide the heads.
             is_kept = local <= FEW or (name in ("n_kv", "n_q_per_kv") and over_heads)
-            few = local if is_kept else next(numbers) * (1 if shards[name] else 2)
+            few = local if is_kept else next(following) * (1 if shards[name] else 2)
             n = few * _count(axes, shards[name])
         elif n >= AS_POSITIONS:
             n = max(2, -(-n * length // step.config.training.seq_len))
@@ -289,7 +303,8 @@ def draw(step: Step, seed: int) -> list[Any]:
 
     There are several documents, targets that do not count, repeated ids, the first and the last id,
     and moments of Adam of the size that they have. Seed 1 has a batch of one document for each
-    sequence, seed 2 one without targets.
+    sequence and small weights, whose gradient is not clipped; seed 2 a batch without targets;
+    seed 3 weights that are not finite, so the step is skipped.
 
     Returns:
         An array for each argument of the jaxpr, with layers in layer order.
@@ -327,7 +342,12 @@ def draw(step: Step, seed: int) -> list[Any]:
         named = [scaled for name, scaled in scale.items() if f"adam_{name}" in path]
         if named:
             return named[0]
-        return x * np.float32(0.3) if len(aval.shape) > 1 else 1 + np.float32(0.3) * x
+        x = x * np.float32(0.3) if len(aval.shape) > 1 else 1 + np.float32(0.3) * x
+        if seed == 1:
+            return x * np.float32(2**-6)
+        if seed == 3:
+            x.flat[:1] = np.nan
+        return x
 
     pairs = jax.tree_util.tree_leaves_with_path(step.traced.args_info)
     return [of(jax.tree_util.keystr(path), aval) for (path, _), aval in zip(pairs, step.jaxpr.in_avals, strict=True)]

@@ -29,7 +29,7 @@ from shardlib.findings import Finding, raise_for
 from shardlib.places import place, users_call
 from shardlib.tracing import on_one_device, tracing
 from shardwright.inspect.fresh import reimport
-from shardwright.inspect.smaller import LENGTH, Small, draw, make_small
+from shardwright.inspect.smaller import LENGTH, Small, draw, make_other, make_small
 from shardwright.optimizers.rates import own_functions
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.stages import placement_of
@@ -43,7 +43,7 @@ SHOWN = 5
 """Number of findings that an error shows."""
 PLAIN = "einsum attention", "one chunk"
 """Forms of the step on one device: attention in one product, without blocks, and the loss in one chunk."""
-SEEDS = {"training": (0, 1, 2), "evaluation": (0, 1), "start": (0,)}
+SEEDS = {"training": (0, 1, 2, 3), "evaluation": (0, 1), "start": (0,)}
 """Seeds of the inputs on which each program runs."""
 
 
@@ -99,7 +99,7 @@ def check_steps(step: Step, names: tuple[str, ...] = NAMES) -> Checked:
             raise_for([Finding(f"{line}\n  remedy: {REMEDY}") for line in verdict.undecided], SHOWN)
         how = [f"exact arithmetic, {len(SEEDS['training'])} inputs", *verdict.apart]
         how += [f"not decided: {', '.join(verdict.undecided)}"] * bool(verdict.undecided)
-        return Checked("; ".join(how), verdict.results)
+        return Checked("; ".join(how), {} if verdict.undecided else verdict.results)
 
     return in_all_processes(lambda: check() if jax.process_index() == 0 else Checked("", {}))
 
@@ -141,12 +141,18 @@ def _examine_at(step: Step, names: tuple[str, ...], length: int) -> Verdict:
         for fresh in (small.step, dataclasses.replace(_on_one_device(small.step), like=whole)):
             with reimport(fresh) as imported:
                 traces.append(_programs(imported, names))
+        other = make_other(step, small, length)
+        others: dict[str, Step] = {}
+        if other:
+            with reimport(other.step) as imported:
+                others = _programs(imported, names)
     except Undecided as error:
         return Verdict([], [str(error)])
     undecided: list[str] = []
     results: dict[str, str] = {}
     for name in sorted(names):  # evaluation first: it is faster, and names a line of the forward pass
-        verdict = _compare(small, *(programs[name] for programs in traces))
+        smalls = [small, other] if other else [small]
+        verdict = _compare(smalls, others.get(name), *(programs[name] for programs in traces))
         if verdict.found:
             return verdict
         undecided += verdict.undecided
@@ -181,8 +187,11 @@ def _programs(step: Step, names: tuple[str, ...]) -> dict[str, Step]:
     return steps
 
 
-def _compare(small: Small, whole: Step, step: Step, twin: Step) -> Verdict:
-    """Runs a program and the one of one device, `twin`, of which `whole` is that at the run's sizes."""
+def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, twin: Step) -> Verdict:
+    """Runs a program and the one of one device, `twin`, of which `whole` is that at the run's sizes.
+
+    `second` is the program at the sizes of the second of `smalls`, if there are two.
+    """
     with tracing(step.mesh):
         order = placement_of(step.config, step.model).order
     arguments = _paths(step.traced.args_info)
@@ -211,15 +220,25 @@ def _compare(small: Small, whole: Step, step: Step, twin: Step) -> Verdict:
                 return Verdict([Finding(str(line), is_wrong=True) for line in lines])
         texts = [f"{_named(results[x.result])}: {x.text}" if x.result is not None else x.text for x in differing]
         return Verdict([Finding(f"the {step.name} step: {text}", is_wrong=True) for text in texts])
+    small = smalls[0]
     real = small.real.other(name=step.name)
     if texts := differing_dtypes(real.jaxpr, whole.jaxpr):
         return Verdict([Finding(text, is_wrong=True) for text in texts])
-    pairs = [real.jaxpr, step.jaxpr], [whole.jaxpr, twin.jaxpr]
-    if others := [line for pair in pairs for line in sizes.compare(pair, small.dims, small.axes)]:
-        return Verdict([], others, results=hashes)
+    programs = [real.jaxpr, step.jaxpr, *([second.jaxpr] if second else [])]
+    lines = sizes.compare(programs, *(_numbers(of) for of in ([s.dims for s in smalls], [s.axes for s in smalls])))
+    lines += sizes.compare([whole.jaxpr, twin.jaxpr], small.dims, small.axes)
+    if lines:
+        return Verdict([], lines, results=hashes)
     bounds = _bounds(real, arguments, draws)
     undecided = coverage.undecided(real.jaxpr, real.mesh.shape, step.jaxpr, bounds)
     return Verdict([], undecided, results=hashes)
+
+
+def _numbers(pairs: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, ...]]:
+    """Returns sizes by name: the run's, and one of each small program, which all of `pairs` name."""
+    first, *others = pairs
+    names = [name for name in first if all(name in of for of in others)]
+    return {name: (*first[name], *(of[name][1] for of in others)) for name in names}
 
 
 def _bounds(real: Step, paths: list[str], draws: list[list[Any]]) -> list[tuple[int, int] | None]:

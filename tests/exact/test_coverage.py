@@ -1,5 +1,7 @@
 """The intervals of a program's integers hold what exact execution computes; decisions that were not seen are named."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,7 +121,14 @@ THREE = np.int32(3)
         ),
         (lambda n: n + 2_147_483_640, ["add: 2,147,483,682 does not fit int32"]),
         (lambda n: n < 100, []),
-        (lambda n: jnp.arange(64)[n], []),
+        (lambda n: jnp.arange(64)[n], ["dynamic_slice: always 3 in what was run"]),
+        (lambda n: jnp.zeros(64)[n], []),
+        (lambda n: jnp.floor((n + 24) / 24), ["floor: always 1.0 in what was run"]),
+        (lambda n: lax.div(n + 24, jnp.int32(24)), ["div: always 1 in what was run"]),
+        (lambda n: (n * 0.25).astype(jnp.int32), ["astype: always 0 in what was run"]),
+        (lambda n: n | 31, ["or: always smaller in what was run"]),
+        (lambda n: n ^ 32, ["xor: always smaller in what was run"]),
+        (lambda n: (n + jnp.arange(24)) // 24, []),
         (lambda n: jnp.arange(32)[n], ["dynamic_slice: always smaller in what was run"]),
         (lambda n: jnp.arange(8) < 3, []),
     ],
@@ -144,6 +153,35 @@ def test_devices_that_may_decide_otherwise_must_have_done_so(differs):
         machine.run(jaxpr, [machine.whole(x)])
     texts = [text.partition(": ")[2] for text in coverage.undecided(jaxpr, axes)]
     assert texts == ["cond: never different over d in what was run"] * (not differs)
+
+
+def test_a_choice_by_one_float_must_have_been_made_both_ways():
+    def choose(x):
+        return jnp.where(jnp.sum(x) > 1000, x, 2 * x)
+
+    texts = undecided(choose, np.ones(4, np.float32))
+    assert texts == ["gt: always false in what was run", "where: always 0 in what was run"]
+
+
+@pytest.mark.parametrize(("degree", "is_decided"), [(1, True), (2, True), (3, False)])
+def test_a_polynomial_in_the_index_of_a_device_needs_more_devices_than_its_degree(degree, is_decided):
+    def program(x):
+        i = lax.axis_index("d")
+        return x * functools.reduce(jnp.multiply, [i - n for n in range(degree)])
+
+    def trace(devices):
+        axes = {"d": devices}
+        with jax.sharding.use_abstract_mesh(AbstractMesh((devices,), ("d",))):
+            mapped = jax.shard_map(program, in_specs=P("d"), out_specs=P("d"))
+            return jax.make_jaxpr(mapped)(jnp.ones(2 * devices)), axes
+
+    coverage = Coverage()
+    small, axes = trace(3)
+    machine = Machine(axes, coverage.observe)
+    machine.run(small, [machine.whole(np.ones(6, np.float32))])
+    texts = coverage.undecided(*trace(8), small)
+    named = [text for text in texts if "of degree 3 in the index of a device, of which 3 were run" in text]
+    assert bool(named) != is_decided
 
 
 @pytest.mark.parametrize(("least", "is_decided"), [(0, True), (5, False)])

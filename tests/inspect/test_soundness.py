@@ -39,13 +39,21 @@ class FewerBits(train.Llama):
         return super().layer(jnp.multiply(x.astype(dtype), 2).astype(x.dtype), *rest)
 
 
+class FewDevices(train.Llama):
+    """Divides by the number of devices along d, but multiplies by at most three."""
+
+    def layer(self, x, *rest):
+        n = shardops.axis_size("d")
+        return super().layer(x * min(n, 3) / n, *rest)
+
+
 def place(function, offset: int) -> str:
     return f"tests/inspect/test_soundness.py:{function.__code__.co_firstlineno + offset}: "
 
 
-def verdict_on(model: type, **training) -> soundness.Verdict:
+def verdict_on(model: type, mesh: str = "d=4 t=2", **training) -> soundness.Verdict:
     c = tiny.config(tiny.model(layers=2), **training)
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+    with jax.set_mesh(tiny.mesh(mesh)):
         step = Step(c, model(c.model), jax.sharding.get_mesh(), train.SPEC)
         return soundness.examine(step, ("evaluation",))
 
@@ -65,6 +73,13 @@ def test_a_line_that_rounds_to_fewer_bits_on_the_mesh_is_wrong():
     first, *_ = verdict_on(FewerBits).found
     where = place(FewerBits.layer, 2)
     assert re.match(where + "computes bfloat16( and float32)? on the mesh, float32 on one device", str(first))
+
+
+def test_what_is_right_on_a_few_devices_only_is_named():
+    verdict = verdict_on(FewDevices, "d=8")
+    (line,) = verdict.undecided
+    assert line.startswith(place(FewDevices.layer, 2))
+    assert line.endswith("a constant that no product of sizes explains: 3.0 (3.0 and 2.0 in the small programs)")
 
 
 def test_a_decision_that_small_sizes_never_reach_is_named_and_must_be_accepted(monkeypatch):
