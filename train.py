@@ -78,7 +78,6 @@ from shardwright.modeling.model import (
     compute_scope,
 )
 from shardwright.modeling.settings import ModelConfig
-from shardwright.modeling.side_by_side import side_by_side
 from shardwright.modeling.weights import (
     at_rest,
     embedding,
@@ -348,18 +347,18 @@ def microbatch_loss(
     *,
     forward: Forward,
     head: Callable,
-    groups: int | None = None,
+    microbatches: int | None = None,
 ) -> tuple[f32[""], LayerAux]:
     """Loss of a microbatch, which `head` computes after the layers, and the layers' LayerAux.
 
-    Auxiliary losses are divided by `groups`, the number of calls per step; None leaves them out.
+    Auxiliary losses are divided by `microbatches`, their number per step; None leaves them out.
     """
     tokens = forward.tokens(batch, seeds)
     x = forward.embed(w, tokens)
     x, _, aux = forward.layers(w.layers, x, tokens)
     loss = head(w, x, batch)
-    if groups is not None and aux.loss is not None:
-        loss = loss + jnp.sum(aux.loss) / groups
+    if microbatches is not None and aux.loss is not None:
+        loss = loss + jnp.sum(aux.loss) / microbatches
     return loss, aux
 
 
@@ -390,12 +389,11 @@ def loss_and_gradients(
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean training loss per target plus auxiliary losses, its gradients, and LayerMetrics."""
     m = config.training.microbatches
-    at_once = config.training.side_by_side
     count = jnp.maximum(count_targets(batch), 1)  # without targets the loss is 0, not NaN
     forward = dataclasses.replace(forward, target_count=count / m)
     loss = rates.loss_of(config.optimizer, LOSSES)
     head = functools.partial(head_loss, forward=forward, loss=loss, count=count)
-    adds_up = stages.has_stages() or m > at_once
+    adds_up = stages.has_stages() or m > 1
 
     # With jax.grad around the sum over microbatches, each layer would reduce its gradients over r
     # once per microbatch. So `prepare` is differentiated by itself: gradients of `gathered` are
@@ -413,15 +411,14 @@ def loss_and_gradients(
             config, forward, head, gathered, (batch, seeds), training=True
         )
     else:
-        loss_of = functools.partial(microbatch_loss, groups=m // at_once)
-        loss_of, groups = side_by_side(loss_of, forward, head, (batch, seeds), at_once)
+        loss_of = functools.partial(microbatch_loss, forward=forward, head=head, microbatches=m)
 
-        def add(sums: tuple, group: tuple) -> tuple:
-            (loss, aux), g = jax.value_and_grad(loss_of, has_aux=True)(gathered, *group)
+        def add(sums: tuple, microbatch: tuple) -> tuple:
+            (loss, aux), g = jax.value_and_grad(loss_of, has_aux=True)(gathered, *microbatch)
             return jax.tree.map(jnp.add, sums, (loss, g)), aux.metrics
 
         zeros = jax.tree.map(zero_sum, gathered)
-        (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), groups)
+        (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), (batch, seeds))
         layers = LayerMetrics.of_microbatches(metrics, config.model.layers)
     (g,) = reduce(jax.tree.map(lambda g, w: g.astype(w.dtype), g, gathered))
     return total, g, layers

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,19 +53,6 @@ class LayerAux:
                     place=str(self.place),
                     about=(x, axes) if axes else None,
                 )
-
-    @classmethod
-    def merge(cls, results: list[Any]) -> tuple[tuple, Self]:
-        """Joins a layer's results for several microbatches.
-
-        Returns a tuple of each x, and the means of their LayerAux.
-        """
-        xs, aux = zip(*map(split_aux, results), strict=True)
-        for each in aux[1:] and aux:  # a single one is checked where the layers are run
-            each.check()
-        return xs, aux[0] if len(aux) == 1 else jax.tree.map(
-            lambda *values: sum(values) / len(values), *aux
-        )
 
     def total(self, microbatches: int) -> Any:
         """What the layers, of which this is the stack, add to the loss of one of the microbatches.
@@ -230,8 +217,6 @@ def _changed(x: Any, y: Any) -> str | None:
 
     None if it does not.
     """
-    if type(x) is type(y) is tuple and len(x) == len(y):
-        return next(filter(None, map(_changed, x, y)), None)
     (before, of_x), (after, of_y) = (
         jax.tree_util.tree_flatten_with_path(stream) for stream in (x, y)
     )

@@ -27,11 +27,9 @@ from shardwright.run.step import trace_step
 LONG = "flat_tokens_c4_a100x8_1b training.batch_size=1 mesh.d=1 mesh.c=8"
 OLMOE = "c4_h100x64_olmoe distributed.auto=false distributed.count=null training.batch_size=32 training.microbatches="
 ONE_POOL = "mesh.e=1 model.pools=1 model.capacity_factor=1"
-PAIRS = "training.side_by_side=2 ++hardware.compiler_options.xla_gpu_dot_merger_threshold_mb=0"
 WAYS = itertools.product(("gather", "ulysses", "ring"), (32, 128))
 CASES = {f"{way}_{k}k": f"{LONG} training.context={way} training.seq_len={k << 10}" for way, k in WAYS} | {
     "experts_e8": f"{OLMOE}1 mesh.d=1",
-    "experts_e8_pairs": f"{OLMOE}2 mesh.d=1 {PAIRS}",
     "experts_d8e8": f"{OLMOE}1 training.batch_size=256",
     "experts_d8": f"{OLMOE}1 mesh.e=1",
     "one_pool_d8": f"{OLMOE}1 {ONE_POOL}",

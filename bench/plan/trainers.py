@@ -14,7 +14,7 @@ For each row and trainer:
     GB sent   per device and step
 
 For TPUs XLA predicts no step time, so Mcycles replaces the first two: the sum of its estimates for matmuls, fusions and
-copies, without attention kernels and collectives. TPUs have no rows of four hosts, and ours has one microbatch there.
+copies, without attention kernels and collectives. TPUs have no rows of four hosts.
 
 Nothing runs, and none of these figures is measured. The programs are kept in DIR, and need flax==0.12.8 and the
 environment that bench/plan/programs.py describes. Each takes between half a minute and a few minutes. --lines prints
@@ -53,9 +53,6 @@ def job_of(chip: str, row: str) -> Job:
     options = {"dtype": "bf16", "platform": "gpu" if chip in GPUS else "tpu", "r": r, "d": d, "t": t}
     # As in the configurations for four hosts, and as docs/performance.md advises for t.
     own = ["training.unroll=1"] if r > 1 and size != "124m" else []
-    if t > 1 and chip in GPUS:  # jaxlib 0.10.2 cannot read libtpu's program with microbatches side by side (v6e)
-        own = [f"training.{name}={2 if size == '124m' else 4}" for name in ("microbatches", "side_by_side")]
-        own.append("++hardware.compiler_options.xla_gpu_dot_merger_threshold_mb=0")
     options |= {"config": "flat_tokens_c4_a100x8_1b", "overrides": " ".join(own)}
     return Job("", shapes, sequences * r * d * t, 1024, **options)
 

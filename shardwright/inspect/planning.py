@@ -82,8 +82,7 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
     step = trace_step(c, model, mesh, form="kernels as calls")
     traced = step.traced
     flops = flops_of_model(model.table, c.model, attended_keys(step.calls, c.model, t.seq_len))
-    counts = count_layers(model.table), t.microbatches, t.side_by_side
-    facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, *counts)
+    facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, count_layers(model.table), t.microbatches)
     return step_of(traced, sizes, chip.platform, facts, table)
 
 
@@ -109,12 +108,6 @@ def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, settings: Se
     return plan_of(planned_step(c, load_model(c.model), sizes, chip), chip, steps)
 
 
-def beside(c: Config, microbatches: int, p: int) -> Settings:
-    """training.side_by_side for this many microbatches and p stages, if it must differ from that of `c`."""
-    count = math.gcd(microbatches, c.training.side_by_side) if p == 1 else 1
-    return {} if count == c.training.side_by_side else {"training.side_by_side": count}
-
-
 def changes(c: Config, sizes: Mapping[str, int], fits: bool = True) -> Iterator[Settings]:
     """One change at a time: first what may make a step faster, or, if it does not fit, what lowers its memory.
 
@@ -126,10 +119,8 @@ def changes(c: Config, sizes: Mapping[str, int], fits: bool = True) -> Iterator[
     is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and has_nothing_to_gather)
     faster: list[Settings] = []
     if t.microbatches % 2 == 0:
-        faster.append({f"{of}microbatches": t.microbatches // 2, **beside(c, t.microbatches // 2, sizes["p"])})
+        faster.append({f"{of}microbatches": t.microbatches // 2})
     faster += [] if is_once else [{f"{of}gather_weights": "step"}]
-    if t.side_by_side == 1 and sizes["t"] > 1 and sizes["p"] == 1 and t.microbatches % 2 == 0:
-        faster.append({f"{of}side_by_side": 2})
     faster += _move_devices(sizes, "dr")
     faster += ({f"{of}save": save} for save in SAVED[:kept])
     faster += [{f"{of}loss_chunk": None}] if t.loss_chunk else []
@@ -137,10 +128,8 @@ def changes(c: Config, sizes: Mapping[str, int], fits: bool = True) -> Iterator[
     smaller.append({f"{of}microbatches": 2 * t.microbatches})
     smaller += [] if t.loss_chunk else [{f"{of}loss_chunk": t.seq_len // 8}]
     smaller += [{f"{of}gather_weights": "layer"}] if is_once else []
-    smaller += [{f"{of}side_by_side": 1}] if t.side_by_side > 1 else []
-    moved = ({**x, **beside(c, t.microbatches, x.get("mesh.p", 1))} for x in _move_devices(sizes, "tp"))
     yield from faster if fits else smaller
-    yield from moved
+    yield from _move_devices(sizes, "tp")
     yield from smaller if fits else faster
 
 

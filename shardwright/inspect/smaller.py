@@ -136,10 +136,7 @@ def _of_training(step: Step, axes: Mapping[str, int], paths: list[str], least: i
     t = step.config.training
     mesh = step.mesh.shape
     edits: dict[str, Any] = {}
-    groups = t.microbatches // t.side_by_side
-    microbatches = t.microbatches
-    if axes.get(PIPELINE_AXIS, 1) == 1:
-        microbatches = t.side_by_side * min(groups, 2)
+    microbatches = t.microbatches if axes.get(PIPELINE_AXIS, 1) > 1 else min(t.microbatches, 2)
     edits["training.microbatches"] = microbatches
     rows = max(t.batch_size // (t.microbatches * _count(mesh, "rde")), 1)  # of texts, there may be any
     edits["training.batch_size"] = microbatches * _count(axes, "rde") * min(rows, 2)

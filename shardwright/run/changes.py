@@ -25,7 +25,7 @@ from shardwright.run.files import literal
 from shardwright.settings.settings import wrong_setting
 
 MAY_CHANGE = (
-    *(f"training.{name}" for name in ("seq_len", "batch_size", "microbatches", "side_by_side", "loss_chunk")),
+    *(f"training.{name}" for name in ("seq_len", "batch_size", "microbatches", "loss_chunk")),
     "training.eval_batches",
     *("data.filespec", "data.mixture", "data.mixture.*"),
     *(f"optimizer.{name}" for name in ("learning_rate", "warmup_steps", "schedule", "schedule_steps")),

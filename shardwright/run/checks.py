@@ -136,16 +136,6 @@ def check_config(c: Config) -> None:
     check_choice("training.context", c.training.context, tuple(STRATEGIES))
     check_choice("training.save", c.training.save, tuple(KEPT))
     check_length(c)
-    if c.training.microbatches % c.training.side_by_side:
-        raise ValueError(
-            f"training.side_by_side is {c.training.side_by_side}; it must divide training.microbatches = "
-            f"{c.training.microbatches}."
-        )
-    if c.training.side_by_side > 1 and c.mesh.p > 1:
-        raise ValueError(
-            f"training.side_by_side is {c.training.side_by_side} with mesh.p={c.mesh.p}, whose schedule orders the "
-            "microbatches. Set training.side_by_side=1."
-        )
     in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
     if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):
         raise ValueError(

@@ -69,13 +69,9 @@ class TrainingConfig:
     training_loss in train.py gets its logits (docs/changing.md). Checkpoints keep its path, step and hash. Needs
     mesh.p=1. Null: none."""
     microbatches: int = within(1, 2**16, 1)
-    """Microbatches per step (gradient accumulation), processed one after another or side_by_side at a time; each has
-    the same consecutive sequences on every mesh. batch_size must be a multiple of r·d·e times this number, which for
-    interleaved_1f1b must be a multiple of p."""
-    side_by_side: int = within(1, 2**16, 1)
-    """Microbatches whose layers are interleaved in training, so that collectives of one overlap with matmuls of another
-    (docs/performance.md). The saved activations of all of them are in memory at once. Must divide microbatches. Needs
-    mesh.p=1, because the pipeline schedule orders microbatches itself."""
+    """Microbatches per step (gradient accumulation), processed one after another; each has the same consecutive
+    sequences on every mesh. batch_size must be a multiple of r·d·e times this number, which for interleaved_1f1b must
+    be a multiple of p."""
     gather_weights: str = "auto"
     """When weights are cast and gathered over d. layer: where they are used (FSDP). step: once per step, before the
     microbatches, with one reduce-scatter of the gradients after them; each device of d then holds all weights and
@@ -85,8 +81,8 @@ class TrainingConfig:
     bf16, unless JAX_DEFAULT_MATMUL_PRECISION=highest is in the environment."""
     reduce_dtype: str = "compute"
     """Dtype in which gradients of matrices are reduced over d and r. compute: compute_dtype. f32: twice the bytes of
-    bf16, without rounding at each addition (docs/performance.md). Gradients are accumulated over microbatches in f32,
-    but over those side by side in compute_dtype."""
+    bf16, without rounding at each addition (docs/performance.md). Gradients are accumulated over microbatches in
+    f32."""
     attention: str = "auto"
     """Implementation of attention. einsum: materializes all scores. blockwise: one block of scores at a time. cudnn:
     NVIDIA's fused flash attention. triton: a kernel for NVIDIA GPUs that skips other documents. splash: a kernel for

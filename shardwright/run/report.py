@@ -67,7 +67,7 @@ def introduce(run: Schedule, directory: Path, planned: str | None, source_differ
 
 def check_deterministic(c: Config, described: list[str]) -> None:
     """Raises ValueError if hardware.deterministic is set and `described`, from describe_attention, rules it out."""
-    copies = c.training.unroll != 1 or c.training.side_by_side > 1 or len(described) > 1 or c.mesh.p != 1
+    copies = c.training.unroll != 1 or len(described) > 1 or c.mesh.p != 1
     if c.hardware.deterministic and copies and any(line.startswith("cudnn") for line in described):
         raise ValueError(
             "hardware.deterministic=true with several calls of cuDNN attention in one program, which XLA compiles but "

@@ -36,7 +36,7 @@ NAMES = "training", "evaluation", "start"
 LOSSES = "training loss", "evaluation loss"
 """Names of the parts of these programs that compute the loss of a microbatch."""
 _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "save": "marked", "unroll": 1}
-_PLAIN |= {"loss_chunk": None, "side_by_side": 1, "minutes": None}
+_PLAIN |= {"loss_chunk": None, "minutes": None}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
 FORMS: dict[str, Mapping[str, Any]] = {
     # Attention by train.softmax_attention over all keys, which applies an AttentionMask to all pairs of positions.
@@ -53,8 +53,6 @@ FORMS: dict[str, Mapping[str, Any]] = {
     "document mask": {"training.document_mask": True},
     # The attention for these devices, without FP8, whose scales make a text depend on the others in its batch.
     "for texts": {"training.attention": "auto", "training.fp8": False},
-    # Microbatches one after another instead of side by side, so that statistics of a layer are of one microbatch.
-    "one after the other": {"training.side_by_side": 1},
     # Attention kernels as opaque calls, which are not run. JAX traces cuDNN's only where cuDNN is installed, and plans
     # need the share of pairs that a kernel computes, which the code of blockwise and of ring attention does not state.
     "kernels as calls": {},
@@ -63,7 +61,7 @@ FORMS: dict[str, Mapping[str, Any]] = {
     "plain, of pairs": {**_PLAIN, "training.batch_size": 4},
 }
 """Variants of a step, by name, as edits of its settings. Besides these, `Step.other` takes other sizes of a microbatch,
-and LOSSES are traced with one microbatch, or with two side by side."""
+and LOSSES are traced with one microbatch."""
 
 
 def with_forms(c: Config, *forms: str) -> Config:
@@ -196,7 +194,7 @@ class Step:
         model = self.model
         spec = self.spec
         name = self.name.removesuffix(" loss")
-        c = _of_microbatch(c, name) if self.name in LOSSES else c
+        c = _of_microbatch(c) if self.name in LOSSES else c
         as_calls, plain_sums = (form in self.forms for form in ("kernels as calls", "plain sums"))
         state: Any = self.state if name in ("training", "evaluation") else None
         traced = tracing(self.mesh, self.planned or self.mesh.shape)
@@ -282,12 +280,11 @@ def _trace_logits(step: Step) -> jax.stages.Traced:
         return jax.jit(logits).trace(shapes_of(model.table), (batch, None))
 
 
-def _of_microbatch(c: Config, name: str) -> Config:
-    """Returns the settings of the program `name` with one microbatch, or with two if training has them side by side."""
+def _of_microbatch(c: Config) -> Config:
+    """Returns the settings with one microbatch."""
     t = c.training
-    count = min(2, t.side_by_side) if name == "training" else 1  # enough to see that one reads another
-    sizes = {"batch_size": t.batch_size // t.microbatches * count, "microbatches": count}
-    return dataclasses.replace(c, training=dataclasses.replace(t, **sizes, side_by_side=count))
+    t = dataclasses.replace(t, batch_size=t.batch_size // t.microbatches, microbatches=1)
+    return dataclasses.replace(c, training=t)
 
 
 def trace_step(

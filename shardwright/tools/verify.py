@@ -92,9 +92,7 @@ def small(c: Config, n: int) -> None:
     sizes["d_model"] = 2 * n * n if "heads" in names else 6 * n  # the width of a head is d_model / heads
     for name in names & sizes.keys():
         setattr(c.model, name, sizes[name])
-    groups = 1 if t.microbatches == t.side_by_side > 1 else 2
-    t.microbatches = max(p, groups) if t.side_by_side == 1 else math.lcm(p, groups * t.side_by_side)
-    t.side_by_side = t.microbatches if groups == 1 else t.side_by_side
+    t.microbatches = max(p, 2)
     t.batch_size = n * t.microbatches
     t.seq_len = 4 * n
     t.loss_chunk = None if t.loss_chunk is None else n

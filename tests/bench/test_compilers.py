@@ -74,7 +74,6 @@ ROOT = Path(__file__).parents[2]
 ON_GPUS = yaml.safe_load((ROOT / "configs/hardware/gpu.yaml").read_text())["hardware"]["compiler_options"]
 ADDED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_collect_cost_model_stats": True}
 """What a missing device needs, and what annotates operations with seconds."""
-UNMERGED = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def test_what_a_run_on_gpus_relies_on_is_stated():
@@ -87,7 +86,7 @@ def test_what_a_run_on_gpus_relies_on_is_stated():
 @pytest.mark.parametrize(
     ("module", "row", "options"),
     [
-        (trainers, ("124m_d4t2", "ours"), ON_GPUS | UNMERGED),
+        (trainers, ("124m_d4t2", "ours"), ON_GPUS),
         (trainers, ("124m_d8", "plain-jax"), {}),
         (exchanges, ("ring_32k",), ON_GPUS),
         (compilers, ("84m_d8",), ON_GPUS),

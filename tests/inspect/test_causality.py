@@ -434,18 +434,6 @@ def test_a_weight_may_multiply_floats_beside_the_tokens():
         found(forward(LaterPixels), rows=8, mesh="d=4 t=2")
 
 
-def test_microbatches_side_by_side_do_not_mix(monkeypatch):
-    options = {"microbatches": 2, "side_by_side": 2, "batch_size": 4}
-    assert in_training(forward(Plain, **options)) == ""
-    of = train.Forward.layers
-
-    def mix(self, w, xs, *rest):
-        return of(self, w, (xs[0] + xs[-1], *xs[1:]) if type(xs) is tuple else xs, *rest)
-
-    monkeypatch.setattr(train.Forward, "layers", mix)
-    assert OTHERS in in_training(forward(Plain, **options))
-
-
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 

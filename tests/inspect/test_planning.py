@@ -168,12 +168,3 @@ def test_changes_keep_batch_and_devices():
         sizes = SIZES | {name[-1]: x for name, x in settings.items() if name.startswith("mesh.")}
         assert math.prod(sizes.values()) == 8
         assert not {"training.batch_size", "training.seq_len"} & set(settings)
-
-
-def test_changes_are_to_what_goes_side_by_side():
-    c = tiny.config(microbatches=4, side_by_side=4)
-    found = {frozenset(settings.items()) for settings in changes(c, SIZES)}
-    assert frozenset({"training.microbatches": 2, "training.side_by_side": 2}.items()) in found
-    assert frozenset({"mesh.t": 1, "mesh.p": 2, "training.side_by_side": 1}.items()) in found
-    assert frozenset({"training.microbatches": 8}.items()) in found
-    assert frozenset({"training.side_by_side": 1}.items()) in found

@@ -318,7 +318,6 @@ def test_the_rule_that_a_run_prints_is_the_one_in_force():
         ({"unroll": None}, ["cudnn; causal"], True),
         ({"unroll": 1}, ["cudnn; causal"], False),
         ({"unroll": 1}, ["cudnn; layer 0 of 2: causal", "cudnn; layer 1 of 2: causal"], True),
-        ({"unroll": 1, "side_by_side": 2, "microbatches": 2}, ["cudnn; causal"], True),
         ({"unroll": None}, ["blockwise; causal"], False),
     ],
 )

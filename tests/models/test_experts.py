@@ -325,8 +325,7 @@ def test_steps_are_proved(sizes, factor, pools, settings):
     """Routing, both exchanges and the losses are followed. Of pools only the products are taken to be right."""
     given = {key: value for key, value in settings.items() if key != "algorithm"}
     c = small(layers=2, capacity_factor=factor, pools=pools, balance_loss=0.1, router_z_loss=0.1, d_head=16, **given)
-    together = 2 if sizes == "d2 e4" else 1
-    c = tiny.config(dataclasses.replace(c, experts=16), microbatches=2, side_by_side=together, batch_size=16)
+    c = tiny.config(dataclasses.replace(c, experts=16), microbatches=2, batch_size=16)
     c.optimizer = tiny.optimizer(algorithm=settings.get("algorithm", "adamw"))
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
     with tiny.abstract_mesh(dict.fromkeys("prdect", 1) | mesh):
@@ -337,7 +336,7 @@ def test_steps_are_proved(sizes, factor, pools, settings):
 @pytest.mark.long
 def test_losses_of_layers_that_one_device_alone_scales_are_refused():
     """Stages add them up in the pipeline, and one device in `loss_and_gradients`: a line of the losses is named."""
-    file, old = "train.py", "loss + jnp.sum(aux.loss) / groups"
+    file, old = "train.py", "loss + jnp.sum(aux.loss) / microbatches"
     source = (ROOT / file).read_text()
     assert source.count(old) == 1
     c = tiny.config(small(layers=2, balance_loss=0.1, d_head=16), microbatches=2)

@@ -47,7 +47,7 @@ def on_h100(contestant: str) -> str:
 
 def predicted() -> list[tuple[float, float]]:
     """Our time and memory, relative to plain JAX, of the programs that XLA compiled for H100s."""
-    programs = [f"{size}_{mesh}" for size in ("124m", "1b", "2b") for mesh in ("d8", "d4t2", "r4d8")]
+    programs = [f"{size}_{mesh}" for size in ("124m", "1b", "2b") for mesh in ("d8", "r4d8")]
     return [(float(time), float(memory)) for time, memory in (row(name)[-1].split(", ") for name in programs)]
 
 

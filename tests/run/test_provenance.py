@@ -76,7 +76,7 @@ FREE = {
         "mesh": (2, 1, 2, 2), "microbatches": 2,
         "attention": "blockwise", "save": "nothing", "loss_chunk": 8, "gather_weights": "step",
     },
-    "microbatches side by side": {"mesh": (1, 2, 2, 2), "microbatches": 4, "side_by_side": 4},
+    "microbatches": {"mesh": (1, 2, 2, 2), "microbatches": 4},
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_what_computes_the_same_has_the_same_hash(plain):
 
 
 @pytest.mark.parametrize(
-    "name", ["stages, and how it is computed", pytest.param("microbatches side by side", marks=pytest.mark.long)]
+    "name", ["stages, and how it is computed", pytest.param("microbatches", marks=pytest.mark.long)]
 )
 def test_what_a_run_may_change_makes_no_difference(plain, name):
     assert programs(SOURCE, **FREE[name]) == plain

@@ -40,7 +40,7 @@ def session_of(c, model=None, train=tiny.train):
 @pytest.fixture(scope="module", params=["one device", pytest.param("p=2", marks=pytest.mark.slow)])
 def told(request):
     """Lines on a step whose state has a change, and the documents of its batch."""
-    c = tiny.config(tiny.model(layers=LAYERS, norm_epsilon=0.0), microbatches=MICROBATCHES, side_by_side=2)
+    c = tiny.config(tiny.model(layers=LAYERS, norm_epsilon=0.0), microbatches=MICROBATCHES)
     with jax.set_mesh(MESHES[request.param]()):
         session = session_of(c)
         explainer, batch = nonfinite.Explainer(session), tiny.place_batch(c)

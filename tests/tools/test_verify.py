@@ -77,13 +77,6 @@ def test_small_is_small_in_the_configured_stages():
     assert {mesh["p"] for mesh in all_meshes(c, 8)[0]} == {1, 2}
 
 
-@pytest.mark.parametrize(("side_by_side", "expected"), [(2, (4, 4)), (3, (12, 12)), (1, (4, 1))])
-def test_all_microbatches_side_by_side_stay_so(side_by_side, expected):
-    c = tiny.config(microbatches=side_by_side, side_by_side=side_by_side)
-    small(c, 8)
-    assert (c.training.microbatches, c.training.side_by_side) == expected
-
-
 # ---- the program --------------------------------------------------------------------------------------------------
 
 ATTENDED = "attended = save_for_backward(attention(q, k, v, self.mask))"

@@ -199,7 +199,7 @@ def test_a_model_is_the_dense_one(recipe, mesh):
 @pytest.mark.parametrize(
     ("mesh", "training"),
     [
-        pytest.param("d=2 t=2", {"microbatches": 4, "side_by_side": 2}, marks=pytest.mark.long),
+        pytest.param("d=2 t=2", {"microbatches": 4}, marks=pytest.mark.long),
         pytest.param(STAGES, {}, marks=pytest.mark.slow),
     ],
 )

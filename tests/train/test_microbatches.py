@@ -48,17 +48,17 @@ def sum_of_squares(weights, targets):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "m", "together", "schedule"),
+    ("mesh", "m", "schedule"),
     [
-        ("r=2 d=2 t=2", 1, 1, ""),
-        ("d=8", 3, 1, ""),
-        ("r=4 t=2", 6, 2, ""),
-        ("p=2 r=2 d=2", 1, 1, "interleaved_1f1b"),
-        ("p=2 r=2 d=2", 6, 1, "zb_h1"),
-        ("p=4", 6, 1, "1f1b"),
+        ("r=2 d=2 t=2", 1, ""),
+        ("d=8", 3, ""),
+        ("r=4 t=2", 6, ""),
+        ("p=2 r=2 d=2", 1, "interleaved_1f1b"),
+        ("p=2 r=2 d=2", 6, "zb_h1"),
+        ("p=4", 6, "1f1b"),
     ],
 )
-def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together, schedule, monkeypatch):
+def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, schedule, monkeypatch):
     """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
     mesh = tiny.mesh(mesh)
     p = mesh.shape.get("p", 1)
@@ -84,17 +84,17 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together, schedule
     def one(w, batch):
         return last(w, layers(w.layers, first(w, batch))[0], batch)
 
-    def microbatch_loss(w, batch, seeds, *, forward, head, groups):
-        return head(w, (None,) * together if together > 1 else None, batch), LayerAux()
+    def microbatch_loss(w, batch, seeds, *, forward, head, microbatches):
+        return head(w, None, batch), LayerAux()
 
     def at_rest(w, reduce_dtype):
         """The weights are not sharded; `gatherable` makes them copies over r where it adds up gradients."""
-        return shardops.replicate("... -> ... *d" if m > together else "... -> ... *r *d", w)
+        return shardops.replicate("... -> ... *d" if m > 1 else "... -> ... *r *d", w)
 
     monkeypatch.setattr(train, "at_rest", at_rest)
     monkeypatch.setattr(train, "microbatch_loss", microbatch_loss)
     monkeypatch.setattr(train, "head_loss", lambda w, x, batch, **_: one(w, batch))
-    c = tiny.config(microbatches=m, side_by_side=together, gather_weights="layer")
+    c = tiny.config(microbatches=m, gather_weights="layer")
     forward = train.Forward(SimpleNamespace(config=None, Weights=Layers, table=Layers(None)), c.training, None)
 
     @typed_shard_map
@@ -154,21 +154,14 @@ COLLECTIVES = {
         "backward": {"all-gather": 13, "reduce-scatter": 11},
         "outside": {"all-reduce": WEIGHTS + 2, "all-gather": 3},
     },
-    # Of two microbatches side by side twice those of t, but the weights are gathered once, and each layer adds its
-    # gradients over r, once too. Outside of the layers: 3 weights over d and r; 2 each of t and 4 of the loss, twice.
-    "side by side": {
-        "forward": {"all-gather": 9 + 2 * 2, "reduce-scatter": 2 * 2},
-        "backward": {"all-gather": 9 + 2 * 4, "reduce-scatter": 9 + 2 * 2, "all-reduce": 9},
-        "outside": {"all-gather": 3 + 2 * 2, "reduce-scatter": 3 + 2 * 2, "all-reduce": 3 + 2 * 4 + 2},
-    },
 }
 
 
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("gather", COLLECTIVES)
 def test_what_is_communicated(gather):
-    how = {"one": {"microbatches": 1}, "side by side": {"side_by_side": 2}}.get(gather, {"gather_weights": gather})
-    found = collectives(compile_step(MESH, **{"microbatches": 2, **how}).as_text())
+    how = {"microbatches": 1} if gather == "one" else {"microbatches": 2, "gather_weights": gather}
+    found = collectives(compile_step(MESH, **how).as_text())
     assert {part: found[part] for part in COLLECTIVES[gather]} == COLLECTIVES[gather]
     assert found["microbatches"]["all-reduce"] == (4 if gather in ("step", "layer") else 0)
 

@@ -29,7 +29,6 @@ BLOCKS = {"attention": "blockwise", "attention_block": 5}
 STEP = {"microbatches": 2, "gather_weights": "step"}
 LAYER = {"microbatches": 2, "gather_weights": "layer"}
 IN_V = {"microbatches": 4, "schedule": "zb_v", "virtual_stages": 2}
-BESIDE = {"microbatches": 4, "side_by_side": 2}
 OWN = {"algorithm": "tests.support.own_parts:sgd", "loss": "tests.support.own_parts:halved", "learning_rate": 100.0}
 POOLS = {"pools": 4, "capacity_factor": 8.0}  # which drop nothing
 
@@ -68,7 +67,7 @@ ROWS = [
     row("Olmoe", "e=4 t=2", **STEP, save="dots", unroll=None, gpu=True),
     row("Qwen2", C2, context="ulysses", attention="einsum", loss_chunk=8),
     row("Mistral", "d=2 c=4", context="ring", attention_block=3, **LAYER, save="dots"),
-    row("Olmo2", "d=2 t=4", **BESIDE),
+    row("Olmo2", "d=2 t=4", microbatches=4),
     row("Olmo3", "d=2 c=2 t=2", context="ring", attention_block=5, **LAYER),
     row("SmolLM3", STAGES, **BLOCKS, **STEP, schedule="zb_h1", loss_chunk=4),
     row("Gemma2", C2, context="gather", attention="blockwise", attention_block=5, unroll=2, gpu=True),
@@ -82,7 +81,7 @@ ROWS = [
     row("soft-cap", "p=2 c=2 t=2", **STEP, context="ring", attention_block=2),
     row("sinks", STAGES, **LAYER, schedule="interleaved_1f1b", virtual_stages=2, save="dots"),
     row("prefix", "p=2 c=2 t=2", context="gather", **BLOCKS, **LAYER, schedule="1f1b"),
-    row("no positions", "d=2 c=2 t=2", **BESIDE, context="gather", unroll=None),
+    row("no positions", "d=2 c=2 t=2", microbatches=4, context="gather", unroll=None),
 ]
 
 

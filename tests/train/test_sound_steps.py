@@ -23,7 +23,6 @@ DEMO, STAGES = "r=2 d=2 t=2", "r=1 d=2 t=2 p=2"
 SETTINGS = {  # the mesh, and what is set beside: of training, the model, the optimizer or the pipeline
     "the demo": (DEMO, {}),
     "one device": ("r=1 d=1 t=1", {}),
-    "side by side": ("r=1 d=2 t=2", {"microbatches": 4, "side_by_side": 2}),
     "gathered once a step": (DEMO, {"gather_weights": "step", "microbatches": 2}),
     "blockwise": (DEMO, {"attention": "blockwise"}),
     "a ring over c": ("r=1 d=2 c=4", {"context": "ring", "attention_block": 2}),

@@ -44,7 +44,6 @@ class Facts(NamedTuple):
         flops_per_token: model FLOPs, from flops.flops_of_model.
         dtype: compute dtype.
         layers, microbatches: how many there are.
-        side_by_side: number of microbatches that run side by side.
     """
 
     tokens: int
@@ -52,7 +51,6 @@ class Facts(NamedTuple):
     dtype: str
     layers: int
     microbatches: int
-    side_by_side: int = 1
 
 
 class PlannedStep(NamedTuple):
@@ -107,7 +105,7 @@ def step_of(
     graph = graph_of(inside, sizes, given)
     chunks = 1 if table is None else len(table.stages[0])
     ops = work_of(graph, facts.microbatches, chunks)
-    times = facts.microbatches // facts.side_by_side * chunks
+    times = facts.microbatches * chunks
     if platform != "gpu":  # the compiler for TPUs writes the results of matmuls into stacks
         ops = [op for op in ops if not op.what.startswith(STACK)]
     donated = {value for value in given if value.kind in ("weights", "optimizer")}

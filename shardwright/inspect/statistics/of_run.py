@@ -19,8 +19,6 @@ from shardwright.run.step import Step
 class StepWithoutStages:
     """The training step on the current mesh without its pipeline stages, traced, for computing statistics.
 
-    Its microbatches run one after the other, even those that the step runs side by side.
-
     Args:
         step: the run's step.
         placement: placement of its layers.
@@ -34,7 +32,7 @@ class StepWithoutStages:
     """
 
     def __init__(self, step: Step, placement: LayerPlacement):
-        step = step.other("one after the other", mesh=folded_mesh(step.config))
+        step = step.other(mesh=folded_mesh(step.config))
         self.mesh = step.mesh
         self._placement = placement
         check_divides(step.config, self.mesh.shape)

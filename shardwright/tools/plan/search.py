@@ -15,7 +15,7 @@ from rich.console import Console
 from shardlib.axes import AXES
 from shardwright.cluster.chips import Chip
 from shardwright.inspect.plan.plan import Plan
-from shardwright.inspect.planning import SAVED, Change, Settings, beside, mesh_sizes, planned_change
+from shardwright.inspect.planning import SAVED, Change, Settings, mesh_sizes, planned_change
 from shardwright.inspect.tables import in_bytes, in_seconds
 from shardwright.run.config import Config
 
@@ -191,7 +191,7 @@ def _with(c: Config, mesh: Mapping[str, int], m: int, save: str, schedule: tuple
     stages = mesh["p"] * schedule[1] if mesh["p"] > 1 else 1
     if c.model.layers % stages == 0 and c.training.batch_size % (mesh["r"] * mesh["d"] * mesh["e"] * m) == 0:
         settings = {f"mesh.{axis}": size for axis, size in mesh.items()}
-        settings |= {"training.microbatches": m, "training.save": save, **beside(c, m, mesh["p"])}
+        settings |= {"training.microbatches": m, "training.save": save}
         yield settings | (dict(zip(_OF_STAGES, schedule, strict=True)) if mesh["p"] > 1 else {})
 
 
@@ -209,8 +209,6 @@ def _varied(c: Config, change: Change, chip: Chip) -> Iterator[Settings]:
         for a, b in itertools.permutations(_axes(c, mesh), 2):
             if mesh[a] % n == 0 and (b != "t" or mesh["t"] * n <= chip.near):
                 yield from _with(c, {**mesh, a: mesh[a] // n, b: mesh[b] * n}, m, save, schedule)
-    if mesh["t"] > 1 and mesh["p"] == 1:  # what t devices exchange for one microbatch hides behind the work of another
-        yield from ({**settings, "training.side_by_side": n} for n in (1, 2, 4) if m % n == 0)
     if chip.platform == "gpu":  # where a loop over layers copies what it keeps
         unroll = settings.get("training.unroll", c.training.unroll)
         yield from ({**settings, "training.unroll": n} for n in (1, None) if n != unroll)

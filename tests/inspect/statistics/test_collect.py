@@ -163,7 +163,7 @@ def test_gradients_and_updates_are_those_of_the_step():
 
 
 OTHERS = [("p=2 d=2 t=2", {}), ("r=2 d=2 t=2", {}), ("d=4 t=2", {"loss_chunk": 8, "gather_weights": "step"})]
-OTHERS += [("d=4 t=2", {"side_by_side": 2, "save": "nothing"})]
+OTHERS += [("d=4 t=2", {"save": "nothing"})]
 
 
 @pytest.mark.slow
