@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwright.inspect import scaling
-from shardwright.run.files import read_metrics
+from shardwright.run.files import read_records
 from shardwright.run.forecast import read_forecast
 from shardwright.settings.composing import SHIPPED
 
@@ -121,7 +121,7 @@ def main(seeds: Sequence[int]) -> None:
             file = os.path.join(directory, "forecast.json")
             run("forecast", *LARGE, f"forecast.runs={directory}/ladder", f"forecast.output={file}")
             run("train", *LARGE, *place, "paths.model_name=large", f"training.forecast={file}")
-            lines = read_metrics(Path(directory, "large", "metrics.jsonl"))
+            lines = read_records(Path(directory, "large", "metrics.jsonl"))
             (val,) = [line["loss"] for line in lines if line and line.get("event") == "validation"]
             said = read_forecast(Path(file)).end
         inside += said.low <= val <= said.high

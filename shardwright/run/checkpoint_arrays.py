@@ -29,8 +29,7 @@ from shardwright.run.stores import MANIFEST, Damaged, Store, in_parallel
 
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 3
-VERSIONS = (2, FORMAT_VERSION)
-"""Format versions that can be read. Version 2 also has checksums of each zarr.json, which are ignored."""
+"""The only version that can be read."""
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 CHECKSUM_BYTES = 4
 DTYPES = frozenset(
@@ -459,7 +458,7 @@ def read_manifest(store: Store, step: int) -> dict | None:
         if manifest["sha256"] != _digest(manifest):
             raise ValueError("its own checksum differs")
         version = manifest["format_version"]
-        if version in VERSIONS:
+        if version == FORMAT_VERSION:
             check_types("its attributes", manifest, _ATTRIBUTES, "")
             saved_arrays(manifest)
             if manifest["step"] != step:
@@ -468,6 +467,6 @@ def read_manifest(store: Store, step: int) -> dict | None:
     except (ValueError, ZeroDivisionError) as error:
         raise Damaged(f"{where} is not the manifest that was written ({error!r}).") from error
     raise ValueError(
-        f"{where} is of version {version}; this program reads the versions {VERSIONS}. Restore it with the release "
-        "that wrote it."
+        f"{where} is of version {version}; this program reads only version {FORMAT_VERSION}. Restore it with the "
+        "release that wrote it."
     )

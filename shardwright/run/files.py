@@ -69,17 +69,6 @@ def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
         yield record if is_one else None
 
 
-def steps_done(record: Mapping[str, Any]) -> int:
-    """Returns the number of steps done at a line of metrics.jsonl. Older lines, without unix_time, count from 0."""
-    return record["step"] + ("unix_time" not in record)
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Reads a metrics.jsonl of any version as `read_records` does, with `step` the number of steps done."""
-    for record in read_records(path):
-        yield record if record is None else record | {"step": steps_done(record)}
-
-
 def end_of(records: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
     """Returns the event `end` that follows the last step of a metrics.jsonl; None if the run did not get to it."""
     end = None

@@ -23,8 +23,8 @@ class Validated(NamedTuple):
 
     step: int
     loss: float
-    text: int | None = None
-    """The `checksum` of the text, as `evaluate` returns it; None in older checkpoints."""
+    text: int
+    """The `checksum` of the text, as `evaluate` returns it."""
 
     def drop(self, why: str) -> None:
         """Prints why the checkpoint is not the best any more, whatever its loss."""
@@ -98,7 +98,7 @@ class Keeper:
         known = metadata.get("best")
         if not (known and self._whole.training.keep_best):
             return None
-        best = Validated(known["step"], known["loss"], known.get("text"))
+        best = Validated(known["step"], known["loss"], known["text"])
         if best.step not in self.checkpoints.steps():
             return best.drop("it is gone")
         try:

@@ -18,7 +18,7 @@ import numpy as np
 from shardlib.layers import LayerMetrics
 from shardwright.cluster.watch import now_at
 from shardwright.data.untrusted import check_file, parse_json
-from shardwright.run.files import OF_A_STEP, duration, steps_done
+from shardwright.run.files import OF_A_STEP, duration
 from shardwright.run.flops import Speed
 from shardwright.settings.words import say
 
@@ -326,7 +326,7 @@ def move_later_lines(path: Path, step: int) -> int:
         for line in lines:
             line = line.removesuffix("\n") + "\n"
             try:
-                is_earlier = steps_done(parse_json(line)) <= step
+                is_earlier = parse_json(line)["step"] <= step
             except (ValueError, KeyError, TypeError):
                 is_earlier = False
             file.write(line) if is_earlier else later.append(line)

@@ -138,7 +138,7 @@ def compare_source(
     """Describes how the source differs from that of a checkpoint; None if it does not, or if that is not known.
 
     Args:
-        saved: what provenance_of returned for the checkpoint; None in older checkpoints.
+        saved: what provenance_of returned for the checkpoint; None in imported checkpoints.
         now: what it returns for this run.
         which: names of the programs that must be the same.
         allow: the setting that allows other programs, for the message; None if it is set.

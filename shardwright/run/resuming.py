@@ -31,16 +31,6 @@ from shardwright.run.files import as_config, literal
 from shardwright.run.stores import Damaged
 from shardwright.settings.settings import is_section, without_null, wrong_setting
 
-RETIRED = {
-    "data": ("max_epochs", "cache_bytes"),  # and of each source of a mixture
-    "hardware": ("xla_flags", "hosts", "coordinator", "host", "name", "memory_fraction"),
-    "optimizer": ("state_dtype",),  # bf16 is rejected when its arrays are read
-    "pipeline": ("layers_per_stage", "recompute"),
-    "distributed": ("stopped_exit_code",),
-    "trackers": ("num_hosts",),
-    "training": ("ema_decay", "eval_weights", "skip_above", "unproved_causality"),
-}
-"""Settings of older checkpoints that no longer exist. If one changes what a step computes, the program hash differs."""
 _METADATA = {
     "config?": {
         "model": {"module?": str},
@@ -51,10 +41,10 @@ _METADATA = {
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
     "reference?": {"path": str, "step": int, "manifest": str},
     "clock?": {"seconds": float},
-    "best?": {"step": int, "loss": float, "text?": int | None},
+    "best?": {"step": int, "loss": float, "text": int},
     "skips?": {"count?": int, "in_a_row?": int, "recent?": [(float, float)], "lowest?": [float]},
 }
-"""Types of a checkpoint's metadata, for check_types; older checkpoints lack some."""
+"""Types of a checkpoint's metadata, for check_types; imported checkpoints lack some."""
 
 
 def saved_config(metadata: object) -> dict[str, dict]:
@@ -85,7 +75,7 @@ def with_defaults(saved: dict, named: str | None = None) -> dict:
             if not (is_shipped(module) or module == named):
                 continue
             kind = module_of(module).ModelConfig
-        filled[section.name] = _filled(kind, _without(given, RETIRED.get(section.name, ())))
+        filled[section.name] = _filled(kind, given)
     return saved | filled
 
 
@@ -95,11 +85,6 @@ def _filled(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     made = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
     inner = {k: without_null(v) for k, v in typing.get_type_hints(kind).items() if isinstance(given.get(k), Mapping)}
     return {**defaults, **made, **given} | {k: _filled(v, given[k]) for k, v in inner.items() if is_section(v)}
-
-
-def _without(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    given = ((k, _without(v, names) if isinstance(v, Mapping) else v) for k, v in section.items())
-    return {name: value for name, value in given if name not in names}
 
 
 def config_of(saved: dict, trust: bool = False) -> Config:

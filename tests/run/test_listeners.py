@@ -167,7 +167,7 @@ def test_the_summary_of_a_finished_run(run, capsys, monkeypatch):
     )
     run.program = None
     run.listeners = Listeners([Validation()])
-    run.listeners.of(Validation).last = Validated(3, 1.25)
+    run.listeners.of(Validation).last = Validated(3, 1.25, 7)
     summary = Summary()
     summary.begin(run)
     for step in range(3):
@@ -405,7 +405,7 @@ def test_a_best_that_is_gone_or_of_another_program_is_dropped(tmp_path, capsys, 
 
 def test_no_checkpoint_is_held_without_keep_best(run, saving, capsys):
     checkpoints, written = saving(checkpoint_interval=1)
-    run.listeners.of(Validation).last = Validated(1, 3.0)
+    run.listeners.of(Validation).last = Validated(1, 3.0, 7)
     after(run, checkpoints, 1)
     assert "best" not in written.metadata
     assert written.held() == []

@@ -132,7 +132,7 @@ def test_other_source_is_said_or_refused(monkeypatch):
             return provenance.compare_source(old, saved, ("evaluation",), allow)
 
         assert compared(saved) is None
-        assert compared(None) is None, "a checkpoint of before"
+        assert compared(None) is None, "an imported checkpoint"
         source = saved["source"] | {"train.py": "other"}
         assert compared(saved | {"source": source}) == (
             "train.py: the source differs from that of the checkpoint; it computes the same in evaluation"

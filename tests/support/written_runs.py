@@ -19,7 +19,7 @@ def look(step: int) -> dict[str, Any]:
     gate = {"name": "Llama.layer gate", "place": "train.py:159"} | of_layers | {"fp8": [0.0, 0.0, 0.0, 0.5]}
     gradient = {"rms": 0.25 / (step + 1), "max": "Infinity", "zeros": 0.0, "bf16": 0.0, "fp8": 0.003}
     embed = {"name": "embed", "rms": 0.125, "max": 2.0, "zeros": 0.0, "bf16": 0.0, "fp8": 0.0, "update": 0.0625}
-    return {"step": step, "event": "microscope", "points": [gate], "weights": [embed | {"gradient": gradient}]}
+    return {"step": step + 1, "event": "microscope", "points": [gate], "weights": [embed | {"gradient": gradient}]}
 
 
 def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") -> Path:
@@ -29,7 +29,7 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
     for step in range(STEPS):
         loss = 2 + 4 * math.exp(-step * rate) + 0.1 * math.sin(7 * step)
         line = {
-            "step": step,
+            "step": step + 1,
             "loss": loss,
             "grad_norm": 5 * math.exp(-step / 75) * (1 + 0.2 * math.cos(step)),
             "learning_rate": rate * (1 - step / TOTAL),
@@ -46,12 +46,12 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
             line |= {"seconds": 0.5, "tokens_per_second": 1280 + step, "mfu": 1.2}
         lines.append(line)
         if step % 50 == 49:
-            lines.append({"step": step, "event": "validation", "loss": (nats := loss + 0.2), "bits_per_byte": nats / 2})
-    lines.append({"step": 0, "event": "memory", "peak_memory_bytes": 3 * 2**20, "source": "compiler"})
-    lines.append({"step": 7, "event": "step_bubble", "step_bubble": 0.0123})
-    lines.append({"step": SKIPPED, "event": "skipped", "why": "the loss is NaN", "batch": 90, "documents": []})
+            lines.append({"step": step + 1, "event": "validation", "loss": loss + 0.2, "bits_per_byte": loss / 2 + 0.1})
+    lines.append({"step": 1, "event": "memory", "peak_memory_bytes": 3 * 2**20, "source": "compiler"})
+    lines.append({"step": 8, "event": "step_bubble", "step_bubble": 0.0123})
+    lines.append({"step": SKIPPED + 1, "event": "skipped", "why": "the loss is NaN", "batch": 90, "documents": []})
     lines += [look(step) for step in (0, 100)]
-    lines.append({"step": STEPS - 1, "event": "end", "state": "stopped", "why": "SIGTERM"})
+    lines.append({"step": STEPS, "event": "end", "state": "stopped", "why": "SIGTERM"})
     write_lines(directory / "metrics.jsonl", lines)
     samples = [
         {"step": step, "prompt": prompt, "text": f"{text} {step}\nand more", "ended": step == 200}

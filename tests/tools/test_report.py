@@ -40,12 +40,12 @@ def write(directory: Path, losses=(4.0, 3.0, 2.0, 1.0), seconds=0.5, events=(), 
     """A run of ten tokens a step; the first step has no time, as after any start."""
     directory.mkdir(parents=True)
     lines = []
-    for step, loss in enumerate(losses):
-        line = {"step": step, "loss": loss, "tokens": 10 * (step + 1)}
-        if step:
+    for step, loss in enumerate(losses, 1):
+        line = {"step": step, "loss": loss, "tokens": 10 * step}
+        if step > 1:
             line |= {"seconds": seconds, "tokens_per_second": 10 / seconds, "mfu": 0.2 / seconds}
         lines.append(line)
-    write_lines(directory, lines + [{"step": len(losses) - 1} | event for event in events], tail)
+    write_lines(directory, lines + [{"step": len(losses)} | event for event in events], tail)
     (directory / "config.yaml").write_text(json.dumps(config(**settings)))
     return directory
 
@@ -68,7 +68,7 @@ def test_the_figures_are_those_of_the_metrics(tmp_path):
     known = {"loss": 1.0, "val": 1.5, "bits/byte": 0.75, "memory": 3 * 2**30, "idle": 0.25}
     assert r.values == figures | known
     assert (r.notes, r.total_steps, r.state, r.why) == ([], 4, "stopped", "SIGTERM")
-    resumed = write(tmp_path / "resumed", events=[END, BUBBLE], steps=9, tail='{"step": 4, "loss": 0.5}\n')
+    resumed = write(tmp_path / "resumed", events=[END, BUBBLE], steps=9, tail='{"step": 5, "loss": 0.5}\n')
     assert read_run(resumed).state == "broke off"
 
 
@@ -95,7 +95,7 @@ def test_slow_steps_and_validations_do_not_count_as_speed(tmp_path):
     lines[10]["seconds"] = 60.0  # as a step with a validation beside it
     for line in lines[1:]:
         line["data_seconds"] = line["seconds"] / 4  # unlike these, it counts all time
-    write_lines(directory, [*lines, {"step": 10, "event": "validation", "loss": 3.5}])
+    write_lines(directory, [*lines, {"step": 11, "event": "validation", "loss": 3.5}])
     values = read_run(directory).values
     assert values["data"] == pytest.approx(0.25)
     assert values["ms/step"] == 500
@@ -113,24 +113,6 @@ def test_time_on_the_clock_is_that_of_all_starts_with_compiling(tmp_path):
     text = printed(run=str(tmp_path), output=str(tmp_path / "o.html"))
     assert "0:00:24" in text
     assert "0:00:15" in text
-
-
-def test_runs_of_before_the_clock_count_steps_from_0(tmp_path):
-    """A run of version 0.2, one of today, and one that today's program resumed."""
-
-    def lines(numbers, **clock):
-        return [{"step": n, "loss": 9.0 - n, "tokens": 8} | clock for n in numbers]
-
-    def new(numbers):
-        return lines(numbers, unix_time=1.5e9)
-
-    found = []
-    for i, written in enumerate((lines(range(4)), new(range(1, 5)), lines([0, 1]) + new([3, 4]))):
-        (tmp_path / str(i)).mkdir()
-        write_lines(tmp_path / str(i), written)
-        r = read_run(tmp_path / str(i))
-        found.append(([*r.step], r.values["steps"]))
-    assert found == [([1, 2, 3, 4], 4)] * 3
 
 
 def test_averages_against_a_loop():
@@ -226,7 +208,7 @@ def test_tasks_and_the_loss_of_the_average_are_drawn(tmp_path):
 
 def test_the_circle_of_a_validation_is_at_the_end_of_its_step(tmp_path):
     for name in "ab":
-        write(tmp_path / name, seconds=2.0, events=[VALIDATION | {"step": 2}])
+        write(tmp_path / name, seconds=2.0, events=[VALIDATION | {"step": 3}])
     loss, *_ = panels_of(compared(tmp_path, "run"))
     circles = [trace for trace in loss.traces if trace.get("mode") == "markers"]
     at = [{axis: [*x] for axis, x in trace["meta"]["x"].items()} for trace in circles]
@@ -241,7 +223,7 @@ def test_metrics_of_the_users_own_are_plotted(tmp_path):
         def own(i, layers=layers):
             return {"noise": 0.5 * i, "stream": [i + 2 * j for j in range(layers)]}
 
-        write_lines(tmp_path / name, [{"step": i, "loss": 3 - i} | own(i) for i in range(4)])
+        write_lines(tmp_path / name, [{"step": i + 1, "loss": 3 - i} | own(i) for i in range(4)])
     *_, noise, stream = panels_of(compared(tmp_path))
     assert [panel.title for panel in (noise, stream)] == ["noise", "stream"]
     np.testing.assert_array_equal(noise.traces[0]["y"], [0, 0.5, 1, 1.5])
@@ -256,7 +238,7 @@ def test_schedules_are_drawn_as_they_are(tmp_path):
         "batch_size": np.where(steps < 500, 8, 16),
         "loss": 3 + np.random.default_rng(0).normal(0, 0.1, 1000),
     }
-    write_lines(tmp_path, [{"step": int(i)} | {name: float(x[i]) for name, x in drawn.items()} for i in steps])
+    write_lines(tmp_path, [{"step": int(i) + 1} | {name: float(x[i]) for name, x in drawn.items()} for i in steps])
     traces = {panel.title: panel.traces for panel in panels_of(compared(tmp_path))}
     for title, name in (("Learning rate", "learning_rate"), ("batch_size", "batch_size")):
         (only,) = traces[title]

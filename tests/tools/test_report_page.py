@@ -94,8 +94,8 @@ def test_the_head_has_the_key_figures(tmp_path):
     ],
 )
 def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
-    lines = [{"step": step, "loss": 1.0, "tokens": 1} for step in range(steps)]
-    write_lines(tmp_path / "metrics.jsonl", lines + ([{"step": steps - 1, "event": "end"} | end] if end else []))
+    lines = [{"step": step, "loss": 1.0, "tokens": 1} for step in range(1, steps + 1)]
+    write_lines(tmp_path / "metrics.jsonl", lines + ([{"step": steps, "event": "end"} | end] if end else []))
     (tmp_path / "config.yaml").write_text("training: {steps: 4}")
     if lock:
         (tmp_path / ".lock").write_text(json.dumps(lock))
@@ -133,7 +133,7 @@ def test_the_last_look_of_the_microscope_is_tables(tmp_path):
 )
 def test_a_strange_look_is_shown_as_far_as_it_is_known(tmp_path, event):
     run = write_run(tmp_path / "run")
-    lines = [{"step": 0, "loss": 1.0}, {"step": 0, "event": "microscope"} | event]
+    lines = [{"step": 1, "loss": 1.0}, {"step": 1, "event": "microscope"} | event]
     write_lines(run / "metrics.jsonl", lines)
     page = Reader(write_page(run))
     assert ("Under the microscope" in page.text) == isinstance(event.get("points"), list)
@@ -249,7 +249,7 @@ def test_a_strangers_run_is_text(tmp_path):
 def test_too_much_is_cut(tmp_path):
     run = write_run(tmp_path / "run")
     write_lines(run / "samples.jsonl", [{"step": i, "prompt": str(i), "text": "x" * 10**5} for i in range(100)])
-    lines = [{"step": i, "loss": 1.0} for i in range(3)]
+    lines = [{"step": i, "loss": 1.0} for i in range(1, 4)]
     write_lines(run / "metrics.jsonl", lines + [{"step": 1, "event": "e", "why": "y" * 10**5}] * 500)
     page = write_page(run)
     assert page.stat().st_size < 8e6

@@ -11,7 +11,7 @@ import numpy as np
 from shardwright.inspect import examine
 from shardwright.run.background import Task, in_background, wait_for
 from shardwright.run.changes import tokens_before
-from shardwright.run.files import duration, end_of, read_metrics
+from shardwright.run.files import duration, end_of, read_records
 from shardwright.run.forecast import FILE, PARTS, Bound, Watch
 from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.listeners.validation import Validation
@@ -243,5 +243,5 @@ class Report(Listener):
         """Returns True if an earlier start logged the end of the run, and on processes other than 0."""
         if jax.process_index() != 0:
             return True
-        found = end_of(read_metrics(self._run.directory / "metrics.jsonl"))
+        found = end_of(read_records(self._run.directory / "metrics.jsonl"))
         return found is not None and found.get("state") != "stopped"

@@ -19,7 +19,7 @@ from shardwright.run.changes import config_at, firsts, loader_at
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config as RunConfig
 from shardwright.run.differences import flat
-from shardwright.run.files import read_config, read_metrics
+from shardwright.run.files import read_config, read_records
 from shardwright.run.opening import StagesChoice, fresh_state, mesh_for, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.reference import check_reference, read_reference, reference_record
@@ -182,7 +182,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
 def metrics_of(run: str) -> dict[int, dict[str, Any]]:
     """Reads the metrics of each step, numbered from 1, from a run's metrics.jsonl; empty if there is none."""
     path = Path(run) / "metrics.jsonl"
-    records = read_metrics(path) if path.exists() else ()
+    records = read_records(path) if path.exists() else ()
     return {record["step"]: record for record in records if record is not None and "event" not in record}
 
 

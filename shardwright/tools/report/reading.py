@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwright.data.untrusted import number, read_object
 from shardwright.run.differences import flat
-from shardwright.run.files import LOCK, OF_A_STEP, end_of, read_config, read_metrics, read_records
+from shardwright.run.files import LOCK, OF_A_STEP, end_of, read_config, read_records
 from shardwright.run.forecast import FILE, Forecast, read_forecast
 
 Curve = np.ndarray
@@ -226,7 +226,7 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
     events = []
     unreadable = 0
     try:
-        records = list(read_metrics(directory / "metrics.jsonl"))
+        records = list(read_records(directory / "metrics.jsonl"))
     except FileNotFoundError:
         notes.append("no metrics.jsonl: the run did not start")
         return [], [], None, 0.0
