@@ -23,7 +23,7 @@ def assert_sound(name: str, mesh: str, *overrides: str, configs: str | Path = "c
         ValueError: a setting is wrong, or the step is rejected, with the line that does it.
 
     >>> assert_sound("local_test_synthetic", "d=2 t=2", "training.microbatches=2")
-    checked    training and evaluation compute on this mesh what one device computes (exact arithmetic, 3 inputs)
+    checked    training and evaluation compute on this mesh what one device computes (exact arithmetic, 4 inputs)
     causality  no position sees a later token or another document
     >>> assert_sound("local_test_synthetic", "d=2 t=2", "model.n_kv=3")
     Traceback (most recent call last):
