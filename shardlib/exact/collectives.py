@@ -7,7 +7,7 @@ import numpy as np
 
 from shardlib.exact.endings import Wrong
 from shardlib.exact.machine import Machine, rule
-from shardlib.exact.values import Exact, extreme, join, move, total
+from shardlib.exact.values import ZERO, Exact, choose, extreme, join, move, total
 
 
 def _exchange(
@@ -120,13 +120,12 @@ def _ppermute(m: Machine, eqn: Any, x: Exact) -> Exact:
             raise Wrong(f"of {n} devices, {perm} has one twice, or one that does not exist")
 
     def send(x: Exact) -> Exact:
-        received = []
-        for a, missing in zip(x.parts, (0, 0, 1), strict=False):  # exp(0) = 1
-            of_part = np.full_like(a, missing)
-            for source, target in perm:
-                of_part[target] = a[source]
-            received.append(of_part)
-        return Exact(*received)
+        source_of = {target: source for source, target in perm}
+        at = [source_of.get(device, 0) for device in range(n)]
+        is_sent = np.array([device in source_of for device in range(n)])
+        zero = ZERO if x.image is not None else Exact(np.zeros((), x.value.dtype))
+        is_sent = is_sent.reshape(-1, *(1,) * (x.value.ndim - 1))
+        return choose(is_sent, move(lambda a: a[at], x), zero)
 
     return _exchange(m, axes, None, send, x)
 

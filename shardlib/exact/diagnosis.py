@@ -208,7 +208,7 @@ def _moved(case: Case) -> Finding:
 
 def _blocks_along(m: Machine, x: Exact, dim: int, n: int) -> list[Exact]:
     parts = [np.split(a, n, dim + m.rank) for a in x.parts]
-    return [Exact(*arrays) for arrays in zip(*parts, strict=True)]
+    return [x.with_parts(arrays) for arrays in zip(*parts, strict=True)]
 
 
 def _reordered(case: Case) -> Finding:

@@ -15,6 +15,7 @@ from shardlib.exact.values import (
     choose,
     is_tie,
     make_float,
+    move,
     of_numbers,
 )
 
@@ -25,20 +26,34 @@ Scores of data are above. exp of some is 0 in float32, but not in a sum by block
 subtracts its own maximum.
 """
 FEW_INTEGERS = 1024
-"""Largest count of different integers n for which exp(n·log u) is found as uⁿ."""
+"""Largest count of different numbers n for which uⁿ, or exp(n·log u), is found as a product."""
 
 
 def add(a: Exact, b: Exact) -> Exact:
     """Adds."""
     of_logarithms = a.exponential is not None or b.exponential is not None
     exponential = ring.multiply(a.power, b.power) if of_logarithms else None
-    return make_float(a.value + b.value, ring.add(a.image, b.image), exponential)
+    return make_float(
+        a.value + b.value, ring.add(a.image, b.image), exponential, _radicand_of_sum(a, b)
+    )
+
+
+def _radicand_of_sum(a: Exact, b: Exact) -> Any:
+    """Returns what is under the root of both terms, or of one if the other is 0; else 1."""
+    if a.radicand is None and b.radicand is None:
+        return None
+    is_first, is_second = b.image == 0, a.image == 0
+    if a.radicand is not None and b.radicand is not None:
+        is_first = is_first | (a.radicand == b.radicand)
+    if not (is_first.any() or is_second.any()):
+        return None
+    return np.where(is_first, a.factor, np.where(is_second, b.factor, ring.ONE))
 
 
 def negate(a: Exact) -> Exact:
     """Negates."""
     exponential = None if a.exponential is None else ring.invert(a.exponential)
-    return make_float(-a.value, ring.negate(a.image), exponential)
+    return make_float(-a.value, ring.negate(a.image), exponential, a.radicand)
 
 
 def subtract(a: Exact, b: Exact) -> Exact:
@@ -51,7 +66,34 @@ def multiply(a: Exact, b: Exact) -> Exact:
     exponential = _multiply_logarithms(a, b)
     if exponential is None:
         exponential = _multiply_logarithms(b, a)
-    return make_float(a.value * b.value, ring.multiply(a.image, b.image), exponential)
+    image, radicand = _multiply_images(a, b)
+    root = None
+    if a.image is b.image:
+        root = np.where(a.value < 0, ring.negate(a.image), a.image)
+    return make_float(a.value * b.value, image, exponential, radicand, root)
+
+
+def _multiply_images(a: Exact, b: Exact) -> tuple[Any, Any]:
+    """Returns image and radicand of a product: √s·√s is s, and s·√(1/s) is √s."""
+    image = ring.multiply(a.image, b.image)
+    if a.radicand is None and b.radicand is None:
+        return image, None
+    if a.radicand is None or b.radicand is None:
+        plain, rooted = (a, b) if a.radicand is None else (b, a)
+        radicand = np.broadcast_to(rooted.radicand, image.shape)
+        turns = ring.are_inverse(plain.image, rooted.radicand)
+        if turns.any():
+            number, within, whole = np.broadcast_arrays(plain.image, radicand, rooted.image)
+            turns &= ring.equal(whole, ring.root(within, 2))  # not c·√s with another c
+            image = np.where(turns, ring.root(number, 2), image)
+            radicand = np.where(turns, number, radicand)
+        return image, radicand
+    is_same = a.radicand == b.radicand
+    corrected = ring.multiply(image, ring.correction_of_root(a.radicand))
+    image = np.where(is_same, corrected, image)
+    if is_same.all():
+        return image, None
+    return image, np.where(is_same, ring.ONE, ring.multiply(a.radicand, b.radicand))
 
 
 def _multiply_logarithms(a: Exact, b: Exact) -> Any:
@@ -71,9 +113,12 @@ def _multiply_logarithms(a: Exact, b: Exact) -> Any:
 
 def divide(a: Exact, b: Exact) -> Exact:
     """Divides. A finite number by ±inf is 0."""
-    image = ring.multiply(a.image, ring.invert(b.image))
+    under_root = None if b.radicand is None else ring.invert(b.radicand)
+    inverse = Exact(1 / b.value, ring.invert(b.image), radicand=under_root)
+    image, radicand = _multiply_images(a, inverse)
     vanishes = np.isinf(b.value) & np.isfinite(a.value)
-    return make_float(a.value / b.value, np.where(vanishes, ring.ZERO, image))
+    value = a.value / b.value
+    return make_float(value, np.where(vanishes, ring.ZERO, image), radicand=radicand)
 
 
 def exponential(a: Exact) -> Exact:
@@ -137,29 +182,46 @@ def _remainder(a: Exact, b: Exact) -> Exact:
 
 def integer_power(a: Exact, n: int) -> Exact:
     """Raises floats to an integer power, which may be negative."""
-    image = ring.power(a.image, abs(n))
-    return make_float(a.value ** float(n), ring.invert(image) if n < 0 else image)
+    if n < 0:
+        return divide(ONE, integer_power(a, -n))
+    if n == 0:
+        return of_numbers(np.ones(a.value.shape))
+    half = integer_power(a, n // 2) if n > 1 else ONE
+    square = multiply(half, half)
+    return multiply(square, a) if n % 2 else square
 
 
 def _power(a: Exact, b: Exact) -> Exact:
-    exponents = np.unique(b.value)
-    if exponents.size == 1 and exponents[0] == np.round(exponents[0]):
-        return integer_power(a, int(exponents[0]))
-    if b.image is None:
-        image = np.zeros(np.broadcast_shapes(a.value.shape, b.value.shape), np.uint64)
-        for n in exponents:
-            image = np.where(b.value == n, integer_power(a, int(n)).image, image)
-        return make_float(a.value ** b.value.astype(np.float64), image)
+    exponents = np.unique(b.value).astype(np.float64)
+    are_halves = np.isfinite(exponents) & (2 * exponents == np.round(2 * exponents))
+    if b.image is None or (exponents.size <= FEW_INTEGERS and are_halves.all()):
+        shape = np.broadcast_shapes(a.value.shape, b.value.shape)
+        first, *others = exponents.tolist() or [0.0]
+        result = move(lambda x: np.broadcast_to(x, shape), _half_integer_power(a, first))
+        for n in others:
+            result = choose(b.value == n, _half_integer_power(a, n), result)
+        return result
     image = ring.exponential(ring.multiply(b.image, ring.logarithm(a.image)))
     return make_float(np.power(a.value, b.value), np.where(a.image == 0, ring.ZERO, image))
 
 
-def _root(function: Callable, n: int, inverted: bool = False) -> Callable[[Exact], Exact]:
-    def take_root(a: Exact) -> Exact:
-        image = ring.root(a.image, n)
-        return make_float(function(a.value), ring.invert(image) if inverted else image)
+def _half_integer_power(a: Exact, exponent: float) -> Exact:
+    """Raises floats to n or n + 1/2, as an integer power times a root."""
+    n = int(exponent)  # rounds to 0
+    if n == exponent:
+        return integer_power(a, n)
+    root = _square_root(a) if exponent > 0 else _inverse_square_root(a)
+    return multiply(integer_power(a, n), root) if n else root
 
-    return take_root
+
+def _square_root(a: Exact) -> Exact:
+    image = ring.root(a.image, 2) if a.root is None else a.root
+    return make_float(np.sqrt(a.value), image, radicand=a.image)
+
+
+def _inverse_square_root(a: Exact) -> Exact:
+    root = _square_root(a)
+    return make_float(1 / root.value, ring.invert(root.image), radicand=ring.invert(a.image))
 
 
 def _equal(a: Exact, b: Exact) -> Exact:
@@ -182,7 +244,7 @@ FLOATS: dict[str, Callable[..., Exact]] = {
     "abs": _absolute,
     "add": add,
     "add_any": add,
-    "cbrt": _root(np.cbrt, 3),
+    "cbrt": lambda a: make_float(np.cbrt(a.value), ring.root(a.image, 3)),
     "ceil": _rounding(np.ceil),
     "div": divide,
     "eq": _equal,
@@ -207,9 +269,9 @@ FLOATS: dict[str, Callable[..., Exact]] = {
     "pow": _power,
     "rem": _remainder,
     "round": _rounding(np.round),
-    "rsqrt": _root(lambda x: 1 / np.sqrt(x), 2, inverted=True),
+    "rsqrt": _inverse_square_root,
     "sign": _sign,
-    "sqrt": _root(np.sqrt, 2),
+    "sqrt": _square_root,
     "square": _square,
     "sub": subtract,
 }
@@ -370,7 +432,8 @@ def apply_to_complex(name: str, xs: list[Exact]) -> Exact:
         return Exact(real.value + 1j * imaginary.value, ring.pack(real.image, imaginary.image))
     if name == "abs":
         square = multiply_complex(xs[0].image, _conjugate(xs[0].image))
-        return Exact(np.abs(xs[0].value), ring.root(ring.unpack(square)[0], 2))
+        within, _ = ring.unpack(square)
+        return Exact(np.abs(xs[0].value), ring.root(within, 2), radicand=within)
     if name == "exp":
         real = exponential(apply_to_complex("real", xs))
         angle = [apply_to_complex("imag", xs)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from shardlib.exact.machine import Machine
-from shardlib.exact.values import Exact, equal, extreme, move, of_numbers, total
+from shardlib.exact.values import Exact, choose, equal, extreme, move, of_numbers, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +107,7 @@ def scatter(m: Machine, x: Exact, layout: Layout) -> Exact:
     is_first[(0,) * m.rank] = True
     is_first = is_first.reshape(*shape, *(1,) * len(m.shape(x)))
     zero = of_numbers(0.0) if x.image is not None else Exact(np.zeros((), x.value.dtype))
-    parts = zip(x.parts, (*zero.parts, np.uint64(1)), strict=False)
-    return Exact(*(np.where(is_first, a, b) for a, b in parts))
+    return choose(is_first, x, zero)
 
 
 def varying_axes(m: Machine, x: Exact) -> list[str]:

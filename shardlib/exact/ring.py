@@ -3,8 +3,9 @@
 An element stands for a float. 2 is a unit, so every float has an image, m·2ᵉ, and sums, products
 and quotients by units do not depend on their order. exp(a) = (1 + p)ᵃ, so exp(a + b) is
 exp(a)·exp(b), and log is its inverse, except in the highest of the four digits, which comparisons
-therefore leave out (COMPARED). Roots are powers, so √(a·b) = √a·√b. A function without such laws is
-a hash of its operands.
+therefore leave out (COMPARED). Roots are powers, so √(a·b) = √a·√b. No ring has √a·√a = a too, as
+-1 is the image of positive numbers a, of which √(a·a) is 1; an Exact notes what is under its root.
+A function without such laws is a hash of its operands.
 
 Two programs that compute the same function have the same images. Those of two other programs agree
 in an entry by chance with a probability of about 1/p³ for a random input, as polynomials do by the
@@ -188,7 +189,8 @@ def _exponent_of_root(n: int) -> int:
 
 
 _ROOTS = {n: _exponent_of_root(n) for n in (2, 3)}
-_ROOTS_OF_P = {n: _U(7777777 * n + 1) for n in (2, 3)}
+_ROOTS_OF_P = {n: invert(power(_MULTIPLICATIVE[1], _ROOTS[n])) for n in (2, 3)}
+"""The roots of p, such that root(invert(x)) is invert(root(x))."""
 
 
 def root(x: Element, n: int) -> Any:
@@ -198,6 +200,32 @@ def root(x: Element, n: int) -> Any:
     for i in range(1, DIGITS):
         y = np.where(k >= i, multiply(y, _ROOTS_OF_P[n]), y)
     return np.where(k == DIGITS, ZERO, y)
+
+
+_OF_SQUARES = np.array(
+    [1 if pow(i, PRIME // 2, PRIME) == 1 else MODULUS - 1 for i in range(PRIME)], _U
+)
+"""x over the square of root(x, 2), by the last digit of a unit x."""
+
+
+def correction_of_root(x: Element) -> Any:
+    """Returns what the square of root(x, 2) must be multiplied by to be x: ±1 for units."""
+    last = x % PRIME
+    factor = np.asarray(_OF_SQUARES[last])
+    is_other = last == 0
+    others = np.asarray(x)[is_other]
+    factor[is_other] = multiply(others, invert(power(root(others, 2), 2)))
+    return factor
+
+
+def are_inverse(x: Element, y: Element) -> Any:
+    """True where one of two elements is the inverse of the other."""
+    product = np.asarray(x * y % COMPARED)
+    found = np.asarray(product == 1)
+    is_other = product % PRIME == 0
+    a, b = (np.broadcast_to(z, product.shape)[is_other] for z in (x, y))
+    found[is_other] = equal(invert(a), b) | equal(a, invert(b))
+    return found
 
 
 MOST_PRODUCTS = 2**17

@@ -68,7 +68,7 @@ def _split(m: Machine, eqn: Any, x: Exact) -> list[Exact]:
     ends = np.cumsum(eqn.params["sizes"])[:-1]
     dim = eqn.params["axis"] + m.rank
     parts = [np.split(a, ends, dim) for a in x.parts]
-    return [Exact(*arrays) for arrays in zip(*parts, strict=True)]
+    return [x.with_parts(arrays) for arrays in zip(*parts, strict=True)]
 
 
 @rule("unstack")
@@ -100,7 +100,7 @@ def _pad(m: Machine, eqn: Any, x: Exact, fill: Exact) -> Exact:
         result[tuple(targets)] = a[tuple(sources)]
         return result
 
-    return Exact(*(pad(a, b) for a, b in zip(x.parts, fill.parts, strict=True)))
+    return x.with_parts(map(pad, x.parts, fill.parts))
 
 
 @rule("iota")

@@ -302,7 +302,8 @@ class _Program:
         found = []
         for i, pair in enumerate(pairs):
             part = (..., pair.first["loss_mask"], slice(None)) if of_texts else ...
-            losses = Losses(*(Exact(*(a[2 * i + j, k][part] for a in out.parts)) for j, k in ((0, 0), (0, 1), (1, 1))))
+            places = (2 * i, 0), (2 * i, 1), (2 * i + 1, 1)
+            losses = Losses(*(move(lambda a, place=place: a[place][part], out) for place in places))  # noqa: B023
             if not np.isfinite(losses.own.value).all():
                 raise Undecided("the loss is not finite if the targets of few documents count")
             found.append(losses)

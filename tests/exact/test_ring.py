@@ -58,6 +58,16 @@ def test_logarithms_and_roots(u, w):
 
 
 @laws
+@given(ELEMENTS, st.integers(0, ring.DIGITS - 1))
+def test_squares_of_roots_are_corrected(x, k):
+    x = ring.multiply(x, np.uint64(ring.PRIME**k))
+    root = ring.root(x, 2)
+    assert ring.multiply(ring.power(root, 2), ring.correction_of_root(x)) == x
+    assert x == 0 or ring.root(ring.invert(x), 2) == ring.invert(root)
+    assert x == 0 or ring.are_inverse(x, ring.invert(x))
+
+
+@laws
 @given(FLOATS)
 def test_images_are_those_of_fractions(x):
     f = fractions.Fraction(x)

@@ -42,6 +42,26 @@ def momentum(x):
     return 0.9 * x[0] + (1 - 0.9) * x[1]
 
 
+def normalize(x):
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+
+
+def gradient_by_hand(x, g):
+    """The gradient of `normalize`, as kernels compute it: from the results of the forward pass."""
+    root = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+    normalized = x * root
+    return root * (g - normalized * jnp.mean(g * normalized, -1, keepdims=True))
+
+
+def powers(x):
+    a, b, c = jnp.exp(x[:, :3]).T
+    return jnp.stack([jnp.sqrt(a), b * b, lax.rsqrt(c) / c], 1)
+
+
+def of_positive(function):
+    return lambda x: function(jnp.square(x) + 1)
+
+
 SAME = [
     (rms_norm, rms_norm_by_quotient, [X]),
     (jax.nn.silu, lambda x: x / (1 + jnp.exp(-x)), [X]),
@@ -66,6 +86,52 @@ CHANGED = [
     (lambda x: x.max(0), lambda x: x[0], [X]),
     (lambda x: x, lambda x: x.at[3, 7].set(0.0), [X]),
 ]
+
+
+ROOTS = [
+    (jnp.abs, lambda x: jnp.sqrt(x * x)),
+    (jnp.abs, lambda x: jnp.sqrt(x**2)),
+    (lambda x: 1 / jnp.abs(x), lambda x: lax.rsqrt(jnp.square(x))),
+    (jnp.square, lambda x: jnp.sqrt(x**4)),
+    (jnp.linalg.norm, lambda x: jnp.linalg.norm(jnp.linalg.norm(x, axis=1))),
+    (jnp.linalg.norm, lambda x: jnp.hypot(jnp.linalg.norm(x[:2]), jnp.linalg.norm(x[2:]))),
+    (lambda x: x * x + x[::-1] ** 2, lambda x: jnp.abs(x + 1j * x[::-1]) ** 2),
+    (of_positive(lambda x: x), of_positive(lambda x: jnp.sqrt(x) ** 2)),
+    (of_positive(lambda x: 1 / x), of_positive(lambda x: lax.rsqrt(x) * lax.rsqrt(x))),
+    (of_positive(jnp.sqrt), of_positive(lambda x: x**0.5)),
+    (of_positive(jnp.sqrt), of_positive(lambda x: x * lax.rsqrt(x))),
+    (of_positive(jnp.sqrt), of_positive(lambda x: x / jnp.sqrt(x))),
+    (of_positive(jnp.sqrt), of_positive(lambda x: x**1.5 / x)),
+    (of_positive(lax.rsqrt), of_positive(lambda x: jnp.sqrt(x) / x)),
+    (of_positive(lax.rsqrt), of_positive(lambda x: x**-0.5)),
+    (of_positive(lambda x: x * jnp.sqrt(x)), of_positive(lambda x: x**1.5)),
+    (of_positive(lambda x: lax.rsqrt(x) / x), of_positive(lambda x: lax.rsqrt(x) ** 3)),
+    (lambda x: jnp.exp(x[:, :3]) ** jnp.array([0.5, 2.0, -1.5]), powers),
+    (of_positive(lambda x: jnp.sqrt(x) * jnp.sqrt(x + 1)), of_positive(lambda x: jnp.sqrt(x * (x + 1)))),
+    (of_positive(lambda x: jnp.sqrt(x) / jnp.sqrt(x + 1)), of_positive(lambda x: jnp.sqrt(x / (x + 1)))),
+    (of_positive(lambda x: x * (x + 1)), of_positive(lambda x: (jnp.sqrt(x) * jnp.sqrt(x + 1)) ** 2)),
+    (lambda x: x**2 / (jnp.mean(x * x, -1, keepdims=True) + 1e-5), lambda x: normalize(x) ** 2),
+    (lambda x: jax.vjp(normalize, x)[1](jnp.sin(x))[0], lambda x: gradient_by_hand(x, jnp.sin(x))),
+]
+
+
+@pytest.mark.parametrize(("function", "other"), ROOTS)
+def test_squares_of_roots_are_the_numbers(function, other):
+    assert differences(function, other, X) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "other"),
+    [
+        (lambda x: x, lambda x: jnp.sqrt(x * x)),
+        (jnp.linalg.norm, lambda x: jnp.linalg.norm(x, axis=1).sum()),
+        (of_positive(jnp.sqrt), of_positive(lambda x: -x * lax.rsqrt(x))),
+        (of_positive(lambda x: x), of_positive(lambda x: jnp.sqrt(x) * jnp.sqrt(x + 1e-3))),
+        (of_positive(lambda x: x**1.5), of_positive(lambda x: x**2.5)),
+    ],
+)
+def test_roots_of_other_numbers_are_not(function, other):
+    assert not same(function, other, X)
 
 
 @pytest.mark.parametrize(("function", "other", "args"), SAME)

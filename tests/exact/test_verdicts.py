@@ -357,3 +357,15 @@ def test_integers_of_several_values_are_taken_as_they_are():
     specs: dict[str, Any] = {"in_specs": (P("d"), P("d")), "out_specs": P()}
     check(body, X, jnp.array([3, 1, 0, 2, 7, 6, 5, 4], jnp.int32), mesh=AUTO, **specs)
     verdict(WRONG, body, X, shape(8, dtype=jnp.int32), **specs)
+
+
+def norm_of_norms(x):
+    return jnp.sqrt(lax.psum(jnp.square(jnp.linalg.norm(x)), ("d", "t")))
+
+
+@pytest.mark.parametrize(
+    ("problem", "function"),
+    [(None, norm_of_norms), (WRONG, lambda x: jnp.sqrt(lax.psum(jnp.linalg.norm(x), ("d", "t"))))],
+)
+def test_a_norm_of_the_norms_of_devices_is_right(problem, function):
+    verdict(problem, function, X, in_specs=BLOCKS, out_specs=P())
