@@ -79,7 +79,8 @@ def compare(
     """Finds where traces of a program at several sizes are not the same program.
 
     Args:
-        programs: the jaxpr at the sizes of a run, then those at small sizes: one or, better, two.
+        programs: the jaxpr at the sizes of a run, the one at small sizes that stands for it, and
+            others, which only show what the numbers are made of.
         dims: the size of each dim in each of them, by name.
         axes: the number of devices along each axis of the mesh in each of them.
 
@@ -174,7 +175,7 @@ class _Comparison:
         for sizes in zip(*shapes, strict=True):
             if len(set(sizes)) == 1:
                 continue
-            if min(sizes) < 2:
+            if min(sizes[:2]) < 2:  # the others only show what the numbers are made of
                 yield f"a dim of {shown(sizes)} entries: one entry is another case than several"
             else:
                 yield from self.number(sizes, f" of shape {shapes[0]}")

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardlib.equations import is_integer
-from shardlib.exact.compare import compare_results, run
+from shardlib.exact.compare import Run, compare_results, not_compared, run, with_positive
 from shardlib.exact.endings import Undecided, Wrong
 from shardlib.exact.inputs import IDS, draw
 from shardlib.exact.intervals import pairs_of
@@ -138,21 +138,29 @@ def find(
         inputs = [*_inputs(twin, one, program.in_avals if given is None else given)]
     except Undecided as error:
         return [Finding(f"the program cannot be run: {error}")]
-    for args in inputs:
+    runs: list[Run] = []
+    for args in with_positive(inputs, runs):
         try:
-            found = _find_on(args, program, twin, sizes)
+            found = _find_on(args, program, twin, sizes, runs)
         except Undecided as error:
             undecided = [Finding(str(error))]
         if found:
             return found
-    return undecided
+    return undecided or [Finding(difference.text) for difference in not_compared(runs)]
 
 
-def _find_on(args: list[Any], program: Any, twin: Any, sizes: Mapping[str, int]) -> list[Finding]:
-    """Finds what differs on these inputs."""
+def _find_on(
+    args: list[Any],
+    program: Any,
+    twin: Any,
+    sizes: Mapping[str, int],
+    runs: list[Run],
+) -> list[Finding]:
+    """Finds what differs on these inputs, and adds the run of one device to `runs`."""
     try:
         here, outs = run(program, sizes, args)
         there, expected = run(twin, dict.fromkeys(sizes, 1), args)
+        runs.append((there, expected))
     except Wrong as error:
         return [Finding(str(error), is_wrong=True)]
     differing = compare_results(here, outs, there, expected)

@@ -19,7 +19,7 @@ import numpy as np
 from shardlib.axes import OPTIONAL
 from shardlib.equations import is_integer
 from shardlib.exact import sizes
-from shardlib.exact.compare import compare_results, digest_of, run_draws
+from shardlib.exact.compare import Difference, compare_results, digest_of, not_compared, run_draws
 from shardlib.exact.coverage import Coverage
 from shardlib.exact.endings import Undecided, Wrong
 from shardlib.exact.origin import origins
@@ -218,8 +218,9 @@ def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, 
         for other, args in itertools.product(others, placed):
             if lines := origins(step.jaxpr, other, step.mesh.shape, args):
                 return Verdict([Finding(str(line), is_wrong=True) for line in lines])
-        texts = [f"{_named(results[x.result])}: {x.text}" if x.result is not None else x.text for x in differing]
-        return Verdict([Finding(f"the {step.name} step: {text}", is_wrong=True) for text in texts])
+        return Verdict([Finding(text, is_wrong=True) for text in _texts(step, results, differing)])
+    if nans := not_compared([(other, expected)]):
+        return Verdict([], _texts(step, results, nans), results=hashes)
     small = smalls[0]
     real = small.real.other(name=step.name)
     if texts := differing_dtypes(real.jaxpr, whole.jaxpr):
@@ -239,6 +240,12 @@ def _numbers(pairs: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[
     first, *others = pairs
     names = [name for name in first if all(name in of for of in others)]
     return {name: (*first[name], *(of[name][1] for of in others)) for name in names}
+
+
+def _texts(step: Step, results: list[str], found: list[Difference]) -> list[str]:
+    """Returns what was found about the results of a step, with their names."""
+    texts = [f"{_named(results[x.result])}: {x.text}" if x.result is not None else x.text for x in found]
+    return [f"the {step.name} step: {text}" for text in texts]
 
 
 def _bounds(real: Step, paths: list[str], draws: list[list[Any]]) -> list[tuple[int, int] | None]:

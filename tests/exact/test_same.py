@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from shardlib.exact.compare import differences, same
+from shardlib.exact.endings import Undecided
 
 pytestmark = pytest.mark.quick
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -153,3 +154,12 @@ def test_results_of_another_structure_are_an_error():
 
 def test_numpy_arrays_are_arguments_too():
     assert same(lambda x: x + x, lambda x: 2 * x, np.ones(3, np.float32))
+
+
+def test_what_is_nan_on_all_inputs_is_not_decided():
+    with pytest.raises(Undecided, match=r"^result 1: NaN in all inputs that were run, so nothing was compared$"):
+        same(lambda x: (x, jnp.log(-1 - x * x)), lambda x: (x, jnp.log(-2 - x * x)), X)
+    with pytest.raises(Undecided, match=r"^result 0: 25% of 32 entries are NaN in all inputs that were run"):
+        same(lambda x: x.at[0].set(jnp.nan), lambda x: x.at[0].multiply(jnp.nan), X)
+    assert same(jnp.log, lambda x: 2 * jnp.log(jnp.sqrt(x)), X)
+    assert not same(jnp.log, jnp.log2, X)

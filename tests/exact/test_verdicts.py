@@ -369,3 +369,19 @@ def norm_of_norms(x):
 )
 def test_a_norm_of_the_norms_of_devices_is_right(problem, function):
     verdict(problem, function, X, in_specs=BLOCKS, out_specs=P())
+
+
+def test_what_is_nan_in_all_inputs_is_not_decided():
+    """Its images are equal, whatever the rest of the program does."""
+
+    def roots_of_both_signs(x):
+        return jnp.sqrt(x) + jnp.sqrt(-x) + lax.axis_index("d")
+
+    problem = "^result 0: NaN in all inputs that were run, so nothing was compared"
+    verdict(problem, roots_of_both_signs, X, **SPECS)
+
+
+def test_roots_of_drawn_numbers_are_compared_where_these_are_positive():
+    """As second moments of an optimizer are, which are arguments of a step."""
+    check(lambda x: jnp.log(x) / jnp.sqrt(x), X, mesh=AUTO, **SPECS)
+    verdict(WRONG, lambda x: jnp.log(x) / jnp.sqrt(x) + lax.axis_index("d"), X, **SPECS)
