@@ -126,9 +126,9 @@ def not_compared(runs: Sequence[Run]) -> list[Difference]:
 
 
 def with_positive(inputs: Sequence[list[Any]], runs: Sequence[Run]) -> Iterator[list[Any]]:
-    """Yields inputs, and while `runs`, which grow, were all NaN: the last two made positive."""
+    """Yields inputs, and while `runs`, which grow, were all NaN: the first two made positive."""
     yield from inputs
-    for args in inputs[-2:]:
+    for args in inputs[:2]:
         if not_compared(runs):
             yield [np.abs(x) if is_float(x.dtype) else x for x in args]
 

@@ -6,11 +6,12 @@ inputs, in exact arithmetic.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardlib.equations import is_integer
@@ -28,6 +29,8 @@ from shardlib.interpret import Operation, equations_in
 from shardlib.tracing import BOUND, on_one_device, tracing
 
 CLAMPED = jax.lax.GatherScatterMode.CLIP
+FAR = 2**14
+"""Integers that no lookup bounds are drawn as this too, and as its negative."""
 FEWEST, MOST_PAIRS = 2, 16
 """Number of pairs of inputs that are drawn, at least and at most."""
 
@@ -49,7 +52,8 @@ def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: A
             meshes.
         *args: its arguments, with global shapes: arrays, jax.ShapeDtypeStruct, and pytrees of them.
             Small shapes are enough, and large ones are rejected. Only types are used of floats, and
-            of arrays with one value; other integers and bools are taken as they are.
+            of arrays with one value; other integers and bools are taken as they are. Integers of
+            types are drawn within what the program looks up, and else near each of its numbers.
         mesh: the mesh, a jax.sharding.Mesh or AbstractMesh; None: the current one.
         **specs: in_specs, out_specs and other options of jax.shard_map.
 
@@ -135,7 +139,7 @@ def find(
     undecided: list[Finding] = []
     try:
         refuse_beyond(MOST, work_of(program) + work_of(twin))
-        inputs = [*_inputs(twin, one, program.in_avals if given is None else given)]
+        inputs = _inputs(twin, one, program.in_avals if given is None else given)
     except Undecided as error:
         return [Finding(f"the program cannot be run: {error}")]
     runs: list[Run] = []
@@ -177,20 +181,70 @@ def _find_on(
 # ---- inputs --------------------------------------------------------------------------------------
 
 
-def _inputs(twin: Any, one: Mapping[str, int], given: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yields whole arguments: first the arrays that were given, and then drawn ones.
+def _inputs(twin: Any, one: Mapping[str, int], given: Sequence[Any]) -> list[list[Any]]:
+    """Makes whole arguments: first the arrays that were given, and then drawn ones.
 
     Integers and bools that were given with several values stay, because a program may want them in
-    an order, or each once.
+    an order, or each once. In the last, integers that no lookup bounds are far from 0, or near a
+    number of the program, which may compare them with it.
     """
     avals = twin.in_avals
     arrays = [_array_of(x, aval) for x, aval in zip(given, avals, strict=True)]
     kept = [x if _is_kept(x) else None for x in arrays]
-    for seed, bounds in enumerate(_bounds(twin, one, kept)):
-        drawn = draw(avals, seed, bounds)
-        if seed == 0 and any(x is not None for x in arrays):
-            yield [d if x is None else x for x, d in zip(arrays, drawn, strict=True)]
-        yield [d if x is None else x for x, d in zip(kept, drawn, strict=True)]
+    drawn_below = _bounds(twin, one, kept)
+    drawn = [draw(avals, seed, bounds) for seed, bounds in enumerate(drawn_below)]
+    inputs = [_replaced(args, kept) for args in drawn]
+    if any(x is not None for x in arrays):
+        inputs.insert(0, _replaced(drawn[0], arrays))
+    numbers = _numbers(twin)
+    free = [i for i, x in enumerate(kept) if x is None and _is_free(twin, one, i)]
+    fewest = min((max(math.prod(avals[i].shape), 1) for i in free), default=len(numbers))
+    far = [
+        [_far(x, numbers, seed) if i in free else x for i, x in enumerate(inputs[seed])]
+        for seed in range(min(-(-len(numbers) // fewest), len(inputs)) if free else 0)
+    ]
+    return inputs + far
+
+
+def _replaced(args: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    return [x if other is None else other for x, other in zip(args, others, strict=True)]
+
+
+def _numbers(program: Any) -> list[int]:
+    """Returns FAR, and what is at most 1 from a number of the program, as a mask by -100 is."""
+    operands = (var for eqn in equations_in(program) for var in eqn.invars)
+    arrays = [np.asarray(var.val) for var in operands if isinstance(var, core.Literal)]
+    literals = [float(a) for a in arrays if a.ndim == 0 and a.dtype.kind in "iuf"]
+    numbers = {int(x) for x in literals if abs(x) < 2**31 and x == round(x)}
+    return [-FAR, FAR, *sorted({n + more for n in numbers for more in (-1, 0, 1)})]
+
+
+def _far(x: Any, numbers: Sequence[int], seed: int) -> np.ndarray:
+    """Returns integers like `x`, of which each seed takes the next of some numbers."""
+    limits = np.iinfo(x.dtype)
+    allowed = np.array([min(max(n, limits.min), limits.max) for n in numbers], x.dtype)
+    at = np.arange(seed * x.size, (seed + 1) * x.size) % len(numbers)
+    return allowed[at].reshape(x.shape)
+
+
+def _is_free(twin: Any, one: Mapping[str, int], number: int) -> bool:
+    """Returns True for integers that no lookup of the program on one device bounds.
+
+    None are in a program with a `while`, which may take as many turns.
+    """
+    if any(eqn.primitive.name == "while" for eqn in equations_in(twin)):
+        return False
+    args = [np.zeros_like(x) if is_integer(x.dtype) else x for x in draw(twin.in_avals, 0)]
+    if not is_integer(args[number].dtype):
+        return False
+    for n in (-FAR, FAR):
+        args[number] = _far(args[number], [n], 0)
+        try:
+            if not _is_in_range(twin, one, args):
+                return False
+        except (Undecided, Wrong):
+            return False
+    return True
 
 
 def _array_of(x: Any, aval: Any) -> Any:

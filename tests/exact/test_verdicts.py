@@ -385,3 +385,33 @@ def test_roots_of_drawn_numbers_are_compared_where_these_are_positive():
     """As second moments of an optimizer are, which are arguments of a step."""
     check(lambda x: jnp.log(x) / jnp.sqrt(x), X, mesh=AUTO, **SPECS)
     verdict(WRONG, lambda x: jnp.log(x) / jnp.sqrt(x) + lax.axis_index("d"), X, **SPECS)
+
+
+@pytest.mark.parametrize("number", [77, 1000, -100])
+@pytest.mark.parametrize("ids", [shape(dtype=jnp.int32), shape(8, dtype=jnp.int32), shape(8, dtype=jnp.uint8)], ids=str)
+def test_integers_reach_the_numbers_with_which_they_are_compared(ids, number):
+    def masked(wrong):
+        def body(x, ids):
+            chosen = jnp.broadcast_to(ids.astype(jnp.int32), 8)[:, None] == number
+            return jnp.where(chosen, x + wrong * lax.axis_index("d"), 2 * x)
+
+        return body
+
+    is_reached = 0 <= number < 256 or ids.dtype != jnp.uint8
+    specs: dict[str, Any] = {"in_specs": (P(), P()), "out_specs": P(), "check_vma": False}
+    verdict(None, masked(0), shape(8, 4), ids, **specs)
+    verdict("axis_index" if is_reached else None, masked(1), shape(8, 4), ids, **specs)
+
+
+def test_integers_that_nothing_bounds_are_also_far_from_0():
+    def far(x, step):
+        return jnp.where(step // 100 > 50, x + lax.axis_index("d"), x) + jnp.where(step < 0, 1, 0)
+
+    def look_up_masked(x, ids):
+        known = (ids >= 0) & (ids < 8)
+        return jnp.where(known[:, None], x[jnp.where(known, ids, 0)], 0) + x[ids % 8] + jnp.eye(8)[:, ids[:4] % 8]
+
+    specs: dict[str, Any] = {"in_specs": (P(), P()), "out_specs": P(), "check_vma": False}
+    verdict("axis_index", far, shape(8, 4), shape(dtype=jnp.int32), **specs)
+    check(look_up_masked, shape(8, 4), shape(8, dtype=jnp.int32), mesh=AUTO, **specs)
+    check(lambda x, n: lax.fori_loop(0, n, lambda _, y: -y, x), X, shape(dtype=jnp.int32), mesh=AUTO, **specs)
