@@ -63,9 +63,8 @@ test-shardlib: check-python ## the tests of shardlib, where only it and pytest a
 	JAX_ENABLE_COMPILATION_CACHE=false $(VENV)-shardlib/bin/pytest -o addopts="--import-mode=importlib --strict-markers" -o pythonpath=. \
 	  -m "not long and not slow" tests/shardlib tests/exact
 
-mutants: $(DEVELOPMENT) ## plant single faults in copies of the source, and see that tests still catch them: an hour or two
-	$(RUN) pip install --quiet coverage
-	$(RUN) bench.mutants $(ARGS)
+mutants: $(DEVELOPMENT) ## plant single faults in a copy of the source, and see that tests still catch them: half an hour
+	$(RUN) bench.faults $(ARGS)
 
 # Each wheel would take along what another build left in build/.
 wheels: $(RUNTIME) ## the wheels of shardwright, which has shardlib, and of shardlib alone, in dist/

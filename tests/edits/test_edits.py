@@ -1,13 +1,10 @@
 """The edits of edits.toml, each made in a copy of the source: types, a check of a run, or a test catches it."""
 
 import re
-import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.edits import EDITS, GATES, Edit, refusal
+from tests.support.edits import EDITS, GATES, Edit, copied, refusal, run_tests
 from tests.support.gauntlet_page import page
 from tests.support.recipes import ROOT
 
@@ -76,12 +73,7 @@ def test_the_check_accepts_what_is_the_same_on_all_meshes(edit):
 @pytest.mark.parametrize("edit", caught_by("test"), ids=str)
 def test_a_test_fails(edit, tmp_path):
     """In a copy of the repository."""
-    skipped = shutil.ignore_patterns("__pycache__", ".*", "runs", "*.egg-info")
-    shutil.copytree(ROOT, tmp_path / "copy", ignore=skipped, symlinks=True)
-    for file, text in edit.files.items():
-        (tmp_path / "copy" / file).write_text(text)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", edit.test]
-    done = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True)
+    done = run_tests(copied(tmp_path / "copy"), [edit.test], edit.files)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed" in done.stdout
 

@@ -6,10 +6,14 @@ import copy
 import dataclasses
 import difflib
 import functools
+import os
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -23,6 +27,7 @@ from tests.support.recipes import ROOT, train_with
 from tests.support.shipped import load
 
 FILE = ROOT / "tests" / "edits" / "edits.toml"
+FAULTS = FILE.with_name("faults.toml")
 DEVICES = 8
 """The sizes of a model are those that `tools.verify` takes for so many devices."""
 
@@ -234,6 +239,40 @@ def edit_of(id: str, table: dict) -> Edit:
 
 
 EDITS = {id: edit_of(id, table) for id, table in DATA["edit"].items()}
+
+
+def faults() -> list[Edit]:
+    """The edits of faults.toml, whose names are the file and the function."""
+    found = []
+    for id, table in tomllib.loads(FAULTS.read_text())["fault"].items():
+        file, _, within = id.partition("::")
+        found.append(edit_of(id, table | {"file": file, "within": within}))
+    return found
+
+
+# ---- tests ------------------------------------------------------------------------------------------------------
+
+
+def copied(target: Path) -> Path:
+    """Copies the repository."""
+    skipped = shutil.ignore_patterns("__pycache__", ".*", "runs", "*.egg-info")
+    return Path(shutil.copytree(ROOT, target, ignore=skipped, symlinks=True))
+
+
+def run_tests(
+    copy: Path, tests: Sequence[str], files: Mapping[str, str] | None = None, seconds: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs tests in a copy of the repository, with other texts of `files`, which it puts back."""
+    before = {file: (copy / file).read_text() for file in files or {}}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        for file, text in (files or {}).items():
+            (copy / file).write_text(text)
+        return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds)
+    finally:
+        for file, text in before.items():
+            (copy / file).write_text(text)
 
 
 # ---- types and the check ----------------------------------------------------------------------------------------
