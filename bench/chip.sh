@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What an accelerator that nobody has tried can do, in about fifteen minutes: sets up Python and runs `python -m tools.chip`.
+# What an accelerator that nobody has tried can do, in about fifteen minutes: sets up Python and runs `python -m bench.chip`.
 #
 #   bench/chip.sh                      from a clone, with PyPI
-#   bench/chip.sh minutes=9            settings of tools.chip; by default minutes=12
+#   bench/chip.sh minutes=9            settings of bench.chip; by default minutes=12
 #   bench/chip.sh --fetch [3.12]       on a machine with PyPI: downloads wheels for that Python into .wheels
 #   bench/chip.sh                      on a machine without it, with the folder .wheels
 #
@@ -62,4 +62,4 @@ else
   PYTHON=$VENV/bin/python
 fi
 [ -z "${OUT:-}" ] || trap 'cp runs/chip/*.* "$OUT" 2>/dev/null || true' EXIT
-PYTHONUNBUFFERED=1 "$PYTHON" -m tools.chip minutes=12 "$@"
+PYTHONUNBUFFERED=1 "$PYTHON" -m bench.chip minutes=12 "$@"

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shardwright.tools.chip.common import parser_of
+from bench.common import parser_of
 from tests.support.edits import Edit, copied, faults, run_tests
 
 PATIENCE = 600

@@ -27,13 +27,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench.common import cpu_seconds
+from bench.common import cpu_seconds, parser_of
 from shardwright.data.flat_tokens import Reader, Writer
 from shardwright.data.loader import DataConfig, make_loader, prefetch
 from shardwright.data.text import definitions, sources
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.settings.composing import SHIPPED
-from shardwright.tools.chip.common import parser_of
 
 TEXT = SHIPPED / "austen_train.jsonl.xz"
 SHARDS = 5

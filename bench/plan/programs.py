@@ -23,14 +23,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from bench.clock import Clock
+from bench.common import first_line, parser_of
 from shardwright.cluster import chips, devices
 from shardwright.cluster.topologies import GPUS, WITHOUT_DEVICE
 from shardwright.inspect.compiled import hlo
 from shardwright.inspect.compiled.step import describe
 from shardwright.run.compiling import with_mesh
 from shardwright.run.files import write_json
-from shardwright.tools.chip.clock import Clock
-from shardwright.tools.chip.common import first_line, parser_of
 
 T = TypeVar("T")
 ANNOTATING = {"xla_gpu_collect_cost_model_stats": True}

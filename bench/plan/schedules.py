@@ -18,11 +18,11 @@ from typing import Any
 
 import jax
 
+from bench.common import first_line, parser_of
 from bench.plan import exchanges, trainers
 from bench.plan.programs import Step, compiled_by, run_apart
 from shardwright.cluster.topologies import GPUS, WITHOUT_DEVICE
 from shardwright.inspect.compiled import hlo
-from shardwright.tools.chip.common import first_line, parser_of
 
 SCHEDULING = {
     "xla_gpu_enable_latency_hiding_scheduler": True,

@@ -29,11 +29,11 @@ import re
 import sys
 from typing import Any
 
+from bench.clock import ATTENTION
 from bench.plan.programs import Step, options_of, reading, show_all
 from bench.throughput.peers.job import Job, Shapes
 from shardwright.cluster.topologies import GPUS, TPUS, devices_of
 from shardwright.inspect.compiled.hlo import Computation, Program
-from shardwright.tools.chip.clock import ATTENTION
 
 TRAINERS = {"ours": "ours", "plain-jax": "plain_jax", "plain-jax-marked": "plain_jax", "flax-nnx": "flax_nnx"}
 MESHES = {"d8": (1, 8, 1), "d4t2": (1, 4, 2), "r4d8": (4, 8, 1)}

@@ -23,9 +23,9 @@ import os
 import statistics
 from pathlib import Path
 
+from bench.common import parser_of
 from bench.throughput.peers.job import Job, Shapes
 from bench.throughput.processes import Contestant, run_rounds
-from shardwright.tools.chip.common import parser_of
 
 MODULES = {"floor": "floor", "ours": "ours", "plain-jax": "plain_jax"}
 MODULES |= {"torch": "torch_trainer", "seqax": "seqax_trainer"}

@@ -212,6 +212,12 @@ def chip_for(kind: str) -> Chip | None:
     return next((chip for chip in map(chip_of, known()) if kind in chip.kinds), None)
 
 
+def settings_for(kind: str, platform: str) -> str:
+    """Returns the settings for devices that JAX calls `kind`, without hardware.chip if that chip is unknown."""
+    chip = chip_for(kind)
+    return f"hardware={platform}" + (f" hardware.chip={chip.name}" if chip else "")
+
+
 _parsed = functools.cache(parse_yaml)  # many chips are like one
 
 

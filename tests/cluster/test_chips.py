@@ -4,7 +4,11 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.chips import CHIPS, chip_for, chip_of, known
+from shardwright.cluster.chips import CHIPS, chip_for, chip_of, known, settings_for
+from tests.support.shipped import load
+
+ON_COLAB = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "Tesla T4": "t4", "NVIDIA L4": "l4"}
+ON_COLAB |= {"NVIDIA A100-SXM4-40GB": "a100_40gb", "NVIDIA H100 80GB HBM3": "h100"}
 
 pytestmark = pytest.mark.quick
 NAMES = {"a100", "h100", "h200", "b200", "mi300x", "v4", "v5e", "v5p", "v6e", "v7x", "cpu"}
@@ -182,3 +186,10 @@ def test_all_chips_have_the_same_achieved_shares():
     # Maximum Achievable Matmul FLOPS of github.com/stas00/ml-engineering; an H100's by XLA's table is near its 794.5.
     alone = {name: 2 * 8192**3 / as_measured(name).matmul_s(1, 8192, 8192, 8192, "bf16") for name in ("a100", "h100")}
     assert alone == {"a100": pytest.approx(271.2e12), "h100": pytest.approx(794.5e12, rel=0.02)}
+
+
+def test_each_device_of_colab_has_a_chip_that_a_run_takes():
+    settings = {name: settings_for(kind, chip_of(name).platform) for kind, name in ON_COLAB.items()}
+    assert all(f"hardware.chip={name}" in words.split() for name, words in settings.items())
+    assert load("first_chip", *settings["v5e"].split()).hardware.chip == "v5e"
+    assert settings_for("some accelerator", "gpu") == "hardware=gpu"

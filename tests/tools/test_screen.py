@@ -51,5 +51,6 @@ def test_a_tool_whose_output_is_lost_says_so_in_one_line():
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with open("/dev/full", "w") as full:
         streams = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
-        done = subprocess.run([sys.executable, "-m", "tools.chip"], cwd=ROOT, env=env, timeout=200, **streams)
+        command = [sys.executable, "-m", "tools.inspect_data", "filespec=synthetic_dataset.zarr"]
+        done = subprocess.run(command, cwd=ROOT, env=env, timeout=200, **streams)
     assert (done.returncode, done.stderr) == (1, "Error: [Errno 28] No space left on device\n")

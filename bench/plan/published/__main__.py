@@ -17,11 +17,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.common import parser_of
 from bench.plan.published.calibration import calibrated, scores
 from bench.plan.published.record import TABLE, record
 from bench.plan.published.runs import ADDED, Table, memory, plan, read, step_of
 from shardwright.data.untrusted import one_line
-from shardwright.tools.chip.common import parser_of
 
 
 def lines(table: Table) -> Iterator[str]:

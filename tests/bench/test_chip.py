@@ -1,4 +1,4 @@
-"""tools.chip: the settings for a device, by JAX's name for it; the parts that it measures, and what fails in them."""
+"""bench.chip: the parts that it measures, and what fails in them."""
 
 import json
 import os
@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from bench import chip
+from bench.chip import PARTS, Part, command_of
 from shardwright.cluster.chips import chip_of
-from shardwright.tools.chip import __main__ as chip
-from shardwright.tools.chip.__main__ import PARTS, Part, Settings, command_of, settings_for
-from tests.support.shipped import load
 
 ROOT = Path(__file__).parents[2]
-ON_COLAB = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "Tesla T4": "t4", "NVIDIA L4": "l4"}
-ON_COLAB |= {"NVIDIA A100-SXM4-40GB": "a100_40gb", "NVIDIA H100 80GB HBM3": "h100"}
 NAMES = [part.name for part in PARTS]
 PRINTED = {  # what each program prints, and the rows that are read from it
     chip.RUN: (
@@ -54,16 +51,9 @@ PRINTED = {  # what each program prints, and the rows that are read from it
 }
 
 
-def test_each_device_of_colab_has_a_chip_that_a_run_takes():
-    settings = {name: settings_for(kind, chip_of(name).platform) for kind, name in ON_COLAB.items()}
-    assert all(f"hardware.chip={name}" in words.split() for name, words in settings.items())
-    assert load("first_chip", *settings["v5e"].split()).hardware.chip == "v5e"
-    assert settings_for("some accelerator", "gpu") == "hardware=gpu"
-
-
 def call(*arguments: str) -> subprocess.CompletedProcess:
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "tools.chip", *map(str, arguments)]
+    command = [sys.executable, "-m", "bench.chip", *map(str, arguments)]
     return subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
 
 
@@ -74,9 +64,10 @@ def test_this_machine():
     assert done.stdout.splitlines()[-1] == "hardware=cpu hardware.chip=cpu"
 
 
-def test_a_part_that_does_not_exist(tmp_path):
-    with pytest.raises(ValueError, match=r"^parts is 'attentoin'; choose one of devices, demo, attention"):
-        chip.run(Settings(minutes=1, out=str(tmp_path), parts=["attentoin"]))
+def test_a_part_that_does_not_exist(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        chip.main(["minutes=1", f"out={tmp_path}", "parts=[attentoin]"])
+    assert "no part is attentoin; choose of devices, demo, attention" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -108,21 +99,13 @@ def table(out: Path) -> list[list[str]]:
 
 
 def test_each_part_is_measured_and_its_figures_are_read(programs, capsys):
-    chip.run(Settings(minutes=1, out=str(programs)))
+    chip.main(["minutes=1", f"out={programs}"])
     expected = [(part.name, figures) for part in PARTS for figures in PRINTED[part.figures][1]]
     assert [(row[0], row[2].strip()) for row in table(programs)] == [(name, x.strip()) for name, x in expected]
     printed = capsys.readouterr().out
     assert (programs / "chip.md").read_text() in printed
     assert "Call again" not in printed
     assert not (programs / "demo/checkpoints").exists(), "gigabytes"
-
-
-def test_without_bench_the_other_trainers_are_left_out(programs, monkeypatch, capsys):
-    """As for who installed the package and starts elsewhere, also if they name the part."""
-    monkeypatch.chdir(programs.parent)
-    chip.run(Settings(minutes=1, out=str(programs), parts=["devices", "others"]))
-    assert table(programs)[-1] == ["others", "left out", "bench/ is not here: start in a clone"]
-    assert "others" not in capsys.readouterr().out.partition("Call again for ")[2]
 
 
 def planting(monkeypatch, name: str, module: str) -> None:
@@ -137,13 +120,13 @@ def test_a_part_that_fails_is_noted_and_the_rest_goes_on(programs, monkeypatch, 
     monkeypatch.setattr(chip, "PARTS", (*PARTS[at : at + 1], PARTS[at - 1]))
     with monkeypatch.context() as planted_here:
         planting(planted_here, planted, "planted")
-        chip.run(Settings(minutes=1, out=str(programs)))
+        chip.main(["minutes=1", f"out={programs}"])
     (row,) = [row for row in table(programs) if row[1] == "failed"]
     assert row == [planted, "failed", "exit status 1: RuntimeError: planted /"]
     assert {row[0] for row in table(programs)} == {planted, NAMES[at - 1]}
     assert f"Call again for {planted}." in capsys.readouterr().out
     before = {path: path.stat().st_mtime_ns for path in programs.glob("*.json")}
-    chip.run(Settings(minutes=1, out=str(programs)))
+    chip.main(["minutes=1", f"out={programs}"])
     assert [path.stem for path, time in before.items() if path.stat().st_mtime_ns != time] == [planted]
     assert not [row for row in table(programs) if row[1] == "failed"]
 
@@ -153,7 +136,7 @@ def test_a_part_that_hangs_ends_with_what_it_started(programs, monkeypatch):
     monkeypatch.setattr(chip, "PARTS", (Part("hangs", 1, ""), Part("next", 60, "", figures=chip.ROW)))
     planting(monkeypatch, "hangs", "hanging")
     begin = time.monotonic()
-    chip.run(Settings(minutes=1, out=str(programs)))
+    chip.main(["minutes=1", f"out={programs}"])
     assert time.monotonic() - begin < 30
     assert table(programs)[0] == ["hangs", "failed", "its limit of 1 s ended it"]
     assert table(programs)[1][0] == "next"
@@ -161,7 +144,7 @@ def test_a_part_that_hangs_ends_with_what_it_started(programs, monkeypatch):
 
 
 def test_without_time_left_it_runs_nothing_and_says_so(programs, capsys):
-    chip.run(Settings(minutes=0.1, out=str(programs)))
+    chip.main(["minutes=0.1", f"out={programs}"])
     assert table(programs) == [[name, "not run", "call again"] for name in NAMES]
     assert f"Call again for {', '.join(NAMES)}." in capsys.readouterr().out
 
@@ -170,14 +153,14 @@ def test_without_time_left_it_runs_nothing_and_says_so(programs, capsys):
 def test_the_table_of_a_cpu_is_headed_as_a_rehearsal(programs, monkeypatch, printed, head):
     monkeypatch.setattr(chip, "PARTS", PARTS[:1])
     monkeypatch.setattr(chip, "command_of", lambda *_: ["printed", f"devices: 1 x it\n{printed}", str(programs / "x")])
-    chip.run(Settings(minutes=1, out=str(programs)))
+    chip.main(["minutes=1", f"out={programs}"])
     assert (programs / "chip.md").read_text().splitlines()[0] == f"| part | measured | {head} |"
 
 
 def test_a_damaged_result_is_measured_again(programs):
     programs.mkdir()
     (programs / "devices.json").write_text('{"rows": 7}')
-    chip.run(Settings(minutes=1, out=str(programs), parts=["devices"]))
+    chip.main(["minutes=1", f"out={programs}", "parts=[devices]"])
     assert json.loads((programs / "devices.json").read_text())["failed"] is False
 
 
@@ -204,7 +187,7 @@ def test_the_rehearsal_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     assert {row[0] for row in table(tmp_path / "out")} == {*NAMES}
     assert "failed" not in [row[1] for row in table(tmp_path / "out")]
-    assert chip_of(str(tmp_path / "out/cpu.yaml")).sources["launch_s"].startswith("measured by tools.chip.rates")
+    assert chip_of(str(tmp_path / "out/cpu.yaml")).sources["launch_s"].startswith("measured by bench.chip rates")
 
 
 def test_the_script_names_a_python_that_is_too_old(tmp_path):

@@ -1,4 +1,4 @@
-"""tools.chip: XLA's prediction of a step, also beside a trace."""
+"""bench.chip, bench.clock: XLA's prediction of a step, also beside a trace."""
 
 import dataclasses
 import json
@@ -6,12 +6,12 @@ import types
 
 import pytest
 
+from bench import chip as program
+from bench.clock import Clock, attention_matmuls
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
 from shardwright.run.compiling import with_mesh
-from shardwright.tools.chip import kernels
-from shardwright.tools.chip.clock import Clock, attention_matmuls
 from tests.support.annotated_program import AT, FACTS, TEXT
 from tests.support.hlo_texts import HEAD
 from tests.support.traces import written
@@ -88,13 +88,13 @@ def test_each_kernel_beside_its_prediction(tmp_path, capsys):
     def near(*ms):
         return [pytest.approx(x) for x in ms]
 
-    found = {label.split()[0]: [kind, took, told] for kind, took, told, label in kernels.rows(run, "h100")}
+    found = {label.split()[0]: [kind, took, told] for kind, took, told, label in program.rows(run, "h100")}
     assert found["early"] == ["products", *near(0.03, 0.04)]
     assert found["step"] == ["the rest", *near(0.06, 3 * 0.01)]  # three turns
     assert found["g"] == ["collectives", *near(0.1, 0.1)]  # in one of the two steps
     assert found["s"] == ["collectives", *near(0, 0.1 * 400 / 374)]
     assert found["other"] == ["not in the text", *near(0.007, 0)]
-    kernels.main([str(run), "--chip", "h100"])
+    program.main(["kernels", str(run), "--chip", "h100"])
     said = capsys.readouterr().out.splitlines()
     assert "    0.100      0.207     0.48  collectives: all" in said
     assert "    0.060      0.030     2.00  the rest: step  train.py:20" in said
@@ -103,13 +103,12 @@ def test_each_kernel_beside_its_prediction(tmp_path, capsys):
 def test_a_run_without_predictions(tmp_path, capsys):
     """What was measured is shown, as on a CPU."""
     run = run_on_a_gpu(tmp_path, TEXT.replace("reification_cost", "cost"))
-    kernels.main([str(run), "--chip", "h100"])
+    program.main(["kernels", str(run), "--chip", "h100"])
     said = capsys.readouterr()
     assert "    0.060      0.000        -  the rest: step  train.py:20" in said.out.splitlines()
     assert "train on a GPU, with +hardware.compiler_options" in said.err
-    with pytest.raises(SystemExit):
-        kernels.main([str(tmp_path / "none"), "--chip", "h100"])
-    assert "has no training_step_optimized_hlo_*.txt" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"has no training_step_optimized_hlo_\*\.txt"):
+        program.main(["kernels", str(tmp_path / "none"), "--chip", "h100"])
 
 
 @pytest.mark.parametrize(

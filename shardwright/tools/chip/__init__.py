@@ -1,1 +1,0 @@
-"""Measures how fast one device computes: `python -m tools.chip` runs the programs of this folder."""
