@@ -18,11 +18,11 @@ from shardwright.modeling.weights import Weight, is_in_stack
 from shardwright.optimizers.rates import Update
 
 
-def zeros(dims: str, updates: object, wanted: Callable[[Update], Any], longest: float = math.inf) -> Any:
+def zeros(dims: str, updates: object, wanted: Callable[[Update], Any]) -> Any:
     """Zero-filled Factors, of type Subset[dims, W], for the weights that are `wanted`; None for others. Under jit.
 
-    `updates` come from rates.updates_of. A side longer than `longest` gets none. Raises ValueError for a weight that is
-    not a matrix, or a dim that its axes on this mesh do not divide.
+    `updates` come from rates.updates_of. Raises ValueError for a weight that is not a matrix, or a dim that its axes on
+    this mesh do not divide.
     """
 
     def factor(name: str, array: ArrayType, update: Update) -> Factor | None:
@@ -35,8 +35,6 @@ def zeros(dims: str, updates: object, wanted: Callable[[Update], Any], longest: 
             raise ValueError(f"{name} has no inputs and outputs, which the state of {algorithm} needs; {remedy}")
         t = factor_type(array, dims, *sides)
         shape = arranged(dims, update.weight.shape, *sides, merged=lambda own, other: math.prod(own))
-        if shape[-1] > longest:
-            return None
         for dim, size in zip(t.spec.dims, shape, strict=True):
             if size % (n := devices_along(dim.axes)):
                 what = f"{name}: the state `{t.spec}` of {algorithm}: {dim.name} is {size}"
@@ -45,11 +43,6 @@ def zeros(dims: str, updates: object, wanted: Callable[[Update], Any], longest: 
 
     found = [factor(name, array, u) for name, array, u in arrays_in(type(updates), updates)]
     return jax.tree.unflatten(jax.tree.structure(updates), found)
-
-
-def types_of(updates: object) -> Any:
-    """A tree like `updates` with the type of each weight at rest."""
-    return jax.tree.unflatten(jax.tree.structure(updates), [t for _, t, _ in arrays_in(type(updates), updates)])
 
 
 class Specs(NamedTuple):

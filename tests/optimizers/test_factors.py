@@ -24,7 +24,6 @@ from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import Weight, vector
 from shardwright.models import moe
-from shardwright.optimizers import soap
 from shardwright.optimizers.config import GroupConfig
 from shardwright.optimizers.factors import mean, zeros
 from shardwright.optimizers.rates import Update, updates_of
@@ -225,10 +224,14 @@ def gradients(table, step: int):
     return random_like(table, step + 1, (1e-2, 1.0, 1e-2, 3.0, 1e-3, 1.0)[step])
 
 
-def updated(recipe: str, mesh: str, steps: int = STEPS, **changes) -> list:
-    """State, on the host in f64, before and after each update of random weights by random gradients, on a mesh."""
+def updated(recipe: str, mesh: str, constants=(), **changes) -> list:
+    """State, on the host in f64, before and after each update of random weights by random gradients, on a mesh.
+
+    `constants` of train.py have other values.
+    """
     c = config(recipe, **changes)
     with module_of(changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
+        vars(train).update(constants)
         model = load_model(c.model)
         state = jax.jit(functools.partial(train.init_state, config=c, model=model))(jax.random.key(0))
         state = dataclasses.replace(state, weights=tiny.place(random_like(model.table, 0), train.Transformer))
@@ -245,7 +248,7 @@ def updated(recipe: str, mesh: str, steps: int = STEPS, **changes) -> list:
         traced = tiny.per_device(update).trace(state, place(0), jnp.int32(0))
         structure, leaves = jax.tree.structure(state), jax.tree.leaves(state)
         found = [jax.tree.map(np.float64, state)]
-        for i in range(steps):
+        for i in range(STEPS):
             machine, outs = exact.run(
                 traced.jaxpr, tiny.mesh(mesh).shape, [*leaves, *jax.tree.leaves(place(i)), np.int32(i)]
             )
@@ -369,28 +372,26 @@ def soap_by_numpy(path: dict, table, c, frequency: int, longest: int) -> list:
         pytest.param("layers.w_*", 0.1, 32, "d=2 e=2 c=2", marks=pytest.mark.long),
     ],
 )
-def test_soap_is_its_algorithm(chosen, decay, longest, mesh, monkeypatch):
+def test_soap_is_its_algorithm(chosen, decay, longest, mesh):
     """With a basis of each side of rectangular matrices, and of the shorter one alone."""
-    monkeypatch.setattr(soap, "FREQUENCY", 2)
-    monkeypatch.setattr(soap, "LONGEST", longest)
+    constants = {"SOAP_FREQUENCY": 2, "SOAP_LONGEST": longest}
     settings = {"weight_decay": decay, "groups": [GroupConfig(chosen, algorithm="soap")]}
     table, c = load_table(), config(SOAP, **settings)
-    path = [parameters(state.weights, table) for state in updated(SOAP, mesh, **settings)]
+    path = [parameters(state.weights, table) for state in updated(SOAP, mesh, constants, **settings)]
     # The rounded constants count for more in the larger bases.
     same(path, soap_by_numpy(path[0], table, c.optimizer, 2, longest), 1e-8 if longest == 32 else 1e-7)
 
 
 @pytest.mark.parametrize(("shape", "rank", "dtype"), [((32, 32), None, np.float32), ((24, 48), 6, np.float64)])
-def test_soap_does_not_enlarge_rounding(shape, rank, dtype, monkeypatch):
+def test_soap_does_not_enlarge_rounding(shape, rank, dtype):
     """Gradients that differ by 1e-7, as on another mesh, move a matrix to the same place; of low rank too."""
-    monkeypatch.setattr(soap, "FREQUENCY", 3)
     c, (n, m) = config(SOAP).optimizer, shape
 
     def changes(by: float) -> list:
         rng, of_mesh, moment, found = np.random.default_rng(0), np.random.default_rng(1), np.zeros(shape), []
         zeros = [jnp.zeros(size, dtype) for size in (shape, (n, n), (m, m))]
         state = [zeros[0], *zeros[1:], *zeros[1:]]
-        step_of = jax.jit(functools.partial(soap.of_matrix, c))
+        step_of = jax.jit(functools.partial(train.soap_of_matrix, c))
         for step in range(8):
             g = rng.normal(size=shape) if rank is None else rng.normal(size=(n, rank)) @ rng.normal(size=(rank, m))
             g = g * (1 + by * of_mesh.normal(size=shape))
@@ -399,7 +400,8 @@ def test_soap_does_not_enlarge_rounding(shape, rank, dtype, monkeypatch):
             found.append(np.asarray(change))
         return found
 
-    with jax.enable_x64(dtype == np.float64):
+    with module_of(changed(SOAP)) as train, jax.enable_x64(dtype == np.float64):
+        train.SOAP_FREQUENCY = 3
         for a, b in zip(changes(0.0), changes(1e-7), strict=True):
             assert np.linalg.norm(a - b) <= {np.float64: 1e-5, np.float32: 2e-4}[dtype] * np.linalg.norm(a)
         assert np.linalg.norm(a) > 1
