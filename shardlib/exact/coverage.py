@@ -18,6 +18,7 @@ from shardlib.equations import IDENTITIES, axes_of
 from shardlib.exact.control import axes_of_difference
 from shardlib.exact.intervals import (
     COMPARED,
+    OF_SEVERAL,
     UNKNOWN,
     Interval,
     Intervals,
@@ -29,7 +30,7 @@ from shardlib.exact.intervals import (
     outcomes,
     pairs_of,
 )
-from shardlib.exact.machine import Machine
+from shardlib.exact.machine import Machine, axes_of_entry
 from shardlib.exact.values import Exact, is_complex, is_float, is_key
 from shardlib.interpret import Domain, Operation, interpret, operations_in
 
@@ -68,7 +69,9 @@ class Coverage:
 
     def _note_ends(self, op: Operation, ins: list[Any], outs: list[Any]) -> None:
         """Notes the least and largest result of a function of STEPWISE, or quotient of rem."""
-        if not isinstance(outs[0], Exact) or not outs[0].value.size or is_complex(outs[0]):
+        if not (outs and isinstance(outs[0], Exact)) or is_complex(outs[0]):
+            return
+        if not outs[0].value.size or (op.name in OF_SEVERAL and outs[0].value.size == 1):
             return
         value = outs[0].value
         if op.name == "rem":
@@ -96,7 +99,9 @@ class Coverage:
             Lines such as `train.py:12: lt: always true in what was run`, and integers that do not
             fit their dtype.
         """
-        domain = Intervals(sizes)
+        observed = observed or program
+        pairs = [*zip(operations_in(program), operations_in(observed), strict=True)]
+        domain = Intervals(sizes, self._fewer(pairs, sizes))
         bounds = [*bounds] or [None] * len(program.in_avals)
         arguments = [
             Interval(*pair) if pair else UNKNOWN._replace(of_data=is_float(aval.dtype))
@@ -104,10 +109,7 @@ class Coverage:
         ]
         interpret(program, domain, arguments)
         found = []
-        observed = observed or program
-        pairs = [*zip(operations_in(program), operations_in(observed), strict=True)]
         axes = {axis for axis, n in sizes.items() if self._sizes.get(axis) == n}
-        fewest = min((self._sizes[axis] for axis in sizes.keys() - axes), default=math.inf)
         same = _Same(pairs, zip(program.consts, observed.consts, strict=True), axes)
         interpret(program, same, [False] * len(arguments))
         for op, run in pairs:
@@ -116,9 +118,9 @@ class Coverage:
                 found.append(f"{op.place()}: {op.shown}: {domain.outside[path]}")
             if path not in same.differing:
                 continue
-            if domain.degrees.get(path, 0) >= fewest:
-                text = f"of degree {domain.degrees[path]} in the index of a device"
-                found.append(f"{op.place()}: {op.shown}: {text}, of which {fewest} were run")
+            if domain.shares.get(path, 0) > 0.99:
+                text = "a polynomial of so many degrees that it may be 0 for all that were run"
+                found.append(f"{op.place()}: {op.shown}: {text}")
             pairs_of_outcomes = zip(
                 self._seen.get(run.path, []), domain.possible.get(path, []), strict=False
             )
@@ -128,6 +130,23 @@ class Coverage:
                 texts = texts or [f"always {low} in what was run"]
             found += [f"{op.place()}: {op.shown}: {text}" for text in texts]
         return [*dict.fromkeys(found)]
+
+    def _fewer(
+        self, pairs: Iterable[tuple[Operation, Operation]], sizes: Mapping[str, int]
+    ) -> dict[tuple[int, ...], int]:
+        """Returns counts of iotas and of device indices of which fewer were run."""
+        found = {}
+        for op, run in pairs:
+            if op.name == "iota":
+                real, few = (x.params["shape"][x.params["dimension"]] for x in (op, run))
+            elif op.name == "axis_index":
+                axes = axes_of_entry(op.params["axis_name"])
+                real, few = (math.prod(of[axis] for axis in axes) for of in (sizes, self._sizes))
+            else:
+                continue
+            if few < real:
+                found[op.path] = few
+        return found
 
 
 class _Same(Domain[bool]):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib.equations import IDENTITIES, axes_of, is_integer, kinds, words
+from shardlib.exact.elementwise import MASKED
 from shardlib.exact.machine import axes_of_entry
 from shardlib.exact.values import is_float
 from shardlib.interpret import Domain, Operation, fixed_point, literal_of, operations_in
@@ -31,7 +32,8 @@ class Interval(NamedTuple):
         base: the value that a loop carries, if this is that plus `low_step` to `high_step`.
         position: an iota that is at least this in each entry, by its equation and dim, and whether
             it is this.
-        degree: that of a polynomial in the index of a device.
+        share: of a polynomial in numbers of devices, layers or positions, the sum of its degrees,
+            each over the count of such numbers that were run.
     """
 
     low: Number = -math.inf
@@ -41,7 +43,7 @@ class Interval(NamedTuple):
     low_step: Number = 0
     high_step: Number = 0
     position: tuple[Any, bool] | None = None
-    degree: int = 0
+    share: float = 0
 
 
 UNKNOWN = Interval()
@@ -67,21 +69,25 @@ COMPARED: dict[str, tuple[str | None, str | None, str | None]] = {
     "dynamic_update_slice": _EXTREME,
     "gather": _EXTREME,
     "div": _TURNS,
+    "exp": _TURNS,
     "rem": _TURNS,
     "shift_right_arithmetic": _TURNS,
     "shift_right_logical": _TURNS,
 }
 """The outcome of each decision if a number is smaller than, equal to, or larger than another."""
-STEPWISE = words("""and ceil convert_element_type div dynamic_slice floor gather or rem round
-    shift_right_arithmetic shift_right_logical""")
+STEPWISE = words("""and ceil convert_element_type cummax cummin div dynamic_slice floor gather
+    is_finite mul or reduce_sum rem round shift_right_arithmetic shift_right_logical top_k""")
 """Functions that may be constant in a range of positions: quotients, roundings, tables.
 
 If a run at small sizes had one value only, it says nothing of the others.
 """
+OF_SEVERAL = words("mul reduce_sum")
+"""Those of which a single number may be another at each size, such as a count of positions."""
 _SAME = kinds("view", "cast", "identity", "unreduced", "gather", "exchange", "extreme")
 _SAME |= {"copy", "cummax", "cummin", "dynamic_slice", "gather", "pbroadcast"}
 _SAME |= {"convert_element_type", "reduce_max", "reduce_min", "rev", "slice", "split"}
 """Primitives whose results have entries of their first operand only."""
+_LINEAR = words("add cumsum div neg reduce_sum select_n sort sub")
 _JOINED = frozenset({"concatenate", "dynamic_update_slice", "pad", "scatter", "stack"})
 """Primitives whose results have entries of their operands of the result's dtype."""
 
@@ -146,7 +152,7 @@ def _divide(a: Interval, b: Interval) -> Interval:
 
 
 def _remainder(a: Interval, b: Interval) -> Interval:
-    if b.low <= 0:
+    if b.low <= 0 or not isinstance(b.high, int):  # of floats, whose remainders are not whole
         return UNKNOWN
     if a.low >= 0 and a.high < b.low:
         return a
@@ -193,6 +199,10 @@ def _sign(a: Interval) -> Interval:
     return Interval((a.low > 0) - (a.low < 0), (a.high > 0) - (a.high < 0))
 
 
+def _rounding(function: Callable) -> Callable[[Interval], Interval]:
+    return lambda a: Interval(float(function(a.low)), float(function(a.high)))
+
+
 def _minimum(a: Interval, b: Interval) -> Interval:
     return Interval(min(a.low, b.low), min(a.high, b.high))
 
@@ -206,14 +216,17 @@ _ARITHMETIC: dict[str, Callable[..., Interval]] = {
     "add": _add,
     "add_any": _add,
     "and": _and,
+    "ceil": _rounding(np.ceil),
     "clamp": lambda low, a, high: _minimum(_maximum(a, low), high),
     "div": _divide,
+    "floor": _rounding(np.floor),
     "max": _maximum,
     "min": _minimum,
     "mul": _multiply,
     "neg": lambda a: Interval(-a.high, -a.low),
     "or": _or,
     "rem": _remainder,
+    "round": _rounding(np.round),
     "shift_left": lambda a, bits: _multiply(a, _power_of_two(bits)),
     "shift_right_arithmetic": _shift_right,
     "shift_right_logical": _shift_right,
@@ -248,17 +261,19 @@ def chooses_once(op: Operation) -> bool:
 
 
 def is_stepwise(op: Operation) -> bool:
-    """Returns True for a function of STEPWISE of these operands."""
+    """Returns True for a function whose result may be the same in a range of its operands."""
     if op.name not in STEPWISE:
         return False
-    of_floats, makes_floats = (is_float(v[0].aval.dtype) for v in (op.eqn.invars, op.eqn.outvars))
+    of_floats, to_floats = (is_float(v[0].aval.dtype) for v in (op.eqn.invars, op.eqn.outvars))
     if op.name == "convert_element_type":
-        return of_floats and not makes_floats
-    return not (of_floats and op.name in ("div", "rem"))
+        return of_floats and not to_floats
+    if op.name == "mul":
+        return to_floats  # such as a product of masks
+    return op.name != "div" or not to_floats
 
 
 _OF_BITS = words("and or shift_right_arithmetic shift_right_logical xor")
-_OF_FLOATS = words("abs clamp eq ge gt le lt max min ne sign")
+_OF_FLOATS = words("abs clamp eq exp ge gt le lt max min ne sign")
 
 
 def pairs_of(
@@ -277,6 +292,8 @@ def pairs_of(
         return [(ins[1], ins[0]), (ins[1], ins[2])]
     if name in ("abs", "sign"):
         return [(ins[0], number(0))]
+    if name == "exp":
+        return [(ins[0], number(MASKED))]
     if name in ("div", "rem"):
         return [(size(ins[0]), size(ins[1]))]
     if name.startswith("shift_right"):
@@ -356,14 +373,18 @@ class Intervals(Domain[Interval]):
 
     Attributes:
         possible: for each decision, by the path of its operation: the outcomes of its questions.
-        degrees: by path, degrees of polynomials in the index of a device.
+        shares: by path, the shares of results.
         several: paths of functions of STEPWISE that may have several values, whatever the data.
         outside: by path, values outside of their dtype.
     """
 
-    def __init__(self, axes: Mapping[str, int]):
+    def __init__(
+        self, axes: Mapping[str, int], counts: Mapping[tuple[int, ...], int] | None = None
+    ):
+        """Takes sizes of axes, and the count of numbers of an iota or axis_index that were run."""
+        self._few = counts or {}
         self.possible: dict[tuple[int, ...], list[set[Any]]] = {}
-        self.degrees: dict[tuple[int, ...], int] = {}
+        self.shares: dict[tuple[int, ...], float] = {}
         self.several: set[tuple[int, ...]] = set()
         self.outside: dict[tuple[int, ...], str] = {}
         self._axes = axes
@@ -397,13 +418,27 @@ class Intervals(Domain[Interval]):
         found = [x._replace(position=at) for x in found]
         if op.name.startswith("random") or any(x.of_data for x in ins):
             found = [x._replace(of_data=True) for x in found]
-        elif degree := _degree(op, ins):
-            self.degrees[op.path] = degree
-            found = [x._replace(degree=degree) for x in found]
+        elif share := self._share(op, ins):
+            self.shares[op.path] = share
+            found = [x._replace(share=share) for x in found]
         return [self._within(op, x, var.aval) for x, var in zip(found, op.eqn.outvars, strict=True)]
 
+    def _share(self, op: Operation, ins: list[Interval]) -> float:
+        shares = [x.share for x in ins]
+        if op.name in ("axis_index", "iota"):
+            return 1 / self._few[op.path] if op.path in self._few else 0
+        if op.name in ("mul", "dot_general"):
+            return sum(shares)
+        if op.name in ("integer_pow", "square"):
+            return shares[0] * max(op.params.get("y", 2), 0)
+        if op.name in ("cumprod", "reduce_prod"):
+            dims = op.params.get("axes", (op.params.get("axis"),))
+            return shares[0] * math.prod(op.eqn.invars[0].aval.shape[dim] for dim in dims)
+        is_linear = op.name in _SAME | _JOINED | _LINEAR | kinds("sum")
+        return max(shares, default=0) if is_linear else 0
+
     def _note(self, op: Operation, ins: list[Interval], outs: list[Interval]) -> None:
-        if self._is_noting and is_stepwise(op):
+        if self._is_noting and outs and is_stepwise(op):
             of_step = _divide(_abs(ins[0]), _abs(ins[1])) if op.name == "rem" else outs[0]
             if of_step.low < of_step.high and not any(x.of_data for x in ins):
                 self.several.add(op.path)
@@ -422,9 +457,9 @@ class Intervals(Domain[Interval]):
         if dtype == np.bool_:
             return x._replace(low=max(x.low, 0), high=min(x.high, 1))
         if is_float(dtype) and not math.isnan(x.low + x.high - x.high):
-            return Interval(*x[:3], degree=x.degree)
+            return Interval(*x[:3], share=x.share)
         if not is_integer(dtype):
-            return UNKNOWN._replace(of_data=x.of_data, degree=x.degree)
+            return UNKNOWN._replace(of_data=x.of_data, share=x.share)
         limits = jnp.iinfo(dtype)
         far = [n for n in (x.low, x.high) if math.isfinite(n) and not limits.min <= n <= limits.max]
         if far and self._is_noting:
@@ -583,22 +618,6 @@ class Intervals(Domain[Interval]):
         cases = range(int(min(max(which.low, 0), last)), int(min(max(which.high, 0), last)) + 1)
         outs = [self.run(op.body("branches", i), args, op) for i in cases]
         return [join_all(found) for found in zip(*outs, strict=True)]
-
-
-def _degree(op: Operation, ins: list[Interval]) -> int:
-    """Returns the degree of a result as a polynomial in the index of a device; else 0."""
-    degrees = [x.degree for x in ins]
-    if op.name == "axis_index":
-        return 1
-    if op.name in ("mul", "dot_general"):
-        return sum(degrees)
-    if op.name in ("integer_pow", "square"):
-        return degrees[0] * max(op.params.get("y", 2), 0)
-    is_linear = op.name in _SAME or op.name in _JOINED or op.name in _LINEAR
-    return max(degrees, default=0) if is_linear else 0
-
-
-_LINEAR = words("add div neg reduce_sum select_n sub")
 
 
 def _position(op: Operation, ins: list[Interval]) -> tuple[Any, bool] | None:

@@ -30,6 +30,7 @@ class Monomials:
         one = (1,) * len(next(iter([*dims.values(), *axes.values()]), ()))
         self._groups = self._products(one, [*axes.values()], len(axes))
         self._dims = self._products(one, [*dims.values()], MAX_DIMS)
+        self._sizes = [*dims.values()]
         self.seen: dict[Numbers, bool] = {}
 
     @staticmethod
@@ -41,7 +42,8 @@ class Monomials:
         """Returns True if one monomial gives the number in each trace.
 
         It is a product of dims, times or over a product of axes, or one more or less than that, or
-        a part of one by DIVISORS. A number that is the same in all traces is a constant.
+        a part of one by DIVISORS, or half of one, rounded down. A number that is the same in all
+        traces is a constant.
         """
         if len(set(numbers)) == 1:
             return True
@@ -49,7 +51,11 @@ class Monomials:
             positive = tuple(-n for n in numbers) if max(numbers) < 0 else numbers
             near = [tuple(n + more for n in positive) for more in (0, 1, -1)]
             multiples = [tuple(n * whole for n in positive) for whole in DIVISORS]
-            self.seen[numbers] = any(map(self._is_monomial, [*near, *multiples]))
+            odd = itertools.product((0, 1), repeat=len(positive))
+            halves = [
+                tuple(2 * n + more for n, more in zip(positive, of, strict=True)) for of in odd
+            ]
+            self.seen[numbers] = any(map(self._is_monomial, [*near, *multiples, *halves]))
         return self.seen[numbers]
 
     def _is_monomial(self, numbers: Numbers) -> bool:
@@ -67,13 +73,20 @@ class Monomials:
         """Returns True if a constant times a power of one monomial gives the number in each trace.
 
         The powers are ±1 and ±½, as in the mean of a dim and in the scale of attention. The
-        tolerance is that of a quotient of two of them.
+        tolerance is that of a quotient of two of them. It may also be a whole number that `explain`
+        explains, or the logarithm of one.
         """
         first = numbers[0]
         if all(n == first or n != n != first for n in numbers):
             return True
         if not all(math.isfinite(n) and n * first > 0 for n in numbers):
             return False
+        with np.errstate(over="ignore"):
+            for whole in (np.array(numbers, float), np.exp(numbers)):
+                near = np.round(whole)
+                is_whole = (np.abs(whole - near) <= 1e-3 * tolerance * near) & (near < 2**53)
+                if is_whole.all() and self.explain(tuple(map(int, near))):
+                    return True
         ratios = np.log([n / first for n in numbers])
         return any(
             (np.abs(self._ratios * power - ratios) < tolerance).all(1).any()
@@ -83,7 +96,9 @@ class Monomials:
     @functools.cached_property
     def _ratios(self) -> np.ndarray:
         """Logarithms of monomials, each trace's over the first trace's."""
-        dims, groups = (np.log(np.array([*x], float)) for x in (self._dims, self._groups))
+        beside = {tuple(n + more for n in x) for x in self._sizes for more in (1, -1)}
+        all_dims = self._dims | {x for x in beside if min(x) > 0}
+        dims, groups = (np.log(np.array([*x], float)) for x in (all_dims, self._groups))
         logs = np.concatenate([dims[:, None] + groups, dims[:, None] - groups])
         logs = logs.reshape(-1, logs.shape[-1])
         return logs - logs[:, :1]

@@ -1,10 +1,14 @@
 """What the check of a step says."""
 
+import functools
+import math
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 import train
 from shardlib import shardops
@@ -47,6 +51,40 @@ class FewDevices(train.Llama):
         return super().layer(x * min(n, 3) / n, *rest)
 
 
+FAR = {
+    "rounded": lambda x, p: jnp.floor((p + 100) / 100) - 1,
+    "divided": lambda x, p: (p + 100) // 100 - 1,
+    "cast": lambda x, p: (p * 0.01).astype(jnp.int32),
+    "a remainder of floats": lambda x, p: p - lax.rem(p.astype(jnp.float32), 1000.0),
+    "bits": lambda x, p: (p | 127) - 127,
+    "a table": lambda x, p: jnp.asarray([0.0] * 128 + [1.0] * 4000)[p],
+    "the first of a table": lambda x, p: jnp.asarray([0.0] * 128 + [1.0] * 4000)[: x.shape[1]],
+    "masks that never meet": lambda x, p: (p % 5 == 4).astype(float) * (p % 7 == 6),
+    "not finite": lambda x, p: 1.0 - jnp.isfinite(jnp.sqrt(999.0 - p)),
+    "masked by an exponential": lambda x, p: jnp.exp(p - 3000.0),
+    "the index of a device": lambda x, p: functools.reduce(jnp.multiply, [lax.axis_index("d") - n for n in range(3)]),
+    "fewer one-hots than devices": lambda x, p: 1 - jnp.sum(jax.nn.one_hot(lax.axis_index("d"), 3)),
+}
+"""Factors of x that are 0 at small sizes, by number of positions on a device, or on few devices."""
+ORDINARY = {
+    "the second half of layers": lambda c, layer: jnp.where(layer >= c.layers // 2, 1.0, 0.5),
+    "a rate for each layer": lambda c, layer: 1 - 0.1 * layer / (c.layers - 1),
+    "a table of layers": lambda c, layer: jnp.asarray(np.linspace(0.1, 1, c.layers), jnp.float32)[layer],
+    "the logarithm of a size": lambda c, layer: math.log(c.vocab),
+}
+
+
+def model_of(factor) -> type:
+    """A model that multiplies x by what `factor` returns for the model, x and the number of a layer."""
+
+    class Scaled(train.Llama):
+        def layer(self, x, w, tokens, attention):
+            by = jnp.asarray(factor(self.config, x, tokens.layer), x.dtype)
+            return super().layer(x * by.reshape(by.shape + (1,) * by.ndim), w, tokens, attention)
+
+    return Scaled
+
+
 def place(function, offset: int) -> str:
     return f"tests/inspect/test_soundness.py:{function.__code__.co_firstlineno + offset}: "
 
@@ -80,6 +118,22 @@ def test_what_is_right_on_a_few_devices_only_is_named():
     (line,) = verdict.undecided
     assert line.startswith(place(FewDevices.layer, 2))
     assert line.endswith("a constant that no product of sizes explains: 3.0 (3.0 and 2.0 in the small programs)")
+
+
+@pytest.mark.long(every_case=True)
+@pytest.mark.parametrize("factor", FAR.values(), ids=FAR)
+def test_what_small_sizes_do_not_reach_is_named(factor):
+    model = model_of(lambda c, x, layer: 1 + factor(x, jnp.arange(x.shape[1])) * x.shape[0])
+    verdict = verdict_on(model, "d=8", seq_len=4096)
+    assert verdict.found == []
+    assert any("tests/inspect/test_soundness.py" in line for line in verdict.undecided)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("factor", ORDINARY.values(), ids=ORDINARY)
+def test_numbers_of_a_model_are_decided(factor):
+    verdict = verdict_on(model_of(lambda c, x, layer: factor(c, layer)))
+    assert (verdict.found, verdict.undecided) == ([], [])
 
 
 def test_a_decision_that_small_sizes_never_reach_is_named_and_must_be_accepted(monkeypatch):
