@@ -257,6 +257,7 @@ FLOATS: dict[str, Callable[..., Exact]] = {
     "is_finite": lambda a: Exact(np.isfinite(a.value)),
     "le": _at_most,
     "log": logarithm,
+    "log2": lambda a: divide(logarithm(a), logarithm(of_numbers(2.0))),
     "log1p": lambda a: logarithm(add(ONE, a)),
     "logistic": _logistic,
     "lt": _less,
