@@ -87,9 +87,10 @@ _SAME = kinds("view", "cast", "identity", "unreduced", "gather", "exchange", "ex
 _SAME |= {"copy", "cummax", "cummin", "dynamic_slice", "gather", "pbroadcast"}
 _SAME |= {"convert_element_type", "reduce_max", "reduce_min", "rev", "slice", "split"}
 """Primitives whose results have entries of their first operand only."""
-_LINEAR = words("add cumsum div neg reduce_sum select_n sort sub")
 _JOINED = frozenset({"concatenate", "dynamic_update_slice", "pad", "scatter", "stack"})
 """Primitives whose results have entries of their operands of the result's dtype."""
+_LINEAR = _SAME | _JOINED | kinds("sum") | words("add cumsum div neg reduce_sum select_n sort sub")
+"""Primitives whose results are polynomials of the same degree as their operands."""
 
 
 def hull(a: Interval, b: Interval) -> Interval:
@@ -434,8 +435,7 @@ class Intervals(Domain[Interval]):
         if op.name in ("cumprod", "reduce_prod"):
             dims = op.params.get("axes", (op.params.get("axis"),))
             return shares[0] * math.prod(op.eqn.invars[0].aval.shape[dim] for dim in dims)
-        is_linear = op.name in _SAME | _JOINED | _LINEAR | kinds("sum")
-        return max(shares, default=0) if is_linear else 0
+        return max(shares, default=0) if op.name in _LINEAR else 0
 
     def _note(self, op: Operation, ins: list[Interval], outs: list[Interval]) -> None:
         if self._is_noting and outs and is_stepwise(op):

@@ -291,6 +291,8 @@ def _dims(real: Step, small: Step) -> dict[str, tuple[int, int]]:
 # ---- arguments -----------------------------------------------------------------------------------
 
 
+NOT_FINITE = 3
+"""The seed of a draw with NaN in each weight."""
 INTERVAL = 252_000
 """Steps of a multiple of most intervals that people choose: 2 to 10, 16, 24, 30, 32, 50, 60, 100, 500, 1,000."""
 
@@ -301,7 +303,7 @@ def draw(step: Step, seed: int) -> list[Any]:
     There are several documents, targets that do not count, repeated ids, the first and the last id,
     and moments of Adam of the size that they have. Seed 1 has a batch of one document for each
     sequence and small weights, whose gradient is not clipped; seed 2 a batch without targets;
-    seed 3 weights that are not finite, so the step is skipped.
+    NOT_FINITE has NaN in each weight, so the step is skipped.
 
     Returns:
         An array for each argument of the jaxpr, with layers in layer order.
@@ -342,7 +344,7 @@ def draw(step: Step, seed: int) -> list[Any]:
         x = x * np.float32(0.3) if len(aval.shape) > 1 else 1 + np.float32(0.3) * x
         if seed == 1:
             return x * np.float32(2**-6)
-        if seed == 3:
+        if seed == NOT_FINITE:
             x.flat[:1] = np.nan
         return x
 

@@ -23,7 +23,7 @@ from shardlib.axes import AXES, axes_of_mesh, mesh_text
 from shardwright.cluster.devices import explicit_mesh
 from shardwright.data.checks import within
 from shardwright.inspect.fresh import reimport
-from shardwright.inspect.smaller import draw
+from shardwright.inspect.smaller import NOT_FINITE, draw
 from shardwright.inspect.soundness import SEEDS, examine
 from shardwright.modeling.attention_calls import TOLERANCE
 from shardwright.modeling.model import load_model
@@ -36,7 +36,7 @@ from shardwright.settings.words import say
 Mesh = Mapping[str, int]
 ONE_DEVICE = dict.fromkeys(AXES, 1)
 LIMIT = TOLERANCE["f32"]  # largest difference that counts as rounding, relative to the largest entry of a tensor
-PLANTED = "inputs with NaN in a weight"
+PLANTED = "inputs with NaN in the weights"
 
 
 @dataclass
@@ -110,7 +110,7 @@ def on_host(x: jax.Array) -> np.ndarray:
 def results_on(c: Config, sizes: Mesh) -> dict[str, np.ndarray]:
     """Compiles the programs of a step on a mesh, runs them on drawn inputs, and returns what they compute, by name.
 
-    Layers are in layer order. In the last inputs a weight has a NaN, because the exact check assumes finite numbers.
+    Layers are in layer order. The last inputs of training and evaluation have NaN in each weight.
     """
     found = {}
     mesh = explicit_mesh(axes_of_mesh(sizes), jax.devices()[: math.prod(sizes.values())])
@@ -120,10 +120,8 @@ def results_on(c: Config, sizes: Mesh) -> dict[str, np.ndarray]:
         for step in (of_mesh.other(name=name) for name in NAMES):
             program = step.lower().compile()
             info, structure = jax.tree_util.tree_flatten_with_path(step.traced.args_info)
-            given = {f"inputs {seed}": draw(step, seed) for seed in SEEDS[step.name]}
-            if step.name != "start":
-                given[PLANTED] = draw(step, 0)
-                given[PLANTED][0].flat[-1] = np.nan
+            seeds = {*SEEDS[step.name], *([NOT_FINITE] if step.name != "start" else [])}
+            given = {PLANTED if seed == NOT_FINITE else f"inputs {seed}": draw(step, seed) for seed in seeds}
             for inputs, args in given.items():
                 for i, ((path, _), aval) in enumerate(zip(info, step.jaxpr.in_avals, strict=True)):
                     x = reordered(args[i], jax.tree_util.keystr(path), order)
