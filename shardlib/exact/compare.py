@@ -56,12 +56,13 @@ def run_draws(
     sizes: Mapping[str, int],
     draws: Sequence[Sequence[Any]],
     observe: Observer | None = None,
+    is_reversed: bool = False,
 ) -> tuple[Machine, list[Exact]]:
     """Runs a jaxpr on several lists of arguments at once: they are an axis of the mesh, DRAWS.
 
-    See `run`.
+    Decisions by one float are reversed if `is_reversed` (see Machine). See `run`.
     """
-    machine = Machine({DRAWS: len(draws), **sizes}, observe)
+    machine = Machine({DRAWS: len(draws), **sizes}, observe, is_reversed)
     args = [
         join(np.concatenate, [*map(machine.whole, arrays)]) for arrays in zip(*draws, strict=True)
     ]

@@ -5,6 +5,7 @@ shardlib.exact.elementwise, or a function that `rule` registers. A primitive wit
 Undecided; nothing is guessed.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ Observer = Callable[["Machine", Operation, list, list], None]
 UNCHANGED = equations.IDENTITIES | equations.kinds("unreduced")
 UNCHANGED |= {"copy", "copy_p", "device_put", "mesh_cast", "random_clone", "reduce_precision"}
 """Primitives that return their operands. A partial sum is what each device has of it."""
+DECISIONS = equations.words("ge gt le lt max min")
+"""Decisions between two numbers, which a machine can reverse."""
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -53,13 +56,21 @@ class Machine:
         problems: what is wrong with results of shard_maps, each with its place.
     """
 
-    def __init__(self, sizes: dict[str, int], observe: Observer | None = None):
+    def __init__(
+        self, sizes: dict[str, int], observe: Observer | None = None, is_reversed: bool = False
+    ):
+        """Takes sizes of axes, an observer, and whether decisions by one float are reversed.
+
+        Two programs that decide alike still do when they are reversed. So a branch can be compared
+        that no input takes, such as that of gradients larger than a limit.
+        """
         self.sizes = dict(sizes)
         self.rank = len(self.sizes)
         self.parted: dict[str, str] = {}
         self.problems: list[str] = []
         self._index = {axis: i for i, axis in enumerate(self.sizes)}
         self._observe = observe
+        self._is_reversed = is_reversed
         self._operation: Operation | None = None
         self._literals: dict[int, tuple[Any, Exact]] = {}
 
@@ -145,6 +156,9 @@ class Machine:
         operation, values = next(walk)
         while operation is not None:
             self._operation = operation
+            if self._is_reversed and _is_by_one_float(operation):
+                a, b = (self.spread(x, self.leading(values)) for x in values)
+                values = [dataclasses.replace(x, value=y.value) for x, y in ((a, b), (b, a))]
             outs = self._equation(operation, values)
             if self._observe is not None:
                 self._observe(self, operation, values, outs)
@@ -258,6 +272,12 @@ class Machine:
         dim += self.rank
         a = np.moveaxis(self.to_front(a, axes), 0, dim)
         return a.reshape(*a.shape[:dim], -1, *a.shape[dim + 2 :])
+
+
+def _is_by_one_float(operation: Operation) -> bool:
+    avals = [var.aval for var in (*operation.eqn.invars, *operation.eqn.outvars)]
+    is_decision = operation.name.removesuffix("_to") in DECISIONS
+    return is_decision and is_float(avals[0].dtype) and all(aval.size == 1 for aval in avals)
 
 
 def axes_of_entry(entry: Any) -> tuple:

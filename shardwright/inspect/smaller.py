@@ -313,7 +313,8 @@ def draw(step: Step, seed: int) -> list[Any]:
     warmup = step.config.optimizer.warmup_steps
     end = step.config.optimizer.schedule_steps or step.config.training.steps or warmup + 1
     # The first step; one after warmup; the last of an interval, so late that averages have all their steps.
-    number = (0, (warmup + end) // 2, (end // INTERVAL + 64) * INTERVAL - 1)[seed % 3]
+    later = (warmup + end) // 2
+    number = (0, later, (end // INTERVAL + 64) * INTERVAL - 1, later | 1)[seed]
 
     def of(path: str, aval: Any) -> Any:
         if is_key(aval.dtype):

@@ -4,6 +4,7 @@ Both programs run, at small sizes, in exact arithmetic (shardlib.exact), and all
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -22,9 +23,10 @@ from shardlib.exact import sizes
 from shardlib.exact.compare import Difference, compare_results, digest_of, not_compared, run_draws
 from shardlib.exact.coverage import Coverage
 from shardlib.exact.endings import Undecided, Wrong
+from shardlib.exact.machine import Machine
 from shardlib.exact.origin import origins
 from shardlib.exact.rounding import differing_dtypes
-from shardlib.exact.values import move
+from shardlib.exact.values import Exact, move
 from shardlib.findings import Finding, raise_for
 from shardlib.places import place, users_call
 from shardlib.tracing import on_one_device, tracing
@@ -199,9 +201,18 @@ def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, 
     coverage = Coverage()
     draws = [draw(step, seed) for seed in SEEDS[step.name]]
     placed = [_placed(args, arguments, order) for args in draws]
+
+    def run(**how: bool) -> tuple[list[Difference], Machine, list[Exact]]:
+        machine, outs = run_draws(step.jaxpr, step.mesh.shape, placed, coverage.observe, **how)
+        other, expected = run_draws(twin.jaxpr, twin.mesh.shape, draws, **how)
+        moved = [
+            move(functools.partial(np.take, indices=order, axis=other.rank), x) if is_stack else x
+            for x, is_stack in zip(expected, _are_stacks(results, order), strict=True)
+        ]
+        return compare_results(machine, outs, other, moved), other, expected
+
     try:
-        machine, outs = run_draws(step.jaxpr, step.mesh.shape, placed, coverage.observe)
-        other, expected = run_draws(twin.jaxpr, twin.mesh.shape, draws)
+        differing, other, expected = run()
     except Undecided as error:
         return Verdict([], [str(error)])
     except Wrong as error:
@@ -209,14 +220,10 @@ def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, 
     inputs = [other.whole(x) for args in draws for x in args]
     hashes = {f"{step.name}: inputs": digest_of(inputs)}
     hashes |= {f"{step.name}: {_named(path)}": digest_of([x]) for path, x in zip(results, expected, strict=True)}
-    expected = [
-        move(functools.partial(np.take, indices=order, axis=other.rank), x) if is_stack else x
-        for x, is_stack in zip(expected, _are_stacks(results, order), strict=True)
-    ]
-    if differing := compare_results(machine, outs, other, expected):
-        others = [*_like(step), twin.jaxpr] if order is None else []
-        for other, args in itertools.product(others, placed):
-            if lines := origins(step.jaxpr, other, step.mesh.shape, args):
+    if differing:
+        alike = [*_like(step), twin.jaxpr] if order is None else []
+        for program, args in itertools.product(alike, placed):
+            if lines := origins(step.jaxpr, program, step.mesh.shape, args):
                 return Verdict([Finding(str(line), is_wrong=True) for line in lines])
         return Verdict([Finding(text, is_wrong=True) for text in _texts(step, results, differing)])
     if nans := not_compared([(other, expected)]):
@@ -232,6 +239,10 @@ def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, 
         return Verdict([], lines, results=hashes)
     bounds = _bounds(real, arguments, draws)
     undecided = coverage.undecided(real.jaxpr, real.mesh.shape, step.jaxpr, bounds)
+    if undecided:
+        with contextlib.suppress(Undecided, Wrong):
+            differing, *_ = run(is_reversed=True)
+            undecided = undecided if differing else coverage.undecided(real.jaxpr, real.mesh.shape, step.jaxpr, bounds)
     return Verdict([], undecided, results=hashes)
 
 

@@ -136,6 +136,27 @@ def test_numbers_of_a_model_are_decided(factor):
     assert (verdict.found, verdict.undecided) == ([], [])
 
 
+def limited(otherwise):
+    """A model with another factor of x if that is larger than any input makes it."""
+
+    class Limited(train.Llama):
+        def logits(self, w, x):
+            size = shardops.einsum_unreduced("B/b L/c/t M -> +b +c +t", jnp.abs(x))
+            size = shardops.psum("+b +c +t ->", size)
+            return super().logits(w, x * jnp.where(size > 1e9, otherwise(x), 1.0).astype(x.dtype))
+
+    return Limited
+
+
+@pytest.mark.long
+def test_branches_that_no_input_takes_are_compared():
+    right = verdict_on(limited(lambda x: 0.5))
+    assert (right.found, right.undecided) == ([], [])
+    wrong = verdict_on(limited(lambda x: x.shape[0]))
+    assert wrong.found == []
+    assert re.search("gt: always false in what was run", "".join(wrong.undecided))
+
+
 def test_a_decision_that_small_sizes_never_reach_is_named_and_must_be_accepted(monkeypatch):
     verdict = verdict_on(FarPositions, seq_len=4096)
     assert verdict.found == []
