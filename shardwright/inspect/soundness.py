@@ -241,8 +241,9 @@ def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, 
     undecided = coverage.undecided(real.jaxpr, real.mesh.shape, step.jaxpr, bounds)
     if undecided:
         with contextlib.suppress(Undecided, Wrong):
-            differing, *_ = run(is_reversed=True)
-            undecided = undecided if differing else coverage.undecided(real.jaxpr, real.mesh.shape, step.jaxpr, bounds)
+            differing, other, expected = run(is_reversed=True)
+            if not differing and not not_compared([(other, expected)]):
+                undecided = coverage.undecided(real.jaxpr, real.mesh.shape, step.jaxpr, bounds)
     return Verdict([], undecided, results=hashes)
 
 
