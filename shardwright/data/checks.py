@@ -13,9 +13,28 @@ _UPPER = {math.inf: "finite", math.nextafter(1, 2): "at most 1"} | {2**n: f"belo
 """Words for the exclusive upper limits of ranges."""
 
 
-def within(low: float, end: float, default: Any = dataclasses.MISSING, **options: Any) -> Any:
-    """Makes a dataclass field for a number in [low, end), for check_ranges. `options` are those of the field."""
-    return dataclasses.field(default=default, metadata={"range": (low, end)}, **options)
+FIXED, CHANGING, TUNABLE = "fixed", "changing", "tunable"
+"""What a field of settings may be marked as.
+
+FIXED: a run that resumes must have the same, because it determines batches or the math of the step. CHANGING: it may
+change during a run, by training.changes, whether FIXED or not. TUNABLE: a setting of a model in which a run may differ
+from the one whose weights it starts from. Other settings of runs may change when they resume.
+"""
+
+
+def setting(*marks: str, default: Any = dataclasses.MISSING, **options: Any) -> Any:
+    """Makes a dataclass field with marks, for `marked`. `options` are those of the field."""
+    return dataclasses.field(default=default, metadata={"marks": marks}, **options)
+
+
+def marked(kind: Any, mark: str) -> list[str]:
+    """Names the fields of a dataclass that have a mark."""
+    return [field.name for field in dataclasses.fields(kind) if mark in field.metadata.get("marks", ())]
+
+
+def within(low: float, end: float, default: Any = dataclasses.MISSING, *marks: str, **options: Any) -> Any:
+    """Makes a dataclass field for a number in [low, end), for check_ranges, with marks. `options` are of the field."""
+    return dataclasses.field(default=default, metadata={"range": (low, end), "marks": marks}, **options)
 
 
 at_least_0 = functools.partial(within, 0, math.inf)
@@ -23,9 +42,9 @@ above_0 = functools.partial(within, math.ulp(0), math.inf)
 at_least_1 = functools.partial(within, 1, 2**31)
 
 
-def a_path(default: Any = dataclasses.MISSING, **options: Any) -> Any:
-    """Makes a dataclass field for a path, a list of paths, or what may be a path, for expand_paths."""
-    return dataclasses.field(default=default, metadata={"path": True}, **options)
+def a_path(default: Any = dataclasses.MISSING, *marks: str, **options: Any) -> Any:
+    """Makes a dataclass field for a path, a list of paths, or what may be a path, for expand_paths, with marks."""
+    return dataclasses.field(default=default, metadata={"path": True, "marks": marks}, **options)
 
 
 def expand_paths(section: str, settings: Any) -> None:

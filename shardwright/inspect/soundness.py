@@ -202,9 +202,9 @@ def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, 
     draws = [draw(step, seed) for seed in SEEDS[step.name]]
     placed = [_placed(args, arguments, order) for args in draws]
 
-    def run(**how: bool) -> tuple[list[Difference], Machine, list[Exact]]:
-        machine, outs = run_draws(step.jaxpr, step.mesh.shape, placed, coverage.observe, **how)
-        other, expected = run_draws(twin.jaxpr, twin.mesh.shape, draws, **how)
+    def run(is_reversed: bool = False) -> tuple[list[Difference], Machine, list[Exact]]:
+        machine, outs = run_draws(step.jaxpr, step.mesh.shape, placed, coverage.observe, is_reversed)
+        other, expected = run_draws(twin.jaxpr, twin.mesh.shape, draws, is_reversed=is_reversed)
         moved = [
             move(functools.partial(np.take, indices=order, axis=other.rank), x) if is_stack else x
             for x, is_stack in zip(expected, _are_stacks(results, order), strict=True)

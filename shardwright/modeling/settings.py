@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from shardwright.data.checks import above_0, at_least_0, at_least_1, check_choice, within
+from shardwright.data.checks import TUNABLE, above_0, at_least_0, at_least_1, check_choice, setting, within
 
 
 @dataclasses.dataclass
@@ -68,15 +68,15 @@ class ModelConfig:
     """Hidden width of the MLP (SwiGLU). Sharded over t."""
     rope_base: float = above_0(10_000.0)
     """Base of the rotary wavelengths (arXiv 2104.09864)."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | None = setting(TUNABLE, default=None)
     """Null: no scaling."""
     norm_epsilon: float = at_least_0(1e-5)
     """Added to the mean square under the root of RMSNorm (arXiv 1910.07467)."""
     tied_embeddings: bool = False
     """True if the embedding table is also the output projection."""
-    embed_init_scale: float | None = above_0(None)
+    embed_init_scale: float | None = above_0(None, TUNABLE)
     """Standard deviation of the embedding table at init; null: 1, or 1/sqrt(d_model) if tied."""
-    weight_init_scale: float = at_least_0(1.0)
+    weight_init_scale: float = at_least_0(1.0, TUNABLE)
     """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
     qk_norm: bool = False
     """RMSNorm over each head of the queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388)."""

@@ -25,7 +25,7 @@ from jax import lax
 from shardlib import shardops
 from shardlib.layers import LayerAux
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
-from shardwright.data.checks import within
+from shardwright.data.checks import TUNABLE, within
 from shardwright.jax_extra import save_for_backward, solve_unit_lower
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.model import Tokens, act
@@ -54,7 +54,7 @@ class ModelConfig(moe.ModelConfig):
     """Entries of a value in a delta net."""
     taps: int = within(2, 2**8, 4)
     """Positions that the convolution before a delta net reads, including its own."""
-    chunk: int = within(1, 2**16, 64)
+    chunk: int = within(1, 2**16, 64, TUNABLE)
     """Most positions that training computes together; their number divides the sequence. Changes no result."""
 
     dims: ClassVar[dict[str, str]] = moe.ModelConfig.dims | {

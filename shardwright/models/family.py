@@ -16,7 +16,7 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
-from shardwright.data.checks import above_0, at_least_1, check_choice, within
+from shardwright.data.checks import TUNABLE, above_0, at_least_1, check_choice, setting, within
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import masks, rope, settings
 from shardwright.modeling.attention import Attention
@@ -29,7 +29,7 @@ class ModelConfig(settings.ModelConfig):
     """Settings of the Llama, and switches. Without any it is the Llama."""
 
     module: str = "family"
-    family: str | None = None
+    family: str | None = setting(TUNABLE, default=None)
     """model_type that an export becomes, such as phi3. Null: the first with this math."""
     qkv_bias: bool = False
     """Biases of queries, keys and values (Qwen2)."""

@@ -20,7 +20,7 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
-from shardwright.data.checks import at_least_0, check_ranges, within
+from shardwright.data.checks import TUNABLE, at_least_0, check_ranges, within
 from shardwright.huggingface import Names, check_fixed
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.attention import Attention
@@ -43,11 +43,11 @@ class ModelConfig:
     layers: int = within(1, 2**16, 12)
     heads: int = within(1, 2**24, 12)
     """Sharded over t. Each has d_model / heads entries."""
-    dropout: float = within(0, 1, 0.0)
+    dropout: float = within(0, 1, 0.0, TUNABLE)
     """Probability, in [0, 1), that an entry of embeddings, attention weights and layer outputs is 0 while training."""
     norm_epsilon: float = at_least_0(1e-5)
     """Added to the variance under the root of LayerNorm (arXiv 1607.06450)."""
-    init_std: float = at_least_0(0.02)
+    init_std: float = at_least_0(0.02, TUNABLE)
     """Standard deviation of matrices and tables at init; divided by √(2·layers) for w_o and w_down."""
     bos_id: int = 50256
     """Token id before the first of each document: <|endoftext|>."""

@@ -44,7 +44,7 @@ from shardlib.shardtypes import (
 )
 from shardlib.tracing import tracing
 from shardlib.values import mesh_axes
-from shardwright.data.checks import above_0, at_least_0, check_choice, within
+from shardwright.data.checks import TUNABLE, above_0, at_least_0, check_choice, within
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.attention_calls import Queries
@@ -83,7 +83,7 @@ class ModelConfig(family.ModelConfig):
     correction_bias: bool = False
     """Whether a learned bias is added to the scores of experts for choosing them, not for their weights. Its gradient
     is `bias_rate` times what an expert's share of the choices exceeds the mean by (arXiv 2408.15664)."""
-    bias_rate: float = at_least_0(1e-3)
+    bias_rate: float = at_least_0(1e-3, TUNABLE)
     """Factor on the gradient of the correction bias. AdamW divides a gradient by its size."""
     shared_experts: int = within(0, 2**16, 0)
     """Experts that every token has, beside those that the router chooses: one MLP of so many times d_ff."""
@@ -94,15 +94,15 @@ class ModelConfig(family.ModelConfig):
     """Layers with one MLP that run before those with experts, which model.layers counts."""
     dense_d_ff: int | None = within(1, 2**24, None)
     """Hidden width of the MLP in these layers. Sharded over t. Null: d_ff."""
-    pools: int | None = within(1, 2**16, None)
+    pools: int | None = within(1, 2**16, None, TUNABLE)
     """Pools of experts, in their order, as many in each: those of a pool share its slots. Null: each has its own."""
-    capacity_factor: float | None = above_0(None)
+    capacity_factor: float | None = above_0(None, TUNABLE)
     """Slots of a pool for each sequence, over those that it would fill if all experts were chosen equally often.
     A choice that finds no slot is dropped. Null: none is, and each expert computes all tokens. Only training drops."""
-    balance_loss: float = at_least_0(0.0)
+    balance_loss: float = at_least_0(0.0, TUNABLE)
     """Factor on the loss that balances experts: experts · Σ (choices for a token) · (mean score), of each sequence
     (arXiv 2101.03961), whose mean counts a sequence by its tokens. In arXiv 2412.19437 it is 1/experts_per_token."""
-    router_z_loss: float = at_least_0(0.0)
+    router_z_loss: float = at_least_0(0.0, TUNABLE)
     """Factor on the mean of log(Σ exp(router's logits))² (arXiv 2202.08906)."""
     expert_bias: bool = False
     """Biases of the router and of the experts (gpt-oss)."""

@@ -4,7 +4,16 @@ import dataclasses
 import math
 from typing import Any
 
-from shardwright.data.checks import above_0, at_least_0, at_least_1, check_choice, check_ranges, within
+from shardwright.data.checks import (
+    CHANGING,
+    above_0,
+    at_least_0,
+    at_least_1,
+    check_choice,
+    check_ranges,
+    setting,
+    within,
+)
 from shardwright.modeling.weights import KINDS
 
 PARAMETRIZATIONS = ("standard", "mup", "completep")
@@ -28,20 +37,20 @@ class GroupConfig:
 class OptimizerConfig:
     """Settings of the optimizer."""
 
-    learning_rate: float = at_least_0()
+    learning_rate: float = at_least_0(dataclasses.MISSING, CHANGING)
     """Peak learning rate, reached at the end of the warmup."""
-    warmup_steps: int = within(0, 2**31)
+    warmup_steps: int = within(0, 2**31, dataclasses.MISSING, CHANGING)
     """Steps of linear warmup, at least 0. With a warmup, step 0 has learning rate 0."""
-    schedule_steps: int | None = at_least_1(None)
+    schedule_steps: int | None = at_least_1(None, CHANGING)
     """Step at which the learning rate reaches its floor; above warmup_steps. Null for schedule=constant, which has no
     floor."""
-    schedule: str = "cosine"
+    schedule: str = setting(CHANGING, default="cosine")
     """After the warmup. cosine: half a cosine down to the floor (arXiv 1608.03983). linear: a line down to it. wsd: the
     peak, then a line down to the floor in the last cooldown_steps (arXiv 2405.18392). constant: the peak. Or
     module:function of your own, which has the warmup too (docs/changing.md)."""
-    cooldown_steps: int | None = at_least_1(None)
+    cooldown_steps: int | None = at_least_1(None, CHANGING)
     """wsd: number of steps of the decay, which ends at schedule_steps; at least 1."""
-    final_fraction: float = within(0, math.nextafter(1, 2), 0.1)
+    final_fraction: float = within(0, math.nextafter(1, 2), 0.1, CHANGING)
     """The floor of the decay as a fraction of the peak, in [0, 1]."""
     algorithm: str = "adamw"
     """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all other weights by AdamW. Or
@@ -57,7 +66,7 @@ class OptimizerConfig:
     adam_b2: float = within(0, 1, 0.95)
     adam_epsilon: float = at_least_0(1e-8)
     """Added to the root of the second moment, which is 0 for an entry that never had a gradient: at least 1e-30."""
-    weight_decay: float = at_least_0(0.1)
+    weight_decay: float = at_least_0(0.1, CHANGING)
     """Decoupled weight decay (arXiv 1711.05101), multiplied by the learning rate."""
     decay_on: list[str] = dataclasses.field(default_factory=lambda: list(KINDS))
     """The kinds of weights that decay: matrix, embedding, unembedding (also tied tables), vector (norms, biases)."""
@@ -70,11 +79,11 @@ class OptimizerConfig:
     muon_rms: float = above_0(0.2)
     """Root mean square of the entries of a matrix's update, before the learning rate. 0.2 is about that of AdamW, so
     that AdamW's learning rates fit (arXiv 2502.16982, section 2.2)."""
-    clip_norm: float = above_0(1.0)
+    clip_norm: float = above_0(1.0, CHANGING)
     """Gradients of a larger global norm are scaled down to it."""
     loss: str = "cross_entropy"
     """What training minimizes: cross_entropy, or module:function of your own (docs/changing.md)."""
-    z_loss: float = at_least_0(0.0)
+    z_loss: float = at_least_0(0.0, CHANGING)
     """Factor on the squared log of the softmax normalizer (arXiv 2204.02311, section 5); 0 turns it off."""
 
 

@@ -16,24 +16,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
-from shardwright.data.checks import expand_paths
-from shardwright.data.loader import Loader, batch_of, make_loader, steps_for
+from shardwright.data.checks import CHANGING, expand_paths, marked
+from shardwright.data.loader import DataConfig, Loader, batch_of, make_loader, steps_for
+from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import inputs_of_loss
-from shardwright.run.config import Config
+from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.differences import flat
 from shardwright.run.files import literal
 from shardwright.settings.settings import wrong_setting
 
-MAY_CHANGE = (
-    *(f"training.{name}" for name in ("seq_len", "batch_size", "microbatches", "loss_chunk")),
-    "training.eval_batches",
-    *("data.filespec", "data.mixture", "data.mixture.*"),
-    *(f"optimizer.{name}" for name in ("learning_rate", "warmup_steps", "schedule", "schedule_steps")),
-    *(f"optimizer.{name}" for name in ("cooldown_steps", "final_fraction", "weight_decay", "clip_norm", "z_loss")),
-)
+_SECTIONS = {"training": TrainingConfig, "data": DataConfig, "optimizer": OptimizerConfig}
+MAY_CHANGE = [f"{section}.{name}" for section, kind in _SECTIONS.items() for name in marked(kind, CHANGING)]
 """Settings that may change during a run: of the loader, the learning-rate schedule, and the update."""
-
-
 MOST_CHANGES = 128
 """Largest number of entries of training.changes: each adds a tenth of a second to the start of a run."""
 

@@ -16,7 +16,7 @@ from shardlib.array_types import arrays_in
 from shardlib.axes import PIPELINE_AXIS, axes_of_mesh, mesh_text
 from shardlib.values import planned_for
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig
-from shardwright.data.checks import a_path, above_0, at_least_0, at_least_1, within
+from shardwright.data.checks import CHANGING, FIXED, a_path, above_0, at_least_0, at_least_1, setting, within
 from shardwright.data.loader import DataConfig
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.config import OptimizerConfig
@@ -27,9 +27,9 @@ from shardwright.run.trackers import TrackersConfig
 class TrainingConfig:
     """Settings of the training loop, its step, and the work between steps."""
 
-    batch_size: int = within(1, 2**24)
+    batch_size: int = within(1, 2**24, dataclasses.MISSING, FIXED, CHANGING)
     """Sequences per step, over all devices. A multiple of r·d·e."""
-    seq_len: int = within(1, 2**25)
+    seq_len: int = within(1, 2**25, dataclasses.MISSING, FIXED, CHANGING)
     """Tokens per sequence. A multiple of c·t."""
     steps: int | None = at_least_1(None)
     """Length of the run in steps. Give one of steps, tokens, epochs and minutes."""
@@ -45,7 +45,7 @@ class TrainingConfig:
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Settings that change from a given step on, by their full names, such as
     [{step: 1000, training.seq_len: 2048}]. A resumed run may add entries (docs/experiments.md)."""
-    seed: int = within(0, 2**63, 0)
+    seed: int = within(0, 2**63, 0, FIXED)
     """Random seed of the initial weights, in [0, 2**63). JAX reads its lowest 32 bits."""
     init_from: str | None = a_path(None)
     """Directory or URL of a run or checkpoint to warm-start from (fine-tuning): its weights, with a fresh optimizer and
@@ -68,7 +68,7 @@ class TrainingConfig:
     preference optimization (reference policy). Any size with the same vocabulary; its weights are frozen, and
     training_loss in train.py gets its logits (docs/changing.md). Checkpoints keep its path, step and hash. Needs
     mesh.p=1. Null: none."""
-    microbatches: int = within(1, 2**16, 1)
+    microbatches: int = within(1, 2**16, 1, CHANGING)
     """Microbatches per step (gradient accumulation), processed one after another; each has the same consecutive
     sequences on every mesh. batch_size must be a multiple of r·d·e times this number, which for interleaved_1f1b must
     be a multiple of p."""
@@ -76,10 +76,10 @@ class TrainingConfig:
     """When weights are cast and gathered over d. layer: where they are used (FSDP). step: once per step, before the
     microbatches, with one reduce-scatter of the gradients after them; each device of d then holds all weights and
     gradients in the compute dtype. auto: step if c, d and e are 1, else layer."""
-    compute_dtype: str = "bf16"
+    compute_dtype: str = setting(FIXED, default="bf16")
     """bf16 (mixed precision) or f32. Weights and optimizer state are f32 with both. GPUs multiply f32 as TF32, TPUs as
     bf16, unless JAX_DEFAULT_MATMUL_PRECISION=highest is in the environment."""
-    reduce_dtype: str = "compute"
+    reduce_dtype: str = setting(FIXED, default="compute")
     """Dtype in which gradients of matrices are reduced over d and r. compute: compute_dtype. f32: twice the bytes of
     bf16, without rounding at each addition (docs/performance.md). Gradients are accumulated over microbatches in
     f32."""
@@ -92,13 +92,13 @@ class TrainingConfig:
     context: str = "gather"
     """Strategy of context parallelism over c. gather: all-gathers keys and values. ring: passes keys and values around
     a ring. ulysses: an all-to-all gives each device some heads of all positions (docs/parallelism.md)."""
-    document_mask: bool = True
+    document_mask: bool = setting(FIXED, default=True)
     """Restricts attention to tokens of the same document. false: treats each sequence as one document, which cudnn
     computes without a mask."""
-    fp8: bool = False
+    fp8: bool = setting(FIXED, default=False)
     """Rounds the operands of the layers' weight matmuls to FP8: faster on NVIDIA GPUs from Hopper on, slower elsewhere,
     and less precise (shardwright/modeling/fp8.py)."""
-    loss_chunk: int | None = within(1, 2**25, None)
+    loss_chunk: int | None = within(1, 2**25, None, CHANGING)
     """Positions per sequence whose logits are in memory at a time: a multiple of c·t that divides seq_len. Null: all,
     which is faster if they fit."""
     save: str = "marked"
@@ -110,7 +110,7 @@ class TrainingConfig:
     unroll: int | None = within(1, 2**16, 1)
     """Layers per iteration of the loop over layers, at least 1. Null: all, without a loop. This takes longer to
     compile, but a GPU copies fewer saved activations."""
-    eval_batches: int = within(0, 2**31, 8)
+    eval_batches: int = within(0, 2**31, 8, CHANGING)
     """Most batches of the validation split per evaluation; 0 for no evaluations. Each token is scored once."""
     forecast: str | None = a_path(None)
     """Path of a forecast of this run's loss, from tools.forecast. The run reports when its loss leaves the forecast.
@@ -119,11 +119,11 @@ class TrainingConfig:
     """Steps between evaluations. The last step is always followed by one. Null: only that."""
     eval_epochs: float | None = above_0(None)
     """Passes over the dataset between evaluations, in addition to eval_interval. Null: none."""
-    eval_average: str | None = None
+    eval_average: str | None = setting(FIXED, default=None)
     """Also keeps and evaluates an average of the weights, which estimates the loss of a decayed learning rate without
     decaying it: one more f32 copy, in checkpoints too. ema: an exponential moving average. uniform: the mean over the
     steps since the last multiple of average_steps. Null: none (docs/evaluation.md)."""
-    average_steps: int = at_least_1(100)
+    average_steps: int = at_least_1(100, FIXED)
     """Half-life of the ema, or length of the uniform average, in steps."""
     evals: list[str] = dataclasses.field(default_factory=list)
     """Tasks to evaluate during training: cloze, copying, demo, which need no download, or tasks of lm-eval, which must

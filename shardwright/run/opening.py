@@ -14,10 +14,10 @@ from omegaconf import MISSING
 
 from shardlib.placement import LayerPlacement
 from shardwright.cluster.devices import make_mesh, simulate_devices
-from shardwright.data.checks import a_path, within
+from shardwright.data.checks import TUNABLE, a_path, marked, within
 from shardwright.data.untrusted import shown
 from shardwright.modeling.attention_paths import KERNELS
-from shardwright.modeling.model import LanguageModel
+from shardwright.modeling.model import LanguageModel, module_of
 from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run import config as run_config
 from shardwright.run.changes import config_at
@@ -261,11 +261,9 @@ def _check_same_model(path: str | os.PathLike, saved: dict, config: dict, may_de
 
     With `may_decide_weights`, DECIDE_WEIGHTS may differ too, and `config` may have settings that `saved` lacks.
     """
-    # Fine-tuning may change RoPE scaling (for longer sequences), dropout, and the losses of experts.
-    free = ("embed_init_scale", "weight_init_scale", "init_std", "family", "rope_scaling", "dropout")
-    free += ("pools", "capacity_factor", "balance_loss", "router_z_loss", "bias_rate", "chunk")
+    free = marked(module_of(config["model"].get("module", "train")).ModelConfig, TUNABLE)
     if may_decide_weights:
-        free += (*DECIDE_WEIGHTS, *(config["model"].keys() - saved["model"].keys()))
+        free += [*DECIDE_WEIGHTS, *(config["model"].keys() - saved["model"].keys())]
     # Also compare settings of the checkpoint's model that this one lacks, unless they have their default.
     of_saved = {"model": {"module": saved["model"].get("module", "train")}}
     plain = with_defaults(of_saved, config["model"].get("module"))["model"]

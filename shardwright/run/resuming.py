@@ -18,14 +18,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.schedules import SCHEDULES
-from shardwright.data.loader import check_skips
-from shardwright.data.loader import fixed_settings as fixed_data_settings
+from shardwright.data.checks import FIXED, marked
+from shardwright.data.loader import DataConfig, SourceConfig, check_skips
 from shardwright.data.untrusted import check_types
 from shardwright.modeling.model import is_shipped, module_of
 from shardwright.run.changes import check_number, firsts, may_change, settings_at
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checks import register_schema, to_config
-from shardwright.run.config import Config
+from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.differences import config_differences, flat
 from shardwright.run.files import as_config, literal
 from shardwright.run.stores import Damaged
@@ -146,16 +146,15 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
 
     The mesh, the number of processes, logging, microbatches and the length of the run are not among them.
     """
-    data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
-    training = tuple(
-        f"training.{name}"
-        for name in ("batch_size", "seq_len", "seed", "compute_dtype", "reduce_dtype", "document_mask", "fp8")
-    )
-    if saved["training"].get("eval_average") or current["training"]["eval_average"]:
-        training += ("training.eval_average", "training.average_steps")
+    fixed = ["model", "optimizer"]
+    fixed += [f"data.{name}" for name in marked(DataConfig, FIXED)]
+    fixed += [f"training.{name}" for name in marked(TrainingConfig, FIXED)]
+    for config in (saved, current):
+        sources = config["data"].get("mixture") or {}
+        fixed += [f"data.mixture.{name}.{field}" for name in sources for field in marked(SourceConfig, FIXED)]
     # A resumed run does not read init_from, whose directory may be gone, so it may be omitted but not changed.
-    training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
-    return ("model", "optimizer", *data, *training)
+    fixed += ["training.init_from"] if current["training"].get("init_from") is not None else []
+    return (*fixed,)
 
 
 def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
@@ -190,7 +189,8 @@ def deciding_settings(config: Config) -> dict[str, Any]:
     weights = {name: source.weight for name, source in (data.mixture or {}).items()}
     parts = {name: getattr(config, name) for name in ("model", "optimizer", "training", "pipeline", "mesh")}
     parts["paths.model_name"] = config.paths.model_name
-    return parts | {"data": (data.seed, data.shuffle, data.sequence_packing, data.loss_mask, data.skip_steps, weights)}
+    fixed = [getattr(data, name) for name in marked(DataConfig, FIXED) if name != "stream"]
+    return parts | {"data": (*fixed, data.skip_steps, weights)}
 
 
 def choose_checkpoint(

@@ -15,7 +15,6 @@ from shardwright.data.loader import (
     DataConfig,
     SourceConfig,
     config,
-    fixed_settings,
     make_loader,
     opening,
     order,
@@ -24,6 +23,7 @@ from shardwright.data.loader import (
 from shardwright.data.loader.config import batch_of, check_skips
 from shardwright.data.loader.order import BLOCK, PERIOD, Quotas
 from shardwright.run.differences import config_differences
+from shardwright.run.resuming import fixed_settings
 from tests.support.numpy_checks import check_modules
 
 check_modules(config, opening, order)
@@ -244,7 +244,7 @@ def test_a_dataset_may_move_but_not_change(filespecs, tmp_path):
     shutil.copytree(filespecs["web"], tmp_path / "moved")
     moved = DataConfig(filespec=str(tmp_path / "moved"))
     assert make_loader(moved, "train", 4, SEQ_LEN, state=state).state(9) == state
-    before, after = asdict(DataConfig(filespec=filespecs["web"])), asdict(moved)
+    before, after = ({"data": asdict(data), "training": {}} for data in (DataConfig(filespec=filespecs["web"]), moved))
     assert config_differences(before, after, fixed_settings(before, after)) == []
     with pytest.raises(ValueError, match=r"made with other data: dataset of .*; this run has .* tokens"):
         make_loader(DataConfig(filespec=filespecs["code"]), "train", 4, SEQ_LEN, state=state)
@@ -274,8 +274,8 @@ def test_validation_is_in_order(filespecs):
 
 
 def test_settings_that_fix_the_batches():
-    before = {"filespec": None, "mixture": {"a": {}, "b": {}}}
-    after = {"filespec": "x", "mixture": {"b": {}, "c": {}}}
+    before = {"data": {"filespec": None, "mixture": {"a": {}, "b": {}}}, "training": {}}
+    after = {"data": {"filespec": "x", "mixture": {"b": {}, "c": {}}}, "training": {}}
     fixed = fixed_settings(before, after)
-    assert {"seed", "shuffle", "sequence_packing", "stream"} < set(fixed)
-    assert {name for name in fixed if "mixture" in name} == {f"mixture.{name}.weight" for name in "abc"}
+    assert {f"data.{name}" for name in ("seed", "shuffle", "sequence_packing", "stream")} < set(fixed)
+    assert {name for name in fixed if "mixture" in name} == {f"data.mixture.{name}.weight" for name in "abc"}

@@ -25,7 +25,7 @@ from shardwright.data.loader.batches import (
     in_microbatches,
     prefetch,
 )
-from shardwright.data.loader.config import DataConfig, SourceConfig, StreamConfig, batch_of, check_skips, fixed_settings
+from shardwright.data.loader.config import DataConfig, SourceConfig, StreamConfig, batch_of, check_skips
 from shardwright.data.loader.flat import FlatTokensLoader
 from shardwright.data.loader.opening import make_loader, steps_for
 from shardwright.data.loader.stream import StreamLoader

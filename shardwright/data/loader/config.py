@@ -1,10 +1,9 @@
-"""Defines the `data` section of a run's configuration, and which of its settings determine the batches."""
+"""Defines the `data` section of a run's configuration."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from shardwright.data.checks import a_path, above_0, check_range, check_ranges, within
+from shardwright.data.checks import CHANGING, FIXED, a_path, above_0, check_range, check_ranges, setting, within
 
 
 @dataclass
@@ -13,7 +12,7 @@ class SourceConfig:
 
     filespec: str = a_path()
     """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`)."""
-    weight: float = above_0(1.0)
+    weight: float = above_0(1.0, FIXED)
     """Share of sequences from this source, relative to the other weights; above 0. With sequence_packing, also the
     share of tokens."""
 
@@ -54,20 +53,20 @@ class StreamConfig:
 class DataConfig:
     """Source of the tokens: exactly one of `filespec`, `mixture` and `stream` (docs/data.md)."""
 
-    filespec: str | None = a_path(None)
+    filespec: str | None = a_path(None, CHANGING)
     """A flat-tokens dataset (docs/formats.md): a local path, or a URL (`gs://`, `s3://`, `http://`)."""
-    mixture: dict[str, SourceConfig] = field(default_factory=dict)
+    mixture: dict[str, SourceConfig] = setting(CHANGING, default_factory=dict)
     """Several flat-tokens datasets by name, with their weights."""
-    stream: StreamConfig | None = None
+    stream: StreamConfig | None = setting(FIXED, default=None)
     """Text to tokenize during training, for quick trials."""
-    seed: int = within(0, 2**63, 0)
+    seed: int = within(0, 2**63, 0, FIXED)
     """Seed of the order of sequences, in [0, 2**63). Orders of different seeds and epochs are unrelated."""
-    shuffle: bool = True
+    shuffle: bool = setting(FIXED, default=True)
     """True: random order, different in each epoch. False: the order of the dataset."""
-    sequence_packing: bool = True
+    sequence_packing: bool = setting(FIXED, default=True)
     """True: sequences are consecutive windows of seq_len tokens, across documents; training drops the last num_tokens %
     seq_len tokens. False: each sequence is one document, truncated or padded to seq_len."""
-    loss_mask: str | None = None
+    loss_mask: str | None = setting(FIXED, default=None)
     """Name of an input of the dataset that is 0 at tokens to exclude from the loss, such as those of a prompt
     (docs/data.md). Null: all tokens are targets."""
     prefetch: int = within(1, 2**16, 8)
@@ -90,18 +89,6 @@ def check_data(config: DataConfig) -> None:
         check_range("data.skip_steps", step, 0)
     for name, source in config.mixture.items():
         check_ranges(f"data.mixture.{name}", source)
-
-
-def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Lists the settings, without `data.`, that determine the batches and may not change when a run resumes.
-
-    prefetch may change, and so may the path of a dataset, because `Loader.state` identifies it. `data` are the data
-    sections as plain dicts.
-    """
-    names = {"stream", "seed", "shuffle", "sequence_packing", "loss_mask"}
-    for section in data:
-        names |= {f"mixture.{name}.weight" for name in section.get("mixture") or {}}
-    return tuple(sorted(names))
 
 
 def batch_of(step: int, skip_steps: Sequence[int]) -> int:
