@@ -7,7 +7,7 @@ import fsspec
 import pytest
 
 from shardwright.data.text.files import find_files, kind_of
-from shardwright.data.text.sources import Files, open_text, readable
+from shardwright.data.text.sources import Files, documents, open_text
 
 POINTERS = {
     "git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
@@ -118,7 +118,7 @@ def test_what_save_to_disk_wrote_is_its_data_alone(tmp_path, monkeypatch):
     for dataset, files in ((None, [saved]), (None, [f"{saved}/*.arrow"]), (None, [f"{saved}/**"]), (saved, [])):
         _, data, found = open_text("train", dataset, None, "train", files)
         assert isinstance(data, Files)
-        assert [row["text"] for row in data] == expected
+        assert list(documents("saved", data, "text")) == expected
         assert any(name.startswith("cache-") for name in found.left_out)
     os.remove(f"{saved}/data-00001-of-00002.arrow")
     with pytest.raises(ValueError, match=r"state\.json lists data-00001-of-00002\.arrow, which is missing"):
@@ -169,7 +169,7 @@ def test_pointers_are_named(tmp_path, command):
         (tmp_path / name).unlink()
         fsspec.filesystem("memory").pipe(f"/{name}", POINTERS[command])
         with pytest.raises(ValueError, match=f"{name} is a pointer .*Run `{command}`"):
-            list(readable("text", open_text("train", None, None, None, [f"memory://{name}"])[1]))
+            list(documents("text", open_text("train", None, None, None, [f"memory://{name}"])[1], "text"))
 
 
 def test_a_link_of_git_annex_without_content_is_named(tmp_path):

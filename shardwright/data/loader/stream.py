@@ -207,9 +207,11 @@ class StreamLoader(Loader):
             self._data.load_state_dict(self._beginning if place.source is None else place.source)
             texts: list[str] = []
             field = self._stream.text_field
-            for example in sources.readable(f"The stream {self._name}", self._data):
+            for text in sources.documents(f"The stream {self._name}", self._data, field):
+                if isinstance(text, ValueError):
+                    raise ValueError(f"{text}. {sources.CORRECT}")
                 # Skip documents without text.
-                if text := sources.text_of(example, field, self._name):
+                if text:
                     texts.append(text)
                 if len(texts) == self._stream.shuffle_block:
                     after = _Place(place.epoch, place.block + 1, self._data.state_dict())

@@ -23,8 +23,8 @@ BLOCK_BYTES = 2**21
 """Characters per block of documents: large enough to make sending it to a process cheap."""
 RECORDS = 64
 """Records of pyarrow converted at a time."""
-BAD = "why it is bad"
-"""Additional column of rows of files: what is wrong with the row; None if nothing is."""
+CORRECT = "Correct it, or skip bad rows with max_bad_rows when you write a dataset."
+"""What to do about a bad row of a file."""
 
 
 def open_text(
@@ -112,13 +112,15 @@ def blocks(
     texts: list[str] = []
     size = 0
     before = num_bad
-    for row in readable(name, data):
-        if row.get(BAD) is not None and num_bad < max_bad_rows:
+    for text in documents(name, data, text_field):
+        if isinstance(text, str):
+            texts.append(text)
+            size += len(text)
+        elif num_bad < max_bad_rows:
             num_bad += 1
-            print(f"bad row {num_bad} of at most {max_bad_rows}: {shown(row[BAD])}", file=sys.stderr, flush=True)
+            print(f"bad row {num_bad} of at most {max_bad_rows}: {shown(text)}", file=sys.stderr, flush=True)
         else:
-            texts.append(text_of(row, text_field, name))
-            size += len(texts[-1])
+            raise ValueError(f"{text}. {CORRECT}")
         if size >= BLOCK_BYTES:
             yield texts, {"data": data.state_dict(), "bad_rows": num_bad}
             texts = []
@@ -128,26 +130,31 @@ def blocks(
         yield texts, {"data": data.state_dict(), "bad_rows": num_bad}
 
 
-def text_of(row: Mapping[str, Any], text_field: str, where: str) -> str:
-    """Returns the document of a row, "" for None. Raises ValueError if the row is bad; `where` names the source."""
-    if row.get(BAD) is not None:
-        raise ValueError(f"{row[BAD]}. Correct it, or skip bad rows with max_bad_rows when you write a dataset.")
-    try:
-        return _document(row, text_field) or ""
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}.") from error
+def documents(name: str, data: Any, text_field: str) -> Iterator[str | ValueError]:
+    """Yields each document, "" for one without text; for a bad row of a file an error with its file and position.
 
+    Args:
+        name: of the source, for messages.
+        data: what `open_text` returned.
+        text_field: the column or JSON key that holds the document.
 
-def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
-    """Yields `values`. Raises ValueError, which names `where`, if one of them cannot be read."""
-    values = iter(values)
-    end = object()
+    Raises:
+        ValueError: a file is damaged, or a record of the hub has no text.
+    """
+    rows = iter(data)
     while True:
-        with refused(f"{where} is corrupt or cannot be read", "Download or write it again."):
-            value = next(values, end)
-        if value is end:
+        with refused(f"{name} is corrupt or cannot be read", "Download or write it again."):
+            row = next(rows, None)
+        if row is None:
             return
-        yield value
+        where, row = row if isinstance(data, Files) else (name, row)
+        try:
+            text = _document(row, text_field)
+        except ValueError as error:
+            text = ValueError(f"{where}: {str(error).rstrip('.')}")
+            if not isinstance(data, Files):
+                raise ValueError(f"{text}.") from error
+        yield text
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
@@ -155,7 +162,7 @@ def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
 
 @dataclass
 class Files:
-    """Rows of files in order, with the methods of datasets.IterableDataset that are used here."""
+    """Rows of files in order, each with its file and position; methods are those of datasets.IterableDataset."""
 
     paths: list[str]
     text_field: str
@@ -190,7 +197,7 @@ class Files:
         file = state["examples_iterable"]
         self._position = file["shard_idx"], file["shard_example_idx"], state.get("number", 0)
 
-    def __iter__(self) -> Iterator[dict[str, str | None]]:
+    def __iter__(self) -> Iterator[tuple[str, object]]:
         first, row, number = self._position
         for file in range(first, len(self.paths)):
             for found in itertools.islice(_rows(self.paths[file], self.text_field, self.separator), row, None):
@@ -203,8 +210,8 @@ class Files:
             row = 0
 
 
-def _rows(path: str, text_field: str, separator: str | None) -> Iterator[dict[str, str | None]]:
-    """Yields the rows of a file: each with its document, or under BAD its file, its position and what is wrong."""
+def _rows(path: str, text_field: str, separator: str | None) -> Iterator[tuple[str, object]]:
+    """Yields the rows of a file, as `_document` takes them, each with the file and its position there."""
     import fsspec
 
     kind = str(kind_of(path))
@@ -221,11 +228,7 @@ def _rows(path: str, text_field: str, separator: str | None) -> Iterator[dict[st
                 newline = "" if kind == "csv" else None
                 file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
             for place, row in READERS[kind](file, text_field, separator):
-                try:
-                    found = {text_field: _document(row, text_field), BAD: None}
-                except ValueError as error:
-                    found = {text_field: None, BAD: f"{path}, {place}: {str(error).rstrip('.')}"}
-                yield found
+                yield f"{path}, {place}", row
     except Exception as error:
         raise ValueError(f"{path}, at {place}") from error
 
@@ -262,8 +265,11 @@ class _Zstd(io.RawIOBase):
         return size
 
 
-def _document(row: object, text_field: str) -> str | None:
-    """Extracts the document of a row: its columns, JSON bytes, or a ValueError to raise. Raises it for bad rows."""
+def _document(row: object, text_field: str) -> str:
+    """Extracts the document of a row, "" for null: of its columns, JSON bytes, or a ValueError to raise.
+
+    Raises ValueError for bad rows.
+    """
     if isinstance(row, ValueError):
         raise row
     is_json = isinstance(row, bytes)
@@ -273,14 +279,14 @@ def _document(row: object, text_field: str) -> str | None:
     if text_field not in row:
         raise ValueError(f"no column {text_field!r}; set text_field to one of {sorted(row)}")
     text = row[text_field]
-    text = decode(text) if isinstance(text, bytes) else text
-    if not isinstance(text, str | None):
+    text = decode(text) if isinstance(text, bytes) else "" if text is None else text
+    if not isinstance(text, str):
         raise ValueError(f"{text_field!r} is {type(text).__name__}, not text")
     try:
-        (text or "").encode()
+        text.encode()
     except UnicodeEncodeError as error:
         if not is_json:
-            decode((text or "").encode(errors="surrogateescape"))  # raises
+            decode(text.encode(errors="surrogateescape"))  # raises
         raise ValueError(f"{text_field!r} has half of a surrogate pair at character {error.start}") from error
     return text
 
