@@ -73,7 +73,7 @@ def test_gigatoken_gives_the_ids_of_tokenizers(texts, bpe, monkeypatch):
     pytest.importorskip("gigatoken", reason="the optional encoder")
     monkeypatch.setattr(text_tokenizers, "FAST_FROM", 0)
     tokenizer = Tokenizer(bpe)
-    assert fast_encoder(tokenizer, 0) is not None
+    assert fast_encoder(tokenizer) is not None
     texts = [*texts, "", "".join(tokenizer.special)]
     expected = [ids.tolist() for ids in tokenizer._by_definition(texts)]
     assert split(tokenizer.encode(texts)) == expected
@@ -103,7 +103,7 @@ def test_gigatoken_and_tokens_added_to_text(case, bpe, monkeypatch):
     texts = ["".join(rng.choice(parts, 6)) for _ in range(400)]
     expected = [ids.tolist() for ids in tokenizer._by_definition(texts)]
     assert split(tokenizer.encode(texts)) == expected
-    assert (fast_encoder(tokenizer, 0) is not None) == (case == "plain")
+    assert (fast_encoder(tokenizer) is not None) == (case == "plain")
 
 
 @pytest.mark.parametrize(("normalizer", "assigned"), [(None, True), ({"type": "NFC"}, False)])
@@ -116,7 +116,7 @@ def test_gigatoken_and_characters_that_it_takes_for_others(normalizer, assigned,
     newer = [chr(i) for i in range(0x323B0, 0x3347A, 41)]
     trained = definitions.train_bpe([*texts, *(f"!!{c}!! " * 9 for c in newer)], 2000)
     tokenizer = Tokenizer(json.dumps(json.loads(trained) | {"normalizer": normalizer}))
-    assert fast_encoder(tokenizer, 0) is not None
+    assert fast_encoder(tokenizer) is not None
     every = [*newer, *(chr(i) for i in range(128, 0x110000, 2039) if not 0xD800 <= i < 0xE000)]
     documents = [f"a!!{c}!!{c}a 1{c}" for c in every] + ["e\u0301 <\u0338 \u1100\u1161"]
     expected = [ids.tolist() for ids in tokenizer._by_definition(documents)]
@@ -140,7 +140,6 @@ def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypa
 
     other = SimpleNamespace(Tokenizer=SimpleNamespace(from_json=from_json))
     monkeypatch.setitem(sys.modules, "gigatoken", other)
-    text_tokenizers._agreement.cache_clear()
     fast_encoder.cache_clear()
     expected = [ids.tolist() for ids in tokenizer._by_definition(texts)]
     monkeypatch.setattr(text_tokenizers, "FAST_FROM", sum(map(len, texts)) + 1)
@@ -153,7 +152,6 @@ def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypa
     else:
         assert split(tokenizer.encode(texts)) == expected
     assert (texts[0] in used) == (wrong != "a probe")
-    text_tokenizers._agreement.cache_clear()
     fast_encoder.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""Tells which texts gigatoken encodes as `tokenizers` does.
+"""Encodes with gigatoken those texts that it encodes as `tokenizers` does.
 
 The two may know different versions of Unicode, and so split a text at different places.
 """
@@ -6,14 +6,16 @@ The two may know different versions of Unicode, and so split a text at different
 import itertools
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from shardwright.data.text.definitions import BYTE_LETTERS
+from shardwright.data.text.definitions import BYTE_LETTERS, PROBES
 
 Encode = Callable[[str], Any]
+RENEWED = 256
+"""Calls after which gigatoken, which remembers each word that it has seen, is reloaded."""
 IGNORED = {"id", "content", "normalized", "special"}
 """Attributes of an added token that may be true for gigatoken."""
 PROBE = "a?a??A?1????1 ? ?.?'?a'?s\n?\n??\n"
@@ -23,26 +25,29 @@ _FIRST, _LATER, _BESIDE = range(0xC2, 0xF5), range(0x80, 0xC0), sorted({*PROBE.e
 
 
 class Agreement:
-    """Whether two encoders agree on a text: on each code point, compared when it first occurs.
+    """Encodes texts with gigatoken where both encoders agree: on each code point, compared when it first occurs.
 
     Args:
-        content: the tokenizer.json that gigatoken reads, parsed.
-        exact: the encoder of `tokenizers`.
-        texts: that the two must encode alike.
+        definition: the tokenizer.json.
+        exact: the encoder of `tokenizers`, for the other texts.
 
     Raises:
-        ValueError: they do not, or `content` has what gigatoken ignores.
+        ValueError: they give other ids for PROBES or for added tokens in text, or there is what gigatoken ignores.
         Exception: any error of the two libraries.
     """
 
-    def __init__(self, content: dict[str, Any], exact: Encode, texts: Iterable[str]):
-        added = content["added_tokens"]
-        if odd := {name for token in added for name, value in token.items() if value} - IGNORED:
+    def __init__(self, definition: str, exact: Encode):
+        content = json.loads(definition)
+        added = content.get("added_tokens") or []
+        plain = [token for token in added if not token["special"]]
+        content |= {"added_tokens": plain, "post_processor": None, "truncation": None, "padding": None}
+        if odd := {name for token in plain for name, value in token.items() if value} - IGNORED:
             raise ValueError(f"added tokens have {', '.join(odd)}")
-        if len({bool(token.get("normalized")) for token in added}) > 1:
+        if len({bool(token.get("normalized")) for token in plain}) > 1:
             raise ValueError("some added tokens are searched in normalized text, some before")
         self._definition = json.dumps(content)
-        self._pairs = [(self.load(), exact)]
+        self._calls = 0
+        self._pairs = [(_fast(self._definition), exact)]
         if {*BYTE_LETTERS.values()} <= {*content["model"]["vocab"]}:
             splits = json.dumps(_showing_splits(content))
             self._pairs.append((_fast(splits), _exact(splits)))
@@ -50,11 +55,21 @@ class Agreement:
         self._known = np.zeros(0x110000, bool)
         self._known[:128] = self._known[0xD800:0xE000] = True
         self._agrees = np.arange(0x110000) < 128
+        texts = [f"{token}|{token}{token}x{token} {token}\n" for token in (token["content"] for token in added)]
         ascii_pairs = "".join(map("".join, itertools.product(map(chr, range(128)), repeat=2)))
-        if not all(map(self._same, [*texts, ascii_pairs])):
+        if not all(map(self._same, [*PROBES, *texts, ascii_pairs])):
             raise ValueError("gigatoken gives other ids")
 
-    def __call__(self, text: str) -> bool:
+    def __call__(self, texts: list[str]) -> list[Any]:
+        """Encodes texts, with `tokenizers` those on which the two may differ."""
+        fast, exact = self._pairs[0]
+        self._calls += 1
+        if self._calls % RENEWED == 0:
+            fast = _fast(self._definition)
+            self._pairs[0] = fast, exact
+        return [fast(text) if self._agree(text) else exact(text) for text in texts]
+
+    def _agree(self, text: str) -> bool:
         """Returns whether both encode the text alike.
 
         The normalizers that gigatoken knows do not change text that is composed (NFC) already.
@@ -77,10 +92,6 @@ class Agreement:
         elif len(new) > 1:
             self._compare(new[: len(new) // 2])
             self._compare(new[len(new) // 2 :])
-
-    def load(self) -> Encode:
-        """Loads gigatoken's encoder anew."""
-        return _fast(self._definition)
 
     def _same(self, text: str) -> bool:
         return all(np.array_equal(fast(text), exact(text)) for fast, exact in self._pairs)

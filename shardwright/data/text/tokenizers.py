@@ -5,12 +5,11 @@ They treat text as plain: they add no special tokens around it, and recognize no
 
 import contextlib
 import functools
-import itertools
 import json
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,8 +27,8 @@ KINDS = ("bytes", "huggingface", "tiktoken")
 """Kinds of tokenizers that `open_tokenizer` knows."""
 FAST_FROM = 2**16
 """Characters from which on a call of `encode` may use gigatoken."""
-CHECKED, RENEWED = 4096, 256
-"""Characters of each such call that `tokenizers` encodes too, and calls after which gigatoken is reloaded."""
+CHECKED = 4096
+"""Characters of each such call that `tokenizers` encodes too."""
 REMEDY = "Give tokenizer=<name, or a dataset made with it>, the tokenizer of the run's data."
 
 Ids = UInt32[np.ndarray, "tokens"]
@@ -132,13 +131,12 @@ class Tokenizer:
 
     def _by_gigatoken(self, texts: list[str]) -> list[np.ndarray] | None:
         """Encodes documents with gigatoken; None if there is little text, or gigatoken cannot."""
-        if sum(map(len, texts)) < FAST_FROM or (encode := fast_encoder(self, next(_calls) // RENEWED)) is None:
+        if sum(map(len, texts)) < FAST_FROM or (encode := fast_encoder(self)) is None:
             return None
         sample = texts[len(texts) // 2][:CHECKED]
         try:
             with refused("gigatoken"):
-                parts = [encode(text) for text in texts]
-                found = encode(sample)
+                *parts, found = encode([*texts, sample])
         except ValueError:
             return None  # `tokenizers` reports it
         if not np.array_equal(found, self._by_definition([sample])[0]):
@@ -223,6 +221,16 @@ def _first_difference(text: str, back: str) -> tuple[str, str]:
     start = next((i for i in range(shorter) if text[i] != back[i]), shorter)
     around = slice(max(0, start - 15), start + 25)
     return text[around], back[around]
+
+
+@functools.lru_cache(maxsize=1)
+def fast_encoder(tokenizer: Tokenizer) -> Agreement | None:
+    """Loads gigatoken; None if it is not installed, or gives other ids for PROBES or for added tokens in text."""
+    if tokenizer.vocab_size > 2**24:  # gigatoken ends the process if the largest id does not fit its table
+        return None
+    with contextlib.suppress(ImportError, ValueError), refused("gigatoken"):
+        return Agreement(tokenizer.definition or "", lambda text: tokenizer._by_definition([text])[0])
+    return None
 
 
 # ---- by name ------------------------------------------------------------------------------------------------------
@@ -323,36 +331,6 @@ def tokenizer_of_dataset(reader: Reader) -> Tokenizer:
 
 _BYTES = {f"<0x{byte:02X}>": 1 for byte in range(256)}
 """Its tokens of single bytes."""
-
-
-_calls = itertools.count()
-
-
-@functools.lru_cache(maxsize=1)
-def fast_encoder(tokenizer: Tokenizer, renewal: int) -> Callable[[str], np.ndarray] | None:
-    """Loads the encoder of gigatoken, which remembers each word that it has seen, so it must be renewed.
-
-    Returns:
-        It leaves texts to `tokenizers` on which the two may differ. None if gigatoken is not
-        installed, or gives other ids for PROBES or for added tokens in text.
-    """
-    if tokenizer.vocab_size > 2**24:  # gigatoken ends the process if the largest id does not fit its table
-        return None
-    with contextlib.suppress(ImportError, ValueError), refused("gigatoken"):
-        agrees = _agreement(tokenizer)
-        encode = agrees.load()
-        return lambda text: encode(text) if agrees(text) else tokenizer._by_definition([text])[0]
-    return None
-
-
-@functools.lru_cache(maxsize=1)
-def _agreement(tokenizer: Tokenizer) -> Agreement:
-    content = json.loads(tokenizer.definition or "")
-    added = content.get("added_tokens") or []
-    plain = [token for token in added if not token["special"]]
-    content |= {"added_tokens": plain, "post_processor": None, "truncation": None, "padding": None}
-    texts = [f"{token}|{token}{token}x{token} {token}\n" for token in (t["content"] for t in added)]
-    return Agreement(content, lambda text: tokenizer._by_definition([text])[0], [*PROBES, *texts])
 
 
 @dataclass(frozen=True)
