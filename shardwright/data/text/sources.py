@@ -4,6 +4,7 @@ The position in a source is a small JSON value, from which reading can resume.
 """
 
 import codecs
+import contextlib
 import csv
 import io
 import itertools
@@ -347,7 +348,7 @@ def _arrow(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
 
 def _records(batches: Iterable[Any], text_field: str) -> Iterator[tuple[str, Any]]:
     """Yields the rows of pyarrow record batches."""
-    from pyarrow import large_binary, types
+    from pyarrow import ArrowInvalid, ArrowNotImplementedError, large_binary
 
     number = itertools.count()
     for batch in batches:
@@ -355,13 +356,7 @@ def _records(batches: Iterable[Any], text_field: str) -> Iterator[tuple[str, Any
             part = batch.slice(start, RECORDS)
             if text_field in part.schema.names:
                 column = part.column(text_field)
-                if types.is_dictionary(column.type):
-                    column = column.dictionary_decode()
-                if (
-                    types.is_string(column.type)
-                    or types.is_large_string(column.type)
-                    or types.is_string_view(column.type)
-                ):
+                with contextlib.suppress(ArrowInvalid, ArrowNotImplementedError):  # it is not text
                     column = column.cast(large_binary())  # decoded row by row
                 rows = [{text_field: value} for value in column.to_pylist()]
             else:
