@@ -34,12 +34,7 @@ from shardwright.run.files import write_json
 
 T = TypeVar("T")
 ANNOTATING = {"xla_gpu_collect_cost_model_stats": True}
-"""Compiler options that annotate operations with seconds and change nothing else (bench/plan/schedules.py shows it)."""
-
-
-def compiled_by(chip: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that a program is compiled by: those of its run, what a missing device needs, ANNOTATING."""
-    return {**options, **(WITHOUT_DEVICE["gpu"] | ANNOTATING if chip in GPUS else {})}
+"""Compiler options that annotate operations with seconds, and change neither instructions nor their order."""
 
 
 def options_of(page: str | None, chips: list[str], default: list[str], rows: list[str], arguments: list[str] | None):
@@ -67,16 +62,16 @@ class Step(NamedTuple):
     mesh: Mapping[str, int]
     facts: Mapping[str, Any]
 
-    def compiled(self, options: Mapping[str, Any]) -> Any:
-        """Returns the program, compiled by those of the options that the installed XLA knows."""
-        known = devices.known_options(options, lambda line: print(line, file=sys.stderr))
-        return self.lowered.compile(compiler_options=known)
-
 
 def write(path: Path, lower: Callable[..., Step], chip: str, *row: str) -> None:
-    """Compiles the step `lower(chip, *row)`. Writes its program, and facts with its chip and peak memory."""
+    """Compiles the step `lower(chip, *row)`. Writes its program, and facts with its chip and peak memory.
+
+    The options are those of its run, what a missing device needs, and ANNOTATING, without those that XLA doesn't know.
+    """
     step = lower(chip, *row)
-    made = step.compiled(compiled_by(chip, step.options))
+    options = {**step.options, **(WITHOUT_DEVICE["gpu"] | ANNOTATING if chip in GPUS else {})}
+    known = devices.known_options(options, lambda line: print(line, file=sys.stderr))
+    made: Any = step.lowered.compile(compiler_options=known)
     Path(f"{path}.txt.gz").write_bytes(gzip.compress(with_mesh(made.as_text(), step.mesh).encode()))
     peak = made.memory_analysis().peak_memory_in_bytes
     write_json(Path(f"{path}.json"), {"chip": chip, **step.facts, "peak_bytes": peak})

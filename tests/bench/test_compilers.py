@@ -10,7 +10,7 @@ import jax
 import pytest
 import yaml
 
-from bench.plan import compilers, exchanges, programs, schedules, trainers
+from bench.plan import compilers, exchanges, programs, trainers
 from shardwright.inspect.plan.work import Op
 from shardwright.run.compiling import with_mesh
 from tests.support.annotated_program import FACTS, TEXT
@@ -80,7 +80,6 @@ def test_what_a_run_on_gpus_relies_on_is_stated():
     """XLA's defaults are the same for Hopper, but not for every GPU, and may change."""
     assert ON_GPUS["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert ON_GPUS["xla_gpu_enable_analytical_sol_latency_estimator"] is True
-    assert schedules.SCHEDULING.items() <= ON_GPUS.items()
 
 
 @pytest.mark.parametrize(
@@ -112,36 +111,3 @@ def test_benchmarks_compile_by_the_options_of_a_run(tmp_path, monkeypatch, modul
     programs.write(tmp_path / "row", module.lowered, "h100", *row)
     assert given == [options | ADDED]
     assert json.loads((tmp_path / "row.json").read_text())["peak_bytes"] == 5
-
-
-def test_schedules_are_compared_by_instructions_in_order(monkeypatch, capsys):
-    """Seconds don't count; two instructions that change places do, both of them."""
-    early = next(line for line in TEXT.splitlines(keepends=True) if "%early" in line)
-    moved = TEXT.replace(early, "").replace("  %many", early + "  %many")
-    assert moved != TEXT
-    told = TEXT.replace('"exec_time_us"', '"time_us"')
-    texts = {"annotated": told, "default": moved, "run": TEXT}
-
-    def compiled(options):
-        if "xla_gpu_collect_cost_model_stats" in options:
-            return types.SimpleNamespace(as_text=lambda: texts["annotated"])
-        scheduled = "xla_gpu_enable_latency_hiding_scheduler" in options
-        return types.SimpleNamespace(as_text=lambda: texts["run" if scheduled else "default"])
-
-    step = types.SimpleNamespace(options=ON_GPUS, compiled=compiled)
-    monkeypatch.setattr(schedules, "lowered", lambda chip, row: step)
-    monkeypatch.setattr(schedules, "run_apart", lambda made, *arguments: made(*arguments))
-    schedules.main(["--rows", "ring_32k"])
-    assert "annotated: same  default: 2 differ" in capsys.readouterr().out
-    texts["annotated"] = moved
-    with pytest.raises(SystemExit, match="another schedule: 1 rows"):
-        schedules.main(["--rows", "ring_32k"])
-    assert "annotated: 2 differ  default: 2 differ" in capsys.readouterr().out
-
-
-def test_scheduler_options_of_other_trainers_are_tried_too():
-    """Theirs have none; ours are tried without."""
-    assert schedules.ways("h100", {})["set"].items() >= schedules.SCHEDULING.items()
-    ours = schedules.ways("h100", ON_GPUS)
-    assert ours["run"].keys() - ours["default"].keys() == schedules.SCHEDULING.keys()
-    assert ours["annotated"].keys() - ours["run"].keys() == {"xla_gpu_collect_cost_model_stats"}
