@@ -123,7 +123,7 @@ def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict
         elif row.kind == "collective":
             line = row.line.removeprefix("~")
             sent[line, row.what, " ".join(sorted(row.axes.split()))] += row.size * times
-    found = {"program": program, "state": sum(i.bytes for i in state), "FLOPs": flops, "sent": sent}
+    found = {"state": sum(i.bytes for i in state), "FLOPs": flops, "sent": sent}
     if facts["chip"] in GPUS:
         found["clock"] = clock = Clock(program, table, chips.chip_of(facts["chip"]), facts, attention)
         found["seconds"] = clock.seconds(program.entry)

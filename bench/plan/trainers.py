@@ -1,4 +1,4 @@
-"""Compares the step of train.py with other JAX trainers, as XLA compiles and times them for chips you don't have.
+"""Compares the step of train.py with other JAX trainers, as XLA compiles and times them for GPUs you don't have.
 
     python -m bench.plan.trainers --out DIR [--chips h100] [--rows 1b_d8] [--lines]
 
@@ -13,9 +13,6 @@ For each row and trainer:
     GiB       peak memory
     GB sent   per device and step
 
-For TPUs XLA predicts no step time, so Mcycles replaces the first two: the sum of its estimates for matmuls, fusions and
-copies, without attention kernels and collectives. TPUs have no rows of four hosts.
-
 Nothing runs, and none of these figures is measured. The programs are kept in DIR, and need flax==0.12.8 and the
 environment that bench/plan/programs.py describes. Each takes between half a minute and a few minutes. --lines prints
 where each waits.
@@ -25,18 +22,16 @@ import collections
 import dataclasses
 import importlib
 import itertools
-import re
 import sys
 from typing import Any
 
 from bench.clock import ATTENTION
 from bench.plan.programs import Step, options_of, reading, show_all
 from bench.throughput.peers.job import Job, Shapes
-from shardwright.cluster.topologies import GPUS, TPUS, devices_of
-from shardwright.inspect.compiled.hlo import Computation, Program
+from shardwright.cluster.topologies import GPUS, devices_of
 
 TRAINERS = {"ours": "ours", "plain-jax": "plain_jax", "plain-jax-marked": "plain_jax", "flax-nnx": "flax_nnx"}
-MESHES = {"d8": (1, 8, 1), "d4t2": (1, 4, 2), "r4d8": (4, 8, 1)}
+MESHES = {"d8": (1, 8), "r4d8": (4, 8)}
 SIZES = {
     "124m": (Shapes(50304, 768, layers=12, n_kv=12, n_q_per_kv=1, d_head=64, d_ff=2048), 16),
     "1b": (Shapes(32768, 2048, layers=8, n_kv=16, n_q_per_kv=1, d_head=128, d_ff=16384), 8),
@@ -46,20 +41,19 @@ SIZES = {
 ROWS = [f"{size}_{mesh}" for size in SIZES for mesh in MESHES]
 
 
-def job_of(chip: str, row: str) -> Job:
+def job_of(row: str) -> Job:
     """Returns the job of a row."""
     size, mesh = row.split("_")
-    (shapes, sequences), (r, d, t) = SIZES[size], MESHES[mesh]
-    options = {"dtype": "bf16", "platform": "gpu" if chip in GPUS else "tpu", "r": r, "d": d, "t": t}
-    # As in the configurations for four hosts, and as docs/performance.md advises for t.
-    own = ["training.unroll=1"] if r > 1 and size != "124m" else []
-    options |= {"config": "flat_tokens_c4_a100x8_1b", "overrides": " ".join(own)}
-    return Job("", shapes, sequences * r * d * t, 1024, **options)
+    (shapes, sequences), (r, d) = SIZES[size], MESHES[mesh]
+    options = {"dtype": "bf16", "platform": "gpu", "r": r, "d": d, "config": "flat_tokens_c4_a100x8_1b"}
+    if r > 1 and size != "124m":  # as in the configurations for four hosts
+        options["overrides"] = "training.unroll=1"
+    return Job("", shapes, sequences * r * d, 1024, **options)
 
 
 def lowered(chip: str, row: str, trainer: str) -> Step:
     """Returns the step of a row and trainer."""
-    job = dataclasses.replace(job_of(chip, row), save="marked" if trainer.endswith("marked") else "everything")
+    job = dataclasses.replace(job_of(row), save="marked" if trainer.endswith("marked") else "everything")
     module = importlib.import_module(f"bench.throughput.peers.{TRAINERS[trainer]}")
     program = module.Contestant.lowered(job, devices_of(chip, job.devices, job.r))
     options = module.config_of(job).hardware.options if trainer == "ours" else {}
@@ -69,47 +63,31 @@ def lowered(chip: str, row: str, trainer: str) -> Step:
 def figures(text: str, facts: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the figures of a row and trainer, and the seconds that a device waits at each line."""
     read = reading(text, facts, ATTENTION)
-    found = {"GiB": facts["peak_bytes"] / 2**30, "GB sent": sum(read["sent"].values()) / 1e9}
-    if facts["chip"] in TPUS:
-        return {"time": cycles(read["program"], read["program"].entry) / 1e6} | found, {}
     seconds = read["seconds"]
     exposed = read["clock"].exposed
-    return {"time": 1e3 * seconds, "exposed": sum(exposed.values()) / seconds} | found, exposed
-
-
-def cycles(program: Program, computation: Computation) -> int:
-    """Returns XLA's estimated cycles for the compute of a computation, on TPUs."""
-    total = 0
-    for i in computation.instructions.values():
-        if i.opcode in ("while", "conditional", "call"):
-            parts = [cycles(program, program.computations[name]) for name in i.called]
-            total += max(parts) * ((program.turns(i) or 1) if i.opcode == "while" else 1)
-        elif found := re.search(r'"estimated_cycles":"(\d+)"', i.attributes):
-            total += int(found[1])
-    return total
+    found = {"time": 1e3 * seconds, "exposed": sum(exposed.values()) / seconds}
+    return found | {"GiB": facts["peak_bytes"] / 2**30, "GB sent": sum(read["sent"].values()) / 1e9}, exposed
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = options_of(__doc__, [*GPUS, "v5e", "v6e"], [*GPUS], ROWS, arguments)
+    args = options_of(__doc__, [*GPUS], [*GPUS], ROWS, arguments)
     ours: dict[tuple[str, ...], dict[str, float]] = {}
 
     def show(name: tuple[str, str, str], text: str, facts: dict[str, Any]) -> None:
         (*at, trainer) = name
         found, waits = figures(text, facts)
         time = found["time"]
-        unit = "Mcycles" if at[0] in TPUS else f"ms  {found['exposed']:6.1%} exposed"
         ratios = ""
         if trainer == "ours":
             ours[tuple(at)] = found
         elif first := ours.get(tuple(at)):
             ratios = f"  ours: {first['time'] / time:.3f} of it, {first['GiB'] / found['GiB']:.3f} of the memory"
-        rest = f"{time:9.2f} {unit}{found['GiB']:8.2f} GiB{found['GB sent']:8.2f} GB sent"
+        rest = f"{time:9.2f} ms  {found['exposed']:6.1%} exposed{found['GiB']:8.2f} GiB{found['GB sent']:8.2f} GB sent"
         print(f"{'.'.join(name):28}{rest}{ratios}", flush=True)
         for line, wait in collections.Counter(waits).most_common(8 * args.lines):
             print(f"    {1e3 * wait:8.3f} ms  {line}")
 
-    names = [x for x in itertools.product(args.chips, args.rows, TRAINERS) if x[0] in GPUS or not x[1].endswith("r4d8")]
-    if failed := show_all(names, args.out, lowered, show):
+    if failed := show_all(itertools.product(args.chips, args.rows, TRAINERS), args.out, lowered, show):
         sys.exit(f"not made: {failed} programs")
 
 

@@ -85,7 +85,7 @@ def test_what_a_run_on_gpus_relies_on_is_stated():
 @pytest.mark.parametrize(
     ("module", "row", "options"),
     [
-        (trainers, ("124m_d4t2", "ours"), ON_GPUS),
+        (trainers, ("124m_r4d8", "ours"), ON_GPUS),
         (trainers, ("124m_d8", "plain-jax"), {}),
         (exchanges, ("ring_32k",), ON_GPUS),
         (compilers, ("84m_d8",), ON_GPUS),

@@ -85,8 +85,8 @@ class Job:
         contestant: a module of bench/throughput/peers.
         sequences, length: number of sequences of a batch, over all devices, and of their tokens. Each is one document.
         dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32.
-        platform: cpu, gpu, or tpu, for which steps are only compiled.
-        r, d, t, p: the mesh; stages p for ours alone.
+        platform: cpu or gpu.
+        r, d, t: the mesh.
         config: for ours, a file of configs/, for all settings that are not in the job.
         overrides: for ours, further settings, with spaces between them.
         save: for plain JAX. everything: what its backward pass needs; marked: what ours keeps, and the rest again.
@@ -102,7 +102,6 @@ class Job:
     r: int = 1
     d: int = 1
     t: int = 1
-    p: int = 1
     learning_rate: float = 1e-3
     b1: float = 0.9
     b2: float = 0.95
@@ -121,7 +120,7 @@ class Job:
 
     @property
     def devices(self) -> int:
-        return self.p * self.r * self.d * self.t
+        return self.r * self.d * self.t
 
     @property
     def attention_share(self) -> float:

@@ -34,8 +34,7 @@ def config_of(job: Job) -> config.Config:
     optimizer |= {"adam_epsilon": job.epsilon, "weight_decay": job.weight_decay, "clip_norm": job.clip_norm}
     sections = {"model": dataclasses.asdict(job.shapes) | {"bos_id": BOS_ID}, "training": training}
     sections |= {"optimizer": optimizer | {"schedule": "constant", "schedule_steps": "null"}}
-    sections |= {"mesh": {axis: getattr(job, axis) for axis in "prdt"}, "hardware": {"compilation_cache": "null"}}
-    # On TPUs too, without a loop: jaxlib 0.10.2 cannot read what libtpu 0.0.42.1 makes of one for v6e.
+    sections |= {"mesh": {axis: getattr(job, axis) for axis in "rdt"}, "hardware": {"compilation_cache": "null"}}
     hardware = "cpu" if job.platform == "cpu" else "h200"
     return launch.composed(job.config, f"hardware={hardware}", *overrides(sections), *job.overrides.split())
 

@@ -53,22 +53,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, platform: str) -> jax.Array
     """Causal attention of each device's own heads; by a fused kernel where there is one."""
     fused = "cudnn" if platform == "gpu" and q.dtype == jnp.bfloat16 else "xla"
     attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=fused)
-    attention = splash if platform == "tpu" else attention
     return jax.shard_map(attention, in_specs=(WITHIN, WITHIN, WITHIN), out_specs=WITHIN, check_vma=False)(q, k, v)
-
-
-def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention by JAX's kernel for TPUs, for as many heads of queries as of keys."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    length, heads = q.shape[1:3]
-    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
-    block = min(length, 1024)
-    sizes = kernels.BlockSizes(block, block, block // 2, block, block, block // 2, block, block)
-    kernel: Any = jax.vmap(kernels.make_splash_mha_single_device(mask, block_sizes=sizes))
-    heads_first = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
-    return kernel(*heads_first).swapaxes(1, 2)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
