@@ -5,8 +5,6 @@
 The text is the shipped novels, as bytes and in a BPE trained on them. Rates are per core: they count the CPU time of
 all threads, so other programs hardly change them. They leave out slow disks and networks.
 
-The loader feeds a loop as a run does, once as fast as it can and once at 10⁶ tokens/s, and the loop's waits are timed.
-
 With --seqax, the tokenization tool and that of a checkout of https://github.com/MatX-inc/seqax tokenize the same
 file in turns, each from its start to its end. Its .venv needs datasets hydra-core numcodecs==0.15.2 transformers
 zarr==2.18.7.
@@ -21,15 +19,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from bench.common import cpu_seconds, parser_of
 from shardwright.data.flat_tokens import Reader, Writer
-from shardwright.data.loader import DataConfig, make_loader, prefetch
+from shardwright.data.loader import DataConfig, make_loader
 from shardwright.data.text import definitions, sources
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.settings.composing import SHIPPED
@@ -39,8 +35,6 @@ SHARDS = 5
 """Number of copies of the text, each a shard."""
 SEQ_LEN, BATCH, BATCHES = 4096, 64, 20
 TOKENS, CORES = 10**12, (64, 256, 1024)
-PACE, PACED = 1e6, 40
-"""Tokens/s at which batches are taken from the loader, and how many."""
 COPIES, ROUNDS = 40, 2
 """Copies of the text that both tools tokenize, and how often."""
 
@@ -72,30 +66,6 @@ def measured(path: str, place: str, tokenizer: Tokenizer) -> list[float]:
     tokenizing = np.median(spent[1:]) * SHARDS  # the first one imports
     rates = [tokens / tokenizing, tokens / merging, BATCHES * BATCH * SEQ_LEN / reading]
     return [*rates, Path(path).stat().st_size * SHARDS / tokens, on_disk / tokens]
-
-
-def waits(filespec: str) -> list[float]:
-    """Returns the loader's most tokens/s, and at PACE the share of a step that waits for its batch, and CPU cores."""
-    with jax.set_mesh(jax.make_mesh((1, 1, 1), ("r", "d", "t"), (jax.sharding.AxisType.Explicit,) * 3)):
-        data = DataConfig(filespec=filespec)
-        loader = make_loader(data, "train", BATCH, SEQ_LEN)
-
-    def wait(step: float) -> float:  # mean seconds, for steps of so many seconds
-        waited = 0.0
-        with prefetch(loader.load, 0, PACED + 1, data.prefetch, loader.parallel_loads) as batches:
-            next(batches)  # before the first step, which compiles meanwhile
-            for _ in range(PACED):
-                time.sleep(step)
-                before = time.perf_counter()
-                next(batches)
-                waited += time.perf_counter() - before
-        return waited / PACED
-
-    fastest = wait(0.0)
-    step = BATCH * SEQ_LEN / PACE
-    waited = []
-    spent = cpu_seconds(lambda: waited.append(wait(step)))
-    return [BATCH * SEQ_LEN / fastest, waited[0] / step, spent / PACED / step]
 
 
 def _seconds_of_children() -> float:
@@ -152,7 +122,6 @@ def main() -> None:
         trained = definitions.train_bpe((json.loads(line)["text"] for line in content.splitlines()), 2**15)
         tokenizers = {"bytes": Tokenizer(definitions.byte_definition()), "BPE": Tokenizer(trained)}
         found = {name: measured(path, f"{place}/{name}", tokenizer) for name, tokenizer in tokenizers.items()}
-        fed = {name: waits(f"{place}/{name}/whole") for name in tokenizers}
         beside = {name: beside_seqax(seqax, place, content, x) for name, x in tokenizers.items()} if seqax else {}
     rates, plan = {}, {}
     for name, (tokenizing, merging, reading, text, disk) in found.items():
@@ -170,9 +139,7 @@ def main() -> None:
     ]
     print(table(titles, rates) + "\n")
     on = [f"hours on {n} cores" for n in CORES]
-    print(table(["10¹² tokens", "text, TB", "on disk, TB", "core-hours", *on, "hours to merge"], plan) + "\n")
-    fed_rows = {name: [f"{x / 1e6:.3g}", f"{wait:.3%}", f"{cores:.1%}"] for name, (x, wait, cores) in fed.items()}
-    print(table(["loader", "most million tokens/s", f"waiting at {PACE:,.0f}", "of a core"], fed_rows))
+    print(table(["10¹² tokens", "text, TB", "on disk, TB", "core-hours", *on, "hours to merge"], plan))
     if beside:
         rows = {name: [*(f"{x / 1e6:.3g}" for x in rate), f"{rate[0] / rate[1]:.1f}"] for name, rate in beside.items()}
         print("\n" + table(["million tokens/s of a core, whole program", "ours", "seqax", "ratio"], rows))

@@ -1,10 +1,7 @@
 """The benchmark's plan of 10¹² tokens: its hours are those of its rates."""
 
-import re
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -45,18 +42,4 @@ def test_the_benchmark(monkeypatch, capsys):
     text = capsys.readouterr().out
     found = tables(text)
     check(found)
-    assert re.findall(r"(?m)^\| (?:bytes|BPE) \| [\d.]+ \| [\d.]+% \| [\d.]+% \|$", text.partition("| loader |")[2])
     assert found[0][1]["bytes"][3] == pytest.approx(1.0, abs=0.1)  # with what JSON adds
-
-
-def test_the_wait_for_a_slow_loader(monkeypatch):
-    """Batches take 50 ms and steps 10 ms, so each waits 40."""
-    slow = SimpleNamespace(load=lambda step: time.sleep(0.05), parallel_loads=1)
-    monkeypatch.setattr(tokenization, "make_loader", lambda *_: slow)
-    monkeypatch.setattr(tokenization, "PACED", 16)
-    monkeypatch.setattr(tokenization, "PACE", tokenization.BATCH * tokenization.SEQ_LEN / 0.01)
-    most, share, cores = tokenization.waits("")
-    batches = most / tokenization.BATCH / tokenization.SEQ_LEN
-    assert 10 < batches < 28  # of 20 a second; eight are loaded ahead
-    assert 2 < share < 8
-    assert cores < 2

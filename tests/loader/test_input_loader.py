@@ -284,13 +284,17 @@ def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path):
 @pytest.mark.parametrize(("start", "stop", "threads"), [(3, 9, 1), (3, 9, 3), (5, 5, 3)])
 def test_prefetch_gives_each_step_in_order_in_as_many_threads_as_asked(start, stop, threads):
     together = threading.Barrier(threads)
+    used = set()
 
     def load(step):
+        used.add(threading.get_ident())
         together.wait(10)
+        time.sleep(0.01)  # a thread too many would begin meanwhile
         return step * 10
 
     with prefetch(load, start, stop, 6, threads) as batches:
         assert list(batches) == [10 * step for step in range(start, stop)]
+    assert len(used) == (threads if start < stop else 0)
 
 
 def test_prefetch_works_ahead_by_its_depth():
