@@ -19,7 +19,6 @@ columns.
 """
 
 import dataclasses
-import os
 import statistics
 from pathlib import Path
 
@@ -94,15 +93,10 @@ def main() -> None:
     parser.add_argument("--platform", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, about")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--lines", type=int, default=0, metavar="N", help="shows where the time of ours and torch goes")
     parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds to compile, and for each round")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}; give at least 1")
-    if options.lines and options.platform == "gpu":
-        parser.error("--lines is for a CPU; a run on a GPU prints its slowest lines (docs/performance.md)")
-    if options.lines:
-        os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"  # for the processes
     platform = options.platform
     seqax = options.seqax and options.seqax.resolve()
     sizes = (options.sizes or ("2m,10m,demo" if platform == "cpu" else ",".join(GPU_SIZES))).split(",")
@@ -127,11 +121,6 @@ def main() -> None:
         for contestant in run_rounds(jobs_of(size, names, dtype, platform, seqax), *timing):
             measured[contestant.name] = contestant
             print(line_of(contestant, measured["floor"], measured.get("ours")), flush=True)
-            if options.lines and contestant.name in ("ours", "torch") and not contestant.error:
-                for seconds, what in contestant.lines()[: options.lines]:
-                    print(f"{1e3 * seconds:12.2f} ms  {what}"[:120], flush=True)
-                if contestant.error:
-                    print(f"  no lines: {contestant.error}", flush=True)
 
 
 if __name__ == "__main__":

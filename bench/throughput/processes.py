@@ -45,10 +45,6 @@ class Contestant:
             self.step_s.append(done["seconds"] / steps)
             self.peak = max(self.peak, done["peak"])
 
-    def lines(self) -> list[tuple[float, str]]:
-        """Returns the seconds per step by source line or kernel, slowest first; none after an error."""
-        return self._ask("lines").get("lines", [])
-
     def _ask(self, request: object = "") -> dict[str, Any]:
         """Returns the next answer; None if the process ends or is killed at its limit, with the message in `error`."""
         if self.error is not None:

@@ -141,7 +141,7 @@ def test_the_floor_runs_all_of_the_products_of_a_step():
     check_flops(JOB, counted / JOB.tokens, 0.01)
 
 
-def test_shares_and_lines():
+def test_shares_and_ratios():
     def measured(name, step_s):
         return SimpleNamespace(name=name, job=JOB, ready={"compile_s": 1.0}, step_s=step_s, peak=2**30, error=None)
 
@@ -168,16 +168,12 @@ def test_a_contestant_that_fails_does_not_stop_the_others():
 @pytest.mark.slow
 def test_the_program():
     command = [sys.executable, "-m", "bench.throughput", "--sizes", "tiny", "--only", "ours,plain-jax"]
-    command += ["--rounds", "2", "--seconds", "0.1", "--lines", "3"]
+    command += ["--rounds", "2", "--seconds", "0.1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     sizes = {"floor": 5, "ours": 6, "plain-jax": 7}
     assert {row[0]: len(row) for row in rows if row and row[0] in sizes} == sizes
-    slowest = [(float(row[0]), row[2]) for row in rows if row[1:2] == ["ms"]]
-    assert len(slowest) == 3
-    assert slowest == sorted(slowest, reverse=True)
-    assert all(line.startswith(("train.py:", "~train.py:", "shard", "without")) for _, line in slowest)
 
 
 @pytest.mark.parametrize(

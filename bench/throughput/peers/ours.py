@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,9 +12,8 @@ from bench.throughput.peers.plain_jax import OnJax
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
 from shardwright.data.loader import TokenBatch, in_microbatches
-from shardwright.inspect.compiled import hlo, step, trace
 from shardwright.modeling.model import load_model
-from shardwright.run import compiling, config, launch, profile
+from shardwright.run import compiling, config, launch
 from shardwright.run.spec import load_spec
 from shardwright.run.step import trace_step
 
@@ -74,16 +71,6 @@ class Contestant(OnJax):
     def run(self, batch: TokenBatch) -> jax.Array:
         self.state, metrics = self.training_step(self.state, batch, np.int32(self.steps))
         return metrics.loss
-
-    def lines(self, steps: int) -> list[tuple[float, str]]:
-        """Seconds of so many steps by source line, those of all devices added."""
-        with tempfile.TemporaryDirectory() as directory:
-            with jax.profiler.trace(directory):
-                self.wait([self.step() for _ in range(steps)])
-            found = jax.profiler.ProfileData.from_file(str(next(Path(directory).rglob("*.xplane.pb"))))
-        table = step.describe(hlo.parse(self.training_step.as_text() or ""))
-        lines = trace.line_times(trace.devices_of(found, profile.MODULE, steps), table)["lines"]
-        return [(row["seconds"], f"{row['line']}  {row['text']}") for row in lines]
 
 
 def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:

@@ -92,13 +92,6 @@ class Contestant(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach().clone()
 
-    def lines(self, steps: int) -> list[tuple[float, str]]:
-        """Seconds of so many steps by kernel. One of several operations bears the names of these."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            self.wait([self.step() for _ in range(steps)])
-        kernels = sorted(profile.key_averages(), key=lambda kernel: -kernel.self_cpu_time_total)
-        return [(kernel.self_cpu_time_total / 1e6, kernel.key) for kernel in kernels]
-
     def peak(self) -> int:
         """Of what torch allocated on the GPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else super().peak()

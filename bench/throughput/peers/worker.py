@@ -3,7 +3,7 @@
     python -m bench.throughput.peers.worker '<Job as JSON>'
 
 A line of standard output that begins with MARK is an answer, in JSON; other lines are the contestant's own output. The
-first answer says that it is ready; then there is one for each line of standard input: a number of steps, or `lines`.
+first answer says that it is ready; then there is one for each line of standard input, a number of steps.
 """
 
 import importlib
@@ -14,7 +14,6 @@ import time
 from bench.throughput.peers.job import Job
 
 MARK = "@answer "
-PROFILED = 5  # steps, for `lines`
 
 
 def answer(**values) -> None:
@@ -34,10 +33,7 @@ def main() -> None:
     compile_s, step_s = timed(1), timed(1)
     answer(compile_s=compile_s, step_s=step_s)
     for line in sys.stdin:  # which ends with the program that asks
-        if line.strip() == "lines":
-            answer(lines=[(seconds / PROFILED, what) for seconds, what in contestant.lines(PROFILED)])
-        else:
-            answer(seconds=timed(int(line)), peak=contestant.peak())
+        answer(seconds=timed(int(line)), peak=contestant.peak())
 
 
 if __name__ == "__main__":
