@@ -6,7 +6,6 @@
     python -m bench.chip attention [--lengths 1024 4096] [--tokens 16384] [--heads 16] [--width 128]
     python -m bench.chip rates [--size 8192]
     python -m bench.chip rates --chip FILE.yaml
-    python -m bench.chip kernels runs/<name> --chip h100
 
 With `minutes` it measures PARTS in order, each in its own process with a time limit. It writes results immediately:
 <out>/<part>.json, the part's output in <part>.out and .err, and a Markdown table in chip.md, which you can paste into
@@ -22,19 +21,9 @@ more than 2 GiB. Operands are in bf16.
 `rates` prints the rate of a matmul of size × size/2 × 7/4 size, with and without autotuning, and with other XLA options
 one at a time. With --chip it writes a file for hardware.chip: it copies the file in shardwright/cluster/chips of the
 chip that JAX finds (of the h100 for an unknown chip), and replaces assumed numbers by measured ones.
-
-`kernels` compares the measured time of each GPU kernel in a run's training step with XLA's prediction, if it was
-trained with ++hardware.compiler_options.xla_gpu_collect_cost_model_stats=true. It reads the step's HLO text and the
-trace of the run's profiled steps, and needs no device. It prints, for each kind of kernel and then for the SLOWEST
-kernels, per step and device:
-
-    measured     ms, mean over devices and profiled steps; for a collective including the wait for other devices
-    predicted    ms, by bench.clock; for a collective without contention. Only XLA for GPUs predicts
-    ratio        measured / predicted
 """
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -58,23 +47,17 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
-from bench.clock import ATTENTION, Clock, attention_matmuls
 from bench.common import first_line, parser_of
 from shardlib.shardtypes import i32, typed_shard_map
-from shardwright.cluster.chips import Chip, chip_for, chip_of, known, settings_for
+from shardwright.cluster.chips import Chip, chip_for, chip_of, settings_for
 from shardwright.cluster.config import HardwareConfig
 from shardwright.cluster.devices import make_mesh
 from shardwright.data.untrusted import one_line, read_object
-from shardwright.inspect.compiled import hlo, trace
-from shardwright.inspect.compiled.operations import works_of
-from shardwright.inspect.compiled.step import describe
-from shardwright.inspect.compiled.table import CompiledStep
 from shardwright.modeling import attention_paths
 from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions, same_document
 from shardwright.modeling.model import compute_scope
 from shardwright.modeling.weights import act
 from shardwright.run.files import write_json, write_whole
-from shardwright.run.profile import MODULE
 from shardwright.run.spec import load_spec
 
 # ---- all parts ----------------------------------------------------------------------------------------------------
@@ -85,8 +68,7 @@ TRAIN = "shardwright train {hardware} data=synthetic training.eval_batches=0 tra
 TRAIN += " optimizer.warmup_steps=5 paths.root_working_dir={out} paths.model_name={part} --config-name="
 GPT2 = f"{TRAIN}gpt2_124m mesh.d=-1 model.vocab=50304 training.steps=40 training.microbatches=2 training.batch_size="
 GPT2_124M, GPT2_350M = f"{GPT2}64", f"{GPT2}32 model.layers=24 model.d_model=1024 model.heads=16"
-PROFILED = "++hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
-PROFILED += " ++hardware.compiler_options.xla_gpu_enable_command_buffer="  # CUDA graphs hide the time of each kernel
+PROFILED = "++hardware.compiler_options.xla_gpu_enable_command_buffer="  # CUDA graphs hide the time of each kernel
 OTHERS = "bench.throughput --platform {platform} --sizes 270m --rounds 2 --seconds 1.5 --limit 70"
 SMALL = "model.layers=2 model.d_model=96 model.vocab=1280 model.bos_id=0"
 SMALL += " training.seq_len=64 training.batch_size=4 training.steps=8"
@@ -97,7 +79,7 @@ RUN = (
     (r"^(?P<what>step (\d+))/\2  ETA \S+  (loss \S+)  speed (\S+ tokens/s(?:  MFU \S+)?)", r"\3, \4"),
 )
 ROW = ((r"^(?P<what>.+?): (.+)$", r"\2"),)
-KIND = ((r"^ *([\d.]+) +([\d.]+) +\S+  (?P<what>.+): all$", r"\1 ms a step, predicted \2"),)
+SLOWEST = (*RUN, (r"^ *([\d.]+%) +(?:[\d.]+% +)?(?P<what>~?\S+:\d+|without a line)\b.*$", r"\1 of the time"))
 TRAINERS = (
     (r"^(?P<what>\S+) +([\d,]+) +[\d,]+ +(?:\S+% +)?([\d,]+) +([\d.]+)", r"\2 tokens/s, \3 MiB, compiled in \4 s"),
     (r"^(?P<what>\S+) +(failed: .*)$", r"\2"),
@@ -116,7 +98,7 @@ class Part(NamedTuple):
 
 PARTS = (  # the most useful first
     Part("devices", 60, "bench.chip", "", ROW),
-    Part("demo", 120, f"{TRAIN}first_chip model.vocab=1280 training.steps=30 {PROFILED}"),
+    Part("demo", 120, f"{TRAIN}first_chip model.vocab=1280 training.steps=30 {PROFILED}", figures=SLOWEST),
     Part("attention", 150, "bench.chip attention", "--lengths 256 --tokens 512 --heads 2 --width 16", ROW),
     Part("124m", 110, GPT2_124M),
     Part("124m-deterministic", 110, f"{GPT2_124M} hardware.deterministic=true"),
@@ -124,7 +106,6 @@ PARTS = (  # the most useful first
     Part("350m-deterministic", 120, f"{GPT2_350M} hardware.deterministic=true"),
     Part("matmul", 90, "bench.chip rates", "--size 512", ROW),
     Part("fp8", 110, f"{GPT2_124M} training.fp8=true"),
-    Part("profile", 60, "bench.chip kernels {out}/demo --chip {chip}", "", KIND),
     Part("chip", 60, "bench.chip rates --chip {out}/{chip}.yaml", "--size 512", ROW),
     Part("others", 240, OTHERS, "--sizes tiny --rounds 1 --seconds 0.2 --limit 200", TRAINERS),
 )
@@ -256,20 +237,19 @@ def operands(length: int, tokens: int, heads: int, width: int) -> tuple[list[jax
     return drawn, jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
 
 
-def program(path: str, pattern: AttentionMask) -> Callable:
+def with_gradients(attend: Callable, pattern: AttentionMask) -> Callable:
     """Returns a function of q, k, v, a gradient and documents that returns the result and the three gradients."""
 
     @typed_shard_map
     def run(
         q: act["B/r/d L K/t Q D"],
         k: act["B/r/d L K/t D"],
-        v: act["B/r/d L K/t D"],
-        g: act["B/r/d L K/t Q D"],
+        v: act["B/r/d L K/t D_v"],
+        g: act["B/r/d L K/t Q D_v"],
         document: i32["B/r/d L"],
-    ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
+    ) -> tuple[act["B/r/d L K/t Q D_v"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D_v"]]:
         index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
         positions = Positions(index, index, document)
-        attend = load_spec().attention if path == "einsum" else functools.partial(attention_paths.run, path, block=None)
         out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, Mask(pattern, positions, positions)), q, k, v)
         return out, *vjp(g)
 
@@ -290,8 +270,9 @@ def timed(
 ) -> tuple[jax.stages.Compiled, float, float]:
     """Returns a compiled implementation, its seconds and FLOP/s. Raises what it, the compiler or the device raises."""
     attention_paths.choose(path, pattern, given[0])
+    attend = load_spec().attention if path == "einsum" else functools.partial(attention_paths.run, path, block=None)
     with compute_scope("bf16"):
-        compiled = jax.jit(program(path, pattern)).lower(*given).compile(compiler_options=options)
+        compiled = jax.jit(with_gradients(attend, pattern)).lower(*given).compile(compiler_options=options)
     rows, length, heads, _, width = given[0].shape
     seconds = best_seconds(compiled, *given)
     return compiled, seconds, 3.5 * 4 * rows * heads * length**2 * width / 2 / seconds
@@ -309,7 +290,7 @@ def show(length: int, documents: str, pattern: AttentionMask, tokens: int, heads
     expected = None
     if 4 * length * max(tokens, length) * heads <= LARGEST:
         with compute_scope("f32"), jax.default_matmul_precision("highest"):
-            expected = jax.jit(program("einsum", pattern))(*map(jnp.float32, drawn), document)
+            expected = jax.jit(with_gradients(load_spec().attention, pattern))(*map(jnp.float32, drawn), document)
     for path, options in kernels:
         try:
             compiled, seconds, rate = timed(path, pattern, [*drawn, document], options)
@@ -397,89 +378,6 @@ def write_chip(size: int, file: Path) -> None:
     print(f"{file.name}, like {fields['like']}: {', '.join(shown)}")
 
 
-# ---- kernels ------------------------------------------------------------------------------------------------------
-
-OPTION = "hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
-SLOWEST = 40
-Row = tuple[str, float, float, str]
-"""Kind, measured ms, predicted ms, and the kernel with its source line."""
-
-
-def measured_seconds(file: Path, table: CompiledStep) -> dict[str, float]:
-    """Returns seconds per operation, averaged over devices and steps. Raises ValueError if the trace has none."""
-    if not (steps := read_object(file.with_name(trace.LINES)).get("steps")):
-        raise ValueError(f"{file.with_name(trace.LINES)} has no number of steps: train again with this version.")
-    devices = trace.devices_of(jax.profiler.ProfileData.from_file(str(file)), MODULE, steps)
-    found = collections.defaultdict[str, float](float)
-    for device in devices.values():
-        for (start, end), name in device.operations:
-            if table.line_of.get(name, "") is not None:  # a loop's time is counted in its body
-                found[name] += (end - start) / 1e9 / steps / len(devices)
-    if not found:
-        raise ValueError(f"{file} has no operation of the step")
-    return found
-
-
-def kinds(program: hlo.Program, table: CompiledStep) -> dict[str, str]:
-    """Returns the kind of each operation: matmuls, attention, collectives or the rest."""
-    found = {}
-    for computation in program.computations.values():
-        for i in computation.instructions.values():
-            products = any(work.kind == "matmul" for work in works_of(program, computation, i))
-            kind = "products" if products else "attention" if attention_matmuls(i) else "the rest"
-            found[i.name] = "collectives" if i.name in table.communicating else kind
-    return found
-
-
-def rows(run: Path, chip: str) -> list[Row]:
-    """Returns the operations of a run's step, the slowest (measured or predicted) first."""
-    found = []
-    for pattern in ("training_step_optimized_hlo_*.txt", "plugins/profile/*/*.xplane.pb"):
-        if not (files := sorted(run.glob(pattern))):
-            raise ValueError(f"{run} has no {pattern}: give the directory of a run that was profiled.")
-        found.append(files[-1])
-    text, profile = found
-    program = hlo.parse(content := text.read_text())
-    table = describe(program)
-    predicted = collections.defaultdict[str, float](float)
-    if "reification_cost" in content:
-        clock = Clock(program, table, chip_of(chip), {}, ATTENTION)
-        clock.seconds(program.entry)
-        predicted = clock.kernels
-    else:
-        print(f"{text} has no predictions of XLA: train on a GPU, with +{OPTION}.", file=sys.stderr)
-    took, kind = measured_seconds(profile, table), kinds(program, table)
-    names = sorted(
-        took.keys() | {name for name in predicted if predicted[name] > 0},
-        key=lambda name: -max(took[name], predicted[name]),
-    )
-    return [
-        (
-            kind.get(name, "not in the text"),
-            1e3 * took[name],
-            1e3 * predicted[name],
-            f"{name}  {table.line_of.get(name) or ''}".rstrip(),
-        )
-        for name in names
-    ]
-
-
-def show_kernels(run: Path, chip: str) -> None:
-    """Prints the kinds of kernels, then the slowest."""
-    found = rows(run, chip)
-    took, predicted = (collections.defaultdict[str, float](float) for _ in range(2))
-    for kind, *ms, _ in found:
-        took[kind] += ms[0]
-        predicted[kind] += ms[1]
-    print(f"{'measured':>9} {'predicted':>10} {'ratio':>8}  ms of a device in a step")
-    for kind, measured_ms, told_ms, label in [
-        *((kind, took[kind], predicted[kind], "all") for kind in took),
-        *found[:SLOWEST],
-    ]:
-        ratio = f"{measured_ms / told_ms:8.2f}" if told_ms else f"{'-':>8}"
-        print(f"{measured_ms:9.3f} {told_ms:10.3f} {ratio}  {kind}: {label}")
-
-
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 
@@ -498,9 +396,6 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     rates = commands.add_parser("rates", help="measures matmuls, or writes a file for hardware.chip")
     rates.add_argument("--size", type=int, default=8192, help="a multiple of 4")
     rates.add_argument("--chip", type=Path, metavar="FILE", help="file to write, with a name that ends in .yaml")
-    kernels = commands.add_parser("kernels", help="compares a run's kernels with XLA's prediction")
-    kernels.add_argument("run", type=Path, help="directory of a run")
-    kernels.add_argument("--chip", choices=known(), required=True, help="on which it ran")
     if not arguments or "=" in arguments[0]:
         arguments = ["all", *(f"--{word}" for word in arguments)]
     args = whole.parse_args(arguments)
@@ -521,8 +416,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     show(length, documents, pattern, args.tokens, args.heads, args.width)
         elif args.command == "rates":
             write_chip(args.size, args.chip) if args.chip else show_products(args.size)
-        elif args.command == "kernels":
-            show_kernels(args.run, args.chip)
         elif args.minutes is None:
             print_settings()
         else:

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from bench.clock import Clock
 from bench.common import first_line, parser_of
+from bench.plan.clock import Clock
 from shardwright.cluster import chips, devices
 from shardwright.cluster.topologies import GPUS, WITHOUT_DEVICE
 from shardwright.inspect.compiled import hlo

@@ -25,7 +25,7 @@ import itertools
 import sys
 from typing import Any
 
-from bench.clock import ATTENTION
+from bench.plan.clock import ATTENTION
 from bench.plan.programs import Step, options_of, reading, show_all
 from bench.throughput.peers.job import Job, Shapes
 from shardwright.cluster.topologies import GPUS, devices_of

@@ -4,15 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import bench.chip
 import train
-from shardlib.shardtypes import dtype_name, f32, i32
-from shardwright.modeling.masks import CAUSAL, Mask, Positions
+from shardlib.shardtypes import Scope, f32
+from shardwright.modeling.masks import CAUSAL
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
 from shardwright.run.config import Config
 from tests.support import tiny
-
-act = dtype_name("act")
 
 
 def loss_and_gradients(c: Config, mesh, batch=None, dtype="float32"):
@@ -37,21 +36,7 @@ def assert_close(found, expected, tolerance):
 
 def with_gradients(path, q, k, v, document, g, dtype="float32", pattern=CAUSAL):
     """The result of a path of attention and the gradients of q, k and v, in f64, on the mesh in force."""
-
-    def everything(
-        q: act["B/r/d L K/t Q D"],
-        k: act["B/r/d L K/t D"],
-        v: act["B/r/d L K/t D_v"],
-        document: i32["B/r/d L"],
-        g: act["B/r/d L K/t Q D_v"],
-    ) -> tuple[act["B/r/d L K/t Q D_v"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D_v"]]:
-        index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-        positions = Positions(index, index, document)
-        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Mask(pattern, positions, positions)), q, k, v)
-        return out, *vjp(g)
-
-    def cast(x):
-        return jnp.asarray(x, dtype)
-
-    found = tiny.per_device(everything, act=dtype)(cast(q), cast(k), cast(v), document, cast(g))
+    given = [jnp.asarray(x, dtype) for x in (q, k, v, g)]
+    with Scope(act=dtype):
+        found = jax.jit(bench.chip.with_gradients(path, pattern))(*given, document)
     return [np.asarray(x, np.float64) for x in found]

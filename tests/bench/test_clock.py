@@ -1,20 +1,17 @@
-"""bench.chip, bench.clock: XLA's prediction of a step, also beside a trace."""
+"""bench.plan.clock: XLA's prediction of a step."""
 
 import dataclasses
-import json
 import types
 
 import pytest
 
-from bench import chip as program
-from bench.clock import Clock, attention_matmuls
+from bench.plan.clock import Clock, attention_matmuls
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
 from shardwright.run.compiling import with_mesh
 from tests.support.annotated_program import AT, FACTS, TEXT
 from tests.support.hlo_texts import HEAD
-from tests.support.traces import written
 
 US = 1e-6
 ROOFLINE = (8 * 3 * 64 + 4 * 64) / 1e6  # bytes of a batched product and of one with wider results, at 1e6 a second
@@ -39,11 +36,12 @@ def test_what_no_gather_tells_is_timed_by_links_and_loops_by_their_mean():
     swap = f"%a = f32[4,4]{{1,0}} all-to-all-start(%x), replica_groups={{{{0,1}},{{2,3}}}}{AT.format('swap', 1)}"
     text = text.replace("ROOT %s.1", f"{swap}\n  ROOT %s.1")
     program = parse(with_mesh(text, {"d": 2, "e": 2}))
-    chip, facts = chip_of("h100"), FACTS | {"unknown_turns": 2.5}
-    clock = Clock(program, describe(program), chip, facts)
-    clock.seconds(program.entry)
-    assert clock.kernels["step"] == pytest.approx(2.5 * 10 * US)
-    assert clock.kernels["a"] == pytest.approx(chip.collective_s("all_to_all", 64, program.mesh, ["e"]))
+    chip = chip_of("h100")
+    clocks = [Clock(program, describe(program), chip, FACTS | {"unknown_turns": turns}) for turns in (2.5, 4)]
+    few, more = (clock.seconds(program.entry) for clock in clocks)
+    assert more - few == pytest.approx(1.5 * 10 * US)
+    exchange = clocks[0].of_collective(program.entry, program.entry.instructions["a"])
+    assert exchange == pytest.approx(chip.collective_s("all_to_all", 64, program.mesh, ["e"]))
 
 
 def test_attention_by_its_flops():
@@ -62,53 +60,6 @@ def test_attention_by_its_flops():
 
     forward = 2 * 2 * 2 * 3 * 8**2 / 2 * 16
     assert (seconds(0.5), seconds(0.0)) == (pytest.approx(3.5 * forward / 0.5e9), 0)
-
-
-def run_on_a_gpu(tmp_path, text=TEXT):
-    """A run's text, and the trace of two steps with the same kernels and of the beginning of one more."""
-    (tmp_path / "training_step_optimized_hlo_1.txt").write_text(with_mesh(text, {"d": 4}))
-    at = tmp_path / "plugins" / "profile" / "1"
-    at.mkdir(parents=True)
-    (at / "profile_by_line.json").write_text(json.dumps({"steps": 2}))
-    step = [(0, 30, "gemm", "early"), (30, 90, "add", "step"), (90, 97, "k", "other")]
-
-    def event(start, end, name, op):
-        return (start, end, name, {"hlo_module": "jit_training_step", "hlo_op": op})
-
-    compute = [event(begin + start, begin + end, *names) for begin in (0, 300, 600) for start, end, *names in step]
-    streams = {"Stream #1": compute[:-2], "Stream #2": [event(5, 205, "ncclDevKernel_AllGather", "g")]}
-    (at / "vm.xplane.pb").write_bytes(written({"/device:GPU:0": streams}))
-    return tmp_path
-
-
-@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
-def test_each_kernel_beside_its_prediction(tmp_path, capsys):
-    run = run_on_a_gpu(tmp_path)
-
-    def near(*ms):
-        return [pytest.approx(x) for x in ms]
-
-    found = {label.split()[0]: [kind, took, told] for kind, took, told, label in program.rows(run, "h100")}
-    assert found["early"] == ["products", *near(0.03, 0.04)]
-    assert found["step"] == ["the rest", *near(0.06, 3 * 0.01)]  # three turns
-    assert found["g"] == ["collectives", *near(0.1, 0.1)]  # in one of the two steps
-    assert found["s"] == ["collectives", *near(0, 0.1 * 400 / 374)]
-    assert found["other"] == ["not in the text", *near(0.007, 0)]
-    program.main(["kernels", str(run), "--chip", "h100"])
-    said = capsys.readouterr().out.splitlines()
-    assert "    0.100      0.207     0.48  collectives: all" in said
-    assert "    0.060      0.030     2.00  the rest: step  train.py:20" in said
-
-
-def test_a_run_without_predictions(tmp_path, capsys):
-    """What was measured is shown, as on a CPU."""
-    run = run_on_a_gpu(tmp_path, TEXT.replace("reification_cost", "cost"))
-    program.main(["kernels", str(run), "--chip", "h100"])
-    said = capsys.readouterr()
-    assert "    0.060      0.000        -  the rest: step  train.py:20" in said.out.splitlines()
-    assert "train on a GPU, with +hardware.compiler_options" in said.err
-    with pytest.raises(SystemExit, match=r"has no training_step_optimized_hlo_\*\.txt"):
-        program.main(["kernels", str(tmp_path / "none"), "--chip", "h100"])
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ class Clock:
     A pipeline task takes its time in each tick in which a device has one. Kernel launches take no time.
 
     Attributes:
-        kernels: seconds of each operation in a step, by name; for a collective its whole duration, at its start.
         lines: seconds of each source line, computing or waiting for its communication.
         exposed: of these, the seconds waiting.
     """
@@ -48,7 +47,7 @@ class Clock:
         self.facts = facts
         self.attention = attention
         self.communicating = table.communicating
-        self.kernels, self.lines, self.exposed = (collections.defaultdict[str, float](float) for _ in range(3))
+        self.lines, self.exposed = (collections.defaultdict[str, float](float) for _ in range(2))
         every = [(of, i) for of in program.computations.values() for i in of.instructions.values()]
         gathers = ((*x, _annotated(x[1])) for x in every if x[1].opcode == "all-gather-start")
         self.gathers = [(*self.message(of, i), given) for of, i, given in gathers if given is not None]
@@ -69,16 +68,12 @@ class Clock:
             elif i.opcode.endswith("-done") and i.operands[0] in ready:
                 cost = max(0.0, ready[i.operands[0]] - now)
             elif i.opcode.endswith("-start"):
-                took = self.of_collective(computation, i)
-                sent = ready[i.name] = max(now, sent) + took
-                self.kernels[i.name] += took * times
+                sent = ready[i.name] = max(now, sent) + self.of_collective(computation, i)
             elif attention_matmuls(i):
                 cost = self.of_attention(computation, i)
             elif i.opcode not in NO_WORK:
                 cost = self.of_work(computation, i)
             line = (self.line_of.get(i.name) or WITHOUT_LINE).removeprefix("~")
-            if not i.opcode.endswith(("-start", "-done")):
-                self.kernels[i.name] += cost * times
             self.lines[line] += cost * times
             if i.name in self.communicating:
                 self.exposed[line] += cost * times
