@@ -10,7 +10,7 @@ import jax
 import pytest
 import yaml
 
-from bench.plan import compilers, exchanges, programs, trainers
+from bench.plan import compilers, programs, trainers
 from shardwright.inspect.plan.work import Op
 from shardwright.run.compiling import with_mesh
 from tests.support.annotated_program import FACTS, TEXT
@@ -87,7 +87,7 @@ def test_what_a_run_on_gpus_relies_on_is_stated():
     [
         (trainers, ("124m_r4d8", "ours"), ON_GPUS),
         (trainers, ("124m_d8", "plain-jax"), {}),
-        (exchanges, ("ring_32k",), ON_GPUS),
+        (trainers, ("ring_32k", "ours"), ON_GPUS),
         (compilers, ("84m_d8",), ON_GPUS),
     ],
 )
@@ -103,7 +103,7 @@ def test_benchmarks_compile_by_the_options_of_a_run(tmp_path, monkeypatch, modul
     lowered = types.SimpleNamespace(compile=compile)
     monkeypatch.setattr(module, "devices_of", lambda chip, count, hosts=None: jax.devices()[:count])
     monkeypatch.setattr(programs.devices, "known_options", lambda options, say: dict(options))
-    if module is trainers:
+    if module is trainers and row[0] not in trainers.ALONE:
         peer = importlib.import_module(f"bench.throughput.peers.{trainers.TRAINERS[row[1]]}")
         monkeypatch.setattr(peer.Contestant, "lowered", lambda job, devices: lowered)
     else:
