@@ -33,12 +33,8 @@ from shardwright.data.checks import a_path, check_choice
 from shardwright.data.text.definitions import PAD, differences, load_definition
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import shown
-from shardwright.modeling.model import inputs_of, load_model
-from shardwright.run.opening import CARRIED, CheckpointChoice, SavedRun, open_run
-from shardwright.settings.program import run_program
-from shardwright.tools.huggingface import beside
-from shardwright.tools.huggingface.beside import Kept, with_end
-from shardwright.tools.huggingface.check import (
+from shardwright.huggingface import sidecars
+from shardwright.huggingface.check import (
     check_rounding,
     check_rules,
     compare_logits,
@@ -46,6 +42,10 @@ from shardwright.tools.huggingface.check import (
     one_device,
     round_weights,
 )
+from shardwright.huggingface.sidecars import Kept, with_end
+from shardwright.modeling.model import inputs_of, load_model
+from shardwright.run.opening import CARRIED, CheckpointChoice, SavedRun, open_run
+from shardwright.settings.program import run_program
 
 DTYPES: dict[str, Any] = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 """The dtype of an export's files, for each value of `dtype`."""
@@ -149,7 +149,7 @@ def describe(
     except (ValueError, OSError) as error:
         tokenizer = None
         lines = [f"tokenizer  none: {error}"]
-    kept = Kept(found or beside.NOTHING, tokenizer, c.model.vocab)
+    kept = Kept(found or sidecars.NOTHING, tokenizer, c.model.vocab)
     end = tokenizer.end if tokenizer else None
     for name in ("config", "generation_config"):
         content = kept.ids(name)
@@ -189,7 +189,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     if content.get("max_position_embeddings", 0) is None:
         content["max_position_embeddings"] = c.training.seq_len
     found = saved.metadata.get(CARRIED)
-    beside.check(found or beside.NOTHING, f"what {config.run} kept of the files of an imported model")
+    sidecars.check(found or sidecars.NOTHING, f"what {config.run} kept of the files of an imported model")
     dtype = config.dtype or c.training.compute_dtype
     if found and config.dtype is None and (step == 0 or dtype != "f32"):  # at step 0 the weights are those imported
         dtype = found["dtype"]

@@ -25,6 +25,7 @@ from shardlib.axes import mesh_text
 from shardwright.data.checks import a_path, check_ranges, within
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import LARGE, parse_object, read_text, shown
+from shardwright.huggingface.sidecars import ends_of
 from shardwright.modeling.model import load_model
 from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, SavedRun, Write, mesh_for, open_run
@@ -32,7 +33,6 @@ from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.program import run_program
 from shardwright.settings.words import quoted
-from shardwright.tools.huggingface.beside import ends_of
 
 
 @dataclass

@@ -34,15 +34,14 @@ from shardwright.data.checks import a_path, within
 from shardwright.data.hub import reading_hub
 from shardwright.data.text import definitions
 from shardwright.data.untrusted import first_line, read_object, refused, shown
-from shardwright.huggingface import Tensors, as_transformers_reads
+from shardwright.huggingface import Tensors, as_transformers_reads, sidecars
+from shardwright.huggingface.check import check_rules, compare_logits, mapping_of, module_for
 from shardwright.modeling.model import is_shipped
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.opening import CARRIED
 from shardwright.settings.composing import command_of
 from shardwright.settings.program import run_program
 from shardwright.settings.words import override
-from shardwright.tools.huggingface import beside
-from shardwright.tools.huggingface.check import check_rules, compare_logits, mapping_of, module_for
 
 FILES = ["*config.json", *definitions.FILES, "*.jinja", "model*.safetensors"]
 """Files to download of a model on the hub; some models have their weights again, in other formats."""
@@ -144,7 +143,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     quantization = content.get("quantization_config") or {}
     tensors = Tensors(directory, quantization.get("weight_block_size") or (128, 128))
     tokenizer = find_tokenizer(directory, log)
-    found = beside.read(directory, tensors.dtype, tokenizer)
+    found = sidecars.read(directory, tensors.dtype, tokenizer)
     try:
         c, weights = mapping_of(name).from_huggingface(content, tensors)
     except ValueError as error:
@@ -182,7 +181,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     of_fp8 = f", {len(tensors.scales)} matrices dequantized from FP8" if tensors.scales else ""
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}{of_fp8}")
     log(f"checkpoint {output}/checkpoints/0000000000")
-    log(shown(f"kept       for exports: {', '.join(beside.described(found))}"))
+    log(shown(f"kept       for exports: {', '.join(sidecars.described(found))}"))
     for line in next_commands(output):
         log(line)
 

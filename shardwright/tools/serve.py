@@ -20,13 +20,13 @@ import jax
 from shardwright.data.checks import check_range, check_ranges, within
 from shardwright.data.text.tokenizers import tokenizer_of_run
 from shardwright.data.untrusted import refused
+from shardwright.huggingface.sidecars import ends_of
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.settings.program import run_program
-from shardwright.tools.huggingface.beside import ends_of
 
 
 @dataclass

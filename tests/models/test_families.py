@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shardlib.shardtypes import ShardError
+from shardwright.huggingface import families
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
@@ -18,7 +19,6 @@ from shardwright.run.opening import MeshChoice, read_weights
 from shardwright.run.step import trace_step
 from shardwright.sampling import cache
 from shardwright.tools import generate
-from shardwright.tools.huggingface import families
 from tests.support import huggingface_models as models
 from tests.support import tiny, transformers_models
 from tests.support.huggingface_models import export, to_run

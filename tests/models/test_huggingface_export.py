@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.text.tokenizers import open_tokenizer
+from shardwright.huggingface import families
 from shardwright.modeling.model import module_of
 from shardwright.models import gpt2
-from shardwright.tools.huggingface import families
 from tests.support import huggingface_models as models
 from tests.support.huggingface_models import export, to_run
 
@@ -153,7 +153,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
-EXCHANGE = "from shardwright.tools.huggingface.families import from_huggingface, to_huggingface\n"
+EXCHANGE = "from shardwright.huggingface.families import from_huggingface, to_huggingface\n"
 RULE = "mask_mod=(masks.causal, masks.same_document)"
 GATE = "(jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)"
 ALIBI = "score_mod=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import train
 from shardlib.shardtypes import make_shardings
-from shardwright.huggingface import as_transformers_reads
+from shardwright.huggingface import as_transformers_reads, families
 from shardwright.modeling import masks
 from shardwright.modeling.model import load_model
 from shardwright.modeling.rope import attention_factor, rope_frequencies
@@ -32,7 +32,6 @@ from shardwright.run.opening import fresh_state, read_weights
 from shardwright.run.resuming import fixed_settings, with_defaults
 from shardwright.run.step import trace_step
 from shardwright.tools import huggingface_to_checkpoint as tool
-from shardwright.tools.huggingface import families
 from tests.support import huggingface_models as models
 from tests.support import tiny
 from tests.support.huggingface_models import export

@@ -10,9 +10,9 @@ import jax
 import pytest
 
 from shardwright.data import loader
+from shardwright.huggingface import families
 from shardwright.modeling import masks
 from shardwright.models import gpt2
-from shardwright.tools.huggingface import families
 from tests.support import tiny
 from tests.support.shipped import load
 

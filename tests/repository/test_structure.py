@@ -63,7 +63,6 @@ BY_NAME |= {
 LATE = {"shardlib.pytest_plugin", "shardwright.__main__"}
 """Modules that import others when used: before a conftest.py sets JAX's flags, or where packages are missing."""
 SHARED = {f"shardwright.tools.report.{name}" for name in ("comparing", "page", "pairs", "plots", "reading", "screen")}
-SHARED |= {f"shardwright.tools.huggingface.{name}" for name in ("beside", "check", "families")}
 SHARED |= {f"bench.{name}" for name in ("common", "throughput.peers.ours", "throughput.peers.job")}
 SHARED.add("shardwright.tools.ladder.scales")
 """Modules of several programs."""

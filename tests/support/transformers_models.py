@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from shardwright.data.loader import TokenBatch
 from shardwright.huggingface import as_transformers_reads
-from shardwright.tools.huggingface.check import mapping_of, module_for
+from shardwright.huggingface.check import mapping_of, module_for
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -455,7 +455,7 @@ def test_a_metric_computed_on_the_host(tmp_path):
         np.testing.assert_allclose(rank, np.sum(w**2) / np.linalg.eigvalsh(w.T @ w)[-1], rtol=1e-4)
 
 
-EXCHANGE = "\nfrom shardwright.tools.huggingface.families import from_huggingface, to_huggingface\n"
+EXCHANGE = "\nfrom shardwright.huggingface.families import from_huggingface, to_huggingface\n"
 
 
 def with_products(w):

@@ -17,12 +17,12 @@ from safetensors.numpy import load_file
 from shardwright.data.loader import DataConfig
 from shardwright.data.text.definitions import open_directory, train_bpe
 from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer, tokenizer_of_run
+from shardwright.huggingface import sidecars
 from shardwright.run import opening
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.opening import CARRIED, open_run
 from shardwright.tools import checkpoint_to_huggingface as tool
 from shardwright.tools import generate
-from shardwright.tools.huggingface import beside
 from tests.support import exact_step, tiny
 from tests.support import huggingface_models as models
 from tests.support.exact_step import exact
@@ -215,13 +215,13 @@ def test_what_another_tokenizer_gives_another_meaning_is_left_out_and_named(chat
 def test_an_id_beyond_the_vocabulary_and_a_template_of_another_begin_are_left_out():
     tokenizer = Tokenizer(definition(SPECIAL))
     bos, _, _, end = (tokenizer.special[token] for token in SPECIAL)
-    found = copy.deepcopy(beside.NOTHING)
+    found = copy.deepcopy(sidecars.NOTHING)
     found["tokens"] = {str(i): token for token, i in tokenizer.special.items()}
     found["config"] = {"eos_token_id": end, "pad_token_id": 7000}
     found["tokenizer_config"] = {"bos_token": "<s>"}
     found["chat_templates"] = {"default": "{{ bos_token }}"}
-    beside.check(found, "it")
-    kept = beside.Kept(found, tokenizer, vocab=end)
+    sidecars.check(found, "it")
+    kept = sidecars.Kept(found, tokenizer, vocab=end)
     assert kept.ids("config") == {}
     assert "chat_template" in kept.of_tokenizer({"bos_token": "<s>"})
     assert "chat_template" not in kept.of_tokenizer({"bos_token": "</s>"})
@@ -232,21 +232,21 @@ def test_an_id_beyond_the_vocabulary_and_a_template_of_another_begin_are_left_ou
     ]
     found["tokenizer_config"] = {"extra_special_tokens": {"image_token": "<image>"}}
     found["chat_templates"] = {"default": "{{ image_token }}"}
-    assert beside.Kept(found, tokenizer, vocab=end).of_tokenizer({}) == {}
-    assert beside.Kept(found, None, vocab=end + 1).ids("config") == {"eos_token_id": end}
+    assert sidecars.Kept(found, tokenizer, vocab=end).of_tokenizer({}) == {}
+    assert sidecars.Kept(found, None, vocab=end + 1).ids("config") == {"eos_token_id": end}
     assert bos < end
 
 
 def test_texts_end_at_the_ends_of_an_import_and_of_the_runs_documents():
     tokenizer = Tokenizer(definition(SPECIAL), end_token="</s>")
     of_documents, end = (tokenizer.special[token] for token in ("</s>", "<|im_end|>"))
-    found = copy.deepcopy(beside.NOTHING)
+    found = copy.deepcopy(sidecars.NOTHING)
     found["tokens"] = {str(end): "<|im_end|>", "9": "another token"}
     found["generation_config"] = {"eos_token_id": [end, 9]}
     saved: Any = SimpleNamespace(metadata={CARRIED: found}, config=SimpleNamespace(model=SimpleNamespace(vocab=320)))
-    assert beside.ends_of(saved, tokenizer) == (of_documents, end)
+    assert sidecars.ends_of(saved, tokenizer) == (of_documents, end)
     saved.metadata = {}
-    assert beside.ends_of(saved, tokenizer) == (of_documents,)
+    assert sidecars.ends_of(saved, tokenizer) == (of_documents,)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_texts_end_at_the_ends_of_an_import_and_of_the_runs_documents():
     [(None, None, None), (None, 5, 5), (5, 5, 5), (5, None, 5), (5, 6, [5, 6]), ([5, 6], 6, [5, 6]), ([5], 7, [5, 7])],
 )
 def test_the_end_of_the_runs_documents_is_one_of_the_ends(ends, end, expected):
-    assert beside.with_end(ends, end) == expected
+    assert sidecars.with_end(ends, end) == expected
 
 
 # ---- files of strangers -------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_files_that_are_not_as_transformers_writes_them_are_refused(tmp_path, fi
     (tmp_path / "tokenizer.json").write_text(definition(SPECIAL))
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        beside.read(tmp_path, "f32", open_directory(tmp_path))
+        sidecars.read(tmp_path, "f32", open_directory(tmp_path))
 
 
 def test_a_checkpoint_of_a_stranger_is_checked_too(tmp_path, one_device):
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_a_stranger_is_checked_too(tmp_path, one_device):
     wrong = {"dtype": 5, "chat_templates": {"default": 5}, "tokens": []}
     wrong["tokenizer_config"] = {"extra_special_tokens": {"a": 5}}
     for i, (part, value) in enumerate(wrong.items()):
-        kept = beside.NOTHING | {part: value}
+        kept = sidecars.NOTHING | {part: value}
         metadata = {"config": dataclasses.asdict(models.settings(c)), "loader": {}, CARRIED: kept}
         with Checkpointer(tmp_path / f"{i}/checkpoints") as checkpoints:
             checkpoints.save(5, {"weights": models.weights(c)}, metadata)
@@ -299,7 +299,7 @@ def test_a_checkpoint_of_a_stranger_is_checked_too(tmp_path, one_device):
 def test_runs_carry_it_from_checkpoint_to_checkpoint(tmp_path, exact, monkeypatch):
     """From an import to a run, when that is resumed, and to a run that starts from it."""
     monkeypatch.setattr(opening, "read_weights", lambda path, like, *_: (like, {}))
-    kept = beside.NOTHING | {"chat_templates": {"default": TEMPLATE}}
+    kept = sidecars.NOTHING | {"chat_templates": {"default": TEMPLATE}}
     with Checkpointer(tmp_path / "imported/checkpoints") as checkpoints:
         checkpoints.save(0, {"x": jnp.ones(2)}, {"config": {}, CARRIED: kept, "loader": {}})
 
@@ -359,7 +359,7 @@ def test_the_dtype_of_an_export(tmp_path, one_device, compute, imported, step, e
     c = models.model("grouped", layers=1)
     w = models.weights(c)
     metadata = {"config": dataclasses.asdict(models.settings(c, compute_dtype=compute)), "loader": {}}
-    metadata |= {CARRIED: beside.NOTHING | {"dtype": imported}} if imported else {}
+    metadata |= {CARRIED: sidecars.NOTHING | {"dtype": imported}} if imported else {}
     with Checkpointer(tmp_path / "run/checkpoints") as checkpoints:
         checkpoints.save(step, {"weights": w}, metadata)
     said = export(tmp_path / "run", tmp_path / "out", dtype=None, check=False)

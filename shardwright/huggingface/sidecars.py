@@ -82,7 +82,7 @@ def read(directory: Path, dtype: str, tokenizer: Any) -> dict[str, Any]:
 def described(found: dict[str, Any]) -> list[str]:
     """Names what was found, for messages."""
     templates = [f"chat template{f' {name}' if name != 'default' else ''}" for name in found["chat_templates"]]
-    files = [f"{name}.json" for name in ("generation_config",) if found[name]]
+    files = ["generation_config.json"] * bool(found["generation_config"])
     return [*templates, *files, *found["config"], *found["tokenizer_config"], found["dtype"]]
 
 

@@ -13,7 +13,8 @@ from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map
 from shardwright.cluster.devices import make_mesh
 from shardwright.data.loader import TokenBatch
 from shardwright.data.untrusted import refused
-from shardwright.huggingface import Tensors
+from shardwright.huggingface import families
+from shardwright.huggingface.tensors import Tensors
 from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
@@ -21,7 +22,6 @@ from shardwright.modeling.model import compute_scope, load_model, module_of
 from shardwright.modeling.settings import ModelConfig
 from shardwright.run.config import TrainingConfig
 from shardwright.run.spec import load_spec
-from shardwright.tools.huggingface import families
 
 LENGTH = 32
 """Largest number of tokens in the compared text: bos and random ones."""
@@ -43,7 +43,7 @@ def mapping_of(module: str) -> Any:
     Raises:
         ValueError: there is no such module, or it lacks them.
     """
-    found = families if module in families.CONFIGS else module_of(module)
+    found = families if module in families.MODULES else module_of(module)
     for name in ("to_huggingface", "from_huggingface"):
         if not hasattr(found, name):
             raise ValueError(f"model.module is {module!r}, which has no {name}; see docs/huggingface.md.")

@@ -14,10 +14,9 @@ import jax
 import numpy as np
 
 from shardwright.data.checks import check_ranges
-from shardwright.huggingface import Layers, Names, check_fixed
-from shardwright.modeling.model import load_model
+from shardwright.huggingface.names import Layers, Names, check_fixed
+from shardwright.modeling.model import load_model, module_of
 from shardwright.modeling.settings import ModelConfig, RopeScaling
-from shardwright.models import delta, family, mla, moe
 
 
 class Kind(NamedTuple):
@@ -25,7 +24,6 @@ class Kind(NamedTuple):
 
     module: str
     """Value of model.module."""
-    architecture: str
     ours: Mapping[str, Any] = {}
     """Our settings that all models of the family have."""
     settings: Mapping[str, str] = {}
@@ -38,10 +36,8 @@ class Kind(NamedTuple):
     fixed: Mapping[str, Any] = {}
     """Settings in transformers that must have these values for the same math."""
     names: Mapping[str, str | None] = {}
-    """Weights of a layer, ours and theirs. Several of ours that map to one of theirs are concatenated in it. None: the
-    family does not have the Llama's weight."""
-    experts: Mapping[str, str] = {}
-    """Weights of each expert: ours, and theirs with {} for the expert's index."""
+    """Weights of a layer, ours and theirs, with {} for the index of an expert. Several of ours that map to one of
+    theirs are concatenated in it. None: the family does not have the Llama's weight."""
     stacks: Mapping[str, str] = {}
     """Stacked weights of a layer's experts. Several of ours that map to one of theirs are interleaved in it."""
     neighbors: Mapping[str, str] = {}
@@ -67,33 +63,26 @@ _FIXED = {  # our math in transformers' settings
     "sliding_window": None,
 }
 _ROPE = {
-    "linear": {"factor": "factor"},
-    "dynamic": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_frequency_factor",
-        "high_freq_factor": "high_frequency_factor",
-        "original_max_position_embeddings": "original_length",
-    },
-    "yarn": {
-        "factor": "factor",
-        "beta_slow": "slow_turns",
-        "beta_fast": "fast_turns",
-        "original_max_position_embeddings": "original_length",
-        "attention_factor": "attention_factor",
-        "truncate": "truncate",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-    },
-    "longrope": {
-        "factor": "factor",
-        "short_factor": "short_factors",
-        "long_factor": "long_factors",
-        "original_max_position_embeddings": "original_length",
-        "attention_factor": "attention_factor",
-    },
+    "linear": (),
+    "dynamic": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("beta_slow", "beta_fast", "original_max_position_embeddings"),
+        *("attention_factor", "truncate", "mscale", "mscale_all_dim"),
+    ),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
 }
-"""Settings of each kind of RoPE scaling: names in transformers and in RopeScaling."""
+"""Settings in transformers of each kind of RoPE scaling, beside `factor`."""
+_ROPE_OURS = {
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "beta_slow": "slow_turns",
+    "beta_fast": "fast_turns",
+    "short_factor": "short_factors",
+    "long_factor": "long_factors",
+    "original_max_position_embeddings": "original_length",
+}
+"""Those of them that RopeScaling names otherwise."""
 _LAYER = {
     "attention_norm": "input_layernorm.weight",
     "w_q": "self_attn.q_proj.weight",
@@ -111,7 +100,9 @@ _WHOLE = {"embed": "model.embed_tokens.weight", "unembed": "lm_head.weight", "fi
 
 _WINDOW = {"window": "sliding_window"}
 _FULL_EVERY = {"full_every": ("layer_types", "full_attention", "sliding_attention")}
+_LINEAR = ("layer_types", "full_attention", "linear_attention")
 _WINDOW_ROPE = {"window_rope_base": "rope_local_base_freq"}
+_ROTARY_SHARE = {"rotary_share": "partial_rotary_factor"}
 _QKV_BIAS = {f"b_{x}": f"self_attn.{x}_proj.bias" for x in "qkv"}
 _QK_ALL = {f"{x}_norm_all": f"self_attn.{x}_norm.weight" for x in "qk"}
 _OUT_NORMS = {
@@ -121,17 +112,23 @@ _OUT_NORMS = {
 }
 _FUSED: dict[str, str] = dict.fromkeys(("w_q", "w_k", "w_v"), "self_attn.qkv_proj.weight")
 _FUSED |= dict.fromkeys(("w_gate", "w_up"), "mlp.gate_up_proj.weight")
+_OLMO = {"norms": "after", "qk_norm_all": True}
 _GEMMA = {"norms": "both", "norm_offset": True, "embedding_scaled": True, "activation": "gelu"}
 _GEMMA_SETTINGS = _WINDOW | {"logit_softcap": "final_logit_softcapping", "attention_scalar": "query_pre_attn_scalar"}
 _CAPPED = {"attention_softcap": "attn_logit_softcapping"}
 _GELU = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
 _MULTIPLIERS = {name: name for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier")}
+
 _EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
+_LOCAL_EXPERTS = _EXPERTS | {"experts": "num_local_experts"}
 _SPARSE = _EXPERTS | {"d_ff": "moe_intermediate_size", "normalize": "norm_topk_prob"}
-_SWIGLU = {f"w_{x}": f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")}
+_ALL_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_ROUTER = {"router": "mlp.gate.weight"}
+_SWIGLU = _ROUTER | {f"w_{x}": f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")}
+_MIXTRAL = (("w_gate", "w1"), ("w_up", "w3"), ("w_down", "w2"))
 _SHARED_WIDTH = "shared_expert_intermediate_size"
 _SCORED_BY_TOKEN = {f"shared_{x}": f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")}
-_SCORED_BY_TOKEN |= {"router": "mlp.gate.weight", "shared_score": "mlp.shared_expert_gate.weight"}
+_SCORED_BY_TOKEN |= _SWIGLU | {"shared_score": "mlp.shared_expert_gate.weight"}
 _SCORED = {"scores": "sigmoid", "correction_bias": True}
 _SCORED_SETTINGS = _SPARSE | {
     "experts": "n_routed_experts",
@@ -143,32 +140,20 @@ _SCORED_SETTINGS = _SPARSE | {
     "dense_d_ff": "intermediate_size",
 }
 _SCORED_NAMES = {f"shared_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")}
-_SCORED_NAMES |= {"router": "mlp.gate.weight", "router_bias": "mlp.gate.e_score_correction_bias"}
-_LATENT = {"kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "d_turned": "qk_rope_head_dim", "d_value": "v_head_dim"}
-_GROUPED = dict.fromkeys(("w_gate", "w_up"), "mlp.experts.gate_up_proj") | {"w_down": "mlp.experts.down_proj"}
-_GROUPED |= {"router": "mlp.gate.weight"}
-"""Names of what `experts` and the router of a Kind are in memory of transformers 5, where one array has all experts of
-a layer. `save_pretrained(save_original_format=False)` writes them."""
+_SCORED_NAMES |= _SWIGLU | {"router_bias": "mlp.gate.e_score_correction_bias"}
+_GROUPED = _ROUTER | dict.fromkeys(("w_gate", "w_up"), "mlp.experts.gate_up_proj") | {"w_down": "mlp.experts.down_proj"}
+"""Names of experts and router in memory of transformers 5, where one array has all experts of a layer.
+`save_pretrained(save_original_format=False)` writes them."""
 KINDS = {
-    "llama": Kind("train", "LlamaForCausalLM"),
-    "qwen3": Kind("train", "Qwen3ForCausalLM", ours={"qk_norm": True}),
-    "mistral": Kind("family", "MistralForCausalLM", settings=_WINDOW),
-    "qwen2": Kind("family", "Qwen2ForCausalLM", ours={"qkv_bias": True}, names=_QKV_BIAS),
-    "olmo2": Kind(
-        "family", "Olmo2ForCausalLM", ours={"norms": "after", "qk_norm_all": True}, names=_OUT_NORMS | _QK_ALL
-    ),
-    "olmo3": Kind(
-        "family",
-        "Olmo3ForCausalLM",
-        ours={"norms": "after", "qk_norm_all": True},
-        settings=_WINDOW | _WINDOW_ROPE,
-        every=_FULL_EVERY,
-        names=_OUT_NORMS | _QK_ALL,
-    ),
-    "smollm3": Kind("family", "SmolLM3ForCausalLM", every={"no_rope_every": ("no_rope_layers", 0, 1)}),
+    "llama": Kind("train"),
+    "qwen3": Kind("train", ours={"qk_norm": True}),
+    "mistral": Kind("family", settings=_WINDOW),
+    "qwen2": Kind("family", ours={"qkv_bias": True}, names=_QKV_BIAS),
+    "olmo2": Kind("family", ours=_OLMO, names=_OUT_NORMS | _QK_ALL),
+    "olmo3": Kind("family", ours=_OLMO, settings=_WINDOW | _WINDOW_ROPE, every=_FULL_EVERY, names=_OUT_NORMS | _QK_ALL),
+    "smollm3": Kind("family", every={"no_rope_every": ("no_rope_layers", 0, 1)}),
     "gemma2": Kind(
         "family",
-        "Gemma2ForCausalLM",
         ours=_GEMMA,
         settings=_GEMMA_SETTINGS | _CAPPED,
         every=_FULL_EVERY,
@@ -177,69 +162,48 @@ KINDS = {
     ),
     "gemma3_text": Kind(
         "family",
-        "Gemma3ForCausalLM",
         ours=_GEMMA | {"qk_norm": True},
         settings=_GEMMA_SETTINGS | _WINDOW_ROPE,
         every=_FULL_EVERY,
         fixed=_GELU | {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
         names=_OUT_NORMS,
     ),
-    "phi3": Kind(
-        "family", "Phi3ForCausalLM", settings=_WINDOW | {"rotary_share": "partial_rotary_factor"}, names=_FUSED
-    ),
+    "phi3": Kind("family", settings=_WINDOW | _ROTARY_SHARE, names=_FUSED),
     "cohere2": Kind(
         "family",
-        "Cohere2ForCausalLM",
         ours={"parallel": True, "layer_norm": True},
         settings=_WINDOW | {"norm_epsilon": "layer_norm_eps", "logit_divisor": "logit_scale"},
         every=_FULL_EVERY | {"no_rope_every": _FULL_EVERY["full_every"]},
         needs=("window",),
         neighbors={"w_q": "d_head", "w_k": "d_head"},
     ),
-    "granite": Kind("family", "GraniteForCausalLM", settings=_MULTIPLIERS | {"logit_divisor": "logits_scaling"}),
+    "granite": Kind("family", settings=_MULTIPLIERS | {"logit_divisor": "logits_scaling"}),
     "mixtral": Kind(
         "moe",
-        "MixtralForCausalLM",
-        settings=_EXPERTS | {"experts": "num_local_experts"},
+        settings=_LOCAL_EXPERTS,
         fixed={"router_jitter_noise": 0.0},
-        names={"router": "block_sparse_moe.gate.weight"},
-        experts={
-            f"w_{x}": f"block_sparse_moe.experts.{{}}.{y}.weight"
-            for x, y in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-        },
+        names={"router": "block_sparse_moe.gate.weight"}
+        | {ours: f"block_sparse_moe.experts.{{}}.{theirs}.weight" for ours, theirs in _MIXTRAL},
     ),
-    "qwen3_moe": Kind(
-        "moe",
-        "Qwen3MoeForCausalLM",
-        ours={"qk_norm": True},
-        settings=_SPARSE,
-        fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
-        names={"router": "mlp.gate.weight"},
-        experts=_SWIGLU,
-    ),
+    "qwen3_moe": Kind("moe", ours={"qk_norm": True}, settings=_SPARSE, fixed=_ALL_SPARSE, names=_SWIGLU),
     "qwen2_moe": Kind(
         "moe",
-        "Qwen2MoeForCausalLM",
         ours={"shared_scored": True},
         settings=_SPARSE | {"qkv_bias": "qkv_bias", "shared_experts": _SHARED_WIDTH},
-        fixed={"decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": 0},
+        fixed=_ALL_SPARSE | {"sliding_window": 0},
         names=_QKV_BIAS | _SCORED_BY_TOKEN,
-        experts=_SWIGLU,
     ),
     "glm4_moe": Kind(
         "moe",
-        "Glm4MoeForCausalLM",
         ours=_SCORED,
-        settings=_SCORED_SETTINGS
-        | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias", "rotary_share": "partial_rotary_factor"},
+        settings=_SCORED_SETTINGS | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"} | _ROTARY_SHARE,
         names=_QKV_BIAS | _SCORED_NAMES,
-        experts=_SWIGLU,
     ),
     "deepseek_v3": Kind(
         "mla",
-        "DeepseekV3ForCausalLM",
         ours=_SCORED | {"n_q_per_kv": 1},
-        settings=_SCORED_SETTINGS | _LATENT,
+        settings=_SCORED_SETTINGS
+        | {"kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "d_turned": "qk_rope_head_dim", "d_value": "v_head_dim"},
         names=_SCORED_NAMES
         | {
             "w_k": None,
@@ -251,44 +215,40 @@ KINDS = {
             "kv_latent_norm": "self_attn.kv_a_layernorm.weight",
             "w_kv_heads": "self_attn.kv_b_proj.weight",
         },
-        experts=_SWIGLU,
         neighbors=dict.fromkeys(("w_q", "w_q_heads", "w_kv_latent"), "d_turned"),
     ),
     "qwen3_next": Kind(
         "delta",
-        "Qwen3NextForCausalLM",
         ours={"qk_norm": True, "norm_offset": True, "gated": True, "shared_scored": True},
         settings=_SPARSE
-        | {"shared_experts": _SHARED_WIDTH, "rotary_share": "partial_rotary_factor", "taps": "linear_conv_kernel_dim"}
-        | {"key_heads": "linear_num_key_heads", "values_per_key": "linear_num_value_heads"}
-        | {"d_key": "linear_key_head_dim", "d_value": "linear_value_head_dim", "deltas": "full_attention_interval"},
-        fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        | {"shared_experts": _SHARED_WIDTH}
+        | _ROTARY_SHARE
+        | {"taps": "linear_conv_kernel_dim", "key_heads": "linear_num_key_heads"}
+        | {"values_per_key": "linear_num_value_heads", "d_key": "linear_key_head_dim"}
+        | {"d_value": "linear_value_head_dim", "deltas": "full_attention_interval"},
+        fixed=_ALL_SPARSE,
         names=_SCORED_BY_TOKEN
-        | {"w_q_and_gate": "self_attn.q_proj.weight"}
         | dict.fromkeys(("conv_q", "conv_k", "conv_v"), "linear_attn.conv1d.weight")
         | {
+            "w_q_and_gate": "self_attn.q_proj.weight",
             "w_in": "linear_attn.in_proj_qkvz.weight",
             "w_rates": "linear_attn.in_proj_ba.weight",
             "log_decay": "linear_attn.A_log",
             "b_decay": "linear_attn.dt_bias",
             "value_norm": "linear_attn.norm.weight",
         },
-        experts=_SWIGLU,
     ),
     "olmoe": Kind(
         "moe",
-        "OlmoeForCausalLM",
         ours={"qk_norm_all": True},
         settings=_SPARSE | {"d_ff": "intermediate_size"},
         fixed={"clip_qkv": None},
-        names=_QK_ALL | {"router": "mlp.gate.weight"},
-        experts=_SWIGLU,
+        names=_QK_ALL | _SWIGLU,
     ),
     "gpt_oss": Kind(
         "moe",
-        "GptOssForCausalLM",
         ours={"sinks": True, "qkv_bias": True, "out_bias": True, "expert_bias": True, "activation": "clamped"},
-        settings=_WINDOW | _EXPERTS | {"experts": "num_local_experts"},
+        settings=_WINDOW | _LOCAL_EXPERTS,
         every=_FULL_EVERY,
         fixed={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         names=_QKV_BIAS
@@ -299,24 +259,9 @@ KINDS = {
         | {"w_down": "mlp.experts.down_proj", "b_down": "mlp.experts.down_proj_bias"},
     ),
 }
-CONFIGS = {
-    "delta": delta.ModelConfig,
-    "mla": mla.ModelConfig,
-    "moe": moe.ModelConfig,
-    "family": family.ModelConfig,
-    "train": ModelConfig,
-}
-_TRAINING = {
-    "module",
-    "family",
-    "bias_rate",
-    "groups_per_token",
-    "capacity_factor",
-    "pools",
-    "balance_loss",
-    "router_z_loss",
-    "chunk",
-}
+MODULES = {kind.module for kind in KINDS.values()}
+_TRAINING = {"module", "family", "groups_per_token", "bias_rate", "capacity_factor", "pools", "chunk"}
+_TRAINING |= {"balance_loss", "router_z_loss"}
 """Settings that transformers lacks because they don't change logits."""
 
 
@@ -328,12 +273,11 @@ def kind_in(config: dict) -> str:
 
 def kind_of(c: ModelConfig) -> str:
     """Returns the family with this math. Raises ValueError if there is none, or c.family has other math."""
-    module = next(module for module, of_module in CONFIGS.items() if isinstance(c, of_module))
-    kinds = {name: kind for name, kind in KINDS.items() if kind.module == module}
-    own = set(CONFIGS[module].__dataclass_fields__) - set(ModelConfig.__dataclass_fields__) - _TRAINING
-    usual = {
-        name: CONFIGS[module].__dataclass_fields__[name].default for name in sorted(own | {"qk_norm", "logit_softcap"})
-    }
+    of_module = next(base for base in type(c).__mro__ if vars(base).get("module") in MODULES)
+    kinds = {name: kind for name, kind in KINDS.items() if kind.module == of_module.module}
+    fields = {field.name: field.default for field in dataclasses.fields(of_module)}
+    own = set(fields) - {field.name for field in dataclasses.fields(ModelConfig)} - _TRAINING
+    usual = {name: fields[name] for name in sorted(own | {"qk_norm", "logit_softcap"})}
     others = {}
     for name, kind in kinds.items():
         known = {**usual, **kind.ours, **{ours: getattr(c, ours) for ours in (*kind.settings, *kind.every)}}
@@ -348,7 +292,13 @@ def kind_of(c: ModelConfig) -> str:
     return found
 
 
-def names_of(c: ModelConfig, grouped: bool = False) -> Names:
+def _architecture(found: str) -> str:
+    """Returns the class in transformers of a family's models."""
+    name = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}.get(found) or found.title().replace("_", "")
+    return f"{name}ForCausalLM"
+
+
+def names_of(c: Any, grouped: bool = False) -> Names:
     """Returns the table of names for a model with these settings. In both layouts, heads are in the order K, Q.
 
     Args:
@@ -357,23 +307,27 @@ def names_of(c: ModelConfig, grouped: bool = False) -> Names:
     """
     found = kind_of(c)
     table = load_model(c).table
-    dense = getattr(c, "dense_layers", 0)
-    layers_of = functools.partial(_layers_of, KINDS[found], c=c, grouped=grouped)
-    if isinstance(c, delta.ModelConfig):
-        block = table.layers
+    layers_of = functools.partial(_layers_of, KINDS[found], c, grouped)
+    shaped: dict[str, tuple[int, ...]] = {}
+    if KINDS[found].module == "delta":
+        shaped["conv1d.weight"] = (-1, 1, c.taps)
         out = {"w_o": "linear_attn.out_proj.weight"}
-        kinds = [layers_of(block.delta, own=out, field="layers.delta", in_block=True, every=c.deltas + 1)]
-        kinds += [layers_of(block.full, own={}, field="layers.full", first=c.deltas, every=c.deltas + 1)]
+        every = c.deltas + 1
+        kinds = [
+            layers_of(table.layers.delta, own=out, field="layers.delta", in_block=True, every=every),
+            layers_of(table.layers.full, own={}, field="layers.full", first=c.deltas, every=every),
+        ]
     else:
+        dense = getattr(c, "dense_layers", 0)
         kinds = [layers_of(table.dense, own={}, field="dense")] if dense else []
-        kinds += [layers_of(table.layers, first=dense)]
+        kinds.append(layers_of(table.layers, first=dense))
     return Names(
         family=found,
-        whole={name: theirs for name, theirs in _WHOLE.items() if not (c.tied_embeddings and name == "unembed")},
+        whole={ours: theirs for ours, theirs in _WHOLE.items() if not (c.tied_embeddings and ours == "unembed")},
         layer={},
         kinds=kinds,
         transposed=True,
-        shaped={"conv1d.weight": (-1, 1, c.taps)} if isinstance(c, delta.ModelConfig) else {},
+        shaped=shaped,
         base="model.",
         # Old files contain RoPE's frequencies.
         unused=r"self_attn\.rotary_emb\.inv_freq" + (r"|lm_head\.weight" if c.tied_embeddings else ""),
@@ -381,26 +335,28 @@ def names_of(c: ModelConfig, grouped: bool = False) -> Names:
 
 
 def _layers_of(
-    kind: Kind, table: Any, c: ModelConfig, grouped: bool, own: Mapping[str, str] | None = None, **place: Any
+    kind: Kind, c: ModelConfig, grouped: bool, table: Any, own: Mapping[str, str] | None = None, **place: Any
 ) -> Layers:
     """Returns the names of the weights in layers with this table. `place` is their place in the model.
 
     `own` are names of these layers alone, if layers are of several kinds: each has some of the weights in the names.
     """
-    at = "model.layers.{}."
-    layer = {}
-    stacks = {}
     has_experts = hasattr(table, "router")
-    experts = kind.experts if has_experts and not grouped else {}
-    absent = {*experts, *(kind.stacks if has_experts else ()), *(() if c.qk_norm else ("q_norm", "k_norm"))}
-    names = {**_LAYER, **kind.names, **(_GROUPED if grouped and has_experts else {}), **(own or {})}
-    absent |= {name for name in names if own is not None and not hasattr(table, name)}
-    for ours, theirs in names.items():
-        if theirs and ours not in absent and getattr(table, ours, True) is not None:
-            layer[at + theirs] = (*layer.get(at + theirs, ()), ours)
-    for ours, theirs in (kind.stacks if has_experts else {}).items():
-        stacks[at + theirs] = (*stacks.get(at + theirs, ()), ours)
-    return Layers(layer, {at + theirs: ours for ours, theirs in experts.items()}, stacks, **place)
+    of_kind = {ours: theirs for ours, theirs in kind.names.items() if has_experts or "{}" not in str(theirs)}
+    names = {**_LAYER, **of_kind}
+    names |= {**(_GROUPED if grouped and has_experts else {}), **(own or {})}
+    absent = {*kind.stacks, *(() if c.qk_norm else ("q_norm", "k_norm"))}
+    absent |= {ours for ours in names if getattr(table, ours, True if own is None else None) is None}
+    return Layers(
+        _by_theirs({ours: theirs for ours, theirs in names.items() if theirs and ours not in absent}),
+        _by_theirs(kind.stacks),
+        **place,
+    )
+
+
+def _by_theirs(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Returns our weights of a layer for each of theirs."""
+    return {f"model.layers.{{}}.{theirs}": tuple(x for x in names if names[x] == theirs) for theirs in names.values()}
 
 
 def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.ndarray]]:
@@ -411,7 +367,7 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     """
     found = kind_of(c)
     kind = KINDS[found]
-    config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": found, "pad_token_id": None}
+    config: dict[str, Any] = {"architectures": [_architecture(found)], "model_type": found, "pad_token_id": None}
     config |= {**_FIXED, **kind.fixed}
     config |= {theirs: getattr(c, ours) for ours, theirs in {**_SETTINGS, **kind.settings}.items()}
     for ours, every in kind.every.items():
@@ -423,35 +379,36 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     config |= {"num_attention_heads": c.heads, "max_position_embeddings": None}
     # For gpt-oss, null means YaRN.
     config |= {"rope_theta": c.rope_base, "rope_scaling": {"rope_type": "default"} if found == "gpt_oss" else None}
-    if config.get("query_pre_attn_scalar", c.d_head) is None:
-        config["query_pre_attn_scalar"] = c.d_head
-    if found == "cohere2":
-        config["logit_scale"] = 1 / config["logit_scale"]
-        if c.d_head * c.heads != c.d_model:
-            raise ValueError(
-                f"model.d_head is {c.d_head}; cohere2 in transformers has d_model / heads = {c.d_model / c.heads:g}."
-            )
-    config |= _other_layers(c, kind)
-    if _SHARED_WIDTH in config:
-        config[_SHARED_WIDTH] *= c.d_ff
-    if config.get("attention_multiplier", 1.0) is None:
-        config["attention_multiplier"] = c.d_head**-0.5
+    config |= _converted(config, c, kind)
     _scale_rope(config, c, found)
     return config, names_of(c).to_tensors(_as_neighbors(weights, c, kind), load_model(c).table)
 
 
-def _other_layers(c: ModelConfig, kind: Kind) -> dict[str, Any]:
-    """Returns what config.json has of layers of several kinds, and of other attention, beside Kind.settings."""
-    config: dict[str, Any] = {}
-    if isinstance(c, moe.ModelConfig) and "dense_d_ff" in kind.settings:
-        config |= {"num_hidden_layers": c.dense_layers + c.layers, "intermediate_size": c.dense_width}
-    if isinstance(c, mla.ModelConfig):
-        config |= {"qk_nope_head_dim": c.d_plain, "head_dim": c.d_turned, "rope_interleave": True}
-    if isinstance(c, delta.ModelConfig):
-        config |= {"linear_num_value_heads": c.key_heads * c.values_per_key, "intermediate_size": c.d_ff}
-        config |= {"num_hidden_layers": c.layers * (c.deltas + 1), "layer_types": _layer_types(c.layers, c.deltas)}
-        config["full_attention_interval"] = c.deltas + 1
-    return config
+def _converted(config: Mapping[str, Any], c: Any, kind: Kind) -> dict[str, Any]:
+    """Returns what config.json counts otherwise than our settings, or states beside them."""
+    found: dict[str, Any] = {}
+    if config.get("query_pre_attn_scalar", c.d_head) is None:
+        found["query_pre_attn_scalar"] = c.d_head
+    if config.get("attention_multiplier", 1.0) is None:
+        found["attention_multiplier"] = c.d_head**-0.5
+    if "logit_scale" in config:
+        found["logit_scale"] = 1 / c.logit_divisor
+        if c.d_head * c.heads != c.d_model:
+            raise ValueError(
+                f"model.d_head is {c.d_head}; cohere2 in transformers has d_model / heads = {c.d_model / c.heads:g}."
+            )
+    if "dense_d_ff" in kind.settings:
+        found |= {"num_hidden_layers": c.dense_layers + c.layers, "intermediate_size": c.dense_width}
+    if _SHARED_WIDTH in config:
+        found[_SHARED_WIDTH] = c.shared_width
+    if kind.module == "mla":
+        found |= {"qk_nope_head_dim": c.d_plain, "head_dim": c.d_turned, "rope_interleave": True}
+    if kind.module == "delta":
+        every = c.deltas + 1
+        found |= {"linear_num_value_heads": c.key_heads * c.values_per_key, "intermediate_size": c.d_ff}
+        found |= {"num_hidden_layers": c.layers * every, "layer_types": _layers(c.layers * every, every, _LINEAR)}
+        found["full_attention_interval"] = every
+    return found
 
 
 def _scale_rope(config: dict[str, Any], c: ModelConfig, found: str) -> None:
@@ -470,7 +427,7 @@ def _scale_rope(config: dict[str, Any], c: ModelConfig, found: str) -> None:
             raise ValueError(
                 f"model.rope_scaling.kind is {scaling.kind!r}; phi3 in transformers supports only longrope."
             )
-        values = {theirs: getattr(scaling, ours) for theirs, ours in _ROPE[scaling.kind].items()}
+        values = {theirs: getattr(scaling, ours) for theirs, ours in _rope_names(scaling.kind).items()}
         values = {theirs: value for theirs, value in values.items() if value is not None}
         config["rope_scaling"] = {"rope_type": scaling.kind} | values
         if scaling.kind == "llama3":
@@ -480,10 +437,14 @@ def _scale_rope(config: dict[str, Any], c: ModelConfig, found: str) -> None:
         if scaling.kind == "longrope":  # Phi-3 reads it here
             config["original_max_position_embeddings"] = scaling.original_length
     if found == "olmo3":  # reads the base of windows only here
-        of_windows = {"rope_theta": config.pop("rope_local_base_freq")}
-        bases = {"full_attention": {"rope_theta": c.rope_base}, "sliding_attention": of_windows}
-        config["rope_parameters"] = {kind: {"rope_type": "default"} | base for kind, base in bases.items()}
-        config["rope_parameters"]["full_attention"] |= config["rope_scaling"] or {}
+        full = {"rope_type": "default", "rope_theta": c.rope_base} | (config["rope_scaling"] or {})
+        of_windows = {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq")}
+        config["rope_parameters"] = {"full_attention": full, "sliding_attention": of_windows}
+
+
+def _rope_names(kind: str) -> dict[str, str]:
+    """Returns the settings of a kind of RoPE scaling: names in transformers and in RopeScaling."""
+    return {theirs: _ROPE_OURS.get(theirs, theirs) for theirs in ("factor", *_ROPE[kind])}
 
 
 def _as_neighbors(weights: Any, c: ModelConfig, kind: Kind, back: bool = False) -> Any:
@@ -503,25 +464,6 @@ def _as_neighbors(weights: Any, c: ModelConfig, kind: Kind, back: bool = False) 
     return jax.tree_util.tree_map_with_path(reorder, weights) if kind.neighbors else weights
 
 
-def _layer_types(layers: int, deltas: int) -> list[str]:
-    """Returns transformers' list of layers for blocks of delta nets and attention."""
-    return [*["linear_attention"] * deltas, "full_attention"] * layers
-
-
-def _blocks(config: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the settings of delta nets that are other numbers in transformers."""
-    types = config["layer_types"]
-    every = types.index("full_attention") + 1 if "full_attention" in types else 1
-    found = {"layers": len(types) // every, "deltas": every - 1}
-    found["values_per_key"], rest = divmod(config["linear_num_value_heads"], config["linear_num_key_heads"])
-    if every == 1 or rest or types != _layer_types(found["layers"], found["deltas"]):
-        raise ValueError(
-            f"config.json: layer_types is {types!r:.80}; it can only have full_attention in every n-th layer, n > 1, "
-            "and linear_attention in the others, with heads of values that are a multiple of those of keys."
-        )
-    return found
-
-
 def _layers(layers: int, n: int | None, every: tuple[str, Any, Any]) -> list:
     """Returns transformers' list of layers, of which every n-th differs."""
     return [every[1] if n and (i + 1) % n == 0 else every[2] for i in range(layers)]
@@ -536,57 +478,81 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     if (found := kind_in(config)) not in KINDS:
         raise ValueError(f"config.json: model_type is {found!r}; it can be {', '.join(KINDS)}.")
     kind = KINDS[found]
-    names = {**_SETTINGS, **KINDS[found].settings}
+    names = {**_SETTINGS, **kind.settings}
     check_fixed(config, {name: value for name, value in {**_FIXED, **kind.fixed}.items() if name not in names.values()})
     rope = config["rope_parameters"]
-    experts = config.get("num_local_experts")
     if local := rope.get("sliding_attention"):
         check_fixed(local, {"rope_type": "default"})
         rope = rope["full_attention"]
         config = config | {"rope_local_base_freq": local["rope_theta"]}
+    experts = config.get("num_local_experts")
     config = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), "num_experts": experts} | config
     check_fixed(config, {} if "rotary_share" in names else {"partial_rotary_factor": 1.0})
     settings = {**kind.ours, **{ours: config.get(theirs) for ours, theirs in names.items()}}
     heads = config["num_attention_heads"]
-    n_kv = config["num_key_value_heads"] or config["num_attention_heads"]
+    n_kv = config["num_key_value_heads"] or heads
     d_head = config.get("head_dim") or config["hidden_size"] // heads
     d_head += config.get("qk_nope_head_dim", 0)  # where head_dim counts what RoPE turns
     settings |= {"n_kv": n_kv, "n_q_per_kv": heads // n_kv, "d_head": d_head, "bos_id": config["bos_token_id"]}
     settings |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": _scaling(rope, config)}
-    if found == "cohere2":
+    _convert_back(settings, config, kind)
+    c = module_of(kind.module).ModelConfig(**settings, **({} if kind.module == "train" else {"family": found}))
+    check_ranges("config.json, as a run has it: model", c)
+    c.check(seq_len=1)
+    grouped = not kind.stacks and any(name.endswith(_GROUPED["w_down"]) for name in tensors)
+    table = names_of(c, grouped)
+    left = "".join(f"|{re.escape(name)}" for name in left_out(config, tensors))
+    weights = dataclasses.replace(table, unused=table.unused + left).from_tensors(tensors, load_model(c).table)
+    return c, _as_neighbors(weights, c, kind, back=True) if config.get("rope_interleave", True) else weights
+
+
+def _convert_back(settings: dict[str, Any], config: Mapping[str, Any], kind: Kind) -> None:
+    """Replaces the settings that config.json counts otherwise, as `_converted` does, and adds those of `kind.every`.
+
+    Raises:
+        ValueError: no settings of ours become these.
+    """
+    theirs = kind.settings
+    if "logit_scale" in theirs.values():
         settings["logit_divisor"] = 1 / (config["logit_scale"] or math.inf)
-    if "dense_layers" in names:
+    if "dense_layers" in theirs:
         if settings["dense_layers"] >= settings["layers"]:
             raise ValueError(
                 f"config.json: first_k_dense_replace is {settings['dense_layers']} of num_hidden_layers = "
                 f"{settings['layers']}, so that no layer has experts; such a model cannot be imported."
             )
         settings["layers"] -= settings["dense_layers"]
-    if "key_heads" in names:
-        settings |= _blocks(config)
-    if _SHARED_WIDTH in names.values():
+    if kind.module == "delta":
+        types = config["layer_types"]
+        every = _first(types, "full_attention") or 1
+        blocks = len(types) // every
+        values, rest = divmod(config["linear_num_value_heads"], config["linear_num_key_heads"])
+        if every == 1 or rest or types != _layers(blocks * every, every, _LINEAR):
+            raise ValueError(
+                f"config.json: layer_types is {types!r:.80}; it can only have full_attention in every n-th layer, n > "
+                "1, and linear_attention in the others, with heads of values that are a multiple of those of keys."
+            )
+        settings |= {"layers": blocks, "deltas": every - 1, "values_per_key": values}
+    if theirs.get("shared_experts") == _SHARED_WIDTH:
         settings["shared_experts"], rest = divmod(config[_SHARED_WIDTH], settings["d_ff"])
         if rest:
             raise ValueError(
-                f"config.json: {_SHARED_WIDTH} is {config[_SHARED_WIDTH]}, which is no multiple of "
-                f"{names['d_ff']} = {settings['d_ff']}, so this model cannot be imported."
+                f"config.json: {_SHARED_WIDTH} is {config[_SHARED_WIDTH]}, which is no multiple of {theirs['d_ff']} = "
+                f"{settings['d_ff']}, so this model cannot be imported."
             )
     for ours, every in kind.every.items():
-        theirs = config[every[0]]
-        settings[ours] = theirs.index(every[1]) + 1 if every[1] in theirs else None
-        if theirs != _layers(settings["layers"], settings[ours], every):
+        stated = config[every[0]]
+        settings[ours] = _first(stated, every[1])
+        if stated != _layers(settings["layers"], settings[ours], every):
             raise ValueError(
-                f"config.json: {every[0]} is {theirs!r:.80}; it can only have {every[1]!r} in every n-th layer, or "
+                f"config.json: {every[0]} is {stated!r:.80}; it can only have {every[1]!r} in every n-th layer, or "
                 f"{every[2]!r} in all {settings['layers']}, so this model cannot be imported."
             )
-    c = CONFIGS[kind.module](**settings, **({} if kind.module == "train" else {"family": found}))
-    check_ranges("config.json, as a run has it: model", c)
-    c.check(seq_len=1)
-    grouped = bool(kind.experts) and any(name.endswith(_GROUPED["w_down"]) for name in tensors)
-    names = names_of(c, grouped)
-    left = "".join(f"|{re.escape(name)}" for name in left_out(config, tensors))
-    weights = dataclasses.replace(names, unused=names.unused + left).from_tensors(tensors, load_model(c).table)
-    return c, _as_neighbors(weights, c, kind, back=True) if config.get("rope_interleave", True) else weights
+
+
+def _first(layers: list, what: Any) -> int | None:
+    """Returns the number of the first layer of a kind, from 1; None if there is none."""
+    return layers.index(what) + 1 if what in layers else None
 
 
 def left_out(config: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
@@ -610,7 +576,7 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling 
     check_fixed(rope, {} if kind == "yarn" else {"mscale": None, "mscale_all_dim": None})
     rope = {name: x for name, x in rope.items() if x or not name.startswith("mscale")}  # 0: as without
     values: dict[str, Any] = {
-        ours: rope[theirs] for theirs, ours in _ROPE[kind].items() if rope.get(theirs) is not None
+        ours: rope[theirs] for theirs, ours in _rope_names(kind).items() if rope.get(theirs) is not None
     }
     length = config.get("max_position_embeddings")
     if kind in ("dynamic", "longrope"):

@@ -1,1 +1,0 @@
-"""Converts models to and from transformers, for the export and import programs."""
