@@ -28,7 +28,7 @@ import numpy as np
 from shardwright.inspect import scaling
 from shardwright.run.files import read_records
 from shardwright.run.forecast import read_forecast
-from shardwright.settings.composing import SHIPPED
+from shardwright.settings.command_line import SHIPPED
 
 SIZES = ["{d_model:16,n_kv:1,d_ff:40}", "{d_model:32,n_kv:2,d_ff:80}", "{d_model:48,n_kv:3,d_ff:128}"]
 LENGTHS = ["{schedule_steps:480,warmup_steps:48}", "{schedule_steps:680,warmup_steps:68}"]

@@ -44,7 +44,7 @@ from shardwright.run.spec import load_spec
 from shardwright.run.stages import place_layers
 from shardwright.run.step import trace_step
 from shardwright.run.stores import MANIFEST, Store
-from shardwright.settings.composing import SHIPPED
+from shardwright.settings.command_line import SHIPPED
 
 HOSTS, OF_HOST, STEPS = (1, 8, 64, 1024), 8, 1000
 """Numbers of hosts; devices and sequences of each; steps in the log and the report."""

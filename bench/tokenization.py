@@ -28,7 +28,7 @@ from shardwright.data.flat_tokens import Reader, Writer
 from shardwright.data.loader import DataConfig, make_loader
 from shardwright.data.text import definitions, sources
 from shardwright.data.text.tokenizers import Tokenizer
-from shardwright.settings.composing import SHIPPED
+from shardwright.settings.command_line import SHIPPED
 
 TEXT = SHIPPED / "austen_train.jsonl.xz"
 SHARDS = 5

@@ -12,18 +12,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from shardlib.parsing import did_you_mean
-from shardwright.data.checks import CHANGING, expand_paths, marked
+from shardwright.data.checks import CHANGING, marked
 from shardwright.data.loader import DataConfig, Loader, batch_of, make_loader, steps_for
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import inputs_of_loss
 from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.differences import flat
 from shardwright.run.files import literal
-from shardwright.settings.settings import wrong_setting
+from shardwright.settings.settings import made, typed
 
 _SECTIONS = {"training": TrainingConfig, "data": DataConfig, "optimizer": OptimizerConfig}
 MAY_CHANGE = [f"{section}.{name}" for section, kind in _SECTIONS.items() for name in marked(kind, CHANGING)]
@@ -68,12 +65,7 @@ def config_at(c: Config, step: int) -> Any:
     found = settings_at(dataclasses.asdict(c), step)
     sections = {}
     for name in ("data", "optimizer", "training"):
-        kind = type(getattr(c, name))
-        try:
-            sections[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), literal(found[name])))
-        except OmegaConfBaseException as error:
-            raise ValueError(wrong_setting(kind, error, prefix=f"{name}.")) from None
-        expand_paths(name, sections[name])
+        sections[name] = made(typed(type(getattr(c, name)), literal(found[name]), f"{name}."), f"{name}.")
     return dataclasses.replace(c, **sections)
 
 

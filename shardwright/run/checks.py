@@ -6,11 +6,10 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.schedules import schedule_of
 from shardwright.cluster.config import check_distributed
-from shardwright.data.checks import check_choice, check_range, check_ranges, expand_paths
+from shardwright.data.checks import check_choice, check_range, check_ranges
 from shardwright.jax_extra import KEPT
 from shardwright.modeling.attention_paths import PATHS
 from shardwright.modeling.context import STRATEGIES
@@ -20,43 +19,34 @@ from shardwright.run.changes import check_changes
 from shardwright.run.config import Config
 from shardwright.run.differences import flat
 from shardwright.run.trackers import check_trackers
-from shardwright.settings.composing import register_shipped
-from shardwright.settings.settings import wrong_setting
+from shardwright.settings.command_line import register_shipped
+from shardwright.settings.settings import made, typed, untyped
 
 
 def register_schema() -> None:
-    """Registers the types of all settings with Hydra. A required setting has no value until a configuration sets it."""
+    """Registers the defaults of all settings with Hydra. A required setting has no value until a configuration sets it.
+
+    Those of the model are known only after Hydra's composition has chosen its module: see to_config.
+    """
     register_shipped()
-    schema = OmegaConf.structured(Config)
-    for section in dataclasses.fields(Config):
-        if section.name != "model":
-            schema[section.name] = OmegaConf.structured(section.type)
-    # The model's fields are known only after Hydra's composition has chosen its module: see to_config.
+    schema = untyped(Config)
     schema.model = OmegaConf.create({"module": "train"}, flags={"struct": False})
     ConfigStore.instance().store(name="config_schema", node=schema)
 
 
-def to_config(composed: DictConfig) -> Config:
+def to_config(composed: DictConfig | dict) -> Config:
     """Converts what Hydra composed to a typed and checked Config, with the model's own ModelConfig.
 
     Raises ValueError for a setting that is missing, unknown, or out of range.
     """
-    config = composed.copy()
+    config = typed(Config, composed)
     if not isinstance(config.model, DictConfig):
         raise ValueError(f"model is {config.model!r}; it must be a section, with the settings of a model.")
     name = config.model.get("module", "train")
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"model.module is {name!r}; give the name of a Python module, such as train or gpt2.")
-    module = module_of(name)
-    try:
-        config.model = OmegaConf.merge(OmegaConf.structured(module.ModelConfig), config.model)
-    except OmegaConfBaseException as error:
-        raise ValueError(wrong_setting(module.ModelConfig, error, prefix="model.")) from None
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>, or a group that sets it.")
-    c: Any = OmegaConf.to_object(config)
-    expand_paths("", c)
+    config.model = typed(module_of(name).ModelConfig, config.model, "model.")
+    c = made(config)
     if c.optimizer.base is not None:
         c.optimizer.base = _checked_base(c)
     check_config(c)
@@ -68,10 +58,7 @@ def _checked_base(c: Config) -> dict[str, Any]:
     base = c.optimizer.base
     if not isinstance(base, dict):
         raise ValueError(f"optimizer.base is {base!r}; give settings of the model: 'optimizer.base={{d_model: 64}}'.")
-    try:
-        model: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(c.model), base))
-    except OmegaConfBaseException as error:
-        raise ValueError(wrong_setting(type(c.model), error, prefix="optimizer.base.")) from None
+    model = made(typed(type(c.model), dataclasses.asdict(c.model) | base, "optimizer.base."))
     for name in ("module", "vocab", "bos_id", "experts"):
         if name in base and base[name] != getattr(c.model, name):
             raise ValueError(f"optimizer.base has {name}, with which nothing is scaled; leave it out.")

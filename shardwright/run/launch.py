@@ -16,13 +16,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import OmegaConf, open_dict
+from omegaconf import open_dict
 
 from shardwright.cluster.devices import check_chip, make_mesh, start_devices
 from shardwright.cluster.stopping import Stopped, StopRequest
 from shardwright.cluster.watch import watched, write_hosts
 from shardwright.data import flat_tokens
-from shardwright.data.checks import check_range, check_ranges, expand_paths
+from shardwright.data.checks import check_range, check_ranges
 from shardwright.modeling.model import LanguageModel, load_model, module_of
 from shardwright.run.best_effort import print_if_possible
 from shardwright.run.changes import config_at, firsts
@@ -32,10 +32,10 @@ from shardwright.run.directory import check_place, run_directory
 from shardwright.run.printing import log
 from shardwright.run.sweeps import Job
 from shardwright.run.trackers import check_or_enqueue, with_edits
-from shardwright.settings.composing import Program, command_of, read_overrides
+from shardwright.settings.command_line import Program, command_of, read_overrides, search_first
 from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import refusals_shown, start
-from shardwright.settings.written import read_as_written
+from shardwright.settings.settings import made, typed, untyped
 
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
 
@@ -78,13 +78,11 @@ def composed(name: str, *overrides: str, own: str | Path | None = None) -> Confi
     The file is in CONFIGS, or in the directory `own`, where a project has its configurations.
     """
     register_schema()
-    read_as_written(Config)
-    folders = [path.absolute() for path in (Path(own), CONFIGS) if path.is_dir()] if own else [CONFIGS]
-    folders.sort(key=lambda path: not (path / f"{name}.yaml").exists())
-    others = [f"hydra.searchpath=[{','.join(f'file://{path}' for path in folders[1:])}]"] if folders[1:] else []
-    read = read_overrides(Program("train", CONFIGS, None, Config), [str(own)] if own else [], overrides)
-    with initialize_config_dir(str(folders[0]), version_base="1.3"):
-        return to_config(compose(name, [*others, *read]))
+    folders = [Path(own)] if own and Path(own).is_dir() else []
+    search_first(folders)
+    read = read_overrides(Program("train", CONFIGS, None, Config), folders, overrides)
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return to_config(compose(name, read))
 
 
 def _sections() -> dict[str, type]:
@@ -105,18 +103,18 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
 
     def composed(config: Any) -> None:
         with refusals_shown():
-            settings = OmegaConf.to_object(config[name])
+            settings = made(typed(kind, config[name], f"{name}."), f"{name}.")
             check_ranges(name, settings)
-            expand_paths(name, settings)
             with open_dict(config):
                 del config[name]
                 config.paths.model_name = config.paths.model_name or name  # only `ladder search` writes there
             job(to_config(config), settings)
 
+    kind = typing.get_type_hints(schema)[name]
     register_schema()
     known = ConfigStore.instance().load("config_schema.yaml").node
     with open_dict(known):
-        known[name] = OmegaConf.structured(typing.get_type_hints(schema)[name])
+        known[name] = untyped(kind)
     ConfigStore.instance().store(name="config_schema", node=known)
     about = Program(command_of(f"tools.{name}"), CONFIGS, None, schema, doc)
     start(about, composed, _sections)

@@ -13,10 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from shardlib.schedules import SCHEDULES
 from shardwright.data.checks import FIXED, marked
 from shardwright.data.loader import DataConfig, SourceConfig, check_skips
@@ -24,12 +20,12 @@ from shardwright.data.untrusted import check_types
 from shardwright.modeling.model import is_shipped, module_of
 from shardwright.run.changes import check_number, firsts, may_change, settings_at
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.checks import register_schema, to_config
+from shardwright.run.checks import to_config
 from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.differences import config_differences, flat
 from shardwright.run.files import as_config, literal
 from shardwright.run.stores import Damaged
-from shardwright.settings.settings import is_section, without_null, wrong_setting
+from shardwright.settings.settings import is_section, without_null
 
 _METADATA = {
     "config?": {
@@ -103,13 +99,7 @@ def config_of(saved: dict, trust: bool = False) -> Config:
                 f"{name} of the checkpoint is {value!r}, which is not shipped here; importing it would run its code. "
                 "Give trust=true if the run is yours or you have read that file."
             )
-    register_schema()
-    schema = ConfigStore.instance().load("config_schema.yaml").node
-    try:
-        merged: Any = OmegaConf.merge(schema, literal(with_defaults(saved, module)))
-        c = to_config(merged)
-    except OmegaConfBaseException as error:
-        raise ValueError(wrong_setting(Config, error)) from None
+    c = to_config(literal(with_defaults(saved, module)))
     for name, value in () if trust else fetched(c):
         raise ValueError(
             f"{name} of the run is {value!r}, which would be downloaded. Give trust=true if the run is yours or you "

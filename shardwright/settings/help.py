@@ -5,7 +5,7 @@ import textwrap
 
 from omegaconf import MISSING
 
-from shardwright.settings.composing import Program
+from shardwright.settings.command_line import Program
 from shardwright.settings.settings import is_section, settings_of, shown_value, words_for
 
 WIDTH = 80

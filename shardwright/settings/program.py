@@ -21,28 +21,17 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
-from shardwright.data.checks import check_ranges, expand_paths
+from shardwright.data.checks import check_ranges
 from shardwright.data.untrusted import check_private, first_line, shown
-from shardwright.settings.composing import (
-    UNNAMED,
-    Program,
-    by_name,
-    check_flags,
-    command_of,
-    explained,
-    is_of_composing,
-    read_overrides,
-    register_shipped,
-)
+from shardwright.settings.command_line import Program, command_of, explained, parse, register_shipped, search_first
 from shardwright.settings.exits import ERROR, LOST, exit_of
 from shardwright.settings.help import help_text
+from shardwright.settings.settings import made, typed, untyped
 from shardwright.settings.starting import INTERRUPTED, leave, prepare
 from shardwright.settings.words import as_installed
-from shardwright.settings.written import read_as_written
 
 PACKAGE = Path(__file__).parents[1]
 FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
@@ -182,22 +171,19 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
 
 def _start(program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]]) -> None:
     register_shipped()
-    arguments, directories = by_name(program, sys.argv[1:])
-    check_flags(program, arguments)
-    if not {"--help", "-h"}.isdisjoint(arguments):
+    line = parse(program, sys.argv[1:])
+    if line.help:
         print(as_installed(help_text(program, sections())), flush=True)
         return
-    sys.argv[1:] = read_overrides(program, directories, arguments)
-    named = [text.partition("=")[2] for text in arguments if text.startswith("--config-name=")]
-    name = (named or [program.config_name or UNNAMED])[-1]
-    read_as_written(program.schema, directories, {name: program.config_name or "base"})
+    sys.argv[1:] = line.words
+    search_first(line.directories)
     _ignore_shared_cache()
     try:
-        hydra.main(version_base="1.3", config_path=str(program.configs), config_name=name)(job)()
+        hydra.main(version_base="1.3", config_path=str(program.configs), config_name=line.config_name)(job)()
     except Exception as error:
-        if not is_of_composing(error):
+        if isinstance(error, Refused) or not (message := explained(program, error)):
             raise
-        raise ValueError(explained(program, error, directories, arguments)) from error
+        raise ValueError(message) from error
 
 
 def _ignore_shared_cache() -> None:
@@ -228,13 +214,10 @@ def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
     @functools.wraps(run)
     def job(config: object) -> None:
         with refusals_shown():
-            if missing := sorted(OmegaConf.missing_keys(config)):
-                raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>.")
-            settings = OmegaConf.to_object(config)
+            settings = made(typed(schema, config))
             check_ranges("", settings)
-            expand_paths("", settings)
             run(settings)
 
-    ConfigStore.instance().store(f"{name}_schema", schema)
+    ConfigStore.instance().store(f"{name}_schema", untyped(schema))
     doc = inspect.getmodule(run).__doc__ or ""
     start(Program(command_of(f"tools.{name}"), PACKAGE / "tools" / "configs", name, schema, doc), job)

@@ -9,13 +9,14 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from hydra.conf import HydraConf
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from shardwright.data.checks import expand_paths
 from shardwright.data.untrusted import first_line
 from shardwright.settings.words import listed
 
@@ -102,8 +103,7 @@ def kind_of(schema: type, name: str, prefix: str = "") -> Any:
         if typing.get_origin(kind) in (list, dict):
             kind = typing.get_args(kind)[-1]
             continue
-        hints = typing.get_type_hints(kind) if is_section(kind) else {}
-        known = {field.name: hints[field.name] for field in dataclasses.fields(kind)} if hints else {}
+        known = _fields(kind) if is_section(kind) else {}
         if part not in known:
             path = (prefix + ".".join(parts[:i])).rstrip(".")
             has = f"{f'The section {path} has' if path else 'There are'} {listed([*known], 12)}."
@@ -111,6 +111,12 @@ def kind_of(schema: type, name: str, prefix: str = "") -> Any:
             raise UnknownSetting(prefix + name, meant, has)
         kind = known[part]
     return kind
+
+
+@functools.cache
+def _fields(schema: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(schema)
+    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
 
 
 def _meant(schema: type, parts: list[str], i: int, known: Iterable[str], prefix: str) -> str | None:
@@ -133,38 +139,72 @@ def _meant(schema: type, parts: list[str], i: int, known: Iterable[str], prefix:
     return next((" or ".join(others[near]) for near in difflib.get_close_matches(parts[-1], others, 1, 0.65)), None)
 
 
-def is_open(schema: type, name: str) -> bool:
-    """Returns whether a setting is an entry of a mapping, or in a section without declared settings."""
-    parts = name.split(".")
-    kinds = (without_null(kind_of(schema, ".".join(parts[:i]))) for i in range(1, len(parts)))
-    return any(kind is Any or typing.get_origin(kind) is dict for kind in kinds)
+def typed(schema: type, values: Any, prefix: str = "") -> Any:
+    """Merges values, nested by name, into the defaults of a dataclass. Returns a DictConfig of its types.
 
-
-def check_values(schema: type, values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a value that does not have the type of its setting. `values` are nested, by known names."""
+    1e9 may be a whole number, and one value a list. Raises ValueError for a name that is no setting, and a wrong value.
+    `prefix` is the section of `schema`, with a dot.
+    """
+    values = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
     try:
-        OmegaConf.merge(_structured(schema), values)
+        return OmegaConf.merge(OmegaConf.structured(schema), _converted(schema, "", values, prefix))
     except OmegaConfBaseException as error:
-        raise ValueError(wrong_setting(schema, error)) from None
+        name = f"{prefix}{error.full_key}"
+        if not isinstance(error, ValidationError):
+            raise ValueError(f"{name}: {first_line(error)}. Correct its value.") from None
+        kind = kind_of(schema, re.sub(r"\[(\d+)\]", r".\1", str(error.full_key)), prefix)
+        raise ValueError(f"{name} is {shown_value(error.value)}; it must be {words_for(kind)}.") from None
 
 
-_structured = functools.cache(OmegaConf.structured)
+def _converted(schema: type, name: str, value: Any, prefix: str) -> Any:
+    """Corrects what YAML made of a value, by the declared type of its setting."""
+    declared = kind_of(schema, name, prefix) if name else schema
+    kind = without_null(declared)
+    if value is None or kind is Any or (isinstance(value, str) and ("${" in value or value == MISSING)):
+        return value
+    shape = dict if is_section(kind) else typing.get_origin(kind)
+    if shape is list and not isinstance(value, dict | list):
+        value = [value]
+    if not isinstance(value, shape or str | int | float):
+        raise ValueError(f"{prefix}{name} is {value}; it must be {words_for(declared)}.")
+    if isinstance(value, list):
+        return [_converted(schema, f"{name}.0", each, prefix) for each in value]
+    if isinstance(value, dict):
+        for section, dot, rest in (str(key).partition(".") for key in value if is_section(kind)):
+            if dot:
+                raise ValueError(f"{section}.{rest} is not a setting here; write {section}: {{{rest}: <value>}}.")
+        return {key: _converted(schema, f"{name}.{key}".lstrip("."), each, prefix) for key, each in value.items()}
+    if kind is str and not isinstance(value, str):
+        raise ValueError(f"{prefix}{name} is {shown_value(value)}, which is not a text. Put it in quotes.")
+    return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
 
 
-def wrong_setting(schema: type, error: OmegaConfBaseException, prefix: str = "") -> str:
-    """Writes the message for a setting that OmegaConf rejects. `prefix` is the section of `schema`, with a dot."""
-    name, reason = f"{prefix}{error.full_key}", first_line(error)
-    key = re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).strip(".")
+def made(config: DictConfig, prefix: str = "") -> Any:
+    """Makes the dataclasses of a typed configuration, and expands ~ in their paths.
+
+    Raises ValueError for settings without a value, and for a wrong interpolation. `prefix` is the section of `config`.
+    """
     try:
-        kind = kind_of(schema, key, prefix)
-    except UnknownSetting as unknown:
-        return str(unknown)
-    if "not in struct" in reason and not is_open(schema, key):
-        return f"the configuration lacks {name}. Begin its `defaults` with `base`, which has all settings."
-    if kind is Any or "not in struct" in reason or "nterpolation" in reason:
-        return f"{name}: {reason}. Correct its value, or add an entry with a plus: +{name}=<value>."
-    value = "null" if "not Optional" in reason else error.value
-    return f"{name}{f': {reason}' if value is None else f' is {shown_value(value)}'}; it must be {words_for(kind)}."
+        missing = sorted(f"{prefix}{name}" for name in OmegaConf.missing_keys(config))
+        settings = None if missing else OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        name = f"{prefix}{error.full_key}"
+        raise ValueError(f"{name}: {first_line(error)}. Correct the value of {name}.") from None
+    if missing:
+        raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>.")
+    expand_paths(prefix.rstrip("."), settings)
+    return settings
+
+
+def untyped(schema: type) -> DictConfig:
+    """Returns the defaults of a dataclass, for Hydra's composition. `typed` checks what it composes."""
+    values: Any = OmegaConf.to_container(OmegaConf.structured(schema))
+    for name, kind in _fields(schema).items():
+        if is_section(kind) and values[name] == MISSING:
+            values[name] = untyped(kind)
+        if isinstance(values[name], dict | DictConfig):  # open: a mapping, or section that is null, takes new names
+            values[name] = DictConfig(values[name], flags={"struct": False})
+    return DictConfig(values)
 
 
 def without_null(kind: object) -> Any:

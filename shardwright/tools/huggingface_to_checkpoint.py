@@ -39,7 +39,7 @@ from shardwright.huggingface.check import check_rules, compare_logits, mapping_o
 from shardwright.modeling.model import is_shipped
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.opening import CARRIED
-from shardwright.settings.composing import command_of
+from shardwright.settings.command_line import command_of
 from shardwright.settings.program import run_program
 from shardwright.settings.words import override
 

@@ -29,7 +29,7 @@ from shardwright.data.text.files import Found, real_file
 from shardwright.data.text.tokenizers import Lost, Tokenizer
 from shardwright.data.text.worker_pool import map_in_order
 from shardwright.run.differences import flat
-from shardwright.settings.composing import command_of
+from shardwright.settings.command_line import command_of
 from shardwright.settings.program import run_program
 from shardwright.settings.words import listed, override
 

@@ -27,7 +27,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 from shardwright.run.sweeps import Job
-from shardwright.settings.composing import Program
+from shardwright.settings.command_line import Program
 from shardwright.settings.program import start
 
 @dataclasses.dataclass

@@ -8,9 +8,9 @@ import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from shardwright.run import launch
 from shardwright.run.changes import config_at
@@ -18,11 +18,10 @@ from shardwright.run.checks import register_schema
 from shardwright.run.config import Config
 from shardwright.run.launch import CONFIGS
 from shardwright.run.opening import CheckpointChoice
-from shardwright.settings.composing import Program, by_name, read_overrides
+from shardwright.settings.command_line import Program, parse, read_overrides
 from shardwright.settings.program import FULL_ERROR, start
-from shardwright.settings.settings import settings_of, without_null
+from shardwright.settings.settings import settings_of, typed, without_null
 from shardwright.settings.words import as_installed, override
-from shardwright.settings.written import override_as_written, read_as_written
 
 ROOT = Path(__file__).parents[2]
 FILES = re.compile(r"director|\bpath\b|\bfiles?\b|folder|URL", re.IGNORECASE)
@@ -40,7 +39,7 @@ def _composed(tmp_path, monkeypatch):
     def composed(*arguments):
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
         found = []
-        start(Program("python -m train", CONFIGS, None, Config), lambda config: found.append(config))
+        start(Program("python -m train", CONFIGS, None, Config), lambda config: found.append(typed(Config, config)))
         return found
 
     return composed
@@ -77,10 +76,11 @@ def test_a_run_is_found_by_what_a_shell_completes(value, tmp_path, monkeypatch):
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "a,b").mkdir()
     monkeypatch.chdir(tmp_path)
-    tool = Program("python -m tools.generate", CONFIGS, "generate", CheckpointChoice)
-    assert by_name(tool, ["trust=true", value]) == (["trust=true", 'run="runs/x"'], [])
-    assert by_name(tool, [value, "runs/a,b"])[0] == ['run=["runs/x","runs/a,b"]']
-    assert by_name(tool, ["run=s3://x/y"])[0] == ["run=s3://x/y"]
+    tool = Program("python -m tools.generate", CONFIGS, "base", CheckpointChoice)
+    assert parse(tool, [value, "trust=true"]).words == ["trust=true", 'run="runs/x"']
+    assert parse(tool, ["run=s3://x/y"]).words == ["run=s3://x/y"]
+    several = Program("python -m tools.report", CONFIGS, "base", dataclasses.make_dataclass("Settings", [("run", Any)]))
+    assert parse(several, [value, "runs/a,b"]).words == ['run=["runs/x","runs/a,b"]']
 
 
 def test_a_configuration_is_found_by_its_path(mine, composed, tmp_path):
@@ -103,12 +103,12 @@ def test_a_directory_is_read_beside_the_projects_own(mine, composed, tmp_path, m
     assert config.training.steps == 5
 
 
-@pytest.mark.parametrize(
-    ("given", "steps"), [("+training.steps=7", 7), ("++training.steps=7", 7), ("+training={steps:7}", 7)]
-)
-def test_a_plus_before_a_known_setting_makes_no_difference(given, steps, composed):
+@pytest.mark.parametrize("given", ["++training.steps=7", "training={steps:7}", "++training={steps:7}"])
+def test_a_section_is_given_in_any_form(given, composed):
     (config,) = composed(BASE, given)
-    assert config.training.steps == steps
+    assert config.training.steps == 7
+    with pytest.raises(SystemExit, match=r"already at 'training\.steps'\. Either remove \+ prefix"):
+        composed(BASE, "+training.steps=7")
 
 
 def test_settings_of_hydra_are_its_own(composed):
@@ -143,35 +143,35 @@ OWN = {
     "training.steps: 3": "training.steps is not a setting here; write training: {steps: <value>}.",
     "data: {mixture: {a: {weigth: 1}}}": "there is no setting data.mixture.a.weigth. Did you mean",
     "optimizer: {groups: [{mach: x}]}": "there is no setting optimizer.groups.0.mach. Did you mean",
-    "training: [steps]": "training is ['steps']; it must be a section, with",
-    "- 1": "it is not a configuration",
-    "defaults: base": "it is not a configuration",
-    "mesh: {d: 1": "expected ',' or '}', but got",
+    "paths: {model_name: 2026_01}": "paths.model_name is 202601, which is not a text. Put it in quotes.",
+    "training: [steps]": "In 'mine': ConfigTypeError raised while composing config: Cannot merge",
+    "mesh: {d: 1": "configs/mine.yaml",
     "mesh: {d: 1}\nmesh: {t: 1}": "found duplicate key mesh",
-    "# \0": "has a character that YAML rejects",
-    "# é".encode("latin-1"): "is perhaps Latin-1, not UTF-8",
-    "# é".encode("utf-16"): "is UTF-16, not UTF-8",
-    b"\x89PNG\r\n\x1a\n": "not UTF-8",
+    "# \0": "special characters are not allowed",
+    "# é".encode("latin-1"): "a configuration is not UTF-8: 'utf-8' codec can't decode byte 0xe9",
 }
 
 
 @pytest.mark.parametrize("content", OWN)
-def test_a_wrong_file_is_named_in_one_line(content, tmp_path, composed, capsys):
+def test_a_wrong_file_is_refused_in_one_line(content, tmp_path, composed):
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "mine.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    text = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "configs" / "mine.yaml").write_bytes(b"defaults: [base, _self_]\n" + text)
     with pytest.raises(SystemExit) as ended:
         composed("--config-name=mine")
-    assert str(ended.value).startswith("Error: configs/mine.yaml")
+    assert str(ended.value).startswith("Error: ")
     assert OWN[content] in str(ended.value)
     assert "\n" not in str(ended.value)
 
 
-def test_a_byte_order_mark_is_not_a_part_of_a_file(tmp_path, composed):
-    (tmp_path / "configs" / "data").mkdir(parents=True)
-    (tmp_path / "configs" / "data" / "x.yaml").write_text("# @package _global_\ntraining: {seed: 5}\n", "utf-8-sig")
-    (tmp_path / "configs" / "mine.yaml").write_text("defaults: [data: x]\n", "utf-8-sig")
-    (config,) = composed("--config-name=mine")
-    assert config.training.seed == 5
+@pytest.mark.parametrize("content", ["- 1", "mesh: {d: 1}"])
+def test_a_file_without_defaults_is_refused(content, tmp_path, composed):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.yaml").write_text(content)
+    with pytest.raises(
+        SystemExit, match=r"mine\.yaml has no `defaults`\. Begin it with `defaults: \[base, _self_\]`\."
+    ):
+        composed("--config-name=mine")
 
 
 def test_configurations_that_include_each_other(tmp_path, composed):
@@ -244,41 +244,34 @@ def test_messages_name_commands_as_the_program_was_started(monkeypatch):
 
 
 WRITTEN = ["1_1_1", "1e5", "1.10", "yes", "12:30", "true", "017", "0x10", "a b 1", "-.5"]
-"""Texts, all but one of which YAML reads as another value."""
+"""Texts, most of which Hydra or YAML reads as another value."""
 
 
-def test_texts_keep_what_a_file_has(tmp_path, composed):
+def test_what_a_file_has_becomes_the_declared_type(tmp_path, composed):
     (tmp_path / "mine.yaml").write_text(
         "defaults: [local_test_synthetic, override data: numbers, _self_]\n"
-        f"training: {{tokens: 1e9, seed: 1_0, document_mask: no, sample_prompts: [&a {', '.join(WRITTEN)}, *a]}}\n"
-        "paths: {model_name: 2_2, checkpoints: null}\n"
-        "hardware: {environment: {A: 1_0, B: on}, compilation_cache: '1e5'}\n"
+        "training: {tokens: 1e9, seed: 1_0, document_mask: no}\n"
+        "paths: {model_name: '2_2', checkpoints: null}\n"
+        "hardware: {environment: {A: '1_0', B: \"on\"}}\n"
     )
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "numbers.yaml").write_text("filespec: 2026_01\nskip_steps: [1e1, 11]\n")
+    (tmp_path / "data" / "numbers.yaml").write_text("filespec: '2026_01'\nskip_steps: [1e1, 11]\n")
     (config,) = composed(f"--config-dir={tmp_path}", "--config-name=mine")
-    assert config.training.sample_prompts == [*WRITTEN, WRITTEN[0]]
     t, paths, hardware = config.training, config.paths, config.hardware
     assert (t.tokens, t.seed, t.document_mask) == (10**9, 10, False)
     assert (paths.model_name, paths.checkpoints) == ("2_2", None)
-    assert (hardware.environment, hardware.compilation_cache) == ({"A": "1_0", "B": "on"}, "1e5")
+    assert hardware.environment == {"A": "1_0", "B": "on"}
     assert (config.data.filespec, config.data.skip_steps) == ("2026_01", [10, 11])
 
 
-@pytest.mark.parametrize(
-    ("value", "written"), [("1.5e1", "15"), ("15e0", "15"), ("1.5e0", "1.5e0"), ("[1e1,1.5e0]", "[10,1.5e0]")]
-)
-def test_only_whole_numbers_are_made_whole(value, written):
-    name = "data.skip_steps" if "[" in value else "training.steps"
-    assert override_as_written(Config, f"{name}={value}") == f"{name}={written}"
-
-
-def test_only_whole_numbers_of_a_file_are_made_whole(tmp_path):
-    (tmp_path / "mine.yaml").write_text("training: {tokens: 1.5e+1}\ndata: {skip_steps: [1e+1]}\n")
-    read_as_written(Config, [str(tmp_path)])
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        found = compose("mine")
-    assert str(found) == "{'training': {'tokens': 15}, 'data': {'skip_steps': [10]}}"
+@pytest.mark.parametrize(("value", "steps"), [("1.5e1", 15), ("15e0", 15), ("1.5e0", None)])
+def test_only_whole_numbers_are_made_whole(value, steps, composed):
+    if steps:
+        (config,) = composed(BASE, f"training.steps={value}", f"data.skip_steps=[{value},2]")
+        assert (config.training.steps, config.data.skip_steps) == (steps, [steps, 2])
+    else:
+        with pytest.raises(SystemExit, match=r"training\.steps is 1\.5; it must be a whole number"):
+            composed(BASE, f"training.steps={value}")
 
 
 def test_texts_keep_what_a_command_line_has(composed):

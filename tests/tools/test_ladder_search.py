@@ -21,7 +21,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from shardwright.run.launch import composed
-from shardwright.settings.composing import is_setting
+from shardwright.settings.command_line import is_setting
 from shardwright.tools.ladder import search as program
 from shardwright.tools.ladder.search import SearchConfig, minimum, movement, page, search, sweeps, swept
 from shardwright.tools.report.reading import read_run

@@ -27,7 +27,7 @@ from shardwright.run.differences import config_differences
 from shardwright.run.directory import place
 from shardwright.run.files import read_config, write_whole
 from shardwright.run.resuming import fixed_settings
-from shardwright.settings.composing import is_setting
+from shardwright.settings.command_line import is_setting
 from shardwright.settings.words import quoted, say
 from shardwright.tools.ladder.coordinates import sizes_at
 from shardwright.tools.report.page import TEMPLATES, page_of
