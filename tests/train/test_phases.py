@@ -139,7 +139,7 @@ def test_batches_that_are_left_out_move_no_earlier_one(data):
         ([{"training.seq_len": 32}], r"changes\[0\].step is None"),
         ([{"step": 3, "training.seq_len": "long"}], "after step 3: training.seq_len is long; it must be"),
         ([{"step": 3, "training.seq_len": 0}], "after step 3: training.seq_len is 0; it must be at least 1"),
-        ([{"step": 3, "data.mixture.web.weight": 2}], "after step 3: data.mixture"),
+        ([{"step": 3, "data.mixture.web.weight": 2}], "after step 3: no value for data.mixture.web.filespec; give"),
         ([{"step": 3, "optimizer.schedule": "wsd"}], "after step 3: optimizer.schedule is wsd and"),
     ],
 )
