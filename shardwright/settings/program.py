@@ -175,7 +175,8 @@ def _start(program: Program, job: Callable[[Any], Any], sections: Callable[[], d
     if line.help:
         print(as_installed(help_text(program, sections())), flush=True)
         return
-    sys.argv[1:] = line.words
+    named = [] if line.config_name is None else [f"--config-name={line.config_name}"]
+    sys.argv[1:] = [*named, *line.words]  # programs that start others give them these
     search_first(line.directories)
     _ignore_shared_cache()
     try:
