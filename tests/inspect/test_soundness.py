@@ -120,7 +120,7 @@ def test_what_is_right_on_a_few_devices_only_is_named():
     assert re.search(r"no product of sizes explains: 3(\.0)? \(3(\.0)? and 2(\.0)? in the small programs\)$", line)
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.parametrize("factor", FAR.values(), ids=FAR)
 def test_what_small_sizes_do_not_reach_is_named(factor):
     model = model_of(lambda c, x, layer: 1 + factor(x, jnp.arange(x.shape[1])) * x.shape[0])
