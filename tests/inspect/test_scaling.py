@@ -79,7 +79,7 @@ def test_the_largest_published_models_are_inside_their_intervals():
     assert max(widths) < 0.3, "an interval that holds everything says nothing"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nine_noisy_runs_of_close_sizes_hold_a_four_times_larger_run():
     """As the ladder in docs/ladder.md. If 90 % of runs were inside, fewer than 16 of 20 happens in 1 of 23 cases."""
 

@@ -167,7 +167,7 @@ def test_experts_in_one_array_are_read_as_those_in_many(name):
         ("Cohere2", {}, "p2 d2 t2"),
         ("Qwen2Moe", {"parallel": True, "layer_norm": True, "qk_norm": True}, "d2 e2 t2"),
         ("DeepseekV3", {"norms": "both"}, "p2 e2 t2"),
-        ("Qwen3Next", {"correction_bias": True}, "p2 d2 e2 t2"),
+        pytest.param("Qwen3Next", {"correction_bias": True}, "p2 d2 e2 t2", marks=pytest.mark.slow),
         ("DeepseekV3", {"q_rank": None, "dense_layers": 0, "window": 5, "full_every": 2, "d_value": 9}, "d2 c2 t2"),
     ],
 )

@@ -49,7 +49,7 @@ def check_states(c) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["c=2 d=2 t=2", "p=2 d=2 t=2"])
+@pytest.mark.parametrize("mesh", ["c=2 d=2 t=2", pytest.param("p=2 d=2 t=2", marks=pytest.mark.slow)])
 def test_it_is_proved_and_causal(mesh, tmp_path):
     with project(tmp_path) as c, jax.set_mesh(tiny.mesh(mesh)):
         step = tiny.step(c)

@@ -256,7 +256,7 @@ TINY += ["training.batch_size=4", "training.seq_len=32"]
 TINY += ["optimizer.warmup_steps=1", "optimizer.schedule=linear", "training.eval_batches=1", "training.steps=24"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_search_that_is_killed_goes_on(tmp_path):
     words = ["--config-name=track", *TINY, f"{RATE}=1e-2,1e-9,1e30", "ladder.rungs=2", "paths.model_name=s"]
     command = [sys.executable, "-m", "shardwright", "ladder", "search", *words]
