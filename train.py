@@ -630,7 +630,6 @@ LISTENERS = (
     listeners.Skips,
     listeners.Profile,
     listeners.Summary,
-    listeners.Forecast,
     listeners.Picture,
     listeners.Report,
     samples.Samples,

@@ -71,18 +71,13 @@ def _checked_base(c: Config) -> dict[str, Any]:
 def check_length(c: Config) -> None:
     """Raises ValueError for several of training.steps, tokens, epochs and minutes.
 
-    Also for training.forecast with minutes, or for keep_best without validations before the end of the run.
+    Also for keep_best without validations before the end of the run.
     """
     lengths = {name: getattr(c.training, name) for name in ("steps", "tokens", "epochs", "minutes")}
     given = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]
     if len(given) > 1:
         other = given[0].partition("=")[0]
         raise ValueError(f"the run has several lengths: {', '.join(given)}. Keep one: set {other}=null, for example.")
-    if c.training.minutes is not None and c.training.forecast is not None:
-        raise ValueError(
-            f"training.forecast is {c.training.forecast}, which is of a number of tokens, and the run's length is "
-            f"training.minutes={c.training.minutes}. Give its length in steps or tokens, or set training.forecast=null."
-        )
     if c.training.keep_best and (
         not c.training.eval_batches or (c.training.eval_interval or c.training.eval_epochs) is None
     ):

@@ -112,9 +112,6 @@ class TrainingConfig:
     compile, but a GPU copies fewer saved activations."""
     eval_batches: int = within(0, 2**31, 8, CHANGING)
     """Most batches of the validation split per evaluation; 0 for no evaluations. Each token is scored once."""
-    forecast: str | None = a_path(None)
-    """Path of a forecast of this run's loss, from tools.forecast. The run reports when its loss leaves the forecast.
-    Null: none."""
     eval_interval: int | None = at_least_1(None)
     """Steps between evaluations. The last step is always followed by one. Null: only that."""
     eval_epochs: float | None = above_0(None)

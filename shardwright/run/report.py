@@ -34,16 +34,6 @@ def parameters_of(model: Any) -> int:
     return sum(math.prod(weight.shape) for weight in jax.tree.leaves(model.table))
 
 
-def parameters_without_embeddings(model: Any) -> int:
-    """Counts the parameters of a model, without those of its embedding and unembedding."""
-
-    def is_weight(x):
-        return hasattr(x, "kind")
-
-    weights = jax.tree.leaves(model.table, is_leaf=is_weight)
-    return sum(math.prod(w.shape) for w in weights if w.kind not in ("embedding", "unembedding"))
-
-
 def introduce(run: Schedule, directory: Path, planned: str | None, source_differs: str | None) -> dict[str, Any]:
     """Prints the directory, devices, model, data, plan, attention, stages and changes of a run.
 
@@ -154,7 +144,6 @@ def facts_of(run: Schedule, speed: Speed) -> dict[str, Any]:
         "run": {
             "total_steps": run.total if run.total < MOST_STEPS else None,
             "parameters": parameters_of(run.model),
-            "parameters_without_embeddings": parameters_without_embeddings(run.model),
             "tokens": tokens_before(run.whole, run.total) if run.total < MOST_STEPS else None,
             "passes": {name: float(number) for name, number in run.passes.items()},
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",

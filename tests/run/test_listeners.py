@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import train
-from shardwright.run import background, forecast
+from shardwright.run import background
 from shardwright.run.keeping import Keeper, Validated
-from shardwright.run.listeners import Ending, Forecast, Listener, Listeners, Report, Skips, Summary, Validation
+from shardwright.run.listeners import Ending, Listener, Listeners, Report, Skips, Summary, Validation
 from shardwright.run.listeners import checkpoints as saving_module
 from shardwright.run.listeners import validation as validation_module
 from tests.support import tiny
@@ -188,30 +188,6 @@ def test_the_summary_of_a_finished_run(run, capsys, monkeypatch):
     summary.see(3, {"targets": 0})
     summary.end(Ending("finished"))
     assert "loss" not in capsys.readouterr().out, "the last step has none"
-
-
-def test_losses_are_compared_with_their_forecast(run, capsys, monkeypatch):
-    bound = forecast.Bound(2.0, 1.5, 2.5)
-
-    class Watch:
-        def __init__(self, source, size, tokens, tell):
-            self.tell, self.losses = tell, []
-
-        def see(self, step, tokens, loss):
-            self.losses.append((tokens, loss))
-
-        def end_part(self):
-            self.tell(2, 0, self.losses[-1][1], bound)
-
-    monkeypatch.setattr("shardwright.run.listeners.standard.Watch", Watch)
-    monkeypatch.setattr("shardwright.run.listeners.standard.parameters_without_embeddings", lambda model: 1)
-    run.config.training.forecast, run.is_over, run.model = "forecast.json", False, None
-    compared = Forecast()
-    compared.check(run)
-    compared.see(0, {"loss": 3.0})
-    compared.end(Ending("finished"))
-    assert "is ABOVE its forecast, 1.500 to 2.500" in capsys.readouterr().out
-    assert run.events == [(2, "forecast", {"part": 1, "loss": 3.0, "inside": False, "low": 1.5, "high": 2.5})]
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped", "failed", "paused"])

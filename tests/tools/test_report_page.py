@@ -265,9 +265,7 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path):
     assert not [tag for tag, attributes in read.elements if "src" in attributes]
     links = [attributes["href"] for tag, attributes in read.elements if tag == "a"]
     assert {link for link in links if ":" in link or link.startswith("/")} == set()
-    assert {f"#{section.name}" for section in SECTIONS if section.name not in ("runs", "pairs", "forecast")} <= set(
-        links
-    )
+    assert {f"#{section.name}" for section in SECTIONS if section.name not in ("runs", "pairs")} <= set(links)
     assert "default-src 'none'" in page.read_text()[:1000]
     assert not [*page.parent.glob("*.tmp")]
     assert page.stat().st_size < 1.5e6

@@ -2,13 +2,12 @@
 
 from shardwright.run.listeners.checkpoints import Checkpoints
 from shardwright.run.listeners.listener import Ending, Listener, Listeners, Training
-from shardwright.run.listeners.standard import Forecast, Picture, Profile, Report, Skips, Statistics, Summary
+from shardwright.run.listeners.standard import Picture, Profile, Report, Skips, Statistics, Summary
 from shardwright.run.listeners.validation import Validation
 
 __all__ = [
     "Checkpoints",
     "Ending",
-    "Forecast",
     "Listener",
     "Listeners",
     "Picture",

@@ -1,4 +1,4 @@
-"""Listeners of each run: statistics, skipped steps, profile, summary, forecast, picture of the step, and page."""
+"""Listeners of each run: statistics, skipped steps, profile, summary, picture of the step, and page."""
 
 import time
 from collections.abc import Mapping
@@ -10,16 +10,13 @@ import numpy as np
 
 from shardwright.inspect import examine
 from shardwright.run.background import Task, in_background, wait_for
-from shardwright.run.changes import tokens_before
 from shardwright.run.files import duration, end_of, read_records
-from shardwright.run.forecast import FILE, PARTS, Bound, Watch
 from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.listeners.validation import Validation
 from shardwright.run.memory import peak_memory
 from shardwright.run.page import Page
 from shardwright.run.printing import log
 from shardwright.run.profile import StepProfiler
-from shardwright.run.report import parameters_without_embeddings
 from shardwright.run.skipping import SkippedSteps, described_documents
 from shardwright.settings.words import override
 
@@ -146,52 +143,6 @@ class Summary(Listener):
                 of = "of the fullest device" if memory["source"] == "device" else "of a device, by the compiler"
                 log(f"memory     {float(memory['peak_memory_bytes']) / 2**20:,.1f} MiB, the peak {of}")
             log(f"checkpoint {run.checkpoints}/{run.total:010}")
-
-
-def forecast_of_run(given: Path, directory: Path, start: int) -> Path:
-    """Returns the file to compare a run with: training.forecast, or its copy in the directory of a resumed run.
-
-    Prints a line if the file has changed since the run began: a forecast must not be edited once losses are known.
-    """
-    copy = directory / FILE
-    if not start or not copy.exists():
-        return given
-    if given.is_file() and given.read_bytes() != copy.read_bytes():
-        log(f"WARNING    {given} has changed since the run began: its copy {copy} counts; remove that for the new one")
-    return copy
-
-
-class Forecast(Listener):
-    """Compares the loss with training.forecast, part by part."""
-
-    _watch: Watch | None = None
-
-    def check(self, run: Training) -> None:
-        self._run = run
-        given = run.config.training.forecast
-        if given is not None and not run.is_over:
-            size, tokens = parameters_without_embeddings(run.model), tokens_before(run.whole, run.total)
-            self._watch = Watch(forecast_of_run(Path(given), run.directory, run.start), size, tokens, self._tell)
-
-    def begin(self, run: Training) -> None:
-        if self._watch and jax.process_index() == 0:
-            self._watch.keep_copy(run.directory)
-
-    def see(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._watch and "loss" in values:
-            self._watch.see(step, self._run.log.speed.tokens_after(step), values["loss"])
-
-    def end(self, how: Ending) -> None:
-        if self._watch and how.state == "finished":
-            self._watch.end_part()
-
-    def _tell(self, step: int, part: int, loss: float, bound: Bound) -> None:
-        inside = bound.low <= loss <= bound.high
-        of = f"forecast   mean loss {loss:.3f} of part {part + 1} of {PARTS}"
-        if not inside:
-            log(f"{of} is {'below' if loss < bound.low else 'ABOVE'} its forecast, {bound.low:.3f} to {bound.high:.3f}")
-        event = {"part": part + 1, "loss": loss, "inside": inside, "low": bound.low, "high": bound.high}
-        self._run.log.add_event(step, "forecast", event)
 
 
 class Picture(Listener):

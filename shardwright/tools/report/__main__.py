@@ -19,15 +19,13 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shardwright.data.checks import a_path
-from shardwright.data.untrusted import refused
 from shardwright.run.files import REPORT, write_whole
-from shardwright.run.forecast import Forecast, read_forecast
 from shardwright.settings.program import run_program
 from shardwright.tools.report.comparing import Comparison, compare_runs
 from shardwright.tools.report.page import page
 from shardwright.tools.report.pairs import Pairs, pairs_of
 from shardwright.tools.report.planned import issue
-from shardwright.tools.report.reading import AVERAGED, Run, find_runs, forecast_in, read_run
+from shardwright.tools.report.reading import AVERAGED, find_runs, read_run
 from shardwright.tools.report.screen import print_line, print_table
 
 
@@ -38,9 +36,6 @@ class Settings:
     run: Any = a_path(None)
     """Directories of runs or sweeps, or patterns such as runs/local_*; one, or a list. Two with several runs each are
     also compared pair by pair, by seed."""
-    law: str | None = a_path(None)
-    """The forecast.json of tools.forecast whose law converts a difference of losses into compute, for the effective
-    speedup of two groups. Null: the forecast that the first group's runs carry (training.forecast)."""
     sort: str | None = None
     """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, idle, steps, time, wall,
     compile, or run. Null: loss, or bits/byte if the runs have other tokenizers."""
@@ -88,17 +83,6 @@ def show(c: Comparison, console: Console) -> None:
             print_line(console, line)
 
 
-def law_for(path: str | None, runs: list[Run]) -> Forecast | str:
-    """Reads what has the law for runs, the baseline; or returns why none is known. Raises ValueError for a bad file."""
-    if path is not None:
-        with refused(f"law={path} cannot be read", ""):
-            return read_forecast(Path(path))
-    found = {known.law: known for run in runs if (known := forecast_in(run))}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    return "the runs carry several laws; give law=<one>" if found else "no law is known; give law=<a forecast.json>"
-
-
 def show_report(config: Settings, console: Console | None = None) -> None:
     """Prints the table and writes the file.
 
@@ -116,8 +100,6 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     groups = [[known[directory] for directory in find_runs([pattern])] for pattern in patterns]
     if len(groups) == 2 and min(map(len, groups)) > 1:
         c.pairs = pairs_of((patterns[0], patterns[1]), (groups[0], groups[1]))
-        if isinstance(c.pairs, Pairs):
-            c.pairs.law = law_for(config.law, groups[0])
     show(c, console)
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT

@@ -7,12 +7,11 @@ the order of the data. The interval is Student's for the mean of the differences
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from shardwright.data.untrusted import number
-from shardwright.run.forecast import Forecast
 from shardwright.settings.words import listed
 from shardwright.tools.report.reading import SEEDS, Run, differing_source
 
@@ -68,8 +67,6 @@ class Pairs:
     """What was not compared, and why."""
     step: int | None = None
     """The last step that all runs validated; None if each is compared at its own end."""
-    law: Forecast | str | None = None
-    """What has the law by which `lines` show an effective speedup; or why there is none; None to show nothing."""
 
     @property
     def differences(self) -> np.ndarray:
@@ -105,45 +102,7 @@ class Pairs:
             text.append("the number of validation tokens")
         if text:
             found.append(f"  WARNING: losses of different text can't be compared: {listed(text, len(text))}.")
-        if self.law is not None:
-            why = "losses of different text can't be compared" if text else self._no_speedup()
-            found.append(f"  No effective speedup: {why}." if why else f"  {self._speedup(low, high)}")
         return [*found, *(f"  {line}" for line in self.left_out)]
-
-    def _no_speedup(self) -> str | None:
-        """Why an effective speedup is not known; None if it is."""
-        if not isinstance(self.law, Forecast):
-            return self.law
-        every = [run for pair in self.runs for run in pair]
-        devices = sorted(
-            {str(facts.get("devices")) for run in every if isinstance(facts := run.about.get("run"), dict)}
-        )
-        if not self.law.law:
-            return "the forecast has no law"
-        if self.law.metric != self.metric or self.step is not None:
-            return f"the law is of the final {self.law.metric}, not of this loss"
-        if len(devices) > 1:
-            return f"the runs had other devices, {' and '.join(devices)}"
-        if not all(run.values.get("tokens/s", 0) > 0 for run in every):
-            return "the speed of a run is not known"
-        if min(map(self._loss, every)) <= self.law.law[0]:
-            return f"a loss is not above {self.law.law[0]:.4f}, to which the law leads"
-        return None
-
-    def _speedup(self, low: float, high: float) -> str:
-        """The second group's effective speedup, as Marin defines it (docs/experiments.md), with its interval."""
-        limit, _, a, _, b = cast(Forecast, self.law).law
-        above = float(np.mean([self._loss(one) for one, _ in self.runs])) - limit
-
-        def by_loss(difference: float) -> float:
-            return (above / (above + difference)) ** ((a + b) / (a * b)) if above + difference > 0 else math.inf
-
-        seconds = np.array([[run.values["tokens"] / run.values["tokens/s"] for run in pair] for pair in self.runs])
-        speed = math.exp(np.log(seconds[:, 0] / seconds[:, 1]).mean())
-        middle = by_loss(float(self.differences.mean()))
-        bounds = f"{speed * by_loss(high):.2f} to {speed * by_loss(low):.2f}"
-        parts = f"{middle:.2f} by the loss, {speed:.2f} by the speed"
-        return f"Effective speedup {speed * middle:.2f}, {bounds}: {parts}."
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from shardwright.data.untrusted import number, shown
-from shardwright.run.forecast import PARTS, Forecast
 from shardwright.tools.report.comparing import Comparison
-from shardwright.tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run, forecast_in
+from shardwright.tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run
 
 _FEW, _POINTS, _POINTS_OF_MANY = 4, 1500, 400
 """Number of runs whose raw values are shown; points of a curve, at most, on a page of so few runs and of more."""
@@ -145,8 +144,6 @@ def metric(c: Comparison, panel: Panel, name: str) -> Panel:
 
 def losses(c: Comparison, panel: Panel) -> Panel:
     """Adds training losses, and validation losses as circles: those of the weights and of their average."""
-    if c.only_run and (forecast := forecast_in(c.only_run)):
-        add_band(c.only_run, panel, forecast)
     metric(c, panel, "loss")
     at_events(c, panel, "validation", "loss", "validation", "circle-open")
     return at_events(c, panel, "validation", "average_loss", "validation of the average", "diamond-open")
@@ -169,19 +166,6 @@ def at_events(c: Comparison, panel: Panel, event: str, name: str, what: str, sym
             }
             panel.traces.append(line(i, values, _name(c, i, what), mode=mode, marker=marker, meta=own))
     return panel
-
-
-def add_band(run: Run, panel: Panel, forecast: Forecast) -> None:
-    """Adds the interval of the forecast in the middle of each part of the run, as far as it has come."""
-    middles = forecast.tokens / PARTS * (np.arange(PARTS) + 0.5)
-    reached = middles[middles <= np.nanmax(run.tokens, initial=0)]
-    places = np.minimum(np.searchsorted(run.tokens, reached), len(run.tokens) - 1)
-    own = {"x": {name: curves[0][places] for name, curves in _axes(Comparison([run], [], [])).items()}}
-    for name in ("low", "high"):
-        values = np.array([getattr(bound, name) for bound in forecast.curve[: len(places)]])
-        fill = {"fill": "tonexty", "fillcolor": "rgba(128,128,128,0.25)"} if name == "high" else {}
-        style = {"line": {"color": "#808080", "width": 0.5}, "meta": own, "showlegend": name == "high"}
-        panel.traces.append(line(0, values, "forecast") | style | fill)
 
 
 def _name(c: Comparison, i: int, what: str) -> str:

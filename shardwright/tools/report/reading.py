@@ -16,7 +16,6 @@ import numpy as np
 from shardwright.data.untrusted import number, read_object
 from shardwright.run.differences import flat
 from shardwright.run.files import LOCK, OF_A_STEP, end_of, read_config, read_records
-from shardwright.run.forecast import FILE, Forecast, read_forecast
 
 Curve = np.ndarray
 """A number for each step, f64; NaN if unknown. (Importing jaxtyping would take a third of the time of a page.)"""
@@ -167,14 +166,6 @@ def read_run(directory: Path) -> Run:
     if (bad := step[_has_loss(steps) & ~np.isfinite(metrics["loss"])]).size:
         notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]):,}")
     return run
-
-
-def forecast_in(run: Run) -> Forecast | None:
-    """The forecast that the run carries; None if it has none, or one that cannot be read."""
-    try:
-        return read_forecast(run.directory / FILE)
-    except (OSError, ValueError):
-        return None
 
 
 def _has_loss(steps: list[dict]) -> np.ndarray:

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 from shardwright.inspect.statistics.tables import tables_of
 from shardwright.run.files import duration
-from shardwright.run.forecast import PARTS, losses_of_parts
 from shardwright.tools.report.comparing import METRICS, Comparison
 from shardwright.tools.report.lines import step_by_line
 from shardwright.tools.report.pairs import Pairs, key, shown
 from shardwright.tools.report.planned import planned_and_measured
 from shardwright.tools.report.plots import axes_of, colour, evenly, panels_of
-from shardwright.tools.report.reading import AVERAGED, Run, forecast_in, read_samples
+from shardwright.tools.report.reading import AVERAGED, Run, read_samples
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
 """Most steps whose samples are shown, most events, most characters of a text."""
@@ -108,20 +107,6 @@ def events(run: Run) -> dict[str, Any] | None:
     return {"events": found[-_EVENTS:], "left_out": max(0, len(found) - _EVENTS)} if found else None
 
 
-def forecast(run: Run) -> dict[str, Any] | None:
-    """Compares the end of the run, and the mean loss of each of its parts, with the forecast that it carries."""
-    if not (known := forecast_in(run)):
-        return None
-    losses = losses_of_parts(run.tokens, run.metrics["loss"], known.tokens)
-    rows = [(f"{i} of {PARTS}", loss, b) for i, (loss, b) in enumerate(zip(losses, known.curve, strict=True), 1)]
-    ended = run.values.get(known.metric) if run.state == "finished" else None
-    end = [(f"end, {known.metric}", math.nan if ended is None else ended, known.end)]
-    found = [
-        (name, loss, b, None if math.isnan(loss) else bool(b.low <= loss <= b.high)) for name, loss, b in end + rows
-    ]
-    return {"rows": found, "left": [name for name, _, _, inside in found if inside is False], "over": ended is not None}
-
-
 def samples(run: Run) -> dict[str, Any] | None:
     """Lists samples of each prompt over the steps."""
     found: dict[str, list[dict]] = {}
@@ -157,7 +142,6 @@ SECTIONS = (
     Section("runs", "Runs", runs),
     Section("pairs", "Is the difference real?", pairs),
     Section("curves", "Curves", curves),
-    Section("forecast", "Forecast and loss", of_run(forecast)),
     Section("planned", "Planned and measured", planned_and_measured),
     Section("step", "The step by source line", of_run(step_by_line)),
     Section("microscope", "Under the microscope", of_run(microscope)),
