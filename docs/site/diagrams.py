@@ -114,7 +114,7 @@ def step() -> str:
 
 
 FLOORS = (
-    ("shardwright/tools", "programs next to training: plan, verify, replay, generate, serve, report, …"),
+    ("shardwright/tools", "programs next to training: plan, verify, replay, generate, report, …"),
     ("shardwright/models", "GPT-2, the families of Qwen, Mistral, Gemma, …, mixture of experts"),
     ("train.py", "model, forward pass, loss, gradients, optimizer, step, loop"),
     ("shardwright", "runs, checkpoints, checks, plan, statistics, optimizers, attention"),

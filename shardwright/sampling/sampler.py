@@ -9,10 +9,8 @@ docs/evaluation.md.
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -241,22 +239,6 @@ class Sampler(Programs):
         self._t = self.mesh.shape["t"]
         self._checked = False
         self._prefill, self._decode = self._programs()
-
-    def with_settings(self, settings: Sampling) -> "Sampler":
-        """The same sampler with other settings, which shares what is compiled to read prompts."""
-        check_ranges("sampling", settings)
-        check_ids("stop", settings.stop, self.config.vocab)
-        other = copy.copy(self)
-        other.settings = settings
-        other._decode = other._programs()[1]
-        other._is_sound = False
-        return other
-
-    def compile(self, weights: object) -> None:
-        """Compiles all that texts of one batch need, whatever the length of their prompts."""
-        lengths = itertools.takewhile(lambda n: n < self.context, (SHORTEST << i for i in itertools.count()))
-        for length in [*lengths, self.context]:
-            self.generate(weights, [[0] * (length - 1)], lambda prompt, ids: True)  # the first token is bos
 
     def like(self, step: Step) -> "Sampler":
         """See Programs."""

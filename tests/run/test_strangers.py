@@ -26,7 +26,7 @@ from shardwright.run.files import read_config
 from shardwright.run.opening import StagesChoice, open_run, read_weights
 from shardwright.run.resuming import check_resumes, config_of, literal, saved_config
 from shardwright.run.step import trace_step
-from shardwright.tools import checkpoint_to_huggingface, evaluate, serve
+from shardwright.tools import checkpoint_to_huggingface, evaluate
 from shardwright.tools.generate import MeshChoice, Settings, generate
 from shardwright.tools.replay import __main__ as replay
 from shardwright.tools.replay.session import opened
@@ -363,14 +363,13 @@ ADDRESSES = [
 ]
 OPENERS = READERS | {
     "evaluate": lambda s: evaluate.evaluate(evaluate.Settings(run=str(s.directory)), QUIET),
-    "serve": lambda s: serve.serve(serve.Settings(run=str(s.directory), port=0)),
     "replay": lambda s: replay.replay(replay.Settings(run=str(s.directory), step=2), QUIET),
 }
 
 
 # Each opens the run by the same function: each address for one of them, and one address for each.
 OPENED = [("generate", *address) for address in ADDRESSES]
-OPENED += [(opener, *ADDRESSES[0]) for opener in ("export", "evaluate", "serve", "replay")]
+OPENED += [(opener, *ADDRESSES[0]) for opener in ("export", "evaluate", "replay")]
 
 
 @pytest.mark.parametrize(("opener", "section", "values", "name"), OPENED)
