@@ -15,7 +15,6 @@ import train
 from shardwright.cluster.config import MeshConfig
 from shardwright.cluster.devices import make_mesh
 from shardwright.data.flat_tokens import Writer
-from shardwright.data.loader import make_loader
 from shardwright.modeling.model import load_model
 from shardwright.run.stages import placement_of
 from shardwright.tools.replay import __main__ as program
@@ -25,24 +24,16 @@ from shardwright.tools.replay.session import Done, before, checkpoints_of
 from tests.support import tiny
 from tests.support.losses_of_runs import losses
 
-GARBAGE = 260
-"""The document of the dataset with a spike that has tokens as no other."""
-
-
-def written(path, documents: int, garbage: int, length: int) -> str:
-    """A dataset of documents of 3 to 20 tokens, of which one, of this length, is garbage."""
-    rng = np.random.default_rng(1)
-    lengths = rng.integers(3, 20, documents)
-    tokens = [rng.integers(0, 8, n) for n in lengths]
-    lengths[garbage], tokens[garbage] = length, rng.integers(50, 64, length)
-    with Writer(str(path), "train") as writer:
-        writer.append(np.concatenate(tokens).astype(np.uint32), lengths)
-    return str(path)
-
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> str:
-    return written(tmp_path_factory.mktemp("data") / "documents.zarr", 64, 37, 12)
+    """Documents of 3 to 20 tokens."""
+    path = str(tmp_path_factory.mktemp("data") / "documents.zarr")
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(3, 20, 64)
+    with Writer(path, "train") as writer:
+        writer.append(rng.integers(0, 8, lengths.sum()).astype(np.uint32), lengths)
+    return path
 
 
 def run(directory, dataset, steps=10, **changes):
@@ -150,35 +141,7 @@ def test_what_cannot_be_replayed_is_refused(of_demo):
         replayed(of_demo.parent / "none", step=1)
 
 
-# ---- a spike --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def of_spike(tmp_path_factory):
-    """A run that has learned that there are eight tokens when garbage comes, and the step of it."""
-    data = written(tmp_path_factory.mktemp("data") / "spike.zarr", 400, GARBAGE, 3 * tiny.LENGTH)
-    config = dataclasses.replace(tiny.config().data, filespec=data, shuffle=False)
-    loader = make_loader(config, "train", tiny.BATCH, tiny.LENGTH)
-
-    def has_it(step):
-        return any(a <= GARBAGE <= b for a, b in loader.documents(step)[None])
-
-    step = next(step for step in range(30) if has_it(step))
-    options = {"checkpoint_interval": 10, "schedule_steps": 60, "microbatches": 1, "shuffle": False}
-    return run(tmp_path_factory.mktemp("runs") / "spike", data, steps=step + 1, **options), step + 1
-
-
-@pytest.mark.slow
-def test_the_document_of_a_spike_is_found(of_spike):
-    (directory, step), metric = of_spike, "loss"
-    found, text = replayed(directory, step=step, bisect=metric)
-    assert {x["document"] for x in found["documents"]} == {GARBAGE}, text
-    before, after = (found[name][metric] for name in ("before", "after"))
-    assert before > 1.3 * after
-    assert before == next(x for x in lines_of(directory) if x["step"] == step and "event" not in x)[metric]
-    count = len(found["documents"])
-    which = "document makes" if count == 1 else "documents together make"
-    assert f"{count} {which} the {metric} of step {step} jump" in text
+# ---- losses ---------------------------------------------------------------------------------------------------------
 
 
 class TrainsDifferently(train.Llama):

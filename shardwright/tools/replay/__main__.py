@@ -2,7 +2,6 @@
 
     python -m tools.replay run=runs/<name> step=123
     python -m tools.replay run=runs/<name> step=123 mesh.d=4 mesh.t=2
-    python -m tools.replay run=runs/<name> step=123 bisect=loss
 
 Starts from the last checkpoint at or before the step, reads the same batches, and writes nothing to the run. On the
 run's own mesh the step is bit-identical. docs/replay.md has examples.
@@ -19,15 +18,14 @@ import numpy as np
 from omegaconf import MISSING
 from rich.console import Console
 
-from shardwright.data.checks import a_path, check_choice
-from shardwright.data.text.tokenizers import Tokenizer
+from shardwright.data.checks import a_path
 from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.run.files import write_whole
 from shardwright.run.opening import StagesChoice
 from shardwright.run.skipping import are_finite
 from shardwright.settings.program import run_program
-from shardwright.tools.replay import bisect, show
-from shardwright.tools.replay.documents import Document, documents_of, on_host, token_losses, tokenizer_of, with_losses
+from shardwright.tools.replay import show
+from shardwright.tools.replay.documents import documents_of, on_host, token_losses, tokenizer_of, with_losses
 from shardwright.tools.replay.nonfinite import Explainer
 from shardwright.tools.replay.session import Done, Session, logged, metrics_of, opened
 from shardwright.tools.report.screen import print_line
@@ -41,8 +39,6 @@ class Settings:
     """Directory of a run."""
     step: int = MISSING
     """Number of the step, from 1, as in metrics.jsonl and in what the run prints."""
-    bisect: str | None = None
-    """Finds the documents that make the step's `loss` or `grad_norm` jump."""
     mesh: StagesChoice = field(default_factory=StagesChoice)
     """Devices along p, r, d, e, c and t; -1 for one of them except p: all remaining. Null: the run's mesh."""
     microscope: bool = True
@@ -96,9 +92,6 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
     host, tokenizer = on_host(batch), tokenizer_of(session)
     every = documents_of(session, host)
     documents = with_losses(every, token_losses(session, batch), host.loss_mask)
-    if config.bisect is not None:
-        usual = bisect.usual(logs, step, config.bisect)
-        return bisected(session, config.bisect, usual, documents, console, tokenizer)
     instead = f", batch {session.number}" * (session.number != session.step)
     show.documents(console, f"Documents of step {step}{instead}, highest loss first", documents, tokenizer)
     found = {}
@@ -131,33 +124,8 @@ def plain(done: Done) -> dict[str, Any]:
     return {"loss": show.for_json(done.loss), "grad_norm": show.for_json(done.grad_norm), "skipped": done.skipped}
 
 
-def _numbers(done: Done) -> str:
-    return f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
-
-
-def bisected(
-    session: Session, metric: str, usual: float, documents: list[Document], console: Console, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """Shows the documents that make the step's metric jump from its usual value."""
-    write = functools.partial(print_line, console)
-    step = session.step + 1
-    write(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {step}")
-    found, before, after = bisect.find(session, session.batch(), documents, metric, usual, write)
-    if after is None:
-        write(f"step {step}  {_numbers(before)}: {metric} did not jump, or no half of the documents explains it")
-    else:
-        count = len(found)
-        which = "document makes" if count == 1 else "documents together make"
-        show.documents(console, f"{count} {which} the {metric} of step {step} jump", found, tokenizer)
-        write(f"step {step}  {_numbers(before)}; without: {_numbers(after)}")
-    both = {"before": plain(before), "after": after and plain(after)}
-    return {"step": step, **both, "documents": [show.described(document) for document in found]}
-
-
 def run(config: Settings) -> None:
     """Replays a step, and writes the result to `out`."""
-    if config.bisect is not None:
-        check_choice("bisect", config.bisect, ("loss", "grad_norm"))
     found = replay(config)
     if config.out:
         write_whole(Path(config.out), json.dumps(found, default=str, allow_nan=False) + "\n")
