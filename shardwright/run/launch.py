@@ -31,7 +31,7 @@ from shardwright.run.config import Config, check_divides
 from shardwright.run.directory import check_place, run_directory
 from shardwright.run.printing import log
 from shardwright.run.sweeps import Job
-from shardwright.run.trackers import check_or_enqueue, with_edits
+from shardwright.run.trackers import check_installed
 from shardwright.settings.command_line import Program, command_of, read_overrides, search_first
 from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import refusals_shown, start
@@ -64,7 +64,6 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
         gc.freeze()  # or each collection would traverse all modules, in the training loop too
         register_schema()
         about = Program(command_of("train"), CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
-        sys.argv[1:] = with_edits(sys.argv[1:])
         start(about, sent, _sections)
 
     sent = Job(job)
@@ -149,8 +148,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     c = to_config(composed)
     take_recorded_bos_id(c, composed.model.get("bos_id"))
     check_place(c.paths.root_working_dir, c.paths.model_name)
-    name = c.paths.model_name or HydraConfig.get().job.config_name or ""
-    check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
+    check_installed(c.trackers)
     start_devices(c.distributed, c.hardware)
     check_chip(c.hardware)
     in_time = StopRequest(at_once=True)

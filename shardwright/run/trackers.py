@@ -7,26 +7,22 @@ if a run uses it. Its own environment variables choose where it stores runs, suc
 import contextlib
 import dataclasses
 import importlib
-import importlib.metadata
 import json
 import logging
 import math
 import os
 import queue
 import shlex
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from hydra.core.hydra_config import HydraConfig
 
 from shardlib.parsing import OWN, named
 from shardwright.data.checks import check_choice
 from shardwright.data.untrusted import read_object
-from shardwright.modeling.training import training_module
 from shardwright.run.best_effort import best_effort
 from shardwright.run.differences import flat
 from shardwright.run.files import write_whole
@@ -37,8 +33,6 @@ FILE = "trackers.json"
 """File in a run's directory with the run's id in each tracker, by which a resumed run continues its record there."""
 TIMEOUT_S = 60.0
 """Longest time, in seconds, that a run waits for each tracker at its start and at its end."""
-_SETTINGS = "settings"
-"""Section of a ClearML task with the settings of the run; also the object with their values before edits."""
 
 
 @dataclasses.dataclass
@@ -49,20 +43,13 @@ class TrackersConfig:
     """Trackers to send metrics to: any of tensorboard, wandb, clearml, and module:function of your own."""
     project: str = "shardwright"
     """Project, or experiment, of the run in the trackers."""
-    queue: str | None = None
-    """ClearML queue to enqueue the run in instead of running it here; a ClearML agent runs it. Needs clearml in
-    names."""
 
 
 def check_trackers(c: TrackersConfig) -> None:
-    """Raises ValueError for an unknown tracker, or a queue without ClearML."""
+    """Raises ValueError for an unknown tracker."""
     for name in c.names:
         if not OWN.fullmatch(name):  # which is imported where the run starts: a configuration may be a stranger's
             check_choice("trackers.names", name, tuple(TRACKERS))
-    if c.queue is not None and "clearml" not in c.names:
-        raise ValueError(
-            f"trackers.queue is {c.queue!r}, a ClearML queue, but trackers.names is {c.names}. Add clearml to it."
-        )
 
 
 class Facts(NamedTuple):
@@ -128,8 +115,23 @@ def _wandb(wandb: Any, run: Facts) -> Opened:
     return Opened(opened.id, lambda values, step: opened.log({"step": step} | values), opened.finish)
 
 
-def _clearml(clearml: object, run: Facts) -> Opened:
-    task = _clearml_task(clearml, run.project, run.name, run.known, run.settings)
+def _clearml(clearml: Any, run: Facts) -> Opened:
+    # Otherwise ClearML forks this process, which hangs because of JAX's threads.
+    overrides = {"sdk": {"development": {"report_use_subprocess": False}}}
+    importlib.import_module("clearml.config").config_obj.set_overrides(overrides)
+    clearml.Task.force_requirements_env_freeze()  # or ClearML would scan all source, including the tests, for packages
+    task = clearml.Task.init(
+        project_name=run.project,
+        task_name=run.name,
+        continue_last_task=run.known or False,
+        reuse_last_task_id=False,
+        auto_connect_arg_parser=False,
+        auto_connect_frameworks=False,
+        auto_connect_streams=False,
+        auto_resource_monitoring=False,
+    )
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.settings.items()}
+    task.connect(texts, name="settings")
     task.set_initial_iteration(0)  # or ClearML would add its last step to the steps of a resumed run
 
     def log(values: dict[str, float], step: int) -> None:
@@ -159,87 +161,12 @@ def tracker_of(name: str) -> tuple[str, Callable[[Any, Facts], Opened]]:
     return TRACKERS[name] if name in TRACKERS else (name.partition(":")[0], named("tracker", name, {}, "package, run"))
 
 
-# ---- the queue of ClearML ---------------------------------------------------------------------------------------
-
-
-def _clearml_task(clearml: Any, project: str, name: str, known: str | None, settings: Mapping[str, Any]) -> Any:
-    # Otherwise ClearML forks this process, which hangs because of JAX's threads.
-    overrides = {"sdk": {"development": {"report_use_subprocess": False}}}
-    importlib.import_module("clearml.config").config_obj.set_overrides(overrides)
-    if task := clearml.Task.current_task():
-        return task
-    clearml.Task.force_requirements_env_freeze()  # or ClearML would scan all source, including the tests, for packages
-    task = clearml.Task.init(
-        project_name=project,
-        task_name=name,
-        continue_last_task=known or False,
-        reuse_last_task_id=False,
-        auto_connect_arg_parser=False,
-        auto_connect_frameworks=False,
-        auto_connect_streams=False,
-        auto_resource_monitoring=False,
-    )
-    if clearml.Task.running_locally():  # an agent's task has them already, as edited by its user
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-        task.connect(texts, name=_SETTINGS)
-        task.set_configuration_object(_SETTINGS, config_text=json.dumps(texts, indent=1))
-        task.set_packages(_packages())  # also waits for ClearML's own analysis of the source
-        if HydraConfig.initialized():  # of `-m train` ClearML records only train.py, without arguments
-            task.set_script(entry_point=shlex.join(_command()))
-    return task
-
-
-def _packages() -> list[str]:
-    """Lists the installed packages with versions, except those installed from a directory, like this project."""
-    found = list(importlib.metadata.distributions())  # may list such a package twice: its directory has an egg-info
-    local = {x.name for x in found if x.read_text("direct_url.json") is not None}
-    return sorted({f"{x.name}=={x.version}" for x in found if x.name not in local})
-
-
-def _command() -> list[str]:
-    """Returns the arguments of Python that start this run, or this job of a sweep."""
-    hydra = HydraConfig.get()
-    flags = [text for text in sys.argv[1:] if text.startswith(("--config-dir=", "--config-path="))]
-    return ["-m", training_module(), *flags, f"--config-name={hydra.job.config_name}", *hydra.overrides.task]
-
-
-def with_edits(arguments: list[str]) -> list[str]:
-    """Adds to a command line the settings that a user edited in the ClearML task that this process runs, if any."""
-    if not os.environ.get("CLEARML_TASK_ID"):
-        return arguments
-    task = importlib.import_module("clearml").Task.get_task(task_id=os.environ["CLEARML_TASK_ID"])
-    before = json.loads(task.get_configuration_object(_SETTINGS) or "null")
-    if before is None:  # not a task of ours
-        return arguments
-    section = f"{_SETTINGS}/"
-    found = {key[len(section) :]: x for key, x in task.get_parameters().items() if key.startswith(section)}
-    edits = {key: value for key, value in found.items() if before.get(key) != value}
-    kept = [text for text in arguments if text.partition("=")[0].lstrip("+") not in edits]
-    # Settings that the run did not have may need the plus that the command line gave them.
-    return kept + [f"{'++' if key in before else ''}{key}={value}" for key, value in edits.items()]
-
-
-def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) -> None:
-    """Checks that trackers are installed. If trackers.queue is set, enqueues the program there and exits.
-
-    In a process that a ClearML agent started, it enqueues nothing and returns.
-
-    Args:
-        c: which trackers and queue to use.
-        name: the run's name.
-        settings: all settings of the run, as nested dicts.
-
-    Raises:
-        ValueError: a tracker is not installed.
-    """
+def check_installed(c: TrackersConfig) -> None:
+    """Raises ValueError for a tracker that is not installed, or a function that is not there."""
     for which in c.names:
         package, _ = tracker_of(which)
         if not has_package(package):
             raise ValueError(f"trackers.names has {which}, which is not installed. Run: pip install {package}")
-    if c.queue is not None:
-        clearml = importlib.import_module("clearml")
-        task = _clearml_task(clearml, c.project, name, None, flat(dict(settings)))
-        task.execute_remotely(queue_name=c.queue)
 
 
 # ---- sending ----------------------------------------------------------------------------------------------------

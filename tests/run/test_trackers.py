@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.run import trackers
-from shardwright.run.trackers import TrackersConfig, check_or_enqueue, check_trackers, numbers, tracked
+from shardwright.run.trackers import TrackersConfig, check_installed, check_trackers, numbers, tracked
 
 ROOT = Path(__file__).parents[2]
 
@@ -212,7 +212,7 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
     with pytest.raises(
         ValueError, match=r"trackers.names has absent, which is not installed. Run: pip install no_such_package"
     ):
-        check_or_enqueue(c, "x", {})
+        check_installed(c)
 
 
 # ---- in a run ---------------------------------------------------------------------------------------------------
@@ -239,6 +239,6 @@ def test_a_tracker_of_ones_own_file(tmp_path):
         send({"step": 3, "loss": 1.5})
     assert json.loads((tmp_path / "tests.support.own_parts.jsonl").read_text()) == {"step": 3, "loss": 1.5}
     with pytest.raises(ValueError, match=r"'tests.support.own_parts:absent' is not a tracker \(.*absent"):
-        check_or_enqueue(TrackersConfig(["tests.support.own_parts:absent"]), "name", {})
+        check_installed(TrackersConfig(["tests.support.own_parts:absent"]))
     with pytest.raises(ValueError, match=r"'os:system' is not a tracker: .* Write a function of \(package, run\)"):
-        check_or_enqueue(TrackersConfig(["os:system"]), "name", {})
+        check_installed(TrackersConfig(["os:system"]))

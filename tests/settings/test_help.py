@@ -65,4 +65,4 @@ def test_a_folder_of_its_name_is_no_package(tmp_path, monkeypatch):
         assert "this needs the package mere_folder, which is not installed" in str(refusal(raised.value))
     monkeypatch.setitem(trackers.TRACKERS, "wandb", ("mere_folder", None))
     with pytest.raises(ValueError, match=r"trackers\.names has wandb, which is not installed"):
-        trackers.check_or_enqueue(trackers.TrackersConfig(names=["wandb"]), "a", {})
+        trackers.check_installed(trackers.TrackersConfig(names=["wandb"]))
