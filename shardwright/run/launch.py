@@ -106,7 +106,7 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
             check_ranges(name, settings)
             with open_dict(config):
                 del config[name]
-                config.paths.model_name = config.paths.model_name or name  # only `ladder search` writes there
+                config.paths.model_name = config.paths.model_name or name
             job(to_config(config), settings)
 
     kind = typing.get_type_hints(schema)[name]

@@ -1,1 +1,0 @@
-"""Small runs that compare ideas, seed by seed."""
