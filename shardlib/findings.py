@@ -6,7 +6,6 @@ from shardlib.parsing import MAY_BE_RIGHT, ShardError
 
 WRONG = "wrong: it does not compute what one device computes"
 NOT_DECIDED = MAY_BE_RIGHT
-AS_RUN = "as run"
 """The form of a program that was traced as a run executes it."""
 
 

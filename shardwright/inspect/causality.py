@@ -120,9 +120,11 @@ def small_program(step: Step, name: str) -> Step:
     with contextlib.suppress(ValueError):  # a model for so many positions
         small.config.model.check(LONGER * length)
         length *= LONGER
-    forms = ["document mask"] * (name == "logits")
-    mesh = on_one_device(small.mesh, OPTIONAL)
-    return small.other(*forms, name=name, mesh=mesh, size=(min(rows, ROWS), length))
+    t = small.config.training
+    chunk = t.loss_chunk and t.loss_chunk * length // t.seq_len
+    edits = {"training.batch_size": min(rows, ROWS) * t.microbatches, "training.seq_len": length}
+    edits |= {"training.loss_chunk": chunk, "training.document_mask": t.document_mask or name == "logits"}
+    return small.other(edits, name=name, mesh=on_one_device(small.mesh, OPTIONAL))
 
 
 def find_leaks(step: Step) -> list[Finding]:

@@ -79,7 +79,7 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
     check_divides(c, sizes)
     with tracing(mesh):
         table = training_table(c, model) if sizes[PIPELINE_AXIS] > 1 else None
-    step = trace_step(c, model, mesh, form="kernels as calls")
+    step = trace_step(c, model, mesh, kernels_as_calls=True)
     traced = step.traced
     flops = flops_of_model(model.table, c.model, attended_keys(step.calls, c.model, t.seq_len))
     facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, count_layers(model.table), t.microbatches)

@@ -28,7 +28,7 @@ from shardwright.modeling.attention_paths import KERNELS
 from shardwright.modeling.blockwise import BLOCK, BLOCKS
 from shardwright.modeling.model import period_of
 from shardwright.run.config import Config, check_divides
-from shardwright.run.step import Step
+from shardwright.run.step import Step, with_settings
 
 MOST_DEVICES = 16
 """Number of devices that a small mesh should not exceed."""
@@ -85,18 +85,19 @@ def make_small(
     mesh = dict(step.mesh.shape)
     paths = attention_paths_of(step)
     kernels = tuple(sorted({*paths} & {*KERNELS}))
-    forms = ["kernels by reference"] * bool(kernels) + ["without FP8"] * step.config.training.fp8
+    as_reference = {"training.attention": "blockwise"} if kernels else {}
     with tracing(step.mesh):
-        forms += ["plain sums"] * (target_device().platform == "gpu")
-    real = step.other(*forms)
+        is_gpu = target_device().platform == "gpu"
+    # Each device chooses the FP8 scales of its own blocks, so the rounding depends on the mesh.
+    real = step.other({**as_reference, "training.fp8": False}, plain_sums=is_gpu)
     axes = axes or _fewer_devices(mesh)
     edits = _of_training(step, axes, paths, min(length, step.config.training.seq_len))
     edits |= _of_model(step, axes, edits["training.seq_len"], numbers)
-    ways = (_edited(real.config, way) for way in _ways(edits))
+    ways = (with_settings(real.config, way) for way in _ways(edits))
     steps = (_step_on(step, real, c, axes) for c in ways if not _refusal(c, axes))
     first = next(steps, None)
     if first is None:
-        refusal = _refusal(_edited(real.config, edits), axes)
+        refusal = _refusal(with_settings(real.config, edits), axes)
         raise Undecided(f"the model has no sizes that are small enough to be run: {refusal}")
     specs = _specs(real)
     made = next((small for small in itertools.chain([first], steps) if _specs(small) == specs), first)
@@ -229,14 +230,6 @@ def _ways(edits: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield {name: x for name, x in edits.items() if name != kept}
 
 
-def _edited(c: Config, edits: Mapping[str, Any]) -> Config:
-    for name, value in edits.items():
-        section, _, field = name.partition(".")
-        part = dataclasses.replace(getattr(c, section), **{field: value})
-        c = dataclasses.replace(c, **{section: part})
-    return c
-
-
 def _refusal(c: Config, axes: Mapping[str, int]) -> str:
     """Returns why the model refuses these sizes; empty if it takes them."""
     try:
@@ -255,8 +248,7 @@ def _step_on(step: Step, real: Step, c: Config, axes: Mapping[str, int]) -> Step
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=kinds, abstract_device=of.abstract_device)
     with tracing(mesh):
         model = Model(c.model)
-    forms = tuple(form for form in real.forms if form == "plain sums")
-    return Step(c, model, mesh, step.spec, step.name, forms, like=real)
+    return Step(c, model, mesh, step.spec, step.name, plain_sums=real.plain_sums, like=real)
 
 
 def _dims(real: Step, small: Step) -> dict[str, tuple[int, int]]:

@@ -35,7 +35,7 @@ from shardwright.inspect.smaller import LENGTH, NOT_FINITE, Small, draw, make_ot
 from shardwright.optimizers.rates import own_functions
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.stages import placement_of
-from shardwright.run.step import NAMES, Step
+from shardwright.run.step import EINSUM_ATTENTION, NAMES, Step
 from shardwright.run.stores import in_all_processes
 
 OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
@@ -43,8 +43,8 @@ OF_MACHINES += ("get_mesh",)
 """Functions of JAX that a step must not call: their results are the same in a trace for another mesh."""
 SHOWN = 5
 """Number of findings that an error shows."""
-PLAIN = "einsum attention", "one chunk"
-"""Forms of the step on one device: attention in one product, without blocks, and the loss in one chunk."""
+PLAIN = {**EINSUM_ATTENTION, "training.loss_chunk": None}
+"""Edits of the step on one device: attention in one product, without blocks, and the loss in one chunk."""
 SEEDS = {"training": (0, 1, 2, NOT_FINITE), "evaluation": (0, 1), "start": (0,)}
 """Seeds of the inputs on which each program runs."""
 
@@ -160,14 +160,14 @@ def _examine_at(step: Step, names: tuple[str, ...], length: int) -> Verdict:
         undecided += verdict.undecided
         results |= verdict.results
     apart = [f"attention by {', '.join(small.kernels)} run as blockwise"] if small.kernels else []
-    apart += ["sums by id run as scatter-adds"] * ("plain sums" in small.step.forms)
+    apart += ["sums by id run as scatter-adds"] * small.step.plain_sums
     apart += ["without FP8, whose scales each device chooses"] if step.config.training.fp8 else []
     return Verdict([], [*dict.fromkeys(undecided)], apart, results)
 
 
 def _on_one_device(step: Step) -> Step:
     """Returns a step on one device, in its plainest form, with the choices for its mesh."""
-    return step.other(*PLAIN, mesh=on_one_device(step.mesh, without=OPTIONAL), planned=dict(step.mesh.shape))
+    return step.other(PLAIN, mesh=on_one_device(step.mesh, without=OPTIONAL), planned=dict(step.mesh.shape))
 
 
 def traced(step: Step) -> Any:

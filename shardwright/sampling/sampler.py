@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -144,19 +144,21 @@ class Programs:
     Args:
         step: a Step of the model. Of its settings, training.gather_weights decides if weights are gathered in each
             layer for each token, or once for CHUNK tokens.
-        forms: of run.step.FORMS, in addition to "for texts".
+        edits: settings of training in which the programs differ, besides attention for these devices and no FP8, whose
+            scales make a text depend on the others in its batch.
 
     Raises:
         ValueError: the model has inputs other than tokens.
     """
 
-    def __init__(self, step: Step, *forms: str):
+    def __init__(self, step: Step, edits: Mapping[str, Any] = {}):
         if inputs := step.inputs:
             raise ValueError(
                 f"model.module {step.model.config.module!r} also reads {', '.join(inputs)}, which texts do not have. "
                 "Evaluate it on the validation data of its run."
             )
-        self.step = step.other("for texts", *forms, name="logits")
+        own = {"training.attention": "auto", "training.fp8": False, **edits}
+        self.step = step.other(own, name="logits")
         self.forward, self.config = self.step.forward, step.model.config
         self.mesh = step.mesh
         self._is_sound = False

@@ -65,7 +65,7 @@ class Scorer(Programs):
 
     def __init__(self, step: Step, loss: Callable, length: int):
         # document_mask must be on: the padding is another document, which non-causal masks must not see.
-        super().__init__(step, "document mask")
+        super().__init__(step, {"training.document_mask": True})
         sizes = dict.fromkeys("ct", 1) | dict(self.mesh.shape)
         self.length, self._loss = length, loss
         self._rows = self.mesh.size // (sizes["c"] * sizes["t"])
