@@ -13,7 +13,7 @@ from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.compiled.trace import top_lines
 from shardwright.inspect.planning import plan_run
 from shardwright.inspect.soundness import check_steps
-from shardwright.inspect.statistics.of_run import RunStatistics
+from shardwright.inspect.statistics.collect import RunStatistics
 from shardwright.run.background import FAILURES, run_beside
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.printing import log

@@ -86,7 +86,7 @@ class Step:
     ) -> "Step":
         """Returns the step with another name, on another mesh, or with other settings. Each variant is traced once.
 
-        `edits` are of the sections `training` and `pipeline`, as in `with_settings`; None: as it is, for the others too.
+        `edits` are of the sections `training` and `pipeline`, as in `with_settings`. None: as it is.
         """
         c = with_settings(self.config, edits or {})
         mesh = mesh or self.mesh

@@ -10,7 +10,7 @@ import pytest
 from shardlib.shardtypes import ShardError
 from shardwright import testing
 from shardwright.inspect import examine, soundness
-from shardwright.inspect.statistics.points import saved_points
+from shardwright.inspect.statistics.rerun import saved_points
 from shardwright.modeling.model import load_model
 from shardwright.run.step import Step, trace_step
 from tests.support import examples, tiny

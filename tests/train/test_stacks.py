@@ -25,7 +25,7 @@ from shardwright.cluster.chips import chip_of
 from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.planning import planned_step
 from shardwright.inspect.soundness import find_unsound
-from shardwright.inspect.statistics.of_run import RunStatistics
+from shardwright.inspect.statistics.collect import RunStatistics
 from shardwright.inspect.statistics.origin import Finder
 from shardwright.modeling.model import load_model
 from shardwright.models import moe

@@ -1,15 +1,14 @@
 """Finds the operation of a step that makes the infinities or NaNs which reach its results.
 
 Many operations turn finite numbers into infinities or NaNs that are masked later. So the step is run again with all
-operations but one replacing such entries by 0: its results are finite unless this one is a cause. The turn, the device
-and the entry are found in the same way, by bisection.
+operations but one replacing such entries by 0: its results are finite unless this one is a cause. The turn of the loops
+is found in the same way, by bisection.
 """
 
 import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +18,15 @@ from jax import lax
 
 from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, kinds, words
 from shardlib.parsing import sort_axes
-from shardwright.inspect.statistics.points import equations, function_and_target, is_loop_over_layers, loops_around
-from shardwright.inspect.statistics.rerun import Note, Path, Rerun, executed
+from shardwright.inspect.statistics.rerun import (
+    Note,
+    Path,
+    Rerun,
+    equations,
+    function_and_target,
+    is_loop_over_layers,
+    loops_around,
+)
 from shardwright.modeling.weights import layers_in
 
 KINDS = ("finite", "an infinity", "NaN")
@@ -48,9 +54,6 @@ class Origin:
         is_backward: True if it belongs to the backward pass of that line.
         layers: the first and last layers that the turn of the loop computes; None outside the loop.
         microbatch: index of the microbatch; None outside the loop over microbatches.
-        device: device of the first such entry: its index along each axis over which the result varies.
-        index: index of this entry in the device's result.
-        shape: shape of the result on a device.
     """
 
     place: str
@@ -60,9 +63,6 @@ class Origin:
     is_backward: bool
     layers: tuple[int, int] | None
     microbatch: int | None
-    device: dict[str, int]
-    index: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 def is_float(x: Any) -> bool:
@@ -77,11 +77,6 @@ def _axes(x: object) -> tuple[str, ...]:
 def _level(x: jax.Array) -> jax.Array:
     """Level of each entry of a value: its index in KINDS."""
     return jnp.where(jnp.isnan(x), 2, jnp.where(jnp.isinf(x), 1, 0)).astype(jnp.int32)
-
-
-def _number(digits: Iterable[tuple[Any, int]]) -> Any:
-    """The number with these digits, each given with its base, most significant first."""
-    return functools.reduce(lambda n, digit: n * digit[1] + digit[0], digits, 0)
 
 
 class Finder:
@@ -110,13 +105,11 @@ class Finder:
     ) -> Any:
         """Replaces a result's entries by 0 where they are worse than operands below a level; also returns their level.
 
-        The cause that the knobs name is left alone up to a turn, a device and an entry.
+        The cause that the knobs name is left alone up to a turn.
         """
-        mesh = jax.sharding.get_abstract_mesh()
         axes = _axes(x)
         name = self._equations[path].name
         given = jnp.int32(0)
-        device = 0
         key = self._keys[path, result]
         for y in (jnp.asarray(y) for y in operands if is_float(y)):
             level = _level(y)
@@ -124,13 +117,10 @@ class Finder:
                 level = jnp.max(level, initial=0)
             over = sort_axes({*_axes(y)} - set(() if name in COLLECTIVES else axes))
             given = jnp.maximum(given, lax.pmax(level, over) if over else level)
-        if mesh.manual_axes:
-            device = _number((lax.axis_index(axis), mesh.shape[axis]) for axis in axes)
-        is_after = lax.iota(jnp.int32, x.size).reshape(x.shape) > knobs["entry"]
-        for here, last in ((device, knobs["device"]), (_number(turns), knobs["turn"])):
-            is_after = (here > last) | ((here == last) & is_after)
+        turn = functools.reduce(lambda n, loop: n * loop[1] + loop[0], turns, 0)
         level = jnp.where((_level(x) > given) & (given < knobs["below"]), _level(x), 0)
-        is_removed = (level > 0) & (is_after | (knobs["cause"] != key)) & (knobs["cause"] != ALL)
+        is_other = (turn > knobs["turn"]) | (knobs["cause"] != key)
+        is_removed = (level > 0) & is_other & (knobs["cause"] != ALL)
         return jnp.where(is_removed, jnp.zeros_like(x), x), jnp.max(level, initial=0)
 
     def _run(self, arguments: list, below: int, **knobs: int) -> tuple[list, list]:
@@ -138,7 +128,7 @@ class Finder:
 
         Entries worse than operands below a level become 0, except the cause's; cause=ALL leaves everything as it is.
         """
-        knobs = {"below": below, "cause": -1, "turn": ALL, "device": ALL, "entry": ALL} | knobs
+        knobs = {"below": below, "cause": -1, "turn": ALL} | knobs
         results, levels = self._program({name: np.int32(value) for name, value in knobs.items()}, *arguments)
         return results[: self._count], levels
 
@@ -156,27 +146,19 @@ class Finder:
         if is_bad(1):  # because of infinities that no operation made, such as constants
             below = 2
             _, levels = self._run(leaves, 2, cause=ALL)
-        causes = _by_execution(self._replay.notes, levels)
-        reach = (cause for cause in causes if is_bad(below, cause=self._keys[cause[0].path, cause[0].result]))
-        note, level = next(reach, (None, 0))
-        if note is None:
+        found = zip(self._replay.notes, (int(np.max(level)) for level in levels), strict=True)
+        causes = ((note, level, self._keys[note.path, note.result]) for note, level in found if level)
+        reach = next((each for each in causes if is_bad(below, cause=each[2])), None)
+        if reach is None:
             return None, results
-        var = self._equations[note.path].eqn.outvars[note.result].aval
-        knobs = {"cause": self._keys[note.path, note.result]}
-        kind = var.manual_axis_type
-        mesh = jax.sharding.get_mesh().shape
-        axes = sort_axes(kind.varying | kind.unreduced | kind.reduced)
+        note, level, cause = reach
         turns = [n for n, _ in note.loops]
-        over = [mesh[axis] for axis in axes]
-        for knob, n in (("turn", math.prod(turns)), ("device", math.prod(over)), ("entry", var.size)):
-            knobs[knob] = bisect.bisect_left(
-                range(n - 1), True, key=lambda last, knob=knob: is_bad(below, **knobs, **{knob: last})
-            )
-        device = dict(zip(axes, _unravel(knobs["device"], over), strict=True))
-        where = {"device": device, "index": _unravel(knobs["entry"], var.shape), "shape": var.shape}
-        return self._described(note, level, _unravel(knobs["turn"], turns), **where), results
+        last = range(math.prod(turns) - 1)
+        turn = bisect.bisect_left(last, True, key=lambda turn: is_bad(below, cause=cause, turn=turn))
+        ran = map(int, np.unravel_index(turn, turns)) if turns else ()
+        return self._described(note, level, tuple(ran)), results
 
-    def _described(self, note: Note, level: int, ran: tuple[int, ...], **where: Any) -> Origin:
+    def _described(self, note: Note, level: int, ran: tuple[int, ...]) -> Origin:
         eq = self._equations[note.path]
         turns = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(ran, note.loops, strict=True)]
         loops = loops_around(eq)
@@ -190,65 +172,8 @@ class Finder:
         stacks = [str(e.eqn.source_info.name_stack) for e in (eq, *loops)]
         is_backward = any("transpose" in stack for stack in stacks) or any(loop.params["reverse"] for loop in loops)
         microbatch = turns[0] if loops and 0 not in of_layers else None
-        return Origin(eq.place(), name, eq.name, KINDS[level], is_backward, layers, microbatch, **where)
+        return Origin(eq.place(), name, eq.name, KINDS[level], is_backward, layers, microbatch)
 
 
 def _are_finite(results: list) -> bool:
     return all(bool(jnp.isfinite(x).all()) for x in results if is_float(x))
-
-
-def _by_execution(notes: list[Note], levels: list) -> list[tuple[Note, int]]:
-    """The values that are worse than their operands, with the level of each at the first turn in which it is."""
-    found = []
-    for note, level in zip(notes, map(np.asarray, levels), strict=True):
-        level = level.max(tuple(range(level.ndim - len(note.loops))))  # of all devices
-        turns = map(tuple, np.argwhere(level).tolist())
-        found += sorted((executed(note, turn), note, int(level[turn])) for turn in turns)[:1]
-    return [(note, level) for _, note, level in sorted(found)]
-
-
-def _unravel(n: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The index of entry n of an array, which may be a scalar."""
-    return tuple(map(int, np.unravel_index(n, sizes))) if sizes else ()
-
-
-def positions(origin: Origin, batch: int, length: int, experts: Collection[int] = ()) -> tuple[int, int | None] | None:
-    """Sequence of the microbatch, and position, of the non-finite entry. None if the value is not an activation.
-
-    An activation is recognized by its shape: a device's sequences come first, then its positions, or pairs of positions
-    at the end. A reduction that scatters positions has them first. The position is None if the shape does not show it.
-
-    Args:
-        origin: the origin.
-        batch: sequences of a microbatch.
-        length: tokens of a sequence.
-        experts: numbers of experts and of pools. None is returned if a device has as many of them as sequences.
-    """
-    mesh = jax.sharding.get_mesh().shape
-    shape = origin.shape
-    if origin.microbatch is None or any(mesh.get(axis, 1) > 1 and axis not in origin.device for axis in "rde"):
-        return None
-
-    def count(axes: str) -> int:
-        return math.prod(mesh.get(axis, 1) for axis in axes)
-
-    def number_of_block(axes: str) -> int:
-        return sum(origin.device.get(a, 0) * count(axes[i + 1 :]) for i, a in enumerate(axes))
-
-    rows = batch // count("rde")
-    if rows * count("e") in experts:
-        return None
-    shared = {length // count(axes): axes for axes in ("", "c", "ct")[::-1]}
-    is_of_pairs = len(shape) > 3 and shape[-1] == shape[-2] == length
-    dims = [*([] if is_of_pairs else [(0, 1)]), (0, len(shape) - 2), (1, 0)]
-    for row, along in dims[::-1] if "reduce_scatter" in origin.operation else dims:
-        if 0 <= along < len(shape) > row and shape[row] == rows and shape[along] in shared:
-            break
-    else:
-        row, along = 0, None
-    if not shape or shape[row] != rows:
-        return None
-    sequence = number_of_block("rde") * rows + origin.index[row]
-    if along is None:
-        return sequence, None
-    return sequence, origin.index[along] + number_of_block(shared[shape[along]]) * shape[along]

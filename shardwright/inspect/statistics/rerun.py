@@ -1,6 +1,11 @@
-"""Runs a traced program again, equation by equation, and returns what some of its equations compute."""
+"""Runs a traced program again and returns what some equations compute, such as the values that a step saves."""
 
-from collections.abc import Callable, Mapping
+import ast
+import collections
+import dataclasses
+import functools
+import linecache
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,9 +13,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardlib.equations import Eqn, kinds
-from shardlib.interpret import Domain, Operation, interpret, literal_of, run_again
+from shardlib import layers
+from shardlib.equations import CALLS, Eqn, frames_of, kinds
+from shardlib.interpret import Domain, Operation, interpret, literal_of, operations_in, run_again
 from shardlib.op_checks import varying
+from shardlib.places import is_installed
+from shardwright import jax_extra
 
 Path = tuple[int, ...]
 """Location of an equation in a program: Operation.path."""
@@ -22,20 +30,12 @@ class Note(NamedTuple):
     Attributes:
         path: path of its equation.
         result: index among the results of the equation.
-        order: position in program order; within a loop, the position of the loop first.
         loops: for each loop around it, outermost first, the number of turns, and True if it runs backwards.
     """
 
     path: Path
     result: int
-    order: tuple[int, ...]
     loops: tuple[tuple[int, bool], ...] = ()
-
-
-def executed(note: Note, turns: tuple[int, ...]) -> list[int]:
-    """When a value is computed, for these turns of its loops: a list that sorts by execution order."""
-    ran = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(turns, note.loops, strict=True)]
-    return [n for pair in zip(note.order, ran, strict=False) for n in pair] + [note.order[-1]]
 
 
 class Rerun:
@@ -97,7 +97,7 @@ class _Run(Domain[Any]):
         for i in of.wanted.get(op.path, ()):
             if of.is_varying or not jax.typeof(outs[i]).manual_axis_type.unreduced:
                 outs[i], taken = of.visit(op.path, i, self._turns, ins, outs[i], self._knobs)
-                note = Note(op.path, i, (len(self._values),))
+                note = Note(op.path, i)
                 self._values.append((note, varying(taken, of.axes)))
         return outs
 
@@ -123,7 +123,6 @@ class _Run(Domain[Any]):
 
     def scan(self, op: Operation, consts: list, carry: list, xs: list) -> list:
         turns = (op.params["length"], op.params["reverse"])
-        at = len(self._values)
         inner: list[tuple[Note, jax.Array]] = []
 
         def turn(carry, of_turn):
@@ -135,7 +134,7 @@ class _Run(Domain[Any]):
 
         before = np.arange(turns[0], dtype=np.int32)[:: -1 if turns[1] else 1]
         carry, (ys, found) = lax.scan(turn, carry, (before, *xs), length=turns[0], reverse=turns[1])
-        notes = [note._replace(order=(at, *note.order), loops=(turns, *note.loops)) for note, _ in inner]
+        notes = [note._replace(loops=(turns, *note.loops)) for note, _ in inner]
         self._values += zip(notes, found, strict=True)
         return [*carry, *ys]
 
@@ -168,3 +167,108 @@ def _varying(eqn: Eqn, ins: list) -> list[jax.Array]:
         return [lax.all_gather(ins[0], params["axis_name"], **options)]
     outs = eqn.primitive.bind(*(varying(x, axes) for x in ins), **params)
     return outs if eqn.primitive.multiple_results else [outs]
+
+
+GRADIENT = "gradient"
+"""Name by which train.make_training_step marks each gradient, in the order of the weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A named value of a step.
+
+    Attributes:
+        name: the function around it, and what it is assigned to: `Llama.layer q`; the second of a name ends in `#2`.
+        place: `file.py:line`.
+        paths: paths of its equations in one turn of the loops around it, in program order. Several if the line runs
+            several times, as in the layers of a period.
+        of_layers: for each loop around it, outermost first, True if it is the loop over layers.
+    """
+
+    name: str
+    place: str
+    paths: tuple[Path, ...]
+    of_layers: tuple[bool, ...]
+
+
+ENTERED = CALLS | {"shard_map", "scan"}
+"""Primitives whose bodies a Rerun runs equation by equation."""
+
+
+def equations(program: object) -> Iterator[Operation]:
+    """Iterates over the equations that a Rerun runs separately, in program order."""
+    for op in operations_in(program):
+        if op.name not in ENTERED and all(caller.name in ENTERED for caller in op.callers):
+            yield op
+
+
+def loops_around(op: Operation) -> list[Operation]:
+    """The loops around an equation, outermost first."""
+    return [caller for caller in op.callers if caller.name == "scan"]
+
+
+def is_loop_over_layers(loop: Operation) -> bool:
+    """True if shardlib/layers.py made a loop."""
+    own = [file for file, _ in frames_of(loop.eqn) if not is_installed(file)]
+    return own[-1:] == [layers.__file__]
+
+
+def is_again(op: Operation) -> bool:
+    """True if the backward pass computes the equation, again or for the first time."""
+    return any(caller.params.get("differentiated", False) for caller in op.callers)
+
+
+@functools.cache
+def function_and_target(file: str, line: int) -> str:
+    """The function around a line, with its class, and what the statement there assigns to: `Llama.layer v`."""
+    try:
+        nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except (SyntaxError, ValueError):  # a file that has changed since it was imported
+        return ""
+    around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)]
+    owners = [node.name for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    targets = [node.targets[0] for node in around if isinstance(node, ast.Assign)]
+    targets += [node.target for node in around if isinstance(node, ast.AnnAssign)]
+    return " ".join(filter(None, [".".join(owners), *map(ast.unparse, targets[-1:])]))
+
+
+def _region(eq: Operation) -> tuple[bool, list]:
+    """True in the backward pass, and the loops around."""
+    return is_again(eq), [loop.eqn for loop in loops_around(eq)]
+
+
+def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -> list[Point]:
+    """The points at which the step marks a value by one of `names`, in program order. A recomputed one counts once."""
+    found: dict[tuple, list[Operation]] = {}
+    for eq in equations(program):
+        is_saved = eq.name == "name" and eq.params["name"] in names
+        if is_saved and not eq.eqn.outvars[0].aval.manual_axis_type.unreduced:  # a partial sum has no statistics
+            found.setdefault((eq.line(), eq.eqn.outvars[0].aval.dtype), []).append(eq)
+    points = []
+    seen = collections.Counter()
+    for (line, _), places in found.items():
+        # Like the first of them: in the same loops, and not in the backward pass unless the first is.
+        first = min(places, key=is_again)
+        of_layers = tuple(map(is_loop_over_layers, loops_around(first)))
+        regions = [_region(first)]
+        if any(of_layers) and not is_again(first):  # another stack of layers may compute this line too
+            others = [_region(eq) for eq in places if not is_again(eq)]
+            regions += [x for i, x in enumerate(others) if x not in [*regions, *others[:i]]]
+        for region in regions:
+            paths = tuple(eq.path for eq in places if _region(eq) == region)
+            name = (line and function_and_target(*line)) or "saved"
+            seen[name] += 1
+            name += f" #{seen[name]}" * (seen[name] > 1)
+            points.append(Point(name, first.place(), paths, of_layers))
+    return points
+
+
+def gradient_paths(program: object, weights: object) -> list[Path]:
+    """The paths of the gradients, in the order of the weights. Raises ValueError if their numbers differ."""
+    paths = [eq.path for eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT]
+    if len(paths) != len(leaves := jax.tree.leaves(weights)):
+        raise ValueError(
+            f"the step marks {len(paths)} gradients of {len(leaves)} weights. Name all gradients `{GRADIENT}` with "
+            "checkpoint_name, as make_training_step in train.py does."
+        )
+    return paths

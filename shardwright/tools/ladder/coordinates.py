@@ -15,9 +15,8 @@ from rich.console import Console
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.data.checks import a_path, within
 from shardwright.data.loader import TokenBatch
-from shardwright.inspect.statistics.of_run import StepWithoutStages
-from shardwright.inspect.statistics.points import gradient_paths, saved_points
-from shardwright.inspect.statistics.rerun import Rerun
+from shardwright.inspect.statistics.collect import StepWithoutStages
+from shardwright.inspect.statistics.rerun import Rerun, gradient_paths, saved_points
 from shardwright.jax_extra import SAVED
 from shardwright.modeling.model import LOGITS as LOGITS_OF_MODEL
 from shardwright.modeling.model import inputs_of, load_model

@@ -19,7 +19,7 @@ from omegaconf import MISSING
 from rich.console import Console
 
 from shardwright.data.checks import a_path
-from shardwright.inspect.statistics.of_run import RunStatistics
+from shardwright.inspect.statistics.collect import RunStatistics
 from shardwright.run.files import write_whole
 from shardwright.run.opening import StagesChoice
 from shardwright.run.skipping import are_finite
@@ -106,7 +106,7 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
     print_line(console, f"step {step}  loss {done.loss:.7g}  grad_norm {done.grad_norm:.7g}{skipped}  {what}")
     why = []
     if not (np.isfinite(done.loss + done.grad_norm) and all(map(bool, jax.tree.leaves(are_finite(after))))):
-        why = Explainer(session).explain(session.state, batch, every)
+        why = Explainer(session).explain(session.state, batch)
         for line in why or ["no single operation that the replay sees produced it"]:
             print_line(console, f"not finite  {line}")
     return {

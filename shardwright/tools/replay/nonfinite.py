@@ -1,4 +1,4 @@
-"""Finds the origin of a NaN or infinity in a step: line, tensor, layer and document."""
+"""Finds the origin of a NaN or infinity in a step: line, tensor, layer and microbatch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,10 +7,9 @@ import jax
 import numpy as np
 
 from shardwright.data.loader import TokenBatch
-from shardwright.inspect.statistics.origin import Finder, Origin, positions
+from shardwright.inspect.statistics.origin import Finder, Origin
 from shardwright.modeling.weights import stacks_of
 from shardwright.run.checkpoint_arrays import named_leaves
-from shardwright.tools.replay.documents import Document
 from shardwright.tools.replay.session import Session
 
 METRICS = 2
@@ -40,40 +39,23 @@ class Explainer:
             state = jax.tree.leaves(session.traced.state)
             self._finder = Finder(self._step.program, session.model.table, len(state) + METRICS)
 
-    def explain(self, state: Any, batch: TokenBatch, documents: list[Document]) -> list[str]:
-        """Returns lines on why the step from this state, or its new state, is not finite; none if both are finite.
-
-        Args:
-            state: before the step.
-            batch: of the step.
-            documents: of the batch.
-        """
+    def explain(self, state: Any, batch: TokenBatch) -> list[str]:
+        """Returns lines on why the step from this state, or its new state, is not finite; none if both are finite."""
         step = np.int32(self._session.step)
         if found := list(in_state(self._step.state(state))):
             return [f"before the step, {line}" for line in found]
         with self._step.arguments(state, batch, step, *self._session.arguments) as arguments:
             origin, after = self._finder.find(*arguments)
-            lines = [] if origin is None else self._lines(origin, documents)
+            lines = [] if origin is None else [_describe(origin)]
             after = jax.tree.unflatten(jax.tree.structure(state), after[:-METRICS])
             return [*lines, *(f"after the step, {line}" for line in in_state(after))]
 
-    def _lines(self, origin: Origin, documents: list[Document]) -> list[str]:
-        t = self._session.config.training
-        layers = "" if origin.layers is None else f", layer {origin.layers[0]}"
-        if origin.layers is not None and origin.layers[0] != origin.layers[1]:
-            layers = f", one of the layers {origin.layers[0]} to {origin.layers[1]}"
-        backward = ", in the backward pass" * origin.is_backward
-        where = f"{origin.place}, {origin.name}{layers}{backward} ({origin.operation})"
-        lines = [f"{origin.kind} is first computed at {where}"]
-        size = t.batch_size // t.microbatches
-        experts = [n for name in ("experts", "pools") if (n := getattr(self._session.config.model, name, None))]
-        if (found := positions(origin, size, t.seq_len, experts)) is not None:
-            sequence = origin.microbatch * size + found[0]
-            position = found[1]
-            where = f"sequence {sequence}" + (f", position {position}" if position is not None else "")
-            among = [x for x in documents if x.sequence == sequence]
-            if position is not None:
-                among = [x for x in among if x.span.start <= position < x.span.stop]
-            named = ", ".join(x.name for x in among)
-            lines.append(f"{where}: document {named}" if among else f"{where}: padding")
-        return lines
+
+def _describe(origin: Origin) -> str:
+    layers = "" if origin.layers is None else f", layer {origin.layers[0]}"
+    if origin.layers is not None and origin.layers[0] != origin.layers[1]:
+        layers = f", one of the layers {origin.layers[0]} to {origin.layers[1]}"
+    microbatch = "" if origin.microbatch is None else f", microbatch {origin.microbatch}"
+    backward = ", in the backward pass" if origin.is_backward else ""
+    where = f"{origin.place}, {origin.name}{layers}{microbatch}{backward} ({origin.operation})"
+    return f"{origin.kind} is first computed at {where}"

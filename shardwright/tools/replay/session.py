@@ -13,7 +13,7 @@ from shardwright.cluster.devices import known_options
 from shardwright.data.loader import TokenBatch, batch_of, check_skips
 from shardwright.data.untrusted import number, read_object, shown
 from shardwright.inspect.soundness import check_steps
-from shardwright.inspect.statistics.of_run import StepWithoutStages
+from shardwright.inspect.statistics.collect import StepWithoutStages
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.changes import config_at, firsts, loader_at
 from shardwright.run.checkpoint import Checkpointer

@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import train
 from shardwright.cluster.devices import make_mesh
-from shardwright.inspect.statistics.collect import Statistics
-from shardwright.inspect.statistics.measures import finished, sums
-from shardwright.inspect.statistics.of_run import RunStatistics
-from shardwright.inspect.statistics.points import saved_points
+from shardwright.inspect.statistics.collect import RunStatistics, Statistics, finished, sums
+from shardwright.inspect.statistics.rerun import saved_points
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.model import load_model
 from shardwright.run.stages import placement_of
