@@ -1,8 +1,15 @@
-"""Lists the differences between two configurations, for messages."""
+"""Finds the differences between configurations."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _ABSENT = object()
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lists the names that do not have the same value in all of these flat configurations, in their order."""
+    names = dict.fromkeys(name for config in configs for name in config)
+    return [name for name in names if any(x.get(name, _ABSENT) != configs[0].get(name, _ABSENT) for x in configs)]
 
 
 def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> list[str]:
@@ -26,8 +33,7 @@ def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> li
 
     return [
         f"{key}: checkpoint {shown(before, key)}, this run {shown(now, key)}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key, _ABSENT) != now.get(key, _ABSENT)
+        for key in sorted(differing([before, now]))
     ]
 
 

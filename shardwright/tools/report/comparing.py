@@ -1,6 +1,5 @@
 """Compares runs: finds the settings that differ, computes the columns of the table, sorts the runs."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from urllib.parse import quote
 from shardwright.inspect.tables import in_bytes, in_numbers
 from shardwright.run.files import REPORT, duration
 from shardwright.tools.report.pairs import Pairs
-from shardwright.tools.report.reading import Run, differing_source
+from shardwright.tools.report.reading import Run, differing_names
 
 
 class Metric(NamedTuple):
@@ -49,7 +48,7 @@ class Comparison:
     runs: list[Run]
     """Sorted."""
     differing: list[str]
-    """Dotted names of the settings that differ between runs, then names of other files and programs."""
+    """Dotted names of the settings that differ between runs, then names of other files."""
     metrics: list[str]
     """Names in METRICS that at least one run has."""
     pairs: Pairs | str | None = None
@@ -73,7 +72,7 @@ class Comparison:
 
     def heading(self, name: str) -> str:
         """Shortens the dotted name of a differing setting to its last part, unless that is a letter or not unique."""
-        if " " in name:  # a file or a program
+        if " " in name:  # a file
             return name
         last = name.rpartition(".")[2]
         alike = [other for other in (*self.differing, *METRICS) if other.rpartition(".")[2] == last]
@@ -119,13 +118,7 @@ def compare_runs(runs: Sequence[Run], sort: str | None = None) -> Comparison:
     Raises:
         ValueError: `sort` is not a column.
     """
-    known = [run.settings for run in runs if run.settings]
-    names = dict.fromkeys(name for settings in known for name in settings if not name.startswith("paths."))
-    differing = [
-        name for name in names if len({json.dumps(settings.get(name, "?"), default=str) for settings in known}) > 1
-    ]
-    differing += differing_source(runs)
-    c = Comparison(list(runs), differing, [n for n in METRICS if any(n in run.values for run in runs)])
+    c = Comparison(list(runs), differing_names(runs), [n for n in METRICS if any(n in run.values for run in runs)])
     if c.has_other_tokens:
         c.metrics.sort(key=lambda name: name != "bits/byte")
     sort = sort or ("bits/byte" if c.has_other_tokens else "loss")

@@ -5,15 +5,13 @@ the order of the data. The interval is Student's for the mean of the differences
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from shardwright.data.untrusted import number
 from shardwright.settings.words import listed
-from shardwright.tools.report.reading import SEEDS, Run, differing_source
+from shardwright.tools.report.reading import SEEDS, Run, differing_names
 
 CONFIDENCE = 0.99
 """Of the interval. Of 20 comparisons of a thing with itself, more than one raises a false alarm in 2 of 100 cases; at
@@ -61,12 +59,10 @@ class Pairs:
     names: tuple[str, str]
     """What selected each group."""
     metric: str
-    """In comparing.METRICS: val if all runs have it at a common step or their ends, else loss."""
+    """In comparing.METRICS: val if all runs have it, equally long before their ends, else loss."""
     runs: list[tuple[Run, Run]]
     left_out: list[str]
     """What was not compared, and why."""
-    step: int | None = None
-    """The last step that all runs validated; None if each is compared at its own end."""
 
     @property
     def differences(self) -> np.ndarray:
@@ -74,7 +70,7 @@ class Pairs:
         return np.array([self._loss(b) - self._loss(a) for a, b in self.runs])
 
     def _loss(self, run: Run) -> float:
-        return run.values[self.metric] if self.step is None else validations(run)[self.step]
+        return run.values[self.metric]
 
     def lines(self) -> list[str]:
         """The verdict for a terminal of 80 columns."""
@@ -87,14 +83,11 @@ class Pairs:
             f"{self.metric} of {self.names[1]} minus {self.names[0]}, {pairs} pairs:",
             f"  {mean:+.4f} nats, {CONFIDENCE:.0%} interval {low:+.4f} to {high:+.4f}: {verdict}",
         ]
-        if self.step is not None:
-            found.append(f"  at step {self.step:,}, the last that all of them validated")
         if low <= 0 <= high and deviation:
             more = needed(abs(mean), deviation)
             took = f"{more} pairs, {max(0, more - pairs)} more" if more else f"over {MOST_PAIRS} pairs"
             found.append(f"  A difference as small as {abs(mean):.4f} takes {took}.")
-        differ = {name for a, b in self.runs for name in differing(a.settings, b.settings)}
-        differ |= {name for pair in self.runs for name in differing_source(pair)}
+        differ = {name for pair in self.runs for name in differing_names(pair)}
         found.append(f"  They differ in {listed(sorted(differ))}." if differ else "  They have the same settings.")
         text = sorted(name for name in differ if name.startswith(TEXT))
         last = (run.of_event("validation")[-1] for pair in self.runs for run in pair if self.metric == "val")
@@ -105,29 +98,12 @@ class Pairs:
         return [*found, *(f"  {line}" for line in self.left_out)]
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the settings that two runs do not have in common."""
-    names = {name for name in {*one, *other} if not name.startswith("paths.")}
-    return (name for name in names if one.get(name) != other.get(name))
-
-
 def key(run: Run) -> tuple[object, ...]:
     return tuple(run.settings.get(name, 0) for name in SEEDS)
 
 
 def shown(seeds: tuple[object, ...]) -> str:
     return ", ".join(f"{name}={value}" for name, value in zip(SEEDS, seeds, strict=True))
-
-
-def validations(run: Run) -> dict[int, float]:
-    """The finite validation losses of a run, by steps done. One that failed later does not count."""
-    found = {}
-    for event in run.events:
-        if event["event"] == "validation" and math.isfinite(loss := number(event.get("loss"))):
-            found[event["step"]] = loss
-        elif event["event"] == "validation_failed":
-            found.pop(event["step"], None)
-    return found
 
 
 def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]) -> Pairs | str:
@@ -154,10 +130,7 @@ def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]
         too_few = f"it takes two pairs of finished runs with the same {' and '.join(SEEDS)}; there are {len(runs)}."
         return "\n  ".join([too_few, *left_out, *alone])
     left_out += alone
-    every = {run: validations(run) for pair in runs for run in pair}
-    if all(run.step[-1] in found for run, found in every.items()):
-        return Pairs(names, "val", runs, left_out)
-    common = set.intersection(*map(set, every.values()))
-    if common:
-        return Pairs(names, "val", runs, left_out, max(common))
-    return Pairs(names, "loss", runs, left_out)
+    every = [run for pair in runs for run in pair]
+    # Steps from the last validation to the end: 0, unless it failed or the run was not validated there.
+    after = {run.step[-1] - run.of_event("validation")[-1]["step"] if "val" in run.values else None for run in every}
+    return Pairs(names, "val" if len(after) == 1 and None not in after else "loss", runs, left_out)

@@ -20,6 +20,8 @@ _DASHES = ("solid", "dot", "dashdot")
 """Dashes of the first twelve lines, of the next twelve, and so on."""
 LOG = {"type": "log", "tickformat": "~g", "nticks": 3}
 """With more ticks, plotly labels each digit of a decade, and the labels overlap."""
+SCHEDULES = ("learning_rate",)
+"""Metrics that are not smoothed."""
 _OF_EVENTS = "step", "event", "unix_time", "failed"
 """Entries of the events `evals` that are not metrics."""
 _TRANSPARENT = "rgba(0,0,0,0)"
@@ -126,14 +128,14 @@ def _kept(c: Comparison, run: Run) -> np.ndarray:
 
 
 def metric(c: Comparison, panel: Panel, name: str) -> Panel:
-    """Adds the curve of a metric: a schedule as it is; others smoothed, with the raw values behind if runs are few."""
+    """Adds the curve of a metric: SCHEDULES as they are; others smoothed, with the raw values behind if few runs."""
     for i, run in enumerate(c.runs):
         values = run.metrics.get(name, np.full(len(run.step), np.nan))
         kept = _kept(c, run)
         known = np.flatnonzero(np.isfinite(values))
         if not known.size:
             continue
-        schedule = is_schedule(values[known])
+        schedule = name in SCHEDULES
         if len(c.runs) <= _FEW and not schedule:
             panel.traces.append(line(i, values[kept], _name(c, i, "each step"), 1, opacity=0.7))
         curve, what = (values[known], "each step") if schedule else (averaged(values[known]), "average")
@@ -181,12 +183,3 @@ def averaged(values: Curve) -> Curve:
     starts = np.maximum(places - half, 0)
     ends = np.minimum(places + np.minimum(places, half) + 1, len(values))
     return (sums[ends] - sums[starts]) / (ends - starts)
-
-
-def is_schedule(values: Curve) -> bool:
-    """Returns whether the slope hardly changes from one step to the next, beyond rounding in f32: nothing to smooth."""
-    if len(values) < 3:
-        return True
-    slopes = np.diff(values)
-    slope, change, size = (float(np.median(np.abs(x))) for x in (slopes, np.diff(slopes), values))
-    return change <= 0.1 * slope + 1e-6 * size

@@ -5,7 +5,6 @@ import glob
 import itertools
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.data.untrusted import number, read_object
-from shardwright.run.differences import flat
+from shardwright.run.differences import differing, flat
 from shardwright.run.files import LOCK, OF_A_STEP, end_of, read_config, read_records
 
 Curve = np.ndarray
@@ -26,32 +25,18 @@ COMMON_METRICS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mf
 """Metrics of each step that every run has."""
 
 SEEDS = ("training.seed", "data.seed")
-PROJECT = ("models", "shardlib", "shardwright")
+PROJECT = ("shardlib", "shardwright")
 """Parts of this project's source in provenance, whose versions differ without another program."""
-OF_PROGRAMS = ("model.", "optimizer.", "training.", "pipeline.", "data.")
-"""Beginnings of settings that may change what a step computes."""
 
 
-def differing_source(runs: Sequence["Run"]) -> list[str]:
-    """Names of the programs and of the user's own files that differ between runs, as far as provenance tells.
+def differing_names(runs: Sequence["Run"]) -> list[str]:
+    """Names of the settings, except paths, and then of the user's own files that differ between runs.
 
-    A program is another one if no setting explains it: programs are compared among runs with the same settings.
+    Runs without a configuration or provenance are left out.
     """
-
-    def explains(run: Run, name: str) -> tuple[str, ...]:
-        if name.startswith("file "):
-            return ()
-        alike = (f"{key}={x}" for key, x in sorted(run.settings.items()) if key.startswith(OF_PROGRAMS))
-        return f"{run.about.get('traced_by')}", *(text for text in alike if not text.startswith(SEEDS))
-
-    known = [run for run in runs if run.source]
-    found = {(name, explains(run, name), run.source.get(name)) for run in known for name in _sources(known)}
-    is_there = Counter((name, of) for name, of, value in found if value is not None or name.startswith("file "))
-    return [name for name in _sources(known) if any(n > 1 for (which, _), n in is_there.items() if which == name)]
-
-
-def _sources(runs: Sequence["Run"]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.source))
+    names = differing([run.settings for run in runs if run.settings])
+    files = differing([run.source for run in runs if run.source])
+    return [*(name for name in names if not name.startswith("paths.")), *files]
 
 
 @dataclass(eq=False)
@@ -88,11 +73,10 @@ class Run:
 
     @property
     def source(self) -> dict[str, str]:
-        """Hashes of the programs and of the user's own files, from the provenance; empty without one."""
-        programs, files = self.about.get("programs"), self.about.get("source")
-        programs, files = (x if isinstance(x, dict) else {} for x in (programs, files))
-        found = {f"{name} program": f"{x}" for name, x in programs.items()}
-        return found | {f"file {name}": f"{x}" for name, x in files.items() if name not in PROJECT}
+        """Hashes of train.py and of the user's own files, from the provenance; empty without one."""
+        files = self.about.get("source")
+        files = files if isinstance(files, dict) else {}
+        return {f"file {name}": f"{x}" for name, x in files.items() if name not in PROJECT}
 
     def of_event(self, name: str) -> list[dict[str, Any]]:
         """Returns the events of this name, in order."""
