@@ -2,7 +2,7 @@
 
     <run>/source/<step>/    for each start of the run that did a step, named by the number of steps done before
         train.py, <module>.py   as they ran, and modules that are not of this project
-        source.zip              the project's source, with which tools.replay replays steps
+        source.zip              the project's source
         provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run
 
 The training step and the evaluation step are compared by hashes. Each step is traced on one device, and the hash is
@@ -37,10 +37,7 @@ from shardwright.settings.words import listed
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("shardlib", "shardwright")
-PARTS = {"train.py": "shardwright/train.py", "models": "shardwright/models"} | {name: name for name in PACKAGES}
-"""The project's source in parts, by the names under which they are compared. No file is in two parts, or in
-PROGRAMS."""
-PROGRAMS = "shardwright/tools"
+TRAIN = ROOT / "shardwright/train.py"
 _PLAIN = {
     "training.microbatches": 2,
     "training.batch_size": 4,  # a loss of pairs needs two sequences in a microbatch
@@ -77,38 +74,26 @@ def bytes_of(path: Path) -> bytes:
 
 @functools.cache
 def files_of_project() -> dict[str, list[Path]]:
-    """Maps the name of each of PARTS to its files."""
-    files = {}
-    seen = [ROOT / PROGRAMS]
-    for name, path in {name: ROOT / part for name, part in PARTS.items()}.items():
-        found = [path] if path.is_file() else sorted(path.rglob("*.py"))
-        files[name] = [file for file in found if not any(file.is_relative_to(other) for other in seen)]
-        seen.append(path)
-    return files
-
-
-def files_of_source() -> dict[str, list[Path]]:
-    """Maps the name of each of PARTS, and of each of the user's own modules, to its files."""
-    files = dict(files_of_project())
-    for path in own_modules():  # several may have one name, such as __init__.py
-        files[path.name] = [*files.get(path.name, ()), path]
-    return files
+    """Maps train.py, and each of PACKAGES, to its files. The programs are left out, as they do not train."""
+    apart = TRAIN, ROOT / "shardwright/tools"
+    files = {name: sorted((ROOT / name).rglob("*.py")) for name in PACKAGES}
+    return {
+        TRAIN.name: [TRAIN],
+        **{name: [x for x in paths if not any(map(x.is_relative_to, apart))] for name, paths in files.items()},
+    }
 
 
 def source_of() -> dict[str, str]:
-    """Maps the names in files_of_source to a hash of these files."""
-    return _digests(files_of_source())
+    """Maps the names in files_of_project, and of the user's own modules, to a hash of these files."""
+    files = dict(files_of_project())
+    for path in own_modules():  # several may have one name, such as __init__.py
+        files[path.name] = [*files.get(path.name, ()), path]
 
-
-def _digests(files: Mapping[str, list[Path]]) -> dict[str, str]:
     # Two files of one name may change places: their folders tell them apart.
     def part(path):
         return f"{path.parent.name}/{path.name} {len(bytes_of(path))}\n".encode() + bytes_of(path)
 
-    def digest(paths):
-        return hashlib.sha256(b"".join(map(part, paths))).hexdigest()[:20]
-
-    return {name: digest(paths) for name, paths in files.items()}
+    return {name: hashlib.sha256(b"".join(map(part, paths))).hexdigest()[:20] for name, paths in files.items()}
 
 
 def _device() -> Device:
@@ -196,13 +181,11 @@ def keep_source(directory: Path, step: int, model: object, about: Mapping[str, A
         kept.mkdir(parents=True, exist_ok=True)
         names = set()
         of_model = Path(inspect.getsourcefile(type(model)) or "")
-        for path in dict.fromkeys([ROOT / PARTS["train.py"], of_model, *own_modules()]):
+        for path in dict.fromkeys([TRAIN, of_model, *own_modules()]):
             (kept / (f"{path.parent.name}__" * (path.name in names) + path.name)).write_bytes(bytes_of(path))
             names.add(path.name)
         with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
-            tools = ROOT / "shardwright/tools"
-            of_replay = tools / "__init__.py", *(tools / "replay").glob("*.py"), *(tools / "configs").glob("*.yaml")
-            for path in (*itertools.chain(*files_of_project().values()), *of_replay):
+            for path in itertools.chain(*files_of_project().values()):
                 archive.writestr(str(path.relative_to(ROOT)), bytes_of(path))
         write_whole(kept / "provenance.json", json.dumps({**found, **about}, indent=1, default=str) + "\n")
 
